@@ -1,0 +1,35 @@
+# `make demo` and `make test` are all the set-up there is: each makes .venv when it is missing or out of date.
+PYTHON ?= python3
+BIN := .venv/bin
+# One thread per test process: the suite runs one process per core.
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+
+.PHONY: demo test test-slow lint format bench clean
+
+demo: .venv/installed
+	$(BIN)/metaphrase demo $(ARGS)
+
+test: .venv/installed
+	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow" -n auto --dist loadfile $(ARGS)
+
+test-slow: .venv/installed
+	$(TEST_ENV) $(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: .venv/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: .venv/installed
+	$(BIN)/python benchmarks/forward.py
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache
+
+.venv/installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@

@@ -1,0 +1,22 @@
+"""The network: all that travels to the Hub with a model. Importing it registers the models with transformers' Auto classes."""
+
+from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM, AutoModelForTextEncoding
+
+from .configuration_metaphrase import MetaphraseConfig
+from .modeling_metaphrase import MetaphraseEncoderModel, MetaphraseForConditionalGeneration, MetaphraseModel
+from .teacher_forcing import IGNORED_LABEL, sequence_loss, shift_right
+
+AutoConfig.register(MetaphraseConfig.model_type, MetaphraseConfig, exist_ok=True)
+AutoModel.register(MetaphraseConfig, MetaphraseModel, exist_ok=True)
+AutoModelForSeq2SeqLM.register(MetaphraseConfig, MetaphraseForConditionalGeneration, exist_ok=True)
+AutoModelForTextEncoding.register(MetaphraseConfig, MetaphraseEncoderModel, exist_ok=True)
+
+__all__ = [
+    "IGNORED_LABEL",
+    "MetaphraseConfig",
+    "MetaphraseEncoderModel",
+    "MetaphraseForConditionalGeneration",
+    "MetaphraseModel",
+    "sequence_loss",
+    "shift_right",
+]

@@ -1,0 +1,215 @@
+"""Attention: one way in, one way out.
+
+(batch, length, hidden) -> (batch, heads, length, head_dim) -> kernel -> (batch, length, hidden)
+
+The kernel is taken from transformers' attention interface, so that `attn_implementation=` works as everywhere else.
+"""
+
+import inspect
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .configuration_metaphrase import MetaphraseConfig
+from .normalization import HeadRMSNorm, clamp_float16
+from .positions import RelativePositionBias, rotate
+
+
+def repeat_key_value(states: torch.Tensor, groups: int) -> torch.Tensor:
+    """Gives every query head its key (or value) head: `(batch, heads / groups, key, dim) -> (batch, heads, key, dim)`."""
+    return states if groups == 1 else states.repeat_interleave(groups, dim=1)
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax attention written out: the reference that the fast kernels are tested against.
+
+    Source: Vaswani et al. 2017, section 3.2, arXiv 1706.03762.
+
+    Args:
+        module: The attention, asked for its groups and for whether it trains.
+        query: `(batch, heads, query, head_dim)`.
+        key: `(batch, key_value_heads, key, head_dim)`.
+        value: `(batch, key_value_heads, key, head_dim)`.
+        attention_mask: Added to the scores; boolean masks say what is seen. `(batch or 1, heads or 1, query, key)`.
+        scaling: Factor of the scores.
+        dropout: Probability to drop an attention weight.
+
+    Returns:
+        Output `(batch, query, heads, head_dim)` and weights `(batch, heads, query, key)`.
+    """
+    key, value = (repeat_key_value(states, module.num_key_value_groups) for states in (key, value))
+    # A float16 product of large activations overflows, and so does the sum of a score and the lowest float16.
+    precise = torch.float32 if query.dtype == torch.float16 else query.dtype
+    scores = torch.matmul(query.to(precise), key.to(precise).transpose(2, 3)) * scaling
+    if attention_mask is not None:
+        if attention_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+        else:
+            scores = scores + attention_mask.to(precise)
+    weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return torch.matmul(weights, value).transpose(1, 2), weights
+
+
+def combine_bias(
+    position_bias: torch.Tensor, attention_mask: torch.Tensor | None, is_causal: bool, query_offset: int | torch.Tensor
+) -> torch.Tensor:
+    """Folds a position bias and a mask into one additive mask.
+
+    Args:
+        position_bias: `(1 or batch, heads, query, key)`.
+        attention_mask: Boolean or additive, `(batch, 1, query, key)`; `None` if nothing (but the future) is hidden.
+        is_causal: Whether a missing mask stands for a causal one.
+        query_offset: Index of the first query among the keys.
+
+    Returns:
+        `(1 or batch, heads, query, key)`, never below the lowest finite number, so that a row without keys stays finite.
+    """
+    lowest = torch.finfo(position_bias.dtype).min
+    query_length, key_length = position_bias.shape[-2:]
+    if attention_mask is None:
+        if not is_causal:
+            return position_bias
+        indices = torch.arange(key_length, device=position_bias.device)
+        attention_mask = indices[None, :] <= indices[:query_length, None] + query_offset
+    if attention_mask.dtype == torch.bool:
+        return torch.where(attention_mask, position_bias, lowest)
+    return (position_bias + attention_mask).clamp(min=lowest)
+
+
+class MetaphraseAttention(nn.Module):
+    """Multi-head attention over the tokens themselves, or over what the encoder made of the source."""
+
+    def __init__(
+        self, config: MetaphraseConfig, heads: int, layer_idx: int, is_causal: bool = False, is_cross: bool = False
+    ):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.is_causal = is_causal
+        self.is_cross = is_cross
+        self.head_dim = config.get_head_dim(heads)
+        key_value_heads = config.num_key_value_heads or heads
+        self.num_key_value_groups = heads // key_value_heads
+        self.scaling = self.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+        self.attention_dropout = config.attention_dropout
+
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, key_value_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, key_value_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=bias)
+        if config.qk_norm:
+            self.q_norm = HeadRMSNorm(self.head_dim, config.norm_eps)
+            self.k_norm = HeadRMSNorm(self.head_dim, config.norm_eps)
+        if config.position_embedding_type == "relative" and not config.relative_attention_shared and not is_cross:
+            self.relative_position_bias = RelativePositionBias(config, heads, is_bidirectional=not is_causal)
+
+    def _split(self, states: torch.Tensor) -> torch.Tensor:
+        """(batch, length, heads * head_dim) -> (batch, heads, length, head_dim)"""
+        return states.view(*states.shape[:-1], -1, self.head_dim).transpose(1, 2)
+
+    def _keys_and_values(
+        self, states: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        key = self._split(clamp_float16(self.k_proj(states)))
+        value = self._split(clamp_float16(self.v_proj(states)))
+        if self.config.qk_norm:
+            key = self.k_norm(key)
+        if rotation is not None:
+            key = rotate(key, *rotation)
+        return key, value
+
+    def _cached_source(
+        self, memory: torch.Tensor, past_key_values: Cache | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the source: computed at the first step, read from the cache ever after."""
+        if past_key_values is None:
+            return self._keys_and_values(memory, rotation=None)
+        cache = past_key_values.cross_attention_cache
+        if past_key_values.is_updated.get(self.layer_idx):
+            layer = cache.layers[self.layer_idx]
+            return layer.keys, layer.values
+        key, value = cache.update(*self._keys_and_values(memory, rotation=None), self.layer_idx)
+        past_key_values.is_updated[self.layer_idx] = True
+        return key, value
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        memory: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_bias: torch.Tensor | None = None,
+        rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attends.
+
+        Args:
+            hidden_states: What asks, `(batch, query, hidden)`.
+            memory: The encoder's output `(batch, source, hidden)` for a cross-attention.
+            attention_mask: What `masking_utils` made for the kernel in use.
+            position_bias: For kernels that take the bias apart from the mask, `(1 or batch, heads, query, key)`.
+            rotation: Cosine and sine of the queries' positions, `(batch, 1, query, rotated)` each.
+            past_key_values: Cache of both attentions.
+
+        Returns:
+            Output `(batch, query, hidden)`, and the weights `(batch, heads, query, key)` where the kernel makes them.
+        """
+        query = self._split(clamp_float16(self.q_proj(hidden_states)))
+        if self.config.qk_norm:
+            query = self.q_norm(query)
+        if rotation is not None:
+            query = rotate(query, *rotation)
+        if self.is_cross:
+            key, value = self._cached_source(memory, past_key_values)
+        else:
+            key, value = self._keys_and_values(hidden_states, rotation)
+            if past_key_values is not None:
+                key, value = past_key_values.self_attention_cache.update(key, value, self.layer_idx)
+
+        if position_bias is not None:
+            kwargs["position_bias"] = position_bias
+        kernel = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        output, weights = kernel(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=self.scaling,
+            dropout=self.attention_dropout if self.training else 0.0,
+            **kwargs,
+        )
+        # (batch, query, heads, head_dim) -> (batch, query, heads * head_dim) -> (batch, query, hidden)
+        output = self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
+        return clamp_float16(output), weights
+
+
+def kernel_takes_bias(implementation: str) -> bool:
+    """Whether a kernel wants the position bias apart from the mask: flex attention adds it score by score.
+
+    Raises:
+        ValueError: If the kernel cannot have a bias at all.
+    """
+    if implementation in ("eager", "sdpa"):
+        return False
+    kernel = ALL_ATTENTION_FUNCTIONS.get(implementation)
+    if kernel is None or "position_bias" not in inspect.signature(kernel).parameters:
+        raise ValueError(
+            "`attn_implementation` must take a position bias for `position_embedding_type` relative or alibi: "
+            f"use eager, sdpa or (from transformers 5.17 on) flex_attention, got {implementation!r}."
+        )
+    return True

@@ -1,0 +1,265 @@
+"""The configuration of Metaphrase: every choice that an encoder-decoder Transformer makes, declared and checked."""
+
+import difflib
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+
+from .presets import PRESETS
+
+_CHOICES = {
+    "position_embedding_type": ("sinusoidal", "learned", "relative", "rotary", "alibi", "none"),
+    "sinusoidal_layout": ("interleaved", "half_split"),
+    "norm_type": ("layernorm", "rmsnorm"),
+    "norm_position": ("pre", "post"),
+}
+_POSITIVE = (
+    "vocab_size",
+    "decoder_vocab_size",
+    "hidden_size",
+    "encoder_layers",
+    "decoder_layers",
+    "encoder_attention_heads",
+    "decoder_attention_heads",
+    "encoder_ffn_dim",
+    "decoder_ffn_dim",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "relative_attention_max_distance",
+    "norm_eps",
+    "attention_scale",
+)
+_PROBABILITIES = ("dropout", "attention_dropout", "activation_dropout")
+
+
+@strict
+class MetaphraseConfig(PreTrainedConfig):
+    """The configuration of a `MetaphraseModel`. Without arguments it is a small model of our recommended design.
+
+    Args:
+        vocab_size: Entries of the source vocabulary (and of the target's, when the embeddings are shared).
+        decoder_vocab_size: Entries of the target vocabulary; `None` means as many as `vocab_size`.
+        hidden_size: Width of the residual stream, the same in both stacks.
+        encoder_layers: Layers of the encoder.
+        decoder_layers: Layers of the decoder.
+        encoder_attention_heads: Query heads of a self-attention in the encoder.
+        decoder_attention_heads: Query heads of the self- and the cross-attention in the decoder.
+        encoder_ffn_dim: Inner width of the encoder's feed-forward.
+        decoder_ffn_dim: Inner width of the decoder's feed-forward.
+        num_key_value_heads: Key and value heads (grouped-query attention, Ainslie et al. 2023, arXiv 2305.13245); `None`
+            means as many as query heads, 1 is multi-query attention.
+        head_dim: Width of a head; `None` means `hidden_size` divided by the heads of the stack.
+        activation_function: Name of the activation in the feed-forward, as in transformers' `ACT2FN`.
+        gated_mlp: Multiply the activated projection with a second, linear one (GLU variants, Shazeer 2020, arXiv 2002.05202).
+        position_embedding_type: `sinusoidal` or `learned` are added to the embeddings; `relative` is the bucketed bias of
+            T5; `rotary` turns queries and keys (Su et al. 2021, arXiv 2104.09864); `alibi` is a linear bias (Press et al.
+            2022, arXiv 2108.12409), symmetric in the encoder; `none` leaves order to the causal mask alone.
+        sinusoidal_layout: `interleaved` puts sine and cosine in turn, as the paper does; `half_split` puts all sines before
+            all cosines, as tensor2tensor, fairseq and Marian do.
+        max_position_embeddings: Longest sequence that `learned` positions can hold. The other types have no limit: for
+            `sinusoidal` it is the size of the first table, for `rotary` what its scaled variants start from.
+        rope_parameters: transformers' description of a rotary embedding (`rope_type`, `rope_theta`, ...).
+        relative_attention_num_buckets: Buckets of the relative bias, both directions together in the encoder.
+        relative_attention_max_distance: Distance, in tokens, from which on all share the last bucket.
+        relative_attention_shared: One bias for all layers of a stack (T5) rather than one for each layer (UMT5).
+        norm_type: `layernorm` or `rmsnorm` (Zhang and Sennrich 2019, arXiv 1910.07467).
+        norm_position: `pre` norms what enters a sub-layer, `post` what leaves the residual sum.
+        norm_eps: Added to the variance.
+        embedding_norm: Norm the sum of embeddings and positions (BART).
+        final_norm: Norm the output of each stack; `None` means that `pre` does and `post` does not.
+        qk_norm: RMS-norm queries and keys in each head before positions are applied (Henry et al. 2020, arXiv 2010.04245).
+        scale_embedding: Multiply token embeddings by the square root of `hidden_size`.
+        attention_scale: Factor of the attention scores; `None` means `head_dim` ** -0.5. T5 uses 1.
+        attention_bias: Biases in the projections of attention.
+        mlp_bias: Biases in the feed-forward.
+        logits_bias: A bias in the output projection.
+        logits_scale: Factor on the decoder's output before the output projection. T5 uses `hidden_size` ** -0.5.
+        tie_word_embeddings: The output projection is the target embedding.
+        share_embeddings: Source and target have one embedding; needs one vocabulary.
+        dropout: Probability for the embeddings and the output of each sub-layer.
+        attention_dropout: Probability for the attention weights.
+        activation_dropout: Probability inside the feed-forward.
+        initializer_range: Standard deviation of every weight; `None` scales each with its shape: (2 / (in + out)) ** 0.5 for
+            a projection (Glorot and Bengio 2010), `hidden_size` ** -0.5 for an embedding.
+
+    Raises:
+        ValueError: If a field is out of its range or two fields contradict each other.
+    """
+
+    model_type = "metaphrase"
+    keys_to_ignore_at_inference = ["past_key_values"]
+    attribute_map = {
+        "num_hidden_layers": "encoder_layers",
+        "num_attention_heads": "encoder_attention_heads",
+        "d_model": "hidden_size",
+    }
+
+    vocab_size: int = 32000
+    decoder_vocab_size: int | None = None
+    hidden_size: int = 512
+    encoder_layers: int = 6
+    decoder_layers: int = 6
+    encoder_attention_heads: int = 8
+    decoder_attention_heads: int = 8
+    encoder_ffn_dim: int = 1408
+    decoder_ffn_dim: int = 1408
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    activation_function: str = "silu"
+    gated_mlp: bool = True
+    position_embedding_type: str = "rotary"
+    sinusoidal_layout: str = "interleaved"
+    max_position_embeddings: int = 1024
+    rope_parameters: dict | None = None
+    relative_attention_num_buckets: int = 32
+    relative_attention_max_distance: int = 128
+    relative_attention_shared: bool = True
+    norm_type: str = "rmsnorm"
+    norm_position: str = "pre"
+    norm_eps: float = 1e-6
+    embedding_norm: bool = False
+    final_norm: bool | None = None
+    qk_norm: bool = False
+    scale_embedding: bool = True
+    attention_scale: float | int | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    logits_bias: bool = False
+    logits_scale: float | int = 1.0
+    tie_word_embeddings: bool = True
+    share_embeddings: bool = True
+    dropout: float | int = 0.1
+    attention_dropout: float | int = 0.0
+    activation_dropout: float | int = 0.0
+    initializer_range: float | int | None = None
+    use_cache: bool = True
+    is_encoder_decoder: bool = True
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    decoder_start_token_id: int | None = 1
+
+    def __post_init__(self, **kwargs):
+        if self.decoder_vocab_size is None:
+            self.decoder_vocab_size = self.vocab_size
+        if self.final_norm is None:
+            self.final_norm = self.norm_position == "pre"
+        if self.rope_parameters is None and self.position_embedding_type == "rotary":
+            self.rope_parameters = {"rope_type": "default", "rope_theta": 10_000.0}
+        # Written here in full: the saving of a model would record the class of that one model alone.
+        self.auto_map = {
+            "AutoConfig": "configuration_metaphrase.MetaphraseConfig",
+            "AutoModel": "modeling_metaphrase.MetaphraseModel",
+            "AutoModelForSeq2SeqLM": "modeling_metaphrase.MetaphraseForConditionalGeneration",
+            "AutoModelForTextEncoding": "modeling_metaphrase.MetaphraseEncoderModel",
+        }
+        kwargs.pop("auto_map", None)
+        super().__post_init__(**kwargs)
+        # Not named validate_*: @strict would wrap the ValueError in an exception that is none.
+        self._check()
+
+    def _check(self):
+        """Checks each field against its range and against the others.
+
+        Raises:
+            ValueError: Names the field, what must hold and what was given.
+        """
+        for field in _POSITIVE:
+            value = getattr(self, field)
+            if value is not None and value <= 0:
+                raise ValueError(f"`{field}` must be above 0, got {value}.")
+        for field in _PROBABILITIES:
+            value = getattr(self, field)
+            if not 0 <= value < 1:
+                raise ValueError(f"`{field}` must be a probability in [0, 1), got {value}.")
+        for field, choices in _CHOICES.items():
+            value = getattr(self, field)
+            if value not in choices:
+                raise ValueError(f"`{field}` must be one of {', '.join(choices)}, got {value!r}.")
+        if self.activation_function not in ACT2FN:
+            raise ValueError(f"`activation_function` must be a key of ACT2FN, got {self.activation_function!r}.")
+        self._check_heads()
+        self._check_positions()
+        self._check_vocabularies()
+
+    def _check_heads(self):
+        for field in ("encoder_attention_heads", "decoder_attention_heads"):
+            heads = getattr(self, field)
+            if self.head_dim is None and self.hidden_size % heads:
+                raise ValueError(
+                    f"`hidden_size` must be a multiple of `{field}`, got {self.hidden_size} and {heads}. "
+                    "Set `head_dim` to have heads of another width."
+                )
+            if self.num_key_value_heads is not None and heads % self.num_key_value_heads:
+                raise ValueError(
+                    f"`{field}` must be a multiple of `num_key_value_heads`, got {heads} and {self.num_key_value_heads}."
+                )
+            if self.position_embedding_type == "rotary" and self.get_head_dim(heads) % 2:
+                raise ValueError(
+                    f"`head_dim` must be even for rotary positions, got {self.get_head_dim(heads)} (from `{field}`)."
+                )
+
+    def _check_positions(self):
+        if self.position_embedding_type == "sinusoidal" and self.hidden_size % 2:
+            raise ValueError(f"`hidden_size` must be even for sinusoidal positions, got {self.hidden_size}.")
+        if self.position_embedding_type == "relative":
+            buckets, distance = self.relative_attention_num_buckets, self.relative_attention_max_distance
+            if buckets < 4 or buckets % 2:
+                raise ValueError(f"`relative_attention_num_buckets` must be even and at least 4, got {buckets}.")
+            if distance <= buckets // 2:
+                raise ValueError(
+                    "`relative_attention_max_distance` must be above half of `relative_attention_num_buckets`, "
+                    f"got {distance} and {buckets}."
+                )
+
+    def _check_vocabularies(self):
+        if self.share_embeddings and self.decoder_vocab_size != self.vocab_size:
+            raise ValueError(
+                "`decoder_vocab_size` must equal `vocab_size` when `share_embeddings` is true, "
+                f"got {self.decoder_vocab_size} and {self.vocab_size}."
+            )
+        for field, size in (("pad_token_id", self.vocab_size), ("decoder_start_token_id", self.decoder_vocab_size)):
+            value = getattr(self, field)
+            if value is not None and not 0 <= value < size:
+                raise ValueError(f"`{field}` must be an id of the vocabulary, from 0 to {size - 1}, got {value}.")
+
+    def get_head_dim(self, heads: int) -> int:
+        """Width of one of `heads` heads."""
+        return self.head_dim if self.head_dim is not None else self.hidden_size // heads
+
+    @classmethod
+    def presets(cls) -> list[str]:
+        """Names of the known architectures."""
+        return list(PRESETS)
+
+    @classmethod
+    def from_preset(cls, name: str, **overrides: Any) -> "MetaphraseConfig":
+        """The configuration of a named architecture.
+
+        Args:
+            name: One of `presets()`.
+            **overrides: Fields that replace the preset's, such as `vocab_size`.
+
+        Raises:
+            ValueError: If the preset or a field is unknown; the nearest known name is given.
+        """
+        if name not in PRESETS:
+            raise ValueError(f"`preset` must be one of {', '.join(PRESETS)}, got {name!r}.{_nearest(name, PRESETS)}")
+        fields = cls.__dataclass_fields__
+        for key in overrides:
+            if key not in fields and key not in cls.attribute_map:
+                raise ValueError(f"`{key}` is not a field of MetaphraseConfig.{_nearest(key, fields)}")
+        merged = dict(PRESETS[name])
+        merged.update({cls.attribute_map.get(key, key): value for key, value in overrides.items()})
+        return cls(**merged)
+
+
+def _nearest(name: str, known) -> str:
+    match = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {match[0]!r}?" if match else ""
+
+
+MetaphraseConfig.register_for_auto_class()

@@ -1,0 +1,131 @@
+"""Layers: the feed-forward, and what an encoder and a decoder repeat."""
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from .attention import MetaphraseAttention
+from .configuration_metaphrase import MetaphraseConfig
+from .normalization import clamp_float16, make_norm
+
+
+class MetaphraseMLP(nn.Module):
+    """The position-wise feed-forward: (batch, length, hidden) -> (batch, length, inner) -> (batch, length, hidden).
+
+    Source: Vaswani et al. 2017, section 3.3; gated as in Shazeer 2020, arXiv 2002.05202.
+    """
+
+    def __init__(self, config: MetaphraseConfig, ffn_dim: int):
+        super().__init__()
+        if config.gated_mlp:
+            self.gate_proj = nn.Linear(config.hidden_size, ffn_dim, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, ffn_dim, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(ffn_dim, config.hidden_size, bias=config.mlp_bias)
+        self.activation = ACT2FN[config.activation_function]
+        self.is_gated = config.gated_mlp
+        self.activation_dropout = config.activation_dropout
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        inner = self.up_proj(hidden_states)
+        inner = self.activation(self.gate_proj(hidden_states)) * inner if self.is_gated else self.activation(inner)
+        inner = nn.functional.dropout(clamp_float16(inner), p=self.activation_dropout, training=self.training)
+        return clamp_float16(self.down_proj(inner))
+
+
+class _ResidualLayer(GradientCheckpointingLayer):
+    """Sub-layers around a residual stream, normed on the way in (pre) or on the way out (post).
+
+    Source: Xiong et al. 2020, figure 1, arXiv 2002.04745.
+    """
+
+    def __init__(self, config: MetaphraseConfig):
+        super().__init__()
+        self.is_pre_norm = config.norm_position == "pre"
+        self.dropout = config.dropout
+
+    def _enter(self, hidden_states: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+        return norm(hidden_states) if self.is_pre_norm else hidden_states
+
+    def _leave(self, residual: torch.Tensor, output: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+        output = nn.functional.dropout(output, p=self.dropout, training=self.training)
+        hidden_states = clamp_float16(residual + output)
+        return hidden_states if self.is_pre_norm else norm(hidden_states)
+
+
+class MetaphraseEncoderLayer(_ResidualLayer):
+    """Self-attention and feed-forward."""
+
+    def __init__(self, config: MetaphraseConfig, layer_idx: int):
+        super().__init__(config)
+        self.self_attn = MetaphraseAttention(config, config.encoder_attention_heads, layer_idx)
+        self.self_attn_norm = make_norm(config)
+        self.mlp = MetaphraseMLP(config, config.encoder_ffn_dim)
+        self.mlp_norm = make_norm(config)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_bias: torch.Tensor | None = None,
+        rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        """(batch, source, hidden) -> (batch, source, hidden)"""
+        output, _ = self.self_attn(
+            self._enter(hidden_states, self.self_attn_norm),
+            attention_mask=attention_mask,
+            position_bias=position_bias,
+            rotation=rotation,
+            **kwargs,
+        )
+        hidden_states = self._leave(hidden_states, output, self.self_attn_norm)
+        output = self.mlp(self._enter(hidden_states, self.mlp_norm))
+        return self._leave(hidden_states, output, self.mlp_norm)
+
+
+class MetaphraseDecoderLayer(_ResidualLayer):
+    """Causal self-attention, attention over the source, and feed-forward."""
+
+    def __init__(self, config: MetaphraseConfig, layer_idx: int):
+        super().__init__(config)
+        heads = config.decoder_attention_heads
+        self.self_attn = MetaphraseAttention(config, heads, layer_idx, is_causal=True)
+        self.self_attn_norm = make_norm(config)
+        self.cross_attn = MetaphraseAttention(config, heads, layer_idx, is_cross=True)
+        self.cross_attn_norm = make_norm(config)
+        self.mlp = MetaphraseMLP(config, config.decoder_ffn_dim)
+        self.mlp_norm = make_norm(config)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        memory: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        memory_mask: torch.Tensor | None = None,
+        position_bias: torch.Tensor | None = None,
+        rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        """(batch, target, hidden), (batch, source, hidden) -> (batch, target, hidden)"""
+        output, _ = self.self_attn(
+            self._enter(hidden_states, self.self_attn_norm),
+            attention_mask=attention_mask,
+            position_bias=position_bias,
+            rotation=rotation,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
+        hidden_states = self._leave(hidden_states, output, self.self_attn_norm)
+        output, _ = self.cross_attn(
+            self._enter(hidden_states, self.cross_attn_norm),
+            memory,
+            attention_mask=memory_mask,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
+        hidden_states = self._leave(hidden_states, output, self.cross_attn_norm)
+        output = self.mlp(self._enter(hidden_states, self.mlp_norm))
+        return self._leave(hidden_states, output, self.mlp_norm)

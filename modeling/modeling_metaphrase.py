@@ -1,0 +1,301 @@
+"""The models: encoder and decoder joined, with a head for generation, and the encoder alone."""
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+from transformers.generation import GenerationMixin
+from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
+from transformers.utils.generic import can_return_tuple
+
+from .configuration_metaphrase import MetaphraseConfig
+from .normalization import clamp_float16
+from .positions import positions_from_mask
+from .stacks import MetaphraseDecoder, MetaphraseEncoder, MetaphrasePreTrainedModel
+from .teacher_forcing import sequence_loss, shift_right
+
+
+class _EncoderDecoderEmbeddings(MetaphrasePreTrainedModel):
+    """Resizing and tying of one or two vocabularies. `resize_token_embeddings` is for the source, or for both if shared."""
+
+    def _resize_token_embeddings(self, new_num_tokens, pad_to_multiple_of=None, mean_resizing=True):
+        if self.config.share_embeddings:
+            embeddings = super()._resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+            self.config.decoder_vocab_size = embeddings.weight.shape[0]
+            return embeddings
+        old = self.get_input_embeddings()
+        new = self._get_resized_embeddings(old, new_num_tokens, pad_to_multiple_of, mean_resizing)
+        self.set_input_embeddings(new.requires_grad_(old.weight.requires_grad))
+        return new
+
+    def resize_decoder_token_embeddings(
+        self, new_num_tokens: int, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Module:
+        """Resizes the target vocabulary, embedding and output projection, where it is not the source's.
+
+        Args:
+            new_num_tokens: Entries of the new vocabulary; more are initialized, fewer are cut off at the end.
+            pad_to_multiple_of: Rounds the number up.
+            mean_resizing: Draw new entries from the distribution of the old ones.
+
+        Raises:
+            ValueError: If source and target share their embedding.
+        """
+        if self.config.share_embeddings:
+            raise ValueError("`share_embeddings` must be false to resize the target alone: use `resize_token_embeddings`.")
+        decoder = self.get_decoder()
+        old = decoder.embed_tokens
+        new = self._get_resized_embeddings(old, new_num_tokens, pad_to_multiple_of, mean_resizing)
+        decoder.embed_tokens = new.requires_grad_(old.weight.requires_grad)
+        size = new.weight.shape[0]
+        head = self.get_output_embeddings()
+        if head is not None:
+            self.set_output_embeddings(self._get_resized_lm_head(head, size, mean_resizing=mean_resizing))
+        self.config.decoder_vocab_size = size
+        self.tie_weights()
+        return new
+
+
+class MetaphraseModel(_EncoderDecoderEmbeddings):
+    """Encoder and decoder, without a head."""
+
+    def __init__(self, config: MetaphraseConfig):
+        super().__init__(config)
+        self.encoder = MetaphraseEncoder(config)
+        self.decoder = MetaphraseDecoder(config)
+        self.post_init()
+
+    @property
+    def _tied_weights_keys(self) -> dict[str, str]:
+        return {"decoder.embed_tokens.weight": "encoder.embed_tokens.weight"} if self.config.share_embeddings else {}
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.encoder.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module):
+        self.encoder.embed_tokens = value
+        if self.config.share_embeddings:
+            self.decoder.embed_tokens = value
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.LongTensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        encoder_outputs: BaseModelOutput | tuple | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        decoder_inputs_embeds: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        decoder_position_ids: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs,
+    ) -> Seq2SeqModelOutput:
+        """Encodes the source, unless it comes encoded, and decodes the target.
+
+        Args:
+            input_ids: Source ids `(batch, source)`.
+            attention_mask: 1 for a source token, 0 for padding, `(batch, source)`.
+            decoder_input_ids: Target ids, shifted to the right, `(batch, target)`.
+            decoder_attention_mask: 1 for a target token, 0 for padding, `(batch, past + target)`.
+            encoder_outputs: The memory, `(batch, source, hidden)` in a tuple or an output, if it is known already.
+            past_key_values: Cache of earlier steps.
+            inputs_embeds: `(batch, source, hidden)` in place of `input_ids`.
+            decoder_inputs_embeds: `(batch, target, hidden)` in place of `decoder_input_ids`.
+            position_ids: `(batch, source)`, by default counted from the mask.
+            decoder_position_ids: `(batch, target)`, by default counted from the mask and the cache.
+            use_cache: Whether to return keys and values for the next step.
+
+        Returns:
+            `last_hidden_state` `(batch, target, hidden)`, the memory, the cache, and what else was asked for.
+
+        Raises:
+            ValueError: If there is nothing to encode or nothing to decode.
+        """
+        if decoder_input_ids is None and decoder_inputs_embeds is None:
+            raise ValueError(
+                "`decoder_input_ids` or `decoder_inputs_embeds` (or `labels`, for a model with a head) must be given, "
+                "got none. If a label smoother took the labels away, give the data collator the model (`model=`)."
+            )
+        if encoder_outputs is None:
+            encoder_outputs = self.encoder(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                inputs_embeds=inputs_embeds,
+                position_ids=position_ids,
+                **kwargs,
+            )
+        elif not isinstance(encoder_outputs, BaseModelOutput):
+            encoder_outputs = BaseModelOutput(*encoder_outputs[:3])
+        decoder_outputs = self.decoder(
+            input_ids=decoder_input_ids,
+            attention_mask=decoder_attention_mask,
+            encoder_hidden_states=encoder_outputs.last_hidden_state,
+            encoder_attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            inputs_embeds=decoder_inputs_embeds,
+            position_ids=decoder_position_ids,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        return Seq2SeqModelOutput(
+            last_hidden_state=decoder_outputs.last_hidden_state,
+            past_key_values=decoder_outputs.past_key_values,
+            decoder_hidden_states=decoder_outputs.hidden_states,
+            decoder_attentions=decoder_outputs.attentions,
+            cross_attentions=decoder_outputs.cross_attentions,
+            encoder_last_hidden_state=encoder_outputs.last_hidden_state,
+            encoder_hidden_states=encoder_outputs.hidden_states,
+            encoder_attentions=encoder_outputs.attentions,
+        )
+
+
+class MetaphraseForConditionalGeneration(_EncoderDecoderEmbeddings, GenerationMixin):
+    """Encoder, decoder and output projection: training by teacher forcing, and `generate()`."""
+
+    def __init__(self, config: MetaphraseConfig):
+        super().__init__(config)
+        self.model = MetaphraseModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.decoder_vocab_size, bias=config.logits_bias)
+        self.post_init()
+
+    @property
+    def _tied_weights_keys(self) -> dict[str, str]:
+        if not self.config.tie_word_embeddings:
+            return {}
+        # All weights that are one must name the same one, so that a checkpoint with any of them is complete.
+        stack = "encoder" if self.config.share_embeddings else "decoder"
+        return {"lm_head.weight": f"model.{stack}.embed_tokens.weight"}
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module):
+        self.model.set_input_embeddings(value)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, value: nn.Module):
+        self.lm_head = value
+
+    def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
+        """What the decoder reads for these labels, `(batch, target)`; for data collators."""
+        return shift_right(labels, self.config.pad_token_id, self.config.decoder_start_token_id)
+
+    def prepare_inputs_for_generation(self, input_ids: torch.Tensor, *args, **kwargs) -> dict:
+        mask = kwargs.get("decoder_attention_mask")
+        if mask is not None and mask.ndim == 2 and kwargs.get("decoder_position_ids") is None:
+            # For a static cache the mask becomes a kernel's, in which padding can no longer be counted.
+            kwargs["decoder_position_ids"] = positions_from_mask(mask)
+        return super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.LongTensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        encoder_outputs: BaseModelOutput | tuple | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        decoder_inputs_embeds: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        decoder_position_ids: torch.LongTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        label_smoothing: float = 0.0,
+        **kwargs,
+    ) -> Seq2SeqLMOutput:
+        """Logits of the next target token at each position, and the loss if there are labels.
+
+        Args:
+            input_ids: See `MetaphraseModel.forward`, as for all that is not named here.
+            labels: Target ids `(batch, target)`, -100 where there is none. Without `decoder_input_ids`, the decoder reads them
+                shifted to the right.
+            logits_to_keep: Only the last so many positions get logits; 0 means all. A tensor of indices chooses them.
+            num_items_in_batch: Labels of one optimizer step, by which the summed loss is divided (see `sequence_loss`).
+            label_smoothing: Probability that the loss spreads over the vocabulary.
+
+        Returns:
+            `loss` (a scalar, with labels), `logits` `(batch, target, vocab)`, and what the model returns.
+        """
+        if labels is not None:
+            use_cache = False if use_cache is None else use_cache
+            if decoder_input_ids is None and decoder_inputs_embeds is None:
+                decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            decoder_input_ids=decoder_input_ids,
+            decoder_attention_mask=decoder_attention_mask,
+            encoder_outputs=encoder_outputs,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            decoder_inputs_embeds=decoder_inputs_embeds,
+            position_ids=position_ids,
+            decoder_position_ids=decoder_position_ids,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        hidden_states = outputs.last_hidden_state[:, kept, :]
+        if self.config.logits_scale != 1.0:
+            hidden_states = hidden_states * self.config.logits_scale
+        logits = clamp_float16(self.lm_head(hidden_states))
+        loss = None if labels is None else sequence_loss(logits, labels, num_items_in_batch, label_smoothing)
+        return Seq2SeqLMOutput(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            decoder_hidden_states=outputs.decoder_hidden_states,
+            decoder_attentions=outputs.decoder_attentions,
+            cross_attentions=outputs.cross_attentions,
+            encoder_last_hidden_state=outputs.encoder_last_hidden_state,
+            encoder_hidden_states=outputs.encoder_hidden_states,
+            encoder_attentions=outputs.encoder_attentions,
+        )
+
+
+class MetaphraseEncoderModel(MetaphrasePreTrainedModel):
+    """The encoder alone, for embeddings of text."""
+
+    _keys_to_ignore_on_load_unexpected = [r"decoder\.", r"lm_head\."]
+
+    def __init__(self, config: MetaphraseConfig):
+        super().__init__(config)
+        self.encoder = MetaphraseEncoder(config)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.encoder.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module):
+        self.encoder.embed_tokens = value
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        **kwargs,
+    ) -> BaseModelOutput:
+        """Encodes; the arguments are those of `MetaphraseEncoder.forward`."""
+        return self.encoder(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            position_ids=position_ids,
+            **kwargs,
+        )
+
+
+MetaphraseModel.register_for_auto_class("AutoModel")
+MetaphraseForConditionalGeneration.register_for_auto_class("AutoModelForSeq2SeqLM")
+MetaphraseEncoderModel.register_for_auto_class("AutoModelForTextEncoding")

@@ -1,0 +1,67 @@
+"""Teacher forcing: what the decoder reads for given labels, and the loss of what it says.
+
+Every part that shifts labels or counts them goes through this file.
+"""
+
+import torch
+from torch import nn
+
+IGNORED_LABEL = -100
+
+
+def shift_right(labels: torch.Tensor, pad_token_id: int | None, decoder_start_token_id: int | None) -> torch.Tensor:
+    """The decoder's input for given labels: one start token, then all labels but the last.
+
+    Args:
+        labels: Ids `(batch, target)`; -100 marks what is no label.
+        pad_token_id: Stands where a label is -100.
+        decoder_start_token_id: Stands first.
+
+    Returns:
+        Ids `(batch, target)`.
+
+    Raises:
+        ValueError: If an id that is needed is not configured.
+    """
+    for field, value in (("decoder_start_token_id", decoder_start_token_id), ("pad_token_id", pad_token_id)):
+        if value is None:
+            raise ValueError(f"`{field}` must be set in the configuration to shift labels to the right, got None.")
+    start = labels.new_full((labels.shape[0], 1), decoder_start_token_id)
+    shifted = torch.cat((start, labels[:, :-1]), dim=1)
+    return shifted.masked_fill(shifted == IGNORED_LABEL, pad_token_id)
+
+
+def sequence_loss(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """Cross-entropy per label, in float32.
+
+    Label smoothing takes the given share of the target's probability and spreads it over the whole vocabulary (Szegedy et al.
+    2016, section 7, arXiv 1512.00567).
+
+    Args:
+        logits: `(batch, target, vocab)`.
+        labels: Ids `(batch, target)`, -100 where there is none.
+        num_items_in_batch: Labels in all the batches that make up one optimizer step. Divided by it, the losses of
+            accumulated batches add up to the loss of one large batch. `None` divides by the labels of this batch.
+        label_smoothing: Probability to spread, in [0, 1).
+
+    Returns:
+        The loss, a scalar; 0 if there is no label.
+    """
+    labels = labels.to(logits.device)
+    total = nn.functional.cross_entropy(
+        logits.flatten(0, 1).float(),
+        labels.flatten(),
+        ignore_index=IGNORED_LABEL,
+        reduction="sum",
+        label_smoothing=label_smoothing,
+    )
+    if num_items_in_batch is None:
+        return total / (labels != IGNORED_LABEL).sum().clamp(min=1)
+    if isinstance(num_items_in_batch, torch.Tensor):
+        num_items_in_batch = num_items_in_batch.to(total.device)
+    return total / num_items_in_batch
