@@ -131,9 +131,7 @@ class MetaphraseAttention(nn.Module):
             key = rotate(key, *rotation)
         return key, value
 
-    def _cached_source(
-        self, memory: torch.Tensor, past_key_values: Cache | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _cached_source(self, memory: torch.Tensor, past_key_values: Cache | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the source: computed at the first step, read from the cache ever after."""
         if past_key_values is None:
             return self._keys_and_values(memory, rotation=None)

@@ -41,7 +41,9 @@ class _EncoderDecoderEmbeddings(MetaphrasePreTrainedModel):
             ValueError: If source and target share their embedding.
         """
         if self.config.share_embeddings:
-            raise ValueError("`share_embeddings` must be false to resize the target alone: use `resize_token_embeddings`.")
+            raise ValueError(
+                "`share_embeddings` must be false to resize the target alone: use `resize_token_embeddings`."
+            )
         decoder = self.get_decoder()
         old = decoder.embed_tokens
         new = self._get_resized_embeddings(old, new_num_tokens, pad_to_multiple_of, mean_resizing)
