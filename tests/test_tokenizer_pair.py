@@ -1,0 +1,255 @@
+"""The pair of tokenizers: joint and separate, saved and loaded, ends of sequence, decoding, fields of the configuration."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from metaphrase.tokenization import TokenizerPair, tokenizer_pair, train_tokenizer
+
+SOURCES = ["a small dog runs", "the cat sleeps", "a cat"] * 3
+TARGETS = ["ein kleiner Hund läuft", "die Katze schläft", "eine Katze"] * 3
+
+
+def train_pair(**settings):
+    return TokenizerPair.train(SOURCES, TARGETS, show_progress=False, **settings)
+
+
+def word_tokenizer(template=None, cls=PreTrainedTokenizerFast, **special):
+    """A tokenizer as others make them: words, and the special tokens that the template puts around a text."""
+    words = ["<pad>", "<s>", "</s>", "<unk>", "xx", "a", "cat", "dog"]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if template is not None:
+        ids = [(word, words.index(word)) for word in ("<s>", "</s>", "xx")]
+        tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"} | special
+    return cls(tokenizer_object=tokenizer, **{key: value for key, value in special.items() if value is not None})
+
+
+class TwoModeTokenizer(PreTrainedTokenizerFast):
+    """Reads targets in a mode of its own, as Marian's tokenizer does: here by a language token in front."""
+
+    def _switch_to_input_mode(self):
+        self.set_template("$A </s>")
+
+    def _switch_to_target_mode(self):
+        self.set_template("xx $A </s>")
+
+    def set_template(self, template):
+        ids = [("</s>", 2), ("xx", 4)]
+        self.backend_tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
+
+
+def test_joint_pair_is_one_object_with_one_vocabulary():
+    pair = train_pair(kind="char")
+    assert pair.is_joint and pair.source is pair.target
+    assert {"w", "ä"} & pair.source.get_vocab().keys() == {"ä"}
+    assert pair.decode_targets(pair.encode_targets(SOURCES + TARGETS)) == SOURCES + TARGETS
+    assert pair.encode_sources(TARGETS) == pair.encode_targets(TARGETS)
+
+
+def test_separate_pair_has_a_vocabulary_and_a_kind_per_side():
+    pair = train_pair(joint=False, source_kind="char", target_kind="byte_bpe", target_vocab_size=270)
+    assert not pair.is_joint
+    assert "ä" not in pair.source.get_vocab()
+    assert len(pair.target) == 270
+    assert pair.decode_targets(pair.encode_targets(TARGETS)) == TARGETS
+    sizes = train_pair(joint=False, kind="bpe", vocab_size=40, source_vocab_size=30).config_fields()
+    assert (sizes["vocab_size"], sizes["decoder_vocab_size"]) == (30, 40)
+
+
+def test_training_reads_iterators_once():
+    pair = TokenizerPair.train(iter(SOURCES), iter(TARGETS), kind="char", show_progress=False)
+    assert pair.source.get_vocab() == train_pair(kind="char").source.get_vocab()
+
+
+@pytest.mark.parametrize("name", ["source_kind", "target_kind", "source_vocab_size", "target_vocab_size"])
+def test_joint_training_refuses_settings_of_one_side(name):
+    with pytest.raises(ValueError, match=f"`{name}` must be left out when `joint` is true"):
+        train_pair(**{name: 300 if "size" in name else "char"})
+
+
+def test_training_refuses_a_string_for_texts():
+    with pytest.raises(ValueError, match="got the single string 'abc'"):
+        TokenizerPair.train("abc", ["d"], kind="char", show_progress=False)
+
+
+@pytest.mark.parametrize("joint", [True, False])
+def test_saved_pair_loads_equal(tmp_path, joint):
+    pair = train_pair(joint=joint, kind="byte_bpe", vocab_size=280)
+    pair.save_pretrained(tmp_path)
+    loaded = TokenizerPair.from_pretrained(tmp_path)
+    assert loaded.is_joint == joint
+    assert loaded.encode_sources(SOURCES) == pair.encode_sources(SOURCES)
+    assert loaded.encode_targets(TARGETS) == pair.encode_targets(TARGETS)
+    assert loaded.config_fields() == pair.config_fields()
+    assert AutoTokenizer.from_pretrained(tmp_path).get_vocab() == pair.source.get_vocab()
+    assert (tmp_path / "target_tokenizer").exists() != joint
+    if not joint:
+        target = AutoTokenizer.from_pretrained(tmp_path, subfolder="target_tokenizer")
+        assert target.get_vocab() == pair.target.get_vocab() != pair.source.get_vocab()
+    # What was loaded can be saved and loaded again.
+    loaded.save_pretrained(tmp_path / "again")
+    assert TokenizerPair.from_pretrained(tmp_path / "again").is_joint == joint
+
+
+def test_pair_below_a_subfolder_loads(tmp_path):
+    train_pair(joint=False, kind="char").save_pretrained(tmp_path / "last")
+    loaded = TokenizerPair.from_pretrained(tmp_path, subfolder="last")
+    assert not loaded.is_joint and "ä" in loaded.target.get_vocab()
+
+
+def test_saving_leaves_the_tokenizers_as_they_were(tmp_path):
+    pair = train_pair(joint=False, kind="char")
+    before = dict(pair.source.init_kwargs)
+    pair.save_pretrained(tmp_path)
+    assert pair.source.init_kwargs == before
+
+
+def test_missing_target_is_an_error_and_not_a_joint_pair(tmp_path):
+    train_pair(joint=False, kind="char").save_pretrained(tmp_path / "pair")
+    AutoTokenizer.from_pretrained(tmp_path / "pair").save_pretrained(tmp_path / "alone")
+    with pytest.raises(ValueError, match="`name_or_path` must hold the target tokenizer in `target_tokenizer/`"):
+        TokenizerPair.from_pretrained(tmp_path / "alone")
+    pair = TokenizerPair.from_pretrained(tmp_path / "alone", tmp_path / "pair" / "target_tokenizer")
+    assert "ä" in pair.target.get_vocab()
+    source = AutoTokenizer.from_pretrained(tmp_path / "alone")
+    TokenizerPair(source, source).save_pretrained(tmp_path / "joint")
+    assert TokenizerPair.from_pretrained(tmp_path / "joint").is_joint
+
+
+def test_joint_pair_is_not_saved_over_a_separate_one(tmp_path):
+    train_pair(joint=False, kind="char").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="`folder` must not hold `target_tokenizer/`"):
+        train_pair(kind="char").save_pretrained(tmp_path)
+
+
+def test_same_name_for_both_sides_is_joint(tmp_path):
+    train_pair(kind="char").save_pretrained(tmp_path)
+    assert TokenizerPair.from_pretrained(tmp_path, str(tmp_path)).is_joint
+
+
+@pytest.mark.parametrize("name", ["pad_token", "eos_token"])
+def test_missing_special_tokens_are_named(tmp_path, name):
+    tokenizer = word_tokenizer("$A </s>", **{name: None})
+    with pytest.raises(ValueError, match=f"The source tokenizer must have a `{name}`, got None. Set it with"):
+        TokenizerPair(tokenizer, tokenizer)
+    with pytest.raises(ValueError, match=f"The target tokenizer must have a `{name}`"):
+        TokenizerPair(word_tokenizer(), tokenizer)
+    tokenizer.save_pretrained(tmp_path)
+    pair = TokenizerPair.from_pretrained(tmp_path, **{name: "<pad>" if name == "pad_token" else "</s>"})
+    assert getattr(pair.source, name) is not None
+
+
+def test_pad_token_ids_must_agree():
+    with pytest.raises(ValueError, match=r"`pad_token_id` must be the same for source and target.* got 0 and 1"):
+        TokenizerPair(word_tokenizer(), word_tokenizer(pad_token="<s>"))
+
+
+@pytest.mark.parametrize(
+    ("template", "ids"),
+    [
+        (None, [5, 6, 2]),
+        ("$A </s>", [5, 6, 2]),
+        ("<s> $A", [1, 5, 6, 2]),
+        ("<s> $A </s>", [1, 5, 6, 2]),
+        # Some multilingual tokenizers put the language behind the end.
+        ("$A </s> xx", [5, 6, 2, 4]),
+        # An end-of-sequence token in front ends nothing.
+        ("</s> $A", [2, 5, 6, 2]),
+    ],
+)
+def test_every_text_gets_one_end(template, ids):
+    pair = TokenizerPair(word_tokenizer(template), word_tokenizer(template))
+    assert pair.encode_sources(["a cat"]) == [ids]
+    assert pair.encode_targets(["a cat", ""])[0] == ids
+
+
+def test_targets_are_encoded_in_target_mode():
+    tokenizer = word_tokenizer("$A </s>", cls=TwoModeTokenizer)
+    pair = TokenizerPair(tokenizer, tokenizer)
+    assert pair.encode_targets(["cat"]) == [[4, 6, 2]]
+    assert pair.encode_sources(["cat"]) == [[6, 2]]
+
+
+def test_nothing_is_truncated_or_padded():
+    tokenizer = word_tokenizer("$A </s>", model_max_length=3)
+    tokenizer.backend_tokenizer.enable_truncation(2)
+    tokenizer.backend_tokenizer.enable_padding(length=9)
+    pair = TokenizerPair(tokenizer, tokenizer)
+    assert pair.encode_sources(["a cat a dog a cat", "a"]) == [[5, 6, 5, 7, 5, 6, 2], [5, 2]]
+
+
+def test_long_lists_are_encoded_in_parts(monkeypatch):
+    pair = train_pair(kind="char")
+    whole = pair.encode_sources(SOURCES)
+    monkeypatch.setattr(tokenizer_pair, "TEXTS_PER_CALL", 2)
+    assert pair.encode_sources(SOURCES) == whole
+    assert pair.encode_sources([]) == []
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ("a cat", "got the single string 'a cat'"),
+        (["a", None], "got NoneType as text 2"),
+        (["\udc80"], "lone surrogate '.udc80' in text 1"),
+    ],
+)
+def test_texts_are_checked(texts, message):
+    pair = train_pair(kind="char")
+    for encode in (pair.encode_sources, pair.encode_targets):
+        with pytest.raises(ValueError, match=message):
+            encode(texts)
+
+
+def test_decoding_takes_tensors_arrays_and_lists():
+    pair = train_pair(kind="byte")
+    rows = pair.encode_targets(["ä b", " c"])
+    width = max(map(len, rows)) + 2
+    labels = [[1, *row] + [-100] * (width - len(row)) for row in rows]
+    expected = ["ä b", " c"]
+    arrays = [np.array(row) for row in labels]
+    for ids in (labels, torch.tensor(labels), np.array(labels), arrays, [torch.tensor(row) for row in rows]):
+        assert pair.decode_targets(ids) == expected
+    assert pair.decode_targets([]) == []
+    assert pair.decode_targets([[], [-100]]) == ["", ""]
+    for flat in ([5, 6], np.array([5, 6]), torch.tensor([5, 6])):
+        with pytest.raises(ValueError, match="`ids` must be a batch of rows, got int"):
+            pair.decode_targets(flat)
+
+
+def test_decoding_uses_the_target_tokenizer():
+    pair = train_pair(joint=False, kind="char")
+    assert pair.decode_targets(pair.encode_targets(["Hund"])) == ["Hund"]
+    assert pair.decode_targets(pair.encode_sources(["a dog"])) != ["a dog"]
+
+
+def test_config_fields_of_trained_tokenizers():
+    pair = train_pair(kind="byte")
+    expected = {"vocab_size": 260, "decoder_vocab_size": None, "pad_token_id": 0, "bos_token_id": 1}
+    assert pair.config_fields() == expected | {"eos_token_id": 2, "decoder_start_token_id": 1}
+    assert json.dumps(pair.config_fields())
+
+
+def test_config_fields_come_from_the_target_and_start_with_padding_without_bos():
+    source = train_tokenizer((), kind="byte")
+    fields = TokenizerPair(source, word_tokenizer(eos_token="xx")).config_fields()
+    assert fields == {
+        "vocab_size": 260,
+        "decoder_vocab_size": 8,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": 4,
+        "decoder_start_token_id": 0,
+    }
+
+
+def test_vocab_size_reaches_the_last_id_of_a_vocabulary_with_gaps():
+    tokenizer = Tokenizer(models.WordLevel({"<pad>": 0, "</s>": 1, "a": 9}, unk_token="a"))
+    gapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>")
+    assert TokenizerPair(gapped, gapped).config_fields()["vocab_size"] == 10

@@ -1,0 +1,51 @@
+"""Texts: read line by line from files, and checked one by one before they are used."""
+
+import codecs
+import os
+from collections.abc import Iterable, Iterator
+
+
+def iterate_lines(paths: str | os.PathLike | Iterable[str | os.PathLike]) -> Iterator[str]:
+    """The lines of UTF-8 text files, one file after the other, without their line ends.
+
+    Only a line feed, or a carriage return and a line feed, ends a line: the other characters that Unicode counts as line
+    breaks stay inside the line, so the lines of two parallel files cannot drift apart. Empty lines are yielded as empty
+    strings. A byte-order mark at the start of a file is left out.
+
+    Raises:
+        ValueError: If a line is not valid UTF-8. The message names the file and the line.
+        FileNotFoundError: If a file is missing.
+    """
+    for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
+                line = line.removesuffix(b"\n").removesuffix(b"\r")
+                try:
+                    yield line.decode("utf-8")
+                except UnicodeDecodeError as error:
+                    raise ValueError(
+                        f"`{os.fspath(path)}` must be UTF-8, but line {number} has the byte 0x{line[error.start]:02x} "
+                        f"at position {error.start} ({error.reason})."
+                    ) from error
+
+
+def checked_texts(texts: Iterable[str]) -> Iterator[str]:
+    """The same texts, each checked as it is reached.
+
+    Raises:
+        ValueError: If `texts` is a single string, or holds anything but strings that UTF-8 can write.
+    """
+    if isinstance(texts, str):
+        raise ValueError(f"`texts` must hold one string per text, got the single string {texts[:40]!r}.")
+    for number, text in enumerate(texts, start=1):
+        if not isinstance(text, str):
+            raise ValueError(f"`texts` must hold strings only, got {type(text).__name__} as text {number}.")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"`texts` must be valid Unicode, got the lone surrogate {text[error.start]!r} in text {number}."
+            ) from error
+        yield text

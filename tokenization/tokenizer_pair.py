@@ -1,0 +1,256 @@
+"""The pair of tokenizers that a sequence-to-sequence model reads and writes with."""
+
+import copy
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from metaphrase.tokenization.texts import checked_texts
+from metaphrase.tokenization.tokenizer_trainer import train_tokenizer
+
+TARGET_SUBFOLDER = "target_tokenizer"
+IGNORED_LABEL = -100
+
+# The library keeps an object per text beside the ids: encoding in parts bounds what is alive at once.
+TEXTS_PER_CALL = 10_000
+
+
+@dataclass(frozen=True, eq=False)
+class TokenizerPair:
+    """The tokenizer of the source side and the one of the target side: the very same object if they are joint.
+
+    Attributes:
+        source: Writes the ids that the encoder reads.
+        target: Writes the labels and reads what the decoder generates.
+
+    Raises:
+        ValueError: If a tokenizer lacks a padding or an end-of-sequence token, or if the two differ in the id of the
+            padding token, of which a model has only one.
+    """
+
+    source: PreTrainedTokenizerBase
+    target: PreTrainedTokenizerBase
+
+    def __post_init__(self) -> None:
+        for side, tokenizer in (("source", self.source), ("target", self.target)):
+            for name in ("pad_token", "eos_token"):
+                if getattr(tokenizer, name) is None:
+                    raise ValueError(
+                        f"The {side} tokenizer must have a `{name}`, got None. Set it with "
+                        f'`tokenizer.add_special_tokens({{"{name}": ...}})`, or pass `{name}=...` to `from_pretrained`.'
+                    )
+        if self.source.pad_token_id != self.target.pad_token_id:
+            raise ValueError(
+                "`pad_token_id` must be the same for source and target, because a model has only one, "
+                f"got {self.source.pad_token_id} and {self.target.pad_token_id}."
+            )
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether one tokenizer serves both sides."""
+        return self.source is self.target
+
+    @classmethod
+    def train(
+        cls,
+        source_texts: Iterable[str],
+        target_texts: Iterable[str],
+        *,
+        joint: bool = True,
+        kind: str = "byte_bpe",
+        source_kind: str | None = None,
+        target_kind: str | None = None,
+        vocab_size: int | None = None,
+        source_vocab_size: int | None = None,
+        target_vocab_size: int | None = None,
+        **options: Any,
+    ) -> "TokenizerPair":
+        """Trains one tokenizer on both sides' texts, or one on each side's.
+
+        Args:
+            source_texts: Texts of the source side.
+            target_texts: Texts of the target side.
+            joint: Whether one tokenizer serves both sides.
+            kind: The kind of both tokenizers, as for `train_tokenizer`.
+            source_kind: The kind of the source tokenizer, if it differs from `kind`. Needs `joint=False`.
+            target_kind: The kind of the target tokenizer, if it differs from `kind`. Needs `joint=False`.
+            vocab_size: The size of the joint vocabulary, or of each of the two.
+            source_vocab_size: The size of the source vocabulary, if it differs. Needs `joint=False`.
+            target_vocab_size: The size of the target vocabulary, if it differs. Needs `joint=False`.
+            options: Further settings of `train_tokenizer`, for both tokenizers.
+
+        Raises:
+            ValueError: If a setting of one side is given for a joint tokenizer, or as `train_tokenizer` does.
+        """
+        if joint:
+            one_sided = {
+                "source_kind": source_kind,
+                "target_kind": target_kind,
+                "source_vocab_size": source_vocab_size,
+                "target_vocab_size": target_vocab_size,
+            }
+            for name, value in one_sided.items():
+                if value is not None:
+                    raise ValueError(f"`{name}` must be left out when `joint` is true, got {value!r}.")
+            texts = chain(checked_texts(source_texts), checked_texts(target_texts))
+            tokenizer = train_tokenizer(texts, kind=kind, vocab_size=vocab_size, **options)
+            return cls(tokenizer, tokenizer)
+        source_size = vocab_size if source_vocab_size is None else source_vocab_size
+        target_size = vocab_size if target_vocab_size is None else target_vocab_size
+        return cls(
+            train_tokenizer(source_texts, kind=source_kind or kind, vocab_size=source_size, **options),
+            train_tokenizer(target_texts, kind=target_kind or kind, vocab_size=target_size, **options),
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls, name_or_path: str | os.PathLike, target_name_or_path: str | os.PathLike | None = None, **kwargs: Any
+    ) -> "TokenizerPair":
+        """Loads a saved pair, or any tokenizers that `AutoTokenizer` can load.
+
+        Args:
+            name_or_path: Folder or Hub name of a saved pair or of the source tokenizer.
+            target_name_or_path: Folder or Hub name of the target tokenizer. `None` means the one saved with the source,
+                and the source tokenizer itself if there is none.
+            kwargs: Passed to `AutoTokenizer.from_pretrained` for both, such as `revision` or `pad_token`.
+
+        Raises:
+            ValueError: As the constructor does, or if the target tokenizer of a separate pair is missing.
+            OSError: If a tokenizer cannot be found.
+        """
+        source = AutoTokenizer.from_pretrained(name_or_path, **kwargs)
+        if target_name_or_path is not None:
+            if os.fspath(target_name_or_path) == os.fspath(name_or_path):
+                return cls(source, source)
+            return cls(source, AutoTokenizer.from_pretrained(target_name_or_path, **kwargs))
+        subfolder = os.path.join(kwargs.pop("subfolder", "") or "", TARGET_SUBFOLDER)
+        was_saved_apart = TARGET_SUBFOLDER in source.init_kwargs
+        if not was_saved_apart and not os.path.isdir(os.path.join(name_or_path, subfolder)):
+            return cls(source, source)
+        try:
+            target = AutoTokenizer.from_pretrained(name_or_path, subfolder=subfolder, **kwargs)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"`name_or_path` must hold the target tokenizer in `{subfolder}/`, because its source tokenizer belongs to a "
+                f"separate pair, got {os.fspath(name_or_path)!r}. Pass `target_name_or_path` if it lies elsewhere."
+            ) from error
+        return cls(source, target)
+
+    def save_pretrained(self, folder: str | os.PathLike) -> None:
+        """Saves the source tokenizer into the folder and a separate target tokenizer into `target_tokenizer/` below it.
+
+        `AutoTokenizer.from_pretrained(folder)` loads the source, and the target with `subfolder="target_tokenizer"`.
+
+        Raises:
+            ValueError: If a joint tokenizer is saved where the target tokenizer of a separate pair lies.
+        """
+        target_folder = os.path.join(folder, TARGET_SUBFOLDER)
+        if self.is_joint and os.path.isdir(target_folder):
+            raise ValueError(
+                f"`folder` must not hold `{TARGET_SUBFOLDER}/` when a joint tokenizer is saved, because it would be loaded "
+                f"as the target tokenizer, got {os.fspath(folder)!r}. Remove it or choose another folder."
+            )
+        # A copy carries the mark: a source saved on its own must not ask for a target that is not there.
+        source = copy.copy(self.source)
+        source.init_kwargs = {key: value for key, value in source.init_kwargs.items() if key != TARGET_SUBFOLDER}
+        if not self.is_joint:
+            # On the Hub there is no folder to look into: the mark tells that a target tokenizer must be loaded.
+            source.init_kwargs[TARGET_SUBFOLDER] = TARGET_SUBFOLDER
+            self.target.save_pretrained(target_folder)
+        source.save_pretrained(folder)
+
+    def encode_sources(self, texts: list[str]) -> list[list[int]]:
+        """The ids of each text, ended by the end-of-sequence token and never truncated.
+
+        Raises:
+            ValueError: If `texts` is not a list of strings.
+        """
+        return _encode(self.source, texts, "text")
+
+    def encode_targets(self, texts: list[str]) -> list[list[int]]:
+        """As `encode_sources`, for the target side. Tokenizers with a mode of their own for targets are put into it.
+
+        Raises:
+            ValueError: If `texts` is not a list of strings.
+        """
+        return _encode(self.target, texts, "text_target")
+
+    def decode_targets(self, ids: torch.Tensor | np.ndarray | list) -> list[str]:
+        """The text of each row of ids, without special tokens. Labels that the loss ignores (-100) count as padding.
+
+        Args:
+            ids: Rows of ids (batch, target), or a list of rows of any length.
+
+        Raises:
+            ValueError: If `ids` is not a batch of rows.
+        """
+        pad_token_id = self.target.pad_token_id
+        rows = [row.tolist() if isinstance(row, torch.Tensor | np.ndarray) else row for row in ids]
+        for row in rows:
+            if not isinstance(row, list | tuple):
+                raise ValueError(f"`ids` must be a batch of rows, got {type(row).__name__} where a row should be.")
+        padded = [[pad_token_id if index == IGNORED_LABEL else index for index in row] for row in rows]
+        return [self.target.decode(row, skip_special_tokens=True) for row in padded]
+
+    def config_fields(self) -> dict[str, int | None]:
+        """The fields of a model configuration that follow from the tokenizers.
+
+        The ids are the target's, since the decoder starts, ends and pads with them. Without a beginning-of-sequence token
+        the decoder starts with padding.
+        """
+        target = self.target
+        return {
+            "vocab_size": _entry_count(self.source),
+            "decoder_vocab_size": None if self.is_joint else _entry_count(target),
+            "pad_token_id": target.pad_token_id,
+            "bos_token_id": target.bos_token_id,
+            "eos_token_id": target.eos_token_id,
+            "decoder_start_token_id": target.pad_token_id if target.bos_token_id is None else target.bos_token_id,
+        }
+
+
+def _entry_count(tokenizer: PreTrainedTokenizerBase) -> int:
+    # Some vocabularies have gaps between their ids: the embedding must still reach the last one.
+    return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], argument: str) -> list[list[int]]:
+    texts = list(checked_texts(texts))
+    rows: list[list[int]] = []
+    for start in range(0, len(texts), TEXTS_PER_CALL):
+        rows += _ids(tokenizer, texts[start : start + TEXTS_PER_CALL], argument, add_special_tokens=True)
+    if not _appends_eos(tokenizer, argument):
+        rows = [[*row, tokenizer.eos_token_id] for row in rows]
+    return rows
+
+
+def _ids(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], argument: str, add_special_tokens: bool
+) -> list[list[int]]:
+    return tokenizer(
+        **{argument: texts},
+        add_special_tokens=add_special_tokens,
+        padding=False,
+        truncation=False,
+        return_attention_mask=False,
+        # Says nothing about lengths: whoever truncates or drops long texts reports it.
+        verbose=False,
+    )["input_ids"]
+
+
+def _appends_eos(tokenizer: PreTrainedTokenizerBase, argument: str) -> bool:
+    """Whether the end-of-sequence token is among what the tokenizer itself puts behind a text.
+
+    It need not be the last of these: some tokenizers put a language code behind it.
+    """
+    [bare] = _ids(tokenizer, ["a"], argument, add_special_tokens=False)
+    [full] = _ids(tokenizer, ["a"], argument, add_special_tokens=True)
+    starts = [start for start in range(len(full)) if full[start : start + len(bare)] == bare]
+    behind = full[starts[0] + len(bare) :] if starts else full[-1:]
+    return tokenizer.eos_token_id in behind

@@ -1,0 +1,102 @@
+"""The pipeline around a vocabulary: how text is normalised and split before it, and put together again after it."""
+
+import re
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from metaphrase.tokenization.special_tokens import SpecialTokens
+from metaphrase.tokenization.tokenizer_settings import TokenizerSettings
+
+CONTINUATION_PREFIX = "##"
+SPACE_MARK = "\u2581"
+
+
+def build_pipeline(model: models.Model, settings: TokenizerSettings) -> Tokenizer:
+    """A tokenizer of the given model with everything that the settings' kind needs around it.
+
+    The special tokens are registered only if the model already holds them, since their ids come from there: an empty
+    model gives the pipeline that it is to be trained in.
+    """
+    tokenizer = Tokenizer(model)
+    if (normalizer := _normalizer(settings)) is not None:
+        tokenizer.normalizer = normalizer
+    if (pre_tokenizer := _pre_tokenizer(settings)) is not None:
+        tokenizer.pre_tokenizer = pre_tokenizer
+    tokenizer.decoder = _decoder(settings)
+    if tokenizer.get_vocab_size():
+        _register_special_tokens(tokenizer, settings.special_tokens)
+    return tokenizer
+
+
+def _register_special_tokens(tokenizer: Tokenizer, special_tokens: SpecialTokens) -> None:
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in special_tokens.control_tokens]
+    )
+    # Not "special" to the library: that flag would keep them from being read from text (see SpecialTokens).
+    tokenizer.add_tokens(
+        [AddedToken(token, special=False, normalized=False) for token in special_tokens.additional_special_tokens]
+    )
+    eos = special_tokens.eos_token
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"$A {eos}",
+        pair=f"$A {eos} $B:1 {eos}:1",
+        special_tokens=[(eos, special_tokens.eos_token_id)],
+    )
+
+
+def _normalizer(settings: TokenizerSettings) -> normalizers.Normalizer | None:
+    steps = []
+    if settings.normalization is not None:
+        steps.append({"nfc": normalizers.NFC, "nfkc": normalizers.NFKC}[settings.normalization]())
+    if settings.lowercase:
+        steps.append(normalizers.Lowercase())
+    if settings.kind == "pretokenized":
+        # A whole piece spelled like a control token would be looked up as that token.
+        special = settings.special_tokens
+        names = "|".join(re.escape(token) for token in special.control_tokens if token != special.unk_token)
+        steps.append(normalizers.Replace(Regex(f"(?<![^ ])(?:{names})(?![^ ])"), special.unk_token))
+    return normalizers.Sequence(steps) if steps else None
+
+
+def _pre_tokenizer(settings: TokenizerSettings) -> pre_tokenizers.PreTokenizer | None:
+    apart = _control_token_splitter(settings.special_tokens)
+    match settings.kind:
+        case "byte_bpe":
+            return pre_tokenizers.Sequence([apart, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+        case "byte":
+            return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        case "bpe" | "unigram":
+            return pre_tokenizers.Sequence([pre_tokenizers.Metaspace(SPACE_MARK, prepend_scheme="first"), apart])
+        case "wordpiece":
+            # A word that begins like a continuation would be looked up as one, so its `#` become words of their own.
+            hashes = pre_tokenizers.Split(Regex("#(?=#)|(?<=#)#"), behavior="isolated")
+            return pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), apart, hashes])
+        case "pretokenized":
+            return pre_tokenizers.Split(" ", behavior="removed")
+    return None
+
+
+def _control_token_splitter(special_tokens: SpecialTokens) -> pre_tokenizers.PreTokenizer:
+    """Cuts behind the first character of what reads like a control token.
+
+    Control tokens are entries of the vocabulary. Without the cut, the characters `</s>` of a text could be looked up as,
+    or merged into, the token of that name.
+    """
+    names = "|".join(f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in special_tokens.control_tokens)
+    return pre_tokenizers.Split(Regex(names), behavior="isolated")
+
+
+def _decoder(settings: TokenizerSettings) -> decoders.Decoder:
+    match settings.kind:
+        case "byte_bpe" | "byte":
+            return decoders.ByteLevel()
+        case "bpe" | "unigram":
+            return decoders.Metaspace(SPACE_MARK, prepend_scheme="first")
+        case "wordpiece":
+            return decoders.WordPiece(prefix=CONTINUATION_PREFIX, cleanup=False)
+        case "pretokenized":
+            # No piece begins with a space, so this decoder finds no prefix and puts a space before every piece.
+            spaced = decoders.WordPiece(prefix=" ", cleanup=False)
+            joined = decoders.Replace(Regex(re.escape(settings.joiner) + "(?: |$)"), "")
+            return decoders.Sequence([spaced, decoders.Fuse(), joined])
+    return decoders.Fuse()

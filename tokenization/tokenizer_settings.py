@@ -1,0 +1,108 @@
+"""The settings a tokenizer is trained with, checked before any text is read."""
+
+import difflib
+from dataclasses import dataclass, field
+
+from metaphrase.tokenization.special_tokens import SpecialTokens
+
+TOKENIZER_KINDS = ("byte_bpe", "bpe", "unigram", "wordpiece", "byte", "char", "pretokenized")
+NORMALIZATIONS = ("nfc", "nfkc")
+BYTE_COUNT = 256
+
+# Kinds that learn pieces until the vocabulary is full. The others take what the texts hold, or need no texts.
+KINDS_THAT_FILL_A_VOCABULARY = ("byte_bpe", "bpe", "unigram", "wordpiece")
+KINDS_WITHOUT_FREQUENCIES = ("unigram", "byte")
+DEFAULT_VOCAB_SIZE = 8000
+DEFAULT_MERGE_FREQUENCY = 2
+DEFAULT_JOINER = "@@"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerSettings:
+    """What `train_tokenizer` was asked for. Its docstring explains the fields.
+
+    `vocab_size`, `min_frequency` and `joiner` are `None` where the kind's own default is wanted, and are then replaced
+    by it; they stay `None` where the kind has no such setting or no limit.
+
+    Raises:
+        ValueError: If a field breaks its rule.
+    """
+
+    kind: str = "byte_bpe"
+    vocab_size: int | None = None
+    min_frequency: int | None = None
+    normalization: str | None = None
+    lowercase: bool = False
+    joiner: str | None = None
+    special_tokens: SpecialTokens = field(default_factory=SpecialTokens)
+    model_max_length: int | None = None
+    show_progress: bool = True
+
+    def __post_init__(self) -> None:
+        _require_known("kind", self.kind, TOKENIZER_KINDS)
+        if self.normalization is not None:
+            _require_known("normalization", self.normalization, NORMALIZATIONS)
+        for name in ("vocab_size", "min_frequency", "model_max_length"):
+            _require_positive(name, getattr(self, name))
+        self._resolve_min_frequency()
+        self._resolve_joiner()
+        self._resolve_vocab_size()
+
+    def _resolve_min_frequency(self) -> None:
+        if self.kind in KINDS_WITHOUT_FREQUENCIES:
+            if self.min_frequency is not None:
+                raise ValueError(
+                    f"`min_frequency` must be left out for kind {self.kind!r}, which drops nothing by its frequency, "
+                    f"got {self.min_frequency}."
+                )
+        elif self.min_frequency is None:
+            default = DEFAULT_MERGE_FREQUENCY if self.kind in KINDS_THAT_FILL_A_VOCABULARY else 1
+            object.__setattr__(self, "min_frequency", default)
+
+    def _resolve_joiner(self) -> None:
+        if self.kind != "pretokenized":
+            if self.joiner is not None:
+                raise ValueError(
+                    f"`joiner` must be left out unless `kind` is 'pretokenized', got {self.joiner!r} for {self.kind!r}."
+                )
+            return
+        if self.joiner is None:
+            object.__setattr__(self, "joiner", DEFAULT_JOINER)
+        elif not self.joiner or " " in self.joiner:
+            raise ValueError(f"`joiner` must be one or more characters without a space, got {self.joiner!r}.")
+
+    def _resolve_vocab_size(self) -> None:
+        if self.vocab_size is None:
+            if self.kind in KINDS_THAT_FILL_A_VOCABULARY:
+                object.__setattr__(self, "vocab_size", DEFAULT_VOCAB_SIZE)
+            else:
+                return
+        has_all_bytes = self.kind in ("byte_bpe", "byte")
+        self.require_room_for(BYTE_COUNT if has_all_bytes else 1, "bytes" if has_all_bytes else "character or piece")
+
+    def require_room_for(self, count: int, noun: str) -> None:
+        """Checks that `vocab_size` holds the special tokens and `count` entries more.
+
+        Raises:
+            ValueError: If it does not.
+        """
+        specials = len(self.special_tokens.tokens)
+        if self.vocab_size is not None and self.vocab_size < specials + count:
+            raise ValueError(
+                f"`vocab_size` must be at least {specials + count} for kind {self.kind!r} "
+                f"({specials} special tokens + {count} {noun}), got {self.vocab_size}."
+            )
+
+
+def _require_known(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        nearest = difflib.get_close_matches(str(value), known, n=1)
+        hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+        raise ValueError(f"`{name}` must be one of {', '.join(known)}, got {value!r}.{hint}")
+
+
+def _require_positive(name: str, value: int | None) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"`{name}` must be a positive whole number, got {value!r}.")

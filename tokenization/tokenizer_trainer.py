@@ -1,0 +1,95 @@
+"""Training a tokenizer: from texts to a plain fast tokenizer that needs nothing but transformers."""
+
+from collections.abc import Iterable
+
+from transformers import PreTrainedTokenizerFast
+
+from metaphrase.tokenization.special_tokens import SpecialTokens
+from metaphrase.tokenization.tokenizer_pipeline import build_pipeline
+from metaphrase.tokenization.tokenizer_settings import TokenizerSettings
+from metaphrase.tokenization.vocabulary_trainer import train_vocabulary
+
+
+def train_tokenizer(
+    texts: Iterable[str],
+    *,
+    kind: str = "byte_bpe",
+    vocab_size: int | None = None,
+    min_frequency: int | None = None,
+    normalization: str | None = None,
+    lowercase: bool = False,
+    joiner: str | None = None,
+    special_tokens: SpecialTokens | None = None,
+    additional_special_tokens: tuple[str, ...] | list[str] = (),
+    model_max_length: int | None = None,
+    show_progress: bool = True,
+) -> PreTrainedTokenizerFast:
+    """Trains a tokenizer. The same texts and settings give the same vocabulary.
+
+    Every kind ends a text with the end-of-sequence token and begins it with none; a pair becomes `A </s> B </s>`. What
+    decoding gives back, with `skip_special_tokens=True` and neither `normalization` nor `lowercase`, depends on the kind:
+
+    - `byte_bpe`: merges of bytes, all 256 of them in the vocabulary. Gives back every text exactly; nothing is unknown.
+    - `byte`: one token per byte of UTF-8, no training, `texts` is not read. As exact as `byte_bpe`.
+    - `bpe`, `unigram`: pieces of characters, with spaces written as U+2581. Exact if every character was in the training
+      texts, but that one space at the start of a text is lost and U+2581 itself becomes a space.
+    - `wordpiece`: `##` marks pieces that continue a word. Exact but for white space, which becomes single spaces, and for
+      words that begin like a control token or hold `##`, which fall apart at that place. A word with a character that
+      was not in the training texts is unknown as a whole.
+    - `char`: one token per character. Exact if every character was in the training texts.
+    - `pretokenized`: the texts are already split into pieces, as in `an@@ trie@@ b .`, and every piece is an entry. The
+      joiner is undone: that line decodes to `antrieb .`. Runs of spaces become one.
+
+    What is unknown becomes the unknown token, which `skip_special_tokens=True` leaves out.
+
+    Source: byte_bpe, section 2.2 of Radford et al. 2019 (Language Models are Unsupervised Multitask Learners); byte, Xue
+    et al. 2022 (arXiv 2105.13626); bpe, Sennrich et al. 2016 (arXiv 1508.07909); unigram, Kudo 2018 (arXiv 1804.10959),
+    both with the white space of Kudo and Richardson 2018 (arXiv 1808.06226); wordpiece, Wu et al. 2016 (arXiv 1609.08144).
+
+    Args:
+        texts: The training texts, read once.
+        kind: One of the kinds above.
+        vocab_size: The most entries the vocabulary may have, special tokens included. `None` means 8000 where pieces are
+            learnt, else as many as the texts give. Texts too small to fill it give a smaller one and a warning.
+        min_frequency: How often a merge, a character or a piece must occur to become an entry. `None` means 2 for merges,
+            else 1. `unigram` and `byte` have no such limit.
+        normalization: `"nfc"`, `"nfkc"` or `None` for the characters as they are.
+        lowercase: Whether texts are lower-cased.
+        joiner: For `pretokenized`: ends every piece that the next one continues. `None` means `@@`.
+        special_tokens: The special tokens. `None` means `SpecialTokens()`.
+        additional_special_tokens: Tokens to append to those of `special_tokens`.
+        model_max_length: The longest input in tokens that the tokenizer announces. `None` means no limit.
+        show_progress: Whether progress bars are shown.
+
+    Raises:
+        ValueError: If a setting breaks its rule, the texts hold no visible character, or their characters do not fit
+            into `vocab_size`.
+    """
+    special_tokens = (special_tokens or SpecialTokens()).with_additional(additional_special_tokens)
+    settings = TokenizerSettings(
+        kind=kind,
+        vocab_size=vocab_size,
+        min_frequency=min_frequency,
+        normalization=normalization,
+        lowercase=lowercase,
+        joiner=joiner,
+        special_tokens=special_tokens,
+        model_max_length=model_max_length,
+        show_progress=show_progress,
+    )
+    limit = {} if model_max_length is None else {"model_max_length": model_max_length}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=build_pipeline(train_vocabulary(texts, settings), settings),
+        pad_token=special_tokens.pad_token,
+        bos_token=special_tokens.bos_token,
+        eos_token=special_tokens.eos_token,
+        unk_token=special_tokens.unk_token,
+        padding_side="right",
+        truncation_side="right",
+        # The encoder and decoder have no segment embeddings.
+        model_input_names=["input_ids", "attention_mask"],
+        clean_up_tokenization_spaces=False,
+        # Control tokens are not read from text (see SpecialTokens).
+        split_special_tokens=True,
+        **limit,
+    )

@@ -1,0 +1,269 @@
+"""Vocabularies: from texts to the model that a tokenizer looks its pieces up in, one function per kind."""
+
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from metaphrase.tokenization.texts import checked_texts
+from metaphrase.tokenization.tokenizer_pipeline import CONTINUATION_PREFIX, SPACE_MARK, build_pipeline
+from metaphrase.tokenization.tokenizer_settings import BYTE_COUNT, KINDS_THAT_FILL_A_VOCABULARY, TokenizerSettings
+
+logger = logging.getLogger(__name__)
+
+TEXTS_PER_BATCH = 1000
+
+# The library gives characters that its unigram training lost scores this far apart, in an order that differs per run.
+UNIGRAM_PENALTY_STEP = 1e-4
+UNIGRAM_SCORE_DECIMALS = 6
+
+
+def train_vocabulary(texts: Iterable[str], settings: TokenizerSettings) -> models.Model:
+    """The model of the settings' kind, with the special tokens as its first entries.
+
+    Raises:
+        ValueError: If `texts` is a single string, holds anything but strings, holds no visible character, or has more
+            characters than `vocab_size` has room for.
+    """
+    if settings.kind == "byte":
+        return _byte_model(settings)
+    train: Callable[[Iterable[str], TokenizerSettings], models.Model] = {
+        "byte_bpe": _train_byte_bpe,
+        "bpe": _train_bpe,
+        "unigram": _train_unigram,
+        "wordpiece": _train_wordpiece,
+        "char": _collect_characters,
+        "pretokenized": _collect_pieces,
+    }[settings.kind]
+    model = train(_training_texts(texts, settings), settings)
+    _report_size(Tokenizer(model).get_vocab_size(), settings)
+    return model
+
+
+def _training_texts(texts: Iterable[str], settings: TokenizerSettings) -> Iterator[str]:
+    """What there is to learn from: the texts between the additional special tokens, which are never split."""
+    additional = sorted(settings.special_tokens.additional_special_tokens, key=len, reverse=True)
+    pattern = re.compile("|".join(map(re.escape, additional))) if additional else None
+    has_visible_text = False
+    for text in checked_texts(texts):
+        parts = [text] if pattern is None else pattern.split(text)
+        has_visible_text = has_visible_text or any(part.strip() for part in parts)
+        yield from parts
+    if not has_visible_text:
+        raise ValueError("`texts` must hold at least one character that is not white space, got none.")
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    batch = []
+    for text in texts:
+        batch.append(text)
+        if len(batch) == TEXTS_PER_BATCH:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _report_size(size: int, settings: TokenizerSettings) -> None:
+    if settings.vocab_size is None:
+        return
+    if size > settings.vocab_size:
+        # Every character of the texts is an entry, whatever `vocab_size` says: only the count tells that they did not fit.
+        specials = len(settings.special_tokens.tokens)
+        settings.require_room_for(size - specials, "characters of the texts")
+    if size < settings.vocab_size and settings.kind in KINDS_THAT_FILL_A_VOCABULARY:
+        logger.warning(
+            "The vocabulary has %d entries, not `vocab_size` %d: the texts hold no more pieces worth an entry.",
+            size,
+            settings.vocab_size,
+        )
+
+
+def _train_byte_bpe(texts: Iterable[str], settings: TokenizerSettings) -> models.Model:
+    tokenizer = build_pipeline(models.BPE(), settings)
+    trainer = trainers.BpeTrainer(
+        vocab_size=settings.vocab_size,
+        min_frequency=settings.min_frequency,
+        special_tokens=list(settings.special_tokens.tokens),
+        initial_alphabet=byte_characters(),
+        show_progress=settings.show_progress,
+    )
+    tokenizer.train_from_iterator(_batches(texts), trainer)
+    return tokenizer.model
+
+
+def _train_bpe(texts: Iterable[str], settings: TokenizerSettings) -> models.Model:
+    tokenizer = build_pipeline(models.BPE(unk_token=settings.special_tokens.unk_token, fuse_unk=True), settings)
+    trainer = trainers.BpeTrainer(
+        vocab_size=settings.vocab_size,
+        min_frequency=settings.min_frequency,
+        special_tokens=list(settings.special_tokens.tokens),
+        show_progress=settings.show_progress,
+    )
+    tokenizer.train_from_iterator(_batches(texts), trainer)
+    return tokenizer.model
+
+
+def _train_wordpiece(texts: Iterable[str], settings: TokenizerSettings) -> models.Model:
+    texts = list(texts)
+    # Left alone, the trainer numbers the continuation characters in an order that differs from run to run, and breaks
+    # ties by these numbers. Given as its first entries they have fixed numbers, and every character can continue a word.
+    continuations = [CONTINUATION_PREFIX + character for character in _alphabet(texts, settings)]
+    entries = [*settings.special_tokens.tokens, *continuations]
+    tokenizer = build_pipeline(models.WordPiece(), settings)
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=settings.vocab_size,
+        min_frequency=settings.min_frequency,
+        special_tokens=entries,
+        continuing_subword_prefix=CONTINUATION_PREFIX,
+        show_progress=settings.show_progress,
+    )
+    tokenizer.train_from_iterator(_batches(texts), trainer)
+    return models.WordPiece(
+        tokenizer.get_vocab(),
+        unk_token=settings.special_tokens.unk_token,
+        # Beyond this length a word is unknown as a whole. Scripts without spaces have words as long as their sentences.
+        max_input_chars_per_word=10_000,
+        continuing_subword_prefix=CONTINUATION_PREFIX,
+    )
+
+
+def _alphabet(texts: Iterable[str], settings: TokenizerSettings) -> list[str]:
+    characters = set().union(*map(_normalize(settings), texts))
+    # Asked of the library, because Python counts some control characters as white space and it does not.
+    splitter = pre_tokenizers.WhitespaceSplit()
+    return sorted(character for character in characters if splitter.pre_tokenize_str(character))
+
+
+def _normalize(settings: TokenizerSettings) -> Callable[[str], str]:
+    normalizer = build_pipeline(models.BPE(), settings).normalizer
+    return str if normalizer is None else normalizer.normalize_str
+
+
+def _train_unigram(texts: Iterable[str], settings: TokenizerSettings) -> models.Model:
+    normalize = _normalize(settings)
+    characters = {SPACE_MARK}
+
+    def observed() -> Iterator[str]:
+        for text in texts:
+            characters.update(normalize(text))
+            yield text
+
+    special_tokens = settings.special_tokens
+    tokenizer = build_pipeline(models.Unigram(), settings)
+    trainer = trainers.UnigramTrainer(
+        vocab_size=settings.vocab_size,
+        special_tokens=list(special_tokens.tokens),
+        unk_token=special_tokens.unk_token,
+        show_progress=settings.show_progress,
+    )
+    try:
+        tokenizer.train_from_iterator(_batches(observed()), trainer)
+    except Exception as error:
+        # The library has no error class of its own for this.
+        if "not large enough" in str(error):
+            settings.require_room_for(len(characters - {" "}), "characters of the texts")
+        raise
+    entries = [(piece, score) for piece, score in json.loads(tokenizer.to_str())["model"]["vocab"]]
+    specials = len(special_tokens.tokens)
+    pieces = _within(settings.vocab_size - specials, _in_fixed_order(entries[specials:]))
+    return models.Unigram(entries[:specials] + pieces, special_tokens.unk_token_id, False)
+
+
+def _in_fixed_order(entries: list[tuple[str, float]]) -> list[tuple[str, float]]:
+    """The same pieces and scores, free of what differs from one training run to the next.
+
+    Runs over the same texts differ in the last digits of the scores, hence in the order of equal ones, and in which of
+    the characters that no piece of the trained model covers gets which score above the lowest.
+    """
+    lowest = min(score for _, score in entries)
+    singles = sum(len(piece) == 1 for piece, _ in entries)
+    ceiling = lowest + (singles + 1) * UNIGRAM_PENALTY_STEP
+    restored = sorted(piece for piece, score in entries if len(piece) == 1 and score < ceiling)
+    scores = sorted(score for piece, score in entries if len(piece) == 1 and score < ceiling)
+    fixed = dict(entries) | dict(zip(restored, scores, strict=True))
+    rounded = [(piece, round(score, UNIGRAM_SCORE_DECIMALS)) for piece, score in fixed.items()]
+    return sorted(rounded, key=lambda entry: (-entry[1], entry[0]))
+
+
+def _within(room: int, ordered: list[tuple[str, float]]) -> list[tuple[str, float]]:
+    """The best pieces that fit, single characters before all others.
+
+    The library exceeds the size it was given where the characters alone fill it.
+    """
+    by_need = sorted(ordered, key=lambda entry: len(entry[0]) > 1)
+    singles = sum(len(piece) == 1 for piece, _ in ordered)
+    kept = {piece for piece, _ in by_need[: max(room, singles)]}
+    return [entry for entry in ordered if entry[0] in kept]
+
+
+def _byte_model(settings: TokenizerSettings) -> models.Model:
+    entries = [*settings.special_tokens.tokens, *byte_characters()]
+    return models.BPE({entry: index for index, entry in enumerate(entries)}, [])
+
+
+def byte_characters() -> list[str]:
+    """The printable character that stands for each byte 0 to 255 in a byte-level vocabulary.
+
+    Bytes that Latin-1 prints stand for themselves; the others take the characters from U+0100 on, in their order.
+
+    Source: byte-level BPE, section 2.2 of Radford et al. 2019 (Language Models are Unsupervised Multitask Learners).
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    replacements = iter(range(0x100, 0x100 + BYTE_COUNT))
+    return [chr(byte if byte in printable else next(replacements)) for byte in range(BYTE_COUNT)]
+
+
+def _collect_characters(texts: Iterable[str], settings: TokenizerSettings) -> models.Model:
+    counts = Counter()
+    for text in map(_normalize(settings), texts):
+        counts.update(text)
+    entries = [*settings.special_tokens.tokens, *_frequent(counts, settings, "characters")]
+    return models.BPE(
+        {entry: index for index, entry in enumerate(entries)},
+        [],
+        unk_token=settings.special_tokens.unk_token,
+        fuse_unk=False,
+    )
+
+
+def _collect_pieces(texts: Iterable[str], settings: TokenizerSettings) -> models.Model:
+    counts = Counter()
+    for text in map(_normalize(settings), texts):
+        counts.update(text.split(" "))
+    special_tokens = settings.special_tokens
+    # Runs of spaces split into empty strings; control tokens have their entries already.
+    for entry in ("", *special_tokens.tokens):
+        counts.pop(entry, None)
+    pieces = _frequent(counts, settings, "pieces")
+    if settings.vocab_size is not None:
+        limit = settings.vocab_size - len(special_tokens.tokens)
+        _report_left_out(counts, pieces[limit:], "pieces", f"`vocab_size` {settings.vocab_size} is full")
+        pieces = pieces[:limit]
+    entries = [*special_tokens.tokens, *pieces]
+    return models.WordLevel({entry: index for index, entry in enumerate(entries)}, unk_token=special_tokens.unk_token)
+
+
+def _frequent(counts: Counter, settings: TokenizerSettings, noun: str) -> list[str]:
+    """What occurs often enough, the most frequent first and equally frequent ones in the order of their characters."""
+    ordered = sorted(counts, key=lambda entry: (-counts[entry], entry))
+    kept = [entry for entry in ordered if counts[entry] >= settings.min_frequency]
+    _report_left_out(counts, ordered[len(kept) :], noun, f"rarer than `min_frequency` {settings.min_frequency}")
+    return kept
+
+
+def _report_left_out(counts: Counter, left_out: list[str], noun: str, reason: str) -> None:
+    if left_out:
+        occurrences = sum(counts[entry] for entry in left_out)
+        logger.warning(
+            "%d of %d different %s, %d of %d occurrences, are not in the vocabulary and will be unknown: %s.",
+            len(left_out),
+            len(counts),
+            noun,
+            occurrences,
+            counts.total(),
+            reason,
+        )
