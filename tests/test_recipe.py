@@ -1,0 +1,295 @@
+"""Recipes: reading YAML strictly, overrides by type, refusals that name the field, and saving."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import Seq2SeqTrainingArguments
+
+from metaphrase.training.recipe import TRAINING_DEFAULTS, Recipe, format_help, load_recipe
+
+
+@pytest.fixture
+def recipe_file(tmp_path):
+    def write(text: str) -> Path:
+        path = tmp_path / "recipe.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def test_values_of_a_file_have_the_type_of_their_field(recipe_file):
+    recipe = load_recipe(
+        recipe_file(
+            "learning_rate: 1e-3\nmax_steps: 1e4\nwarmup_steps: 2000\neval_strategy: no\nbf16: yes\nsave_total_limit: null\n"
+            "train_file:\nsource_prefix: 'yes'\nbleu_tokenize: none\nmetrics: bleu, chrf\nlabel_names: [labels]\n"
+            "source_column: 0\ntarget_column: de\nlr_scheduler_kwargs: {num_cycles: 2}\nmodel: {hidden_size: 64, dropout: 5E-1}\n"
+            "source_language: no\nrun_name: 1:30\n"
+        )
+    )
+    assert recipe.learning_rate == 1e-3
+    assert (recipe.max_steps, type(recipe.max_steps)) == (10_000, int)
+    assert recipe.warmup_steps == 2000
+    assert recipe.eval_strategy == "no"
+    assert recipe.bf16 is True
+    assert recipe.save_total_limit is None, "a value that was given goes over our default"
+    assert recipe.train_file is None
+    assert recipe.source_prefix == "yes"
+    assert recipe.bleu_tokenize == "none"
+    assert recipe.metrics == ["bleu", "chrf"]
+    assert (recipe.source_column, recipe.target_column) == (0, "de")
+    assert recipe.lr_scheduler_kwargs == {"num_cycles": 2}
+    assert recipe.model == {"hidden_size": 64, "dropout": 0.5}
+    assert recipe.source_language == "no"
+    assert recipe.run_name == "1:30"
+
+
+def test_defaults_are_ours_over_those_of_transformers(recipe_file):
+    recipe = load_recipe(recipe_file(""))
+    assert recipe == Recipe() == load_recipe(None)
+    assert recipe.predict_with_generate is True
+    defaults = {item.name: item.default for item in dataclasses.fields(Seq2SeqTrainingArguments)}
+    assert recipe.seed == defaults["seed"]
+    assert set(TRAINING_DEFAULTS) <= set(defaults)
+
+
+def test_every_training_argument_is_a_field():
+    for item in dataclasses.fields(Seq2SeqTrainingArguments):
+        getattr(Recipe(), item.name)
+        assert f"--{item.name}" in format_help()
+
+
+def test_own_fields_do_not_hide_training_arguments():
+    own = {item.name for item in dataclasses.fields(Recipe)}
+    assert not own & {item.name for item in dataclasses.fields(Seq2SeqTrainingArguments)}
+    assert all(f"--{name}" in format_help() for name in own - {"training"})
+
+
+def test_overrides_by_type(recipe_file):
+    path = recipe_file(
+        "learning_rate: 5\nbf16: true\nmodel: {hidden_size: 8, rope: {theta: 1}}\ntokenizer_kind: bpe\nmax_train_samples: 9\n"
+    )
+    words = (
+        "--learning_rate 1e-3 --no_bf16 --fp16 --max-steps -1 --label_smoothing_factor=1e-1 --metrics bleu chrf "
+        "--model.hidden_size 256 --model.rope.theta 1e4 --model.gated_mlp --model.activation_function gelu "
+        "--no_repeat_ngram_size 3 --max_train_samples null --source_column 1 --report_to tensorboard wandb "
+        "--tokenizer_kind null --label_names a,b --bleu_tokenize none --seed 1 --seed 2 --tf32 no --output_dir 2024"
+    )
+    recipe = load_recipe(path, [*words.split(), "--source_prefix=--to de: ", "--optim_target_modules", "[x, y]"])
+    assert recipe.learning_rate == 1e-3
+    assert (recipe.bf16, recipe.fp16, recipe.tf32) == (False, True, False)
+    assert (recipe.max_steps, recipe.label_smoothing_factor) == (-1, 0.1)
+    assert recipe.metrics == ["bleu", "chrf"]
+    assert recipe.model == {
+        "hidden_size": 256,
+        "rope": {"theta": 1e4},
+        "gated_mlp": True,
+        "activation_function": "gelu",
+    }
+    assert recipe.no_repeat_ngram_size == 3
+    assert recipe.max_train_samples is None
+    assert recipe.tokenizer_kind is None
+    assert recipe.source_column == 1
+    assert recipe.report_to == ["tensorboard", "wandb"]
+    assert recipe.label_names == ["a", "b"]
+    assert recipe.bleu_tokenize == "none"
+    assert recipe.seed == 2
+    assert recipe.output_dir == "2024"
+    assert recipe.source_prefix == "--to de: "
+    assert recipe.optim_target_modules == ["x", "y"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learnin_rate: 1", r"`learnin_rate` in .*recipe\.yaml.*`learning_rate`"),
+        ("hidden_size: 8", r"`hidden_size` in .*recipe\.yaml"),
+        ("seed: 1\nseed: 2", r"recipe\.yaml .*(?s:.*)`seed` occurs twice"),
+        ("model: {a: 1, a: 2}", "`a` occurs twice"),
+        ("1: 2", "a key must be a name"),
+        ("- seed", "must be a mapping"),
+        ("seed: [", r"recipe\.yaml must be valid YAML"),
+        ("seed: '1'", r"`seed` must be int, got '1' \(str\) in .*recipe\.yaml"),
+        ("seed: 1.5", "`seed` must be int, got 1.5"),
+        ("seed: true", "`seed` must be int, got True"),
+        ("seed:", "`seed` must be int, got None"),
+        ("learning_rate: .nan", "`learning_rate` must be float"),
+        ("learning_rate: fast", "`learning_rate` must be float, got 'fast'"),
+        ("bf16: 1", "`bf16` must be true or false, got 1"),
+        ("output_dir: 2024", "`output_dir` must be text or null, got 2024"),
+        ("metrics: [1]", "`metrics` must be list of texts"),
+        ("metrics: {bleu: 1}", "`metrics` must be list of texts"),
+        ("model: tiny", "`model` must be mapping, got 'tiny'"),
+        ("too_long: cut", "`too_long` must be one of skip, truncate, error, got 'cut'"),
+        ("lr_scheduler_type: triangle", "`lr_scheduler_type` must be one of linear, .*got 'triangle'"),
+        ("eval_strategy: false", "`eval_strategy` must be one of no, steps, epoch"),
+    ],
+)
+def test_refused_files(recipe_file, text, message):
+    with pytest.raises(ValueError, match=message):
+        load_recipe(recipe_file(text))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--learnin_rate", "1"], "`learnin_rate` in the command line.*`learning_rate`"),
+        (["--no_such"], "`no_such` in the command line"),
+        (["seed", "1"], "got 'seed'"),
+        (["--seed"], "`seed` must be int"),
+        (["--seed", "1", "2"], r"`seed` must be int, got \['1', '2'\]"),
+        (["--seed", "1.5"], "`seed` must be int"),
+        (["--no_seed"], "`seed` must be int"),
+        (["--bf16", "maybe"], "`bf16` must be true or false"),
+        (["--seed.x", "1"], "`seed` must be int, which has no keys"),
+        (["--model.a", "1", "--model.a.b", "2"], "`a` must be a mapping"),
+        (["--model.a", "[1"], "valid YAML"),
+        (["--optim", "adm"], "`optim` must be one of"),
+        (["--parallelism_config", "{}"], "`parallelism_config` must be null"),
+    ],
+)
+def test_refused_overrides(words, message):
+    with pytest.raises(ValueError, match=message):
+        load_recipe(None, words)
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"train_file": "a", "train_source_file": "b", "train_target_file": "c"}, ("train_file", "train_source_file")),
+        ({"test_source_file": "b"}, ("test_source_file", "test_target_file")),
+        ({"test_target_file": "b"}, ("test_source_file", "test_target_file")),
+        ({"dataset_name": "x", "validation_file": "a"}, ("dataset_name", "validation_file")),
+        ({"dataset_name": "x", "test_source_file": "a", "test_target_file": "b"}, ("dataset_name", "test_source_file")),
+        ({"dataset_config_name": "x"}, ("dataset_config_name", "dataset_name")),
+        ({"dataset_test_split": "test"}, ("dataset_test_split", "dataset_name")),
+        ({"num_validation": 5, "validation_file": "a"}, ("num_validation", "validation_file")),
+        ({"num_test": 5, "dataset_name": "x", "dataset_test_split": "test"}, ("num_test", "dataset_test_split")),
+        ({"num_test": -1}, ("num_test",)),
+        ({"max_source_length": 1}, ("max_source_length",)),
+        ({"vocab_size": 0}, ("vocab_size",)),
+        ({"joint_vocabulary": True, "target_vocab_size": 9}, ("joint_vocabulary", "target_vocab_size")),
+        ({"target_tokenizer_name_or_path": "x"}, ("target_tokenizer_name_or_path", "tokenizer_name_or_path")),
+        ({"model_name_or_path": "x", "preset": "y"}, ("model_name_or_path", "preset")),
+        ({"metrics": ["bleu"], "training": {"predict_with_generate": False}}, ("metrics", "predict_with_generate")),
+        ({"early_stopping_threshold": 0.1}, ("early_stopping_threshold", "early_stopping_patience")),
+        ({"early_stopping_patience": 2}, ("early_stopping_patience", "eval_strategy")),
+        (
+            {"early_stopping_patience": 2, "training": {"eval_strategy": "epoch"}},
+            ("early_stopping_patience", "metric_for_best_model"),
+        ),
+        ({"training": {"learnin_rate": 1}}, ("learnin_rate", "learning_rate")),
+    ],
+)
+def test_contradictions_are_refused(fields, names):
+    with pytest.raises(ValueError) as caught:
+        Recipe(**fields)
+    assert all(f"`{name}`" in str(caught.value) for name in names)
+
+
+def test_consistent_fields_are_accepted():
+    Recipe(
+        dataset_name="x",
+        dataset_config_name="y",
+        num_validation=5,
+        joint_vocabulary=False,
+        target_vocab_size=9,
+        metrics=["bleu"],
+        early_stopping_patience=2,
+        early_stopping_threshold=0.0,
+        training={"eval_strategy": "epoch", "metric_for_best_model": "bleu"},
+    )
+    Recipe(num_validation=0, validation_file="a", training={"predict_with_generate": False})
+
+
+def test_attributes_reach_the_training_arguments(tmp_path):
+    recipe = load_recipe(None, ["--learning_rate", "1e-3", "--use_cpu", "--warmup_steps", "7"])
+    with pytest.raises(ValueError, match="`output_dir`"):
+        recipe.training_arguments()
+    recipe.seed = 5
+    arguments = recipe.training_arguments(output_dir=str(tmp_path), max_steps=3)
+    assert (arguments.learning_rate, arguments.warmup_steps, arguments.seed, arguments.max_steps) == (1e-3, 7, 5, 3)
+    assert arguments.predict_with_generate and not arguments.remove_unused_columns
+    assert arguments.report_to == []
+    assert recipe.is_set("seed") and not recipe.is_set("max_steps")
+    with pytest.raises(AttributeError, match="learning_rate"):
+        recipe.learnin_rate = 1
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = recipe.nonsense
+
+
+def test_data_path(tmp_path):
+    (tmp_path / "a.tsv").write_text("a\tb\n")
+    recipe = load_recipe(None, ["--data_dir", str(tmp_path), "--train_file", "a.tsv", "--test_file", "lost.tsv"])
+    assert recipe.data_path("train_file") == tmp_path / "a.tsv"
+    with pytest.raises(FileNotFoundError, match=r"`test_file` .*lost\.tsv.*--data_dir"):
+        recipe.data_path("test_file")
+    with pytest.raises(ValueError, match="`validation_file`"):
+        recipe.data_path("validation_file")
+    recipe.data_dir = None
+    recipe.train_file = str(tmp_path / "a.tsv")
+    assert recipe.data_path("train_file") == tmp_path / "a.tsv"
+
+
+def test_pairs_options_of_each_place(tmp_path):
+    for name in ("a.tsv", "b.en", "b.de"):
+        (tmp_path / name).write_text("x")
+    recipe = Recipe(
+        data_dir=str(tmp_path),
+        train_file="a.tsv",
+        test_source_file="b.en",
+        test_target_file="b.de",
+        source_column="en",
+        source_prefix="p ",
+        malformed="skip",
+        max_test_samples=4,
+    )
+    shared = {"source_column": "en", "target_column": None, "source_prefix": "p "}
+    shared |= {"malformed": "skip", "invalid_utf8": "error"}
+    assert recipe.pairs_options("train") == {"file": tmp_path / "a.tsv", **shared, "max_samples": None}
+    assert recipe.pairs_options("validation") is None
+    paths = {"source_file": tmp_path / "b.en", "target_file": tmp_path / "b.de"}
+    assert recipe.pairs_options("test") == {**paths, **shared, "max_samples": 4}
+    hub = Recipe(dataset_name="x", dataset_config_name="y", dataset_test_split="test")
+    assert hub.pairs_options("train")["dataset_split"] == "train"
+    assert hub.pairs_options("validation") is None
+    assert hub.pairs_options("test")["dataset_config_name"] == "y"
+
+
+def test_generation_options_are_those_that_were_set():
+    assert Recipe().generation_options() == {}
+    assert Recipe(num_beams=5, length_penalty=0.0).generation_options() == {"num_beams": 5, "length_penalty": 0.0}
+
+
+def test_saved_recipe_loads_as_what_was_set(tmp_path, recipe_file):
+    path = recipe_file(
+        "train_file: a.tsv\nlearning_rate: 1e-5\ntoo_long: skip\neval_strategy: no\nsource_prefix: '1e-3'\nrun_name: '1:30'\n"
+        "target_language: no\nsave_total_limit: null\nmodel: {hidden_size: 8, activation_function: 'null'}\nmetrics: [bleu]\n"
+    )
+    folder = tmp_path / "data"
+    overrides = ["--data_dir", str(folder), "--hub_token", "secret", "--output_dir", str(tmp_path / "out")]
+    recipe = load_recipe(path, [*overrides, "--test_file", str(folder / "sub" / "t.tsv")])
+    recipe.num_beams = 4
+    recipe.save(tmp_path / "saved.yaml")
+    text = (tmp_path / "saved.yaml").read_text(encoding="utf-8")
+    assert str(tmp_path) not in text and "secret" not in text
+    loaded = load_recipe(tmp_path / "saved.yaml")
+    expected = dict(yaml.safe_load(path.read_text()), learning_rate=1e-5, eval_strategy="no", target_language="no")
+    assert loaded.to_dict() == {**expected, "test_file": "sub/t.tsv", "num_beams": 4}
+    assert loaded.to_dict() == recipe.to_dict()
+    # A reader of YAML 1.1 finds the same values.
+    assert yaml.safe_load(text) == recipe.to_dict()
+
+
+def test_relative_output_folder_is_saved(tmp_path):
+    load_recipe(None, ["--output_dir", "runs/a"]).save(tmp_path / "saved.yaml")
+    assert load_recipe(tmp_path / "saved.yaml").output_dir == "runs/a"
+    Recipe().save(tmp_path / "empty.yaml")
+    assert load_recipe(tmp_path / "empty.yaml") == Recipe()
+
+
+def test_missing_recipe(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"lost\.yaml"):
+        load_recipe(tmp_path / "lost.yaml")

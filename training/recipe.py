@@ -1,0 +1,348 @@
+"""The recipe of a training run: one YAML file of flat keys, and what the command line changes in it.
+
+A recipe holds the fields of `Recipe` and every field of `transformers.Seq2SeqTrainingArguments` under its own name.
+"""
+
+import copy
+import dataclasses
+import difflib
+import enum
+import textwrap
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import Seq2SeqTrainingArguments
+
+from metaphrase.training.recipe_checks import check_recipe
+from metaphrase.training.recipe_values import ValueType, dump_yaml, fit_value, fit_words, load_yaml, parse_words
+
+# Where a run differs from transformers' own defaults; all such differences stand here.
+TRAINING_DEFAULTS: dict[str, Any] = {
+    "predict_with_generate": True,
+    # The collator takes what it needs, and batching reads the lengths.
+    "remove_unused_columns": False,
+    "report_to": "none",
+    "save_total_limit": 3,
+}
+TRAINING_FIELDS = {item.name: item for item in dataclasses.fields(Seq2SeqTrainingArguments) if item.init}
+# Of this machine and moment, or secret: never part of a saved recipe.
+NEVER_SAVED = ("data_dir", "hub_token", "resume_from_checkpoint", "local_rank")
+
+
+def _about(group: str, words: str, minimum: float | None = None) -> dict[str, Any]:
+    return {"group": group, "help": words, "minimum": minimum}
+
+
+def _setting(group: str, words: str, default: Any = None, minimum: float | None = None) -> Any:
+    return field(default=default, metadata=_about(group, words, minimum))
+
+
+@dataclass(kw_only=True)
+class Recipe:
+    """Everything that determines a run. Fields that were not set have their default.
+
+    A field of `Seq2SeqTrainingArguments` is read and set as an attribute too (`recipe.learning_rate`); what was set is in
+    `training`.
+
+    Raises:
+        ValueError: If two fields contradict each other, or one is out of range.
+    """
+
+    data_dir: str | None = _setting("data", "Folder that relative data files are in; give it on the command line.")
+    train_file: str | None = _setting("data", "Pairs in one .tsv, .csv, .jsonl, .json or .parquet file.")
+    validation_file: str | None = _setting("data", "Likewise, for validation.")
+    test_file: str | None = _setting("data", "Likewise, for the test.")
+    train_source_file: str | None = _setting("data", "Text with one source per line.")
+    train_target_file: str | None = _setting("data", "Text with one target per line.")
+    validation_source_file: str | None = _setting("data", "Likewise, for validation.")
+    validation_target_file: str | None = _setting("data", "Likewise, for validation.")
+    test_source_file: str | None = _setting("data", "Likewise, for the test.")
+    test_target_file: str | None = _setting("data", "Likewise, for the test.")
+    dataset_name: str | None = _setting("data", "Data set on the Hub, or a folder, in place of files.")
+    dataset_config_name: str | None = _setting("data", "Its configuration.")
+    dataset_train_split: str = _setting("data", "Its split for training.", "train")
+    dataset_validation_split: str | None = _setting("data", "Its split for validation, if it has one.")
+    dataset_test_split: str | None = _setting("data", "Its split for the test, if it has one.")
+    source_column: str | int | None = _setting("data", "Column of sources: a name, or a number from 0 in a .tsv file.")
+    target_column: str | int | None = _setting("data", "Column of targets, likewise.")
+    source_language: str | None = _setting("data", "Language code of the sources, for the model card.")
+    target_language: str | None = _setting("data", "Language code of the targets, for the model card.")
+    source_prefix: str | None = _setting("data", "Text put before each source, such as `summarize: `.")
+    max_source_length: int = _setting("data", "Most tokens of a source, end of sequence included.", 256, minimum=2)
+    max_target_length: int = _setting("data", "Most tokens of a target, end of sequence included.", 256, minimum=2)
+    too_long: Literal["skip", "truncate", "error"] = _setting("data", "What becomes of longer pairs.", "skip")
+    empty: Literal["skip", "error", "keep"] = _setting("data", "What becomes of pairs with an empty side.", "skip")
+    malformed: Literal["error", "skip"] = _setting("data", "What becomes of lines that hold no pair.", "error")
+    invalid_utf8: Literal["error", "skip"] = _setting("data", "What becomes of pairs that are not UTF-8.", "error")
+    max_train_samples: int | None = _setting("data", "Take only so many training pairs.", minimum=1)
+    max_validation_samples: int | None = _setting("data", "Take only so many validation pairs.", minimum=1)
+    max_test_samples: int | None = _setting("data", "Take only so many test pairs.", minimum=1)
+    num_validation: int = _setting("data", "Pairs taken out of the training pairs for validation.", 0, minimum=0)
+    num_test: int = _setting("data", "Pairs taken out of the training pairs for the test.", 0, minimum=0)
+
+    tokenizer_name_or_path: str | None = _setting("tokenizer", "A tokenizer that exists; otherwise one is trained.")
+    target_tokenizer_name_or_path: str | None = _setting("tokenizer", "One for targets alone that exists.")
+    tokenizer_kind: str | None = _setting("tokenizer", "Kind of the tokenizer to train.")
+    vocab_size: int | None = _setting("tokenizer", "Its number of entries.", minimum=1)
+    target_vocab_size: int | None = _setting(
+        "tokenizer", "That of the target tokenizer, if it is not joint.", minimum=1
+    )
+    joint_vocabulary: bool | None = _setting("tokenizer", "Whether one tokenizer serves both sides.")
+    lowercase: bool = _setting("tokenizer", "Lower-case all text.", False)
+    normalization: str | None = _setting("tokenizer", "Unicode normalization of all text.")
+    min_frequency: int | None = _setting("tokenizer", "How often a piece must occur to be learned.", minimum=1)
+    joiner: str | None = _setting("tokenizer", "Mark of a split word in pretokenized text.")
+    additional_special_tokens: list[str] | None = field(
+        default=None, metadata=_about("tokenizer", "More special tokens, such as language codes.")
+    )
+
+    model_name_or_path: str | None = _setting("model", "A model to fine-tune.")
+    preset: str | None = _setting("model", "Named dimensions of a new model.")
+    model: dict[str, Any] = field(
+        default_factory=dict,
+        metadata=_about("model", "Fields of MetaphraseConfig over those of the preset (--model.hidden_size 256)."),
+    )
+
+    metrics: list[str] | None = field(
+        default=None, metadata=_about("evaluation", "Scores to compute on validation and test.")
+    )
+    bleu_tokenize: str | None = _setting(
+        "evaluation", "sacreBLEU's tokenizer, such as 13a, or none for tokenized text."
+    )
+    num_beams: int | None = _setting(
+        "evaluation", "Beams of the finished model; `generation_num_beams` while training.", minimum=1
+    )
+    length_penalty: float | None = _setting("evaluation", "Exponent of the length that beam scores are divided by.")
+    no_repeat_ngram_size: int | None = _setting("evaluation", "Length of n-grams that may not repeat.", minimum=0)
+    repetition_penalty: float | None = _setting("evaluation", "Penalty of tokens that were generated before.")
+    early_stopping_patience: int | None = _setting(
+        "evaluation", "Evaluations without a better score before the end.", minimum=1
+    )
+    early_stopping_threshold: float | None = _setting("evaluation", "What counts as better.", minimum=0)
+
+    training: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if unknown := sorted(set(self.training) - set(TRAINING_FIELDS)):
+            raise ValueError(_unknown(unknown[0], "`training`"))
+        check_recipe(self, {name: item.metadata["minimum"] for name, item in OWN_FIELDS.items()})
+
+    def __getattr__(self, name: str) -> Any:
+        if name in TRAINING_FIELDS:
+            default = TRAINING_FIELDS[name].default
+            own = TRAINING_DEFAULTS.get(name, None if default is dataclasses.MISSING else default)
+            return self.__dict__.get("training", {}).get(name, own)
+        raise AttributeError(f"A recipe has no field {name!r}.")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in TRAINING_FIELDS:
+            self.training[name] = value
+        elif name in self.__dataclass_fields__:
+            super().__setattr__(name, value)
+        else:
+            raise AttributeError(_unknown(name, "an assignment"))
+
+    @classmethod
+    def from_mapping(cls, mapping: dict[str, Any], where: str) -> "Recipe":
+        """Makes a recipe of flat keys, which are `where`.
+
+        Raises:
+            ValueError: If a key is unknown, a value is of a wrong type, or the fields contradict each other.
+        """
+        values = {name: fit_value(name, value, value_type_of(name, where), where) for name, value in mapping.items()}
+        training = {name: value for name, value in values.items() if name in TRAINING_FIELDS}
+        # An empty value of our own field means that it is not set.
+        own = {name: value for name, value in values.items() if name not in TRAINING_FIELDS and value is not None}
+        recipe = cls(training=training, **own)
+        # Given with its default value counts as given too, so that a saved recipe outlives a change of defaults.
+        recipe.__dict__["given"] = frozenset(own)
+        return recipe
+
+    def is_set(self, name: str) -> bool:
+        """Whether a field was given, or differs from its default."""
+        if name in TRAINING_FIELDS:
+            return name in self.training
+        item = OWN_FIELDS[name]
+        default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
+        return name in self.__dict__.get("given", ()) or getattr(self, name) != default
+
+    def data_path(self, name: str) -> Path:
+        """Returns the data file that a field names, below `data_dir` if it is relative.
+
+        Raises:
+            ValueError: If the field is not set.
+            FileNotFoundError: If there is no such file.
+        """
+        if (value := getattr(self, name)) is None:
+            raise ValueError(f"`{name}` must name a file, got null.")
+        path = Path(self.data_dir or "").expanduser() / Path(value).expanduser()
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"`{name}` must be a file that exists, got {path}. Pass --data_dir FOLDER, the folder with the data files."
+            )
+        return path
+
+    def pairs_options(self, split: str) -> dict[str, Any] | None:
+        """Returns the arguments of `load_pairs` for `train`, `validation` or `test`; None if the recipe has no such split.
+
+        Raises:
+            FileNotFoundError: If a file does not exist.
+        """
+        one, source, target = f"{split}_file", f"{split}_source_file", f"{split}_target_file"
+        if self.is_set(one):
+            place: dict[str, Any] = {"file": self.data_path(one)}
+        elif self.is_set(source):
+            place = {"source_file": self.data_path(source), "target_file": self.data_path(target)}
+        elif self.dataset_name is not None and (name := getattr(self, f"dataset_{split}_split")) is not None:
+            place = {"dataset_name": self.dataset_name, "dataset_config_name": self.dataset_config_name}
+            place["dataset_split"] = name
+        else:
+            return None
+        shared = ("source_column", "target_column", "source_prefix", "invalid_utf8", "malformed")
+        options = {name: getattr(self, name) for name in shared}
+        return {**place, **options, "max_samples": getattr(self, f"max_{split}_samples")}
+
+    def generation_options(self) -> dict[str, Any]:
+        """Returns the generation settings that were set, by the names of `generate`."""
+        names = ("num_beams", "length_penalty", "no_repeat_ngram_size", "repetition_penalty")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def training_arguments(self, **extra: Any) -> Seq2SeqTrainingArguments:
+        """Builds the training arguments; `extra` goes over the recipe, which goes over `TRAINING_DEFAULTS`.
+
+        Raises:
+            ValueError: If there is no `output_dir`, or transformers refuses a value.
+        """
+        arguments = {**TRAINING_DEFAULTS, **copy.deepcopy(self.training), **extra}
+        if not arguments.get("output_dir"):
+            raise ValueError("`output_dir` must be given, got none. Pass --output_dir FOLDER.")
+        return Seq2SeqTrainingArguments(**arguments)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns what was set, without what belongs to this machine alone, as flat keys."""
+        own = [name for name in OWN_FIELDS if self.is_set(name)]
+        values = {name: getattr(self, name) for name in own} | self.training
+        if Path(str(values.get("output_dir") or "")).is_absolute():
+            del values["output_dir"]
+        if self.data_dir is not None:
+            for name in (name for name in own if name.endswith("_file")):
+                path, folder = Path(values[name]).expanduser(), Path(self.data_dir).expanduser().absolute()
+                if path.is_relative_to(folder):
+                    values[name] = path.relative_to(folder).as_posix()
+        return copy.deepcopy({name: value for name, value in values.items() if name not in NEVER_SAVED})
+
+    def save(self, path: str | Path) -> None:
+        """Writes what was set as YAML, which `load_recipe` reads. Data and output folders of this machine are left out."""
+        Path(path).write_text(dump_yaml(self.to_dict()), encoding="utf-8")
+
+
+OWN_FIELDS = {item.name: item for item in dataclasses.fields(Recipe) if item.name != "training"}
+_ANNOTATIONS = {**typing.get_type_hints(Seq2SeqTrainingArguments), **typing.get_type_hints(Recipe)}
+
+
+def value_type_of(name: str, where: str) -> ValueType:
+    """Returns what a field of a recipe accepts.
+
+    Raises:
+        ValueError: If there is no such field.
+    """
+    if name not in OWN_FIELDS and name not in TRAINING_FIELDS:
+        raise ValueError(_unknown(name, where))
+    return ValueType.of(_ANNOTATIONS[name])
+
+
+def _unknown(name: str, where: str) -> str:
+    nearest = difflib.get_close_matches(name, [*OWN_FIELDS, *TRAINING_FIELDS], n=1)
+    hint = f"Did you mean `{nearest[0]}`?" if nearest else "Fields of the network go below `model`."
+    return f"Every field must be one that a recipe has, got `{name}` in {where}. {hint}"
+
+
+def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
+    """Reads a recipe and applies what the command line changes in it.
+
+    Args:
+        path: The YAML file; None for an empty recipe.
+        overrides: Words of the command line: `--field value`, `--field=value`, `--flag` and `--no_flag` for true and false,
+            `--model.hidden_size 256` for one key of a mapping, several words for a list. `null` unsets a field. The
+            last of equal options holds.
+
+    Raises:
+        ValueError: If the file is not a YAML mapping with each key once, a field is unknown or of a wrong type, or the
+            fields contradict each other.
+        FileNotFoundError: If there is no such file.
+    """
+    mapping = _read_mapping(Path(path)) if path is not None else {}
+    where = "the command line"
+    for option, words in _options(overrides):
+        name, *keys = option.split(".")
+        value_type = value_type_of(name, where)
+        if not keys:
+            mapping[name] = fit_words(name, words, value_type, where)
+            continue
+        if dict not in value_type.kinds:
+            raise ValueError(f"`{name}` must be {value_type}, which has no keys, got --{option} on {where}.")
+        mapping[name] = inner = copy.deepcopy(mapping.get(name) or {})
+        for key in keys[:-1]:
+            inner = inner.setdefault(key, {})
+            if not isinstance(inner, dict):
+                raise ValueError(f"`{key}` must be a mapping to have keys, got {inner!r} for --{option} on {where}.")
+        inner[keys[-1]] = parse_words(words)
+    return Recipe.from_mapping(mapping, where if path is None else str(path))
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"A recipe must be a file that exists, got {path}.")
+    mapping = load_yaml(path.read_text(encoding="utf-8-sig"), str(path))
+    if not isinstance(mapping, dict | None):
+        raise ValueError(f"{path} must be a mapping of fields to values, got {type(mapping).__name__}.")
+    return {
+        name: fit_value(name, value, value_type_of(name, str(path)), str(path))
+        for name, value in (mapping or {}).items()
+    }
+
+
+def _options(words: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Splits the words of a command line into options with the words that follow each."""
+    options: list[tuple[str, list[str]]] = []
+    for word in words:
+        if not word.startswith("--"):
+            if not options:
+                raise ValueError(f"The command line must name a field with --field before a value, got {word!r}.")
+            options[-1][1].append(word)
+            continue
+        name, equals, value = word[2:].partition("=")
+        head, dot, keys = name.partition(".")
+        options.append((head.replace("-", "_") + dot + keys, [value] if equals else []))
+    return [_negated(name, values) for name, values in options]
+
+
+def _negated(name: str, values: list[str]) -> tuple[str, list[str]]:
+    positive = name.removeprefix("no_")
+    if positive == name or values or (positive not in OWN_FIELDS and positive not in TRAINING_FIELDS):
+        return name, values
+    return positive, ["false"]
+
+
+def format_help() -> str:
+    """Returns a list of all fields by group, with type, default and meaning."""
+    groups: dict[str, list[str]] = {}
+    for name, item in OWN_FIELDS.items():
+        groups.setdefault(item.metadata["group"], []).append(_describe(name, item.default, item.metadata["help"]))
+    title = "training (fields of transformers.Seq2SeqTrainingArguments)"
+    for name, item in TRAINING_FIELDS.items():
+        words = " ".join(str(item.metadata.get("help", "")).split())
+        default = TRAINING_DEFAULTS.get(name, item.default)
+        groups.setdefault(title, []).append(_describe(name, default, words.partition(". ")[0].removesuffix(".") + "."))
+    return "\n\n".join(f"{group}:\n" + "\n".join(lines) for group, lines in groups.items())
+
+
+def _describe(name: str, default: Any, words: str) -> str:
+    if isinstance(default, enum.Enum):
+        default = default.value
+    shown = "" if default in (None, dataclasses.MISSING, "") else f" [{default}]"
+    head = f"  --{name}{shown}  ({ValueType.of(_ANNOTATIONS[name])})"
+    return head + "\n" + textwrap.fill(words, width=110, initial_indent=" " * 6, subsequent_indent=" " * 6)

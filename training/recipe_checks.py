@@ -1,0 +1,77 @@
+"""Checks of a recipe's fields against their ranges and against each other."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from metaphrase.training.recipe import Recipe
+
+SPLITS = ("train", "validation", "test")
+
+
+def check_recipe(recipe: "Recipe", minimums: Mapping[str, float | None]) -> None:
+    """Refuses a recipe that is out of range or contradicts itself.
+
+    Raises:
+        ValueError: Naming the fields, what must hold and what was given.
+    """
+    for name, minimum in minimums.items():
+        value = getattr(recipe, name)
+        if minimum is not None and value is not None and value < minimum:
+            raise ValueError(f"`{name}` must be at least {minimum}, got {value}.")
+    _check_places(recipe)
+    _check_dataset(recipe)
+    _check_tokenizer_and_model(recipe)
+    _check_evaluation(recipe)
+
+
+def _refuse_together(recipe: "Recipe", first: str, second: str, why: str) -> None:
+    if recipe.is_set(first) and recipe.is_set(second):
+        raise ValueError(
+            f"`{first}` and `{second}` must not both be given, because {why}, "
+            f"got {getattr(recipe, first)!r} and {getattr(recipe, second)!r}."
+        )
+
+
+def _require_with(recipe: "Recipe", name: str, needed: str) -> None:
+    if recipe.is_set(name) and not recipe.is_set(needed):
+        raise ValueError(f"`{name}` must come with `{needed}`, got {getattr(recipe, name)!r} without.")
+
+
+def _check_places(recipe: "Recipe") -> None:
+    for split in SPLITS:
+        one, source, target = f"{split}_file", f"{split}_source_file", f"{split}_target_file"
+        _require_with(recipe, source, target)
+        _require_with(recipe, target, source)
+        _refuse_together(recipe, one, source, "a split comes from one place")
+        if split != "train" and getattr(recipe, f"num_{split}") > 0:
+            for name in (one, source, f"dataset_{split}_split"):
+                _refuse_together(recipe, f"num_{split}", name, f"the {split} pairs are given or taken out of train")
+
+
+def _check_dataset(recipe: "Recipe") -> None:
+    for split in SPLITS:
+        for name in (f"{split}_file", f"{split}_source_file"):
+            _refuse_together(recipe, "dataset_name", name, "pairs come from a data set or from files")
+        _require_with(recipe, f"dataset_{split}_split", "dataset_name")
+    _require_with(recipe, "dataset_config_name", "dataset_name")
+
+
+def _check_tokenizer_and_model(recipe: "Recipe") -> None:
+    if recipe.joint_vocabulary:
+        for name in ("target_vocab_size", "target_tokenizer_name_or_path"):
+            _refuse_together(recipe, "joint_vocabulary", name, "a joint vocabulary has one tokenizer")
+    _require_with(recipe, "target_tokenizer_name_or_path", "tokenizer_name_or_path")
+    _refuse_together(recipe, "model_name_or_path", "preset", "a model to fine-tune has its dimensions")
+
+
+def _check_evaluation(recipe: "Recipe") -> None:
+    if recipe.metrics and not recipe.predict_with_generate:
+        raise ValueError(f"`metrics` must come with true `predict_with_generate`, got {recipe.metrics} and false.")
+    _require_with(recipe, "early_stopping_threshold", "early_stopping_patience")
+    if recipe.early_stopping_patience is None:
+        return
+    if str(getattr(recipe.eval_strategy, "value", recipe.eval_strategy)) == "no":
+        raise ValueError("`early_stopping_patience` must come with `eval_strategy` steps or epoch, got no.")
+    if not recipe.metric_for_best_model and not recipe.load_best_model_at_end:
+        raise ValueError("`early_stopping_patience` must come with `metric_for_best_model`, got null.")
