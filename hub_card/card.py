@@ -1,0 +1,184 @@
+"""The model card: a trained folder's README.md, with metadata that the Hub reads."""
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.utils import validate_repo_id
+
+from metaphrase.hub_card.facts import TrainedFolder
+from metaphrase.hub_card.figures import draw_training_curve, has_training_curve
+from metaphrase.hub_card.markdown import number, plain
+from metaphrase.hub_card.sections import (
+    UNKNOWN,
+    describe_architecture,
+    describe_limits,
+    describe_scores,
+    describe_training_data,
+    describe_training_procedure,
+    score_values,
+)
+
+TEMPLATE_PATH = Path(__file__).with_name("template.md")
+FIGURE_NAME = "training_curve.png"
+# A card that bears this line may be written anew; a card that does not was made or changed by somebody.
+MARKER = "<!-- Written by Metaphrase from this folder's files. Delete this line to protect your own changes. -->"
+TASKS = ("translation", "summarization", "text2text-generation")
+# The form of an ISO 639 code with an optional script or region, or of the Hub's special value.
+LANGUAGE_CODE = re.compile(r"[a-z]{2,3}(-[A-Za-z]{2,8})*|multilingual")
+
+
+def write_model_card(
+    folder: str | os.PathLike,
+    *,
+    repo_id: str | None = None,
+    title: str | None = None,
+    summary: str | None = None,
+    license: str | None = None,
+    task: str | None = None,
+    source_language: str | None = None,
+    target_language: str | None = None,
+    base_model: str | None = None,
+    datasets: Sequence[str] = (),
+    tags: Sequence[str] = (),
+    overwrite: bool = False,
+) -> Path:
+    """Writes `README.md`, and the picture of the training curves where a log allows it, into a trained folder.
+
+    Everything comes from the folder's `metrics.json`, `recipe.yaml`, `trainer_state.json`, `config.json` and
+    safetensors headers. All of them may be absent: the card then says that it does not know.
+
+    Args:
+        folder: The folder with the model.
+        repo_id: The model's name on the Hub, `user/name`; the code in the card loads it from there.
+        title: The card's heading; else the repository's or the folder's name.
+        summary: What the model is, as Markdown, in place of the sentence made from the folder.
+        license: The weights' licence as the Hub writes it, such as `apache-2.0`. It is never guessed.
+        task: One of `TASKS`; else `translation` where two different languages are known, or `text2text-generation`.
+        source_language: Overrides the recipe's.
+        target_language: Overrides the recipe's.
+        base_model: The Hub name of the model that this one was fine-tuned from.
+        datasets: Hub names of the data.
+        tags: Further tags.
+        overwrite: Whether to replace a `README.md` that this function did not write.
+
+    Returns:
+        The path of the card.
+
+    Raises:
+        ValueError: If the folder or a file in it is unfit, `repo_id` or `task` is not valid, or a `README.md` by
+            another hand is in the way.
+    """
+    facts = TrainedFolder.read(folder)
+    path = facts.path / "README.md"
+    if path.exists() and not overwrite and MARKER not in path.read_text("utf-8", errors="replace"):
+        raise ValueError(
+            f"`overwrite` must be True to replace a README.md that was written otherwise, got {str(path)!r}."
+        )
+    if repo_id is not None:
+        validate_repo_id(repo_id)
+    recipe = facts.recipe or {}
+    languages = (source_language or recipe.get("source_language"), target_language or recipe.get("target_language"))
+    title = title or (repo_id.split("/")[-1] if repo_id else facts.path.resolve().name)
+    task = _choose_task(task, languages)
+    data = _metadata(facts, title, task, languages, license, base_model, datasets, tags)
+    body = Template(TEMPLATE_PATH.read_text(encoding="utf-8")).substitute(
+        title=plain(title),
+        marker=MARKER,
+        summary=summary or _summarise(facts, task, languages),
+        source_language=_language(languages[0]),
+        target_language=_language(languages[1]),
+        parameters=UNKNOWN if facts.num_parameters is None else number(facts.num_parameters),
+        license=plain(license) if license else f"{UNKNOWN}; ask the owner before you use the weights",
+        model_id=f'"{repo_id}"' if repo_id else '"path/to/this/folder"',
+        scores=describe_scores(facts),
+        training_data=describe_training_data(facts),
+        training_procedure=describe_training_procedure(facts),
+        curves=_draw_curves(facts, title),
+        architecture=describe_architecture(facts),
+        limits=describe_limits(facts, languages),
+    )
+    temporary = facts.path / f".README.{os.getpid()}.tmp"
+    try:
+        ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}").save(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def _choose_task(task: str | None, languages: tuple[str | None, str | None]) -> str:
+    if task is not None and task not in TASKS:
+        raise ValueError(f"`task` must be one of {', '.join(TASKS)}, got {task!r}.")
+    is_translation = all(languages) and languages[0] != languages[1]
+    return task or ("translation" if is_translation else "text2text-generation")
+
+
+def _metadata(
+    facts: TrainedFolder,
+    title: str,
+    task: str,
+    languages: tuple[str | None, str | None],
+    license: str | None,
+    base_model: str | None,
+    datasets: Sequence[str],
+    tags: Sequence[str],
+) -> ModelCardData:
+    codes = [language for language in dict.fromkeys(languages) if language and LANGUAGE_CODE.fullmatch(language)]
+    results = [
+        EvalResult(
+            task_type=task,
+            dataset_type=datasets[0] if datasets else facts.data_name or UNKNOWN,
+            dataset_name=facts.data_name or UNKNOWN,
+            metric_type=_hub_metric(name),
+            metric_value=round(value, 4),
+            metric_name=label,
+            metric_args={"signature": signature} if signature else None,
+        )
+        for name, label, value, signature in score_values(facts.scores)
+    ]
+    return ModelCardData(
+        language=codes or None,
+        license=license,
+        library_name="transformers",
+        pipeline_tag=task,
+        tags=["metaphrase", "encoder-decoder", *tags],
+        base_model=base_model,
+        datasets=list(datasets) or None,
+        metrics=list(dict.fromkeys(result.metric_type for result in results)) or None,
+        model_name=title if results else None,
+        eval_results=results or None,
+    )
+
+
+def _hub_metric(name: str) -> str:
+    return "chrf" if name == "chrf++" else name
+
+
+def _language(language: str | None) -> str:
+    if not language:
+        return UNKNOWN
+    note = "" if LANGUAGE_CODE.fullmatch(language) else " (no ISO 639 code, hence not in the metadata)"
+    return plain(language) + note
+
+
+def _summarise(facts: TrainedFolder, task: str, languages: tuple[str | None, str | None]) -> str:
+    config: dict[str, Any] = facts.config or {}
+    kind = config.get("model_type")
+    text = "An encoder-decoder Transformer" + (f" of the type {plain(kind)}" if kind else "") + " for text, "
+    if task == "translation" and all(languages):
+        return text + f"trained to translate from {plain(languages[0])} to {plain(languages[1])}."
+    if task == "summarization":
+        return text + "trained to summarise."
+    return text + "trained to turn one text into another. Which task that is, its files do not say."
+
+
+def _draw_curves(facts: TrainedFolder, title: str) -> str:
+    if not has_training_curve(facts.log_history):
+        return "Unknown: there is no `trainer_state.json` with a loss or a score in its log."
+    draw_training_curve(facts.log_history, facts.path / FIGURE_NAME, title=title)
+    return f"![Loss and score against the optimizer step]({FIGURE_NAME})"

@@ -1,0 +1,141 @@
+"""What a trained folder says of itself: scores, recipe, training log, configuration, size."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import yaml
+from safetensors import SafetensorError, safe_open
+
+# A recipe's fields that say where the texts came from; the rest are hyperparameters.
+DATA_FIELDS = ("data_dir", "dataset", "dataset_name", "dataset_config", "corpus", "files")
+DATA_FIELD_ENDINGS = ("_file", "_files", "_source", "_target", "_dataset", "_corpus")
+LANGUAGE_FIELDS = ("source_language", "target_language")
+# What must never be published, whatever a recipe holds.
+SECRET_FIELDS = ("token", "hub_token", "push_to_hub_token", "use_auth_token", "api_key", "password", "secret")
+
+
+@dataclass(frozen=True)
+class TrainedFolder:
+    """The files of a folder, each None where it is absent."""
+
+    path: Path
+    metrics: dict[str, Any] | None
+    recipe: dict[str, Any] | None
+    trainer_state: dict[str, Any] | None
+    config: dict[str, Any] | None
+    num_parameters: int | None
+
+    @classmethod
+    def read(cls, folder: str | Path) -> "TrainedFolder":
+        """Reads what is there.
+
+        Raises:
+            ValueError: If the folder is missing, or a file in it cannot be read as what its name promises.
+        """
+        path = Path(folder)
+        if not path.is_dir():
+            raise ValueError(f"`folder` must be an existing folder, got {str(folder)!r}.")
+        return cls(
+            path=path,
+            metrics=_check_metrics(_read_mapping(path / "metrics.json", json.loads)),
+            recipe=_check_recipe(_read_mapping(path / "recipe.yaml", yaml.safe_load)),
+            trainer_state=_read_mapping(path / "trainer_state.json", json.loads),
+            config=_read_mapping(path / "config.json", json.loads),
+            num_parameters=count_parameters(path),
+        )
+
+    @property
+    def log_history(self) -> list[dict[str, Any]]:
+        """The training log, empty where there is none."""
+        return list((self.trainer_state or {}).get("log_history") or [])
+
+    @property
+    def scores(self) -> dict[str, dict[str, Any]]:
+        """The results by name of the score, empty where there are none."""
+        return (self.metrics or {}).get("scores") or {}
+
+    @property
+    def data_name(self) -> str | None:
+        """The name of the data that the scores were measured on."""
+        name = ((self.metrics or {}).get("data") or {}).get("name")
+        return None if name is None else str(name)
+
+    def split_recipe(self) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+        """Returns (data fields, hyperparameters, names of secret fields that are left out)."""
+        data, hyperparameters, secrets = {}, {}, []
+        for name, value in (self.recipe or {}).items():
+            if name in SECRET_FIELDS:
+                secrets.append(name)
+            elif name in DATA_FIELDS or name.endswith(DATA_FIELD_ENDINGS):
+                data[name] = value
+            elif name not in LANGUAGE_FIELDS:
+                hyperparameters[name] = value
+        return data, hyperparameters, secrets
+
+
+def _read_mapping(path: Path, parse) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        content = parse(path.read_text(encoding="utf-8"))
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"`{path.name}` must be readable, got an error in {str(path)!r}: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"`{path.name}` must hold fields with values, got {type(content).__name__} in {str(path)!r}.")
+    return content
+
+
+def _check_metrics(metrics: dict[str, Any] | None) -> dict[str, Any] | None:
+    for key in ("scores", "generation", "data"):
+        part = (metrics or {}).get(key)
+        if part is not None and not isinstance(part, Mapping):
+            raise ValueError(f"`{key}` in `metrics.json` must hold fields with values, got {part!r}.")
+    for name, result in ((metrics or {}).get("scores") or {}).items():
+        score = result.get("score") if isinstance(result, Mapping) else None
+        if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
+            raise ValueError(f"`scores.{name}` in `metrics.json` must hold a finite number as `score`, got {result!r}.")
+    return metrics
+
+
+def _check_recipe(recipe: dict[str, Any] | None) -> dict[str, Any] | None:
+    for name in recipe or {}:
+        if not isinstance(name, str):
+            raise ValueError(f"The fields of `recipe.yaml` must be texts, got {name!r}.")
+    for name in LANGUAGE_FIELDS:
+        value = (recipe or {}).get(name)
+        if value is not None and not isinstance(value, str):
+            # YAML reads the code of Norwegian, `no`, as False.
+            raise ValueError(f"`{name}` in `recipe.yaml` must be text, in quotes where YAML needs it, got {value!r}.")
+    return recipe
+
+
+def count_parameters(folder: Path) -> int | None:
+    """Returns how many numbers the folder's safetensors files hold, or None where there are none. Loads no weights.
+
+    Raises:
+        ValueError: If a file is damaged.
+    """
+    total = None
+    for path in sorted(folder.glob("model*.safetensors")):
+        try:
+            with safe_open(path, framework="np") as file:
+                sizes = [math.prod(file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"`{path.name}` must be a whole safetensors file, got an error: {error}") from error
+        total = (total or 0) + sum(sizes)
+    return total
+
+
+def without_machine_path(value: Any) -> Any:
+    """Returns an absolute path's last part, since the folders above it are the trainer's own business."""
+    if isinstance(value, list):
+        return [without_machine_path(item) for item in value]
+    if isinstance(value, str):
+        for kind in (PurePosixPath, PureWindowsPath):
+            if kind(value).is_absolute():
+                return kind(value).name or value
+    return value

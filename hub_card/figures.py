@@ -1,0 +1,298 @@
+"""Pictures: the curves of a training run, and one sentence's cross-attention. PNG files, drawn without a display."""
+
+import math
+import os
+import unicodedata
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.font_manager import fontManager
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+# Figures are made through the object interface with this backend alone, so that pyplot's global state is never touched.
+DOTS_PER_INCH = 150
+TRAIN_COLOR, EVAL_COLOR, SCORE_COLOR, BEST_COLOR, TEXT_COLOR = "#4477AA", "#CC6633", "#228855", "#AA3377", "#333333"
+LOWER_IS_BETTER = ("ter", "wer", "cer")
+SCORE_LABELS = {  # in percent; the first of them that a run logged is drawn
+    "bleu": "BLEU",
+    "chrf": "chrF",
+    "chrf++": "chrF++",
+    "ter": "TER",
+    "rouge": "ROUGE-L",
+    "rouge1": "ROUGE-1",
+    "rouge2": "ROUGE-2",
+    "rougeL": "ROUGE-L",
+    "rougeLsum": "ROUGE-Lsum",
+    "exact_match": "exact match",
+    "wer": "WER",
+    "cer": "CER",
+}
+# Fonts that hold what DejaVu Sans, which comes with matplotlib, lacks. Only those that are installed are asked for.
+FALLBACK_FONTS = (
+    "Noto Sans CJK SC",
+    "Noto Sans CJK JP",
+    "WenQuanYi Zen Hei",
+    "Hiragino Sans",
+    "Microsoft YaHei",
+    "Noto Sans Devanagari",
+    "Noto Sans Thai",
+    "Noto Emoji",
+)
+MAX_PIXELS_PER_SIDE = 30_000
+
+
+def _installed_fonts() -> list[str]:
+    installed = set(fontManager.get_font_names())
+    return ["DejaVu Sans", *(name for name in FALLBACK_FONTS if name in installed)]
+
+
+def _save(figure: Figure, path: str | os.PathLike, **options) -> Path:
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with warnings.catch_warnings():
+        # A character that no font holds is drawn as an empty box: worth no line in a log for each token.
+        warnings.filterwarnings("ignore", message=r"Glyph \d+ .* missing from")
+        figure.savefig(path, format="png", dpi=DOTS_PER_INCH, facecolor="white", **options)
+    return path
+
+
+def _series(log_history: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the steps and finite values of one key; of a step logged twice, as by a resumed run, the later counts."""
+    points = {entry["step"]: entry[key] for entry in log_history if key in entry and "step" in entry}
+    finite = sorted((step, value) for step, value in points.items() if _is_number(value))
+    steps, values = zip(*finite, strict=True) if finite else ((), ())
+    return np.array(steps, dtype=float), np.array(values, dtype=float)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def logged_score(log_history: Sequence[Mapping[str, Any]]) -> str | None:
+    """Returns the first of the scores in `SCORE_LABELS` that was logged as `eval_<name>`, or None."""
+    return next((name for name in SCORE_LABELS if len(_series(log_history, f"eval_{name}")[0])), None)
+
+
+def _has_loss(log_history: Sequence[Mapping[str, Any]]) -> bool:
+    return any(len(_series(log_history, key)[0]) for key in ("loss", "eval_loss"))
+
+
+def has_training_curve(log_history: Sequence[Mapping[str, Any]]) -> bool:
+    """Returns whether `draw_training_curve` has anything to draw."""
+    return _has_loss(log_history) or logged_score(log_history) is not None
+
+
+def best_entry(log_history: Sequence[Mapping[str, Any]]) -> tuple[str, float, float] | None:
+    """Returns (key, step, value) of the best evaluation: by its score, else by its loss; None without evaluations."""
+    name = logged_score(log_history)
+    key = f"eval_{name}" if name else "eval_loss"
+    steps, values = _series(log_history, key)
+    if len(steps) == 0:
+        return None
+    index = int(np.argmin(values) if name is None or name in LOWER_IS_BETTER else np.argmax(values))
+    return key, float(steps[index]), float(values[index])
+
+
+def draw_training_curve(
+    log_history: Sequence[Mapping[str, Any]], path: str | os.PathLike, title: str | None = None
+) -> Path:
+    """Draws training and evaluation loss against the step, and the score below them where one was logged.
+
+    Args:
+        log_history: Entries of a Trainer's state, with `step` and any of `loss`, `eval_loss`, `eval_bleu` and the like.
+        path: The PNG file to write.
+        title: A line above the picture.
+
+    Raises:
+        ValueError: If no entry holds a step with a finite loss or score.
+    """
+    score_name = logged_score(log_history)
+    has_loss = _has_loss(log_history)
+    if not has_training_curve(log_history):
+        raise ValueError(
+            "`log_history` must hold an entry with `step` and a finite `loss`, `eval_loss` or score, "
+            f"got {len(log_history)} entries without."
+        )
+    ratios = [3] * has_loss + [2] * (score_name is not None)
+    figure = Figure(figsize=(8, 1.2 + sum(ratios)), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
+    best = best_entry(log_history)
+    if has_loss:
+        _draw_losses(panels[0], log_history, best)
+    if score_name is not None:
+        _draw_score(panels[-1], log_history, score_name, best)
+    _finish_panels(panels, log_history, best)
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=TEXT_COLOR, parse_math=False)
+    return _save(figure, path)
+
+
+def _draw_losses(panel, log_history: Sequence[Mapping[str, Any]], best: tuple[str, float, float] | None) -> None:
+    steps, values = _series(log_history, "loss")
+    window = 2 * (len(values) // 80) + 1  # odd, so that a mean sits on its own step
+    if len(values) and window > 1:
+        panel.plot(steps, values, color=TRAIN_COLOR, alpha=0.25, linewidth=0.8)
+        half = window // 2
+        means = [values[max(0, index - half) : index + half + 1].mean() for index in range(len(values))]
+        label = f"training, mean of {window} neighbouring logs"
+        panel.plot(steps, means, color=TRAIN_COLOR, linewidth=1.8, label=label)
+    elif len(values):
+        marker = "." if len(values) < 25 else None
+        panel.plot(steps, values, color=TRAIN_COLOR, linewidth=1.8, marker=marker, label="training")
+    steps, values = _series(log_history, "eval_loss")
+    if len(values):
+        panel.plot(steps, values, color=EVAL_COLOR, linewidth=1.6, marker="o", markersize=4, label="evaluation")
+    if best is not None and best[0] == "eval_loss":
+        _mark_best(panel, best, "loss")
+    panel.set_ylabel("loss (nats per target token)")
+    _add_legend(panel)
+
+
+def _draw_score(
+    panel, log_history: Sequence[Mapping[str, Any]], name: str, best: tuple[str, float, float] | None
+) -> None:
+    steps, values = _series(log_history, f"eval_{name}")
+    panel.plot(steps, values, color=SCORE_COLOR, linewidth=1.6, marker="o", markersize=4)
+    _mark_best(panel, best, SCORE_LABELS[name])
+    panel.set_ylabel(f"{SCORE_LABELS[name]} (%)")
+    _add_legend(panel)
+
+
+def _mark_best(panel, best: tuple[str, float, float], unit: str) -> None:
+    _, step, value = best
+    label = f"best: {value:.4g} {unit} at step {step:,.0f}"
+    panel.plot([step], [value], "*", color=BEST_COLOR, markersize=13, markeredgecolor="white", zorder=5, label=label)
+
+
+def _add_legend(panel) -> None:
+    # Above the panel, where it can hide no point.
+    place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 3, "borderaxespad": 0.3, "borderpad": 0}
+    panel.legend(**place, fontsize=9, labelcolor=TEXT_COLOR, frameon=False)
+
+
+def _finish_panels(panels, log_history: Sequence[Mapping[str, Any]], best: tuple[str, float, float] | None) -> None:
+    for panel in panels:
+        panel.grid(axis="y", color="#DDDDDD", linewidth=0.7)
+        panel.set_axisbelow(True)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.spines[["left", "bottom"]].set_color("#999999")
+        panel.tick_params(colors=TEXT_COLOR, labelsize=9, color="#999999")
+        panel.yaxis.label.set_color(TEXT_COLOR)
+        panel.yaxis.set_major_locator(MaxNLocator(nbins=6, min_n_ticks=3, steps=(1, 2, 5, 10)))
+        panel.margins(x=0.02, y=0.08)
+        if best is not None:
+            panel.axvline(best[1], color=BEST_COLOR, linewidth=0.9, linestyle=(0, (3, 3)), zorder=1)
+    bottom = panels[-1]
+    bottom.set_xlim(0, 1.02 * bottom.dataLim.x1)
+    bottom.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True, steps=(1, 2, 5, 10)))
+    bottom.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
+    epochs = [entry["epoch"] for entry in log_history if _is_number(entry.get("epoch"))]
+    passes = f" ({max(epochs):.3g} epochs in all)" if epochs else ""
+    drawn = ("loss", "eval_loss", f"eval_{logged_score(log_history)}")
+    lost = sum(key in entry and not _is_number(entry[key]) for entry in log_history for key in drawn)
+    note = f"\nlogged values that are not finite and so not drawn: {lost}" if lost else ""
+    bottom.set_xlabel(f"optimizer steps{passes}{note}", color=TEXT_COLOR)
+    panels[0].figure.align_ylabels(panels)
+
+
+def _readable(token: str) -> str:
+    """Returns a token with everything that a font cannot show, such as a newline, spelled out; none is empty."""
+    shown = "".join(
+        mark.encode("unicode_escape").decode() if unicodedata.category(mark) in ("Cc", "Cf", "Zl", "Zp", "Cs") else mark
+        for mark in token
+    )
+    return shown if shown.strip() else repr(shown)
+
+
+def draw_attention_map(
+    weights: Any,
+    source_tokens: Sequence[str],
+    target_tokens: Sequence[str],
+    path: str | os.PathLike,
+    title: str | None = None,
+) -> Path:
+    """Draws one sentence's attention weights as a heat map: source tokens on top, target tokens at the left.
+
+    The picture grows with the number of tokens. A character that no installed font holds becomes an empty box.
+
+    Args:
+        weights: (target, source), from 0 to 1; an array or a tensor.
+        source_tokens: One for each column.
+        target_tokens: One for each row.
+        path: The PNG file to write.
+        title: A line above the picture.
+
+    Raises:
+        ValueError: If the shape does not fit the tokens, a weight is not a number from 0 to 1, or there are too many
+            tokens for one picture.
+    """
+    weights = np.asarray(weights.detach().float().cpu() if hasattr(weights, "detach") else weights, dtype=float)
+    rows, columns = len(target_tokens), len(source_tokens)
+    if weights.shape != (rows, columns) or weights.size == 0:
+        raise ValueError(
+            "`weights` must have the shape (target tokens, source tokens), at least one each, "
+            f"got {weights.shape} for {rows} target and {columns} source tokens."
+        )
+    if not (np.isfinite(weights).all() and weights.min() >= 0 and weights.max() <= 1 + 1e-3):
+        raise ValueError(f"`weights` must lie between 0 and 1, got {weights.min()} to {weights.max()}.")
+    cell = float(np.clip(18 / max(rows, columns), 0.16, 0.34))  # inches
+    width, height = columns * cell, rows * cell
+    if max(width, height) * DOTS_PER_INCH > MAX_PIXELS_PER_SIDE:
+        most = int(MAX_PIXELS_PER_SIDE / DOTS_PER_INCH / cell)
+        raise ValueError(f"An attention map must have at most {most} tokens a side, got {columns} and {rows}.")
+    # The cells decide the size; saving with a tight box then adds what the labels need, so that none is cut off.
+    figure = Figure(figsize=(width, height))
+    FigureCanvasAgg(figure)
+    panel = figure.add_axes((0, 0, 1, 1))
+    image = panel.imshow(weights, cmap="Blues", vmin=0, vmax=max(float(weights.max()), 1e-9), aspect="auto")
+    _label_tokens(panel, source_tokens, target_tokens, font_size=min(10.0, cell * 72 * 0.55))
+    bar_height = max(1.6, min(height, 4.0))
+    bar = figure.add_axes((1 + 0.2 / width, 1 - bar_height / height, 0.14 / width, bar_height / height))
+    figure.colorbar(image, cax=bar, label="attention weight").outline.set_visible(False)
+    bar.yaxis.label.set_color(TEXT_COLOR)
+    bar.tick_params(labelsize=8, length=2, colors=TEXT_COLOR)
+    if title:
+        _place_title(figure, panel, title)
+    return _save(figure, path, bbox_inches="tight", pad_inches=0.15)
+
+
+def _label_tokens(panel, source_tokens: Sequence[str], target_tokens: Sequence[str], font_size: float) -> None:
+    # Without `parse_math=False` two dollar signs in a token would start a formula.
+    text = {"fontsize": font_size, "family": _installed_fonts(), "parse_math": False, "color": TEXT_COLOR}
+    panel.xaxis.tick_top()
+    panel.xaxis.set_label_position("top")
+    panel.set_xticks(range(len(source_tokens)), [_readable(token) for token in source_tokens], rotation=90, **text)
+    panel.set_yticks(range(len(target_tokens)), [_readable(token) for token in target_tokens], **text)
+    panel.set_xlabel("source", color=TEXT_COLOR)
+    panel.set_ylabel("target", color=TEXT_COLOR)
+    panel.tick_params(length=0, pad=3)
+    panel.set_xticks(np.arange(-0.5, len(source_tokens)), minor=True)
+    panel.set_yticks(np.arange(-0.5, len(target_tokens)), minor=True)
+    panel.grid(which="minor", color="white", linewidth=0.6)
+    panel.tick_params(which="minor", length=0)
+    for spine in panel.spines.values():
+        spine.set_color("#CCCCCC")
+
+
+def _place_title(figure: Figure, panel, title: str) -> None:
+    # Token labels differ in length: the title goes above the tallest, wherever that ends.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"Glyph \d+ .* missing from")
+        box = panel.get_tightbbox(figure.canvas.get_renderer()).transformed(figure.dpi_scale_trans.inverted())
+    width, height = figure.get_size_inches()
+    figure.text(
+        box.x0 / width,
+        (box.y1 + 0.15) / height,
+        title,
+        fontsize=12,
+        fontweight="bold",
+        family=_installed_fonts(),
+        color=TEXT_COLOR,
+        parse_math=False,
+    )

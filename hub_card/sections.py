@@ -1,0 +1,171 @@
+"""The sections of a model card, each made of what a folder states; what it does not state is called unknown."""
+
+from typing import Any
+
+from metaphrase.hub_card.facts import TrainedFolder, without_machine_path
+from metaphrase.hub_card.figures import LOWER_IS_BETTER, SCORE_LABELS
+from metaphrase.hub_card.markdown import bullets, code, number, plain, table
+
+# (row, fields that may hold it, whether it is worth a row when unknown)
+ARCHITECTURE_ROWS = (
+    ("Model type", ("model_type",), True),
+    ("Encoder layers", ("encoder_layers", "num_layers"), True),
+    ("Decoder layers", ("decoder_layers", "num_decoder_layers"), True),
+    ("Hidden size", ("hidden_size", "d_model"), True),
+    ("Encoder attention heads", ("encoder_attention_heads", "num_heads"), True),
+    ("Decoder attention heads", ("decoder_attention_heads", "num_heads"), True),
+    ("Key/value heads", ("num_key_value_heads",), False),
+    ("Head dimension", ("head_dim", "d_kv"), False),
+    ("Encoder feed-forward size", ("encoder_ffn_dim", "d_ff"), True),
+    ("Decoder feed-forward size", ("decoder_ffn_dim", "d_ff"), True),
+    ("Activation", ("activation_function",), False),
+    ("Gated feed-forward", ("gated_mlp",), False),
+    ("Positions", ("position_embedding_type",), True),
+    ("Maximum positions", ("max_position_embeddings",), False),
+    ("Normalisation", ("norm_type",), False),
+    ("Place of the normalisation", ("norm_position",), False),
+    ("Vocabulary size", ("vocab_size",), True),
+    ("Decoder vocabulary size", ("decoder_vocab_size",), False),
+    ("Encoder and decoder share embeddings", ("share_embeddings",), False),
+    ("Output layer tied to embeddings", ("tie_word_embeddings",), False),
+    ("Dropout", ("dropout",), False),
+    ("Stored as", ("dtype", "torch_dtype"), False),
+)
+UNKNOWN = "unknown"
+
+
+def score_values(scores: dict[str, dict[str, Any]]) -> list[tuple[str, str, float, str | None]]:
+    """Returns (name, label, value, signature) of each number worth reporting; ROUGE holds four."""
+    values = []
+    for name, result in scores.items():
+        parts = [kind for kind in ("rouge1", "rouge2", "rougeL", "rougeLsum") if kind in result] or ["score"]
+        for part in parts:
+            label = SCORE_LABELS.get(name if part == "score" else part, name)
+            values.append((name, label, result[part], result.get("signature")))
+    return values
+
+
+def describe_scores(folder: TrainedFolder) -> str:
+    """Returns the table of scores with their signatures, and how and on what they were measured."""
+    if folder.metrics is None:
+        return "No scores are known: there is no `metrics.json`."
+    parts = []
+    if folder.scores:
+        rows = []
+        for name, label, value, signature in score_values(folder.scores):
+            direction = " (lower is better)" if name in LOWER_IS_BETTER else ""
+            rows.append((plain(label) + direction, f"{value:.2f}", code(signature) if signature else UNKNOWN))
+        parts.append(table(("Score", "Percent", "Signature"), rows))
+        parts += _score_remarks(folder.scores)
+    else:
+        parts.append("No scores are known: `metrics.json` holds none.")
+    metrics = folder.metrics
+    generation = metrics.get("generation")
+    settings = ", ".join(f"{code(name)} {code(value)}" for name, value in (generation or {}).items())
+    facts = [
+        f"Measured on: {plain(folder.data_name) if folder.data_name else UNKNOWN}",
+        f"Examples: {_known(metrics.get('num_examples'))}",
+        f"Loss (nats per target token): {_known(metrics.get('loss'))}",
+        f"Perplexity: {_known(metrics.get('perplexity'))}",
+        f"Settings of generation: {settings or UNKNOWN}",
+    ]
+    return "\n\n".join([*parts, bullets(facts)])
+
+
+def _score_remarks(scores: dict[str, dict[str, Any]]) -> list[str]:
+    remarks = []
+    bleu = scores.get("bleu", {})
+    if bleu.get("precisions") and bleu.get("bp") is not None:
+        precisions = "/".join(f"{value:.1f}" for value in bleu["precisions"])
+        lengths = f", lengths {_known(bleu.get('sys_len'))} and {_known(bleu.get('ref_len'))} (output, reference)"
+        remarks.append(f"BLEU in detail: precisions {precisions}, brevity penalty {bleu['bp']:.3f}{lengths}.")
+    if "tok:none" in (bleu.get("signature") or ""):
+        remarks.append(
+            "BLEU counts the tokens of text that was tokenised before (`tok:none`). It must not be compared with BLEU "
+            "on plain text."
+        )
+    return remarks
+
+
+def _field(value: Any) -> str:
+    value = without_machine_path(value)
+    return ", ".join(map(code, value)) if isinstance(value, list) else code(value)
+
+
+def _known(value: Any) -> str:
+    return UNKNOWN if value is None else number(value)
+
+
+def describe_training_data(folder: TrainedFolder) -> str:
+    """Returns the table of what recipe and scores say of the data."""
+    fields, _, _ = folder.split_recipe()
+    rows = [(code(name), _field(value)) for name, value in fields.items()]
+    data = (folder.metrics or {}).get("data") or {}
+    for name, value in data.items():
+        if isinstance(value, dict):
+            rows += [(f"{plain(name)}: {plain(part)}", number(amount)) for part, amount in value.items()]
+        else:
+            rows.append((plain(name), number(value)))
+    if not rows:
+        return "Unknown: neither a recipe nor the scores name the data."
+    return table(("Field", "Value"), rows)
+
+
+def describe_training_procedure(folder: TrainedFolder) -> str:
+    """Returns how long training took and the recipe's hyperparameters."""
+    parts = [_describe_progress(folder)]
+    _, hyperparameters, secrets = folder.split_recipe()
+    if hyperparameters:
+        rows = [(code(name), _field(value)) for name, value in hyperparameters.items()]
+        parts.append(table(("Hyperparameter", "Value"), rows))
+        parts.append("Listed is what `recipe.yaml` names, absolute paths cut to their last part.")
+    else:
+        parts.append("The hyperparameters are unknown: there is no `recipe.yaml`, or it names none.")
+    if secrets:
+        parts.append(f"Left out of this table as secret: {', '.join(map(code, secrets))}.")
+    return "\n\n".join(parts)
+
+
+def _describe_progress(folder: TrainedFolder) -> str:
+    state = folder.trainer_state
+    if state is None:
+        return "The length of training is unknown: there is no `trainer_state.json`."
+    progress = f"Trained for {_known(state.get('global_step'))} optimizer steps, {_known(state.get('epoch'))} epochs."
+    if state.get("best_metric") is not None:
+        step, metric = _known(state.get("best_global_step")), number(state["best_metric"])
+        progress += f" By the measure that training chose by, step {step} was the best, with {metric}."
+    return progress
+
+
+def describe_architecture(folder: TrainedFolder) -> str:
+    """Returns the table of dimensions from the configuration."""
+    if folder.config is None:
+        return f"Unknown: there is no `config.json`. Parameters: {_known(folder.num_parameters)}."
+    rows = [("Parameters", _known(folder.num_parameters))]
+    for label, names, is_needed in ARCHITECTURE_ROWS:
+        value = next((folder.config[name] for name in names if folder.config.get(name) is not None), None)
+        if value is not None or is_needed:
+            rows.append((label, UNKNOWN if value is None else number(value)))
+    return table(("Part", "Value"), rows)
+
+
+def describe_limits(folder: TrainedFolder, languages: tuple[str | None, str | None]) -> str:
+    """Returns what the model cannot be trusted with, as far as the folder's facts carry."""
+    limits = []
+    if folder.scores:
+        where = f"on {plain(folder.data_name)}" if folder.data_name else "on data whose name is unknown"
+        limits.append(f"The scores were measured {where}. Quality on other texts is unknown.")
+    else:
+        limits.append("Its quality is unknown: no scores are recorded.")
+    if all(languages):
+        limits.append(f"It was trained from {plain(languages[0])} to {plain(languages[1])}; all else is untested.")
+    else:
+        limits.append("The languages it was trained for are not recorded.")
+    config = folder.config or {}
+    positions = config.get("max_position_embeddings")
+    if config.get("position_embedding_type") == "learned" and positions is not None:
+        limits.append(f"Positions are learned: inputs and outputs end at {number(positions)} tokens.")
+    else:
+        limits.append("Lengths beyond those of the training data are untested.")
+    limits.append("No examination of bias or of harmful output is recorded.")
+    return bullets(limits)

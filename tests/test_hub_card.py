@@ -1,0 +1,369 @@
+"""Tests of `metaphrase.hub_card`: the card and its metadata, what it says of missing pieces, and the pictures."""
+
+import json
+import struct
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from safetensors.torch import save_file
+
+from metaphrase.hub_card import figures
+from metaphrase.hub_card.card import FIGURE_NAME, write_model_card
+from metaphrase.hub_card.facts import TrainedFolder, count_parameters, without_machine_path
+from metaphrase.hub_card.figures import best_entry, draw_attention_map, draw_training_curve
+from metaphrase.hub_card.markdown import code, number, plain
+
+SIGNATURE = "nrefs:1|case:lc|eff:no|tok:none|smooth:exp|version:2.6.0"
+METRICS = {
+    "scores": {
+        "bleu": {
+            "score": 41.0249,
+            "precisions": [71.0, 47.5, 34.3, 24.5],
+            "bp": 0.999,
+            "sys_len": 12,
+            "ref_len": 13,
+            "signature": SIGNATURE,
+        },
+        "chrf++": {"score": 60.5, "signature": "nw:2"},
+        "wer": {"score": 33.3},
+    },
+    "loss": 1.5,
+    "perplexity": 4.4817,
+    "num_examples": 1000,
+    "generation": {"num_beams": 5},
+    "data": {"name": "Multi30k | <test>", "sizes": {"train": 29000}},
+}
+RECIPE = """
+source_language: en
+target_language: de
+preset: transformer-tiny
+learning_rate: 5e-3
+max_tokens_per_batch: 8192
+train_file: [/home/somebody/private/train.en, data/train.de]
+output_dir: /home/somebody/private/runs
+hub_token: hf_verysecret
+note: "pipe | and `tick`"
+"""
+CONFIG = {
+    "model_type": "metaphrase",
+    "encoder_layers": 4,
+    "decoder_layers": 3,
+    "hidden_size": 128,
+    "position_embedding_type": "learned",
+    "max_position_embeddings": 512,
+    "dropout": 0.3,
+}
+LOG = [
+    {"step": 10, "epoch": 1.0, "loss": 8.0},
+    {"step": 10, "epoch": 1.0, "eval_loss": 7.0, "eval_bleu": 3.0},
+    {"step": 20, "epoch": 2.0, "loss": 5.0},
+    {"step": 20, "epoch": 2.0, "eval_loss": 5.5, "eval_bleu": 9.0},
+    {"step": 30, "epoch": 3.0, "eval_loss": 5.0, "eval_bleu": 8.0},
+    {"step": 30, "train_runtime": 1.0, "train_loss": 6.0},
+]
+
+
+@pytest.fixture
+def full_folder(tmp_path):
+    folder = tmp_path / "tiny_en-de"
+    folder.mkdir()
+    (folder / "metrics.json").write_text(json.dumps(METRICS))
+    (folder / "recipe.yaml").write_text(RECIPE)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    state = {"log_history": LOG, "global_step": 30, "epoch": 3.0, "best_metric": 9.0, "best_global_step": 20}
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+    weights = {"embed": torch.zeros(100, 8, dtype=torch.bfloat16), "scale": torch.zeros(())}
+    save_file(weights, folder / "model-00001-of-00002.safetensors")
+    save_file({"bias": torch.zeros(3)}, folder / "model-00002-of-00002.safetensors")
+    return folder
+
+
+@pytest.fixture
+def empty_folder(tmp_path):
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    return folder
+
+
+def png_size(path):
+    content = path.read_bytes()
+    assert content[:8] == b"\x89PNG\r\n\x1a\n"
+    return struct.unpack(">II", content[16:24])
+
+
+def section(card, heading):
+    return card.text.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
+
+
+def test_metadata_of_a_full_folder(full_folder):
+    card = ModelCard.load(write_model_card(full_folder, repo_id="me/tiny", license="mit", tags=["demo"]))
+    data = card.data
+    assert (data.language, data.license, data.library_name) == (["en", "de"], "mit", "transformers")
+    assert data.pipeline_tag == "translation"
+    assert data.tags == ["metaphrase", "encoder-decoder", "demo"]
+    assert data.metrics == ["bleu", "chrf", "wer"]
+    assert data.model_name == "tiny"
+    results = {result.metric_name: result for result in data.eval_results}
+    assert {name: result.metric_value for name, result in results.items()} == {
+        "BLEU": 41.0249,
+        "chrF++": 60.5,
+        "WER": 33.3,
+    }
+    assert results["BLEU"].metric_args == {"signature": SIGNATURE}
+    assert (results["BLEU"].dataset_name, results["BLEU"].task_type) == ("Multi30k | <test>", "translation")
+
+
+def test_sections_of_a_full_folder(full_folder):
+    card = ModelCard.load(write_model_card(full_folder, repo_id="me/tiny"))
+    assert card.text.lstrip().startswith("# tiny\n")
+    assert "trained to translate from en to de" in card.text
+    scores = section(card, "Scores")
+    escaped = SIGNATURE.replace("|", "\\|")
+    assert f"| BLEU | 41.02 | `{escaped}` |" in scores
+    assert "| WER (lower is better) | 33.30 | unknown |" in scores
+    assert "precisions 71.0/47.5/34.3/24.5, brevity penalty 0.999" in scores
+    assert "must not be compared with BLEU on plain text" in scores
+    assert "Measured on: Multi30k \\| &lt;test&gt;" in scores
+    assert "Examples: 1,000" in scores and "Perplexity: 4.482" in scores and "`num_beams` `5`" in scores
+    assert "| `train_file` | `train.en`, `data/train.de` |" in section(card, "Training data")
+    assert "| sizes: train | 29,000 |" in section(card, "Training data")
+    procedure = section(card, "Training procedure")
+    assert "30 optimizer steps, 3 epochs" in procedure and "step 20 was the best, with 9." in procedure
+    assert "| `learning_rate` | `5e-3` |" in procedure and "| `max_tokens_per_batch` | `8192` |" in procedure
+    assert "| `note` | `` pipe \\| and `tick` `` |" in procedure
+    assert "train_file" not in procedure and "source_language" not in procedure
+    architecture = section(card, "Architecture")
+    assert "| Parameters | 804 |" in architecture and "| Decoder layers | 3 |" in architecture
+    assert "| Encoder attention heads | unknown |" in architecture and "Head dimension" not in architecture
+    assert "inputs and outputs end at 512 tokens" in section(card, "Limits")
+
+
+def test_the_code_in_the_card_is_python_and_loads_the_repository(full_folder):
+    text = ModelCard.load(write_model_card(full_folder, repo_id="me/tiny")).text
+    blocks = [block.split("```", 1)[0] for block in text.split("```python\n")[1:]]
+    assert len(blocks) == 2
+    for block in blocks:
+        compile(block, "card", "exec")
+    assert 'model_id = "me/tiny"' in blocks[0] and "trust_remote_code=True" in blocks[0]
+    assert "import metaphrase.modeling" in blocks[1]
+
+
+def test_secrets_and_machine_paths_stay_out(full_folder):
+    text = write_model_card(full_folder).read_text(encoding="utf-8")
+    assert "hf_verysecret" not in text and "somebody" not in text
+    assert "Left out of this table as secret: `hub_token`" in text
+    assert "| `output_dir` | `runs` |" in text
+
+
+def test_an_empty_folder_states_what_is_unknown(empty_folder):
+    card = ModelCard.load(write_model_card(empty_folder))
+    assert card.data.to_dict() == {
+        "library_name": "transformers",
+        "pipeline_tag": "text2text-generation",
+        "tags": ["metaphrase", "encoder-decoder"],
+    }
+    for line in ("Source language: unknown", "Parameters: unknown", "Licence: unknown"):
+        assert line in card.text
+    assert "No scores are known" in section(card, "Scores")
+    assert section(card, "Training data").strip().startswith("Unknown")
+    procedure = section(card, "Training procedure")
+    assert "length of training is unknown" in procedure and "hyperparameters are unknown" in procedure
+    assert "no `trainer_state.json`" in procedure.split("### Curves")[1]
+    assert section(card, "Architecture").strip().startswith("Unknown")
+    assert "quality is unknown" in section(card, "Limits")
+    assert [entry.name for entry in empty_folder.iterdir()] == ["README.md"]
+
+
+@pytest.mark.parametrize("missing", ["metrics.json", "recipe.yaml", "trainer_state.json", "config.json"])
+def test_each_file_may_be_missing(full_folder, missing):
+    (full_folder / missing).unlink()
+    card = ModelCard.load(write_model_card(full_folder))
+    assert f"no `{missing}`" in card.text
+    assert (card.data.eval_results is None) == (missing == "metrics.json")
+
+
+def test_scores_without_names_or_settings(empty_folder):
+    (empty_folder / "metrics.json").write_text('{"scores": {"exact_match": {"score": 50}}}')
+    card = ModelCard.load(write_model_card(empty_folder))
+    assert card.data.eval_results[0].dataset_name == "unknown"
+    assert card.data.eval_results[0].metric_args is None
+    scores = section(card, "Scores")
+    assert "| exact match | 50.00 | unknown |" in scores
+    for line in ("Measured on: unknown", "Examples: unknown", "Perplexity: unknown", "Settings of generation: unknown"):
+        assert line in scores
+
+
+def test_rouge_reports_its_four_kinds(empty_folder):
+    rouge = {"score": 3.0, "rouge1": 1.0, "rouge2": 2.0, "rougeL": 3.0, "rougeLsum": 4.0}
+    (empty_folder / "metrics.json").write_text(json.dumps({"scores": {"rouge": rouge}}))
+    data = ModelCard.load(write_model_card(empty_folder, task="summarization")).data
+    values = {result.metric_name: result.metric_value for result in data.eval_results}
+    assert values == {"ROUGE-1": 1.0, "ROUGE-2": 2.0, "ROUGE-L": 3.0, "ROUGE-Lsum": 4.0}
+    assert (data.metrics, data.pipeline_tag) == (["rouge"], "summarization")
+
+
+def test_languages_decide_the_task_and_enter_the_metadata_only_as_codes(empty_folder):
+    same = ModelCard.load(write_model_card(empty_folder, source_language="en", target_language="en"))
+    assert (same.data.language, same.data.pipeline_tag) == (["en"], "text2text-generation")
+    named = ModelCard.load(write_model_card(empty_folder, source_language="Old Norse", target_language="no"))
+    assert (named.data.language, named.data.pipeline_tag) == (["no"], "translation")
+    assert "Source language: Old Norse (no ISO 639 code" in named.text
+
+
+def test_special_characters_cannot_break_the_card(empty_folder):
+    title = 'A*b*_c_ <script>|`x` $summary\n---\nkey: "value'
+    (empty_folder / "metrics.json").write_text(json.dumps({"scores": {"my|score": {"score": 1.0}}}))
+    card = ModelCard.load(write_model_card(empty_folder, title=title))
+    heading = card.text.lstrip().split("\n")[0]
+    assert heading == r'# A\*b\*\_c\_ &lt;script&gt;\|\`x\` \$summary --- key: "value'
+    assert card.data.model_name == title
+    assert r"| my\|score | 1.00 | unknown |" in card.text
+
+
+def test_a_card_by_another_hand_is_kept(empty_folder):
+    path = write_model_card(empty_folder)
+    write_model_card(empty_folder, license="mit")
+    assert ModelCard.load(path).data.license == "mit"
+    path.write_text("# My own words\n")
+    with pytest.raises(ValueError, match="`overwrite` must be True"):
+        write_model_card(empty_folder)
+    assert path.read_text() == "# My own words\n"
+    write_model_card(empty_folder, overwrite=True)
+    assert "My own words" not in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("metrics.json", "{", "`metrics.json` must be readable"),
+        ("metrics.json", "[]", "`metrics.json` must hold fields with values, got list"),
+        ("metrics.json", '{"scores": {"bleu": 3}}', "`scores.bleu` in `metrics.json` must hold a finite number"),
+        ("metrics.json", '{"scores": {"bleu": {"score": NaN}}}', "`scores.bleu`"),
+        ("metrics.json", '{"data": "Multi30k"}', "`data` in `metrics.json`"),
+        ("recipe.yaml", "a: [", "`recipe.yaml` must be readable"),
+        ("recipe.yaml", "target_language: no", "`target_language` in `recipe.yaml` must be text"),
+        ("model.safetensors", "damaged", "`model.safetensors` must be a whole safetensors file"),
+    ],
+)
+def test_unfit_files_are_refused(empty_folder, name, content, message):
+    (empty_folder / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        write_model_card(empty_folder)
+    assert not (empty_folder / "README.md").exists()
+
+
+def test_unfit_arguments_are_refused(empty_folder, tmp_path):
+    with pytest.raises(ValueError, match="`folder` must be an existing folder"):
+        write_model_card(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="`task` must be one of"):
+        write_model_card(empty_folder, task="translate")
+    with pytest.raises(ValueError, match="a//b"):
+        write_model_card(empty_folder, repo_id="a//b")
+
+
+def test_small_helpers():
+    assert code("``a`") == "``` ``a` ```" and code("a\n b") == "`a b`" and code("") == "(empty)"
+    assert plain("a|b\n<c>") == r"a\|b &lt;c&gt;"
+    assert [number(value) for value in (1234, 0.3, 12345.6, True, "x")] == ["1,234", "0.3", "12,346", "yes", "`x`"]
+    assert without_machine_path(["/a/b.txt", r"C:\x\y.txt", "data/c"]) == ["b.txt", "y.txt", "data/c"]
+
+
+def test_parameters_are_counted_over_all_shards(full_folder, empty_folder):
+    assert count_parameters(full_folder) == 804
+    assert count_parameters(empty_folder) is None
+    assert TrainedFolder.read(full_folder).num_parameters == 804
+
+
+def test_training_curve_has_a_panel_for_the_score(full_folder, tmp_path):
+    card = ModelCard.load(write_model_card(full_folder))
+    assert f"]({FIGURE_NAME})" in card.text
+    width, height = png_size(full_folder / FIGURE_NAME)
+    assert width == 8 * figures.DOTS_PER_INCH and 0.7 < height / width < 0.9
+    losses = [{key: value for key, value in entry.items() if key != "eval_bleu"} for entry in LOG]
+    width, lower = png_size(draw_training_curve(losses, tmp_path / "loss.png", title=r"100 % $\frac$ _y_ 日本"))
+    assert lower < height
+
+
+def test_best_entry_follows_the_score_and_its_direction():
+    assert best_entry(LOG) == ("eval_bleu", 20, 9)
+    assert best_entry([{"step": 1, "eval_wer": 9.0}, {"step": 2, "eval_wer": 4.0}]) == ("eval_wer", 2, 4)
+    assert best_entry([{"step": 1, "eval_loss": 2.0}, {"step": 2, "eval_loss": 3.0}]) == ("eval_loss", 1, 2)
+    assert best_entry([{"step": 1, "eval_bleu": float("nan")}, {"step": 1, "loss": 2.0}]) is None
+
+
+def test_what_a_resumed_run_logs_twice_counts_once():
+    log = [{"step": 1, "loss": 5.0}, {"step": 2, "loss": 4.0}, {"step": 2, "loss": 3.0}, {"step": 3, "loss": None}]
+    steps, values = figures._series(log, "loss")
+    assert (steps.tolist(), values.tolist()) == ([1, 2], [5, 3])
+
+
+@pytest.mark.parametrize("log", [[], [{"step": 1, "learning_rate": 0.1}], [{"step": 1, "loss": float("nan")}]])
+def test_a_log_without_values_is_refused(log, tmp_path):
+    with pytest.raises(ValueError, match="`log_history` must hold an entry"):
+        draw_training_curve(log, tmp_path / "curve.png")
+
+
+def test_a_long_noisy_log_is_drawn(tmp_path):
+    noise = np.random.default_rng(0).normal(3, 0.1, 400)
+    log = [{"step": step, "loss": float(loss)} for step, loss in enumerate(noise)]
+    assert png_size(draw_training_curve(log, tmp_path / "curve.png"))[0] == 8 * figures.DOTS_PER_INCH
+
+
+def test_attention_map_grows_with_its_tokens(tmp_path):
+    def draw(rows, columns):
+        weights = torch.eye(rows, columns, requires_grad=True)  # one scale, hence one width of the colour bar
+        return png_size(draw_attention_map(weights, ["s"] * columns, ["t"] * rows, tmp_path / "map.png"))
+
+    square, wide, tall = draw(15, 15), draw(15, 30), draw(30, 15)
+    cell = 0.34 * figures.DOTS_PER_INCH
+    assert wide[0] - square[0] == pytest.approx(15 * cell, abs=3) and wide[1] == pytest.approx(square[1], abs=3)
+    assert tall[1] - square[1] == pytest.approx(15 * cell, abs=3) and tall[0] == pytest.approx(square[0], abs=3)
+
+
+def test_attention_map_keeps_long_labels_whole(tmp_path):
+    weights = np.eye(2)
+    short = png_size(draw_attention_map(weights, ["a", "b"], ["c", "d"], tmp_path / "short.png"))
+    label = "a_rather_long_token_indeed"
+    longer = png_size(draw_attention_map(weights, ["a", "b"], [label, "d"], tmp_path / "long.png", title="Layer 1"))
+    assert longer[0] > short[0] + 8 * len(label) and longer[1] > short[1]
+
+
+def test_attention_map_takes_any_token_without_a_warning(tmp_path):
+    tokens = ["日本", "🙂", "$x$", "^_{", "a\nb", "", " ", r"$\frac$", "▁the", "\u200d"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        path = draw_attention_map(np.eye(10), tokens, tokens, tmp_path / "map.png", title=r"日本 $\frac$")
+    assert min(png_size(path)) > 10 * 0.34 * figures.DOTS_PER_INCH
+    assert [figures._readable(token) for token in tokens[4:7]] == ["a\\nb", "''", "' '"]
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (np.ones((2, 3)) / 3, r"got \(2, 3\) for 3 target and 2 source tokens"),
+        (np.full((3, 2), 2.0), "must lie between 0 and 1"),
+        (np.full((3, 2), np.nan), "must lie between 0 and 1"),
+    ],
+)
+def test_unfit_attention_weights_are_refused(weights, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        draw_attention_map(weights, ["a", "b"], ["x", "y", "z"], tmp_path / "map.png")
+
+
+def test_an_attention_map_too_large_to_draw_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="at most 1250 tokens a side, got 2000 and 1"):
+        draw_attention_map(np.full((1, 2000), 0.0005), ["s"] * 2000, ["t"], tmp_path / "map.png")
+
+
+def test_figures_leave_pyplot_alone(tmp_path):
+    program = (
+        "import sys; from metaphrase.hub_card.figures import draw_training_curve\n"
+        f"draw_training_curve([{{'step': 1, 'loss': 2.0}}], {str(tmp_path / 'curve.png')!r})\n"
+        "assert 'matplotlib.pyplot' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
