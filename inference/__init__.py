@@ -1,0 +1,7 @@
+"""Inference: many lines in, many lines out."""
+
+from metaphrase.inference.decoding import Hypothesis, decode
+from metaphrase.inference.generation_options import GENERATION_OPTIONS, complete_sampling
+from metaphrase.inference.generator import Generator, ScoredText
+
+__all__ = ["GENERATION_OPTIONS", "Generator", "Hypothesis", "ScoredText", "complete_sampling", "decode"]

@@ -1,0 +1,49 @@
+"""Generation options: those arguments of `generate()` that a command line or a recipe can give, by its own names."""
+
+import argparse
+
+from transformers.hf_argparser import string_to_bool
+
+GENERATION_OPTIONS: dict[str, tuple[type, str]] = {
+    "max_length": (int, "most tokens of a target"),
+    "max_new_tokens": (int, "most tokens of a target, the start token not counted"),
+    "min_length": (int, "fewest tokens of a target"),
+    "num_beams": (int, "width of the beam; 1 is greedy search or sampling"),
+    "length_penalty": (float, "exponent of the length by which a beam's score is divided"),
+    "early_stopping": (bool, "stop a sentence as soon as it has num_beams candidates"),
+    "do_sample": (bool, "sample instead of taking the most probable token"),
+    "temperature": (float, "divides the logits before sampling"),
+    "top_k": (int, "sample among the so many most probable tokens"),
+    "top_p": (float, "sample among the most probable tokens that together have this probability (nucleus)"),
+    "min_p": (float, "sample among tokens with at least this share of the highest probability"),
+    "typical_p": (float, "sample among the most typical tokens that together have this probability"),
+    "repetition_penalty": (float, "divides the scores of tokens that were generated before"),
+    "no_repeat_ngram_size": (int, "no n-gram of this size occurs twice"),
+    "num_return_sequences": (int, "targets for each source"),
+}
+# Each of these means something only when sampling, so giving one asks for it.
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
+
+
+def add_generation_options(parser: argparse.ArgumentParser) -> None:
+    """Adds a group with all generation options to a parser; what is not given is left to the model's own settings."""
+    group = parser.add_argument_group("generation", "the names and meanings are those of transformers' generate()")
+    for name, (kind, text) in GENERATION_OPTIONS.items():
+        if kind is bool:
+            group.add_argument(f"--{name}", type=string_to_bool, nargs="?", const=True, metavar="BOOL", help=text)
+        else:
+            group.add_argument(f"--{name}", type=kind, metavar=kind.__name__.upper(), help=text)
+
+
+def chosen_generation_options(arguments: argparse.Namespace) -> dict:
+    """The generation options that were given on the command line."""
+    return complete_sampling(
+        {name: getattr(arguments, name) for name in GENERATION_OPTIONS if getattr(arguments, name) is not None}
+    )
+
+
+def complete_sampling(options: dict) -> dict:
+    """Turns sampling on where an option was given that means nothing without it."""
+    if "do_sample" not in options and any(name in options for name in _SAMPLING):
+        return {**options, "do_sample": True}
+    return options
