@@ -1,0 +1,1 @@
+"""Training: pairs to batches to loss to checkpoints, and what they are worth."""

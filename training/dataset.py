@@ -98,7 +98,7 @@ def encode_pairs(
         desc="Tokenizing",
     )
     encoded = _kept_pairs(encoded, report)
-    logger.info("%s", report)
+    logger.debug("%s", report)
     return encoded, report
 
 

@@ -1,0 +1,102 @@
+"""Evaluation: what a trained model scores on a test set, and how that was found."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from metaphrase.inference import Generator
+from metaphrase.inference.decoding import batches_by_length
+from metaphrase.modeling import IGNORED_LABEL
+from metaphrase.training.batching import PairCollator
+from metaphrase.training.metrics import compute_metrics
+
+
+def corpus_loss(
+    model: PreTrainedModel,
+    sources: Sequence[Sequence[int]],
+    targets: Sequence[Sequence[int]],
+    *,
+    batch_size: int = 64,
+    max_tokens_per_batch: int = 8192,
+) -> dict[str, float]:
+    """Mean negative log-likelihood per target token (the end of sequence counts as one), without label smoothing.
+
+    Args:
+        model: In evaluation mode.
+        sources: Ids of each source.
+        targets: Ids of each target.
+        batch_size: Most pairs in a batch.
+        max_tokens_per_batch: Most tokens of both sides in a batch, padding counted.
+
+    Returns:
+        `loss` in nats, its exponential `perplexity`, and `num_target_tokens`.
+    """
+    collate = PairCollator(model.config.pad_token_id or 0)
+    lengths = [len(source) + len(target) for source, target in zip(sources, targets, strict=True)]
+    total, count = 0.0, 0
+    with torch.inference_mode():
+        for batch in batches_by_length(lengths, batch_size, max_tokens_per_batch):
+            inputs = collate([{"input_ids": sources[index], "labels": targets[index]} for index in batch])
+            loss = model(**{name: tensor.to(model.device) for name, tensor in inputs.items()}).loss
+            num_labels = int((inputs["labels"] != IGNORED_LABEL).sum())
+            total, count = total + loss.item() * num_labels, count + num_labels
+    return {"loss": total / count, "perplexity": math.exp(total / count), "num_target_tokens": count}
+
+
+def evaluate_generator(
+    generator: Generator,
+    sources: Sequence[str],
+    references: Sequence[str],
+    *,
+    metrics: Sequence[str],
+    metric_options: dict[str, dict] | None = None,
+    generation_options: dict | None = None,
+    show_progress: bool | None = None,
+) -> tuple[dict, list[str]]:
+    """Decodes a test set and scores it.
+
+    Args:
+        generator: Model and tokenizers.
+        sources: Source texts.
+        references: One reference for each.
+        metrics: Names of scores (see `metaphrase.training.metrics`).
+        metric_options: For each metric its options.
+        generation_options: Arguments of `generate()`; what is not given is as the model's generation config says.
+        show_progress: A progress bar; `None` shows it on a terminal only.
+
+    Returns:
+        What `metrics.json` holds, and the decoded texts.
+
+    Raises:
+        ValueError: If the sides differ in length or are empty.
+    """
+    if len(sources) != len(references) or not sources:
+        raise ValueError(
+            f"`sources` and `references` must be equally many and not empty, got {len(sources)} and {len(references)}."
+        )
+    generation_options = dict(generation_options or {})
+    before = generator.num_unfinished
+    predictions = generator.generate(sources, show_progress=show_progress, **generation_options)
+    result = {
+        "scores": compute_metrics(predictions, references, metrics, metric_options),
+        "num_examples": len(sources),
+        "num_unfinished": generator.num_unfinished - before,
+        "generation": generation_settings(generator.model, generation_options),
+    }
+    tokenizers = generator.tokenizers
+    encoded = (
+        tokenizers.encode_sources([generator.source_prefix + source for source in sources]),
+        tokenizers.encode_targets(list(references)),
+    )
+    result.update(corpus_loss(generator.model, *encoded, batch_size=generator.batch_size))
+    return result, predictions
+
+
+def generation_settings(model: PreTrainedModel, generation_options: dict) -> dict:
+    """The settings that decoding really used: those of the model's generation config, under those given."""
+    own = model.generation_config.to_diff_dict()
+    ignored = ("transformers_version", "_from_model_config")
+    kept = {name: value for name, value in own.items() if name not in ignored and not name.endswith("token_id")}
+    return {"num_beams": 1, **kept, **generation_options}

@@ -1,0 +1,262 @@
+"""Experiment: a recipe carried out, from raw pairs to a folder with a trained and scored model."""
+
+import json
+import logging
+from pathlib import Path
+
+import datasets
+import torch
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    EarlyStoppingCallback,
+    PreTrainedModel,
+    Seq2SeqTrainingArguments,
+    set_seed,
+)
+from transformers.trainer_utils import get_last_checkpoint
+
+from metaphrase.inference import Generator
+from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
+from metaphrase.tokenization import TokenizerPair, join_pieces
+from metaphrase.training.batching import PairCollator
+from metaphrase.training.data_report import DataReport
+from metaphrase.training.dataset import encode_pairs
+from metaphrase.training.evaluation import evaluate_generator
+from metaphrase.training.metrics import compute_metrics, write_metrics
+from metaphrase.training.pairs import load_pairs, split_pairs
+from metaphrase.training.recipe import Recipe
+from metaphrase.training.trainer import MetaphraseTrainer
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_PRESET = "metaphrase-small"
+DEFAULT_METRICS = ("bleu", "chrf")
+SPLITS = ("train", "validation", "test")
+
+
+class Experiment:
+    """One run of a recipe. `train()` fills `output_dir` with all that the model needs and all that is known of it.
+
+    The folder holds the model with its code and tokenizers, `recipe.yaml`, `data_report.json`, `trainer_state.json`, and
+    `metrics.json` with the scores on the test pairs (or on the validation pairs, if there are no others).
+    """
+
+    def __init__(self, recipe: Recipe):
+        """Checks what can be checked before any work is done.
+
+        Raises:
+            ValueError: If the recipe has no training pairs, or its folder holds a run already and is not to be resumed.
+        """
+        self.recipe = recipe
+        extra = {} if torch.accelerator.is_available() else {"dataloader_pin_memory": False}
+        self.arguments: Seq2SeqTrainingArguments = recipe.training_arguments(**extra)
+        self.folder = Path(self.arguments.output_dir)
+        self.metrics = list(recipe.metrics or DEFAULT_METRICS)
+        self.checkpoint = self._checkpoint_to_resume()
+        if recipe.pairs_options("train") is None:
+            raise ValueError(
+                "A recipe must name its training pairs: `train_file`, or `train_source_file` and `train_target_file`, "
+                "or `dataset_name`, got none of them."
+            )
+
+    def _checkpoint_to_resume(self) -> str | None:
+        last = get_last_checkpoint(str(self.folder)) if self.folder.is_dir() else None
+        resume = self.recipe.resume_from_checkpoint
+        if resume is None or str(resume).lower() in ("false", "no"):
+            if last is not None:
+                raise ValueError(
+                    f"`output_dir` must not hold the checkpoints of another run, got {self.folder} with {Path(last).name}. "
+                    "Pass --resume to go on from there, or choose another folder."
+                )
+            return None
+        if str(resume).lower() not in ("true", "yes"):
+            return str(resume)
+        if last is None:
+            logger.warning("%s holds no checkpoint to resume from: the run starts from the beginning.", self.folder)
+        return last
+
+    def train(self) -> dict:
+        """Runs everything and returns what `metrics.json` holds."""
+        set_seed(self.arguments.seed)
+        with self.arguments.main_process_first(desc="reading pairs"):
+            pairs, reports = self._load_splits()
+            tokenizers = self._make_tokenizers(pairs["train"])
+            encoded = self._encode(pairs, reports, tokenizers)
+        model = self._make_model(tokenizers)
+        logger.info("The model has %s parameters.", f"{model.num_parameters():,}")
+        trainer = self._make_trainer(model, tokenizers, encoded)
+        if trainer.is_world_process_zero():
+            self._write_provenance(reports)
+        trainer.train(resume_from_checkpoint=self.checkpoint)
+        trainer.save_model()
+        trainer.save_state()
+        result = {}
+        if trainer.is_world_process_zero():
+            result = self._evaluate(trainer, tokenizers, pairs)
+        trainer.accelerator.wait_for_everyone()
+        return result
+
+    def _load_splits(self) -> tuple[dict[str, datasets.Dataset], dict[str, DataReport]]:
+        recipe, pairs, reports = self.recipe, {}, {}
+        for split in SPLITS:
+            options = recipe.pairs_options(split)
+            if options is not None:
+                reports[split] = DataReport()
+                pairs[split] = load_pairs(**options, report=reports[split])
+        if recipe.num_validation or recipe.num_test:
+            taken = split_pairs(pairs["train"], recipe.num_validation, recipe.num_test, self.arguments.seed)
+            pairs.update(taken)
+        return pairs, reports
+
+    def _make_tokenizers(self, train: datasets.Dataset) -> TokenizerPair:
+        recipe = self.recipe
+        if self.checkpoint is not None:
+            return TokenizerPair.from_pretrained(self.checkpoint)
+        existing = recipe.tokenizer_name_or_path or recipe.model_name_or_path
+        if existing is not None:
+            return TokenizerPair.from_pretrained(existing, recipe.target_tokenizer_name_or_path)
+        names = ("normalization", "min_frequency", "joiner", "additional_special_tokens")
+        options = {name: getattr(recipe, name) for name in names if getattr(recipe, name) is not None}
+        joint = recipe.joint_vocabulary if recipe.joint_vocabulary is not None else recipe.target_vocab_size is None
+        prefix = len(recipe.source_prefix or "")
+        tokenizers = TokenizerPair.train(
+            (text[prefix:] for text in train["source"]) if prefix else train["source"],
+            train["target"],
+            joint=joint,
+            kind=recipe.tokenizer_kind or "byte_bpe",
+            vocab_size=recipe.vocab_size,
+            target_vocab_size=recipe.target_vocab_size,
+            lowercase=recipe.lowercase,
+            show_progress=not self.arguments.disable_tqdm,
+            **options,
+        )
+        sizes = sorted({len(tokenizers.source), len(tokenizers.target)})
+        logger.info(
+            "Trained a %s tokenizer of %s entries.", "joint" if joint else "separate", " and ".join(map(str, sizes))
+        )
+        return tokenizers
+
+    def _encode(
+        self, pairs: dict[str, datasets.Dataset], reports: dict[str, DataReport], tokenizers: TokenizerPair
+    ) -> dict[str, datasets.Dataset]:
+        """Token ids of the training and validation pairs. Only training drops what is too long: a score is of all pairs."""
+        recipe, encoded = self.recipe, {}
+        for split in ("train", "validation"):
+            if split not in pairs:
+                continue
+            is_train = split == "train"
+            encoded[split], reports[split] = encode_pairs(
+                pairs[split],
+                tokenizers,
+                max_source_length=recipe.max_source_length if is_train else None,
+                max_target_length=recipe.max_target_length if is_train else None,
+                too_long=recipe.too_long,
+                empty=recipe.empty,
+                keep_text=not is_train,
+                report=reports.get(split),
+            )
+            logger.info("%s: %s", split, reports[split])
+        lengths = [
+            sum(pair) for pair in zip(encoded["train"]["source_length"], encoded["train"]["target_length"], strict=True)
+        ]
+        encoded["train"] = encoded["train"].add_column(self.arguments.length_column_name, lengths)
+        return encoded
+
+    def _make_model(self, tokenizers: TokenizerPair) -> PreTrainedModel:
+        recipe = self.recipe
+        if recipe.model_name_or_path is not None:
+            if recipe.preset is not None or recipe.model:
+                raise ValueError("`preset` and `model` must be left out when `model_name_or_path` is given.")
+            model = AutoModelForSeq2SeqLM.from_pretrained(recipe.model_name_or_path)
+            entries, rows = len(tokenizers.source), model.get_input_embeddings().weight.shape[0]
+            if entries > rows:
+                logger.warning("The embedding grows from %d to %d rows, to hold the tokenizer.", rows, entries)
+                model.resize_token_embeddings(entries)
+        else:
+            fields = dict(tokenizers.config_fields())
+            if not tokenizers.is_joint:
+                fields["share_embeddings"] = False
+            config = MetaphraseConfig.from_preset(recipe.preset or DEFAULT_PRESET, **{**fields, **recipe.model})
+            model = MetaphraseForConditionalGeneration(config)
+        # Without a limit of its own, generate() would stop at 20 tokens.
+        limit = recipe.generation_max_length or recipe.max_target_length + 1
+        model.generation_config.update(max_length=limit, **recipe.generation_options())
+        return model
+
+    def _make_trainer(
+        self, model: PreTrainedModel, tokenizers: TokenizerPair, encoded: dict[str, datasets.Dataset]
+    ) -> MetaphraseTrainer:
+        recipe, arguments = self.recipe, self.arguments
+        callbacks = []
+        if recipe.early_stopping_patience is not None:
+            callbacks.append(
+                EarlyStoppingCallback(recipe.early_stopping_patience, recipe.early_stopping_threshold or 0.0)
+            )
+        validation = encoded.get("validation")
+        references = [] if validation is None else self._references(validation["target"])
+
+        def score(decoded: list[list[int]], _: list[list[int]]) -> dict[str, float]:
+            results = compute_metrics(
+                tokenizers.decode_targets(decoded), references, self.metrics, self._metric_options()
+            )
+            return {name: result["score"] for name, result in results.items()}
+
+        on_accelerator = torch.accelerator.is_available() and not arguments.use_cpu
+        return MetaphraseTrainer(
+            model=model,
+            args=arguments,
+            tokenizers=tokenizers,
+            train_dataset=encoded["train"],
+            eval_dataset=validation,
+            data_collator=PairCollator(tokenizers.source.pad_token_id, 8 if on_accelerator else 1),
+            callbacks=callbacks,
+            score=score,
+            generation_options={"num_beams": arguments.generation_num_beams or 1},
+        )
+
+    def _metric_options(self) -> dict[str, dict]:
+        if self.recipe.bleu_tokenize is None or "bleu" not in self.metrics:
+            return {}
+        return {"bleu": {"tokenize": self.recipe.bleu_tokenize}}
+
+    def _references(self, targets: list[str]) -> list[str]:
+        """The texts to score against: pretokenized ones joined, as decoding joins them."""
+        if self.recipe.tokenizer_kind != "pretokenized":
+            return list(targets)
+        return [join_pieces(target, self.recipe.joiner) for target in targets]
+
+    def _write_provenance(self, reports: dict[str, DataReport]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.recipe.save(self.folder / "recipe.yaml")
+        text = json.dumps({split: report.to_dict() for split, report in reports.items()}, indent=2)
+        (self.folder / "data_report.json").write_text(text + "\n", encoding="utf-8")
+
+    def _evaluate(
+        self, trainer: MetaphraseTrainer, tokenizers: TokenizerPair, pairs: dict[str, datasets.Dataset]
+    ) -> dict:
+        split = next((name for name in ("test", "validation") if name in pairs), None)
+        if split is None:
+            logger.warning("There are neither test nor validation pairs: the model is not scored.")
+            return {}
+        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False).eval()
+        generator = Generator(model, tokenizers, batch_size=self.arguments.per_device_eval_batch_size)
+        result, predictions = evaluate_generator(
+            generator,
+            # The prefix stands before the sources already.
+            list(pairs[split]["source"]),
+            self._references(pairs[split]["target"]),
+            metrics=self.metrics,
+            metric_options=self._metric_options(),
+            show_progress=None,
+        )
+        sizes = {f"num_{name}": len(dataset) for name, dataset in pairs.items()}
+        result["data"] = {
+            "name": self.recipe.dataset_name or Path(self.recipe.output_dir).name,
+            "split": split,
+            **sizes,
+        }
+        write_metrics(self.folder, result)
+        (self.folder / f"{split}_predictions.txt").write_text(
+            "".join(prediction.replace("\n", " ") + "\n" for prediction in predictions), encoding="utf-8"
+        )
+        return result
