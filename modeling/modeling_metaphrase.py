@@ -210,7 +210,7 @@ class MetaphraseForConditionalGeneration(_EncoderDecoderEmbeddings, GenerationMi
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         num_items_in_batch: torch.Tensor | int | None = None,
-        label_smoothing: float = 0.0,
+        smoothing: float = 0.0,
         **kwargs,
     ) -> Seq2SeqLMOutput:
         """Logits of the next target token at each position, and the loss if there are labels.
@@ -221,7 +221,7 @@ class MetaphraseForConditionalGeneration(_EncoderDecoderEmbeddings, GenerationMi
                 shifted to the right.
             logits_to_keep: Only the last so many positions get logits; 0 means all. A tensor of indices chooses them.
             num_items_in_batch: Labels of one optimizer step, by which the summed loss is divided (see `sequence_loss`).
-            label_smoothing: Probability that the loss spreads over the vocabulary.
+            smoothing: Probability that the loss spreads over the vocabulary.
 
         Returns:
             `loss` (a scalar, with labels), `logits` `(batch, target, vocab)`, and what the model returns.
@@ -249,7 +249,7 @@ class MetaphraseForConditionalGeneration(_EncoderDecoderEmbeddings, GenerationMi
         if self.config.logits_scale != 1.0:
             hidden_states = hidden_states * self.config.logits_scale
         logits = clamp_float16(self.lm_head(hidden_states))
-        loss = None if labels is None else sequence_loss(logits, labels, num_items_in_batch, label_smoothing)
+        loss = None if labels is None else sequence_loss(logits, labels, num_items_in_batch, smoothing)
         return Seq2SeqLMOutput(
             loss=loss,
             logits=logits,

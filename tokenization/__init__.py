@@ -1,9 +1,17 @@
 """Text to ids and back: special tokens, training a tokenizer, and the pair of tokenizers of a model."""
 
 from metaphrase.tokenization.special_tokens import SpecialTokens, sentinel_tokens
-from metaphrase.tokenization.texts import iterate_lines
+from metaphrase.tokenization.texts import iterate_lines, join_pieces
 from metaphrase.tokenization.tokenizer_pair import TokenizerPair
 from metaphrase.tokenization.tokenizer_settings import TOKENIZER_KINDS
 from metaphrase.tokenization.tokenizer_trainer import train_tokenizer
 
-__all__ = ["TOKENIZER_KINDS", "SpecialTokens", "TokenizerPair", "iterate_lines", "sentinel_tokens", "train_tokenizer"]
+__all__ = [
+    "TOKENIZER_KINDS",
+    "SpecialTokens",
+    "TokenizerPair",
+    "iterate_lines",
+    "join_pieces",
+    "sentinel_tokens",
+    "train_tokenizer",
+]

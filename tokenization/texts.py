@@ -2,7 +2,10 @@
 
 import codecs
 import os
+import re
 from collections.abc import Iterable, Iterator
+
+from metaphrase.tokenization.tokenizer_settings import DEFAULT_JOINER
 
 
 def iterate_lines(paths: str | os.PathLike | Iterable[str | os.PathLike]) -> Iterator[str]:
@@ -49,3 +52,13 @@ def checked_texts(texts: Iterable[str]) -> Iterator[str]:
                 f"`texts` must be valid Unicode, got the lone surrogate {text[error.start]!r} in text {number}."
             ) from error
         yield text
+
+
+def join_pieces(text: str, joiner: str | None = None) -> str:
+    """Joins the pieces of a text that was split into subwords, as decoding with a `pretokenized` tokenizer does.
+
+    Args:
+        text: Such as `an@@ trie@@ b .`
+        joiner: Ends every piece that the next one continues. `None` means `@@`.
+    """
+    return re.sub(re.escape(joiner or DEFAULT_JOINER) + "(?: |$)", "", text)

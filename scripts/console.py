@@ -1,0 +1,34 @@
+"""The console: what all verbs do alike when they are run from a terminal."""
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+
+
+def run(main: Callable[[Sequence[str]], None], verb: str, words: Sequence[str] | None = None) -> int:
+    """Runs a verb: its progress to standard error, a mistake of the user as one line instead of a traceback.
+
+    Args:
+        main: The verb; takes the words after its name.
+        verb: Its name, for messages.
+        words: The words of the command line; those of this process by default.
+
+    Returns:
+        The exit status: 0, or 2 for a mistake of the user.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    for chatty in ("httpx", "huggingface_hub", "datasets", "matplotlib", "fsspec", "absl"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    try:
+        main(sys.argv[1:] if words is None else words)
+    except BrokenPipeError:
+        # The reader of our output, `head` for instance, has seen enough.
+        sys.stderr.close()
+    except (ValueError, OSError) as error:
+        # The Hub's errors and a model that is not found are among the OSErrors, whose text may have many lines.
+        text = " ".join(str(error).split()) if isinstance(error, OSError) else error
+        print(f"metaphrase {verb}: error: {text}", file=sys.stderr)
+        if logging.getLogger().isEnabledFor(logging.DEBUG):
+            raise
+        return 2
+    return 0

@@ -1,0 +1,102 @@
+"""`metaphrase evaluate MODEL --source F --target F`: scores a model on a test set and writes metrics.json."""
+
+import sys
+
+if not __package__:  # Run as a file: this folder must not hide the library `evaluate` or the standard `tokenize`.
+    sys.path.pop(0)
+
+import argparse
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import set_seed
+
+from metaphrase.inference import Generator
+from metaphrase.inference.generation_options import add_generation_options, chosen_generation_options
+from metaphrase.scripts.console import run
+from metaphrase.tokenization import join_pieces
+from metaphrase.training.evaluation import evaluate_generator
+from metaphrase.training.metrics import METRICS, write_metrics
+from metaphrase.training.pairs import load_pairs
+
+logger = logging.getLogger(__name__)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="metaphrase evaluate",
+        description="Decodes a test set, scores it, and writes metrics.json with the signature of every score.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", help="folder or Hub id of any encoder-decoder model")
+    parser.add_argument("--source", metavar="FILE", help="sources, one a line")
+    parser.add_argument("--target", metavar="FILE", help="references, one a line")
+    parser.add_argument("--file", metavar="FILE", help="both in one .tsv, .csv, .jsonl or .parquet file")
+    parser.add_argument("--metrics", nargs="+", default=["bleu", "chrf"], help=f"of {', '.join(METRICS)} [bleu chrf]")
+    parser.add_argument("--bleu_tokenize", help="sacreBLEU's tokenizer [13a]; none for text that is tokenized already")
+    parser.add_argument("--lowercase", action="store_true", help="score without regard to case, as sacreBLEU's -lc")
+    parser.add_argument("--joiner", help="join references that are split into subwords, such as @@")
+    parser.add_argument("--source_prefix", help="stands before every source, such as 'summarize: '")
+    parser.add_argument("--batch_size", type=int, default=64, help="most sources in a batch [%(default)s]")
+    parser.add_argument("--device", help="where to run; an accelerator by default, if there is one")
+    parser.add_argument("--seed", type=int, default=42, help="of sampling [%(default)s]")
+    parser.add_argument("--output", metavar="FILE", help="where to write [metrics.json in the model's folder, or here]")
+    parser.add_argument("--predictions", metavar="FILE", help="where to write the decoded targets, one a line")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
+    add_generation_options(parser)
+    return parser
+
+
+def metric_options(arguments: argparse.Namespace) -> dict[str, dict]:
+    options: dict[str, dict] = {}
+    if arguments.bleu_tokenize is not None and "bleu" in arguments.metrics:
+        options["bleu"] = {"tokenize": arguments.bleu_tokenize}
+    if arguments.lowercase:
+        for name in arguments.metrics:
+            known = METRICS[name]().option_names() if name in METRICS else ()
+            options.setdefault(name, {}).update({key: True for key in ("lowercase", "ignore_case") if key in known})
+    return {name: values for name, values in options.items() if values}
+
+
+def main(words: Sequence[str]) -> None:
+    arguments = make_parser().parse_args(words)
+    # An empty side is a legitimate test case: nothing is dropped here.
+    pairs = load_pairs(
+        file=arguments.file,
+        source_file=arguments.source,
+        target_file=arguments.target,
+        source_prefix=arguments.source_prefix,
+    )
+    references = list(pairs["target"])
+    if arguments.joiner is not None:
+        references = [join_pieces(text, arguments.joiner) for text in references]
+    set_seed(arguments.seed)
+    generator = Generator.from_pretrained(
+        arguments.model,
+        device=arguments.device,
+        trust_remote_code=arguments.trust_remote_code,
+        batch_size=arguments.batch_size,
+    )
+    result, predictions = evaluate_generator(
+        generator,
+        list(pairs["source"]),
+        references,
+        metrics=arguments.metrics,
+        metric_options=metric_options(arguments),
+        generation_options=chosen_generation_options(arguments),
+    )
+    result["data"] = {"name": Path(arguments.source or arguments.file).name}
+    folder = Path(arguments.model)
+    written = write_metrics(arguments.output or (folder if folder.is_dir() else Path("metrics.json")), result)
+    if arguments.predictions is not None:
+        lines = (prediction.replace("\r", " ").replace("\n", " ") + "\n" for prediction in predictions)
+        Path(arguments.predictions).write_text("".join(lines), encoding="utf-8")
+    for name, score in result["scores"].items():
+        logger.info("%s: %.2f  %s", name, score["score"], score["signature"])
+    logger.info("loss: %.4f  perplexity: %.3f", result["loss"], result["perplexity"])
+    logger.info("Written to %s", written)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, "evaluate"))

@@ -1,0 +1,138 @@
+"""`metaphrase generate MODEL`: one line in, one line out, in the same order."""
+
+import sys
+
+if not __package__:  # Run as a file: this folder must not hide the library `evaluate` or the standard `tokenize`.
+    sys.path.pop(0)
+
+import argparse
+import codecs
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from transformers import set_seed
+
+from metaphrase.inference import Generator
+from metaphrase.inference.generation_options import add_generation_options, chosen_generation_options
+from metaphrase.scripts.console import run
+from metaphrase.tokenization import iterate_lines
+
+logger = logging.getLogger(__name__)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="metaphrase generate",
+        description="Reads sources line by line and writes one target line for each, in the same order.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", help="folder or Hub id of any encoder-decoder model")
+    parser.add_argument("--input", metavar="FILE", help="sources, one a line, UTF-8; standard input by default")
+    parser.add_argument("--output", metavar="FILE", help="where to write; standard output by default")
+    parser.add_argument("--source_prefix", default="", help="stands before every source, such as 'summarize: '")
+    parser.add_argument("--batch_size", type=int, default=64, help="most sources in a batch [%(default)s]")
+    parser.add_argument(
+        "--max_tokens_per_batch", type=int, default=8192, help="most source tokens in a batch [%(default)s]"
+    )
+    parser.add_argument("--window", type=int, default=4096, help="sources held and sorted at a time [%(default)s]")
+    parser.add_argument("--device", help="where to run; an accelerator by default, if there is one")
+    parser.add_argument("--dtype", default="auto", help="type of the weights [%(default)s: as saved]")
+    parser.add_argument("--seed", type=int, default=42, help="of sampling [%(default)s]")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
+    parser.add_argument(
+        "--n_best",
+        action="store_true",
+        help="write `index ||| target ||| score` for every target; so it is when num_return_sequences is above 1",
+    )
+    add_generation_options(parser)
+    return parser
+
+
+def read_lines(path: str | None) -> Iterator[str]:
+    """The lines of a file or of standard input, as they come; only a line feed ends one, so that as many go out.
+
+    Raises:
+        ValueError: If a line is not valid UTF-8. The message says which.
+    """
+    if path is not None:
+        yield from iterate_lines(path)
+        return
+    for number, line in enumerate(sys.stdin.buffer, start=1):
+        line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+        try:
+            yield line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"Standard input must be UTF-8, but line {number} is not ({error}).") from error
+
+
+def check_files(input_path: str | None, output_path: str | None) -> None:
+    """Fails before any work, and before the output is emptied.
+
+    Raises:
+        ValueError: If both are the same file.
+        OSError: If the input cannot be read.
+    """
+    if input_path is None:
+        return
+    if not Path(input_path).is_fifo():  # Opening and closing a pipe would stop its writer.
+        with open(input_path, "rb"):
+            pass
+    if output_path is not None and os.path.exists(output_path) and os.path.samefile(input_path, output_path):
+        raise ValueError(f"`output` must be another file than `input`, got {output_path!r} for both.")
+
+
+def main(words: Sequence[str]) -> None:
+    arguments = make_parser().parse_args(words)
+    if arguments.window < 1:
+        raise ValueError(f"`window` must be at least 1, got {arguments.window}.")
+    check_files(arguments.input, arguments.output)
+    options = chosen_generation_options(arguments)
+    n_best = arguments.n_best or options.get("num_return_sequences", 1) > 1
+    if not n_best:
+        # Whatever the model's own settings say, it is one line out per line in.
+        options["num_return_sequences"] = 1
+    set_seed(arguments.seed)
+    generator = Generator.from_pretrained(
+        arguments.model,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        trust_remote_code=arguments.trust_remote_code,
+        source_prefix=arguments.source_prefix,
+        batch_size=arguments.batch_size,
+        max_tokens_per_batch=arguments.max_tokens_per_batch,
+    )
+    count = 0
+    with contextlib.ExitStack() as stack:
+        output = (
+            stack.enter_context(open(arguments.output, "w", encoding="utf-8", newline="\n"))
+            if arguments.output
+            else sys.stdout
+        )
+        for index, candidates in enumerate(
+            generator.generate_stream(
+                read_lines(arguments.input),
+                window=arguments.window,
+                return_scores=n_best,
+                show_progress=None,
+                **options,
+            )
+        ):
+            count += 1
+            for candidate in candidates:
+                # A target may hold a line break of its own; it must not become a second line.
+                text = candidate.text.replace("\r", " ").replace("\n", " ")
+                output.write(f"{index} ||| {text} ||| {candidate.score:.6f}\n" if n_best else f"{text}\n")
+            output.flush()
+    if generator.num_unfinished:
+        logger.warning(
+            "%d targets of %d sources met the length limit before their end: raise max_length or max_new_tokens.",
+            generator.num_unfinished,
+            count,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, "generate"))

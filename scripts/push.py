@@ -1,0 +1,192 @@
+"""`metaphrase push FOLDER USER/NAME`: shares a trained folder on the Hub; only what belongs to the model leaves the machine."""
+
+import sys
+
+if not __package__:  # Run as a file: this folder must not hide the library `evaluate` or the standard `tokenize`.
+    sys.path.pop(0)
+
+import argparse
+import glob
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+
+import yaml
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HTTPError
+from huggingface_hub.utils import validate_repo_id
+
+from metaphrase.hub_card import write_model_card
+from metaphrase.hub_card.facts import SECRET_FIELDS
+from metaphrase.scripts.console import run
+from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
+
+logger = logging.getLogger(__name__)
+
+CARD = "README.md"
+# The last line: what SentencePiece tokenizers and chat-like templates are saved as.
+TOKENIZER_FILES = ("*.json", "*.txt", "*.spm", "spiece.model", "tokenizer.model", "sentencepiece*.model", "*.jinja")
+MODEL_FILES = ("*.safetensors", "*.py", CARD, "*.png", "recipe.yaml", *TOKENIZER_FILES)
+# Why a file or folder stays here; the first pattern that fits decides.
+REASONS = {
+    ".*": "hidden",
+    "checkpoint-*": "a checkpoint of the training run",
+    "runs": "logs of the training run",
+    "*.bin": "not safetensors: can run code when it is loaded",
+    "*.pt": "not safetensors: can run code when it is loaded",
+    "*.pth": "not safetensors: can run code when it is loaded",
+    "*.pkl": "not safetensors: can run code when it is loaded",
+    "*": "not a file of the model",
+}
+
+
+@dataclass
+class Selection:
+    """What of a folder is shared.
+
+    Attributes:
+        sizes: Bytes of each file that goes up, by its path in the folder.
+        left_out: The reason for each file or folder that stays.
+    """
+
+    sizes: dict[str, int] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="metaphrase push",
+        description="Uploads a trained folder to the Hub: the model, its code, tokenizers, card and scores, nothing else.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("folder", help="folder with a trained model")
+    parser.add_argument("repo_id", help="user/name or organization/name; it is created if it does not exist")
+    parser.add_argument("--private", action="store_true", help="create it so that only its owners see it")
+    parser.add_argument("--dry_run", "--dry-run", action="store_true", help="only say what would be done, offline")
+    parser.add_argument("--commit_message", default="Upload the model", metavar="TEXT", help="[%(default)s]")
+    parser.add_argument("--revision", metavar="BRANCH", help="branch to upload to, created if it does not exist [main]")
+    parser.add_argument("--token", help="access token; by default HF_TOKEN or that of `hf auth login`")
+    parser.add_argument("--overwrite_card", action="store_true", help="write a new model card in place of README.md")
+    return parser
+
+
+def select_files(folder: Path) -> Selection:
+    """Chooses what is shared: files of a model at the top and, below `target_tokenizer/`, files of a tokenizer."""
+    selection = Selection()
+    for directory, patterns in ((folder, MODEL_FILES), (folder / TARGET_SUBFOLDER, TOKENIZER_FILES)):
+        for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+            name = path.relative_to(folder).as_posix()
+            is_hidden = path.name.startswith(".")
+            if path.is_file() and not is_hidden and any(fnmatch(path.name, pattern) for pattern in patterns):
+                selection.sizes[name] = path.stat().st_size
+            elif name != TARGET_SUBFOLDER:
+                reason = next(REASONS[pattern] for pattern in REASONS if fnmatch(path.name, pattern))
+                selection.left_out[name + "/" * path.is_dir()] = reason
+    return selection
+
+
+def check_folder(folder: Path) -> None:
+    """Makes sure that a folder holds a whole model and no secret.
+
+    Raises:
+        ValueError: If there is no `config.json`, no safetensors file, a shard is missing, or the recipe holds a secret.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"`folder` must be an existing folder, got {str(folder)!r}.")
+    weights = {path.name for path in folder.glob("*.safetensors")}
+    missing = [
+        name
+        for name, is_there in (("config.json", (folder / "config.json").is_file()), ("*.safetensors", weights))
+        if not is_there
+    ]
+    for index in folder.glob("*.safetensors.index.json"):
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        missing += sorted(shards - weights)
+    if missing:
+        raise ValueError(f"`folder` must hold a whole model, but {', '.join(missing)} is missing in {str(folder)!r}.")
+    recipe = folder / "recipe.yaml"
+    fields = (yaml.safe_load(recipe.read_text(encoding="utf-8")) or {}) if recipe.is_file() else {}
+    secrets = [name for name in SECRET_FIELDS if fields.get(name)]
+    if secrets:
+        raise ValueError(
+            f"`recipe.yaml` must hold no secret before it is shared, got {', '.join(secrets)} in {recipe}."
+        )
+
+
+def check_repo_id(repo_id: str) -> None:
+    validate_repo_id(repo_id)
+    if "/" not in repo_id:
+        raise ValueError(f"`repo_id` must be user/name or organization/name, got {repo_id!r}.")
+
+
+def report(selection: Selection, show) -> None:
+    for name, size in selection.sizes.items():
+        show(f"  {size:>15,}  {name}")
+    show(f"  {sum(selection.sizes.values()):>15,}  bytes in {len(selection.sizes)} files")
+    for name, reason in selection.left_out.items():
+        show(f"  {'left out':>15}  {name} ({reason})")
+
+
+def rehearse(folder: Path, arguments: argparse.Namespace) -> None:
+    """Prints what would be done; neither the folder nor the Hub changes."""
+    selection = select_files(folder)
+    kind = "private " if arguments.private else ""
+    print(f"Dry run: nothing is written or sent. {folder} -> {kind}{arguments.repo_id}, {arguments.revision or 'main'}")
+    if arguments.overwrite_card or not (folder / CARD).exists():
+        selection.sizes.pop(CARD, None)
+        print(f"  {'written first':>15}  {CARD} (model card, perhaps with a picture of the training curves)")
+    report(selection, print)
+
+
+def upload(folder: Path, arguments: argparse.Namespace) -> None:
+    """Creates the repository and the branch where they are missing, and uploads in one commit."""
+    selection = select_files(folder)
+    report(selection, logger.info)
+    api = HfApi(token=arguments.token)
+    try:
+        repository = api.create_repo(arguments.repo_id, private=arguments.private or None, exist_ok=True)
+        if arguments.revision is not None and not arguments.revision.startswith("refs/"):
+            api.create_branch(repository.repo_id, branch=arguments.revision, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=repository.repo_id,
+            folder_path=folder,
+            # Exact paths: what was reported is what is sent.
+            allow_patterns=[glob.escape(name) for name in selection.sizes],
+            commit_message=arguments.commit_message,
+            revision=arguments.revision,
+        )
+    except HfHubHTTPError as error:
+        if error.response.status_code in (401, 403):
+            raise PermissionError(
+                f"The Hub does not let you write to {arguments.repo_id!r}: log in with `hf auth login`, or give a token "
+                f"that may write, by HF_TOKEN or --token. It says: {error}"
+            ) from error
+        raise
+    except HTTPError as error:
+        raise ConnectionError(f"{api.endpoint} cannot be reached: {error or type(error).__name__}") from error
+    print(f"{repository.repo_id} {commit.oid}")
+    logger.info("See %s", commit.commit_url)
+
+
+def main(words: Sequence[str]) -> None:
+    arguments = make_parser().parse_args(words)
+    check_repo_id(arguments.repo_id)
+    if not arguments.commit_message.strip():
+        raise ValueError(f"`commit_message` must not be empty, got {arguments.commit_message!r}.")
+    folder = Path(arguments.folder)
+    check_folder(folder)
+    if arguments.dry_run:
+        rehearse(folder, arguments)
+        return
+    if arguments.overwrite_card or not (folder / CARD).exists():
+        logger.info("Wrote %s", write_model_card(folder, repo_id=arguments.repo_id, overwrite=arguments.overwrite_card))
+    elif "path/to/this/folder" in (folder / CARD).read_text(encoding="utf-8", errors="replace"):
+        logger.warning("%s does not say how to load the model from the Hub: --overwrite_card writes it anew.", CARD)
+    upload(folder, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, "push"))

@@ -1,0 +1,61 @@
+"""`metaphrase tokenize --files F ... --output DIR`: trains a tokenizer, or one for each side."""
+
+import sys
+
+if not __package__:  # Run as a file: this folder must not hide the library `evaluate` or the standard `tokenize`.
+    sys.path.pop(0)
+
+import argparse
+import logging
+from collections.abc import Sequence
+
+from metaphrase.scripts.console import run
+from metaphrase.tokenization import TOKENIZER_KINDS, TokenizerPair, iterate_lines, train_tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="metaphrase tokenize",
+        description="Trains a tokenizer on text files, one text a line, and saves it as AutoTokenizer loads it.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--files", nargs="+", metavar="FILE", help="texts for one tokenizer of both sides")
+    parser.add_argument("--source_files", nargs="+", metavar="FILE", help="texts for a tokenizer of the source alone")
+    parser.add_argument("--target_files", nargs="+", metavar="FILE", help="texts for a tokenizer of the target alone")
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder to save it in")
+    parser.add_argument("--kind", default="byte_bpe", help=f"one of {', '.join(TOKENIZER_KINDS)} [%(default)s]")
+    parser.add_argument("--vocab_size", type=int, help="entries, special tokens included [8000]")
+    parser.add_argument("--min_frequency", type=int, help="how often a piece must occur to be learned")
+    parser.add_argument("--normalization", help="nfc or nfkc; none by default")
+    parser.add_argument("--lowercase", action="store_true", help="lower-case all text")
+    parser.add_argument("--joiner", help="for pretokenized: ends every piece that the next one continues [@@]")
+    parser.add_argument(
+        "--additional_special_tokens", nargs="+", default=[], metavar="TOKEN", help="such as language codes"
+    )
+    return parser
+
+
+def main(words: Sequence[str]) -> None:
+    arguments = make_parser().parse_args(words)
+    given = [files is not None for files in (arguments.files, arguments.source_files, arguments.target_files)]
+    is_separate = given == [False, True, True]
+    if not is_separate and given != [True, False, False]:
+        raise ValueError("Either `--files`, or both `--source_files` and `--target_files`, must be given.")
+    names = ("kind", "vocab_size", "min_frequency", "normalization", "lowercase", "joiner", "additional_special_tokens")
+    options = {name: getattr(arguments, name) for name in names}
+    if is_separate:
+        sides = (iterate_lines(arguments.source_files), iterate_lines(arguments.target_files))
+        pair = TokenizerPair.train(*sides, joint=False, **options)
+    else:
+        tokenizer = train_tokenizer(iterate_lines(arguments.files), **options)
+        pair = TokenizerPair(tokenizer, tokenizer)
+    pair.save_pretrained(arguments.output)
+    for side, tokenizer in (("source", pair.source), ("target", pair.target))[: 2 if is_separate else 1]:
+        logger.info("%s: %d entries", side if is_separate else "both sides", len(tokenizer))
+    logger.info("Written to %s", arguments.output)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, "tokenize"))

@@ -1,0 +1,62 @@
+"""`metaphrase train RECIPE.yaml --field value ...`: carries out a recipe. `accelerate launch scripts/train.py ...` likewise."""
+
+import sys
+
+if not __package__:  # Run as a file: this folder must not hide the library `evaluate` or the standard `tokenize`.
+    sys.path.pop(0)
+
+import argparse
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from metaphrase.hub_card import write_model_card
+from metaphrase.scripts.console import run
+from metaphrase.training.experiment import Experiment
+from metaphrase.training.memory import keep_freed_memory
+from metaphrase.training.recipe import format_help, load_recipe
+
+logger = logging.getLogger(__name__)
+
+RECIPES = Path(__file__).parent / "recipes"
+
+
+def find_recipe(name: str) -> Path:
+    """The file that a word of the command line means: a path, or the name of a recipe that comes with the package."""
+    packaged = RECIPES / f"{Path(name).stem}.yaml"
+    return packaged if not Path(name).exists() and packaged.is_file() else Path(name)
+
+
+def main(words: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="metaphrase train",
+        description="Carries out a recipe. Every field can be given on the command line too: --field value.",
+        epilog=format_help(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("recipe", nargs="?", help="a YAML file, or the name of a recipe of the package")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in output_dir")
+    # What stands before the first option is the recipe; all options but --resume are fields of it.
+    first = list(words[:1]) if words and not words[0].startswith("--") else []
+    ours = first + [word for word in words[len(first) :] if word in ("--resume", "-h", "--help")]
+    arguments = parser.parse_args(ours)
+    overrides = [word for word in words[len(first) :] if word != "--resume"]
+    recipe = load_recipe(find_recipe(arguments.recipe) if arguments.recipe else None, overrides)
+    if arguments.resume:
+        recipe.resume_from_checkpoint = "true"
+    if recipe.output_dir is None:
+        recipe.output_dir = f"runs/{Path(arguments.recipe).stem if arguments.recipe else 'train'}"
+
+    keep_freed_memory()
+    experiment = Experiment(recipe)
+    result = experiment.train()
+    if result:
+        write_model_card(experiment.folder)
+        for name, score in result["scores"].items():
+            logger.info("%s on %s: %.2f  %s", name, result["data"]["split"], score["score"], score["signature"])
+        logger.info("The model lies in %s", experiment.folder)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, "train"))
