@@ -24,7 +24,7 @@ format: .venv/installed
 	$(BIN)/ruff format .
 
 bench: .venv/installed
-	$(BIN)/python benchmarks/forward.py
+	$(BIN)/python benchmarks/training.py $(ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache

@@ -1,4 +1,4 @@
-"""`metaphrase demo`: makes a corpus, trains a model on it, scores it on combinations that it never saw, and draws what it learned."""
+"""`metaphrase demo`: makes a corpus, trains a model on it, scores it on combinations that it never saw, and draws it."""
 
 import sys
 
@@ -42,7 +42,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--output_dir", default="runs/demo", help="folder of the run [%(default)s]")
     parser.add_argument("--num_train", type=int, default=30000, help="training pairs to make [%(default)s]")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint of a run that was stopped")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the last checkpoint of a run that was stopped"
+    )
     return parser
 
 
@@ -66,7 +68,7 @@ def main(words: Sequence[str]) -> None:
     result = Experiment(recipe).train()
     card = write_model_card(folder)
     generator = Generator.from_pretrained(folder)
-    show_translations(generator, tests[: NUM_SAMPLES])
+    show_translations(generator, tests[:NUM_SAMPLES])
     picture = draw_attention(generator, tests, folder / "attention.png")
     scores = result["scores"]
     print(f"\nOn {result['num_examples']} test sentences, each with a combination of words that training never saw:")
@@ -96,7 +98,11 @@ def draw_attention(generator: Generator, pairs: Sequence[Sequence[str]], path: P
     source = next((s for s, t in pairs if ", weil " in t and len(s.split()) <= 12), pairs[0][0])
     attention = cross_attention(generator, source, num_beams=1)
     return draw_attention_map(
-        attention.weights, attention.source_tokens, attention.target_tokens, path, title="Cross-attention, mean of all heads"
+        attention.weights,
+        attention.source_tokens,
+        attention.target_tokens,
+        path,
+        title="Cross-attention, mean of all heads",
     )
 
 
