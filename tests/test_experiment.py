@@ -1,0 +1,191 @@
+"""The experiment: recipes carried out end to end on a few made-up pairs."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+from metaphrase.inference import Generator
+from metaphrase.tokenization import TokenizerPair
+from metaphrase.training.demo_corpus import make_demo_corpus
+from metaphrase.training.experiment import Experiment
+from metaphrase.training.recipe import load_recipe
+
+BASE = {
+    "preset": "metaphrase-tiny",
+    "vocab_size": 600,
+    "max_steps": 6,
+    "per_device_train_batch_size": 8,
+    "per_device_eval_batch_size": 8,
+    "eval_strategy": "steps",
+    "eval_steps": 3,
+    "save_strategy": "steps",
+    "save_steps": 3,
+    "logging_steps": 1,
+    "generation_max_length": 12,
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "label_smoothing_factor": 0.1,
+}
+SMALL = {
+    "hidden_size": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 16,
+    "decoder_ffn_dim": 16,
+}
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    made = make_demo_corpus(num_train=2000, num_validation=20, num_test=20)
+    return {split: pairs[: 60 if split == "train" else 8] for split, pairs in made.items()}
+
+
+@pytest.fixture
+def data(tmp_path, corpus):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for split, pairs in corpus.items():
+        (folder / f"{split}.tsv").write_text("".join(f"{s}\t{t}\n" for s, t in pairs), encoding="utf-8")
+        for column, name in enumerate(("en", "de")):
+            lines = "".join(pair[column] + "\n" for pair in pairs)
+            (folder / f"{split}.{name}").write_text(lines, encoding="utf-8")
+    return folder
+
+
+def make_recipe(data, output, **fields):
+    fields = {**BASE, "train_file": "train.tsv", "validation_file": "validation.tsv", "test_file": "test.tsv", **fields}
+    words = ["--data_dir", str(data), "--output_dir", str(output)]
+    for name, value in {f"model.{key}": value for key, value in SMALL.items()}.items():
+        if fields.get("model_name_or_path") is None:
+            words += [f"--{name}", str(value)]
+    for name, value in fields.items():
+        if value is not None:
+            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return load_recipe(None, words)
+
+
+def weights(folder):
+    return AutoModelForSeq2SeqLM.from_pretrained(folder).state_dict()
+
+
+def test_a_recipe_becomes_a_folder_that_transformers_loads(data, tmp_path):
+    output = tmp_path / "run"
+    result = Experiment(make_recipe(data, output, metrics=["bleu", "exact_match"])).train()
+    assert set(result["scores"]) == {"bleu", "exact_match"}
+    assert result["scores"]["bleu"]["signature"].startswith("nrefs:1|")
+    assert result["num_examples"] == 8
+    assert json.loads((output / "metrics.json").read_text()) == result
+    report = json.loads((output / "data_report.json").read_text())
+    assert report["train"]["kept"] == 60
+    state = json.loads((output / "trainer_state.json").read_text())
+    evaluations = [entry for entry in state["log_history"] if "eval_bleu" in entry]
+    assert [entry["step"] for entry in evaluations] == [3, 6]
+    assert all(entry["eval_loss"] > 0 and entry["eval_perplexity"] > 1 for entry in evaluations)
+    assert load_recipe(output / "recipe.yaml").model["hidden_size"] == 16
+    assert len((output / "test_predictions.txt").read_text(encoding="utf-8").splitlines()) == 8
+
+    tokenizer, model = AutoTokenizer.from_pretrained(output), AutoModelForSeq2SeqLM.from_pretrained(output)
+    assert model.generation_config.max_length == 12
+    texts = ["The cat is black.", "He sleeps."]
+    outputs = model.generate(**tokenizer(texts, return_tensors="pt", padding=True))
+    expected = Generator.from_pretrained(output).generate(texts)
+    assert tokenizer.batch_decode(outputs, skip_special_tokens=True) == expected
+
+
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(data, tmp_path):
+    Experiment(make_recipe(data, tmp_path / "whole")).train()
+    Experiment(make_recipe(data, tmp_path / "parts", max_steps=6)).train()
+    for leftover in ("model.safetensors", "checkpoint-6"):
+        path = tmp_path / "parts" / leftover
+        if path.is_dir():
+            for file in sorted(path.rglob("*"), reverse=True):
+                file.rmdir() if file.is_dir() else file.unlink()
+            path.rmdir()
+        else:
+            path.unlink()
+    Experiment(make_recipe(data, tmp_path / "parts", resume_from_checkpoint="true")).train()
+    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_a_folder_with_another_run_is_left_alone(data, tmp_path):
+    Experiment(make_recipe(data, tmp_path / "run")).train()
+    before = (tmp_path / "run" / "checkpoint-6" / "model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match="`output_dir` must not hold the checkpoints of another run"):
+        Experiment(make_recipe(data, tmp_path / "run"))
+    assert (tmp_path / "run" / "checkpoint-6" / "model.safetensors").read_bytes() == before
+
+
+def test_separate_vocabularies(data, tmp_path):
+    recipe = make_recipe(data, tmp_path / "run", joint_vocabulary="false", vocab_size=400, target_vocab_size=500)
+    Experiment(recipe).train()
+    pair = TokenizerPair.from_pretrained(tmp_path / "run")
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "run")
+    assert not pair.is_joint
+    assert model.model.encoder.embed_tokens.weight.shape[0] == len(pair.source)
+    assert model.lm_head.weight.shape[0] == len(pair.target)
+    assert len(pair.source) != len(pair.target)
+    assert len(Generator.from_pretrained(tmp_path / "run").generate(["He sleeps."])) == 1
+
+
+def test_pretokenized_text_is_scored_joined(data, tmp_path):
+    for name in ("train.de", "validation.de", "test.de"):
+        path = data / name
+        path.write_text(path.read_text(encoding="utf-8").replace("er ", "@@ er "), encoding="utf-8")
+    fields = {"tokenizer_kind": "pretokenized", "vocab_size": None, "bleu_tokenize": "none"}
+    for split in ("train", "validation", "test"):
+        fields |= {f"{split}_file": None, f"{split}_source_file": f"{split}.en", f"{split}_target_file": f"{split}.de"}
+    recipe = make_recipe(data, tmp_path / "run", **fields)
+    experiment = Experiment(recipe)
+    assert experiment._references(["der klein@@ er Hund"]) == ["der kleiner Hund"]
+    assert "tok:none" in experiment.train()["scores"]["bleu"]["signature"]
+
+
+def test_task_prefix_reaches_the_model_but_not_the_vocabulary(data, tmp_path):
+    recipe = make_recipe(data, tmp_path / "run", source_prefix="zzqzz: ", vocab_size=400)
+    experiment = Experiment(recipe)
+    pairs, _ = experiment._load_splits()
+    assert all(source.startswith("zzqzz: ") for source in pairs["train"]["source"])
+    tokenizers = experiment._make_tokenizers(pairs["train"])
+    assert not any("zz" in token for token in tokenizers.source.get_vocab())
+
+
+def test_validation_and_test_can_be_taken_out_of_train(data, tmp_path):
+    fields = {"validation_file": None, "test_file": None, "num_validation": 5, "num_test": 4}
+    result = Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    assert (result["num_examples"], result["data"]["num_train"]) == (4, 51)
+
+
+def test_fine_tuning_starts_from_the_given_weights(data, tmp_path):
+    Experiment(make_recipe(data, tmp_path / "first")).train()
+    fields = {"model_name_or_path": str(tmp_path / "first"), "preset": None, "vocab_size": None, "learning_rate": 0.0}
+    Experiment(make_recipe(data, tmp_path / "second", **fields)).train()
+    first, second = weights(tmp_path / "first"), weights(tmp_path / "second")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_early_stopping_and_best_checkpoint(data, tmp_path):
+    fields = {
+        "early_stopping_patience": 1,
+        "load_best_model_at_end": "true",
+        "metric_for_best_model": "loss",
+        "learning_rate": 0.0,
+        "max_steps": 30,
+    }
+    Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    state = json.loads((tmp_path / "run" / "trainer_state.json").read_text())
+    # Nothing is learned, so the second evaluation is no better than the first, and that is the end.
+    assert state["global_step"] == 6
+    assert state["best_model_checkpoint"].endswith("checkpoint-3")
+
+
+def test_unknown_field_of_the_network_is_refused(data, tmp_path):
+    with pytest.raises(ValueError, match="Did you mean 'hidden_size'"):
+        Experiment(make_recipe(data, tmp_path / "run", **{"model.hiden_size": 8})).train()
+    with pytest.raises(ValueError, match="must name its training pairs"):
+        Experiment(make_recipe(data, tmp_path / "run", train_file=None, validation_file=None, test_file=None))

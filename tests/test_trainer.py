@@ -1,0 +1,111 @@
+"""MetaphraseTrainer: its loss, its evaluation, and what it saves."""
+
+import math
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from transformers import AutoTokenizer, Seq2SeqTrainingArguments
+
+from metaphrase.modeling import sequence_loss
+from metaphrase.tokenization import TokenizerPair, train_tokenizer
+from metaphrase.training.batching import PairCollator
+from metaphrase.training.trainer import MetaphraseTrainer
+
+
+@pytest.fixture
+def model():
+    return tiny_model(vocab_size=60)
+
+
+@pytest.fixture
+def pairs():
+    generator = torch.Generator().manual_seed(1)
+
+    def row():
+        length = int(torch.randint(2, 9, (), generator=generator))
+        return [*torch.randint(4, 60, (length,), generator=generator).tolist(), 2]
+
+    return [{"input_ids": row(), "labels": row()} for _ in range(12)]
+
+
+def make_trainer(model, pairs, folder, **options):
+    names = ("score", "tokenizers", "generation_options")
+    own = {name: options.pop(name) for name in names if name in options}
+    settings = {
+        "predict_with_generate": True,
+        "report_to": "none",
+        "remove_unused_columns": False,
+        "disable_tqdm": True,
+    }
+    settings |= {
+        "use_cpu": True,
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 5,
+        "save_strategy": "no",
+    }
+    arguments = Seq2SeqTrainingArguments(output_dir=str(folder), **{**settings, **options})
+    return MetaphraseTrainer(
+        model=model, args=arguments, train_dataset=pairs, eval_dataset=pairs, data_collator=PairCollator(0), **own
+    )
+
+
+def test_evaluation_loss_is_per_token_and_not_smoothed(model, pairs, tmp_path):
+    metrics = make_trainer(model, pairs, tmp_path, label_smoothing_factor=0.3).evaluate()
+    total = count = 0
+    with torch.no_grad():
+        for pair in pairs:
+            batch = PairCollator(0)([pair])
+            total += model(**batch).loss.item() * len(pair["labels"])
+            count += len(pair["labels"])
+    assert metrics["eval_loss"] == pytest.approx(total / count, rel=1e-5)
+    assert metrics["eval_perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
+
+
+def test_training_loss_is_smoothed(model, pairs, tmp_path):
+    trainer = make_trainer(model, pairs, tmp_path, label_smoothing_factor=0.3)
+    batch = PairCollator(0)(pairs[:4])
+    loss = trainer.compute_loss(model.train(), dict(batch))
+    expected = sequence_loss(model(**batch).logits, batch["labels"], label_smoothing=0.3)
+    assert torch.allclose(loss, expected)
+    assert not torch.allclose(loss, model(**batch).loss)
+
+
+def test_predictions_reach_the_score_in_order(model, pairs, tmp_path):
+    seen = {}
+
+    def score(decoded, labels):
+        seen.update(decoded=decoded, labels=labels)
+        return {"bleu": 12.5}
+
+    trainer = make_trainer(
+        model, pairs, tmp_path, score=score, generation_options={"max_new_tokens": 6, "num_beams": 2}
+    )
+    metrics = trainer.evaluate()
+    assert metrics["eval_bleu"] == 12.5
+    assert seen["labels"] == [pair["labels"] for pair in pairs]
+    for pair, decoded in zip(pairs, seen["decoded"], strict=True):
+        alone = model.generate(torch.tensor([pair["input_ids"]]), max_new_tokens=6, num_beams=2)[0, 1:].tolist()
+        end = alone.index(2) + 1 if 2 in alone else len(alone)
+        assert decoded == alone[:end]
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_accumulated_steps_equal_one_large_step(pairs, tmp_path, smoothing):
+    trained = []
+    for rows, accumulation in ((8, 1), (1, 8)):
+        model = tiny_model(vocab_size=60)
+        options = {"max_steps": 1, "learning_rate": 1e-2, "label_smoothing_factor": smoothing, "optim": "sgd"}
+        options |= {"per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulation}
+        make_trainer(model, pairs[:8], tmp_path, lr_scheduler_type="constant", **options).train()
+        trained.append(model.state_dict())
+    for name, tensor in trained[0].items():
+        assert torch.allclose(tensor, trained[1][name], atol=1e-6), name
+
+
+def test_tokenizers_are_saved_with_every_checkpoint(model, pairs, tmp_path):
+    tokenizer = train_tokenizer(["a b c", "d e f"], kind="char", show_progress=False)
+    options = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    make_trainer(model, pairs, tmp_path, tokenizers=TokenizerPair(tokenizer, tokenizer), **options).train()
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "checkpoint-1")
+    assert loaded("a b").input_ids == tokenizer("a b").input_ids

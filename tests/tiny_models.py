@@ -1,0 +1,208 @@
+"""Tiny models for tests: every design of the configuration, with weights large enough to let a mistake show.
+
+With a standard deviation of 0.02 attention is close to uniform and the output close to constant: a wrong mask, position or
+tie then changes nothing that a tolerance would notice.
+"""
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
+
+POSITIONS: dict[str, dict] = {
+    "sinusoidal": {"position_embedding_type": "sinusoidal"},
+    # The table is shorter than most test sequences, so that it must grow.
+    "half_split": {
+        "position_embedding_type": "sinusoidal",
+        "sinusoidal_layout": "half_split",
+        "max_position_embeddings": 4,
+    },
+    "learned": {"position_embedding_type": "learned"},
+    "relative": {"position_embedding_type": "relative"},
+    "relative_per_layer": {"position_embedding_type": "relative", "relative_attention_shared": False},
+    "rotary": {"position_embedding_type": "rotary"},
+    "alibi": {"position_embedding_type": "alibi"},
+    "none": {"position_embedding_type": "none"},
+}
+NORM_TYPES = ("layernorm", "rmsnorm")
+NORM_POSITIONS = ("pre", "post")
+_DEEP_ENCODER = {"encoder_layers": 3, "decoder_layers": 1}
+_DEEP_DECODER = {"encoder_layers": 1, "decoder_layers": 3}
+_TWO_VOCABULARIES = {"decoder_vocab_size": 31, "share_embeddings": False}
+_GROUPED = {"num_key_value_heads": 2}
+
+# Each position with each norm at each place.
+CROSSED: dict[str, dict] = {
+    f"{name}-{norm_type}-{norm_position}": fields | {"norm_type": norm_type, "norm_position": norm_position}
+    for name, fields in POSITIONS.items()
+    for norm_type in NORM_TYPES
+    for norm_position in NORM_POSITIONS
+}
+
+# Each position once, for what is too slow for `CROSSED`; the other choices are spread so that each meets several positions.
+DESIGNS: dict[str, dict] = {
+    "sinusoidal": {"norm_type": "layernorm", "norm_position": "post", "gated_mlp": False, **_DEEP_DECODER},
+    "half_split": {"norm_type": "rmsnorm", "norm_position": "pre", "embedding_norm": True, **_GROUPED, **_DEEP_ENCODER},
+    "learned": {
+        "norm_type": "layernorm",
+        "norm_position": "post",
+        "embedding_norm": True,
+        "scale_embedding": False,
+        "logits_bias": True,
+        "qk_norm": True,
+        **_DEEP_ENCODER,
+    },
+    "relative": {
+        "norm_type": "rmsnorm",
+        "norm_position": "pre",
+        "attention_scale": 1.0,
+        "logits_scale": 0.5,
+        "scale_embedding": False,
+        "initializer_range": 0.3,
+        **_TWO_VOCABULARIES,
+        **_DEEP_DECODER,
+    },
+    "relative_per_layer": {
+        "norm_type": "layernorm",
+        "norm_position": "pre",
+        "tie_word_embeddings": False,
+        **_GROUPED,
+        **_DEEP_DECODER,
+    },
+    "rotary": {"norm_type": "rmsnorm", "norm_position": "pre", "qk_norm": True, **_TWO_VOCABULARIES, **_DEEP_DECODER}
+    | _GROUPED,
+    "alibi": {
+        "norm_type": "rmsnorm",
+        "norm_position": "post",
+        "tie_word_embeddings": False,
+        "encoder_attention_heads": 2,
+        "head_dim": 6,
+        "num_key_value_heads": 1,
+        **_DEEP_ENCODER,
+    },
+    # Without a norm at its end the stack's output is large.
+    "none": {
+        "norm_type": "layernorm",
+        "norm_position": "pre",
+        "final_norm": False,
+        "logits_scale": 0.01,
+        **_DEEP_DECODER,
+    },
+}
+DESIGNS = {name: POSITIONS[name] | fields for name, fields in DESIGNS.items()}
+
+
+def tiny_config(**overrides: Any) -> MetaphraseConfig:
+    """A configuration of 32 hidden units, without dropout, with large weights and with every kind of bias.
+
+    Args:
+        **overrides: Fields that replace the tiny ones, such as an entry of `DESIGNS` or `CROSSED`.
+    """
+    fields = {
+        "vocab_size": 37,
+        "hidden_size": 32,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 40,
+        "max_position_embeddings": 64,
+        "relative_attention_num_buckets": 8,
+        "relative_attention_max_distance": 10,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "dropout": 0.0,
+        "initializer_range": 0.4,
+    }
+    return MetaphraseConfig(**(fields | overrides))
+
+
+def fields_of(config: MetaphraseConfig) -> dict:
+    """All that a configuration says of the model, but not where it lies and in which precision."""
+    return config.to_dict() | {"_name_or_path": None, "dtype": None}
+
+
+def randomize(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
+    """Moves all biases and norm weights away from the 0 and 1 that they start at, in place."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.3)
+    return model
+
+
+def tiny_model(
+    model_class: type[PreTrainedModel] = MetaphraseForConditionalGeneration,
+    seed: int = 0,
+    attn_implementation: str | None = None,
+    **overrides: Any,
+) -> PreTrainedModel:
+    """A model of `tiny_config(**overrides)` in evaluation mode, the same for the same arguments.
+
+    Args:
+        model_class: Which model.
+        seed: Decides the weights.
+        attn_implementation: The kernel; `None` is transformers' choice.
+        **overrides: See `tiny_config`.
+    """
+    config = tiny_config(**overrides)
+    if attn_implementation is not None:
+        config._attn_implementation = attn_implementation
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(config)
+    return randomize(model, seed).eval()
+
+
+def padding_mask(lengths: list[int], width: int, side: str) -> torch.Tensor:
+    """1 for a token and 0 for padding, `(len(lengths), width)`.
+
+    Args:
+        lengths: Tokens in each row.
+        width: Columns.
+        side: Where the padding stands, `left` or `right`.
+    """
+    mask = (torch.arange(width)[None, :] < torch.tensor(lengths)[:, None]).long()
+    return mask.flip(-1) if side == "left" else mask
+
+
+def random_batch(
+    config: MetaphraseConfig,
+    batch: int = 3,
+    source: int = 7,
+    target: int = 5,
+    padding: str | None = "right",
+    seed: int = 0,
+    with_labels: bool = False,
+) -> dict[str, torch.Tensor]:
+    """Random ids for a model: `input_ids`, `attention_mask`, and `decoder_input_ids` or `labels`.
+
+    Args:
+        config: Gives the vocabularies and the special ids, of which only padding and the start token occur.
+        batch: Rows.
+        source: Columns of the source; each row is two tokens shorter than the one before, down to one token.
+        target: Columns of the target, which is not padded.
+        padding: Side of the source's padding, `left` or `right`; `None` makes all rows of one length.
+        seed: Decides the ids.
+        with_labels: Give `labels`, with -100 at the end of the rows, instead of `decoder_input_ids`.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    input_ids = torch.randint(3, config.vocab_size, (batch, source), generator=generator)
+    lengths = [source if padding is None else max(1, source - 2 * row) for row in range(batch)]
+    attention_mask = padding_mask(lengths, source, padding or "right")
+    inputs = {
+        "input_ids": input_ids.masked_fill(attention_mask == 0, config.pad_token_id),
+        "attention_mask": attention_mask,
+    }
+    target_ids = torch.randint(3, config.decoder_vocab_size, (batch, target), generator=generator)
+    if with_labels:
+        lengths = [max(1, target - row) for row in range(batch)]
+        inputs["labels"] = target_ids.masked_fill(padding_mask(lengths, target, "right") == 0, -100)
+    else:
+        target_ids[:, 0] = config.decoder_start_token_id
+        inputs["decoder_input_ids"] = target_ids
+    return inputs
