@@ -1,8 +1,9 @@
-"""Batching: encoded pairs to padded tensors."""
+"""Batching: which pairs share a batch, and encoded pairs to padded tensors."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+from torch.utils.data import Sampler
 
 from metaphrase.modeling import IGNORED_LABEL
 
@@ -42,3 +43,45 @@ class PairCollator:
         longest = max(len(row) for row in rows)
         width = -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
         return torch.tensor([list(row) + [value] * (width - len(row)) for row in rows], dtype=torch.long)
+
+
+class LengthGroupedSampler(Sampler[int]):
+    """Indices in an order whose consecutive batches hold pairs of like length, the batches themselves in random order.
+
+    Pairs are shuffled, sorted by length inside windows of many batches, cut into batches, and the batches are shuffled: little is
+    padded, and no stretch of training sees only long or only short pairs. The order depends on the seed and the epoch alone.
+    """
+
+    def __init__(self, lengths: Sequence[int], batch_size: int, seed: int, batches_per_window: int = 50):
+        """Args:
+        lengths: Of each pair, in tokens.
+        batch_size: Of the loader that reads this order.
+        seed: Of the order.
+        batches_per_window: More pad less, fewer mix more.
+        """
+        self.lengths = lengths
+        self.batch_size = batch_size
+        self.seed = seed
+        self.window = batch_size * batches_per_window
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the order of an epoch; accelerate's loaders call it."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        shuffled = torch.randperm(len(self.lengths), generator=generator).tolist()
+        batches = []
+        for start in range(0, len(shuffled), self.window):
+            window = sorted(shuffled[start : start + self.window], key=lambda index: -self.lengths[index])
+            batches += [window[place : place + self.batch_size] for place in range(0, len(window), self.batch_size)]
+        # The loader cuts the order every `batch_size` indices, so only the last batch may be smaller.
+        full = [batch for batch in batches if len(batch) == self.batch_size]
+        rest = [batch for batch in batches if len(batch) < self.batch_size]
+        order = torch.randperm(len(full), generator=generator).tolist()
+        for batch in [full[place] for place in order] + rest:
+            yield from batch

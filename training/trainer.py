@@ -9,15 +9,17 @@ from transformers import Seq2SeqTrainer
 from metaphrase.inference import decode
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.tokenization import TokenizerPair
+from metaphrase.training.batching import LengthGroupedSampler
 
 
 class MetaphraseTrainer(Seq2SeqTrainer):
     """Trains an encoder-decoder.
 
-    It differs from its parent in three things. Label smoothing happens inside the model, so it needs no decoder input from
-    the collator, follows `num_items_in_batch`, and leaves the evaluation loss what it says it is. The evaluation loss is the
-    mean over all tokens, not over batches, and its exponential is reported as perplexity. With `predict_with_generate`, the
-    evaluation decodes in batches of like length and hands texts to `score`.
+    It differs from its parent in a few things. Batches of like length (`train_sampling_strategy: group_by_length`) come in
+    random order, where the parent's run from the longest to the shortest again and again. Label smoothing happens inside the
+    model, so it needs no decoder input from the collator, follows `num_items_in_batch`, and leaves the evaluation loss what it
+    says it is. That loss is the mean over all tokens, not over batches, and its exponential is reported as perplexity. With
+    `predict_with_generate`, the evaluation decodes in batches of like length and hands texts to `score`.
     """
 
     def __init__(
@@ -43,6 +45,14 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         # The parent's smoother would take the labels away from the model.
         self.label_smoother = None
         self._evaluation_loss = torch.zeros(2, dtype=torch.float64)
+
+    def _get_train_sampler(self, train_dataset=None):
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        column = self.args.length_column_name
+        if self.args.train_sampling_strategy != "group_by_length" or column not in getattr(dataset, "column_names", ()):
+            return super()._get_train_sampler(train_dataset)
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return LengthGroupedSampler(list(dataset[column]), self.args.train_batch_size, seed)
 
     def _save(self, output_dir=None, state_dict=None):
         super()._save(output_dir, state_dict)
