@@ -1,7 +1,17 @@
 """Inference: many lines in, many lines out."""
 
+from metaphrase.inference.alignment import AttentionMap, cross_attention
 from metaphrase.inference.decoding import Hypothesis, decode
 from metaphrase.inference.generation_options import GENERATION_OPTIONS, complete_sampling
 from metaphrase.inference.generator import Generator, ScoredText
 
-__all__ = ["GENERATION_OPTIONS", "Generator", "Hypothesis", "ScoredText", "complete_sampling", "decode"]
+__all__ = [
+    "GENERATION_OPTIONS",
+    "AttentionMap",
+    "Generator",
+    "Hypothesis",
+    "ScoredText",
+    "complete_sampling",
+    "cross_attention",
+    "decode",
+]

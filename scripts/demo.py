@@ -15,8 +15,7 @@ from pathlib import Path
 from transformers import set_seed
 
 from metaphrase.hub_card import draw_attention_map, write_model_card
-from metaphrase.inference import Generator
-from metaphrase.inference.alignment import cross_attention
+from metaphrase.inference import Generator, cross_attention
 from metaphrase.scripts.console import run
 from metaphrase.scripts.train import RECIPES
 from metaphrase.training.demo_corpus import write_demo_corpus

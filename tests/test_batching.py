@@ -1,5 +1,7 @@
 """Batching: which pairs share a batch, what pads them, and to which width."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -62,5 +64,5 @@ def test_batches_hold_like_lengths_and_come_in_no_order_of_length():
     batches = [[lengths[index] for index in order[place : place + 8]] for place in range(0, 800, 8)]
     assert max(max(batch) - min(batch) for batch in batches) <= 2
     longest = [max(batch) for batch in batches]
-    falls = sum(later < earlier for earlier, later in zip(longest, longest[1:], strict=False))
+    falls = sum(later < earlier for earlier, later in itertools.pairwise(longest))
     assert 30 < falls < 70

@@ -1,6 +1,7 @@
 """Evaluation: what a trained model scores on a test set, and how that was found."""
 
 import math
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -20,7 +21,7 @@ def corpus_loss(
     *,
     batch_size: int = 64,
     max_tokens_per_batch: int = 8192,
-) -> dict[str, float]:
+) -> dict[str, float | None]:
     """Mean negative log-likelihood per target token (the end of sequence counts as one), without label smoothing.
 
     Args:
@@ -31,8 +32,13 @@ def corpus_loss(
         max_tokens_per_batch: Most tokens of both sides in a batch, padding counted.
 
     Returns:
-        `loss` in nats, its exponential `perplexity`, and `num_target_tokens`.
+        `loss` in nats, its exponential `perplexity` (`None` where it overflows), and `num_target_tokens`.
+
+    Raises:
+        ValueError: If there are no pairs.
     """
+    if not sources:
+        raise ValueError("`sources` must not be empty, got no pairs.")
     collate = PairCollator(model.config.pad_token_id or 0)
     lengths = [len(source) + len(target) for source, target in zip(sources, targets, strict=True)]
     total, count = 0.0, 0
@@ -42,7 +48,10 @@ def corpus_loss(
             loss = model(**{name: tensor.to(model.device) for name, tensor in inputs.items()}).loss
             num_labels = int((inputs["labels"] != IGNORED_LABEL).sum())
             total, count = total + loss.item() * num_labels, count + num_labels
-    return {"loss": total / count, "perplexity": math.exp(total / count), "num_target_tokens": count}
+    loss = total / count
+    # Beyond that the exponential is no float any more, and JSON has no infinity.
+    perplexity = math.exp(loss) if loss < math.log(sys.float_info.max) else None
+    return {"loss": loss, "perplexity": perplexity, "num_target_tokens": count}
 
 
 def evaluate_generator(
@@ -97,6 +106,10 @@ def evaluate_generator(
 def generation_settings(model: PreTrainedModel, generation_options: dict) -> dict:
     """The settings that decoding really used: those of the model's generation config, under those given."""
     own = model.generation_config.to_diff_dict()
-    ignored = ("transformers_version", "_from_model_config")
-    kept = {name: value for name, value in own.items() if name not in ignored and not name.endswith("token_id")}
+    silent = ("transformers_version", "use_cache", "return_dict_in_generate")
+    kept = {
+        name: value
+        for name, value in own.items()
+        if name not in silent and not name.startswith(("_", "output_")) and not name.endswith("token_id")
+    }
     return {"num_beams": 1, **kept, **generation_options}

@@ -1,0 +1,159 @@
+"""Alignment: the right layer and head, the right row for each target token, readable tokens, and a model left as it was."""
+
+import numpy as np
+import pytest
+import torch
+from tiny_generator import SOURCES, TARGETS, tiny_generator, tiny_pair
+from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
+
+from metaphrase.inference import Generator
+from metaphrase.inference.alignment import cross_attention, readable_tokens
+from metaphrase.tokenization import train_tokenizer
+
+SOURCE, TARGET = SOURCES[0], TARGETS[1]
+
+
+def other_model(family):
+    """A tiny T5 or BART with large weights, for the tokenizer of `tiny_pair()`."""
+    fields = tiny_pair().config_fields()
+    fields.pop("decoder_vocab_size")
+    torch.manual_seed(0)
+    if family == "t5":
+        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2, "initializer_factor": 5.0}
+        return T5ForConditionalGeneration(T5Config(**fields, **sizes)).eval()
+    sizes = {
+        "d_model": 16,
+        "encoder_ffn_dim": 16,
+        "decoder_ffn_dim": 16,
+        "max_position_embeddings": 64,
+        "init_std": 0.5,
+    }
+    sizes |= {"encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    return BartForConditionalGeneration(BartConfig(**fields, forced_eos_token_id=None, **sizes)).eval()
+
+
+def generator_of(family, **options):
+    return tiny_generator(**options) if family == "metaphrase" else Generator(other_model(family), tiny_pair())
+
+
+def weights_by_hand(generator, source, target):
+    """(layers, heads, target, source), from a pass that is given the decoder's input instead of labels."""
+    model = generator.model
+    model.set_attn_implementation("eager")
+    [source_ids], [ids] = generator.tokenizers.encode_sources([source]), generator.tokenizers.encode_targets([target])
+    decoder_ids = torch.tensor([[model.config.decoder_start_token_id, *ids[:-1]]])
+    with torch.inference_mode():
+        output = model(
+            input_ids=torch.tensor([source_ids]), decoder_input_ids=decoder_ids, output_attentions=True, use_cache=False
+        )
+    return torch.cat(output.cross_attentions).numpy()
+
+
+@pytest.mark.parametrize("family", ["metaphrase", "t5", "bart"])
+def test_every_choice_of_layer_and_head(family):
+    generator = generator_of(family)
+    expected = weights_by_hand(generator, SOURCE, TARGET)
+    layers, heads = expected.shape[:2]
+    # Heads and layers that agreed could be mistaken for one another.
+    assert (
+        min(np.abs(expected[0, 0] - expected[i, j]).max() for i in range(layers) for j in range(heads) if i or j) > 0.01
+    )
+
+    def choice(**which):
+        return cross_attention(generator, SOURCE, TARGET, **which).weights
+
+    np.testing.assert_allclose(choice(), expected.mean((0, 1)), atol=1e-5)
+    for layer in range(-layers, layers):
+        np.testing.assert_allclose(choice(layer=layer), expected[layer].mean(0), atol=1e-5)
+        for head in range(-heads, heads):
+            np.testing.assert_allclose(choice(layer=layer, head=head), expected[layer, head], atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["metaphrase", "t5", "bart"])
+def test_map_fits_its_tokens_and_rows_add_up_to_one(family):
+    generator = generator_of(family)
+    attention = cross_attention(generator, SOURCE, TARGET)
+    assert attention.weights.shape == (len(attention.target_tokens), len(attention.source_tokens))
+    assert attention.weights.dtype == np.float32
+    np.testing.assert_allclose(attention.weights.sum(1), 1.0, atol=1e-5)
+    assert (attention.source, attention.target) == (SOURCE, TARGET)
+    assert attention.target_tokens == [*TARGET, "</s>"] and attention.source_tokens == [*SOURCE, "</s>"]
+
+
+@pytest.mark.parametrize("place", [0, 3, 9])
+def test_a_row_belongs_to_the_prediction_of_its_token(place):
+    """A token is read only after it was predicted: changing it changes the rows below its own, and not its own."""
+    generator = tiny_generator()
+    changed = TARGET[:place] + "z" + TARGET[place + 1 :]
+    before, after = (cross_attention(generator, SOURCE, target).weights for target in (TARGET, changed))
+    np.testing.assert_allclose(before[: place + 1], after[: place + 1], atol=1e-6)
+    assert np.abs(before[place + 1] - after[place + 1]).max() > 1e-3
+
+
+@pytest.mark.parametrize("family", ["metaphrase", "t5", "bart"])
+def test_without_a_target_the_model_writes_it(family):
+    generator = generator_of(family)
+    attention = cross_attention(generator, SOURCE, max_new_tokens=4, num_beams=2)
+    assert attention.target == generator.generate([SOURCE], max_new_tokens=4, num_beams=2)[0]
+    assert len(attention.target_tokens) <= 4
+    if generator.num_unfinished:
+        assert len(attention.target_tokens) == 4 and generator.num_unfinished == 2
+
+
+def test_separate_tokenizers_and_prefix():
+    generator = tiny_generator(joint=False, source_prefix="the ")
+    attention = cross_attention(generator, "cat", TARGET)
+    assert attention.source_tokens == [*"the cat", "</s>"] and attention.source == "cat"
+    assert attention.target_tokens == [*TARGET, "</s>"]
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("family", ["metaphrase", "t5"])
+def test_model_is_left_as_it_was_even_after_an_error(family, kernel, is_training, monkeypatch):
+    generator = generator_of(family)
+    model = generator.model.train(is_training)
+    model.set_attn_implementation(kernel)
+    cross_attention(generator, SOURCE, TARGET)
+    assert model.training is is_training and model.config._attn_implementation == kernel
+
+    def fail(*arguments, **options):
+        assert not model.training and model.config._attn_implementation == "eager"
+        raise RuntimeError("no memory left")
+
+    monkeypatch.setattr(model, "forward", fail)
+    with pytest.raises(RuntimeError, match="no memory left"):
+        cross_attention(generator, SOURCE, TARGET)
+    assert model.training is is_training and model.config._attn_implementation == kernel
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"layer": 2}, "`layer` must be from -2 to 1, got 2"),
+        ({"layer": -3}, "`layer` must be from -2 to 1, got -3"),
+        ({"layer": 0, "head": 4}, "`head` must be from -4 to 3, got 4"),
+        ({"head": 0}, "`layer` must be given with `head`"),
+        ({"target": TARGET, "num_beams": 2}, "`target` must be left out .* got a target and num_beams"),
+        ({"num_return_sequences": 2, "num_beams": 2}, "`num_return_sequences` must be 1 for one map, got 2"),
+        ({"source": " \t"}, r"`source` must not be empty or white space, got ' \\t'"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        cross_attention(tiny_generator(), **({"source": SOURCE} | arguments))
+
+
+def test_byte_level_tokens_are_decoded_one_by_one():
+    tokenizer = train_tokenizer(["läuft läuft weg weg"] * 3, vocab_size=275, show_progress=False)
+    shown = readable_tokens(tokenizer, tokenizer("läuft weg 中")["input_ids"])
+    assert "läuft" in shown and "▁weg" in shown and shown[-1] == "</s>"
+    # Three bytes of one character: none can be decoded alone, and none may vanish.
+    assert len(shown) == 7 and shown[2] == "▁" and all(len(token) == 1 and token != "\ufffd" for token in shown[3:6])
+    assert len(set(shown[3:6])) == 3
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("char", ["a", " ", "c"]), ("unigram", ["▁a", "▁", "c"])])
+def test_other_tokens_stay_as_they_are(kind, expected):
+    tokenizer = tiny_pair(kind=kind).source
+    assert readable_tokens(tokenizer, tokenizer("a cat")["input_ids"])[: len(expected)] == expected

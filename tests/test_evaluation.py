@@ -1,0 +1,86 @@
+"""Evaluation: the loss of a corpus, and what is written down about a test set."""
+
+import math
+
+import pytest
+import torch
+from sacrebleu.metrics import BLEU, CHRF
+from tiny_generator import SOURCES, TARGETS, tiny_generator
+from transformers import T5Config, T5ForConditionalGeneration
+
+from metaphrase.training.evaluation import corpus_loss, evaluate_generator, generation_settings
+
+
+@pytest.fixture
+def generator():
+    return tiny_generator(joint=False)
+
+
+def loss_one_by_one(model, sources, targets):
+    total = 0.0
+    for source, target in zip(sources, targets, strict=True):
+        start = [model.config.decoder_start_token_id, *target[:-1]]
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([source]), decoder_input_ids=torch.tensor([start])).logits[0]
+        total -= sum(logits.log_softmax(-1)[place, token].item() for place, token in enumerate(target))
+    return total / sum(map(len, targets))
+
+
+@pytest.mark.parametrize("limits", [{}, {"batch_size": 2}, {"max_tokens_per_batch": 50}, {"batch_size": 1}])
+def test_loss_is_that_of_every_pair_by_itself(generator, limits):
+    sources, targets = generator.tokenizers.encode_sources(SOURCES), generator.tokenizers.encode_targets(TARGETS)
+    result = corpus_loss(generator.model, sources, targets, **limits)
+    assert result["loss"] == pytest.approx(loss_one_by_one(generator.model, sources, targets), rel=1e-5)
+    assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
+    assert result["num_target_tokens"] == sum(len(target) + 1 for target in TARGETS)
+
+
+def test_loss_of_a_model_of_transformers(generator):
+    sizes = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, initializer_factor=5.0)).eval()
+    sources, targets = [[5, 6, 1], [7, 1]], [[8, 1], [9, 10, 11, 1]]
+    expected = loss_one_by_one(model, sources, targets)
+    assert corpus_loss(model, sources, targets)["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_result_of_a_test_set(generator):
+    generator.model.generation_config.length_penalty = 0.5
+    generator.generate(SOURCES, eos_token_id=-1)
+    result, predictions = evaluate_generator(
+        generator,
+        [*SOURCES, ""],
+        [*TARGETS, "nichts"],
+        metrics=["bleu", "chrf"],
+        metric_options={"bleu": {"tokenize": "char"}},
+        generation_options={"num_beams": 2, "eos_token_id": -1},
+    )
+    assert predictions == [*generator.generate(SOURCES, num_beams=2, eos_token_id=-1), ""]
+    references = [[*TARGETS, "nichts"]]
+    assert result["scores"]["bleu"]["score"] == BLEU(tokenize="char").corpus_score(predictions, references).score
+    assert "tok:char" in result["scores"]["bleu"]["signature"]
+    assert result["scores"]["chrf"]["score"] == CHRF().corpus_score(predictions, references).score > 0
+    # What the generator left unfinished before is not counted here.
+    assert result["num_examples"] == 6 and result["num_unfinished"] == 5
+    used = {"num_beams": 2, "length_penalty": 0.5, "max_new_tokens": 8, "eos_token_id": -1}
+    assert used.items() <= result["generation"].items()
+    assert result["num_target_tokens"] == sum(len(target) + 1 for target in [*TARGETS, "nichts"])
+
+
+def test_loss_sees_the_prefix_that_decoding_sees():
+    plain, prefixed = tiny_generator(), tiny_generator(source_prefix="the ")
+    result, _ = evaluate_generator(prefixed, SOURCES, TARGETS, metrics=["bleu"])
+    expected, _ = evaluate_generator(plain, ["the " + source for source in SOURCES], TARGETS, metrics=["bleu"])
+    assert result == expected
+    assert result["loss"] != evaluate_generator(plain, SOURCES, TARGETS, metrics=["bleu"])[0]["loss"]
+
+
+def test_settings_are_the_models_own_under_those_given(generator):
+    generator.model.generation_config.num_beams = 4
+    assert {"num_beams": 4, "max_new_tokens": 8}.items() <= generation_settings(generator.model, {}).items()
+    assert generation_settings(generator.model, {"num_beams": 1})["num_beams"] == 1
+
+
+@pytest.mark.parametrize(("sources", "references"), [(SOURCES, TARGETS[1:]), ([], [])])
+def test_sides_must_be_equally_many_and_not_empty(generator, sources, references):
+    with pytest.raises(ValueError, match=f"equally many and not empty, got {len(sources)} and {len(references)}"):
+        evaluate_generator(generator, sources, references, metrics=["bleu"])

@@ -1,0 +1,314 @@
+"""Pushing to the Hub: what goes up and what never does, against a server on this machine that answers as the Hub does."""
+
+import base64
+import hashlib
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+from tiny_generator import save_generator, tiny_generator
+
+from metaphrase.hub_card import write_model_card
+from metaphrase.scripts import push
+from metaphrase.scripts.console import run
+
+FORBIDDEN = {
+    "optimizer.pt": "not safetensors",
+    "scheduler.pt": "not safetensors",
+    "rng_state.pth": "not safetensors",
+    "training_args.bin": "not safetensors",
+    "pytorch_model.bin": "not safetensors",
+    "cache.pkl": "not safetensors",
+    ".secret.json": "hidden",
+    "data.parquet": "not a file of the model",
+    "checkpoint-20/model.safetensors": "a checkpoint",
+    "runs/events.json": "logs",
+    "notes/text.txt": "not a file of the model",
+    "target_tokenizer/merges.bin": "not safetensors",
+    "target_tokenizer/model.safetensors": "not a file of the model",
+}
+
+
+class HubHandler(BaseHTTPRequestHandler):
+    """Answers the calls that uploading makes; what was asked and stored lies in the server object."""
+
+    def log_message(self, *arguments):
+        pass
+
+    def answer(self, status, content=None, **headers):
+        body = json.dumps(content if content is not None else {}).encode()
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def read(self):
+        hub, body = self.server, self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        hub.calls.append((self.command, self.path, self.headers.get("Authorization"), body))
+        return hub, body
+
+    def do_HEAD(self):
+        self.read()
+        self.answer(404, X_Error_Code="EntryNotFound")
+
+    def do_GET(self):
+        self.read()
+        self.answer(404, {"error": "Repository not found"}, X_Error_Code="RepoNotFound")
+
+    def do_PUT(self):
+        hub, body = self.read()
+        hub.objects[self.path.rsplit("/", 1)[1]] = body
+        self.answer(200)
+
+    def do_POST(self):
+        hub, body = self.read()
+        if hub.refusal is not None:
+            status, message = hub.refusal
+            return self.answer(status, {"error": message}, X_Error_Message=message)
+        if self.path == "/api/repos/create":
+            asked = json.loads(body)
+            repo_id = f"{asked['organization']}/{asked['name']}"
+            status = 409 if repo_id in hub.repositories else 200
+            hub.repositories.setdefault(repo_id, asked)
+            return self.answer(status, {"url": f"{hub.url}/{repo_id}"})
+        if self.path == "/api/validate-yaml":
+            return self.answer(200, {"errors": [], "warnings": []})
+        if "/preupload/" in self.path:
+            names = [file["path"] for file in json.loads(body)["files"]]
+            modes = {name: "lfs" if hub.lfs and name.endswith(".safetensors") else "regular" for name in names}
+            files = [{"path": name, "uploadMode": modes[name], "shouldIgnore": False} for name in names]
+            return self.answer(200, {"files": files})
+        if self.path.endswith("/info/lfs/objects/batch"):
+            objects = json.loads(body)["objects"]
+            return self.answer(200, {"transfer": "basic", "objects": [self.lfs_object(entry) for entry in objects]})
+        if "/branch/" in self.path:
+            hub.branches.append(self.path.rsplit("/", 1)[1])
+            return self.answer(201)
+        if "/commit/" in self.path:
+            lines = [json.loads(line) for line in body.splitlines()]
+            repo_id, branch = self.path.removeprefix("/api/models/").split("/commit/")
+            return self.answer(200, hub.commit(lines, repo_id, branch))
+        return self.answer(404)
+
+    def lfs_object(self, entry):
+        actions = {"upload": {"href": f"{self.server.url}/store/{entry['oid']}", "header": {}}}
+        return {"oid": entry["oid"], "size": entry["size"], "actions": actions}
+
+
+class StandIn(ThreadingHTTPServer):
+    """A Hub that keeps what it is sent in memory."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), HubHandler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.calls, self.repositories, self.commits, self.branches, self.objects = [], {}, [], [], {}
+        self.refusal, self.lfs = None, False
+
+    def commit(self, lines, repo_id, branch):
+        files = {}
+        for line in lines[1:]:
+            value = line["value"]
+            is_lfs = line["key"] == "lfsFile"
+            files[value["path"]] = self.objects[value["oid"]] if is_lfs else base64.b64decode(value["content"])
+        self.commits.append((branch, lines[0]["value"]["summary"], files))
+        oid = hashlib.sha1(repr(sorted(files)).encode()).hexdigest()
+        return {"commitUrl": f"{self.url}/{repo_id}/commit/{oid}", "commitOid": oid}
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    # The store of large files is reached by the plain protocol, which needs no second service.
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    with StandIn() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        huggingface_hub.close_session()
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+    huggingface_hub.close_session()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder as training leaves it, with all that must not leave the machine."""
+    path = save_generator(tiny_generator(joint=False), tmp_path / "trained")
+    for name, content in {"recipe.yaml": "seed: 1\n", "metrics.json": "{}", "test_predictions.txt": "ein\n"}.items():
+        (path / name).write_text(content, encoding="utf-8")
+    for name in FORBIDDEN:
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_bytes(pickle.dumps("forbidden"))
+    return path
+
+
+def content_of(folder):
+    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    return {name: path.read_bytes() for name, path in files.items()}
+
+
+def push_words(folder, *options, repo_id="somebody/tiny"):
+    return [str(folder), repo_id, "--token", "hf_of_the_test", *options]
+
+
+def test_exactly_the_model_goes_up_byte_for_byte(hub, folder, capsys):
+    push.main(push_words(folder, "--private", "--commit_message", "first"))
+    [(branch, message, files)] = hub.commits
+    assert (branch, message) == ("main", "first")
+    assert files == {name: content for name, content in content_of(folder).items() if name not in FORBIDDEN}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "recipe.yaml", "metrics.json"} <= files.keys()
+    assert {"modeling_metaphrase.py", "target_tokenizer/tokenizer.json", "test_predictions.txt"} <= files.keys()
+    assert not any(b"forbidden" in content for content in files.values())
+    assert hub.repositories["somebody/tiny"]["visibility"] == "private"
+    tokens = {token for _, path, token, _ in hub.calls if path == "/api/repos/create" or "somebody/tiny" in path}
+    assert tokens == {"Bearer hf_of_the_test"}
+    assert re.fullmatch(r"somebody/tiny [0-9a-f]{40}\n", capsys.readouterr().out)
+
+
+def test_card_is_written_for_the_repository_where_there_is_none(hub, folder):
+    push.main(push_words(folder))
+    card = hub.commits[0][2]["README.md"].decode()
+    assert '"somebody/tiny"' in card and "path/to/this/folder" not in card
+    assert (folder / "README.md").read_text(encoding="utf-8") == card
+    assert "visibility" not in hub.repositories["somebody/tiny"]
+
+
+def test_card_that_is_there_is_left_alone_unless_told_otherwise(hub, folder):
+    (folder / "README.md").write_text("my own words", encoding="utf-8")
+    push.main(push_words(folder))
+    push.main(push_words(folder, "--overwrite_card"))
+    first, second = (files["README.md"] for _, _, files in hub.commits)
+    assert first == b"my own words" and b"somebody/tiny" in second
+
+
+def test_card_without_the_name_is_pointed_out(hub, folder, caplog):
+    write_model_card(folder)
+    push.main(push_words(folder))
+    assert "--overwrite_card writes it anew" in caplog.text
+
+
+def test_existing_repository_and_other_branch(hub, folder):
+    for _ in range(2):
+        push.main(push_words(folder, "--revision", "second"))
+    assert [branch for branch, _, _ in hub.commits] == ["second", "second"] == hub.branches
+    assert list(hub.repositories) == ["somebody/tiny"]
+
+
+def test_large_files_go_to_their_own_store(hub, folder):
+    hub.lfs = True
+    push.main(push_words(folder))
+    assert list(hub.objects.values()) == [(folder / "model.safetensors").read_bytes()]
+    assert hub.commits[0][2]["model.safetensors"] == (folder / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("option", ["--dry_run", "--dry-run"])
+def test_dry_run_tells_all_and_does_nothing(folder, option, monkeypatch, capsys):
+    def refuse(*arguments, **options):
+        raise AssertionError("a dry run must not use the network")
+
+    monkeypatch.setattr("socket.socket.connect", refuse)
+    before = content_of(folder)
+    push.main(push_words(folder, option))
+    assert content_of(folder) == before
+    said = capsys.readouterr().out
+    shared = {name: len(content) for name, content in before.items() if name not in FORBIDDEN}
+    for name, size in shared.items():
+        assert re.search(rf"^ +{size:,}  {re.escape(name)}$", said, re.MULTILINE)
+    assert f"{sum(shared.values()):,}  bytes in {len(shared)} files" in said
+    assert re.search(r"written first  README.md", said) and "somebody/tiny, main" in said
+    for name, reason in FORBIDDEN.items():
+        top = name if name.startswith("target_tokenizer") or "/" not in name else name.split("/")[0] + "/"
+        assert re.search(rf"^ +left out  {re.escape(top)} \({reason}", said, re.MULTILINE), name
+
+
+def test_files_of_other_tokenizers_are_part_of_the_model(folder):
+    names = {"spiece.model", "source.spm", "target.spm", "merges.txt", "chat_template.jinja", "attention.png"}
+    for name in {*names, "other.model", "script.sh"}:
+        (folder / name).write_bytes(b"x")
+    selection = push.select_files(folder)
+    assert names <= selection.sizes.keys() and {"other.model", "script.sh"} <= selection.left_out.keys()
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_folder_without_a_model_is_refused(hub, folder, name):
+    (folder / name).unlink()
+    with pytest.raises(ValueError, match=r"`folder` must hold a whole model, but .* is missing"):
+        push.main(push_words(folder))
+    assert hub.calls == [] and not (folder / "README.md").exists()
+
+
+def test_missing_shard_missing_folder_and_secret_are_refused(folder, tmp_path):
+    with pytest.raises(ValueError, match="`folder` must be an existing folder"):
+        push.main(push_words(tmp_path / "nowhere"))
+    (folder / "recipe.yaml").write_text("hub_token: hf_abc\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="must hold no secret before it is shared, got hub_token"):
+        push.main(push_words(folder))
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"but model-2\.safetensors is missing"):
+        push.main(push_words(folder))
+
+
+@pytest.mark.parametrize("repo_id", ["tiny", "a/b/c", "some body/tiny", "somebody/tiny--x", "somebody/.tiny"])
+def test_names_that_the_hub_would_not_take_are_refused(hub, folder, repo_id):
+    with pytest.raises(ValueError):
+        push.main(push_words(folder, repo_id=repo_id))
+    assert hub.calls == []
+
+
+@pytest.mark.parametrize(
+    ("refusal", "expected"),
+    [
+        ((401, "Invalid username or password."), "log in with `hf auth login`.*Invalid username or password"),
+        ((403, "You have no right."), "log in with `hf auth login`.*You have no right"),
+        ((500, "Out of order."), "500.*Out of order"),
+    ],
+)
+def test_refusal_is_one_line(hub, folder, refusal, expected, capsys):
+    hub.refusal = refusal
+    assert run(push.main, "push", push_words(folder)) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert re.match(f"metaphrase push: error: .*{expected}", line)
+    assert "hf_of_the_test" not in line and hub.commits == []
+
+
+def test_hub_that_is_not_there_is_one_line(hub, folder, monkeypatch, capsys):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert run(push.main, "push", push_words(folder)) == 2
+    said = capsys.readouterr().err
+    assert "metaphrase push: error: http://127.0.0.1:9 cannot be reached: " in said and "Traceback" not in said
+
+
+def test_push_to_hub_of_model_and_tokenizer(hub, tmp_path):
+    """transformers' own way, in a process that knows the stand-in from its start."""
+    folder = save_generator(tiny_generator(), tmp_path / "trained")
+    program = (
+        "import sys, metaphrase.modeling\n"
+        "from transformers import AutoModelForSeq2SeqLM, AutoTokenizer\n"
+        "for kind in (AutoModelForSeq2SeqLM, AutoTokenizer):\n"
+        "    kind.from_pretrained(sys.argv[1]).push_to_hub('somebody/tiny', token='hf_of_the_test')\n"
+    )
+    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+    subprocess.run([sys.executable, "-c", program, str(folder)], env=environment, check=True, timeout=120)
+    model, tokenizer = (files for _, _, files in hub.commits)
+    assert json.loads(model["config.json"])["auto_map"]["AutoModelForSeq2SeqLM"].startswith("modeling_metaphrase.")
+    code = {path.name for path in Path(push.__file__).parents[1].joinpath("modeling").glob("*.py")} - {"__init__.py"}
+    assert {name for name in model if name.endswith(".py")} == code
+    assert model["model.safetensors"] == (folder / "model.safetensors").read_bytes()
+    assert json.loads(tokenizer["tokenizer.json"]) == json.loads((folder / "tokenizer.json").read_bytes())
+    assert not any(name.endswith((".bin", ".pt")) for name in {**model, **tokenizer})

@@ -1,0 +1,101 @@
+"""The README is a promise: its Python runs, its commands are understood, its recipe is one."""
+
+import importlib
+import io
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from tiny_generator import save_generator, tiny_generator
+
+from metaphrase.scripts.__main__ import VERBS
+from metaphrase.training.demo_corpus import write_demo_corpus
+from metaphrase.training.recipe import load_recipe
+
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.DOTALL)
+COMMANDS = [
+    line.partition("  #")[0].strip()
+    for language, text in BLOCKS
+    if language == "bash"
+    for line in text.splitlines()
+    if line.startswith("metaphrase ")
+]
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A folder as the README takes it for granted: a trained model in runs/demo, a recipe, some input."""
+    save_generator(tiny_generator(), tmp_path / "runs" / "demo")
+    paths = write_demo_corpus(tmp_path / "runs" / "demo" / "data", num_train=2000, num_validation=20, num_test=20)
+    few = paths["test"].read_text(encoding="utf-8").splitlines(keepends=True)[:3]
+    paths["test"].write_text("".join(few), encoding="utf-8")
+    (tmp_path / "input.txt").write_text("the cat sleeps\na dog\n", encoding="utf-8")
+    recipe = next(text for language, text in BLOCKS if language == "yaml")
+    (tmp_path / "my_recipe.yaml").write_text(recipe, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_there_is_something_to_test():
+    assert {command.split()[1] for command in COMMANDS} >= {"train", "generate", "evaluate", "attention", "push"}
+    assert sum(language == "python" for language, _ in BLOCKS) >= 3
+
+
+@pytest.mark.parametrize("code", [text for language, text in BLOCKS if language == "python"])
+def test_python_runs(code, project):
+    exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command.split()[1] != "train"])
+def test_command_runs(command, project, monkeypatch, capsys):
+    words, _, target = command.partition(" > ")
+    words, _, source = words.partition(" < ")
+    if source:
+        text = (project / source.strip()).read_bytes()
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text), encoding="utf-8"))
+    verb, *rest = shlex.split(words)[1:]
+    importlib.import_module(f"metaphrase.scripts.{verb}").main(rest)
+    if target:
+        assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command.split()[1] == "train"])
+def test_training_command_is_understood(command, project, monkeypatch):
+    from metaphrase.scripts import train
+
+    class Understood(Exception):
+        pass
+
+    def stop(recipe):
+        raise Understood(recipe.output_dir)
+
+    monkeypatch.setattr(train, "Experiment", stop)
+    monkeypatch.setattr(train, "keep_freed_memory", lambda: None)
+    with pytest.raises(Understood, match="runs/"):
+        train.main(shlex.split(command)[2:])
+
+
+def test_recipe_is_one(project):
+    assert load_recipe(project / "my_recipe.yaml").preset == "metaphrase-small"
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[1] / "scripts" / "recipes").glob("*.yaml")), ids=lambda p: p.stem
+)
+def test_packaged_recipes_load_and_name_no_folder(path):
+    recipe = load_recipe(path)
+    assert recipe.data_dir is None
+    for value in yaml.safe_load(path.read_text(encoding="utf-8")).values():
+        assert not (isinstance(value, str) and value.startswith(("/", "~", "..")))
+
+
+def test_every_verb_has_its_file_and_says_what_it_takes(capsys):
+    for verb in VERBS:
+        with pytest.raises(SystemExit) as stop:
+            importlib.import_module(f"metaphrase.scripts.{verb}").main(["--help"])
+        assert stop.value.code == 0
+        assert f"metaphrase {verb}" in capsys.readouterr().out

@@ -1,0 +1,34 @@
+"""A tiny generator for tests: a random model with large weights and real tokenizers, the same whenever it is made."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from tiny_models import tiny_model
+
+from metaphrase.inference import Generator
+from metaphrase.tokenization import TokenizerPair
+
+SOURCES = ["a small dog runs", "the cat sleeps", "a cat", "two dogs and the small cat run", "the dog"]
+TARGETS = ["ein kleiner Hund läuft", "die Katze schläft", "eine Katze", "zwei Hunde und die Katze laufen", "der Hund"]
+
+
+@functools.cache
+def tiny_pair(joint: bool = True, kind: str = "char") -> TokenizerPair:
+    """Tokenizers of both sides' texts, or one of each side's."""
+    return TokenizerPair.train(SOURCES * 3, TARGETS * 3, joint=joint, kind=kind, show_progress=False)
+
+
+def tiny_generator(joint: bool = True, kind: str = "char", seed: int = 0, **generator_options: Any) -> Generator:
+    """A generator whose model never saw its texts: what it writes is arbitrary, but always the same."""
+    pair = tiny_pair(joint, kind)
+    model = tiny_model(seed=seed, share_embeddings=joint, **pair.config_fields())
+    model.generation_config.max_new_tokens = 8
+    return Generator(model, pair, **generator_options)
+
+
+def save_generator(generator: Generator, folder: Path) -> Path:
+    """Saves model and tokenizers as training does."""
+    generator.model.save_pretrained(folder)
+    generator.tokenizers.save_pretrained(folder)
+    return folder
