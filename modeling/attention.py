@@ -56,7 +56,9 @@ def eager_attention_forward(
         if attention_mask.dtype == torch.bool:
             scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
         else:
-            scores = scores + attention_mask.to(precise)
+            # What is hidden stays hidden: the lowest float16 is no match for a float32 score.
+            hidden = attention_mask <= torch.finfo(attention_mask.dtype).min
+            scores = (scores + attention_mask.to(precise)).masked_fill(hidden, torch.finfo(scores.dtype).min)
     weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)
     return torch.matmul(weights, value).transpose(1, 2), weights
@@ -84,8 +86,12 @@ def combine_bias(
         indices = torch.arange(key_length, device=position_bias.device)
         attention_mask = indices[None, :] <= indices[:query_length, None] + query_offset
     if attention_mask.dtype == torch.bool:
-        return torch.where(attention_mask, position_bias, lowest)
-    return (position_bias + attention_mask).clamp(min=lowest)
+        hidden, combined = ~attention_mask, position_bias
+    else:
+        hidden, combined = attention_mask <= torch.finfo(attention_mask.dtype).min, position_bias + attention_mask
+    # The lowest float16 is no match for a score of large activations, but infinity in all of a row is not a number.
+    fill = torch.where(hidden.all(dim=-1, keepdim=True), lowest, -torch.inf)
+    return torch.where(hidden, fill.to(combined.dtype), combined)
 
 
 class MetaphraseAttention(nn.Module):
@@ -109,6 +115,9 @@ class MetaphraseAttention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(config.hidden_size, key_value_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(config.hidden_size, key_value_heads * self.head_dim, bias=bias)
+        if config.attention_scale is not None:
+            # Scores start out with the variance that the usual scale would give them.
+            self.q_proj.initial_gain = self.head_dim**-0.5 / config.attention_scale
         self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=bias)
         if config.qk_norm:
             self.q_norm = HeadRMSNorm(self.head_dim, config.norm_eps)

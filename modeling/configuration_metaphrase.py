@@ -1,11 +1,13 @@
 """The configuration of Metaphrase: every choice that an encoder-decoder Transformer makes, declared and checked."""
 
+import copy
 import difflib
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .presets import PRESETS
 
@@ -31,6 +33,7 @@ _POSITIVE = (
     "relative_attention_max_distance",
     "norm_eps",
     "attention_scale",
+    "initializer_range",
 )
 _PROBABILITIES = ("dropout", "attention_dropout", "activation_dropout")
 
@@ -203,6 +206,15 @@ class MetaphraseConfig(PreTrainedConfig):
                 )
 
     def _check_positions(self):
+        if self.position_embedding_type == "rotary":
+            kind = self.rope_parameters.get("rope_type", "default")
+            known = ("default", *ROPE_INIT_FUNCTIONS)
+            if kind not in known:
+                raise ValueError(f"`rope_parameters` must have a `rope_type` of {', '.join(known)}, got {kind!r}.")
+            try:
+                self.validate_rope()
+            except KeyError as error:
+                raise ValueError(f"`rope_parameters` must be complete, got {self.rope_parameters}: {error}.") from error
         if self.position_embedding_type == "sinusoidal" and self.hidden_size % 2:
             raise ValueError(f"`hidden_size` must be even for sinusoidal positions, got {self.hidden_size}.")
         if self.position_embedding_type == "relative":
@@ -221,10 +233,21 @@ class MetaphraseConfig(PreTrainedConfig):
                 "`decoder_vocab_size` must equal `vocab_size` when `share_embeddings` is true, "
                 f"got {self.decoder_vocab_size} and {self.vocab_size}."
             )
-        for field, size in (("pad_token_id", self.vocab_size), ("decoder_start_token_id", self.decoder_vocab_size)):
+        both = min(self.vocab_size, self.decoder_vocab_size)
+        for field, size in (("pad_token_id", both), ("decoder_start_token_id", self.decoder_vocab_size)):
             value = getattr(self, field)
             if value is not None and not 0 <= value < size:
                 raise ValueError(f"`{field}` must be an id of the vocabulary, from 0 to {size - 1}, got {value}.")
+
+    def validate_rope(self):
+        """Checks `rope_parameters` as transformers does, where they are used."""
+        if self.position_embedding_type != "rotary":
+            return
+        for heads in (self.encoder_attention_heads, self.decoder_attention_heads):
+            # transformers reads the width of a head from the field, which may be None here.
+            described = copy.copy(self)
+            described.head_dim = self.get_head_dim(heads)
+            super(MetaphraseConfig, described).validate_rope()
 
     def get_head_dim(self, heads: int) -> int:
         """Width of one of `heads` heads."""

@@ -27,9 +27,19 @@ class MetaphraseMLP(nn.Module):
         self.is_gated = config.gated_mlp
         self.activation_dropout = config.activation_dropout
 
+    def _activate(self, states: torch.Tensor) -> torch.Tensor:
+        if states.dtype != torch.float16:
+            return self.activation(states)
+        # The polynomial inside an approximated GELU overflows float16 long before its result does.
+        return self.activation(states.float()).to(states.dtype)
+
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        inner = self.up_proj(hidden_states)
-        inner = self.activation(self.gate_proj(hidden_states)) * inner if self.is_gated else self.activation(inner)
+        inner = clamp_float16(self.up_proj(hidden_states))
+        if self.is_gated:
+            gate = clamp_float16(self.gate_proj(hidden_states))
+            inner = self._activate(gate) * inner
+        else:
+            inner = self._activate(inner)
         inner = nn.functional.dropout(clamp_float16(inner), p=self.activation_dropout, training=self.training)
         return clamp_float16(self.down_proj(inner))
 

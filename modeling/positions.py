@@ -171,7 +171,12 @@ def rotate(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> to
     rotated = cosine.shape[-1]
     turned, kept = states[..., :rotated], states[..., rotated:]
     first, second = turned.chunk(2, dim=-1)
+    if states.dtype == torch.float16:  # a turn can make an entry longer than the longest float16
+        turned, first, second = turned.float(), first.float(), second.float()
     turned = turned * cosine + torch.cat((-second, first), dim=-1) * sine
+    if states.dtype == torch.float16:
+        largest = torch.finfo(torch.float16).max
+        turned = turned.clamp(min=-largest, max=largest).to(torch.float16)
     return torch.cat((turned, kept), dim=-1) if kept.shape[-1] else turned
 
 

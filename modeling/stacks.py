@@ -62,14 +62,11 @@ class MetaphrasePreTrainedModel(PreTrainedModel):
         if isinstance(module, nn.Linear):
             fan_in, fan_out = module.in_features, module.out_features
             is_head = module is getattr(self, "lm_head", None)
-            init.normal_(module.weight, std=embedding_std if is_head else std or (2 / (fan_in + fan_out)) ** 0.5)
+            gain = getattr(module, "initial_gain", 1.0)
+            scaled = gain * (2 / (fan_in + fan_out)) ** 0.5 if std is None else std
+            init.normal_(module.weight, std=embedding_std if is_head else scaled)
         elif isinstance(module, nn.Embedding):
             init.normal_(module.weight, std=embedding_std)
-        elif isinstance(module, MetaphraseAttention) and std is None and config.attention_scale is not None:
-            # Scores start out with the variance that the usual scale would give them.
-            fan_in, fan_out = module.q_proj.in_features, module.q_proj.out_features
-            usual = module.head_dim**-0.5 / config.attention_scale
-            init.normal_(module.q_proj.weight, std=usual * (2 / (fan_in + fan_out)) ** 0.5)
         elif isinstance(module, SinusoidalPositionEmbedding):
             init.copy_(module.table, module.make_table(module.table.shape[0]))
         elif isinstance(module, RotaryPositionEmbedding):
@@ -177,6 +174,11 @@ class _Stack(MetaphrasePreTrainedModel):
         self.embed_tokens = value
 
 
+def _bound(position_ids: torch.Tensor, length: int) -> int:
+    """A bound of the positions that a caller gave, which need not follow the indices. Compiled code trusts the length."""
+    return length if torch.compiler.is_compiling() else max(length, int(position_ids.max()) + 1)
+
+
 def _indices(length: int, like: torch.Tensor, offset: int | torch.Tensor = 0) -> torch.Tensor:
     """offset, offset + 1, ... as `(1, length)`."""
     return torch.arange(length, device=like.device)[None, :] + offset
@@ -217,6 +219,7 @@ class MetaphraseEncoder(_Stack):
         length = embeddings.shape[1]
         # Distances are the same on a shifted row: only what depends on the place itself must skip padding.
         bias_positions = _indices(length, embeddings) if position_ids is None else position_ids
+        bound = length if position_ids is None else _bound(position_ids, length)
         if position_ids is None and _is_padding_mask(attention_mask):
             position_ids = positions_from_mask(attention_mask)
         elif position_ids is None:
@@ -224,7 +227,7 @@ class MetaphraseEncoder(_Stack):
         attention_mask = create_bidirectional_mask(
             config=self.config, inputs_embeds=embeddings, attention_mask=attention_mask
         )
-        hidden_states, rotation = self._enter(embeddings, position_ids, length)
+        hidden_states, rotation = self._enter(embeddings, position_ids, bound)
         masks = self._layer_masks(attention_mask, bias_positions, bias_positions, 0, hidden_states)
         for layer, (mask, bias) in zip(self.layers, masks, strict=True):
             hidden_states = layer(hidden_states, mask, bias, rotation, **kwargs)
@@ -296,8 +299,9 @@ class MetaphraseDecoder(_Stack):
 
         query_positions = _indices(length, embeddings, offset)
         key_positions = _indices(key_length, embeddings)
-        if position_ids is not None and past_key_values is None:
+        if position_ids is not None and key_length == length:
             query_positions = key_positions = position_ids
+        bound = key_length if position_ids is None else _bound(position_ids, key_length)
         if position_ids is None and _is_padding_mask(attention_mask):
             position_ids = positions_from_mask(attention_mask)[:, -length:]
         elif position_ids is None:
@@ -311,7 +315,7 @@ class MetaphraseDecoder(_Stack):
             attention_mask=encoder_attention_mask,
             encoder_hidden_states=encoder_hidden_states,
         )
-        hidden_states, rotation = self._enter(embeddings, position_ids, key_length)
+        hidden_states, rotation = self._enter(embeddings, position_ids, bound)
         masks = self._layer_masks(attention_mask, query_positions, key_positions, offset, hidden_states)
         for layer, (mask, bias) in zip(self.layers, masks, strict=True):
             hidden_states = layer(

@@ -63,5 +63,5 @@ def sequence_loss(
     if num_items_in_batch is None:
         return total / (labels != IGNORED_LABEL).sum().clamp(min=1)
     if isinstance(num_items_in_batch, torch.Tensor):
-        num_items_in_batch = num_items_in_batch.to(total.device)
-    return total / num_items_in_batch
+        return total / num_items_in_batch.to(total.device).clamp(min=1)
+    return total / max(num_items_in_batch, 1)

@@ -1,12 +1,15 @@
 """The console: what all verbs do alike when they are run from a terminal."""
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 
 
 def run(main: Callable[[Sequence[str]], None], verb: str, words: Sequence[str] | None = None) -> int:
     """Runs a verb: its progress to standard error, a mistake of the user as one line instead of a traceback.
+
+    With METAPHRASE_DEBUG set in the environment, the traceback comes too.
 
     Args:
         main: The verb; takes the words after its name.
@@ -28,7 +31,7 @@ def run(main: Callable[[Sequence[str]], None], verb: str, words: Sequence[str] |
         # The Hub's errors and a model that is not found are among the OSErrors, whose text may have many lines.
         text = " ".join(str(error).split()) if isinstance(error, OSError) else error
         print(f"metaphrase {verb}: error: {text}", file=sys.stderr)
-        if logging.getLogger().isEnabledFor(logging.DEBUG):
+        if os.environ.get("METAPHRASE_DEBUG"):
             raise
         return 2
     return 0

@@ -1,0 +1,320 @@
+"""Tests of `metaphrase.modeling.positions`: each position type against values worked out by hand or by its formula."""
+
+import math
+
+import pytest
+import torch
+from tiny_models import tiny_config
+from transformers import LlamaConfig
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.t5.modeling_t5 import T5Attention
+
+from metaphrase.modeling.positions import (
+    AlibiPositionBias,
+    LearnedPositionEmbedding,
+    RelativePositionBias,
+    RotaryPositionEmbedding,
+    SinusoidalPositionEmbedding,
+    alibi_slopes,
+    positions_from_mask,
+    rotate,
+    sinusoidal_table,
+)
+
+
+def make_config(**fields):
+    """Two heads of width 8."""
+    defaults = {"hidden_size": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    return tiny_config(**(defaults | fields))
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        ([1, 1, 1, 1], [0, 1, 2, 3]),
+        ([1, 1, 0, 0], [0, 1, 1, 1]),
+        ([0, 0, 1, 1], [0, 0, 0, 1]),
+        ([0, 0, 0, 0], [0, 0, 0, 0]),
+        ([1, 0, 1, 1], [0, 0, 1, 2]),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.long, torch.bool, torch.float16])
+def test_positions_from_mask_count_tokens_and_skip_padding(mask, expected, dtype):
+    positions = positions_from_mask(torch.tensor([mask]).to(dtype))
+    assert positions.dtype == torch.long
+    assert positions.tolist() == [expected]
+
+
+# Width 4 has the frequencies 1 and 10000 ** (-2 / 4) = 1 / 100.
+SINES = [[math.sin(place), math.sin(place / 100)] for place in range(3)]
+COSINES = [[math.cos(place), math.cos(place / 100)] for place in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ("interleaved", [[s[0], c[0], s[1], c[1]] for s, c in zip(SINES, COSINES, strict=True)]),
+        ("half_split", [[s[0], s[1], c[0], c[1]] for s, c in zip(SINES, COSINES, strict=True)]),
+    ],
+)
+def test_sinusoidal_layout_equals_values_by_hand(layout, expected):
+    torch.testing.assert_close(sinusoidal_table(3, 4, layout), torch.tensor(expected), atol=1e-6, rtol=0)
+    config = make_config(
+        hidden_size=4, position_embedding_type="sinusoidal", sinusoidal_layout=layout, max_position_embeddings=3
+    )
+    embedded = SinusoidalPositionEmbedding(config)(torch.tensor([[0, 1, 2]]), 3)
+    torch.testing.assert_close(embedded[0], torch.tensor(expected), atol=1e-6, rtol=0)
+
+
+def direct_sinusoid(place, entry, hidden_size):
+    """The paper's formula for one entry, in double precision."""
+    angle = place / 10_000 ** ((entry - entry % 2) / hidden_size)
+    return math.cos(angle) if entry % 2 else math.sin(angle)
+
+
+def test_sinusoidal_table_grows_past_max_position_embeddings():
+    embedding = SinusoidalPositionEmbedding(
+        make_config(position_embedding_type="sinusoidal", max_position_embeddings=4)
+    )
+    assert embedding.table.shape == (4, 16)
+    places = [0, 3, 4, 5, 90]
+    embedded = embedding(torch.tensor([places]), 91)
+    expected = torch.tensor([[direct_sinusoid(place, entry, 16) for entry in range(16)] for place in places])
+    torch.testing.assert_close(embedded[0], expected, atol=2e-5, rtol=0)
+    assert embedding.table.shape[0] >= 91
+    # Later short sequences read the grown table and must not differ.
+    torch.testing.assert_close(embedding(torch.tensor([[3, 4]]), 5)[0], expected[1:3], atol=2e-5, rtol=0)
+
+
+def test_sinusoidal_table_doubles_so_that_decoding_does_not_remake_it_each_step():
+    embedding = SinusoidalPositionEmbedding(
+        make_config(position_embedding_type="sinusoidal", max_position_embeddings=4)
+    )
+    lengths = set()
+    for length in range(1, 41):
+        embedding(torch.tensor([[length - 1]]), length)
+        lengths.add(embedding.table.shape[0])
+    assert lengths == {4, 8, 16, 32, 64}
+
+
+def test_learned_positions_read_their_own_row():
+    embedding = LearnedPositionEmbedding(make_config(position_embedding_type="learned", max_position_embeddings=5))
+    assert embedding.weight.shape == (5, 16)
+    torch.testing.assert_close(embedding(torch.tensor([[4, 0, 2]]), 5)[0], embedding.weight[[4, 0, 2]])
+
+
+def test_learned_positions_refuse_a_sequence_that_is_too_long():
+    embedding = LearnedPositionEmbedding(make_config(position_embedding_type="learned", max_position_embeddings=5))
+    with pytest.raises(ValueError, match=r"longer than `max_position_embeddings`.*got 6 tokens and 5 positions"):
+        embedding(torch.arange(6)[None], 6)
+    # Padding takes no position: a row of 5 tokens fits, however wide its batch is.
+    torch.testing.assert_close(embedding(torch.tensor([[0, 1, 2, 3, 4, 4, 4]]), 7)[0, :5], embedding.weight)
+
+
+def rotary(parameters=None, **fields):
+    return RotaryPositionEmbedding(make_config(rope_parameters=parameters, **fields), heads=2)
+
+
+def expected_rotation(frequencies, positions):
+    angles = torch.tensor(positions, dtype=torch.float32)[:, None] * torch.tensor(frequencies)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+@pytest.mark.parametrize("theta", [10_000.0, 100.0])
+def test_rotary_theta_sets_the_frequencies(theta):
+    # Heads of width 8 have four frequencies: theta ** (-2 i / 8).
+    cosine, sine = rotary({"rope_type": "default", "rope_theta": theta})(
+        torch.zeros(1, 3, 16), torch.tensor([[0, 1, 7]])
+    )
+    expected = expected_rotation([theta ** (-index / 4) for index in range(4)], [0, 1, 7])
+    assert cosine.shape == (1, 1, 3, 8)
+    torch.testing.assert_close((cosine[0, 0], sine[0, 0]), expected)
+
+
+def test_rotary_default_is_ten_thousand():
+    assert make_config().rope_parameters == {"rope_type": "default", "rope_theta": 10_000.0}
+    torch.testing.assert_close(rotary().inv_freq, torch.tensor([1.0, 0.1, 0.01, 0.001]))
+
+
+def test_rotary_linear_scaling_divides_the_positions():
+    parameters = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
+    scaled = rotary(parameters)(torch.zeros(1, 3, 16), torch.tensor([[0, 4, 8]]))
+    plain = rotary()(torch.zeros(1, 3, 16), torch.tensor([[0, 1, 2]]))
+    torch.testing.assert_close(scaled, plain)
+
+
+def test_rotary_dynamic_scaling_starts_past_max_position_embeddings():
+    parameters = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
+    embedding = rotary(parameters, max_position_embeddings=16)
+    states, short, long = torch.zeros(1, 1, 16), torch.tensor([[14]]), torch.tensor([[47]])
+    plain = rotary()
+    torch.testing.assert_close(embedding(states, short), plain(states, short))
+    # 48 tokens are three times the limit; the base grows by (2 * 3 - 1) ** (8 / 6).
+    base = 10_000.0 * 5 ** (8 / 6)
+    expected = expected_rotation([base ** (-index / 4) for index in range(4)], [47])
+    cosine, sine = embedding(states, long)
+    torch.testing.assert_close((cosine[0, 0], sine[0, 0]), expected)
+    # A short sequence after a long one is short again.
+    torch.testing.assert_close(embedding(states, short), plain(states, short))
+
+
+def test_rotary_yarn_keeps_fast_frequencies_divides_slow_ones_and_scales_scores():
+    parameters = {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    }
+    embedding = rotary(parameters, hidden_size=64, max_position_embeddings=256)
+    plain = rotary(hidden_size=64)
+    assert embedding.inv_freq.shape == (16,)
+    # The fastest frequency is kept whole; the slowest turns less than once in 64 positions and is stretched.
+    torch.testing.assert_close(embedding.inv_freq[0], plain.inv_freq[0])
+    torch.testing.assert_close(embedding.inv_freq[-1], plain.inv_freq[-1] / 4)
+    cosine, _ = embedding(torch.zeros(1, 1, 64), torch.tensor([[0]]))
+    torch.testing.assert_close(cosine, torch.full_like(cosine, 0.1 * math.log(4) + 1))
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"rope_type": "default", "rope_theta": 500.0},
+        {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0},
+        {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 3.0},
+        {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16},
+        {
+            "rope_type": "llama3",
+            "rope_theta": 500.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+        {
+            "rope_type": "longrope",
+            "rope_theta": 500.0,
+            "factor": 4.0,
+            "short_factor": [1.0, 1.5, 2.0, 2.5],
+            "long_factor": [2.0, 3.0, 4.0, 5.0],
+            "original_max_position_embeddings": 16,
+        },
+    ],
+    ids=lambda parameters: parameters["rope_type"],
+)
+@pytest.mark.parametrize("length", [10, 100])
+def test_rotary_tables_equal_llama(parameters, length):
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "max_position_embeddings": 64}
+    theirs = LlamaRotaryEmbedding(LlamaConfig(**sizes, rope_parameters=dict(parameters)))
+    ours = rotary(dict(parameters), max_position_embeddings=64)
+    states, positions = torch.zeros(1, length, 16), torch.arange(length)[None]
+    expected = theirs(states, positions)
+    torch.testing.assert_close([table[:, 0] for table in ours(states, positions)], list(expected), atol=1e-5, rtol=0)
+
+
+def test_rotary_partial_factor_leaves_the_rest_of_a_head_alone():
+    parameters = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
+    cosine, sine = rotary(parameters)(torch.zeros(1, 5, 16), torch.arange(5)[None])
+    assert cosine.shape == (1, 1, 5, 4)
+    expected = expected_rotation([1.0, 0.01], range(5))
+    torch.testing.assert_close((cosine[0, 0], sine[0, 0]), expected)
+    states = torch.randn(1, 2, 5, 8)
+    turned = rotate(states, cosine, sine)
+    torch.testing.assert_close(turned[..., 4:], states[..., 4:], atol=0, rtol=0)
+    # Entries i and i + 2 are the two sides of a complex number that is turned by the angle.
+    as_complex = torch.complex(states[..., :2], states[..., 2:4]) * torch.complex(cosine[..., :2], sine[..., :2])
+    torch.testing.assert_close(turned[..., :4], torch.cat((as_complex.real, as_complex.imag), dim=-1))
+
+
+def test_rotary_width_follows_the_heads_of_its_stack():
+    config = make_config(encoder_attention_heads=4, decoder_attention_heads=2)
+    assert [RotaryPositionEmbedding(config, heads).inv_freq.shape[0] for heads in (4, 2)] == [2, 4]
+
+
+@pytest.mark.parametrize("parameters", [None, {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}])
+def test_rotate_equals_llama(parameters):
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 2, 6, 8), torch.randn(2, 1, 6, 8)
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5], [0, 0, 0, 1, 2, 300]])
+    cosine, sine = rotary(parameters)(query, positions)
+    expected = apply_rotary_pos_emb(query, key, cosine[:, 0], sine[:, 0])
+    torch.testing.assert_close((rotate(query, cosine, sine), rotate(key, cosine, sine)), expected, atol=1e-5, rtol=0)
+
+
+def test_rotary_scores_depend_on_the_distance_alone():
+    torch.manual_seed(0)
+    query, key = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 4, 8)
+    scores = []
+    for shift in (0, 50):
+        rotation = rotary()(query, torch.arange(4)[None] + shift)
+        scores.append(rotate(query, *rotation) @ rotate(key, *rotation).transpose(2, 3))
+    torch.testing.assert_close(scores[0], scores[1], atol=1e-4, rtol=0)
+    assert not torch.allclose(scores[0], query @ key.transpose(2, 3), atol=0.1)
+
+
+def test_rotate_keeps_float16_finite():
+    states = torch.full((1, 1, 1, 8), torch.finfo(torch.float16).max, dtype=torch.float16)
+    states[..., 4:] *= -1
+    angle = torch.full((1, 1, 1, 8), math.pi / 4)
+    assert rotate(states, angle.cos().half(), angle.sin().half()).isfinite().all()
+
+
+@pytest.mark.parametrize("is_bidirectional", [True, False])
+@pytest.mark.parametrize(("buckets", "max_distance"), [(32, 128), (8, 20), (4, 3), (64, 500)])
+def test_relative_buckets_equal_t5(is_bidirectional, buckets, max_distance):
+    config = make_config(
+        position_embedding_type="relative",
+        relative_attention_num_buckets=buckets,
+        relative_attention_max_distance=max_distance,
+    )
+    distance = torch.arange(-200, 201)
+    expected = T5Attention._relative_position_bucket(distance, is_bidirectional, buckets, max_distance)
+    bucket = RelativePositionBias(config, 2, is_bidirectional).bucket(distance)
+    assert bucket.tolist() == expected.tolist()
+
+
+def test_relative_buckets_by_hand():
+    config = make_config(
+        position_embedding_type="relative", relative_attention_num_buckets=8, relative_attention_max_distance=8
+    )
+    # Four buckets for what lies behind: 0, 1, then 2-3 and 4 or more, halfway to 8 on a logarithmic scale.
+    behind = [0, 1, 2, 2, 3, 3, 3, 3, 3, 3]
+    both = RelativePositionBias(config, 2, is_bidirectional=True)
+    assert both.bucket(-torch.arange(10)).tolist() == behind
+    assert both.bucket(torch.arange(1, 10)).tolist() == [4 + bucket for bucket in behind[1:]]
+    past = RelativePositionBias(config, 2, is_bidirectional=False)
+    assert past.bucket(torch.arange(10)).tolist() == [0] * 10
+    # Eight buckets: 0, 1, 2, 3, then 4, 5, 6 and 7 or more, in steps of 2 ** (1 / 4).
+    assert past.bucket(-torch.arange(10)).tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 7, 7]
+
+
+def test_relative_bias_looks_up_key_minus_query():
+    config = make_config(
+        position_embedding_type="relative", relative_attention_num_buckets=8, relative_attention_max_distance=8
+    )
+    module = RelativePositionBias(config, 3, is_bidirectional=True)
+    bias = module(torch.tensor([[5, 6]]), torch.tensor([[4, 5, 6, 7]]))
+    assert bias.shape == (1, 3, 2, 4)
+    expected = torch.tensor([[1, 0, 5, 6], [2, 1, 0, 5]])
+    torch.testing.assert_close(bias[0], module.embedding.weight[expected].permute(2, 0, 1))
+
+
+def test_alibi_slopes_of_eight_heads_are_the_published_ones():
+    assert alibi_slopes(8).tolist() == [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256]
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 5, 6, 7, 12, 16, 20, 24])
+def test_alibi_slopes_equal_bloom(heads):
+    # With a mask of two tokens, the value at the second is the slope itself.
+    expected = build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)[:, 0, 1]
+    torch.testing.assert_close(alibi_slopes(heads), expected)
+
+
+def test_alibi_bias_is_minus_slope_times_distance_on_both_sides():
+    bias = AlibiPositionBias(8)(torch.tensor([[1, 2]]), torch.tensor([[0, 1, 2, 3]]))
+    assert bias.shape == (1, 8, 2, 4)
+    assert bias[0, 0].tolist() == [[-0.5, 0.0, -0.5, -1.0], [-1.0, -0.5, 0.0, -0.5]]
+    assert bias[0, 2].tolist() == [[-0.125, 0.0, -0.125, -0.25], [-0.25, -0.125, 0.0, -0.125]]

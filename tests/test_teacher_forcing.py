@@ -1,0 +1,152 @@
+"""Tests of `metaphrase.modeling.teacher_forcing`: the shift by hand, the loss against torch's and transformers' own."""
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from torch import nn
+from transformers.trainer_pt_utils import LabelSmoother
+
+from metaphrase.modeling import IGNORED_LABEL, sequence_loss, shift_right
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        ([[5, 6, 7]], [[9, 5, 6]]),
+        ([[5, 6, -100]], [[9, 5, 6]]),
+        ([[5, -100, -100]], [[9, 5, 8]]),
+        ([[-100, 5, 6]], [[9, 8, 5]]),
+        ([[-100, -100, -100]], [[9, 8, 8]]),
+        ([[5]], [[9]]),
+        ([[5, 6], [7, -100]], [[9, 5], [9, 7]]),
+    ],
+)
+def test_shift_right_by_hand(labels, expected):
+    labels = torch.tensor(labels)
+    given = labels.clone()
+    shifted = shift_right(labels, pad_token_id=8, decoder_start_token_id=9)
+    assert shifted.tolist() == expected
+    assert shifted.dtype == labels.dtype
+    assert torch.equal(labels, given)
+
+
+def test_shift_right_takes_zero_for_an_id():
+    assert shift_right(torch.tensor([[5, -100, 6]]), 0, 0).tolist() == [[0, 5, 0]]
+
+
+@pytest.mark.parametrize(("pad", "start", "field"), [(None, 9, "pad_token_id"), (8, None, "decoder_start_token_id")])
+def test_shift_right_names_the_missing_id(pad, start, field):
+    with pytest.raises(ValueError, match=f"`{field}` must be set in the configuration.*got None"):
+        shift_right(torch.tensor([[5, 6]]), pad, start)
+
+
+def batch(rows=4, target=6, vocab=11):
+    """Logits and labels with rows of unequal length."""
+    logits = torch.randn(rows, target, vocab) * 3
+    labels = torch.randint(0, vocab, (rows, target))
+    for row in range(rows):
+        labels[row, target - row :] = IGNORED_LABEL
+    return logits, labels
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1, 0.5])
+def test_loss_equals_torch(label_smoothing):
+    logits, labels = batch()
+    expected = nn.CrossEntropyLoss(label_smoothing=label_smoothing)(logits.flatten(0, 1), labels.flatten())
+    torch.testing.assert_close(sequence_loss(logits, labels, label_smoothing=label_smoothing), expected)
+
+
+def test_loss_by_hand():
+    # Two classes with odds 3 to 1; the second position is no label.
+    logits = torch.tensor([[[3.0, 1.0], [1.0, 1.0]]]).log()
+    labels = torch.tensor([[0, -100]])
+    torch.testing.assert_close(sequence_loss(logits, labels), -torch.tensor(0.75).log())
+    # A smoothing of 0.2 gives the right class 0.9 and the other 0.1.
+    expected = -(0.9 * torch.tensor(0.75).log() + 0.1 * torch.tensor(0.25).log())
+    torch.testing.assert_close(sequence_loss(logits, labels, label_smoothing=0.2), expected)
+
+
+@pytest.mark.parametrize("label_smoothing", [0.1, 0.3])
+@pytest.mark.parametrize("num_items_in_batch", [None, 40, torch.tensor(40)])
+def test_loss_equals_the_label_smoother_of_transformers(label_smoothing, num_items_in_batch):
+    logits, labels = batch()
+    smoother = LabelSmoother(epsilon=label_smoothing)
+    expected = smoother({"logits": logits}, labels.clone(), num_items_in_batch=num_items_in_batch)
+    loss = sequence_loss(logits, labels, num_items_in_batch, label_smoothing)
+    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_items_in_batch", [5, torch.tensor(5), torch.tensor(5.0)])
+def test_loss_is_divided_by_the_items_given(num_items_in_batch):
+    logits, labels = batch()
+    count = (labels != IGNORED_LABEL).sum()
+    expected = sequence_loss(logits, labels) * count / 5
+    torch.testing.assert_close(sequence_loss(logits, labels, num_items_in_batch), expected)
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_accumulated_losses_and_gradients_equal_one_batch(label_smoothing):
+    logits, labels = batch(rows=6)
+    count = (labels != IGNORED_LABEL).sum()
+    logits.requires_grad_()
+    whole = sequence_loss(logits, labels, label_smoothing=label_smoothing)
+    (expected,) = torch.autograd.grad(whole, logits)
+    parts = [sequence_loss(logits[row : row + 1], labels[row : row + 1], count, label_smoothing) for row in range(6)]
+    torch.testing.assert_close(sum(parts), whole, atol=1e-6, rtol=0)
+    (gradient,) = torch.autograd.grad(sum(parts), logits)
+    torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("num_items_in_batch", [None, 7, 0, torch.tensor(0)])
+def test_loss_without_labels_is_zero_with_a_zero_gradient(label_smoothing, num_items_in_batch):
+    logits, labels = batch()
+    logits.requires_grad_()
+    loss = sequence_loss(logits, torch.full_like(labels, IGNORED_LABEL), num_items_in_batch, label_smoothing)
+    loss.backward()
+    assert loss.item() == 0
+    assert torch.equal(logits.grad, torch.zeros_like(logits))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_loss_is_computed_in_float32(dtype):
+    logits, labels = batch(rows=4, target=400, vocab=50)
+    loss = sequence_loss(logits.to(dtype), labels)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, sequence_loss(logits.to(dtype).float(), labels))
+    # Summed in float16, this many labels would overflow.
+    assert sequence_loss(torch.full((2, 9000, 3), 60.0).to(dtype), torch.zeros(2, 9000).long(), 1) > 18_000
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_eight_accumulated_batches_of_one_equal_one_batch_of_eight(smoothing):
+    """Through the whole network, with rows of unequal length on both sides."""
+    model = tiny_model(initializer_range=0.2)
+    source = torch.randint(3, 37, (8, 9))
+    labels = torch.randint(3, 37, (8, 8))
+    lengths = torch.tensor([8, 1, 5, 2, 7, 3, 3, 6])
+    padding = torch.arange(8)[None, :] >= lengths[:, None]
+    labels[padding] = IGNORED_LABEL
+    attention_mask = (torch.arange(9)[None, :] <= lengths[:, None]).long()
+    count = int(lengths.sum())
+
+    def run(rows, columns, num_items_in_batch):
+        outputs = model(
+            input_ids=source[rows, : columns + 1],
+            attention_mask=attention_mask[rows, : columns + 1],
+            labels=labels[rows, :columns],
+            num_items_in_batch=num_items_in_batch,
+            smoothing=smoothing,
+        )
+        outputs.loss.backward()
+        return outputs.loss.item()
+
+    whole = run(slice(0, 8), 8, None)
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    assert run(slice(0, 8), 8, count) == pytest.approx(whole, abs=1e-6)
+    model.zero_grad()
+    # Each row alone is as wide as it is long.
+    accumulated = sum(run(slice(row, row + 1), int(lengths[row]), count) for row in range(8))
+    assert accumulated == pytest.approx(whole, abs=1e-6)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], atol=1e-6, rtol=1e-4, msg=name)
