@@ -164,6 +164,13 @@ class MetaphraseConfig(PreTrainedConfig):
         # Not named validate_*: @strict would wrap the ValueError in an exception that is none.
         self._check()
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
+        # transformers sets the fields in `kwargs` one by one when the rest is checked already.
+        made = super().from_dict(config_dict, **kwargs)
+        (made[0] if isinstance(made, tuple) else made)._check()
+        return made
+
     def _check(self):
         """Checks each field against its range and against the others.
 

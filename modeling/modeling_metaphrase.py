@@ -1,5 +1,8 @@
 """The models: encoder and decoder joined, with a head for generation, and the encoder alone."""
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
@@ -27,6 +30,14 @@ class _EncoderDecoderEmbeddings(MetaphrasePreTrainedModel):
         self.set_input_embeddings(new.requires_grad_(old.weight.requires_grad))
         return new
 
+    def _get_resized_lm_head(self, *args, **kwargs):
+        # The parent initializes new rows as those of any projection.
+        self._is_resizing_head = True
+        try:
+            return super()._get_resized_lm_head(*args, **kwargs)
+        finally:
+            self._is_resizing_head = False
+
     def resize_decoder_token_embeddings(
         self, new_num_tokens: int, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Module:
@@ -51,7 +62,8 @@ class _EncoderDecoderEmbeddings(MetaphrasePreTrainedModel):
         size = new.weight.shape[0]
         head = self.get_output_embeddings()
         if head is not None:
-            self.set_output_embeddings(self._get_resized_lm_head(head, size, mean_resizing=mean_resizing))
+            resized = self._get_resized_lm_head(head, size, mean_resizing=mean_resizing)
+            self.set_output_embeddings(resized.requires_grad_(head.weight.requires_grad))
         self.config.decoder_vocab_size = size
         self.tie_weights()
         return new
@@ -126,6 +138,7 @@ class MetaphraseModel(_EncoderDecoderEmbeddings):
                 attention_mask=attention_mask,
                 inputs_embeds=inputs_embeds,
                 position_ids=position_ids,
+                return_dict=True,
                 **kwargs,
             )
         elif not isinstance(encoder_outputs, BaseModelOutput):
@@ -139,6 +152,7 @@ class MetaphraseModel(_EncoderDecoderEmbeddings):
             inputs_embeds=decoder_inputs_embeds,
             position_ids=decoder_position_ids,
             use_cache=use_cache,
+            return_dict=True,
             **kwargs,
         )
         return Seq2SeqModelOutput(
@@ -181,6 +195,23 @@ class MetaphraseForConditionalGeneration(_EncoderDecoderEmbeddings, GenerationMi
 
     def set_output_embeddings(self, value: nn.Module):
         self.lm_head = value
+
+    @contextlib.contextmanager
+    def _target_vocabulary(self) -> Iterator[None]:
+        """Within, `vocab_size` is that of the target: where transformers asks for it, it means what the head returns."""
+        source, self.config.vocab_size = self.config.vocab_size, self.config.decoder_vocab_size
+        try:
+            yield
+        finally:
+            self.config.vocab_size = source
+
+    def compute_transition_scores(self, *args, **kwargs) -> torch.Tensor:
+        with self._target_vocabulary():
+            return super().compute_transition_scores(*args, **kwargs)
+
+    def _get_candidate_generator(self, *args, **kwargs):
+        with self._target_vocabulary():
+            return super()._get_candidate_generator(*args, **kwargs)
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
         """What the decoder reads for these labels, `(batch, target)`; for data collators."""
@@ -242,6 +273,7 @@ class MetaphraseForConditionalGeneration(_EncoderDecoderEmbeddings, GenerationMi
             position_ids=position_ids,
             decoder_position_ids=decoder_position_ids,
             use_cache=use_cache,
+            return_dict=True,
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -294,6 +326,7 @@ class MetaphraseEncoderModel(MetaphrasePreTrainedModel):
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
             position_ids=position_ids,
+            return_dict=True,
             **kwargs,
         )
 

@@ -51,6 +51,7 @@ class MetaphrasePreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
+    _is_resizing_head = False
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
@@ -61,7 +62,7 @@ class MetaphrasePreTrainedModel(PreTrainedModel):
         embedding_std = config.hidden_size**-0.5 if std is None else std
         if isinstance(module, nn.Linear):
             fan_in, fan_out = module.in_features, module.out_features
-            is_head = module is getattr(self, "lm_head", None)
+            is_head = self._is_resizing_head or module is getattr(self, "lm_head", None)
             gain = getattr(module, "initial_gain", 1.0)
             scaled = gain * (2 / (fan_in + fan_out)) ** 0.5 if std is None else std
             init.normal_(module.weight, std=embedding_std if is_head else scaled)

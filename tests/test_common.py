@@ -1,0 +1,432 @@
+"""Tests that every model of transformers passes: its configuration, its outputs, its gradients."""
+
+import copy
+import inspect
+import json
+
+import pytest
+import torch
+from tiny_models import CROSSED, DESIGNS, fields_of, padding_mask, random_batch, tiny_config, tiny_model
+from transformers import AutoConfig
+
+from metaphrase.modeling import (
+    MetaphraseConfig,
+    MetaphraseEncoderModel,
+    MetaphraseForConditionalGeneration,
+    MetaphraseModel,
+)
+
+MODEL_CLASSES = [MetaphraseForConditionalGeneration, MetaphraseModel, MetaphraseEncoderModel]
+CLOSE = {"atol": 1e-4, "rtol": 1e-4}
+
+
+def run(model, **inputs):
+    with torch.no_grad():
+        return model(**inputs)
+
+
+def batch_for(model, **options):
+    """A batch with what the model takes."""
+    inputs = random_batch(model.config, **options)
+    if isinstance(model, MetaphraseEncoderModel):
+        del inputs["decoder_input_ids"]
+    return inputs
+
+
+# The configuration
+
+
+def test_configuration_without_arguments(tmp_path):
+    config = MetaphraseConfig()
+    config.save_pretrained(tmp_path)
+    assert fields_of(MetaphraseConfig.from_pretrained(tmp_path)) == fields_of(config)
+
+
+@pytest.mark.parametrize("design", [*CROSSED, *(f"mixed {name}" for name in DESIGNS)])
+def test_configuration_round_trips(design, tmp_path):
+    fields = CROSSED[design] if design in CROSSED else DESIGNS[design.removeprefix("mixed ")]
+    config = tiny_config(**fields)
+    for name, value in fields.items():
+        assert getattr(config, name) == value
+    config.to_json_file(tmp_path / "config.json")
+    config.save_pretrained(tmp_path / "below")
+    others = [
+        MetaphraseConfig.from_dict(config.to_dict()),
+        MetaphraseConfig.from_dict(json.loads(config.to_json_string())),
+        MetaphraseConfig.from_json_file(tmp_path / "config.json"),
+        MetaphraseConfig.from_pretrained(tmp_path / "below"),
+        MetaphraseConfig.from_pretrained(tmp_path, subfolder="below"),
+        AutoConfig.from_pretrained(tmp_path / "below"),
+        copy.deepcopy(config),
+    ]
+    for other in others:
+        assert type(other) is MetaphraseConfig
+        assert fields_of(other) == fields_of(config)
+    # What is derived is the same when it is derived again: the file of differences alone gives the same configuration.
+    assert fields_of(MetaphraseConfig.from_dict(config.to_diff_dict())) == fields_of(config)
+
+
+@pytest.mark.parametrize(
+    ("alias", "field"),
+    [
+        ("num_hidden_layers", "encoder_layers"),
+        ("num_attention_heads", "encoder_attention_heads"),
+        ("d_model", "hidden_size"),
+        ("hidden_size", "hidden_size"),
+        ("vocab_size", "vocab_size"),
+    ],
+)
+def test_common_properties_are_read_set_and_given(alias, field):
+    config = tiny_config()
+    assert getattr(config, alias) == getattr(config, field)
+    setattr(config, alias, 96)
+    assert getattr(config, field) == getattr(config, alias) == 96
+    given = MetaphraseConfig(**{alias: 64})
+    assert getattr(given, field) == getattr(given, alias) == 64
+    assert alias == field or alias not in given.to_dict()
+
+
+def test_configuration_from_folder_with_other_fields(tmp_path):
+    tiny_config().save_pretrained(tmp_path)
+    config, unused = MetaphraseConfig.from_pretrained(
+        tmp_path, dropout=0.3, d_model=64, nonsense=1, return_unused_kwargs=True
+    )
+    assert (config.dropout, config.hidden_size, config.encoder_ffn_dim) == (0.3, 64, 48)
+    assert unused == {"nonsense": 1}
+
+
+def test_other_fields_for_a_saved_configuration_are_checked(tmp_path):
+    tiny_config().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="`dropout` must be a probability"):
+        MetaphraseConfig.from_pretrained(tmp_path, dropout=1.5)
+    with pytest.raises(ValueError, match="`decoder_vocab_size` must equal `vocab_size`"):
+        MetaphraseConfig.from_pretrained(tmp_path, vocab_size=40)
+
+
+def test_arguments_of_every_configuration_are_kept(tmp_path):
+    given = {"output_attentions": True, "output_hidden_states": True, "return_dict": False, "dtype": "float16"}
+    given |= {"chunk_size_feed_forward": 3, "id2label": {0: "a"}, "label2id": {"a": 0}, "architectures": ["X"]}
+    tiny_config(**given, attn_implementation="eager").save_pretrained(tmp_path)
+    config = MetaphraseConfig.from_pretrained(tmp_path)
+    assert (config.output_attentions, config.output_hidden_states, config.return_dict) == (True, True, False)
+    assert config.dtype == torch.float16 and config.architectures == ["X"]
+
+
+# What goes in and what comes out
+
+
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
+def test_signature(model_class):
+    names = list(inspect.signature(model_class.forward).parameters)
+    assert model_class.main_input_name == names[1] == "input_ids" and names[2] == "attention_mask"
+    assert "inputs_embeds" in names
+    if model_class is not MetaphraseEncoderModel:
+        assert names[3:7] == ["decoder_input_ids", "decoder_attention_mask", "encoder_outputs", "past_key_values"]
+
+
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
+def test_every_tensor_is_a_parameter_or_a_buffer(model_class):
+    for design in DESIGNS.values():
+        for module in tiny_model(model_class, **design).modules():
+            for name, value in vars(module).items():
+                assert not isinstance(value, torch.Tensor), name
+
+
+def shapes(tensors):
+    return [tuple(tensor.shape) for tensor in tensors]
+
+
+@pytest.mark.parametrize("design", CROSSED)
+@pytest.mark.parametrize(("encoder_layers", "decoder_layers"), [(1, 3), (3, 1)])
+def test_attentions_and_hidden_states(design, encoder_layers, decoder_layers):
+    model = tiny_model(
+        **CROSSED[design],
+        encoder_layers=encoder_layers,
+        decoder_layers=decoder_layers,
+        encoder_attention_heads=2,
+        num_key_value_heads=2,
+        attn_implementation="eager",
+    )
+    inputs = random_batch(model.config)
+    inputs["decoder_attention_mask"] = padding_mask([5, 4, 2], 5, "right")
+    plain = run(model, **inputs)
+    assert plain.decoder_attentions is plain.encoder_attentions is plain.cross_attentions is None
+    assert plain.decoder_hidden_states is plain.encoder_hidden_states is None
+    outputs = run(model, **inputs, output_attentions=True, output_hidden_states=True)
+    torch.testing.assert_close(outputs.logits, plain.logits, rtol=0, atol=0)
+
+    assert shapes(outputs.encoder_attentions) == [(3, 2, 7, 7)] * encoder_layers
+    assert shapes(outputs.decoder_attentions) == [(3, 4, 5, 5)] * decoder_layers
+    assert shapes(outputs.cross_attentions) == [(3, 4, 5, 7)] * decoder_layers
+    for weights in (*outputs.encoder_attentions, *outputs.decoder_attentions, *outputs.cross_attentions):
+        torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
+    is_padding = inputs["attention_mask"][:, None, None, :] == 0
+    for weights in (*outputs.encoder_attentions, *outputs.cross_attentions):
+        assert not weights.masked_select(is_padding).any()
+        assert (weights.masked_select(~is_padding) > 0).float().mean() > 0.9
+    hidden = torch.ones(5, 5).triu(1).bool() | (inputs["decoder_attention_mask"][:, None, None, :] == 0)
+    for weights in outputs.decoder_attentions:
+        assert not weights.masked_select(hidden).any()
+
+    assert shapes(outputs.encoder_hidden_states) == [(3, 7, 32)] * (encoder_layers + 1)
+    assert shapes(outputs.decoder_hidden_states) == [(3, 5, 32)] * (decoder_layers + 1)
+    assert torch.equal(outputs.encoder_last_hidden_state, outputs.encoder_hidden_states[-1])
+    inner = run(model.model, **inputs, output_hidden_states=True)
+    assert torch.equal(inner.last_hidden_state, inner.decoder_hidden_states[-1])
+    for states, expected in zip(inner.decoder_hidden_states, outputs.decoder_hidden_states, strict=True):
+        assert torch.equal(states, expected)
+    projected = model.lm_head(outputs.decoder_hidden_states[-1]) * model.config.logits_scale
+    torch.testing.assert_close(projected, outputs.logits)
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
+def test_flags_of_the_configuration_and_tuples(model_class, design):
+    model = tiny_model(model_class, **DESIGNS[design], attn_implementation="eager")
+    inputs = batch_for(model)
+    outputs = run(model, **inputs, output_attentions=True, output_hidden_states=True)
+    as_tuple = run(model, **inputs, output_attentions=True, output_hidden_states=True, return_dict=False)
+    model.config.output_attentions = model.config.output_hidden_states = True
+    flagged = run(model, **inputs)
+    refused = run(model, **inputs, output_attentions=False, output_hidden_states=False)
+    assert list(flagged) == list(outputs)
+    assert {name for name in outputs if "attentions" in name or "hidden_states" in name}.isdisjoint(refused)
+    for other in (as_tuple, flagged.to_tuple()):
+        assert isinstance(other, tuple)
+        assert_same_structure(other, outputs.to_tuple())
+
+
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
+def test_configuration_asks_for_tuples(model_class):
+    model = tiny_model(model_class)
+    inputs = batch_for(model)
+    expected = run(model, **inputs)
+    model.config.return_dict = False
+    outputs = run(model, **inputs)
+    assert isinstance(outputs, tuple)
+    assert_same_structure(outputs, expected.to_tuple())
+    assert type(run(model, **inputs, return_dict=True)) is type(expected)
+
+
+def assert_same_structure(given, expected):
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(given, expected)
+    elif isinstance(expected, tuple):
+        assert isinstance(given, tuple) and len(given) == len(expected)
+        for one, other in zip(given, expected, strict=True):
+            assert_same_structure(one, other)
+    else:
+        assert type(given) is type(expected)
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_gradients_reach_hidden_states_and_attentions(design):
+    model = tiny_model(**DESIGNS[design], attn_implementation="eager")
+    outputs = model(**random_batch(model.config), output_attentions=True, output_hidden_states=True)
+    kinds = ("encoder_hidden_states", "decoder_hidden_states", "encoder_attentions", "decoder_attentions")
+    tensors = [tensor for kind in (*kinds, "cross_attentions") for tensor in outputs[kind]]
+    for tensor in tensors:
+        tensor.retain_grad()
+    outputs.logits.square().sum().backward()
+    for tensor in tensors:
+        assert tensor.grad is not None and tensor.grad.isfinite().all() and tensor.grad.any()
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_every_parameter_gets_a_gradient(design):
+    model = tiny_model(**DESIGNS[design]).train()
+    loss = model(**random_batch(model.config, with_labels=True)).loss
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        # The key's bias moves all scores of a query alike, so it has none to speak of.
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+        assert parameter.grad.any() or name.endswith("k_proj.bias"), name
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_embeddings_equal_ids(design):
+    model = tiny_model(**DESIGNS[design])
+    inputs = random_batch(model.config, with_labels=True)
+    expected = run(model, **inputs)
+    ids, table = inputs.pop("input_ids"), model.get_input_embeddings()
+    embeddings = table(ids)
+    assert torch.equal(embeddings, table.weight[ids] * (32**0.5 if model.config.scale_embedding else 1.0))
+    outputs = run(model, inputs_embeds=embeddings, **inputs)
+    assert torch.equal(outputs.logits, expected.logits)
+    decoder_ids = model.prepare_decoder_input_ids_from_labels(inputs["labels"])
+    decoder_embeddings = model.get_decoder().embed_tokens(decoder_ids)
+    outputs = run(model, inputs_embeds=embeddings, decoder_inputs_embeds=decoder_embeddings, **inputs)
+    assert torch.equal(outputs.logits, expected.logits) and torch.equal(outputs.loss, expected.loss)
+
+
+@pytest.mark.parametrize("design", CROSSED)
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_batched_equals_alone(design, padding):
+    model = tiny_model(**CROSSED[design], encoder_layers=1, decoder_layers=2)
+    inputs = random_batch(model.config, padding=padding)
+    lengths = [5, 3, 2]
+    decoder_mask = padding_mask(lengths, 5, padding)
+    targets = inputs["decoder_input_ids"]
+    outputs = run(model, **inputs, decoder_attention_mask=decoder_mask)
+    again = run(model, **inputs, decoder_attention_mask=decoder_mask)
+    assert torch.equal(outputs.logits, again.logits)
+    for row in range(3):
+        is_source, is_target = inputs["attention_mask"][row].bool(), decoder_mask[row].bool()
+        alone = run(
+            model, input_ids=inputs["input_ids"][row, is_source][None], decoder_input_ids=targets[row, is_target][None]
+        )
+        torch.testing.assert_close(outputs.logits[row, is_target], alone.logits[0], **CLOSE)
+        torch.testing.assert_close(
+            outputs.encoder_last_hidden_state[row, is_source], alone.encoder_last_hidden_state[0], **CLOSE
+        )
+    # Were the order of the source all one to the model, then so would wrong positions be.
+    turned = run(
+        model, **(inputs | {"input_ids": inputs["input_ids"].roll(2, -1)}), decoder_attention_mask=decoder_mask
+    )
+    assert ((turned.logits - outputs.logits)[0].abs().max() > 0.1) == (not design.startswith("none"))
+
+
+@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
+@pytest.mark.parametrize("design", DESIGNS)
+def test_masks_ready_for_the_kernel(design, kernel):
+    """Two-dimensional masks and those that a caller has already brought to four dimensions are the same."""
+    model = tiny_model(**DESIGNS[design], attn_implementation=kernel)
+    inputs = random_batch(model.config)
+    mask = inputs["attention_mask"]
+    decoder_mask = padding_mask([5, 4, 2], 5, "right")
+    expected = run(model, **inputs, decoder_attention_mask=decoder_mask).logits
+    square = mask[:, None, None, :].bool().expand(-1, 1, 7, -1)
+    memory = run(model.get_encoder(), input_ids=inputs["input_ids"], attention_mask=square)
+    causal = torch.ones(5, 5).tril().bool() & decoder_mask[:, None, None, :].bool()
+    for encoder_outputs in (memory, memory.to_tuple(), tuple(memory.last_hidden_state[None])):
+        outputs = run(
+            model,
+            encoder_outputs=encoder_outputs,
+            attention_mask=mask,
+            decoder_input_ids=inputs["decoder_input_ids"],
+            decoder_attention_mask=causal,
+        )
+        # Padding stands elsewhere, since a mask for the kernel does not say where it is.
+        is_token = decoder_mask.bool()
+        torch.testing.assert_close(outputs.logits[is_token], expected[is_token], **CLOSE)
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_logits_to_keep(design):
+    model = tiny_model(**DESIGNS[design])
+    inputs = random_batch(model.config)
+    logits = run(model, **inputs).logits
+    hidden_states = run(model.model, **inputs).last_hidden_state
+    torch.testing.assert_close(model.lm_head(hidden_states * model.config.logits_scale), logits)
+    torch.testing.assert_close(run(model, **inputs, logits_to_keep=2).logits, logits[:, -2:])
+    chosen = torch.tensor([0, 3])
+    torch.testing.assert_close(run(model, **inputs, logits_to_keep=chosen).logits, logits[:, chosen])
+
+
+def test_nothing_to_decode_or_to_read_is_refused():
+    model = tiny_model()
+    inputs = random_batch(model.config)
+    with pytest.raises(ValueError, match="`decoder_input_ids` or `decoder_inputs_embeds`"):
+        model(input_ids=inputs["input_ids"])
+    with pytest.raises(ValueError, match="Exactly one of `input_ids` and `inputs_embeds`"):
+        model(decoder_input_ids=inputs["decoder_input_ids"])
+    with pytest.raises(ValueError, match="`encoder_hidden_states` must be given"):
+        model.get_decoder()(input_ids=inputs["decoder_input_ids"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("design", DESIGNS)
+def test_half_precision_is_finite_and_near(design, dtype):
+    model = tiny_model(**DESIGNS[design], attn_implementation="eager").to(dtype)
+    inputs = random_batch(model.config, with_labels=True)
+    for kernel in ("eager", "sdpa"):
+        model.set_attn_implementation(kernel)
+        outputs = model(**inputs)
+        assert outputs.logits.dtype == dtype and outputs.loss.dtype == torch.float32
+        outputs.loss.backward()
+        assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+        expected = run(copy.deepcopy(model).float(), **inputs).logits
+        error = (outputs.logits.float() - expected).norm() / expected.norm()
+        assert error < (0.25 if dtype == torch.bfloat16 else 0.04)
+
+
+# Training
+
+
+@pytest.mark.parametrize("field", ["dropout", "attention_dropout", "activation_dropout"])
+@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
+def test_each_dropout_acts_in_training_alone(field, kernel):
+    fields = {"dropout": 0.0, field: 0.5}
+    model, without = tiny_model(**fields, attn_implementation=kernel), tiny_model(attn_implementation=kernel)
+    inputs = random_batch(model.config)
+    assert torch.equal(run(model, **inputs).logits, run(without, **inputs).logits)
+    model.train()
+    first = run(model, **inputs)
+    torch.manual_seed(1)
+    second = run(model, **inputs)
+    for one, other in ((first.logits, second.logits), (first[-1], second[-1])):
+        assert (one - other).abs().max() > 0.1
+    assert torch.equal(run(without.train(), **inputs).logits, run(without.eval(), **inputs).logits)
+
+
+def loss_and_gradients(model, inputs):
+    """With the same dropout each time."""
+    model.zero_grad()
+    torch.manual_seed(7)
+    outputs = model(**inputs)
+    loss = outputs.logits.square().mean() if outputs.loss is None else outputs.loss
+    loss.backward()
+    return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("is_reentrant", "with_labels"), [(True, True), (False, True), (False, False)])
+@pytest.mark.parametrize("design", DESIGNS)
+def test_gradient_checkpointing_changes_nothing(design, with_labels, is_reentrant):
+    model = tiny_model(**(DESIGNS[design] | {"dropout": 0.1, "attention_dropout": 0.1})).train()
+    inputs = random_batch(model.config, with_labels=with_labels)
+    loss, gradients = loss_and_gradients(model, inputs)
+
+    runs = []
+    for layer in (*model.get_encoder().layers, *model.get_decoder().layers):
+        layer.mlp.register_forward_hook(lambda *_: runs.append(1))
+    model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
+    assert model.is_gradient_checkpointing
+    checkpointed_loss, checkpointed = loss_and_gradients(model, inputs)
+    depth = model.config.encoder_layers + model.config.decoder_layers
+    assert len(runs) == 2 * depth
+    torch.testing.assert_close(checkpointed_loss, loss)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(checkpointed[name], gradient, msg=lambda text, name=name: f"{name}: {text}")
+
+    model.gradient_checkpointing_disable()
+    assert not model.is_gradient_checkpointing
+    runs.clear()
+    loss_and_gradients(model, inputs)
+    assert len(runs) == depth
+
+
+@pytest.mark.parametrize("is_reentrant", [True, False])
+def test_frozen_model_with_an_adapter_trains_under_checkpointing(is_reentrant):
+    model = tiny_model().requires_grad_(False).train()
+    adapters = [model.get_encoder().layers[0].mlp.up_proj, model.get_decoder().layers[0].self_attn.q_proj]
+    for adapter in adapters:
+        adapter.requires_grad_(True)
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
+    model(**random_batch(model.config, with_labels=True)).loss.backward()
+    assert all(adapter.weight.grad.any() for adapter in adapters)
+
+
+@pytest.mark.parametrize("design", CROSSED)
+def test_training_lowers_the_loss(design):
+    model = tiny_model(**CROSSED[design], encoder_layers=1, decoder_layers=1, initializer_range=None).train()
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    inputs = random_batch(model.config, with_labels=True)
+    losses = []
+    for _ in range(5):
+        loss = model(**inputs).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]

@@ -1,0 +1,228 @@
+"""Tests that the kernels agree: eager is the reference for sdpa, for flex attention and for compiled models."""
+
+import functools
+import warnings
+
+import pytest
+import torch
+from tiny_models import CROSSED, DESIGNS, padding_mask, random_batch, tiny_model
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache, masking_utils
+from transformers.integrations import flex_attention as flex_integration
+
+from metaphrase.modeling import MetaphraseForConditionalGeneration
+
+# The weights are large, so that rounding grows from layer to layer; what a mistake does is far larger still.
+CLOSE = {"atol": 1e-3, "rtol": 1e-3}
+SIDES = ["left", "right", None]
+
+
+def with_kernel(model, kernel):
+    model.set_attn_implementation(kernel)
+    assert model.config._attn_implementation == model.get_decoder().config._attn_implementation == kernel
+    return model
+
+
+def padded_batch(config, side, with_labels=False):
+    """A batch whose target is padded too, on the same side."""
+    inputs = random_batch(config, padding=side, with_labels=with_labels)
+    if side is not None:
+        inputs["decoder_attention_mask"] = padding_mask([5, 3, 2], 5, side)
+    return inputs
+
+
+def run(model, inputs):
+    """Logits, with those of padding set to 0, whose value means nothing."""
+    with torch.no_grad():
+        logits = model(**inputs).logits
+    mask = inputs.get("decoder_attention_mask")
+    return logits if mask is None else logits * mask[:, :, None]
+
+
+# eager and sdpa
+
+
+@pytest.mark.parametrize("design", CROSSED)
+@pytest.mark.parametrize("side", SIDES)
+def test_sdpa_equals_eager(design, side):
+    model = tiny_model(**CROSSED[design], encoder_layers=1, num_key_value_heads=2, attn_implementation="eager")
+    inputs = padded_batch(model.config, side)
+    expected = run(model, inputs)
+    assert expected.isfinite().all()
+    torch.testing.assert_close(run(with_kernel(model, "sdpa"), inputs), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+@pytest.mark.parametrize("side", SIDES)
+def test_sdpa_equals_eager_backward(design, side):
+    model = tiny_model(**DESIGNS[design], attn_implementation="eager").train()
+    inputs = padded_batch(model.config, side, with_labels=True)
+    inputs["labels"] = inputs["labels"].masked_fill(inputs.get("decoder_attention_mask", torch.ones(3, 5)) == 0, -100)
+    results = []
+    for kernel in ("eager", "sdpa"):
+        model.zero_grad()
+        outputs = with_kernel(model, kernel)(**inputs)
+        outputs.loss.backward()
+        results.append((outputs.loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}))
+    (loss, gradients), (other_loss, other_gradients) = results
+    torch.testing.assert_close(other_loss, loss)
+    for name, gradient in gradients.items():
+        assert gradient.isfinite().all(), name
+        difference = (other_gradients[name] - gradient).abs().max()
+        assert difference < 1e-3 * max(1.0, gradient.abs().max()), name
+
+
+@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
+@pytest.mark.parametrize("design", DESIGNS)
+def test_rows_of_padding_alone_stay_finite(design, kernel):
+    """An empty source or target must not spoil its batch-mates, in the loss and in the gradients."""
+    model = tiny_model(**DESIGNS[design], attn_implementation=kernel).train()
+    inputs = random_batch(model.config, with_labels=True)
+    expected = model(**{name: tensor[:2] for name, tensor in inputs.items()}).loss
+    inputs["attention_mask"][2] = 0
+    inputs["labels"][2] = -100
+    inputs["decoder_attention_mask"] = torch.ones_like(inputs["labels"])
+    inputs["decoder_attention_mask"][2] = 0
+    outputs = model(**inputs)
+    outputs.loss.backward()
+    assert outputs.logits.isfinite().all()
+    torch.testing.assert_close(outputs.loss, expected, **CLOSE)
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_sdpa_is_the_default_and_gives_no_weights():
+    model = tiny_model()
+    assert model.config._attn_implementation == "sdpa"
+    with pytest.raises(ValueError, match="eager"):
+        model.config.output_attentions = True
+
+
+def test_kernel_is_chosen_on_loading(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    for kernel in ("eager", "sdpa", "flex_attention"):
+        model = MetaphraseForConditionalGeneration.from_pretrained(tmp_path, attn_implementation=kernel)
+        assert model.get_encoder().config._attn_implementation == kernel
+
+
+@pytest.mark.parametrize("design", ["relative", "relative_per_layer", "alibi"])
+def test_kernel_that_has_no_place_for_a_bias_is_refused(design):
+    model = tiny_model(**DESIGNS[design])
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="`attn_implementation` must take a position bias"):
+        model(**random_batch(model.config, padding=None))
+
+
+# flex attention
+
+
+@pytest.fixture
+def uncompiled_flex(monkeypatch):
+    """transformers compiles flex attention, which takes seconds for each shape; written out, it computes the same."""
+    monkeypatch.setattr(flex_integration, "WrappedFlexAttention", lambda training: lambda: flex_attention)
+    monkeypatch.setattr(masking_utils, "create_block_mask", lambda *_, _compile, **rest: create_block_mask(*_, **rest))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_flex_equals_eager(design, uncompiled_flex):
+    model = tiny_model(**DESIGNS[design], attn_implementation="eager")
+    for side in ("left", "right"):
+        inputs = padded_batch(model.config, side)
+        expected = run(with_kernel(model, "eager"), inputs)
+        torch.testing.assert_close(run(with_kernel(model, "flex_attention"), inputs), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("design", ["learned", "relative", "alibi"])
+def test_flex_generates_what_eager_does(design, uncompiled_flex):
+    model = tiny_model(**DESIGNS[design], attn_implementation="eager")
+    inputs = random_batch(model.config, padding="left")
+    del inputs["decoder_input_ids"]
+    options = {"max_new_tokens": 5, "no_repeat_ngram_size": 1}
+    expected = model.generate(**inputs, **options)
+    assert torch.equal(with_kernel(model, "flex_attention").generate(**inputs, **options), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("design", ["relative", "rotary", "alibi"])
+def test_compiled_flex_equals_eager(design):
+    model = tiny_model(**DESIGNS[design], attn_implementation="eager")
+    torch.compiler.reset()
+    # torch 2.13 writes C++ that does not compile when it has seen several shapes and makes them variable.
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+        for side in ("left", "right"):
+            inputs = padded_batch(model.config, side)
+            expected = run(with_kernel(model, "eager"), inputs)
+            torch.testing.assert_close(run(with_kernel(model, "flex_attention"), inputs), expected, **CLOSE)
+    torch.compiler.reset()
+
+
+# torch.compile
+
+
+@pytest.fixture
+def compiler():
+    """Compiles a model as one graph, with nothing left over from other tests."""
+    torch.compiler.reset()
+    yield functools.partial(torch.compile, fullgraph=True)
+    torch.compiler.reset()
+
+
+SHALLOW = {"encoder_layers": 1, "decoder_layers": 1}
+FORWARD = ["sinusoidal", "learned", "relative_per_layer", "alibi"]
+
+
+def some_slow(quick):
+    """All designs, of which only `quick` ones are compiled in the quick run."""
+    return [design if design in quick else pytest.param(design, marks=pytest.mark.slow) for design in DESIGNS]
+
+
+@pytest.mark.parametrize("design", some_slow(FORWARD))
+def test_compiled_forward_has_no_graph_break(design, compiler):
+    model = tiny_model(**(DESIGNS[design] | SHALLOW))
+    inputs = padded_batch(model.config, "left") | {"use_cache": False}
+    expected = run(model, inputs)
+    torch.testing.assert_close(run(compiler(model, backend="aot_eager"), inputs), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("design", some_slow(["relative_per_layer"]))
+def test_compiled_training_has_the_same_gradients(design, compiler):
+    model = tiny_model(**(DESIGNS[design] | SHALLOW)).train()
+    inputs = random_batch(model.config, with_labels=True)
+    loss = model(**inputs).loss
+    loss.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    compiled_loss = compiler(model, backend="aot_eager")(**inputs).loss
+    compiled_loss.backward()
+    torch.testing.assert_close(compiled_loss, loss)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], **CLOSE, msg=name)
+
+
+@pytest.mark.parametrize("design", some_slow([design for design in DESIGNS if design not in FORWARD]))
+def test_compiled_step_with_a_static_cache(design, compiler):
+    """The step of generation that is repeated is one graph, compiled once for all positions."""
+    model = tiny_model(**(DESIGNS[design] | SHALLOW))
+    inputs = random_batch(model.config)
+    targets = inputs.pop("decoder_input_ids")
+    expected = run(model, inputs | {"decoder_input_ids": targets})
+    with torch.no_grad():
+        memory = model.get_encoder()(**inputs)
+        cache = EncoderDecoderCache(StaticCache(config=model.config, max_cache_len=8), DynamicCache())
+        inputs = {"attention_mask": inputs["attention_mask"], "encoder_outputs": memory, "past_key_values": cache}
+        model(decoder_input_ids=targets[:, :2], **inputs)
+        step = compiler(model, backend="aot_eager")
+        with torch.compiler.set_stance(skip_guard_eval_unsafe=False):
+            for index in range(2, 5):
+                logits = step(decoder_input_ids=targets[:, index : index + 1], **inputs).logits
+                torch.testing.assert_close(logits[:, 0], expected[:, index], **CLOSE)
+
+
+@pytest.mark.slow
+def test_inductor_computes_the_same(compiler):
+    model = tiny_model(**(DESIGNS["rotary"] | SHALLOW))
+    inputs = padded_batch(model.config, "left") | {"use_cache": False}
+    expected = run(model, inputs)
+    torch.testing.assert_close(run(compiler(model, backend="inductor"), inputs), expected, **CLOSE)
