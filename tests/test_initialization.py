@@ -1,0 +1,87 @@
+"""Tests of initialization: nothing stays as memory left it, and every weight has the size that it should."""
+
+import pytest
+import torch
+from tiny_models import DESIGNS, tiny_config, tiny_model
+from weights import assert_same_tensors, assert_std, every_tensor
+
+from metaphrase.modeling import MetaphraseEncoderModel, MetaphraseForConditionalGeneration
+
+
+@pytest.mark.parametrize("model_class", [MetaphraseForConditionalGeneration, MetaphraseEncoderModel])
+@pytest.mark.parametrize("design", DESIGNS)
+def test_initialization_fills_what_was_on_the_meta_device(model_class, design):
+    config = tiny_config(**DESIGNS[design])
+    usual = model_class(config)
+    with torch.device("meta"):
+        model = model_class(config)
+    assert all(tensor.is_meta for tensor in every_tensor(model).values())
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in every_tensor(model).values():
+            tensor.fill_(float("nan"))
+    model.init_weights()
+    usual_tensors = every_tensor(usual)
+    for name, tensor in every_tensor(model).items():
+        assert tensor.isfinite().all(), name
+        if name.endswith(("slopes", "inv_freq", "table")) or tensor.ndim == 1:
+            assert torch.equal(tensor, usual_tensors[name]), name
+        else:
+            assert_std(tensor, config.initializer_range, name)
+
+
+@pytest.mark.parametrize("model_class", [MetaphraseForConditionalGeneration, MetaphraseEncoderModel])
+@pytest.mark.parametrize("design", DESIGNS)
+def test_missing_weights_are_initialized_under_the_seed(model_class, design):
+    config = tiny_config(**DESIGNS[design])
+
+    def load(seed):
+        torch.manual_seed(seed)
+        return model_class.from_pretrained(None, config=config, state_dict={})
+
+    model, again, other = load(0), load(0), load(1)
+    assert_same_tensors(again, model)
+    torch.manual_seed(0)
+    usual_tensors = every_tensor(model_class(config))
+    others = every_tensor(other)
+    for name, tensor in every_tensor(model).items():
+        assert tensor.shape == usual_tensors[name].shape
+        assert tensor.isfinite().all(), name
+        if name.endswith(("slopes", "inv_freq", "table")) or tensor.ndim == 1:
+            assert torch.equal(tensor, usual_tensors[name]), name
+        else:
+            assert_std(tensor, config.initializer_range, name)
+            assert not torch.equal(tensor, others[name]), name
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_partial_checkpoint_keeps_what_it_has(design):
+    model = tiny_model(**DESIGNS[design])
+    missing = {name for name in model.state_dict() if "mlp" in name or "norm" in name}
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in missing}
+    loaded, info = MetaphraseForConditionalGeneration.from_pretrained(
+        None, config=model.config, state_dict=state, output_loading_info=True
+    )
+    assert set(info["missing_keys"]) == missing
+    for name, tensor in every_tensor(loaded).items():
+        assert tensor.isfinite().all()
+        assert torch.equal(tensor, every_tensor(model)[name]) != (name in missing), name
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_initialization_by_shape(design):
+    config = tiny_config(**(DESIGNS[design] | {"initializer_range": None, "hidden_size": 64, "head_dim": 16}))
+    model = MetaphraseForConditionalGeneration(config)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            std = (2 / (module.in_features + module.out_features)) ** 0.5
+            if module is model.lm_head:
+                std = 64**-0.5
+            elif name.endswith("q_proj") and config.attention_scale is not None:
+                std *= 16**-0.5 / config.attention_scale
+            assert_std(module.weight, std, name)
+            assert module.bias is None or not module.bias.any()
+        elif isinstance(module, torch.nn.Embedding):
+            assert_std(module.weight, 64**-0.5, name)
+        elif "norm" in name and hasattr(module, "weight"):
+            assert torch.equal(module.weight, torch.ones_like(module.weight)), name

@@ -1,0 +1,54 @@
+"""What tests ask of a model's weights: which they are, whether two models have the same, which of them are one."""
+
+import pytest
+import torch
+
+TIES = {
+    f"{'tied' if tied else 'untied'}-{'shared' if shared else 'separate'}": {
+        "tie_word_embeddings": tied,
+        "share_embeddings": shared,
+        "decoder_vocab_size": None if shared else 31,
+        "logits_bias": True,
+    }
+    for tied in (True, False)
+    for shared in (True, False)
+}
+
+
+def every_tensor(model):
+    """All parameters and buffers by name, saved ones or not, ties under each of their names."""
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+
+
+def assert_same_tensors(model, expected):
+    tensors, expected_tensors = every_tensor(model), every_tensor(expected)
+    assert tensors.keys() == expected_tensors.keys()
+    for name, tensor in tensors.items():
+        assert tensor.device.type == "cpu", name
+        assert torch.equal(tensor, expected_tensors[name]), name
+
+
+def assert_std(tensor, expected, name):
+    """Within four standard errors."""
+    tolerance = 4 / (2 * tensor.numel()) ** 0.5
+    assert tensor.std().item() == pytest.approx(expected, rel=tolerance), name
+
+
+def tie_groups(model):
+    """Which of the three embeddings are one tensor."""
+    storage = {
+        "source": model.get_encoder().embed_tokens.weight,
+        "target": model.get_decoder().embed_tokens.weight,
+        "head": model.lm_head.weight,
+    }
+    return {frozenset(other for other in storage if storage[other] is storage[name]) for name in storage}
+
+
+def expected_groups(config):
+    if config.share_embeddings and config.tie_word_embeddings:
+        return {frozenset(("source", "target", "head"))}
+    if config.share_embeddings:
+        return {frozenset(("source", "target")), frozenset(("head",))}
+    if config.tie_word_embeddings:
+        return {frozenset(("source",)), frozenset(("target", "head"))}
+    return {frozenset(("source",)), frozenset(("target",)), frozenset(("head",))}
