@@ -75,7 +75,7 @@ def write_model_card(
     """
     facts = TrainedFolder.read(folder)
     path = facts.path / "README.md"
-    if path.exists() and not overwrite and MARKER not in path.read_text("utf-8", errors="replace"):
+    if path.exists() and not overwrite and not is_own_card(path):
         raise ValueError(
             f"`overwrite` must be True to replace a README.md that was written otherwise, got {str(path)!r}."
         )
@@ -109,6 +109,11 @@ def write_model_card(
     finally:
         temporary.unlink(missing_ok=True)
     return path
+
+
+def is_own_card(path: str | os.PathLike) -> bool:
+    """Whether a README.md was written by `write_model_card` and nobody has claimed it since."""
+    return MARKER in Path(path).read_text("utf-8", errors="replace")
 
 
 def _choose_task(task: str | None, languages: tuple[str | None, str | None]) -> str:

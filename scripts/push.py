@@ -20,6 +20,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from huggingface_hub.utils import validate_repo_id
 
 from metaphrase.hub_card import write_model_card
+from metaphrase.hub_card.card import is_own_card
 from metaphrase.hub_card.facts import SECRET_FIELDS
 from metaphrase.scripts.console import run
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
@@ -69,7 +70,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--commit_message", default="Upload the model", metavar="TEXT", help="[%(default)s]")
     parser.add_argument("--revision", metavar="BRANCH", help="branch to upload to, created if it does not exist [main]")
     parser.add_argument("--token", help="access token; by default HF_TOKEN or that of `hf auth login`")
-    parser.add_argument("--overwrite_card", action="store_true", help="write a new model card in place of README.md")
+    parser.add_argument(
+        "--overwrite_card", action="store_true", help="write a model card in place of a README.md of your own"
+    )
     return parser
 
 
@@ -130,12 +133,17 @@ def report(selection: Selection, show) -> None:
         show(f"  {'left out':>15}  {name} ({reason})")
 
 
+def writes_card(folder: Path, arguments: argparse.Namespace) -> bool:
+    """Whether the card is written anew, to name the repository: unless somebody else's words are in its place."""
+    return arguments.overwrite_card or not (folder / CARD).exists() or is_own_card(folder / CARD)
+
+
 def rehearse(folder: Path, arguments: argparse.Namespace) -> None:
     """Prints what would be done; neither the folder nor the Hub changes."""
     selection = select_files(folder)
     kind = "private " if arguments.private else ""
     print(f"Dry run: nothing is written or sent. {folder} -> {kind}{arguments.repo_id}, {arguments.revision or 'main'}")
-    if arguments.overwrite_card or not (folder / CARD).exists():
+    if writes_card(folder, arguments):
         selection.sizes.pop(CARD, None)
         print(f"  {'written first':>15}  {CARD} (model card, perhaps with a picture of the training curves)")
     report(selection, print)
@@ -181,10 +189,8 @@ def main(words: Sequence[str]) -> None:
     if arguments.dry_run:
         rehearse(folder, arguments)
         return
-    if arguments.overwrite_card or not (folder / CARD).exists():
+    if writes_card(folder, arguments):
         logger.info("Wrote %s", write_model_card(folder, repo_id=arguments.repo_id, overwrite=arguments.overwrite_card))
-    elif "path/to/this/folder" in (folder / CARD).read_text(encoding="utf-8", errors="replace"):
-        logger.warning("%s does not say how to load the model from the Hub: --overwrite_card writes it anew.", CARD)
     upload(folder, arguments)
 
 

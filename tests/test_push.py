@@ -196,10 +196,12 @@ def test_card_that_is_there_is_left_alone_unless_told_otherwise(hub, folder):
     assert first == b"my own words" and b"somebody/tiny" in second
 
 
-def test_card_without_the_name_is_pointed_out(hub, folder, caplog):
+def test_card_of_training_is_written_anew_to_name_the_repository(hub, folder):
     write_model_card(folder)
+    assert "path/to/this/folder" in (folder / "README.md").read_text(encoding="utf-8")
     push.main(push_words(folder))
-    assert "--overwrite_card writes it anew" in caplog.text
+    card = hub.commits[0][2]["README.md"].decode()
+    assert '"somebody/tiny"' in card and "path/to/this/folder" not in card
 
 
 def test_existing_repository_and_other_branch(hub, folder):
