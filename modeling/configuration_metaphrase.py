@@ -256,6 +256,17 @@ class MetaphraseConfig(PreTrainedConfig):
             described.head_dim = self.get_head_dim(heads)
             super(MetaphraseConfig, described).validate_rope()
 
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
+        """As the parent's; asked for neither side, it answers with the vocabulary of the target.
+
+        transformers asks so for the width of the logits, in beam search and in scores. With two vocabularies that is a copy.
+        """
+        config = super().get_text_config(decoder=decoder, encoder=encoder)
+        if config is self and self.vocab_size != self.decoder_vocab_size:
+            config = copy.copy(self)
+            config.vocab_size = self.decoder_vocab_size
+        return config
+
     def get_head_dim(self, heads: int) -> int:
         """Width of one of `heads` heads."""
         return self.head_dim if self.head_dim is not None else self.hidden_size // heads

@@ -1,8 +1,5 @@
 """The models: encoder and decoder joined, with a head for generation, and the encoder alone."""
 
-import contextlib
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
@@ -23,11 +20,12 @@ class _EncoderDecoderEmbeddings(MetaphrasePreTrainedModel):
     def _resize_token_embeddings(self, new_num_tokens, pad_to_multiple_of=None, mean_resizing=True):
         if self.config.share_embeddings:
             embeddings = super()._resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
-            self.config.decoder_vocab_size = embeddings.weight.shape[0]
+            self.config.vocab_size = self.config.decoder_vocab_size = embeddings.weight.shape[0]
             return embeddings
         old = self.get_input_embeddings()
         new = self._get_resized_embeddings(old, new_num_tokens, pad_to_multiple_of, mean_resizing)
         self.set_input_embeddings(new.requires_grad_(old.weight.requires_grad))
+        self.config.vocab_size = new.weight.shape[0]
         return new
 
     def _get_resized_lm_head(self, *args, **kwargs):
@@ -195,23 +193,6 @@ class MetaphraseForConditionalGeneration(_EncoderDecoderEmbeddings, GenerationMi
 
     def set_output_embeddings(self, value: nn.Module):
         self.lm_head = value
-
-    @contextlib.contextmanager
-    def _target_vocabulary(self) -> Iterator[None]:
-        """Within, `vocab_size` is that of the target: where transformers asks for it, it means what the head returns."""
-        source, self.config.vocab_size = self.config.vocab_size, self.config.decoder_vocab_size
-        try:
-            yield
-        finally:
-            self.config.vocab_size = source
-
-    def compute_transition_scores(self, *args, **kwargs) -> torch.Tensor:
-        with self._target_vocabulary():
-            return super().compute_transition_scores(*args, **kwargs)
-
-    def _get_candidate_generator(self, *args, **kwargs):
-        with self._target_vocabulary():
-            return super()._get_candidate_generator(*args, **kwargs)
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
         """What the decoder reads for these labels, `(batch, target)`; for data collators."""
