@@ -46,8 +46,9 @@ def test_there_is_something_to_test():
 
 
 @pytest.mark.parametrize("code", [text for language, text in BLOCKS if language == "python"])
-def test_python_runs(code, project):
+def test_python_runs(code, project, capsys):
     exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+    assert bool(capsys.readouterr().out.strip()) == ("print(" in code)
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.split()[1] != "train"])
