@@ -8,6 +8,7 @@ from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_metaphrase import MetaphraseConfig
+from .divergence import divergence_of_halves
 from .normalization import clamp_float16
 from .positions import positions_from_mask
 from .projected_loss import projected_loss
@@ -249,6 +250,7 @@ class MetaphraseForConditionalGeneration(_EncoderDecoderEmbeddings, GenerationMi
         smoothing: float = 0.0,
         target_lengths: torch.LongTensor | None = None,
         return_logits: bool | None = None,
+        r_drop_alpha: float = 0.0,
         **kwargs,
     ) -> Seq2SeqLMOutput:
         """Logits of the next target token at each position, and the loss if there are labels.
@@ -263,6 +265,9 @@ class MetaphraseForConditionalGeneration(_EncoderDecoderEmbeddings, GenerationMi
             target_lengths: See `MetaphraseModel.forward`: packed rows.
             return_logits: Whether to make logits. By default they are not made in training with labels: the loss is computed in
                 chunks then, and memory for all logits is never needed.
+            r_drop_alpha: For a batch whose second half is the first again: how much the loss grows with the divergence of the two
+                predictions of each label, (CE(p) + CE(q)) / 2 + alpha / 2 * (KL(p, q) + KL(q, p)) / 2. That is half of equation
+                4 of Liang et al. 2021, arXiv 2106.14448, so that it compares with a plain loss.
 
         Returns:
             `loss` (a scalar, with labels), `logits` `(batch, target, vocab)` or `None`, and what the model returns.
@@ -303,9 +308,12 @@ class MetaphraseForConditionalGeneration(_EncoderDecoderEmbeddings, GenerationMi
             logits = clamp_float16(self.lm_head(hidden_states))
         if labels is not None and logits is not None:
             loss = sequence_loss(logits, labels, num_items_in_batch, smoothing)
+            if r_drop_alpha:
+                divergence = divergence_of_halves(logits.flatten(0, 1), labels.flatten())
+                loss = loss + loss_per_item(r_drop_alpha * divergence, labels, num_items_in_batch)
         elif labels is not None:
-            head = self.lm_head
-            total = projected_loss(hidden_states.flatten(0, 1), head.weight, head.bias, labels.flatten(), smoothing)
+            states, head = hidden_states.flatten(0, 1), self.lm_head
+            total = projected_loss(states, head.weight, head.bias, labels.flatten(), smoothing, r_drop_alpha)
             loss = loss_per_item(total, labels, num_items_in_batch)
         return Seq2SeqLMOutput(
             loss=loss,

@@ -1,7 +1,10 @@
 """The loss straight from hidden states: projection and cross-entropy in chunks, so that the logits never exist as a whole."""
 
+from collections.abc import Iterator
+
 import torch
 
+from .divergence import check_halves
 from .teacher_forcing import IGNORED_LABEL
 
 # Logits of one chunk: few enough to stay near the processor, enough rows for a fast matrix product.
@@ -13,10 +16,9 @@ class _ProjectedLoss(torch.autograd.Function):
     """Sum of the cross-entropies, with the gradients computed in the forward pass, while each chunk of logits is at hand."""
 
     @staticmethod
-    def forward(ctx, hidden_states, weight, bias, labels, is_label, smoothing: float, dtype: torch.dtype):
+    def forward(ctx, hidden_states, weight, bias, labels, is_label, smoothing: float, alpha: float, dtype: torch.dtype):
         needed = ctx.needs_input_grad
         vocab = weight.shape[0]
-        rows = max(_MIN_CHUNK_ROWS, _CHUNK_ENTRIES // vocab)
         states, matrix = hidden_states.to(dtype), weight.to(dtype)
         # Smoothing gives every entry of the vocabulary the same small share. What that adds to loss and gradients are
         # products with one row, which need no pass over the logits.
@@ -28,12 +30,15 @@ class _ProjectedLoss(torch.autograd.Function):
         states_gradient = torch.empty_like(states) if needed[0] else None
         weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needed[1] else None
         bias_gradient = torch.zeros(vocab, dtype=torch.float32, device=weight.device) if needed[2] else None
-        for start in range(0, states.shape[0], rows):
-            chunk, chunk_labels = states[start : start + rows], labels[start : start + rows]
+        for places in _chunks(states.shape[0], max(_MIN_CHUNK_ROWS, _CHUNK_ENTRIES // vocab), is_twice=alpha != 0):
+            chunk, chunk_labels = _take(states, places), _take(labels, places)
+            kept = None if is_label is None else _take(is_label, places)
             logits = chunk @ matrix.T if bias is None else torch.addmm(bias.to(dtype), chunk, matrix.T)
             chosen = logits.gather(1, chunk_labels[:, None]).float().squeeze(1)
             largest = logits.amax(dim=1).float()
             probabilities = torch.softmax(logits, dim=1)
+            if alpha:
+                divergences, slope = _divergence(logits, probabilities, alpha)
             del logits
             # The largest probability is at least 1 / vocab, so its logarithm is exact.
             normalizer = largest - probabilities.amax(dim=1).float().log()
@@ -42,14 +47,19 @@ class _ProjectedLoss(torch.autograd.Function):
                 losses -= share * (chunk.float() @ weight_sum)
                 if bias is not None:
                     losses -= share * bias.float().sum()
-            total += (losses if is_label is None else losses * is_label[start : start + rows]).sum()
+            if alpha:
+                losses += divergences
+            total += (losses if kept is None else losses * kept).sum()
             if not any(needed[:3]):
                 continue
+            # From here on they are the gradient of the logits, but for what smoothing adds.
             probabilities[torch.arange(chunk.shape[0], device=chunk.device), chunk_labels] -= 1 - smoothing
-            if is_label is not None:
-                probabilities *= is_label[start : start + rows, None]
+            if alpha:
+                probabilities += slope
+            if kept is not None:
+                probabilities *= kept[:, None]
             if states_gradient is not None:
-                torch.mm(probabilities, matrix, out=states_gradient[start : start + rows])
+                _put(states_gradient, places, probabilities @ matrix)
             if weight_gradient is not None:
                 _add_product(weight_gradient, probabilities.T, chunk)
             if bias_gradient is not None:
@@ -74,7 +84,38 @@ class _ProjectedLoss(torch.autograd.Function):
             None if kept is None else (kept * gradient.to(kept.dtype)).to(dtype)
             for kept, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return *scaled, None, None, None, None
+        return *scaled, None, None, None, None, None
+
+
+def _chunks(total: int, rows: int, is_twice: bool) -> Iterator[tuple[slice, ...]]:
+    """Places of about so many rows; where the second half of all is the first again, of as many rows of each half."""
+    period, rows = (total // 2, max(1, rows // 2)) if is_twice else (total, rows)
+    for start in range(0, period, rows):
+        place = slice(start, min(start + rows, period))
+        yield (place, slice(period + place.start, period + place.stop)) if is_twice else (place,)
+
+
+def _take(tensor: torch.Tensor, places: tuple[slice, ...]) -> torch.Tensor:
+    return tensor[places[0]] if len(places) == 1 else torch.cat([tensor[place] for place in places])
+
+
+def _put(tensor: torch.Tensor, places: tuple[slice, ...], rows: torch.Tensor) -> None:
+    for place, part in zip(places, rows.chunk(len(places)), strict=True):
+        tensor[place] = part
+
+
+def _divergence(logits: torch.Tensor, probabilities: torch.Tensor, alpha: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each row half of its pair's divergence times alpha, `(rows)`, and the gradient of the logits, `(rows, vocab)`.
+
+    Rows are two halves, p and q, of the same labels. KL(p, q) + KL(q, p) is the sum of (p - q)(a - b) over logits a and b, since
+    what normalizes them falls out, and its gradient for a is p - q + p (a - b - sum(p (a - b))).
+    """
+    (first, second), (p, q) = logits.chunk(2), probabilities.chunk(2)
+    gap, difference = first - second, p - q
+    each = 0.25 * alpha * (gap * difference).sum(dim=1, dtype=torch.float32)
+    slopes = [torch._softmax_backward_data(gap, side, 1, gap.dtype) for side in (p, q)]
+    slope = torch.cat((slopes[0].add_(difference), slopes[1].add_(difference).neg_())).mul_(0.5 * alpha)
+    return torch.cat((each, each)), slope
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -90,6 +131,7 @@ def projected_loss(
     bias: torch.Tensor | None,
     labels: torch.Tensor,
     smoothing: float = 0.0,
+    r_drop_alpha: float = 0.0,
 ) -> torch.Tensor:
     """The sum of the label-smoothed cross-entropies of a projection, without all of its logits at once.
 
@@ -104,10 +146,17 @@ def projected_loss(
         bias: `(vocab)`.
         labels: `(tokens)`, -100 where there is none; such tokens are left out of all products.
         smoothing: Probability to spread over the vocabulary, in [0, 1).
+        r_drop_alpha: Weight of the `symmetric_divergence` that is added, between the predictions of the first and the second half
+            of the tokens, which have the same labels then.
 
     Returns:
         A scalar in float32; it can be differentiated once.
+
+    Raises:
+        ValueError: If the halves have different labels.
     """
+    if r_drop_alpha:
+        check_halves(labels)
     labels = labels.to(hidden_states.device)
     is_label = labels != IGNORED_LABEL
     kind = hidden_states.device.type
@@ -120,4 +169,4 @@ def projected_loss(
         hidden_states, labels, is_label = hidden_states[is_label], labels[is_label], None
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_states.dtype
     with torch.autocast(kind, enabled=False):
-        return _ProjectedLoss.apply(hidden_states, weight, bias, labels, is_label, smoothing, dtype)
+        return _ProjectedLoss.apply(hidden_states, weight, bias, labels, is_label, smoothing, r_drop_alpha, dtype)

@@ -162,7 +162,7 @@ def test_estimate_reads_what_the_launcher_sets(name, engine, stage, environment,
 
 PROGRAM = """
 import json, os, sys
-import torch
+import datasets, torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from transformers import Seq2SeqTrainingArguments
@@ -175,7 +175,9 @@ folder, fields, options = sys.argv[2], json.loads(sys.argv[3]), json.loads(sys.a
 generator = torch.Generator().manual_seed(1)
 rows = [torch.randint(4, 30, (int(length),), generator=generator).tolist() + [2]
         for length in torch.randint(2, 9, (48,), generator=generator)]
-pairs = [{"input_ids": source, "labels": target} for source, target in zip(rows[::2], rows[1::2])]
+pairs = [{"input_ids": source, "labels": target, "source_length": len(source), "target_length": len(target)}
+         for source, target in zip(rows[::2], rows[1::2])]
+budget = options.pop("max_tokens_per_batch", None)
 processes = int(os.environ.get("WORLD_SIZE", 1))
 arguments = Seq2SeqTrainingArguments(
     output_dir=folder, use_cpu=True, report_to="none", disable_tqdm=True, dataloader_pin_memory=False,
@@ -188,7 +190,8 @@ if os.environ.get("ACCELERATE_USE_FSDP") == "true":
     # accelerate looks for FSDP only where it sees accelerators; the device and the processes are those of a CPU all the same.
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 model = tiny_model(initializer_range=None, **fields)
-trainer = MetaphraseTrainer(model=model, args=arguments, train_dataset=pairs, eval_dataset=pairs, data_collator=PairCollator(0))
+trainer = MetaphraseTrainer(model=model, args=arguments, train_dataset=datasets.Dataset.from_list(pairs), eval_dataset=pairs,
+                            data_collator=PairCollator(0), max_tokens_per_batch=budget)
 trainer.train()
 loss = trainer.evaluate()["eval_loss"]
 trainer.save_model()
@@ -259,10 +262,11 @@ def test_layers_computed_again_have_the_same_dropout(tmp_path):
     assert_same_training(kept, again, folders)
 
 
-@pytest.mark.slow
-def test_two_processes_on_a_cpu_train_as_one(tmp_path):
+@pytest.mark.parametrize("batching", [{}, {"max_tokens_per_batch": 10_000}], ids=["pairs", "tokens"])
+def test_two_processes_on_a_cpu_train_as_one(batching, tmp_path):
+    # Within that budget, one process takes all pairs at once, and each of two takes half of the pairs, not of the tokens.
     folders = [tmp_path / "one", tmp_path / "two"]
-    (one,) = run_program([sys.executable], folders[0], {}, {})
-    several = run_program(launch("ddp_cpu_2_processes.yaml"), folders[1], {}, {})
+    (one,) = run_program([sys.executable], folders[0], {}, batching)
+    several = run_program(launch("ddp_cpu_2_processes.yaml"), folders[1], {}, batching)
     assert len(several) == 2 and not several[0]["is_sharded"]
     assert_same_training(one, several[0], folders)

@@ -35,6 +35,7 @@ from metaphrase.training.memory_estimate import (
     optimizer_bytes,
     unit_sizes,
 )
+from metaphrase.training.r_drop import repeat_batch
 from metaphrase.training.token_budget import TokenBudgetSampler
 from metaphrase.training.trainer import MetaphraseTrainer
 
@@ -492,6 +493,24 @@ def test_largest_batch_decides_the_memory(tmp_path):
     assert estimate.other_peak == 3 * weights + estimate_activations(
         tiny_config(**WIDTHS), shape, FLOAT32, is_checkpointed=True
     ).peak(weights)
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
+def test_r_drop_keeps_the_activations_of_both_passes(is_packed):
+    model = training_model(dropout=0.1)
+    batch, shape = batch_and_shape(is_packed)
+    estimated = estimate_activations(model.config, shape.repeated(2), FLOAT32).kept
+    assert estimated == pytest.approx(kept_bytes(model, repeat_batch(batch), r_drop_alpha=5.0), rel=0.03)
+
+
+def test_r_drop_takes_twice_the_operations(tmp_path):
+    model, arguments, lengths = meta_model(tiny_config()), arguments_of(tmp_path), [(4, 4), (5, 3)]
+    plain = estimate_run(model, arguments, lengths)
+    twice = estimate_run(model, arguments, lengths, uses_r_drop=True)
+    assert twice.flops_per_step == 2 * plain.flops_per_step
+    assert twice.largest_batch == plain.largest_batch.repeated(2) and twice.largest_batch.pairs == 4
+    assert twice.data == plain.data
+    assert any("R-Drop" in note for note in twice.notes) and not any("R-Drop" in note for note in plain.notes)
 
 
 def test_arguments_decide_precision_and_checkpoints(tmp_path):

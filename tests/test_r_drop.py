@@ -8,8 +8,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Seq2SeqTrainingArguments
 
 from metaphrase.modeling import IGNORED_LABEL, sequence_loss
+from metaphrase.modeling import projected_loss as projected
+from metaphrase.modeling.divergence import symmetric_divergence
 from metaphrase.training.batching import PairCollator
-from metaphrase.training.r_drop import RDropMixin, r_drop_loss, repeat_batch, symmetric_divergence
+from metaphrase.training.r_drop import RDropMixin, repeat_batch
 from metaphrase.training.trainer import MetaphraseTrainer
 
 RDropTrainer = (
@@ -149,6 +151,12 @@ def test_batch_is_repeated_row_by_row_and_shared_inputs_are_not():
         repeat_batch({"labels": labels, "encoder_outputs": (torch.zeros(3, 2, 4),)})
 
 
+def twice(batch, alpha, num_items_in_batch=None, **options):
+    """Inputs of a model for R-Drop; labels are counted once by the caller."""
+    items = None if num_items_in_batch is None else 2 * num_items_in_batch
+    return {**repeat_batch(batch), "r_drop_alpha": alpha, "num_items_in_batch": items, **options}
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("num_items_in_batch", [None, 40, torch.tensor(40)])
 def test_loss_equals_two_passes_by_hand(smoothing, num_items_in_batch):
@@ -156,7 +164,7 @@ def test_loss_equals_two_passes_by_hand(smoothing, num_items_in_batch):
     batch = random_batch(model.config, with_labels=True)
     labels = batch["labels"]
     torch.manual_seed(5)
-    loss, outputs = r_drop_loss(model, {**batch, "smoothing": smoothing}, 5.0, num_items_in_batch)
+    outputs = model(**twice(batch, 5.0, num_items_in_batch, smoothing=smoothing, return_logits=True))
     first, second = outputs.logits.chunk(2)
     assert outputs.logits.shape[0] == 6
     count = (labels != IGNORED_LABEL).sum() if num_items_in_batch is None else 40
@@ -165,26 +173,66 @@ def test_loss_equals_two_passes_by_hand(smoothing, num_items_in_batch):
     assert divergence > 0.05
     # Half of the paper's equation 4.
     expected = (entropies[0] + entropies[1] + 5.0 * divergence.float()) / 2
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
-    torch.manual_seed(5)
-    again = model(**repeat_batch(batch), return_logits=True).logits
-    assert torch.equal(again, outputs.logits)
+    torch.testing.assert_close(outputs.loss, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_both_passes_are_one_call(monkeypatch):
-    model, calls = tiny_model(dropout=0.1).train(), []
-    model.register_forward_hook(lambda *_: calls.append(1))
-    r_drop_loss(model, random_batch(model.config, with_labels=True), 1.0)
-    assert len(calls) == 1
+@pytest.mark.parametrize("fields", [{}, {"logits_bias": True}, {"logits_scale": 0.5}, {"tie_word_embeddings": False}])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("rows", [1, 4, 1000])
+def test_without_logits_loss_and_gradients_are_the_same(rows, smoothing, fields, monkeypatch):
+    monkeypatch.setattr(projected, "_CHUNK_ENTRIES", 1)
+    monkeypatch.setattr(projected, "_MIN_CHUNK_ROWS", rows)
+    model = tiny_model(dropout=0.3, initializer_range=0.2, **fields).train()
+    batch = random_batch(model.config, with_labels=True)
+    found = []
+    for options in ({"return_logits": True}, {}):
+        model.zero_grad()
+        torch.manual_seed(5)
+        outputs = model(**twice(batch, 5.0, 40, smoothing=smoothing, **options))
+        outputs.loss.backward()
+        found.append((outputs.loss.detach(), {name: value.grad for name, value in model.named_parameters()}))
+    assert outputs.logits is None
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
+
+
+def test_without_logits_bfloat16_stays_close():
+    hidden = torch.randn(512, 16, requires_grad=True)
+    weight = torch.randn(53, 16, requires_grad=True)
+    labels = torch.randint(0, 53, (256,)).repeat(2)
+
+    def run():
+        loss = projected.projected_loss(hidden, weight, None, labels, 0.1, 3.0)
+        return loss, *torch.autograd.grad(loss, [hidden, weight])
+
+    expected = run()
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = run()
+    for value, near in zip(actual, expected, strict=True):
+        assert value.dtype == torch.float32 and not torch.equal(value, near)
+        assert (value - near).norm() < 0.02 * near.norm()
+
+
+def test_an_accelerator_counts_labels_by_a_mask(monkeypatch):
+    """There, rows without a label are not taken out but multiplied by zero."""
+    hidden, weight = torch.randn(40, 16), torch.randn(53, 16)
+    labels = torch.randint(0, 53, (20,)).masked_fill(torch.arange(20) % 3 == 0, IGNORED_LABEL).repeat(2)
+    expected = projected.projected_loss(hidden, weight, None, labels, 0.1, 3.0)
+    arguments = (hidden, weight, None, labels.clamp(min=0), labels != IGNORED_LABEL, 0.1, 3.0, torch.float32)
+    torch.testing.assert_close(projected._ProjectedLoss.apply(*arguments), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("return_logits", [True, False])
+def test_a_batch_that_is_not_repeated_is_refused(return_logits):
+    model = tiny_model().train()
+    batch = random_batch(model.config, with_labels=True)
+    with pytest.raises(ValueError, match="the second half of a batch must be the first again"):
+        model(**batch, r_drop_alpha=1.0, return_logits=return_logits)
 
 
 def test_without_dropout_only_the_cross_entropy_is_left():
     model = tiny_model().train()
     batch = random_batch(model.config, with_labels=True)
-    loss, _ = r_drop_loss(model, batch, 7.0)
-    torch.testing.assert_close(loss, model(**batch).loss, rtol=1e-5, atol=1e-6)
-    with pytest.raises(ValueError, match="`alpha` must be at least 0, got -1"):
-        r_drop_loss(model, batch, -1)
+    torch.testing.assert_close(model(**twice(batch, 7.0)).loss, model(**batch).loss, rtol=1e-5, atol=1e-6)
 
 
 def perturbed_model():
@@ -203,9 +251,9 @@ def test_packed_batch_equals_padded_batch():
     packed["labels"][0, 4] = IGNORED_LABEL
     padded = PairCollator(0)(pairs)
     padded["labels"][0, 4] = IGNORED_LABEL
-    loss, outputs = r_drop_loss(model, packed, 3.0, 50)
-    expected, _ = r_drop_loss(model, padded, 3.0, 50)
-    assert loss - outputs.loss > 0.05
+    loss = model(**twice(packed, 3.0, 50)).loss
+    expected = model(**twice(padded, 3.0, 50)).loss
+    assert loss - model(**twice(packed, 0.0, 50)).loss > 0.05
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -254,9 +302,9 @@ def test_accumulated_steps_equal_one_large_step(smoothing, tmp_path):
     # The step is that of the loss by hand.
     model = perturbed_model()
     batch = PairCollator(0)(make_pairs())
-    loss, outputs = r_drop_loss(model, {**batch, "smoothing": smoothing}, 3.0)
+    loss = model(**twice(batch, 3.0, smoothing=smoothing)).loss
     assert trained[1][0] == pytest.approx(loss.item(), abs=1e-5)
-    assert loss - outputs.loss > 0.05
+    assert loss - model(**twice(batch, 0.0, smoothing=smoothing)).loss > 0.05
     loss.backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(trained[1][1][name], parameter.detach() - 0.1 * parameter.grad, atol=1e-6, rtol=1e-5)
@@ -266,7 +314,7 @@ def test_each_of_several_processes_counts_its_share(tmp_path, monkeypatch):
     """Gradients are averaged over processes, so each multiplies its part of the sum over all labels by their number."""
     trainer = make_trainer(perturbed_model(), tmp_path, average_tokens_across_devices=True)
     batch = PairCollator(0)(make_pairs())
-    expected, _ = r_drop_loss(trainer.model, batch, 3.0, 100)
+    expected = trainer.model(**twice(batch, 3.0, 100)).loss
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 4)
     loss = trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.tensor(100))
     torch.testing.assert_close(loss, 4 * expected, rtol=1e-5, atol=1e-6)

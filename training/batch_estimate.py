@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -53,6 +53,11 @@ class BatchShape:
         pairs, source = batch["input_ids"].shape
         target = batch["labels"].shape[1]
         return cls(pairs, pairs * source, pairs * target, source, target, is_packed=False)
+
+    def repeated(self, times: int) -> "BatchShape":
+        """The shape of the batch several times over, as R-Drop passes it."""
+        sizes = {name: times * getattr(self, name) for name in ("pairs", "source_tokens", "target_tokens")}
+        return replace(self, **sizes)
 
     @property
     def tokens(self) -> int:

@@ -54,6 +54,7 @@ def dry_run(experiment: Experiment, devices: int | None = None) -> RunEstimate:
         arguments,
         lengths,
         max_tokens_per_batch=recipe.max_tokens_per_batch,
+        uses_r_drop=recipe.r_drop_alpha > 0,
         devices=devices,
         flops_per_second=rate,
     )

@@ -170,6 +170,7 @@ def estimate_run(
     lengths: np.ndarray | Sequence[Sequence[int]],
     *,
     max_tokens_per_batch: int | None = None,
+    uses_r_drop: bool = False,
     devices: int | None = None,
     on_accelerator: bool | None = None,
     flops_per_second: float | None = None,
@@ -182,6 +183,7 @@ def estimate_run(
         arguments: Of the training.
         lengths: Tokens of source and target of each training pair, `(pairs, 2)`.
         max_tokens_per_batch: The budget of a batch of one device; `None` for `per_device_train_batch_size` pairs.
+        uses_r_drop: Whether each batch is passed twice.
         devices: Plans for so many; by default those of this run.
         on_accelerator: Plans for an accelerator; by default, whether the run has one.
         flops_per_second: Rate of one device, stated or measured (`measure_flops_per_second`).
@@ -203,6 +205,9 @@ def estimate_run(
     precision = precision_of(model, arguments, sharding, on_accelerator)
     is_checkpointed = _is_checkpointed(arguments)
     notes: list[str] = []
+    if uses_r_drop:
+        shapes = [shape.repeated(2) for shape in shapes]
+        notes.append("R-Drop passes each batch twice: the largest one is counted with both.")
     memory = _estimate_memory(model, arguments, shapes, precision, sharding, is_checkpointed, loss_chunk_rows, notes)
     flops_per_step = training_flops(model, shapes, is_checkpointed) // data.steps_per_epoch
     hours = None

@@ -65,7 +65,7 @@ class MetaphraseTrainer(ExponentialAverageMixin, RDropMixin, ParameterGroupsMixi
             score: Takes decoded ids and label ids of the rows that are decoded, in order, and returns named scores.
             decoded_rows: Those of the evaluation set that are decoded; `None` means all.
             generation_options: Arguments of `generate()` for the evaluation.
-            r_drop_alpha: See `r_drop_loss`; 0 is plain training.
+            r_drop_alpha: Weight of the divergence of two passes (5 for translation in Liang et al. 2021); 0 is plain training.
             learning_rate_factors: See `parameter_groups`, as for `layer_decay`.
         """
         super().__init__(*args, **kwargs)
