@@ -38,6 +38,18 @@ def test_every_pair_comes_once_within_the_budget_and_all_processes_work_alike(pr
         assert all(padded_cost(*lengths[batch].T) <= 600 for own in batches for batch in own)
 
 
+def test_an_epoch_of_more_batches_than_planned_is_formed_anew_from_all_pairs():
+    lengths = random_lengths()
+    sampler = TokenBudgetSampler(lengths, 600, 7, batches_per_window=2)
+    whole = TokenBudgetSampler(lengths, 600, 7, batches_per_window=10**6)
+    assert len(whole) < 0.95 * len(sampler)
+    sampler.batches_per_process = len(whole)
+    batches = list(sampler)
+    assert len(batches) == len(whole)
+    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
+    assert all(padded_cost(*lengths[batch].T) <= 600 for batch in batches)
+
+
 def test_order_depends_on_seed_and_epoch_alone():
     lengths = random_lengths()
 

@@ -87,6 +87,14 @@ def test_passes_differ_and_the_seed_decides(pairs):
     assert first[:10] != first[length : length + 10]
 
 
+def test_buffers_of_a_pass_are_shuffled_apart():
+    pairs = [{"input_ids": [number], "labels": [number]} for number in range(200)]
+    batches = islice(stream_of(pairs, pairs_in_buffer=100, num_processes=1), 2)
+    first, second = ([number % 100 for number in numbers(batch)] for batch in batches)
+    assert sorted(first) == sorted(second) == list(range(100))
+    assert first != second
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_workers_of_a_loader_give_the_order_of_one(pairs, workers):
     expected = [numbers(batch) for batch in islice(stream_of(pairs), 30)]
