@@ -4,7 +4,8 @@
 
 Every contestant is a whole `Trainer.train()` in a process of its own (see `contestants.py`), on random tokens in the lengths of a
 mix, with label smoothing 0.1 and as many pairs in a batch. They take turns of a few steps, so that what else the machine does
-meets them alike, and medians are reported. Padding does not count as a token.
+meets them alike, and medians are reported. Padding does not count as a token. Where memory does not hold all of them, `--at_once`
+makes groups, each with ours in it, by which the others are compared.
 """
 
 import argparse
@@ -76,13 +77,14 @@ class Process:
 
 
 def measure(preset: str, mix: str, names: list[str], arguments: argparse.Namespace) -> dict:
-    options = (arguments.steps, arguments.threads, arguments.core)
-    processes = [Process(name, preset, mix, *options) for name in names]
-    for number in range(arguments.rounds):
-        for process in processes:
-            process.take_turn()
-        print(f"{preset}, {mix}: round {number + 1} of {arguments.rounds}", file=sys.stderr, flush=True)
-    results = {process.name: process.finish() for process in processes}
+    results: dict[str, dict] = {}
+    for group in make_groups(names, arguments.at_once):
+        found = measure_group(preset, mix, group, arguments)
+        for name, result in found.items():
+            if OURS in found:
+                share = result["real_tokens_per_second"] / found[OURS]["real_tokens_per_second"]
+                result["speed_of_metaphrase"] = round(share, 3)
+            results.setdefault(name, result)
     report = {
         "preset": preset,
         "vocab_size": VOCAB_SIZES[preset],
@@ -97,17 +99,37 @@ def measure(preset: str, mix: str, names: list[str], arguments: argparse.Namespa
     return report
 
 
+def make_groups(names: list[str], at_once: int | None) -> list[list[str]]:
+    """At most so many contestants each, ours among them if it is among all."""
+    if at_once is None or len(names) <= at_once:
+        return [names]
+    anchor = [OURS] if OURS in names else []
+    others = [name for name in names if name not in anchor]
+    step = max(1, at_once - len(anchor))
+    return [others[start : start + step] + anchor for start in range(0, len(others), step)]
+
+
+def measure_group(preset: str, mix: str, names: list[str], arguments: argparse.Namespace) -> dict[str, dict]:
+    options = (arguments.steps, arguments.threads, arguments.core)
+    processes = [Process(name, preset, mix, *options) for name in names]
+    for number in range(arguments.rounds):
+        for process in processes:
+            process.take_turn()
+        print(f"{preset}, {mix}: round {number + 1} of {arguments.rounds}", file=sys.stderr, flush=True)
+    return {process.name: process.finish() for process in processes}
+
+
 def ratios(results: dict[str, dict]) -> dict[str, float]:
     """Our speed and memory by those of the peer as documented, and our speed by that of the peer at its best."""
     ours, documented = results[OURS], results[DOCUMENTED]
     found = {
-        "speed_of_documented": ours["real_tokens_per_second"] / documented["real_tokens_per_second"],
+        "speed_of_documented": 1 / documented["speed_of_metaphrase"],
         "peak_memory_of_documented": ours["peak_mib"] / documented["peak_mib"],
         "peak_memory_over_start_of_documented": ours["peak_mib_over_start"] / documented["peak_mib_over_start"],
     }
-    tuned = [results[name]["real_tokens_per_second"] for name in TUNED if name in results]
+    tuned = [results[name]["speed_of_metaphrase"] for name in TUNED if name in results]
     if tuned:
-        found["speed_of_tuned"] = ours["real_tokens_per_second"] / max(tuned)
+        found["speed_of_tuned"] = 1 / max(tuned)
     return {name: round(value, 3) for name, value in found.items()}
 
 
@@ -127,6 +149,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="turns of each [%(default)s]")
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps of a turn [%(default)s]")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch [%(default)s]")
+    parser.add_argument("--at_once", type=int, help="most contestants in memory at a time [all]")
     parser.add_argument("--core", type=int, help="processor core to pin all to")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
