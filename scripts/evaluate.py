@@ -36,7 +36,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--metrics", nargs="+", default=["bleu", "chrf"], help=f"of {', '.join(METRICS)} [bleu chrf]")
     parser.add_argument("--bleu_tokenize", help="sacreBLEU's tokenizer [13a]; none for text that is tokenized already")
     parser.add_argument("--lowercase", action="store_true", help="score without regard to case, as sacreBLEU's -lc")
-    parser.add_argument("--joiner", help="join references that are split into subwords, such as @@")
+    parser.add_argument(
+        "--joiner", help="join references that are split into subwords, such as @@ [as the tokenizer does]"
+    )
     parser.add_argument("--source_prefix", help="stands before every source, such as 'summarize: '")
     parser.add_argument("--batch_size", type=int, default=64, help="most sources in a batch [%(default)s]")
     parser.add_argument("--device", help="where to run; an accelerator by default, if there is one")
@@ -69,8 +71,6 @@ def main(words: Sequence[str]) -> None:
         source_prefix=arguments.source_prefix,
     )
     references = list(pairs["target"])
-    if arguments.joiner is not None:
-        references = [join_pieces(text, arguments.joiner) for text in references]
     set_seed(arguments.seed)
     generator = Generator.from_pretrained(
         arguments.model,
@@ -78,6 +78,10 @@ def main(words: Sequence[str]) -> None:
         trust_remote_code=arguments.trust_remote_code,
         batch_size=arguments.batch_size,
     )
+    if arguments.joiner is None:
+        references = generator.tokenizers.as_decoded(references)
+    else:
+        references = [join_pieces(text, arguments.joiner) for text in references]
     result, predictions = evaluate_generator(
         generator,
         list(pairs["source"]),

@@ -134,7 +134,7 @@ def test_separate_vocabularies(data, tmp_path):
     assert len(Generator.from_pretrained(tmp_path / "run").generate(["He sleeps."])) == 1
 
 
-def test_pretokenized_text_is_scored_joined(data, tmp_path):
+def test_pretokenized_text_is_scored_joined(data, tmp_path, monkeypatch):
     for name in ("train.de", "validation.de", "test.de"):
         path = data / name
         path.write_text(path.read_text(encoding="utf-8").replace("er ", "@@ er "), encoding="utf-8")
@@ -142,9 +142,17 @@ def test_pretokenized_text_is_scored_joined(data, tmp_path):
     for split in ("train", "validation", "test"):
         fields |= {f"{split}_file": None, f"{split}_source_file": f"{split}.en", f"{split}_target_file": f"{split}.de"}
     recipe = make_recipe(data, tmp_path / "run", **fields)
-    experiment = Experiment(recipe)
-    assert experiment.corpus.references(["der klein@@ er Hund"]) == ["der kleiner Hund"]
-    assert "tok:none" in experiment.train()["scores"]["bleu"]["signature"]
+    joined, as_decoded = [], TokenizerPair.as_decoded
+    monkeypatch.setattr(
+        TokenizerPair, "as_decoded", lambda self, texts: joined.append(as_decoded(self, texts)) or joined[-1]
+    )
+    result = Experiment(recipe).train()
+    assert "tok:none" in result["scores"]["bleu"]["signature"]
+    # A model that was there before knows the joiner too.
+    fields |= {"tokenizer_kind": None, "preset": None, "model": None, "model_name_or_path": str(tmp_path / "run")}
+    Experiment(make_recipe(data, tmp_path / "again", **fields)).train()
+    assert len(joined) == 4 and joined[:2] == joined[2:]
+    assert not any("@@" in text for texts in joined for text in texts)
 
 
 def test_task_prefix_reaches_the_model_but_not_the_vocabulary(data, tmp_path):

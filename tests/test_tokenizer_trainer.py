@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 from tokenizers.pre_tokenizers import ByteLevel
 
-from metaphrase.tokenization import TOKENIZER_KINDS, SpecialTokens, iterate_lines, sentinel_tokens, train_tokenizer
+from metaphrase.tokenization import (
+    TOKENIZER_KINDS,
+    SpecialTokens,
+    TokenizerPair,
+    iterate_lines,
+    sentinel_tokens,
+    train_tokenizer,
+)
 from metaphrase.tokenization.vocabulary_trainer import byte_characters
 
 SENTENCES = [
@@ -214,6 +221,20 @@ def test_pretokenized_looks_whole_pieces_up_and_undoes_the_joiner():
 def test_pretokenized_joiner_may_be_any_string():
     tokenizer = train("pretokenized", ["wa+ ter a.* b"], joiner="+")
     assert round_trip(tokenizer, "wa+ ter a.* b") == "water a.* b"
+
+
+@pytest.mark.parametrize("joiner", ["@@", "+", "a.*b\\", "￭"])
+def test_references_are_joined_as_decoding_joins_them(joiner, tmp_path):
+    tokenizer = train("pretokenized", [f"wa{joiner} ter b"], joiner=joiner)
+    TokenizerPair(tokenizer, tokenizer).save_pretrained(tmp_path)
+    pair = TokenizerPair.from_pretrained(tmp_path)
+    assert pair.as_decoded([f"wa{joiner} ter b", "water b", f"wa{joiner}"]) == ["water b", "water b", "wa"]
+
+
+@pytest.mark.parametrize("kind", ["bpe", "byte_bpe", "wordpiece", "char"])
+def test_references_of_other_kinds_stay_as_they_are(kind):
+    tokenizer = train(kind, ["a b@@ c"])
+    assert TokenizerPair(tokenizer, tokenizer).as_decoded(["b@@ c", "b+ c"]) == ["b@@ c", "b+ c"]
 
 
 def test_pretokenized_limits_are_counted_and_reported(caplog):

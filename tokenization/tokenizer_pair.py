@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from metaphrase.tokenization.texts import checked_texts
+from metaphrase.tokenization.texts import checked_texts, join_pieces
+from metaphrase.tokenization.tokenizer_pipeline import find_joiner
 from metaphrase.tokenization.tokenizer_trainer import train_tokenizer
 
 TARGET_SUBFOLDER = "target_tokenizer"
@@ -197,6 +198,12 @@ class TokenizerPair:
                 raise ValueError(f"`ids` must be a batch of rows, got {type(row).__name__} where a row should be.")
         padded = [[pad_token_id if index == IGNORED_LABEL else index for index in row] for row in rows]
         return [self.target.decode(row, skip_special_tokens=True) for row in padded]
+
+    def as_decoded(self, texts: Iterable[str]) -> list[str]:
+        """Target texts as decoding writes them, for scoring: those of a `pretokenized` tokenizer with their pieces joined."""
+        backend = getattr(self.target, "backend_tokenizer", None)
+        joiner = None if backend is None else find_joiner(backend)
+        return list(texts) if joiner is None else [join_pieces(text, joiner) for text in texts]
 
     def config_fields(self) -> dict[str, int | None]:
         """The fields of a model configuration that follow from the tokenizers.

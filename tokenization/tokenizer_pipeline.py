@@ -1,5 +1,6 @@
 """The pipeline around a vocabulary: how text is normalised and split before it, and put together again after it."""
 
+import json
 import re
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -9,6 +10,7 @@ from metaphrase.tokenization.tokenizer_settings import TokenizerSettings
 
 CONTINUATION_PREFIX = "##"
 SPACE_MARK = "\u2581"
+_PIECE_END = "(?: |$)"
 
 
 def build_pipeline(model: models.Model, settings: TokenizerSettings) -> Tokenizer:
@@ -97,6 +99,18 @@ def _decoder(settings: TokenizerSettings) -> decoders.Decoder:
         case "pretokenized":
             # No piece begins with a space, so this decoder finds no prefix and puts a space before every piece.
             spaced = decoders.WordPiece(prefix=" ", cleanup=False)
-            joined = decoders.Replace(Regex(re.escape(settings.joiner) + "(?: |$)"), "")
+            joined = decoders.Replace(Regex(re.escape(settings.joiner) + _PIECE_END), "")
             return decoders.Sequence([spaced, decoders.Fuse(), joined])
     return decoders.Fuse()
+
+
+def find_joiner(tokenizer: Tokenizer) -> str | None:
+    """The joiner that a tokenizer's decoder undoes; `None` if its texts are not split into pieces."""
+    if tokenizer.decoder is None:
+        return None
+    settings = json.loads(tokenizer.decoder.__getstate__())
+    for decoder in settings.get("decoders", [settings]):
+        pattern = decoder.get("pattern", {}).get("Regex", "")
+        if decoder["type"] == "Replace" and pattern.endswith(_PIECE_END) and decoder["content"] == "":
+            return re.sub(r"\\(.)", r"\1", pattern.removesuffix(_PIECE_END))
+    return None

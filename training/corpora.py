@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import Seq2SeqTrainingArguments
 
-from metaphrase.tokenization import TokenizerPair, join_pieces
+from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.data_report import DataReport
 from metaphrase.training.dataset import encode_pairs
 from metaphrase.training.denoising import DenoisingDataset, longest_block, make_objective, objective_tokens
@@ -100,12 +100,6 @@ class PairCorpus:
     def sources(self, split: str) -> list[str]:
         """The sources of a split, with their prefix."""
         return list(self.splits[split]["source"])
-
-    def references(self, targets: Iterable[str]) -> list[str]:
-        """The texts to score against: pretokenized ones joined, as decoding joins them."""
-        if self.recipe.tokenizer_kind != "pretokenized":
-            return list(targets)
-        return [join_pieces(target, self.recipe.joiner) for target in targets]
 
     def scored_split(self) -> str | None:
         """The split that the finished model is scored on."""

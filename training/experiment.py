@@ -211,7 +211,7 @@ class Experiment:
         decoded_rows, references = [], []
         if self.metrics and validation is not None:
             decoded_rows = spread(len(validation), recipe.max_decoded_samples)
-            references = self.corpus.references(validation[row]["target"] for row in decoded_rows)
+            references = tokenizers.as_decoded(validation[row]["target"] for row in decoded_rows)
 
         def score(decoded: list[list[int]], _: list[list[int]]) -> dict[str, float]:
             texts = tokenizers.decode_targets(decoded)
@@ -258,7 +258,7 @@ class Experiment:
             generator,
             # The prefix stands before the sources already.
             corpus.sources(split),
-            corpus.references(corpus.splits[split]["target"]),
+            tokenizers.as_decoded(corpus.splits[split]["target"]),
             metrics=self.metrics,
             metric_options=self._metric_options(),
             show_progress=None,
