@@ -12,6 +12,11 @@ _CHUNK_ENTRIES = 2**21
 _MIN_CHUNK_ROWS = 128
 
 
+def chunk_rows(vocab_size: int) -> int:
+    """Tokens whose logits exist at a time."""
+    return max(_MIN_CHUNK_ROWS, _CHUNK_ENTRIES // vocab_size)
+
+
 class _ProjectedLoss(torch.autograd.Function):
     """Sum of the cross-entropies, with the gradients computed in the forward pass, while each chunk of logits is at hand."""
 
@@ -30,7 +35,7 @@ class _ProjectedLoss(torch.autograd.Function):
         states_gradient = torch.empty_like(states) if needed[0] else None
         weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needed[1] else None
         bias_gradient = torch.zeros(vocab, dtype=torch.float32, device=weight.device) if needed[2] else None
-        for places in _chunks(states.shape[0], max(_MIN_CHUNK_ROWS, _CHUNK_ENTRIES // vocab), is_twice=alpha != 0):
+        for places in _chunks(states.shape[0], chunk_rows(vocab), is_twice=alpha != 0):
             chunk, chunk_labels = _take(states, places), _take(labels, places)
             kept = None if is_label is None else _take(is_label, places)
             logits = chunk @ matrix.T if bias is None else torch.addmm(bias.to(dtype), chunk, matrix.T)

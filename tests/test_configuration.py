@@ -351,7 +351,8 @@ def test_rope_parameters_are_checked_at_the_entrance(parameters):
     ],
 )
 def test_rules_of_other_designs_do_not_apply(fields):
-    MetaphraseForConditionalGeneration(tiny_config(**fields))
+    model = MetaphraseForConditionalGeneration(tiny_config(**fields))
+    assert {name: getattr(model.config, name) for name in fields} == fields
 
 
 @pytest.mark.parametrize("fields", [{"hidden_size": "32"}, {"dropout": "0.1"}, {"gated_mlp": 1}, {"norm_type": None}])

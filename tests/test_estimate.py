@@ -199,7 +199,7 @@ def test_written_out_attention_keeps_its_scores(is_packed):
 def test_all_logits_are_kept_where_the_loss_is_not_in_chunks():
     model = training_model(vocab_size=1000)
     batch, shape = batch_and_shape(is_packed=False)
-    estimated = estimate_activations(model.config, shape, FLOAT32, loss_chunk_rows=None).kept
+    estimated = estimate_activations(model.config, shape, FLOAT32, is_loss_chunked=False).kept
     assert estimated == pytest.approx(kept_bytes(model, batch, return_logits=True), rel=0.03)
     assert estimated > 1.05 * estimate_activations(model.config, shape, FLOAT32).kept
 
@@ -506,10 +506,13 @@ def test_r_drop_keeps_the_activations_of_both_passes(is_packed):
 def test_r_drop_takes_twice_the_operations(tmp_path):
     model, arguments, lengths = meta_model(tiny_config()), arguments_of(tmp_path), [(4, 4), (5, 3)]
     plain = estimate_run(model, arguments, lengths)
-    twice = estimate_run(model, arguments, lengths, uses_r_drop=True)
+    twice = estimate_run(model, arguments, lengths, r_drop_start_step=0)
     assert twice.flops_per_step == 2 * plain.flops_per_step
     assert twice.largest_batch == plain.largest_batch.repeated(2) and twice.largest_batch.pairs == 4
     assert twice.data == plain.data
+    last = estimate_run(model, arguments, lengths, r_drop_start_step=2)
+    assert plain.data.steps == 3 and last.flops_per_step == plain.flops_per_step * 4 // 3
+    assert last.peak == twice.peak
     assert any("R-Drop" in note for note in twice.notes) and not any("R-Drop" in note for note in plain.notes)
 
 

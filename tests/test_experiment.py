@@ -279,6 +279,7 @@ def test_techniques_of_training_act(data, tmp_path):
     ways = {
         "average": {"exponential_average_decay": 0.5},
         "r_drop": {"r_drop_alpha": 3, "model.dropout": 0.2, "max_tokens_per_batch": 300},
+        "late_r_drop": {"r_drop_alpha": 3, "r_drop_start_step": 1, "model.dropout": 0.2, "max_tokens_per_batch": 300},
         "factors": {"learning_rate_factors.encoder": 0.1},
         "decay": {"layer_decay": 0.5, "model.encoder_layers": 2},
     }

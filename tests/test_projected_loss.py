@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from largest_tensor import LargestTensor
 from tiny_models import random_batch, tiny_model
 from torch import nn
 
@@ -110,10 +111,26 @@ def test_a_model_in_training_has_the_loss_and_the_gradients_it_has_with_logits(f
         torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_training_never_holds_all_logits(monkeypatch):
+def test_training_never_holds_all_logits():
     model = tiny_model().train()
-    monkeypatch.setattr(model.lm_head, "forward", lambda *_: pytest.fail("the projection was called as a whole"))
-    model(**random_batch(model.config, with_labels=True)).loss.backward()
+    calls = []
+    model.lm_head.register_forward_hook(lambda *_: calls.append(1))
+    batch = random_batch(model.config, with_labels=True)
+    output = model(**batch)
+    output.loss.backward()
+    assert calls == [] and output.logits is None
+    assert model.lm_head.weight.grad.abs().max() > 0
+    model(**batch, return_logits=True)
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 3.0])
+def test_no_more_than_a_chunk_of_logits_is_there_at_a_time(alpha):
+    hidden, weight, _, labels = problem(has_bias=False, ignored=0.0)
+    labels = labels[: ROWS // 2].repeat(2)
+    with LargestTensor() as largest:
+        projected_loss(hidden, weight, None, labels, 0.1, alpha).backward()
+    assert module.chunk_rows(VOCAB) * VOCAB <= largest.elements <= ROWS * HIDDEN < ROWS * VOCAB
 
 
 def test_logits_are_made_in_evaluation_and_without_labels():

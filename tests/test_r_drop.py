@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from largest_tensor import LargestTensor
 from tiny_models import random_batch, tiny_model
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Seq2SeqTrainingArguments
 
 from metaphrase.modeling import IGNORED_LABEL, sequence_loss
@@ -99,18 +99,6 @@ def test_divergence_is_computed_in_float32(dtype):
     divergence = symmetric_divergence(first, second, labels)
     assert divergence.dtype == torch.float32
     torch.testing.assert_close(divergence.double(), reference_divergence(first, second, labels), rtol=1e-5, atol=0)
-
-
-class LargestTensor(TorchDispatchMode):
-    """The largest number of elements that an operation has made anew."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        result = function(*arguments, **(options or {}))
-        if isinstance(result, torch.Tensor) and not result._is_view():
-            self.elements = max(self.elements, result.numel())
-        return result
 
 
 def test_memory_is_bounded_by_the_chunk():
@@ -318,6 +306,15 @@ def test_each_of_several_processes_counts_its_share(tmp_path, monkeypatch):
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 4)
     loss = trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.tensor(100))
     torch.testing.assert_close(loss, 4 * expected, rtol=1e-5, atol=1e-6)
+
+
+def test_r_drop_sets_in_at_its_step(tmp_path):
+    rows = []
+    trainer = make_trainer(tiny_model(dropout=0.3), tmp_path, max_steps=4, per_device_train_batch_size=4)
+    trainer.r_drop_start_step = 2
+    trainer.model.get_encoder().register_forward_hook(lambda module, arguments, output: rows.append(len(output[0])))
+    trainer.train()
+    assert rows == [4, 4, 8, 8]
 
 
 def test_evaluation_is_left_alone(tmp_path):

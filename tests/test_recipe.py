@@ -180,6 +180,11 @@ def test_refused_overrides(words, message):
             {"early_stopping_patience": 2, "training": {"eval_strategy": "epoch"}},
             ("early_stopping_patience", "metric_for_best_model"),
         ),
+        ({"r_drop_start_step": 5}, ("r_drop_start_step", "r_drop_alpha")),
+        (
+            {"r_drop_alpha": 1.0, "r_drop_start_step": 5, "training": {"max_steps": 5}},
+            ("r_drop_start_step", "max_steps"),
+        ),
         ({"training": {"learnin_rate": 1}}, ("learnin_rate", "learning_rate")),
     ],
 )
@@ -190,7 +195,7 @@ def test_contradictions_are_refused(fields, names):
 
 
 def test_consistent_fields_are_accepted():
-    Recipe(
+    recipe = Recipe(
         dataset_name="x",
         dataset_config_name="y",
         num_validation=5,
@@ -201,7 +206,9 @@ def test_consistent_fields_are_accepted():
         early_stopping_threshold=0.0,
         training={"eval_strategy": "epoch", "metric_for_best_model": "bleu"},
     )
-    Recipe(num_validation=0, validation_file="a", training={"predict_with_generate": False})
+    assert recipe.target_vocab_size == 9 and recipe.training["metric_for_best_model"] == "bleu"
+    recipe = Recipe(num_validation=0, validation_file="a", training={"predict_with_generate": False})
+    assert recipe.validation_file == "a"
 
 
 def test_attributes_reach_the_training_arguments(tmp_path):

@@ -12,10 +12,10 @@ from transformers.activations import ACT2FN
 
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.modeling.grid_attention import MAX_KEPT_ENTRIES, MIN_HALF_WIDTH
+from metaphrase.modeling.projected_loss import chunk_rows
 from metaphrase.training.batch_estimate import BatchShape
 
 FLOAT32_BYTES, MASK_BYTES, INDEX_BYTES = 4, 1, 8
-LOSS_CHUNK_ROWS = 512
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ def _output_bytes(config: MetaphraseConfig, shape: BatchShape, precision: Precis
 
 
 def loss_bytes(
-    config: MetaphraseConfig, shape: BatchShape, precision: Precision, chunk_rows: int | None = LOSS_CHUNK_ROWS
+    config: MetaphraseConfig, shape: BatchShape, precision: Precision, is_loss_chunked: bool = True
 ) -> tuple[int, int]:
     """Bytes that the output projection and the loss keep, and the most that they need beside that.
 
@@ -253,16 +253,15 @@ def loss_bytes(
         config: Of the model.
         shape: Of the batch.
         precision: Of the step.
-        chunk_rows: Target tokens whose logits exist at a time; the gradients are made in the forward pass then. `None` keeps
-            all logits.
+        is_loss_chunked: Whether the logits exist in chunks alone; the gradients are made in the forward pass then.
     """
     hidden, vocabulary, tokens = config.hidden_size, config.decoder_vocab_size, shape.target_tokens
     element = precision.compute_bytes
-    if chunk_rows is None:
+    if not is_loss_chunked:
         return tokens * (element * hidden + FLOAT32_BYTES * vocabulary), tokens * vocabulary * (FLOAT32_BYTES + element)
     weight_gradient = FLOAT32_BYTES * vocabulary * (hidden + config.logits_bias)
     # Logits and probabilities of a chunk; later the gradients once more, scaled.
-    workspace = max(2 * element * min(chunk_rows, tokens) * vocabulary, weight_gradient)
+    workspace = max(2 * element * min(chunk_rows(vocabulary), tokens) * vocabulary, weight_gradient)
     return tokens * element * hidden + weight_gradient, workspace
 
 
@@ -285,7 +284,7 @@ def estimate_activations(
     shape: BatchShape,
     precision: Precision,
     is_checkpointed: bool = False,
-    loss_chunk_rows: int | None = LOSS_CHUNK_ROWS,
+    is_loss_chunked: bool = True,
 ) -> ActivationEstimate:
     """Bytes of one forward and backward pass, but for weights and their gradients.
 
@@ -297,13 +296,13 @@ def estimate_activations(
         shape: Of the batch.
         precision: Of the step.
         is_checkpointed: Whether layers are computed again in the backward pass (`gradient_checkpointing`).
-        loss_chunk_rows: See `loss_bytes`.
+        is_loss_chunked: See `loss_bytes`.
     """
     layers = {
         "encoder": (config.encoder_layers, encoder_layer_bytes(config, shape, precision), shape.source_tokens),
         "decoder": (config.decoder_layers, decoder_layer_bytes(config, shape, precision), shape.target_tokens),
     }
-    loss, loss_workspace = loss_bytes(config, shape, precision, loss_chunk_rows)
+    loss, loss_workspace = loss_bytes(config, shape, precision, is_loss_chunked)
     terms = {
         "embeddings": _embedding_bytes(config, precision, shape.source_tokens, config.encoder_attention_heads)
         + _embedding_bytes(config, precision, shape.target_tokens, config.decoder_attention_heads),

@@ -54,7 +54,7 @@ def dry_run(experiment: Experiment, devices: int | None = None) -> RunEstimate:
         arguments,
         lengths,
         max_tokens_per_batch=recipe.max_tokens_per_batch,
-        uses_r_drop=recipe.r_drop_alpha > 0,
+        r_drop_start_step=recipe.r_drop_start_step if recipe.r_drop_alpha > 0 else None,
         devices=devices,
         flops_per_second=rate,
     )

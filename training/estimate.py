@@ -10,7 +10,6 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.training.activation_estimate import (
-    LOSS_CHUNK_ROWS,
     ActivationEstimate,
     Precision,
     estimate_activations,
@@ -170,11 +169,10 @@ def estimate_run(
     lengths: np.ndarray | Sequence[Sequence[int]],
     *,
     max_tokens_per_batch: int | None = None,
-    uses_r_drop: bool = False,
+    r_drop_start_step: int | None = None,
     devices: int | None = None,
     on_accelerator: bool | None = None,
     flops_per_second: float | None = None,
-    loss_chunk_rows: int | None = LOSS_CHUNK_ROWS,
 ) -> RunEstimate:
     """Estimates a run from its model, which may be on the meta device, its arguments and the lengths of its pairs.
 
@@ -183,11 +181,10 @@ def estimate_run(
         arguments: Of the training.
         lengths: Tokens of source and target of each training pair, `(pairs, 2)`.
         max_tokens_per_batch: The budget of a batch of one device; `None` for `per_device_train_batch_size` pairs.
-        uses_r_drop: Whether each batch is passed twice.
+        r_drop_start_step: Updates before each batch is passed twice; `None` if that never happens.
         devices: Plans for so many; by default those of this run.
         on_accelerator: Plans for an accelerator; by default, whether the run has one.
         flops_per_second: Rate of one device, stated or measured (`measure_flops_per_second`).
-        loss_chunk_rows: Target tokens whose logits exist at a time; `None` for all.
 
     Raises:
         ValueError: If there are no lengths, or the rate is not above 0, or the budget cannot hold the longest pair.
@@ -205,11 +202,12 @@ def estimate_run(
     precision = precision_of(model, arguments, sharding, on_accelerator)
     is_checkpointed = _is_checkpointed(arguments)
     notes: list[str] = []
-    if uses_r_drop:
+    flops_per_step = training_flops(model, shapes, is_checkpointed) // data.steps_per_epoch
+    if r_drop_start_step is not None:
+        flops_per_step += flops_per_step * max(0, data.steps - r_drop_start_step) // data.steps
         shapes = [shape.repeated(2) for shape in shapes]
         notes.append("R-Drop passes each batch twice: the largest one is counted with both.")
-    memory = _estimate_memory(model, arguments, shapes, precision, sharding, is_checkpointed, loss_chunk_rows, notes)
-    flops_per_step = training_flops(model, shapes, is_checkpointed) // data.steps_per_epoch
+    memory = _estimate_memory(model, arguments, shapes, precision, sharding, is_checkpointed, notes)
     hours = None
     if flops_per_second is not None:
         hours = data.steps * flops_per_step / (flops_per_second * sharding.devices) / _SECONDS_PER_HOUR
@@ -242,7 +240,6 @@ def _estimate_memory(
     precision: Precision,
     sharding: Sharding,
     is_checkpointed: bool,
-    loss_chunk_rows: int | None,
     notes: list[str],
 ) -> dict[str, Any]:
     """The fields of `RunEstimate` on memory; adds to `notes` what was assumed."""
@@ -262,7 +259,7 @@ def _estimate_memory(
         notes.append("Some weights are frozen: activations are counted as if all were trained.")
 
     def activate(shape: BatchShape, checkpointed: bool) -> ActivationEstimate:
-        return estimate_activations(model.config, shape, precision, checkpointed, loss_chunk_rows)
+        return estimate_activations(model.config, shape, precision, checkpointed)
 
     def peak(shape: BatchShape, checkpointed: bool) -> int:
         return state.peak(activate(shape, checkpointed))

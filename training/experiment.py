@@ -231,6 +231,7 @@ class Experiment:
             max_tokens_per_batch=recipe.max_tokens_per_batch,
             decoded_rows=decoded_rows,
             r_drop_alpha=recipe.r_drop_alpha,
+            r_drop_start_step=recipe.r_drop_start_step,
             learning_rate_factors=recipe.learning_rate_factors,
             layer_decay=recipe.layer_decay,
             generation_options={"num_beams": arguments.generation_num_beams or 1},

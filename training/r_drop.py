@@ -38,16 +38,17 @@ def repeat_batch(inputs: Mapping[str, Any], times: int = 2) -> dict[str, Any]:
 
 
 class RDropMixin:
-    """For a trainer, before its parents: each batch is passed twice when `r_drop_alpha` is above 0. Evaluation is left alone.
+    """For a trainer, before its parents: when `r_drop_alpha` is above 0, each batch is passed twice from `r_drop_start_step` on.
 
     The model's forward must take `r_drop_alpha`, and adds the divergence of both passes to its loss. Both are one call with the
-    batch repeated, whose rows draw their dropout apart: a batch takes the memory of two.
+    batch repeated, whose rows draw their dropout apart: a batch takes the memory of two. Evaluation is left alone.
     """
 
     r_drop_alpha: float = 0.0
+    r_drop_start_step: int = 0
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if not self.r_drop_alpha or not model.training:
+        if not self.r_drop_alpha or not model.training or self.state.global_step < self.r_drop_start_step:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         twice = None if num_items_in_batch is None else 2 * num_items_in_batch
         inputs = {**repeat_batch(inputs), "r_drop_alpha": self.r_drop_alpha}

@@ -110,6 +110,11 @@ def _check_evaluation(recipe: "Recipe") -> None:
 
 
 def _check_technique(recipe: "Recipe") -> None:
+    _require_with(recipe, "r_drop_start_step", "r_drop_alpha")
+    if 0 < recipe.max_steps <= recipe.r_drop_start_step:
+        raise ValueError(
+            f"`r_drop_start_step` must be below `max_steps` {recipe.max_steps}, got {recipe.r_drop_start_step}."
+        )
     _require_with(recipe, "exponential_average_warmup", "exponential_average_decay")
     _refuse_together(recipe, "average_last", "average_best", "one mean is kept")
     for name in ("average_last", "average_best"):

@@ -102,6 +102,9 @@ class RecipeFields:
         0.0,
         minimum=0,
     )
+    r_drop_start_step: int = _setting(
+        "technique", "Updates before R-Drop sets in, at half the cost each.", 0, minimum=0
+    )
     exponential_average_decay: float | None = _setting(
         "technique",
         "Decay of a running mean of the weights, such as 0.999, evaluated and kept in their place.",

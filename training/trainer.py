@@ -51,6 +51,7 @@ class MetaphraseTrainer(ExponentialAverageMixin, RDropMixin, ParameterGroupsMixi
         max_tokens_per_batch: int | None = None,
         decoded_rows: Sequence[int] | None = None,
         r_drop_alpha: float = 0.0,
+        r_drop_start_step: int = 0,
         learning_rate_factors: Mapping[str, float] | None = None,
         layer_decay: float = 1.0,
         **kwargs,
@@ -66,6 +67,7 @@ class MetaphraseTrainer(ExponentialAverageMixin, RDropMixin, ParameterGroupsMixi
             decoded_rows: Those of the evaluation set that are decoded; `None` means all.
             generation_options: Arguments of `generate()` for the evaluation.
             r_drop_alpha: Weight of the divergence of two passes (5 for translation in Liang et al. 2021); 0 is plain training.
+            r_drop_start_step: Updates of plain training before that.
             learning_rate_factors: See `parameter_groups`, as for `layer_decay`.
         """
         super().__init__(*args, **kwargs)
@@ -75,6 +77,7 @@ class MetaphraseTrainer(ExponentialAverageMixin, RDropMixin, ParameterGroupsMixi
         self.max_tokens_per_batch = max_tokens_per_batch
         self.decoded_rows = decoded_rows
         self.r_drop_alpha = r_drop_alpha
+        self.r_drop_start_step = r_drop_start_step
         self.learning_rate_factors = learning_rate_factors
         self.layer_decay = layer_decay
         self.label_smoothing = self.args.label_smoothing_factor
