@@ -54,6 +54,7 @@ class Contestant:
         packed: Packed rows (ours).
         chunked_loss: No whole logits (ours).
         cheap_dropout: Dropout from few random bits (ours).
+        few_shapes: Packed rows of a multiple of tokens (ours).
     """
 
     family: str
@@ -64,9 +65,10 @@ class Contestant:
     packed: bool = False
     chunked_loss: bool = False
     cheap_dropout: bool = False
+    few_shapes: bool = False
 
 
-_OURS = {"budget": True, "packed": True, "chunked_loss": True, "cheap_dropout": True}
+_OURS = {"budget": True, "packed": True, "chunked_loss": True, "cheap_dropout": True, "few_shapes": True}
 CONTESTANTS = {
     "bart, as documented": Contestant("bart", keeps_freed_memory=False),
     "bart, group_by_length": Contestant("bart", keeps_freed_memory=False, groups_by_length=True),
@@ -80,6 +82,7 @@ CONTESTANTS = {
     "metaphrase, without packing": Contestant("metaphrase", bf16=True, **_OURS | {"packed": False}),
     "metaphrase, without chunked loss": Contestant("metaphrase", bf16=True, **_OURS | {"chunked_loss": False}),
     "metaphrase, without cheap dropout": Contestant("metaphrase", bf16=True, **_OURS | {"cheap_dropout": False}),
+    "metaphrase, without few shapes": Contestant("metaphrase", bf16=True, **_OURS | {"few_shapes": False}),
     "metaphrase, without token budget": Contestant(
         "metaphrase", bf16=True, **_OURS | {"budget": False, "packed": False}
     ),
@@ -117,6 +120,7 @@ def make_model(contestant: Contestant, preset: str) -> nn.Module:
 def switch_off(contestant: Contestant) -> None:
     """Puts the plain way in place of what a contestant does without."""
     from metaphrase.modeling import dropout, layers, modeling_metaphrase, stacks
+    from metaphrase.training import trainer
 
     if not contestant.cheap_dropout:
 
@@ -124,6 +128,8 @@ def switch_off(contestant: Contestant) -> None:
             return nn.functional.dropout(states, p=p, training=training)
 
         dropout.dropout = layers.dropout = stacks.dropout = plain
+    if not contestant.few_shapes:
+        trainer.TOKENS_MULTIPLE = 1
     if not contestant.chunked_loss:
         modeling_metaphrase.MetaphraseForConditionalGeneration._loss_is_chunked = lambda *_: False
 
@@ -167,7 +173,7 @@ def counting(trainer_class: type[Seq2SeqTrainer], turns: Turns) -> type[Seq2SeqT
     class Counting(trainer_class):
         def training_step(self, model, inputs, num_items_in_batch=None):
             mask = inputs.get("attention_mask")
-            turns.tokens += inputs["input_ids"].numel() if mask is None else mask.sum()
+            turns.tokens += (inputs["input_ids"] != model.config.pad_token_id).sum() if mask is None else mask.sum()
             turns.tokens += (inputs["labels"] != -100).sum()
             return super().training_step(model, inputs, num_items_in_batch)
 

@@ -182,7 +182,8 @@ class MetaphraseAttention(nn.Module):
         """
         if self.training and torch.is_autocast_enabled(hidden_states.device.type):
             # Once, rather than in each of the projections.
-            hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))
+            dtype = torch.get_autocast_dtype(hidden_states.device.type)
+            hidden_states, memory = hidden_states.to(dtype), None if memory is None else memory.to(dtype)
         query = self._split(clamp_float16(self.q_proj(hidden_states)))
         if self.config.qk_norm:
             query = self.q_norm(query)

@@ -13,33 +13,38 @@ def random_mask(shape: torch.Size | tuple[int, ...], p: float, device: torch.dev
 
     Args:
         shape: Of the mask.
-        p: Probability of false, rounded to a multiple of 2 ** -16.
+        p: Probability of 0, rounded to a multiple of 2 ** -16.
         device: A CPU's generator, as `torch.manual_seed` seeds it, draws for a CPU.
 
     Returns:
-        A boolean mask, and the probability of true in it.
+        A mask of 0 and 1 in `int8`, with which a CPU computes several times faster than with booleans, and the share of 1 in it.
     """
     count = 1
     for size in shape:
         count *= size
     threshold = round(p * _LEVELS)
     bits = torch.empty(-(-count // 4), dtype=torch.int64, device=device).random_(-(2**63), None)
-    kept = bits.view(torch.int16)[:count] >= threshold - _LEVELS // 2
-    return kept.view(shape), 1 - threshold / _LEVELS
+    mask = torch.empty(shape, dtype=torch.int8, device=device)
+    torch.ge(bits.view(torch.int16)[:count].view(shape), threshold - _LEVELS // 2, out=mask)
+    return mask, 1 - threshold / _LEVELS
+
+
+def apply_mask(states: torch.Tensor, mask: torch.Tensor, share: float) -> torch.Tensor:
+    """What a mask of `random_mask` keeps of states of its shape, divided by the share that it keeps."""
+    return mask.to(states.dtype).mul_(states).mul_(1 / share)
 
 
 class _MaskedDropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx, states: torch.Tensor, p: float) -> torch.Tensor:
-        mask, kept = random_mask(states.shape, p, states.device)
+        mask, ctx.share = random_mask(states.shape, p, states.device)
         ctx.save_for_backward(mask)
-        ctx.kept = kept
-        return (states * mask).mul_(1 / kept)
+        return apply_mask(states, mask, ctx.share)
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         (mask,) = ctx.saved_tensors
-        return gradient * mask * (1 / ctx.kept), None
+        return apply_mask(gradient, mask, ctx.share), None
 
 
 def dropout(states: torch.Tensor, p: float, training: bool) -> torch.Tensor:
@@ -60,7 +65,7 @@ def dropout(states: torch.Tensor, p: float, training: bool) -> torch.Tensor:
     """
     if not training or p == 0:
         return states
-    is_plain = states.device.type != "cpu" or torch.compiler.is_compiling() or not _MIN_PROBABILITY <= p < 1
+    is_plain = states.device.type != "cpu" or torch.compiler.is_compiling() or not _MIN_PROBABILITY <= p <= 1 - _MIN_PROBABILITY
     if is_plain or not states.is_floating_point():
         return nn.functional.dropout(states, p=p, training=True)
     return _MaskedDropout.apply(states, p)

@@ -6,139 +6,115 @@ The token-wise parts of the network never see the grid, and sequences of like le
 import torch
 from torch import nn
 
-from .dropout import random_mask
+from .dropout import apply_mask, random_mask
+from .grid import Block, Grid, GridSide, grid_of
 from .packing import Packing
 
-# Scores of one block, and scores that may be kept for the backward pass rather than computed again.
-_BLOCK_ENTRIES = 2**19
-MAX_KEPT_ENTRIES = 2**23
+# Scores that may be kept for the backward pass rather than computed again.
+MAX_KEPT_ENTRIES = 2**24
 # In rows of fewer entries, a CPU's softmax in bfloat16 is many times slower than in float32, conversions counted.
 MIN_HALF_WIDTH = 32
 
 
-def _gather(rows: torch.Tensor, index: torch.Tensor, heads: int, width: int) -> torch.Tensor:
-    """(tokens, heads * head_dim) -> (sequences * heads, width, head_dim)"""
-    head_dim = rows.shape[-1] // heads
-    return rows.reshape(-1, head_dim).index_select(0, index).view(-1, width, head_dim)
+def _gather(rows: torch.Tensor, side: GridSide, heads: int) -> torch.Tensor:
+    """(tokens, heads * head_dim) -> (cells, head_dim)"""
+    return rows.reshape(-1, rows.shape[-1] // heads).index_select(0, side.to_grid)
+
+
+def _cut(cells: torch.Tensor, place: slice, rows: int) -> torch.Tensor:
+    """(cells, head_dim) -> those of a block, (rows, width, head_dim)"""
+    return cells[place].view(rows, -1, cells.shape[-1])
 
 
 class _GridAttention(torch.autograd.Function):
     """Softmax attention with its gradient written out (Vaswani et al. 2017, section 3.2, arXiv 1706.03762)."""
 
     @staticmethod
-    def forward(ctx, query, key, value, mask, packing: Packing, heads: int, scaling: float, p: float):
+    def forward(ctx, query, key, value, mask, grid: Grid, keeps_weights: bool, scaling: float, p: float):
         """Args:
         query: `(query tokens, heads * head_dim)`.
         key: `(key tokens, heads * head_dim)`.
         value: `(key tokens, heads * head_dim)`.
         mask: Added to the scores, `(sequences or 1, heads or 1, query width or 1, key width)`.
-        packing: Of the two rows.
-        heads: Number of heads.
+        grid: Of the two rows, in blocks.
+        keeps_weights: Whether the weights are kept for the backward pass, rather than computed again.
         scaling: Factor of the scores.
         p: Dropout of the weights.
         """
-        queries, keys = packing.queries, packing.keys
-        ctx.packing, ctx.heads, ctx.scaling = packing, heads, scaling
-        ctx.mask_shape = mask.shape
-        num_scores = len(queries) * heads * queries.width * keys.width
-        ctx.keeps_weights = num_scores <= MAX_KEPT_ENTRIES
-        kept, ctx.kept_share = None, 1.0
-        if p:
-            shape = (len(queries) * heads, queries.width, keys.width)
-            kept, ctx.kept_share = random_mask(shape, p, query.device)
-
-        grids = _grids(query, key, value, packing, heads)
-        output = torch.empty_like(grids[0])
-        all_weights = []
-        for block in _blocks(packing, heads):
-            asked, seen, content = (grid[block] for grid in grids)
-            weights = _weights(asked, seen, _block_mask(mask, heads, block), scaling)
-            if ctx.keeps_weights:
+        ctx.grid, ctx.scaling, ctx.keeps_weights, ctx.mask_shape = grid, scaling, keeps_weights, mask.shape
+        ctx.kept_share = 1.0
+        asked, seen, content = _grids(query, key, value, grid)
+        output = torch.empty_like(asked)
+        all_weights, all_kept = [], []
+        for block in grid.blocks:
+            queries, keys, rows = block.query_cells, block.key_cells, block.rows
+            weights = _weights(_cut(asked, queries, rows), _cut(seen, keys, rows), _block_mask(mask, block), scaling)
+            if keeps_weights:
                 all_weights.append(weights)
             used = weights.to(content.dtype)
-            if kept is not None:
-                used = (used * kept[block]).mul_(1 / ctx.kept_share)
-            torch.bmm(used, content, out=output[block])
-        ctx.save_for_backward(query, key, value, mask, kept, *all_weights)
-        # (sequences * heads, query width, head_dim) -> (query tokens, heads * head_dim)
-        return output.view(-1, output.shape[-1]).index_select(0, queries.from_grid(heads)).view(query.shape)
+            if p:
+                kept, ctx.kept_share = random_mask(used.shape, p, query.device)
+                all_kept.append(kept)
+                used = apply_mask(used, kept, ctx.kept_share)
+            torch.bmm(used, _cut(content, keys, rows), out=_cut(output, queries, rows))
+        ctx.save_for_backward(query, key, value, mask, *all_kept, *all_weights)
+        # (cells, head_dim) -> (query tokens, heads * head_dim)
+        return output.index_select(0, grid.queries.from_grid).view(query.shape)
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
-        query, key, value, mask, kept, *all_weights = ctx.saved_tensors
-        packing, heads, scaling = ctx.packing, ctx.heads, ctx.scaling
-        queries, keys = packing.queries, packing.keys
-        grids = _grids(query, key, value, packing, heads)
-        rows = gradient.reshape(-1, grids[0].shape[-1])
+        query, key, value, mask, *saved = ctx.saved_tensors
+        grid, scaling, count = ctx.grid, ctx.scaling, len(ctx.grid.blocks)
+        all_weights = saved[-count:] if ctx.keeps_weights else []
+        all_kept = saved[: len(saved) - len(all_weights)]
+        grids = _grids(query, key, value, grid)
+        lower = tuple(torch.empty_like(cells) for cells in grids)
         # Empty cells repeat a token in the forward pass; here they must be empty.
         upper = torch.zeros_like(grids[0])
-        upper.view(-1, rows.shape[-1]).index_copy_(0, queries.from_grid(heads), rows)
-        lower = tuple(torch.empty_like(grid) for grid in grids)
+        upper.index_copy_(0, grid.queries.from_grid, gradient.reshape(-1, upper.shape[-1]))
         mask_gradient = torch.zeros(ctx.mask_shape, dtype=torch.float32) if ctx.needs_input_grad[3] else None
-        for number, block in enumerate(_blocks(packing, heads)):
-            asked, seen, content = (grid[block] for grid in grids)
-            block_mask = _block_mask(mask, heads, block)
-            weights = all_weights[number] if all_weights else _weights(asked, seen, block_mask, scaling)
-            used, incoming = weights.to(content.dtype), torch.bmm(upper[block], content.transpose(1, 2))
-            if kept is not None:
-                used = (used * kept[block]).mul_(1 / ctx.kept_share)
-                incoming = (incoming * kept[block]).mul_(1 / ctx.kept_share)
-            torch.bmm(used.transpose(1, 2), upper[block], out=lower[2][block])
-            # The softmax's gradient: weights * (incoming - sum(weights * incoming)), in the precision of the weights.
-            slope = torch._softmax_backward_data(incoming.to(weights.dtype), weights, -1, weights.dtype)
+        for number, block in enumerate(grid.blocks):
+            places = (block.query_cells, block.key_cells, block.key_cells)
+            asked, seen, content = (_cut(cells, place, block.rows) for cells, place in zip(grids, places, strict=True))
+            of_asked, of_seen, of_content = (
+                _cut(cells, place, block.rows) for cells, place in zip(lower, places, strict=True)
+            )
+            incoming = _cut(upper, block.query_cells, block.rows)
+            weights = all_weights[number] if all_weights else _weights(asked, seen, _block_mask(mask, block), scaling)
+            used, slope = weights.to(content.dtype), torch.bmm(incoming, content.transpose(1, 2))
+            if all_kept:
+                used, slope = (apply_mask(entries, all_kept[number], ctx.kept_share) for entries in (used, slope))
+            torch.bmm(used.transpose(1, 2), incoming, out=of_content)
+            # The softmax's gradient: weights * (slope - sum(weights * slope)), in the precision of the weights.
+            slope = torch._softmax_backward_data(slope.to(weights.dtype), weights, -1, weights.dtype)
             if mask_gradient is not None:
-                _add_block(mask_gradient, slope, heads, block)
+                _add_block(mask_gradient, slope, block)
             slope = slope.to(content.dtype)
-            torch.bmm(slope, seen, out=lower[0][block]).mul_(scaling)
-            torch.bmm(slope.transpose(1, 2), asked, out=lower[1][block]).mul_(scaling)
-        sides = (queries, keys, keys)
+            torch.bmm(slope, seen, out=of_asked)
+            torch.bmm(slope.transpose(1, 2), asked, out=of_seen)
+        # The scale belongs to the scores; it is cheaper here.
+        for cells in lower[:2]:
+            cells.mul_(scaling)
+        sides = (grid.queries, grid.keys, grid.keys)
         flat = [
-            grid.view(-1, grid.shape[-1]).index_select(0, side.from_grid(heads)).view(rows.shape)
-            for grid, side, rows in zip(lower, sides, (query, key, value), strict=True)
+            cells.index_select(0, side.from_grid).view(rows.shape)
+            for cells, side, rows in zip(lower, sides, (query, key, value), strict=True)
         ]
         if mask_gradient is not None:
             mask_gradient = mask_gradient.to(mask.dtype)
         return *flat, mask_gradient, None, None, None, None
 
 
-def _grids(query, key, value, packing: Packing, heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    queries, keys = packing.queries, packing.keys
-    return (
-        _gather(query, queries.to_grid(heads), heads, queries.width),
-        _gather(key, keys.to_grid(heads), heads, keys.width),
-        _gather(value, keys.to_grid(heads), heads, keys.width),
-    )
+def _grids(query, key, value, grid: Grid) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    sides = (grid.queries, grid.keys, grid.keys)
+    return tuple(_gather(rows, side, grid.heads) for rows, side in zip((query, key, value), sides, strict=True))
 
 
-def _blocks(packing: Packing, heads: int) -> list[slice]:
-    """Slices of `sequences * heads`: whole sequences, or some heads of one."""
-    per_head = packing.queries.width * packing.keys.width
-    total = len(packing.queries) * heads
-    if heads * per_head <= _BLOCK_ENTRIES:
-        step = _BLOCK_ENTRIES // (heads * per_head) * heads
-    else:
-        step = max(
-            part
-            for part in range(1, heads + 1)
-            if heads % part == 0 and part * per_head <= max(_BLOCK_ENTRIES, per_head)
-        )
-    return [slice(start, min(start + step, total)) for start in range(0, total, step)]
-
-
-def _part(tensor: torch.Tensor, heads: int, block: slice) -> torch.Tensor:
-    """What a block sees of a mask `(sequences or 1, heads or 1, ...)`: `(some sequences or 1, some heads or 1, ...)`."""
-    if tensor.shape[0] != 1:
-        tensor = tensor[block.start // heads : -(-block.stop // heads)]
-    if tensor.shape[1] != 1 and block.stop - block.start < heads:
-        tensor = tensor[:, block.start % heads : block.start % heads + block.stop - block.start]
-    return tensor
-
-
-def _block_mask(mask: torch.Tensor, heads: int, block: slice) -> torch.Tensor:
+def _block_mask(mask: torch.Tensor, block: Block) -> torch.Tensor:
     """The mask of a block, `(sequences * heads, query width or 1, key width)`."""
-    size, mask = block.stop - block.start, _part(mask, heads, block)
-    heads = min(heads, size)
-    return mask.expand(size // heads, heads, -1, -1).reshape(size, *mask.shape[2:])
+    mask = block.part(mask)
+    shape = (block.sequences.stop - block.sequences.start, block.heads.stop - block.heads.start)
+    return mask.expand(*shape, -1, -1).reshape(block.rows, *mask.shape[2:])
 
 
 def _weights(asked: torch.Tensor, seen: torch.Tensor, mask: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -149,10 +125,10 @@ def _weights(asked: torch.Tensor, seen: torch.Tensor, mask: torch.Tensor, scalin
     return torch.softmax(scores, dim=-1, dtype=None if is_half else torch.float32)
 
 
-def _add_block(total: torch.Tensor, slope: torch.Tensor, heads: int, block: slice) -> None:
+def _add_block(total: torch.Tensor, slope: torch.Tensor, block: Block) -> None:
     """Adds the gradient of a block of scores to that of the mask that was spread over them."""
-    total = _part(total, heads, block)
-    slope = slope.float().view(-1, min(heads, slope.shape[0]), *slope.shape[1:])
+    total = block.part(total)
+    slope = slope.float().view(-1, block.heads.stop - block.heads.start, *slope.shape[1:])
     total += slope.sum_to_size(total.shape)
 
 
@@ -182,13 +158,17 @@ def grid_attention(
     heads, head_dim = query.shape[1], query.shape[3]
     rows = [states.transpose(1, 2).reshape(-1, heads * head_dim) for states in (query, key, value)]
     if query.device.type == "cpu" and not torch.compiler.is_compiling():
-        output = _GridAttention.apply(*rows, mask, packing, heads, scaling, dropout)
+        keeps_weights = len(packing.queries) * heads * packing.queries.width * packing.keys.width <= MAX_KEPT_ENTRIES
+        grid = grid_of(packing, heads, in_blocks=True)
+        output = _GridAttention.apply(*rows, mask, grid, keeps_weights, scaling, dropout)
     else:
-        grids = [
-            grid.view(-1, heads, *grid.shape[1:]) for grid in _grids(*rows, packing, heads)
-        ]  # (sequences, heads, width, head_dim)
+        grid = grid_of(packing, heads, in_blocks=False)
+        shape = (len(packing.queries), heads, -1, head_dim)
         output = nn.functional.scaled_dot_product_attention(
-            *grids, attn_mask=mask.to(query.dtype), dropout_p=dropout, scale=scaling
+            *(cells.view(shape) for cells in _grids(*rows, grid)),
+            attn_mask=mask.to(query.dtype),
+            dropout_p=dropout,
+            scale=scaling,
         )
-        output = output.reshape(-1, head_dim).index_select(0, packing.queries.from_grid(heads))
+        output = output.reshape(-1, head_dim).index_select(0, grid.queries.from_grid)
     return output.view(1, -1, heads, head_dim)

@@ -83,35 +83,6 @@ class Segments:
         """Which cells of the grid hold a token, `(sequences, width)`."""
         return torch.arange(self.width, device=self.lengths.device) < self.lengths[:, None]
 
-    @cached_property
-    def _grid_tokens(self) -> torch.Tensor:
-        """For each cell of the grid its token, `(sequences, width)`; empty cells repeat the last one of their sequence."""
-        columns = torch.arange(self.width, device=self.lengths.device)
-        return self.starts[:, None] + torch.minimum(columns, self.lengths[:, None] - 1)
-
-    def to_grid(self, heads: int) -> torch.Tensor:
-        """For each cell of a grid `(sequences, heads, width)` its row among `(tokens, heads)`, both flattened."""
-        return self._cached(f"_to_grid_{heads}", lambda: self._rows_in_grid_order(heads))
-
-    def from_grid(self, heads: int) -> torch.Tensor:
-        """For each of the `(tokens, heads)` its cell in a grid `(sequences, heads, width)`, both flattened."""
-        return self._cached(f"_from_grid_{heads}", lambda: self._cells_in_row_order(heads))
-
-    def _cached(self, name: str, make):
-        if name not in self.__dict__:
-            self.__dict__[name] = make()
-        return self.__dict__[name]
-
-    def _rows_in_grid_order(self, heads: int) -> torch.Tensor:
-        head = torch.arange(heads, device=self.lengths.device)
-        # (sequences, 1, width) * heads + (heads, 1) -> (sequences * heads * width)
-        return (self._grid_tokens[:, None, :] * heads + head[:, None]).flatten()
-
-    def _cells_in_row_order(self, heads: int) -> torch.Tensor:
-        head = torch.arange(heads, device=self.lengths.device)
-        # (tokens, 1) and (heads) -> (tokens * heads)
-        return ((self.ids[:, None] * heads + head) * self.width + self.positions[0][:, None]).flatten()
-
 
 class Packing:
     """What one attention is told of a packed batch: whose tokens ask, and whose are seen."""
@@ -131,6 +102,7 @@ class Packing:
                 f"A packed batch must have as many sources as targets, got {len(keys)} sources and {len(queries)} targets."
             )
         self.queries, self.keys, self.is_causal, self.kernel = queries, keys, is_causal, kernel
+        self.grids: dict = {}  # see `grid_of`
 
     def is_seen(self) -> torch.Tensor:
         """Which token sees which, `(1, 1, query tokens, key tokens)`: the plain form, quadratic in the length of the row."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_models import DESIGNS, tiny_model
 
-from metaphrase.modeling import IGNORED_LABEL, grid_attention
+from metaphrase.modeling import IGNORED_LABEL, grid, grid_attention
 
 SOURCES, TARGETS = (5, 1, 19, 8), (3, 7, 2, 18)
 
@@ -86,7 +86,7 @@ def test_packed_flex_attention_gives_the_logits_of_padded_rows(design, uncompile
 def test_blocks_of_the_grid_and_what_they_keep_change_nothing(design, block, kept, monkeypatch):
     model = tiny_model(**DESIGNS[design] | {"initializer_range": 0.2})
     expected, expected_gradients = gradients(model, packed(model.config))
-    monkeypatch.setattr(grid_attention, "_BLOCK_ENTRIES", block)
+    monkeypatch.setattr(grid, "BLOCK_ENTRIES", block)
     monkeypatch.setattr(grid_attention, "MAX_KEPT_ENTRIES", kept)
     output, actual_gradients = gradients(model, packed(model.config))
     torch.testing.assert_close(output.loss, expected.loss, rtol=1e-6, atol=1e-6)

@@ -144,7 +144,7 @@ def _attention(
     if shape.is_packed and precision.on_accelerator and _has_grid_kernel(config, precision):
         query += element * heads * head_dim  # the output in the grid, and once more by token
     if not is_self and precision.casts:
-        key += 2 * element * config.hidden_size  # the memory, cast for keys and for values
+        key += element * config.hidden_size  # the memory, cast
     return query, key
 
 

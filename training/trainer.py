@@ -28,6 +28,9 @@ from metaphrase.training.token_stream import TokenBudgetStream
 
 logger = logging.getLogger(__name__)
 
+# Of the tokens in a packed row where kernels of half precision compute it.
+TOKENS_MULTIPLE = 32
+
 
 class MetaphraseTrainer(ExponentialAverageMixin, RDropMixin, ParameterGroupsMixin, WholeCheckpoints, Seq2SeqTrainer):
     """Trains an encoder-decoder.
@@ -148,7 +151,7 @@ class MetaphraseTrainer(ExponentialAverageMixin, RDropMixin, ParameterGroupsMixi
         seed = partial(seed_worker, num_workers=workers, rank=arguments.process_index) if is_training else None
         loader = DataLoader(
             dataset,
-            collate_fn=PackedCollator() if self._is_packing_model else self.data_collator,
+            collate_fn=self._packed_collator() if self._is_packing_model else self.data_collator,
             num_workers=workers,
             pin_memory=arguments.dataloader_pin_memory,
             persistent_workers=arguments.dataloader_persistent_workers,
@@ -165,6 +168,10 @@ class MetaphraseTrainer(ExponentialAverageMixin, RDropMixin, ParameterGroupsMixi
             put_on_device=True,
             dispatch_batches=False,
         )
+
+    def _packed_collator(self) -> PackedCollator:
+        pad_token_id = self.accelerator.unwrap_model(self.model).config.pad_token_id or 0
+        return PackedCollator(pad_token_id, TOKENS_MULTIPLE if self.args.bf16 or self.args.fp16 else 1)
 
     def _save(self, output_dir=None, state_dict=None):
         if state_dict is not None:

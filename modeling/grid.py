@@ -1,0 +1,142 @@
+"""The grid of a packed attention: each sequence in a row of its own, in blocks as wide as their longest row."""
+
+from dataclasses import dataclass
+
+import torch
+
+from .packing import Packing, Segments, grid_width
+
+# Scores of one block: they stay in the cache from the first product to the last.
+BLOCK_ENTRIES = 2**19
+
+
+@dataclass(frozen=True)
+class Block:
+    """Neighbouring sequences, or some heads of one, that are computed at a time.
+
+    Attributes:
+        sequences: Which.
+        heads: Which of each.
+        query_width: Columns of a row that asks.
+        key_width: Columns of a row that is seen.
+        query_cells: Place of `(sequences, heads, query_width)` among the cells of the grid.
+        key_cells: Place of `(sequences, heads, key_width)` among those of the keys' grid.
+    """
+
+    sequences: slice
+    heads: slice
+    query_width: int
+    key_width: int
+    query_cells: slice
+    key_cells: slice
+
+    @property
+    def rows(self) -> int:
+        """Sequences times heads."""
+        return (self.sequences.stop - self.sequences.start) * (self.heads.stop - self.heads.start)
+
+    def part(self, mask: torch.Tensor) -> torch.Tensor:
+        """What the block sees of a mask `(sequences or 1, heads or 1, queries or 1, keys)`."""
+        if mask.shape[0] != 1:
+            mask = mask[self.sequences]
+        if mask.shape[1] != 1:
+            mask = mask[:, self.heads]
+        return mask[:, :, : self.query_width, : self.key_width]
+
+
+class Grid:
+    """Where the tokens of packed rows lie in the grid, and its blocks."""
+
+    def __init__(self, packing: Packing, heads: int, in_blocks: bool):
+        """Args:
+        packing: Of the two rows.
+        heads: Number of heads.
+        in_blocks: Whether to cut it into blocks that a CPU's cache holds, each with its own width. It is one block otherwise, and
+            no length is asked for.
+        """
+        self.heads = heads
+        self.blocks = list(_make_blocks(packing, heads)) if in_blocks else [_whole(packing, heads)]
+        # Those that share sequences share a width.
+        widths = {(block.sequences.start, block.sequences.stop): block for block in self.blocks}
+        sequences = [slice(*place) for place in widths]
+        self.queries = GridSide(packing.queries, heads, sequences, [block.query_width for block in widths.values()])
+        self.keys = self.queries
+        if packing.keys is not packing.queries:
+            self.keys = GridSide(packing.keys, heads, sequences, [block.key_width for block in widths.values()])
+
+
+def grid_of(packing: Packing, heads: int, in_blocks: bool) -> Grid:
+    """The grid of a packing, made once for all layers."""
+    place = (heads, in_blocks)
+    if place not in packing.grids:
+        packing.grids[place] = Grid(packing, heads, in_blocks)
+    return packing.grids[place]
+
+
+class GridSide:
+    """The cells of one side of a grid: those of a block after those of another, `(sequences, heads, width)` in each.
+
+    Attributes:
+        to_grid: For each cell its row among `(tokens, heads)`, both flattened; empty cells repeat the last token of their
+            sequence.
+        from_grid: For each of the `(tokens, heads)` its cell.
+    """
+
+    def __init__(self, segments: Segments, heads: int, sequences: list[slice], widths: list[int]):
+        """Args:
+        segments: Of the row.
+        heads: Number of heads.
+        sequences: Those that have one width, in order.
+        widths: Theirs.
+        """
+        device = segments.lengths.device
+        head = torch.arange(heads, device=device)
+        first, columns = torch.empty_like(segments.lengths), torch.empty_like(segments.lengths)
+        cells, start = [], 0
+        for place, width in zip(sequences, widths, strict=True):
+            lengths = segments.lengths[place, None]
+            tokens = segments.starts[place, None] + torch.minimum(torch.arange(width, device=device), lengths - 1)
+            # (sequences, 1, width) * heads + (heads, 1) -> (sequences * heads * width)
+            cells.append((tokens[:, None, :] * heads + head[:, None]).flatten())
+            first[place] = start + torch.arange(len(lengths), device=device) * (heads * width)
+            columns[place] = width
+            start += len(lengths) * heads * width
+        self.to_grid = torch.cat(cells)
+        # (tokens, 1) and (tokens, heads) -> (tokens * heads)
+        places = (first[segments.ids] + segments.positions[0])[:, None] + columns[segments.ids, None] * head
+        self.from_grid = places.flatten()
+
+
+def _whole(packing: Packing, heads: int) -> Block:
+    widths = packing.queries.width, packing.keys.width
+    cells = [slice(0, len(packing.queries) * heads * width) for width in widths]
+    return Block(slice(0, len(packing.queries)), slice(0, heads), *widths, *cells)
+
+
+def _make_blocks(packing: Packing, heads: int):
+    """Cuts the sequences, in their order, into blocks of at most `BLOCK_ENTRIES` scores; of a long sequence, its heads."""
+    sides = packing.queries.lengths.tolist(), packing.keys.lengths.tolist()
+    start = query_start = key_start = 0
+    while start < len(packing.queries):
+        stop, widths = start, (0, 0)
+        while stop < len(packing.queries):
+            wider = tuple(max(width, grid_width(side[stop])) for width, side in zip(widths, sides, strict=True))
+            if stop > start and (stop + 1 - start) * heads * wider[0] * wider[1] > BLOCK_ENTRIES:
+                break
+            stop, widths = stop + 1, wider
+        query_width, key_width = widths
+        step = heads
+        while step > 1 and (stop - start) * step * query_width * key_width > BLOCK_ENTRIES:
+            step = max(part for part in range(1, step) if heads % part == 0)
+        cells = (stop - start) * query_width, (stop - start) * key_width
+        for head in range(0, heads, step):
+            yield Block(
+                sequences=slice(start, stop),
+                heads=slice(head, head + step),
+                query_width=query_width,
+                key_width=key_width,
+                query_cells=slice(query_start + head * cells[0], query_start + (head + step) * cells[0]),
+                key_cells=slice(key_start + head * cells[1], key_start + (head + step) * cells[1]),
+            )
+        query_start, key_start = query_start + heads * cells[0], key_start + heads * cells[1]
+        start = stop
