@@ -5,7 +5,7 @@
 Every contestant is a whole `Trainer.train()` in a process of its own (see `contestants.py`), on random tokens in the lengths of a
 mix, with label smoothing 0.1 and as many pairs in a batch. They take turns of a few steps, so that what else the machine does
 meets them alike, and medians are reported. Padding does not count as a token. Where memory does not hold all of them, `--at_once`
-makes groups, each with ours in it, by which the others are compared.
+makes groups, each with ours in it, by which the others are compared. The reports of a file are replaced one by one.
 """
 
 import argparse
@@ -92,6 +92,7 @@ def measure(preset: str, mix: str, names: list[str], arguments: argparse.Namespa
         "pairs_per_batch": MIXES[mix].pairs_per_batch,
         "rounds": arguments.rounds,
         "steps_per_round": arguments.steps,
+        "machine": describe_machine(arguments.threads),
         "results": results,
     }
     if OURS in results and DOCUMENTED in results:
@@ -133,6 +134,15 @@ def ratios(results: dict[str, dict]) -> dict[str, float]:
     return {name: round(value, 3) for name, value in found.items()}
 
 
+def keep(report: dict, output: Path) -> None:
+    """Adds a report to those in a file, in place of that of the same dimensions and lengths."""
+    kind = (report["preset"], report["lengths"])
+    reports = json.loads(output.read_text(encoding="utf-8")) if output.is_file() else []
+    reports = [other for other in reports if (other["preset"], other["lengths"]) != kind] + [report]
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(reports, indent=2) + "\n", encoding="utf-8")
+
+
 def show(report: dict) -> None:
     print(f"\n{report['preset']}, vocabulary {report['vocab_size']}, {report['lengths']} lengths")
     for name, result in report["results"].items():
@@ -153,14 +163,12 @@ def main() -> None:
     parser.add_argument("--core", type=int, help="processor core to pin all to")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
-    report = {"machine": describe_machine(arguments.threads), "results": []}
     for preset in arguments.presets:
         for mix in arguments.mixes:
-            report["results"].append(measure(preset, mix, arguments.contestants, arguments))
-            show(report["results"][-1])
+            report = measure(preset, mix, arguments.contestants, arguments)
+            show(report)
             if arguments.output is not None:
-                arguments.output.parent.mkdir(parents=True, exist_ok=True)
-                arguments.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+                keep(report, arguments.output)
 
 
 if __name__ == "__main__":

@@ -65,7 +65,11 @@ def dropout(states: torch.Tensor, p: float, training: bool) -> torch.Tensor:
     """
     if not training or p == 0:
         return states
-    is_plain = states.device.type != "cpu" or torch.compiler.is_compiling() or not _MIN_PROBABILITY <= p <= 1 - _MIN_PROBABILITY
+    is_plain = (
+        states.device.type != "cpu"
+        or torch.compiler.is_compiling()
+        or not _MIN_PROBABILITY <= p <= 1 - _MIN_PROBABILITY
+    )
     if is_plain or not states.is_floating_point():
         return nn.functional.dropout(states, p=p, training=True)
     return _MaskedDropout.apply(states, p)

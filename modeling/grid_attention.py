@@ -63,46 +63,56 @@ class _GridAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
-        query, key, value, mask, *saved = ctx.saved_tensors
-        grid, scaling, count = ctx.grid, ctx.scaling, len(ctx.grid.blocks)
-        all_weights = saved[-count:] if ctx.keeps_weights else []
-        all_kept = saved[: len(saved) - len(all_weights)]
-        grids = _grids(query, key, value, grid)
-        lower = tuple(torch.empty_like(cells) for cells in grids)
-        # Empty cells repeat a token in the forward pass; here they must be empty.
-        upper = torch.zeros_like(grids[0])
-        upper.index_copy_(0, grid.queries.from_grid, gradient.reshape(-1, upper.shape[-1]))
-        mask_gradient = torch.zeros(ctx.mask_shape, dtype=torch.float32) if ctx.needs_input_grad[3] else None
-        for number, block in enumerate(grid.blocks):
-            places = (block.query_cells, block.key_cells, block.key_cells)
-            asked, seen, content = (_cut(cells, place, block.rows) for cells, place in zip(grids, places, strict=True))
-            of_asked, of_seen, of_content = (
-                _cut(cells, place, block.rows) for cells, place in zip(lower, places, strict=True)
-            )
-            incoming = _cut(upper, block.query_cells, block.rows)
-            weights = all_weights[number] if all_weights else _weights(asked, seen, _block_mask(mask, block), scaling)
-            used, slope = weights.to(content.dtype), torch.bmm(incoming, content.transpose(1, 2))
-            if all_kept:
-                used, slope = (apply_mask(entries, all_kept[number], ctx.kept_share) for entries in (used, slope))
-            torch.bmm(used.transpose(1, 2), incoming, out=of_content)
-            # The softmax's gradient: weights * (slope - sum(weights * slope)), in the precision of the weights.
-            slope = torch._softmax_backward_data(slope.to(weights.dtype), weights, -1, weights.dtype)
-            if mask_gradient is not None:
-                _add_block(mask_gradient, slope, block)
-            slope = slope.to(content.dtype)
-            torch.bmm(slope, seen, out=of_asked)
-            torch.bmm(slope.transpose(1, 2), asked, out=of_seen)
-        # The scale belongs to the scores; it is cheaper here.
-        for cells in lower[:2]:
-            cells.mul_(scaling)
-        sides = (grid.queries, grid.keys, grid.keys)
-        flat = [
-            cells.index_select(0, side.from_grid).view(rows.shape)
-            for cells, side, rows in zip(lower, sides, (query, key, value), strict=True)
+        saved = ctx.saved_tensors  # may be asked for once
+        *states, mask = saved[:4]
+        # What else is in the grid is let go before its gradients leave it.
+        cells, mask_gradient = _grid_gradients(ctx, gradient, *saved)
+        sides = (ctx.grid.queries, ctx.grid.keys, ctx.grid.keys)
+        of_states = [
+            of_cells.index_select(0, side.from_grid).view(rows.shape)
+            for of_cells, side, rows in zip(cells, sides, states, strict=True)
         ]
         if mask_gradient is not None:
             mask_gradient = mask_gradient.to(mask.dtype)
-        return *flat, mask_gradient, None, None, None, None
+        return *of_states, mask_gradient, None, None, None, None
+
+
+def _grid_gradients(
+    ctx, gradient: torch.Tensor, query, key, value, mask, *saved: torch.Tensor
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+    """Gradients of query, key and value in the grid, and of the mask."""
+    grid, scaling = ctx.grid, ctx.scaling
+    all_weights = saved[-len(grid.blocks) :] if ctx.keeps_weights else []
+    all_kept = saved[: len(saved) - len(all_weights)]
+    grids = _grids(query, key, value, grid)
+    lower = tuple(torch.empty_like(cells) for cells in grids)
+    # Empty cells repeat a token in the forward pass; here they must be empty.
+    upper = torch.zeros_like(grids[0])
+    upper.index_copy_(0, grid.queries.from_grid, gradient.reshape(-1, upper.shape[-1]))
+    mask_gradient = torch.zeros(ctx.mask_shape, dtype=torch.float32) if ctx.needs_input_grad[3] else None
+    for number, block in enumerate(grid.blocks):
+        places = (block.query_cells, block.key_cells, block.key_cells)
+        asked, seen, content = (_cut(cells, place, block.rows) for cells, place in zip(grids, places, strict=True))
+        of_asked, of_seen, of_content = (
+            _cut(cells, place, block.rows) for cells, place in zip(lower, places, strict=True)
+        )
+        incoming = _cut(upper, block.query_cells, block.rows)
+        weights = all_weights[number] if all_weights else _weights(asked, seen, _block_mask(mask, block), scaling)
+        used, slope = weights.to(content.dtype), torch.bmm(incoming, content.transpose(1, 2))
+        if all_kept:
+            used, slope = (apply_mask(entries, all_kept[number], ctx.kept_share) for entries in (used, slope))
+        torch.bmm(used.transpose(1, 2), incoming, out=of_content)
+        # The softmax's gradient: weights * (slope - sum(weights * slope)), in the precision of the weights.
+        slope = torch._softmax_backward_data(slope.to(weights.dtype), weights, -1, weights.dtype)
+        if mask_gradient is not None:
+            _add_block(mask_gradient, slope, block)
+        slope = slope.to(content.dtype)
+        torch.bmm(slope, seen, out=of_asked)
+        torch.bmm(slope.transpose(1, 2), asked, out=of_seen)
+    # The scale belongs to the scores; it is cheaper here.
+    for cells in lower[:2]:
+        cells.mul_(scaling)
+    return lower, mask_gradient
 
 
 def _grids(query, key, value, grid: Grid) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
