@@ -15,7 +15,7 @@ from pathlib import Path
 
 import datasets
 import torch
-from lengths import MIXES, make_pairs
+from lengths import MIXES, LengthMix, make_pairs
 from tokenizers import Tokenizer, models
 from torch import nn
 from transformers import (
@@ -34,6 +34,7 @@ from transformers import (
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.training.batching import PairCollator
 from metaphrase.training.memory import keep_freed_memory
+from metaphrase.training.token_budget import TokenBudgetSampler
 from metaphrase.training.trainer import MetaphraseTrainer
 
 VOCAB_SIZES = {"transformer-tiny": 10000, "transformer-base": 32000, "t5-large": 32128}
@@ -169,6 +170,15 @@ def peak_bytes() -> int:
     return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))) * 1024
 
 
+def budget_like(mix: LengthMix) -> int:
+    """A budget of tokens with which an epoch has as many updates as with the mix's number of pairs in a batch."""
+    lengths, updates = mix.draw(PAIRS, 0), -(-PAIRS // mix.pairs_per_batch)
+    budget = mix.pairs_per_batch * lengths.sum(axis=1).mean()
+    while len(TokenBudgetSampler(lengths, round(budget), seed=42)) > updates:
+        budget *= 1.01
+    return round(budget)
+
+
 def counting(trainer_class: type[Seq2SeqTrainer], turns: Turns) -> type[Seq2SeqTrainer]:
     class Counting(trainer_class):
         def training_step(self, model, inputs, num_items_in_batch=None):
@@ -202,8 +212,7 @@ def make_trainer(contestant: Contestant, preset: str, mix_name: str, turns: Turn
     )
     shared = {"model": model, "args": arguments, "callbacks": [turns]}
     if contestant.family == "metaphrase":
-        # As many tokens as a peer's batch has on average, so that all make as many updates of their data.
-        budget = round(mix.pairs_per_batch * mix.draw(PAIRS, 0).sum(axis=1).mean() * 1.05)
+        budget = budget_like(mix)
         trainer = counting(MetaphraseTrainer, turns)(
             **shared,
             data_collator=PairCollator(model.config.pad_token_id),

@@ -3,7 +3,7 @@
     python benchmarks/training.py --core 0 --output benchmarks/results/training_cpu.json
 
 Every contestant is a whole `Trainer.train()` in a process of its own (see `contestants.py`), on random tokens in the lengths of a
-mix, with label smoothing 0.1 and as many pairs in a batch. They take turns of a few steps, so that what else the machine does
+mix, with label smoothing 0.1 and as many updates in an epoch. They take turns of a few steps, so that what else the machine does
 meets them alike, and medians are reported. Padding does not count as a token. Where memory does not hold all of them, `--at_once`
 makes groups, each with ours in it, by which the others are compared. The reports of a file are replaced one by one.
 """

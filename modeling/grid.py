@@ -1,5 +1,6 @@
 """The grid of a packed attention: each sequence in a row of its own, in blocks as wide as their longest row."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -113,7 +114,7 @@ def _whole(packing: Packing, heads: int) -> Block:
     return Block(slice(0, len(packing.queries)), slice(0, heads), *widths, *cells)
 
 
-def _make_blocks(packing: Packing, heads: int):
+def _make_blocks(packing: Packing, heads: int) -> Iterator[Block]:
     """Cuts the sequences, in their order, into blocks of at most `BLOCK_ENTRIES` scores; of a long sequence, its heads."""
     sides = packing.queries.lengths.tolist(), packing.keys.lengths.tolist()
     start = query_start = key_start = 0
