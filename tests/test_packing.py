@@ -5,6 +5,7 @@ import torch
 from tiny_models import DESIGNS, tiny_model
 
 from metaphrase.modeling import IGNORED_LABEL, grid, grid_attention
+from metaphrase.modeling.packing import Packing, Segments
 
 SOURCES, TARGETS = (5, 1, 19, 8), (3, 7, 2, 18)
 
@@ -166,3 +167,15 @@ def test_rows_of_several_pairs_must_be_one():
     inputs["input_ids"] = inputs["input_ids"].repeat(2, 1)
     with pytest.raises(ValueError, match=r"must be one, .* got 2 rows"):
         model(**inputs)
+
+
+def test_each_block_is_as_wide_as_its_own_longest_row(monkeypatch):
+    monkeypatch.setattr(grid, "BLOCK_ENTRIES", 2 * 64 * 64)
+    sources, targets = (Segments(torch.tensor(side), sum(side)) for side in ((64, 40, 9, 3), (5, 30, 17, 4)))
+    blocks = grid.Grid(Packing(targets, sources, False, "grid"), 2, in_blocks=True).blocks
+    assert [(block.sequences, block.query_width, block.key_width) for block in blocks] == [
+        (slice(0, 2), 32, 64),
+        (slice(2, 4), 24, 16),
+    ]
+    (whole,) = grid.Grid(Packing(targets, sources, False, "grid"), 2, in_blocks=False).blocks
+    assert (whole.sequences, whole.query_width, whole.key_width) == (slice(0, 4), 32, 64)

@@ -317,6 +317,13 @@ def test_r_drop_sets_in_at_its_step(tmp_path):
     assert rows == [4, 4, 8, 8]
 
 
+def test_r_drop_that_would_never_set_in_is_refused(tmp_path):
+    trainer = make_trainer(tiny_model(), tmp_path, max_steps=-1, num_train_epochs=2, per_device_train_batch_size=4)
+    trainer.r_drop_start_step = 4
+    with pytest.raises(ValueError, match="`r_drop_start_step` must be below the 4 steps of the run, got 4"):
+        trainer.train()
+
+
 def test_evaluation_is_left_alone(tmp_path):
     model, rows = tiny_model(dropout=0.3), []
     trainer = make_trainer(model, tmp_path)

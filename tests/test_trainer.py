@@ -4,13 +4,16 @@ import math
 
 import pytest
 import torch
+from datasets import Dataset
 from tiny_models import tiny_model
 from transformers import AutoTokenizer, Seq2SeqTrainingArguments
 
-from metaphrase.modeling import sequence_loss
+from metaphrase.modeling import IGNORED_LABEL, sequence_loss
 from metaphrase.tokenization import TokenizerPair, train_tokenizer
 from metaphrase.training.batching import PairCollator
 from metaphrase.training.trainer import MetaphraseTrainer, spread
+
+SIDES = {"source": "input_ids", "target": "labels"}
 
 
 @pytest.fixture
@@ -30,7 +33,7 @@ def pairs():
 
 
 def make_trainer(model, pairs, folder, **options):
-    names = ("score", "tokenizers", "generation_options")
+    names = ("score", "tokenizers", "generation_options", "max_tokens_per_batch")
     own = {name: options.pop(name) for name in names if name in options}
     settings = {
         "predict_with_generate": True,
@@ -125,3 +128,19 @@ def test_tokenizers_are_saved_with_every_checkpoint(model, pairs, tmp_path):
     make_trainer(model, pairs, tmp_path, tokenizers=TokenizerPair(tokenizer, tokenizer), **options).train()
     loaded = AutoTokenizer.from_pretrained(tmp_path / "checkpoint-1")
     assert loaded("a b").input_ids == tokenizer("a b").input_ids
+
+
+@pytest.mark.parametrize(("half", "multiple"), [({}, 1), ({"bf16": True}, 32)])
+def test_packed_rows_have_few_lengths_in_half_precision(half, multiple, model, pairs, tmp_path):
+    trainer = make_trainer(model, pairs, tmp_path, max_tokens_per_batch=40, **half)
+    columns = [{f"{side}_length": len(pair[name]) for side, name in SIDES.items()} | pair for pair in pairs]
+    trainer.train_dataset = Dataset.from_list(columns)
+    batches = list(trainer.get_train_dataloader())
+    real = [[token for pair in pairs for token in pair[name]] for name in SIDES.values()]
+    for name, tokens in zip(SIDES.values(), real, strict=True):
+        rows = [batch[name][0] for batch in batches]
+        assert all(len(row) % multiple == 0 for row in rows)
+        kept = torch.cat(rows)
+        kept = kept[(kept != IGNORED_LABEL) & (kept != model.config.pad_token_id)]
+        assert sorted(kept.tolist()) == sorted(tokens)
+        assert (sum(map(len, rows)) > len(tokens)) == (multiple > 1)

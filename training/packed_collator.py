@@ -1,4 +1,4 @@
-"""PackedCollator: encoded pairs to one packed row on each side, without padding."""
+"""PackedCollator: encoded pairs to one packed row on each side, with no padding between them."""
 
 import math
 from collections.abc import Mapping, Sequence

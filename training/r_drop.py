@@ -48,7 +48,14 @@ class RDropMixin:
     r_drop_start_step: int = 0
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if not self.r_drop_alpha or not model.training or self.state.global_step < self.r_drop_start_step:
+        if not self.r_drop_alpha or not model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if 0 < self.state.max_steps <= self.r_drop_start_step:
+            # How many steps an epoch has is known no earlier.
+            raise ValueError(
+                f"`r_drop_start_step` must be below the {self.state.max_steps} steps of the run, got {self.r_drop_start_step}."
+            )
+        if self.state.global_step < self.r_drop_start_step:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         twice = None if num_items_in_batch is None else 2 * num_items_in_batch
         inputs = {**repeat_batch(inputs), "r_drop_alpha": self.r_drop_alpha}
