@@ -35,10 +35,28 @@ def train(recipe: Path, seed: int, arguments: argparse.Namespace) -> dict:
     command = [sys.executable, "-m", "metaphrase.scripts", *words]
     if arguments.core is not None:
         command = ["taskset", "-c", str(arguments.core), *command]
-    start = time.perf_counter()
-    subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": str(arguments.threads)})
-    seconds = time.perf_counter() - start
+    seconds = carry_out(
+        command, os.environ | {"OMP_NUM_THREADS": str(arguments.threads)}, folder.with_suffix(".seconds")
+    )
     return read_run(folder) | {"seed": seed, "seconds": round(seconds), "machine": describe_machine(arguments.threads)}
+
+
+def carry_out(command: list[str], environment: dict[str, str], clock: Path) -> float:
+    """Runs the command and returns its seconds, those of attempts that were killed included: `clock` holds them meanwhile.
+
+    Raises:
+        subprocess.CalledProcessError: If the command fails.
+    """
+    before = float(clock.read_text(encoding="utf-8")) if clock.is_file() else 0.0
+    clock.parent.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    process = subprocess.Popen(command, env=environment)
+    while process.poll() is None:
+        time.sleep(5)
+        clock.write_text(f"{before + time.perf_counter() - start:.0f}\n", encoding="utf-8")
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return before + time.perf_counter() - start
 
 
 def read_runs(output: Path, fields: dict) -> list[dict]:
