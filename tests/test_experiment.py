@@ -287,6 +287,12 @@ def test_techniques_of_training_act(data, tmp_path):
         assert Experiment(make_recipe(data, tmp_path / name, **fields)).train()["loss"] != plain["loss"], name
 
 
+def test_r_drop_without_dropout_is_refused_before_training(data, tmp_path):
+    recipe = make_recipe(data, tmp_path / "run", **{"r_drop_alpha": 3, "model.dropout": 0})
+    with pytest.raises(ValueError, match="`r_drop_alpha` must come with a model whose dropout"):
+        Experiment(recipe).train()
+
+
 def test_frozen_parts_stay(data, tmp_path):
     Experiment(make_recipe(data, tmp_path / "first", max_steps=1, save_steps=1, eval_steps=1)).train()
     fields = {"freeze": ["encoder.layers", "decoder.layers.0"], "model_name_or_path": tmp_path / "first"}

@@ -5,20 +5,14 @@ import torch
 from largest_tensor import LargestTensor
 from tiny_models import random_batch, tiny_model
 from torch import nn
-from transformers import Seq2SeqTrainingArguments
+from transformers import BartConfig, BartForConditionalGeneration, Seq2SeqTrainingArguments
 
 from metaphrase.modeling import IGNORED_LABEL, sequence_loss
 from metaphrase.modeling import projected_loss as projected
 from metaphrase.modeling.divergence import symmetric_divergence
 from metaphrase.training.batching import PairCollator
-from metaphrase.training.r_drop import RDropMixin, repeat_batch
+from metaphrase.training.r_drop import check_r_drop, repeat_batch
 from metaphrase.training.trainer import MetaphraseTrainer
-
-RDropTrainer = (
-    MetaphraseTrainer
-    if issubclass(MetaphraseTrainer, RDropMixin)
-    else type("RDropTrainer", (RDropMixin, MetaphraseTrainer), {})
-)
 
 
 def make_pairs():
@@ -263,7 +257,7 @@ def make_trainer(model, folder, **options):
     }
     arguments = Seq2SeqTrainingArguments(output_dir=str(folder), **(settings | options))
     pairs = make_pairs()
-    trainer = RDropTrainer(
+    trainer = MetaphraseTrainer(
         model=model, args=arguments, train_dataset=pairs, eval_dataset=pairs, data_collator=PairCollator(0)
     )
     trainer.r_drop_alpha = 3.0
@@ -322,6 +316,17 @@ def test_r_drop_that_would_never_set_in_is_refused(tmp_path):
     trainer.r_drop_start_step = 4
     with pytest.raises(ValueError, match="`r_drop_start_step` must be below the 4 steps of the run, got 4"):
         trainer.train()
+
+
+def test_model_that_r_drop_cannot_train_is_refused():
+    check_r_drop(tiny_model(activation_dropout=0.1))
+    check_r_drop(tiny_model(), other_dropout=0.1)
+    with pytest.raises(ValueError, match=r"`r_drop_alpha` must come with a model whose dropout, .* are not all 0"):
+        check_r_drop(tiny_model())
+    sizes = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 11, "encoder_ffn_dim": 8}
+    sizes |= {"decoder_ffn_dim": 8, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    with pytest.raises(ValueError, match="must come with a Metaphrase model, got a BartForConditionalGeneration"):
+        check_r_drop(BartForConditionalGeneration(BartConfig(**sizes)))
 
 
 def test_evaluation_is_left_alone(tmp_path):

@@ -28,6 +28,7 @@ from metaphrase.training.exponential_average import ExponentialAverage
 from metaphrase.training.metrics import compute_metrics, write_metrics
 from metaphrase.training.parameter_groups import freeze
 from metaphrase.training.processes import check_processes
+from metaphrase.training.r_drop import check_r_drop
 from metaphrase.training.recipe import Recipe
 from metaphrase.training.trainer import MetaphraseTrainer, spread
 
@@ -160,6 +161,8 @@ class Experiment:
         # Without a limit of its own, generate() would stop at 20 tokens.
         limit = recipe.generation_max_length or recipe.max_target_length + 1
         model.generation_config.update(max_length=limit, **recipe.generation_options())
+        if recipe.r_drop_alpha:
+            check_r_drop(model, recipe.lora_dropout if recipe.lora_rank is not None else 0.0)
         if recipe.freeze:
             freeze(model, recipe.freeze)
         if recipe.lora_rank is not None:

@@ -3,10 +3,30 @@
 Source: Liang et al. 2021, section 2, arXiv 2106.14448.
 """
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
+
+_DROPOUTS = ("dropout", "attention_dropout", "activation_dropout")
+
+
+def check_r_drop(model: PreTrainedModel, other_dropout: float = 0.0) -> None:
+    """Refuses a model that R-Drop cannot train.
+
+    Args:
+        model: With its configuration.
+        other_dropout: Of what is added to it, such as an adapter.
+
+    Raises:
+        ValueError: If it does not take `r_drop_alpha`, or drops nothing, so that both passes always agree.
+    """
+    if "r_drop_alpha" not in inspect.signature(model.forward).parameters:
+        raise ValueError(f"`r_drop_alpha` must come with a Metaphrase model, got a {type(model).__name__}.")
+    if not other_dropout and not any(getattr(model.config, name) for name in _DROPOUTS):
+        raise ValueError(f"`r_drop_alpha` must come with a model whose {', '.join(_DROPOUTS)} are not all 0.")
 
 
 def repeat_batch(inputs: Mapping[str, Any], times: int = 2) -> dict[str, Any]:
