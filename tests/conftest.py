@@ -1,8 +1,10 @@
 """What all tests share: the folder of the tests on the path, so that they can import `tiny_models`, and one thread."""
 
+import os
 import sys
 import warnings
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,4 +30,11 @@ def uncompiled_flex(monkeypatch):
     monkeypatch.setattr(masking_utils, "create_block_mask", lambda *_, _compile, **rest: create_block_mask(*_, **rest))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.fixture
+def same_environment():
+    """transformers writes its FSDP settings into the environment."""
+    with patch.dict(os.environ):
         yield

@@ -206,3 +206,8 @@ def random_batch(
         target_ids[:, 0] = config.decoder_start_token_id
         inputs["decoder_input_ids"] = target_ids
     return inputs
+
+
+def run_model(model, **inputs):
+    with torch.no_grad():
+        return model(**(random_batch(model.config, padding=None) | inputs))
