@@ -116,8 +116,14 @@ def _pad(sources: list[Sequence[int]], model: PreTrainedModel) -> dict[str, torc
 def _generate(
     model: PreTrainedModel, inputs: dict[str, torch.Tensor], return_scores: bool, generation_kwargs: dict
 ) -> Iterator[Hypothesis]:
+    # The model is whole, even in a run whose weights are shared out: what other processes decode is no matter.
+    alone = {"synced_gpus": False}
     output = model.generate(
-        **inputs, **generation_kwargs, return_dict_in_generate=True, output_scores=return_scores, output_logits=False
+        **inputs,
+        **alone | generation_kwargs,
+        return_dict_in_generate=True,
+        output_scores=return_scores,
+        output_logits=False,
     )
     ends = model.generation_config.eos_token_id if "eos_token_id" not in generation_kwargs else None
     ends = generation_kwargs.get("eos_token_id") if ends is None else ends

@@ -30,6 +30,7 @@ from metaphrase.training.parameter_groups import freeze
 from metaphrase.training.processes import check_processes
 from metaphrase.training.r_drop import check_r_drop
 from metaphrase.training.recipe import Recipe
+from metaphrase.training.sharded_weights import load_whole_weights
 from metaphrase.training.trainer import MetaphraseTrainer, spread
 
 logger = logging.getLogger(__name__)
@@ -143,7 +144,7 @@ class Experiment:
             if recipe.preset is not None or recipe.model:
                 raise ValueError("`preset` and `model` must be left out when `model_name_or_path` is given.")
             model = AutoModelForSeq2SeqLM.from_pretrained(recipe.model_name_or_path)
-            entries, rows = len(tokenizers.source), model.get_input_embeddings().weight.shape[0]
+            entries, rows = len(tokenizers.source), model.get_input_embeddings().num_embeddings
             if entries > rows:
                 logger.warning("The embedding grows from %d to %d rows, to hold the tokenizer.", rows, entries)
                 if recipe.lora_rank is not None:
@@ -181,7 +182,7 @@ class Experiment:
             chosen = select_checkpoints(self.folder, last=recipe.average_last, best=recipe.average_best, metric=metric)
             average_checkpoints(chosen, folder, overwrite=True)
         trainer.accelerator.wait_for_everyone()
-        trainer.model.load_state_dict(AutoModelForSeq2SeqLM.from_pretrained(folder).state_dict())
+        load_whole_weights(trainer.model, folder)
         trainer.accelerator.wait_for_everyone()
         if trainer.is_world_process_zero():
             # `save_model` writes it where a run's model lies.
@@ -194,6 +195,7 @@ class Experiment:
             trainer.save_model()
             return trainer.whole_model()
         trainer.save_model(str(self.folder / "adapter"))
+        model = trainer.whole_model()
         if trainer.is_world_process_zero():
             model = merge_lora(model, self.folder)
             tokenizers.save_pretrained(self.folder)

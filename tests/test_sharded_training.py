@@ -1,0 +1,181 @@
+"""Whole recipes whose weights are shared out, by FSDP and by DeepSpeed: they end with the model of one process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_models import tiny_model
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from metaphrase.training.adapters import add_lora
+from metaphrase.training.demo_corpus import make_demo_corpus
+from metaphrase.training.sharded_weights import gather_model, is_sharded, load_whole_weights
+
+FOLDER = Path(__file__).parent.parent / "scripts" / "recipes" / "accelerate"
+# The name of a file, and what the processes need in their environment to do without an accelerator.
+WAYS = {
+    "fsdp2": ("fsdp2_cpu_2_processes.yaml", {}),
+    "zero2": ("deepspeed_zero2.yaml", {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "2"}),
+    "zero3": ("deepspeed_zero3.yaml", {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "2"}),
+}
+PROGRAM = """
+import os, sys
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from metaphrase.training.experiment import Experiment
+from metaphrase.training.recipe import load_recipe
+
+experiment = Experiment(load_recipe(None, sys.argv[1:]))
+assert experiment.arguments.world_size == int(os.environ.get("WORLD_SIZE", 1))
+if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+    # accelerate looks for FSDP only where it sees accelerators; the device and the processes are those of a CPU all the same.
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+experiment.train()
+"""
+BASE = {
+    "train_file": "train.tsv",
+    "validation_file": "validation.tsv",
+    "test_file": "test.tsv",
+    "max_steps": 6,
+    "save_steps": 2,
+    "eval_steps": 2,
+    "eval_strategy": "steps",
+    "save_strategy": "steps",
+    "logging_steps": 1,
+    "learning_rate": 3e-3,
+    "adam_epsilon": 1e-4,
+    "optim": "adamw_torch",
+    "metrics": "bleu",
+    "num_beams": 2,
+    "generation_max_length": 12,
+    "use_cpu": True,
+    "disable_tqdm": True,
+}
+NEW = {"preset": "metaphrase-tiny", "vocab_size": 300, "model.dropout": 0}
+NEW |= {f"model.{side}_layers": 1 for side in ("encoder", "decoder")} | {"model.hidden_size": 32}
+NEW |= {f"model.{side}_ffn_dim": 48 for side in ("encoder", "decoder")}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    made = make_demo_corpus(num_train=2000, num_validation=20, num_test=20)
+    for split, pairs in made.items():
+        lines = [f"{source}\t{target}\n" for source, target in pairs[: 60 if split == "train" else 7]]
+        (folder / f"{split}.tsv").write_text("".join(lines), encoding="utf-8")
+    (folder / "program.py").write_text(PROGRAM)
+    return folder
+
+
+def carry_out(data, output, way, fields):
+    """Trains 8 pairs in a step, in one process or in two, and returns weights and metrics."""
+    command, environment, pairs = [sys.executable], {}, 8
+    if way is not None:
+        file, environment = WAYS[way]
+        command += ["-m", "accelerate.commands.launch", "--config_file", str(FOLDER / file)]
+        command += ["--main_process_port", "0", "--num_processes", "2"]
+        pairs = 4
+    words = ["--data_dir", str(data), "--output_dir", str(output), "--per_device_train_batch_size", str(pairs)]
+    words += [word for name, value in (BASE | fields).items() for word in (f"--{name}", str(value))]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | environment
+    command += [str(data / "program.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return load_file(output / "model.safetensors"), json.loads((output / "metrics.json").read_text())
+
+
+def assert_same(actual, expected):
+    (weights, metrics), (expected_weights, expected_metrics) = actual, expected
+    assert weights.keys() == expected_weights.keys()
+    for name, weight in expected_weights.items():
+        torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-4, msg=name)
+    assert metrics["loss"] == pytest.approx(expected_metrics["loss"], abs=1e-4)
+    assert metrics["num_examples"] == expected_metrics["num_examples"] == 7
+
+
+def skip_without(way):
+    if way.startswith("zero"):
+        pytest.importorskip("deepspeed", reason="needs `pip install .[deepspeed]`")
+
+
+@pytest.mark.parametrize("way", ["fsdp2", *(pytest.param(way, marks=pytest.mark.slow) for way in ("zero2", "zero3"))])
+def test_averages_of_checkpoints_are_those_of_one_process(way, data, tmp_path):
+    skip_without(way)
+    fields = NEW | {"average_last": 2}
+    expected = carry_out(data, tmp_path / "one", None, fields)
+    assert_same(carry_out(data, tmp_path / "two", way, fields), expected)
+    last = load_file(tmp_path / "two" / "checkpoint-6" / "model.safetensors")
+    assert not torch.equal(last["model.encoder.norm.weight"], expected[0]["model.encoder.norm.weight"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_adapters_are_merged_as_by_one_process(way, data, tmp_path):
+    pytest.importorskip("peft")
+    skip_without(way)
+    carry_out(data, tmp_path / "base", None, NEW | {"max_steps": 2})
+    fields = {"model_name_or_path": tmp_path / "base", "lora_rank": 4, "learning_rate": 3e-2}
+    expected = carry_out(data, tmp_path / "one", None, fields)
+    assert_same(carry_out(data, tmp_path / "two", way, fields), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_that_was_stopped_goes_on(way, data, tmp_path):
+    skip_without(way)
+    fields = NEW | {"lr_scheduler_type": "constant"}
+    expected = carry_out(data, tmp_path / "whole", way, fields)
+    carry_out(data, tmp_path / "stopped", way, fields | {"max_steps": 4})
+    resumed = carry_out(data, tmp_path / "stopped", way, fields | {"resume_from_checkpoint": True})
+    assert_same(resumed, expected)
+
+
+# In one process, which shares with nobody.
+
+
+@pytest.fixture
+def mesh():
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["whole", "shared"])
+@pytest.mark.parametrize("fields", [{}, {"tie_word_embeddings": False}], ids=["tied", "untied"])
+def test_whole_weights_are_put_into_a_model_and_taken_out_of_it(fields, is_shared, mesh, tmp_path):
+    model, other = tiny_model(**fields), tiny_model(**fields, initializer_range=0.3)
+    assert not is_sharded(model)
+    if is_shared:
+        fully_shard(model, mesh=mesh)
+        assert is_sharded(model)
+    other.save_pretrained(tmp_path)
+    load_whole_weights(model, tmp_path)
+    whole = gather_model(model)
+    assert type(whole) is type(other) and whole.generation_config is model.generation_config
+    assert (whole.lm_head.weight is whole.model.decoder.embed_tokens.weight) == ("tie_word_embeddings" not in fields)
+    for name, weight in other.state_dict().items():
+        assert torch.equal(whole.state_dict()[name], weight), name
+
+
+def test_weights_that_are_missing_are_named(mesh, tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"must hold all weights of the model, got none for .*embed_tokens"):
+        load_whole_weights(tiny_model(share_embeddings=False, decoder_vocab_size=31), tmp_path)
+
+
+def test_a_model_with_an_adapter_is_gathered_with_it(mesh):
+    pytest.importorskip("peft")
+    model = add_lora(tiny_model(), rank=2, alpha=4, target_modules=["q_proj"])
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    random_state = torch.get_rng_state()
+    whole = gather_model(fully_shard(model, mesh=mesh))
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert before.keys() == whole.state_dict().keys() and any("lora" in name for name in before)
+    assert all(torch.equal(whole.state_dict()[name], weight) for name, weight in before.items())
