@@ -13,6 +13,7 @@ from tiny_models import tiny_model
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from transformers import MarianConfig, MarianMTModel
 
 from metaphrase.training.adapters import add_lora
 from metaphrase.training.demo_corpus import make_demo_corpus
@@ -168,6 +169,19 @@ def test_weights_that_are_missing_are_named(mesh, tmp_path):
     tiny_model().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"must hold all weights of the model, got none for .*embed_tokens"):
         load_whole_weights(tiny_model(share_embeddings=False, decoder_vocab_size=31), tmp_path)
+
+
+def test_weights_that_are_never_saved_stay(tmp_path):
+    sizes = {"d_model": 8, "vocab_size": 11, "pad_token_id": 0, "decoder_start_token_id": 0, "eos_token_id": 1}
+    for side in ("encoder", "decoder"):
+        sizes |= {f"{side}_layers": 1, f"{side}_attention_heads": 2, f"{side}_ffn_dim": 8}
+    model, other = (MarianMTModel(MarianConfig(**sizes)) for _ in range(2))
+    other.save_pretrained(tmp_path)
+    load_whole_weights(model, tmp_path)
+    for name, weight in other.state_dict().items():
+        assert torch.equal(model.state_dict()[name], weight), name
+    positions = model.model.encoder.embed_positions.weight
+    assert positions.any() and "model.encoder.embed_positions.weight" not in load_file(tmp_path / "model.safetensors")
 
 
 def test_a_model_with_an_adapter_is_gathered_with_it(mesh):

@@ -105,14 +105,16 @@ def load_whole_weights(model: PreTrainedModel, folder: Path) -> None:
     # A weight that has several names is saved under one.
     state |= {name: state[saved] for name, saved in model.all_tied_weights_keys.items() if saved in state}
     weights = model.state_dict(keep_vars=True)
-    if missing := weights.keys() - state.keys():
+    # Marian's positions are computed, and saved nowhere.
+    if missing := weights.keys() - state.keys() - set(model._keys_to_ignore_on_save or ()):
         raise ValueError(f"{folder} must hold all weights of the model, got none for {', '.join(sorted(missing))}.")
     if not _is_partitioned(model):
-        set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))
+        set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, strict=False))
         return
-    for name, weight in weights.items():
-        with _gathered(weight, written=True), torch.no_grad():
-            weight.copy_(state[name])
+    # In the same order on each process.
+    for name in filter(state.__contains__, weights):
+        with _gathered(weights[name], written=True), torch.no_grad():
+            weights[name].copy_(state[name])
 
 
 def _gather_partitions(model: nn.Module) -> dict[str, torch.Tensor]:
