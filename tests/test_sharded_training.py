@@ -23,8 +23,8 @@ FOLDER = Path(__file__).parent.parent / "scripts" / "recipes" / "accelerate"
 # The name of a file, and what the processes need in their environment to do without an accelerator.
 WAYS = {
     "fsdp2": ("fsdp2_cpu_2_processes.yaml", {}),
-    "zero2": ("deepspeed_zero2.yaml", {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "2"}),
-    "zero3": ("deepspeed_zero3.yaml", {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "2"}),
+    "zero2": ("deepspeed_zero2.yaml", {"DS_ACCELERATOR": "cpu"}),
+    "zero3": ("deepspeed_zero3.yaml", {"DS_ACCELERATOR": "cpu"}),
 }
 PROGRAM = """
 import os, sys
