@@ -35,9 +35,11 @@ def train(recipe: Path, seed: int, arguments: argparse.Namespace) -> dict:
     command = [sys.executable, "-m", "metaphrase.scripts", *words]
     if arguments.core is not None:
         command = ["taskset", "-c", str(arguments.core), *command]
-    seconds = carry_out(
-        command, os.environ | {"OMP_NUM_THREADS": str(arguments.threads)}, folder.with_suffix(".seconds")
-    )
+    clock = folder.with_suffix(".seconds")
+    if not folder.is_dir():
+        # What it says is of a run that was thrown away.
+        clock.unlink(missing_ok=True)
+    seconds = carry_out(command, os.environ | {"OMP_NUM_THREADS": str(arguments.threads)}, clock)
     return read_run(folder) | {"seed": seed, "seconds": round(seconds), "machine": describe_machine(arguments.threads)}
 
 

@@ -116,11 +116,10 @@ def _pad(sources: list[Sequence[int]], model: PreTrainedModel) -> dict[str, torc
 def _generate(
     model: PreTrainedModel, inputs: dict[str, torch.Tensor], return_scores: bool, generation_kwargs: dict
 ) -> Iterator[Hypothesis]:
-    # The model is whole, even in a run whose weights are shared out: what other processes decode is no matter.
-    alone = {"synced_gpus": False}
     output = model.generate(
         **inputs,
-        **alone | generation_kwargs,
+        # In a run whose weights are shared out, it would else wait for what the other processes decode.
+        **{"synced_gpus": False} | generation_kwargs,
         return_dict_in_generate=True,
         output_scores=return_scores,
         output_logits=False,
