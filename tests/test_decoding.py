@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tiny_generator import SOURCES, tiny_generator
+from transformers.generation import utils
 
 from metaphrase.inference.decoding import batches_by_length, decode
 
@@ -130,3 +131,14 @@ def test_dropout_is_off(sources):
 
 def test_nothing_in_nothing_out(generator):
     assert decode(generator.model, []) == []
+
+
+def test_what_other_processes_decode_is_not_waited_for(generator, sources, monkeypatch):
+    # Where DeepSpeed shares out weights, generate() would go on until all processes are done; a decoder's model is whole.
+    expected, wanted = decode(generator.model, sources), []
+    monkeypatch.setattr(utils, "is_deepspeed_zero3_enabled", lambda: True)
+    for name, result in (("is_available", True), ("is_initialized", True), ("get_world_size", 2)):
+        monkeypatch.setattr(utils.dist, name, lambda *_, result=result, **__: result)
+    monkeypatch.setattr(utils.dist, "all_reduce", lambda *_, **__: wanted.append(True))
+    assert decode(generator.model, sources) == expected
+    assert not wanted

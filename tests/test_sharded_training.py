@@ -1,10 +1,12 @@
 """Whole recipes whose weights are shared out, by FSDP and by DeepSpeed: they end with the model of one process."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -161,6 +163,44 @@ def test_whole_weights_are_put_into_a_model_and_taken_out_of_it(fields, is_share
     whole = gather_model(model)
     assert type(whole) is type(other) and whole.generation_config is model.generation_config
     assert (whole.lm_head.weight is whole.model.decoder.embed_tokens.weight) == ("tie_word_embeddings" not in fields)
+    for name, weight in other.state_dict().items():
+        assert torch.equal(whole.state_dict()[name], weight), name
+
+
+def partition(model, monkeypatch):
+    """Stands in for DeepSpeed's third stage: weights that are empty but inside `GatheredParameters`. Returns what was gathered."""
+    whole, gathered = {}, []
+    for name, weight in model.named_parameters():
+        weight.ds_id, whole[id(weight)] = name, weight.data
+        weight.data = torch.empty(0)
+
+    @contextlib.contextmanager
+    def gathered_parameters(weights, modifier_rank):
+        for weight in weights:
+            gathered.append(weight.ds_id)
+            weight.data = whole[id(weight)].clone()
+        yield
+        for weight in weights:
+            if modifier_rank == 0:
+                whole[id(weight)] = weight.data
+            weight.data = torch.empty(0)
+
+    zero = SimpleNamespace(GatheredParameters=gathered_parameters)
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(zero=zero))
+    return gathered
+
+
+def test_partitions_are_gathered_one_by_one_and_in_the_order_of_the_model(monkeypatch, tmp_path):
+    model, other = tiny_model(), tiny_model(initializer_range=0.3)
+    other.save_pretrained(tmp_path)
+    gathered = partition(model, monkeypatch)
+    assert is_sharded(model)
+    load_whole_weights(model, tmp_path)
+    # Processes that gather in different orders wait for each other for ever.
+    order = [weight.ds_id for weight in model.state_dict(keep_vars=True).values()]
+    assert gathered == order
+    whole = gather_model(model)
+    assert gathered == order * 2 and all(weight.numel() == 0 for weight in model.parameters())
     for name, weight in other.state_dict().items():
         assert torch.equal(whole.state_dict()[name], weight), name
 
