@@ -1,6 +1,8 @@
 """What all tests share: the folder of the tests on the path, so that they can import `tiny_models`, and one thread."""
 
+import gc
 import os
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -38,3 +40,36 @@ def same_environment():
     """transformers writes its FSDP settings into the environment."""
     with patch.dict(os.environ):
         yield
+
+
+@pytest.fixture(scope="module")
+def frozen():
+    """A Trainer collects garbage when it begins, which takes longer than a small run with all that was imported."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The folders of two runs with three checkpoints: one by a plain Trainer, and one by `WholeCheckpoints`."""
+    import small_runs
+
+    folders = {}
+    for name, trainer_class in (("plain", small_runs.Seq2SeqTrainer), ("whole", small_runs.WholeTrainer)):
+        folders[name] = tmp_path_factory.mktemp(name) / "run"
+        small_runs.make_trainer(folders[name], trainer_class).train()
+    return folders
+
+
+@pytest.fixture
+def run(runs, tmp_path):
+    """A copy of the run by `WholeCheckpoints`."""
+    return shutil.copytree(runs["whole"], tmp_path / "run")
+
+
+@pytest.fixture
+def plain_run(runs, tmp_path):
+    """A copy of the run by a plain Trainer."""
+    return shutil.copytree(runs["plain"], tmp_path / "plain")

@@ -168,7 +168,7 @@ def test_whole_weights_are_put_into_a_model_and_taken_out_of_it(fields, is_share
 
 
 def partition(model, monkeypatch):
-    """Stands in for DeepSpeed's third stage: weights that are empty but inside `GatheredParameters`. Returns what was gathered."""
+    """Stands in for DeepSpeed's third stage: weights are empty outside `GatheredParameters`. Returns what will be gathered."""
     whole, gathered = {}, []
     for name, weight in model.named_parameters():
         weight.ds_id, whole[id(weight)] = name, weight.data
