@@ -128,7 +128,11 @@ def switch_off(contestant: Contestant) -> None:
         def plain(states, p, training):
             return nn.functional.dropout(states, p=p, training=training)
 
+        def plain_sum(residual, states, p, training):
+            return residual + plain(states, p, training)
+
         dropout.dropout = layers.dropout = stacks.dropout = plain
+        layers.add_dropout = plain_sum
     if not contestant.few_shapes:
         trainer.TOKENS_MULTIPLE = 1
     if not contestant.chunked_loss:

@@ -1,6 +1,6 @@
 """The grid of a packed attention: each sequence in a row of its own, in blocks as wide as their longest row."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,16 +20,14 @@ class Block:
         heads: Which of each.
         query_width: Columns of a row that asks.
         key_width: Columns of a row that is seen.
-        query_cells: Place of `(sequences, heads, query_width)` among the cells of the grid.
-        key_cells: Place of `(sequences, heads, key_width)` among those of the keys' grid.
+        ends: Rows of the block, and where the tokens that they see end, for each sequence that is shorter than `key_width`.
     """
 
     sequences: slice
     heads: slice
     query_width: int
     key_width: int
-    query_cells: slice
-    key_cells: slice
+    ends: list[tuple[slice, int]]
 
     @property
     def rows(self) -> int:
@@ -57,6 +55,8 @@ class Grid:
         """
         self.heads = heads
         self.blocks = list(_make_blocks(packing, heads)) if in_blocks else [_whole(packing, heads)]
+        self._query_sizes = [block.rows * block.query_width for block in self.blocks]
+        self._key_sizes = [block.rows * block.key_width for block in self.blocks]
         # Those that share sequences share a width.
         widths = {(block.sequences.start, block.sequences.stop): block for block in self.blocks}
         sequences = [slice(*place) for place in widths]
@@ -64,6 +64,23 @@ class Grid:
         self.keys = self.queries
         if packing.keys is not packing.queries:
             self.keys = GridSide(packing.keys, heads, sequences, [block.key_width for block in widths.values()])
+
+    def parts(
+        self, asking: Sequence[torch.Tensor], seen: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[Block, list[torch.Tensor]]]:
+        """Cuts cells into those of each block.
+
+        Args:
+            asking: Of the queries' grid, `(cells, head_dim)` each.
+            seen: Of the keys' grid, likewise.
+
+        Yields:
+            A block, and what it has of each, `(rows, width, head_dim)`.
+        """
+        cut = [cells.split(self._query_sizes) for cells in asking] + [cells.split(self._key_sizes) for cells in seen]
+        for block, *parts in zip(self.blocks, *cut, strict=True):
+            widths = [block.query_width] * len(asking) + [block.key_width] * len(seen)
+            yield block, [part.view(block.rows, width, -1) for part, width in zip(parts, widths, strict=True)]
 
 
 def grid_of(packing: Packing, heads: int, in_blocks: bool) -> Grid:
@@ -78,6 +95,7 @@ class GridSide:
     """The cells of one side of a grid: those of a block after those of another, `(sequences, heads, width)` in each.
 
     Attributes:
+        heads: Number of heads.
         to_grid: For each cell its row among `(tokens, heads)`, both flattened; empty cells repeat the last token of their
             sequence.
         from_grid: For each of the `(tokens, heads)` its cell.
@@ -90,6 +108,7 @@ class GridSide:
         sequences: Those that have one width, in order.
         widths: Theirs.
         """
+        self.heads = heads
         device = segments.lengths.device
         head = torch.arange(heads, device=device)
         first, columns = torch.empty_like(segments.lengths), torch.empty_like(segments.lengths)
@@ -107,17 +126,27 @@ class GridSide:
         places = (first[segments.ids] + segments.positions[0])[:, None] + columns[segments.ids, None] * head
         self.from_grid = places.flatten()
 
+    def enter(self, rows: torch.Tensor, repeats: bool = True) -> torch.Tensor:
+        """(tokens, heads * head_dim) -> (cells, head_dim), with a token or with zeros in empty cells."""
+        rows = rows.reshape(-1, rows.shape[-1] // self.heads)
+        if repeats:
+            return rows.index_select(0, self.to_grid)
+        return rows.new_zeros(len(self.to_grid), rows.shape[-1]).index_copy_(0, self.from_grid, rows)
+
+    def leave(self, cells: torch.Tensor) -> torch.Tensor:
+        """(cells, head_dim) -> (tokens, heads * head_dim)"""
+        return cells.index_select(0, self.from_grid).view(-1, self.heads * cells.shape[-1])
+
 
 def _whole(packing: Packing, heads: int) -> Block:
     widths = packing.queries.width, packing.keys.width
-    cells = [slice(0, len(packing.queries) * heads * width) for width in widths]
-    return Block(slice(0, len(packing.queries)), slice(0, heads), *widths, *cells)
+    return Block(slice(0, len(packing.queries)), slice(0, heads), *widths, ends=[])
 
 
 def _make_blocks(packing: Packing, heads: int) -> Iterator[Block]:
     """Cuts the sequences, in their order, into blocks of at most `BLOCK_ENTRIES` scores; of a long sequence, its heads."""
     sides = packing.queries.lengths.tolist(), packing.keys.lengths.tolist()
-    start = query_start = key_start = 0
+    start = 0
     while start < len(packing.queries):
         stop, widths = start, (0, 0)
         while stop < len(packing.queries):
@@ -129,15 +158,11 @@ def _make_blocks(packing: Packing, heads: int) -> Iterator[Block]:
         step = heads
         while step > 1 and (stop - start) * step * query_width * key_width > BLOCK_ENTRIES:
             step = max(part for part in range(1, step) if heads % part == 0)
-        cells = (stop - start) * query_width, (stop - start) * key_width
         for head in range(0, heads, step):
-            yield Block(
-                sequences=slice(start, stop),
-                heads=slice(head, head + step),
-                query_width=query_width,
-                key_width=key_width,
-                query_cells=slice(query_start + head * cells[0], query_start + (head + step) * cells[0]),
-                key_cells=slice(key_start + head * cells[1], key_start + (head + step) * cells[1]),
-            )
-        query_start, key_start = query_start + heads * cells[0], key_start + heads * cells[1]
+            ends = [
+                (slice(number * step, (number + 1) * step), length)
+                for number, length in enumerate(sides[1][start:stop])
+                if length < key_width
+            ]
+            yield Block(slice(start, stop), slice(head, head + step), query_width, key_width, ends)
         start = stop

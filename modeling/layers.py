@@ -8,7 +8,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .attention import MetaphraseAttention
 from .configuration_metaphrase import MetaphraseConfig
-from .dropout import dropout
+from .dropout import add_dropout, dropout
 from .normalization import clamp_float16, make_norm
 from .packing import Packing
 
@@ -61,8 +61,7 @@ class _ResidualLayer(GradientCheckpointingLayer):
         return norm(hidden_states) if self.is_pre_norm else hidden_states
 
     def _leave(self, residual: torch.Tensor, output: torch.Tensor, norm: nn.Module) -> torch.Tensor:
-        output = dropout(output, p=self.dropout, training=self.training)
-        hidden_states = clamp_float16(residual + output)
+        hidden_states = clamp_float16(add_dropout(residual, output, p=self.dropout, training=self.training))
         return hidden_states if self.is_pre_norm else norm(hidden_states)
 
 

@@ -66,7 +66,7 @@ def packed_mask(packing: Packing, bias: nn.Module | None, like: torch.Tensor):
     if packing.kernel == "flex":
         table = None if bias is None else _bias_by_distance(bias, packing.queries).to(like.dtype)
         return _block_mask(packing), table
-    if packing.kernel in ("varlen", "flash"):
+    if packing.kernel in ("varlen", "flash") or (packing.kernel == "grid" and bias is None and not packing.is_causal):
         return None
     if packing.kernel == "grid":
         seen = packing.is_seen_in_grid()

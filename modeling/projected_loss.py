@@ -41,14 +41,11 @@ class _ProjectedLoss(torch.autograd.Function):
             kept = None if is_label is None else _take(is_label, places)
             logits = chunk @ matrix.T if bias is None else torch.addmm(bias.to(dtype), chunk, matrix.T)
             chosen = logits.gather(1, chunk_labels[:, None]).float().squeeze(1)
-            largest = logits.amax(dim=1).float()
             probabilities = torch.softmax(logits, dim=1)
+            losses = _normalizers(logits, probabilities, chosen, chunk_labels) - (1 - smoothing) * chosen
             if alpha:
                 divergences, slope = _divergence(logits, probabilities, alpha)
             del logits
-            # The largest probability is at least 1 / vocab, so its logarithm is exact.
-            normalizer = largest - probabilities.amax(dim=1).float().log()
-            losses = normalizer - (1 - smoothing) * chosen
             if smoothing:
                 losses -= share * (chunk.float() @ weight_sum)
                 if bias is not None:
@@ -91,6 +88,18 @@ class _ProjectedLoss(torch.autograd.Function):
             for kept, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
         return *scaled, None, None, None, None, None
+
+
+def _normalizers(
+    logits: torch.Tensor, probabilities: torch.Tensor, chosen: torch.Tensor, labels: torch.Tensor
+) -> torch.Tensor:
+    """Logarithm of each row's sum of exponentials, `(rows)`: an entry of the logits less the logarithm of its probability."""
+    if logits.device.type == "cpu":
+        found = probabilities.gather(1, labels[:, None]).float().squeeze(1)
+        if found.min() > torch.finfo(probabilities.dtype).tiny:
+            return chosen - found.log()
+    # The largest probability is at least 1 / vocab, so its logarithm is exact; on a CPU, to find it is slow.
+    return logits.amax(dim=1).float() - probabilities.amax(dim=1).float().log()
 
 
 def _chunks(total: int, rows: int, is_twice: bool) -> Iterator[tuple[slice, ...]]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from metaphrase.modeling.dropout import dropout, random_mask
+from metaphrase.modeling.dropout import add_dropout, dropout, random_mask
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -47,6 +47,24 @@ def test_nothing_happens_outside_training_or_without_probability():
     states = torch.ones(5)
     assert dropout(states, 0.5, training=False) is states
     assert dropout(states, 0.0, training=True) is states
+
+
+@pytest.mark.parametrize("of_states", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("of_residual", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("p", "training"), [(0.3, True), (1e-4, True), (0.0, True), (0.3, False)])
+def test_a_sum_with_what_is_dropped_has_the_values_and_gradients_of_the_two_steps(p, training, of_residual, of_states):
+    leaves = [torch.randn(40, 30, dtype=dtype, requires_grad=True) for dtype in (of_residual, of_states)]
+    weight = torch.randn(40, 30)
+    found = []
+    for compute in (add_dropout, lambda residual, *rest: residual + dropout(*rest)):
+        torch.manual_seed(5)
+        total = compute(*leaves, p, training)
+        gradients = torch.autograd.grad((total * weight).sum(), leaves)
+        assert [gradient.dtype for gradient in gradients] == [of_residual, of_states]
+        found.append((total.detach(), *gradients))
+    is_half = torch.bfloat16 in (of_residual, of_states)
+    for actual, expected in zip(*found, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-2 if is_half else 1e-6, atol=1e-2 if is_half else 1e-6)
 
 
 @pytest.mark.parametrize("p", [1e-4, 0.99999, 1.0])

@@ -5,6 +5,7 @@ import torch
 from tiny_models import DESIGNS, tiny_model
 
 from metaphrase.modeling import IGNORED_LABEL, grid, grid_attention
+from metaphrase.modeling.packed_attention import packed_mask
 from metaphrase.modeling.packing import Packing, Segments
 
 SOURCES, TARGETS = (5, 1, 19, 8), (3, 7, 2, 18)
@@ -92,6 +93,28 @@ def test_blocks_of_the_grid_and_what_they_keep_change_nothing(design, block, kep
     output, actual_gradients = gradients(model, packed(model.config))
     torch.testing.assert_close(output.loss, expected.loss, rtol=1e-6, atol=1e-6)
     assert_close(actual_gradients, expected_gradients)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_each_sequence_attends_as_if_it_were_alone(is_causal, is_compiled, monkeypatch):
+    monkeypatch.setattr(grid, "BLOCK_ENTRIES", 2 * 2 * 24 * 24)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: is_compiled)
+    # One cell of a row is empty, none is, or most are.
+    lengths = (24, 23, 16, 15, 9, 1)
+    sources = Segments(torch.tensor(lengths), sum(lengths))
+    queries = sources if is_causal else Segments(torch.tensor(lengths[::-1]), sum(lengths))
+    states = [torch.randn(1, 2, sum(lengths), 4, requires_grad=True) for _ in range(3)]
+    packing = Packing(queries, sources, is_causal, "grid")
+    actual = grid_attention.grid_attention(*states, packed_mask(packing, None, states[0]), packing, 0.6, 0.0)
+    sizes = (queries.lengths.tolist(), list(lengths), list(lengths))
+    parts = zip(*(side.split(each, dim=2) for side, each in zip(states, sizes, strict=True)), strict=True)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    expected = torch.cat([attend(*part, is_causal=is_causal, scale=0.6) for part in parts], dim=2).transpose(1, 2)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    weight = torch.randn_like(actual)
+    found = [torch.autograd.grad((output * weight).sum(), states) for output in (actual, expected)]
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kept", [0, 2**23])

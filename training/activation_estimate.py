@@ -273,8 +273,8 @@ def _backward_workspace(config: MetaphraseConfig, shape: BatchShape, precision: 
         (shape.source_tokens, config.encoder_attention_heads, config.encoder_ffn_dim),
         (shape.target_tokens, config.decoder_attention_heads, config.decoder_ffn_dim),
     ):
-        # Output, query, key and value; in a grid, the states of the last three and the gradients of all.
-        attention = (8 if has_grid else 4) * heads * config.get_head_dim(heads)
+        # Output, query, key and value; of one of them those in the grid too.
+        attention = (5 if has_grid else 4) * heads * config.get_head_dim(heads)
         most = max(most, precision.compute_bytes * tokens * max(attention, 2 * inner))
     return most + 2 * precision.stream_bytes * config.hidden_size * shape.tokens
 
