@@ -182,7 +182,9 @@ def partition(model, monkeypatch):
         yield
         for weight in weights:
             if modifier_rank == 0:
-                whole[id(weight)] = weight.data
+                whole[id(weight)] = weight.data.clone()
+            # The memory is another weight's next.
+            weight.data.zero_()
             weight.data = torch.empty(0)
 
     zero = SimpleNamespace(GatheredParameters=gathered_parameters)
