@@ -67,6 +67,7 @@ class _ProjectedLoss(torch.autograd.Function):
                 _add_product(weight_gradient, probabilities.T, chunk)
             if bias_gradient is not None:
                 bias_gradient += probabilities.sum(dim=0, dtype=torch.float32)
+            del probabilities  # before the next are there
         if smoothing:
             counted = states if is_label is None else states * is_label[:, None]
             if states_gradient is not None:
