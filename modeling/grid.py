@@ -53,7 +53,6 @@ class Grid:
         in_blocks: Whether to cut it into blocks that a CPU's cache holds, each with its own width. It is one block otherwise, and
             no length is asked for.
         """
-        self.heads = heads
         self.blocks = list(_make_blocks(packing, heads)) if in_blocks else [_whole(packing, heads)]
         self._query_sizes = [block.rows * block.query_width for block in self.blocks]
         self._key_sizes = [block.rows * block.key_width for block in self.blocks]
