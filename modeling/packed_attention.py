@@ -62,6 +62,10 @@ def packed_mask(packing: Packing, bias: nn.Module | None, like: torch.Tensor):
         packing: Of the two rows.
         bias: Module that gives a position bias, if there is one.
         like: Gives the dtype.
+
+    Returns:
+        For `flex` its block mask and, with a bias, a table of the bias; for `grid` and `reference` what is added to the scores.
+        None where the kernel knows all from the packing.
     """
     if packing.kernel == "flex":
         table = None if bias is None else _bias_by_distance(bias, packing.queries).to(like.dtype)

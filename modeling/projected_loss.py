@@ -59,6 +59,7 @@ class _ProjectedLoss(torch.autograd.Function):
             probabilities[torch.arange(chunk.shape[0], device=chunk.device), chunk_labels] -= 1 - smoothing
             if alpha:
                 probabilities += slope
+                del slope
             if kept is not None:
                 probabilities *= kept[:, None]
             if states_gradient is not None:

@@ -1,13 +1,10 @@
 """The estimate of the activations, against what autograd keeps and what is alive at a time."""
 
-import weakref
-
 import pytest
 import torch
 from estimated_runs import AUTOCAST, DESIGNS, FLOAT32, WIDTHS, batch_and_shape, training_model
+from live_bytes import LiveBytes
 from tiny_models import tiny_config
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from metaphrase.training.activation_estimate import Precision, estimate_activations, kept_by_activation
 from metaphrase.training.batch_estimate import BatchShape
@@ -39,34 +36,6 @@ def kept_bytes(model, batch, is_autocast=False, **options):
         loss = model(**batch, **options).loss
     assert loss.requires_grad
     return sum(sizes.values())
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of all storages that operations have made and nobody has freed, and the most there were."""
-
-    def __init__(self, known):
-        super().__init__()
-        self.now = self.most = 0
-        self.storages = {tensor.untyped_storage()._cdata for tensor in known}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        outputs = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(outputs):
-            if isinstance(tensor, torch.Tensor):
-                self._count(tensor.untyped_storage())
-        return outputs
-
-    def _count(self, storage):
-        if storage._cdata in self.storages:
-            return
-        self.storages.add(storage._cdata)
-        self.now += storage.nbytes()
-        self.most = max(self.most, self.now)
-        weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
-
-    def _free(self, key, size):
-        self.storages.discard(key)
-        self.now -= size
 
 
 @pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])

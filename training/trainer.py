@@ -96,6 +96,7 @@ class MetaphraseTrainer(ExponentialAverageMixin, RDropMixin, ParameterGroupsMixi
     def whole_model(self) -> PreTrainedModel:
         """The model to decode with, alone on each process. Where weights are sharded, all processes must ask for it."""
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        # The first version of FSDP marks its wrapper, which is off here, and not the model.
         return gather_model(model) if self.is_fsdp_enabled or is_sharded(model) else model
 
     def _get_train_sampler(self, train_dataset=None):
