@@ -13,7 +13,7 @@ from .presets import PRESETS
 
 _CHOICES = {
     "position_embedding_type": ("sinusoidal", "learned", "relative", "rotary", "alibi", "none"),
-    "sinusoidal_layout": ("interleaved", "half_split"),
+    "sinusoidal_layout": ("interleaved", "half_split", "fairseq"),
     "norm_type": ("layernorm", "rmsnorm"),
     "norm_position": ("pre", "post"),
 }
@@ -61,9 +61,12 @@ class MetaphraseConfig(PreTrainedConfig):
             T5; `rotary` turns queries and keys (Su et al. 2021, arXiv 2104.09864); `alibi` is a linear bias (Press et al.
             2022, arXiv 2108.12409), symmetric in the encoder; `none` leaves order to the causal mask alone.
         sinusoidal_layout: `interleaved` puts sine and cosine in turn, as the paper does; `half_split` puts all sines before
-            all cosines, as tensor2tensor, fairseq and Marian do.
+            all cosines, as Marian does; `fairseq`, which tensor2tensor has too, does so with slightly longer wavelengths, of
+            which the last one is reached.
         max_position_embeddings: Longest sequence that `learned` positions can hold. The other types have no limit: for
             `sinusoidal` it is the size of the first table, for `rotary` what its scaled variants start from.
+        position_offset: The number of the first position, for `sinusoidal` and `learned`. fairseq's models count from the id of
+            the padding token plus 1; BART's table has rows before the first that is used.
         rope_parameters: transformers' description of a rotary embedding (`rope_type`, `rope_theta`, ...).
         relative_attention_num_buckets: Buckets of the relative bias, both directions together in the encoder.
         relative_attention_max_distance: Distance, in tokens, from which on all share the last bucket.
@@ -82,6 +85,10 @@ class MetaphraseConfig(PreTrainedConfig):
         logits_scale: Factor on the decoder's output before the output projection. T5 uses `hidden_size` ** -0.5.
         tie_word_embeddings: The output projection is the target embedding.
         share_embeddings: Source and target have one embedding; needs one vocabulary.
+        train_padding_embedding: The padding token's embedding learns from where it is read, as it is by a decoder that starts
+            with padding. BART, Marian and their relatives keep it as it is.
+        decoder_start_from_labels: In training, the last label of a row (mBART: a language code) is what its decoder starts with,
+            not `decoder_start_token_id`.
         dropout: Probability for the embeddings and the output of each sub-layer.
         attention_dropout: Probability for the attention weights.
         activation_dropout: Probability inside the feed-forward.
@@ -116,6 +123,7 @@ class MetaphraseConfig(PreTrainedConfig):
     position_embedding_type: str = "rotary"
     sinusoidal_layout: str = "interleaved"
     max_position_embeddings: int = 1024
+    position_offset: int = 0
     rope_parameters: dict | None = None
     relative_attention_num_buckets: int = 32
     relative_attention_max_distance: int = 128
@@ -134,6 +142,8 @@ class MetaphraseConfig(PreTrainedConfig):
     logits_scale: float | int = 1.0
     tie_word_embeddings: bool = True
     share_embeddings: bool = True
+    train_padding_embedding: bool = True
+    decoder_start_from_labels: bool = False
     dropout: float | int = 0.1
     attention_dropout: float | int = 0.0
     activation_dropout: float | int = 0.0
@@ -222,8 +232,10 @@ class MetaphraseConfig(PreTrainedConfig):
                 self.validate_rope()
             except KeyError as error:
                 raise ValueError(f"`rope_parameters` must be complete, got {self.rope_parameters}: {error}.") from error
-        if self.position_embedding_type == "sinusoidal" and self.hidden_size % 2:
-            raise ValueError(f"`hidden_size` must be even for sinusoidal positions, got {self.hidden_size}.")
+        if self.position_offset < 0:
+            raise ValueError(f"`position_offset` must not be negative, got {self.position_offset}.")
+        if self.position_embedding_type == "sinusoidal" and self.hidden_size < 4:
+            raise ValueError(f"`hidden_size` must be at least 4 for sinusoidal positions, got {self.hidden_size}.")
         if self.position_embedding_type == "relative":
             buckets, distance = self.relative_attention_num_buckets, self.relative_attention_max_distance
             if buckets < 4 or buckets % 2:
@@ -240,6 +252,8 @@ class MetaphraseConfig(PreTrainedConfig):
                 "`decoder_vocab_size` must equal `vocab_size` when `share_embeddings` is true, "
                 f"got {self.decoder_vocab_size} and {self.vocab_size}."
             )
+        if not self.train_padding_embedding and self.pad_token_id is None:
+            raise ValueError("`pad_token_id` must be set when `train_padding_embedding` is false, got None.")
         both = min(self.vocab_size, self.decoder_vocab_size)
         for field, size in (("pad_token_id", both), ("decoder_start_token_id", self.decoder_vocab_size)):
             value = getattr(self, field)

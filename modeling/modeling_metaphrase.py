@@ -215,7 +215,9 @@ class MetaphraseForConditionalGeneration(_EncoderDecoderEmbeddings, GenerationMi
         self, labels: torch.Tensor, target_lengths: torch.Tensor | None = None
     ) -> torch.Tensor:
         """What the decoder reads for these labels, `(batch, target)`; for data collators."""
-        return shift_right(labels, self.config.pad_token_id, self.config.decoder_start_token_id, target_lengths)
+        config = self.config
+        start = config.decoder_start_token_id
+        return shift_right(labels, config.pad_token_id, start, target_lengths, config.decoder_start_from_labels)
 
     def _loss_is_chunked(self, hidden_states: torch.Tensor) -> bool:
         # A head that is no plain projection any more (an adapter's, a quantized one) knows itself how it is applied; float16

@@ -35,21 +35,32 @@ def sinusoidal_table(length: int, hidden_size: int, layout: str, device: torch.d
 
     Args:
         length: Number of positions.
-        hidden_size: Width, even.
-        layout: `interleaved` (sine and cosine in turn) or `half_split` (all sines, then all cosines).
+        hidden_size: Width. Where it is odd there is a cosine less than sines, and for `fairseq` a zero at the end.
+        layout: `interleaved` (sine and cosine in turn), `half_split` (all sines, then all cosines) or `fairseq` (likewise, with
+            the longest wavelength among them, as in the code of tensor2tensor and fairseq).
         device: Where to make the table.
 
     Returns:
         The table `(length, hidden)`.
     """
-    exponents = torch.arange(0, hidden_size, 2, dtype=torch.float32, device=device) / hidden_size
-    frequencies = torch.exp(exponents * -math.log(_MAX_WAVELENGTH))
+    if layout == "fairseq":
+        # In float32, in which those models were trained.
+        half = hidden_size // 2
+        step = math.log(_MAX_WAVELENGTH) / (half - 1)
+        frequencies = torch.exp(torch.arange(half, dtype=torch.float32, device=device) * -step)
+        angles = torch.arange(length, dtype=torch.float32, device=device)[:, None] * frequencies
+        return nn.functional.pad(torch.cat((angles.sin(), angles.cos()), dim=-1), (0, hidden_size % 2))
+    # The angle of a late position in float32 is wrong by more than a sine's last places.
+    is_precise = device is None or torch.device(device).type != "mps"
+    dtype = torch.float64 if is_precise else torch.float32
+    exponents = torch.arange(0, hidden_size, 2, dtype=dtype, device=device) / hidden_size
     # (length, 1) * (hidden / 2) -> (length, hidden / 2)
-    angles = torch.arange(length, dtype=torch.float32, device=device)[:, None] * frequencies
+    angles = torch.arange(length, dtype=dtype, device=device)[:, None] * _MAX_WAVELENGTH**-exponents
+    sines, cosines = angles.sin().float(), angles.cos().float()
     if layout == "half_split":
-        return torch.cat((angles.sin(), angles.cos()), dim=-1)
+        return torch.cat((sines, cosines[:, : hidden_size // 2]), dim=-1)
     # (length, hidden / 2, 2) -> (length, hidden)
-    return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(start_dim=1)
+    return torch.stack((sines, cosines), dim=-1).flatten(start_dim=1)[:, :hidden_size].contiguous()
 
 
 class SinusoidalPositionEmbedding(nn.Module):
@@ -59,7 +70,8 @@ class SinusoidalPositionEmbedding(nn.Module):
         super().__init__()
         self.hidden_size = config.hidden_size
         self.layout = config.sinusoidal_layout
-        self.register_buffer("table", self.make_table(config.max_position_embeddings), persistent=False)
+        self.offset = config.position_offset
+        self.register_buffer("table", self.make_table(config.max_position_embeddings + self.offset), persistent=False)
 
     def make_table(self, length: int, device: torch.device | None = None) -> torch.Tensor:
         return sinusoidal_table(length, self.hidden_size, self.layout, device)
@@ -74,19 +86,20 @@ class SinusoidalPositionEmbedding(nn.Module):
         Returns:
             `(batch, query, hidden)` in float32.
         """
-        table = self.table
+        table, length = self.table, length + self.offset
         if length > table.shape[0]:
             table = self.make_table(max(length, 2 * table.shape[0]), device=table.device)
             if not torch.compiler.is_compiling():
                 self.table = table
-        return nn.functional.embedding(position_ids, table).float()
+        return nn.functional.embedding(position_ids + self.offset, table).float()
 
 
 class LearnedPositionEmbedding(nn.Embedding):
     """A trained vector per position, up to `max_position_embeddings` of them."""
 
     def __init__(self, config: MetaphraseConfig):
-        super().__init__(config.max_position_embeddings, config.hidden_size)
+        super().__init__(config.max_position_embeddings + config.position_offset, config.hidden_size)
+        self.offset = config.position_offset
 
     def forward(self, position_ids: torch.Tensor, length: int) -> torch.Tensor:
         """Looks positions up.
@@ -102,14 +115,13 @@ class LearnedPositionEmbedding(nn.Embedding):
             ValueError: If a position lies past the table.
         """
         # Padding counts in the bound but takes no position, so the ids themselves decide.
-        if length > self.num_embeddings and (
-            torch.compiler.is_compiling() or int(position_ids.max()) >= self.num_embeddings
-        ):
+        count = self.num_embeddings - self.offset
+        if length > count and (torch.compiler.is_compiling() or int(position_ids.max()) >= count):
             raise ValueError(
                 f"A sequence must not be longer than `max_position_embeddings` with learned positions, "
-                f"got {length} tokens and {self.num_embeddings} positions."
+                f"got {length} tokens and {count} positions."
             )
-        return super().forward(position_ids)
+        return super().forward(position_ids + self.offset)
 
 
 class RotaryPositionEmbedding(nn.Module):

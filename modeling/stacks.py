@@ -29,10 +29,10 @@ from .positions import (
 
 
 class ScaledEmbedding(nn.Embedding):
-    """Token embeddings `(batch, length) -> (batch, length, hidden)`, times a constant."""
+    """Token embeddings `(batch, length) -> (batch, length, hidden)`, times a constant. That of `padding_idx` does not learn."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, scale: float):
-        super().__init__(vocab_size, hidden_size)
+    def __init__(self, vocab_size: int, hidden_size: int, scale: float, padding_idx: int | None = None):
+        super().__init__(vocab_size, hidden_size, padding_idx)
         self.scale = scale
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -73,6 +73,9 @@ class MetaphrasePreTrainedModel(PreTrainedModel):
             init.normal_(module.weight, std=embedding_std if is_head else scaled)
         elif isinstance(module, nn.Embedding):
             init.normal_(module.weight, std=embedding_std)
+            # A part of a weight does not know that the whole was loaded.
+            if module.padding_idx is not None and not getattr(module.weight, "_is_hf_initialized", False):
+                init.zeros_(module.weight[module.padding_idx])
         elif isinstance(module, SinusoidalPositionEmbedding):
             init.copy_(module.table, module.make_table(module.table.shape[0]))
         elif isinstance(module, RotaryPositionEmbedding):
@@ -98,7 +101,8 @@ class _Stack(MetaphrasePreTrainedModel):
     def __init__(self, config: MetaphraseConfig, vocab_size: int, heads: int, is_causal: bool):
         super().__init__(config)
         scale = config.hidden_size**0.5 if config.scale_embedding else 1.0
-        self.embed_tokens = ScaledEmbedding(vocab_size, config.hidden_size, scale)
+        padding_idx = None if config.train_padding_embedding else config.pad_token_id
+        self.embed_tokens = ScaledEmbedding(vocab_size, config.hidden_size, scale, padding_idx)
         self.embed_positions = self.rotary_emb = self.position_bias = None
         kind = config.position_embedding_type
         if kind == "sinusoidal":

@@ -14,6 +14,7 @@ def shift_right(
     pad_token_id: int | None,
     decoder_start_token_id: int | None,
     target_lengths: torch.Tensor | None = None,
+    start_from_labels: bool = False,
 ) -> torch.Tensor:
     """The decoder's input for given labels: one start token, then all labels but the last.
 
@@ -22,6 +23,8 @@ def shift_right(
         pad_token_id: Stands where a label is -100.
         decoder_start_token_id: Stands first.
         target_lengths: For packed rows, the tokens of each target in the one row, `(targets)`; each starts anew.
+        start_from_labels: The last label of a row stands first, instead of the one start token: a language code, as in mBART
+            (Liu et al. 2020, section 2.2, arXiv 2001.08210).
 
     Returns:
         Ids `(batch, target)`.
@@ -30,13 +33,30 @@ def shift_right(
         ValueError: If an id that is needed is not configured.
     """
     for field, value in (("decoder_start_token_id", decoder_start_token_id), ("pad_token_id", pad_token_id)):
-        if value is None:
+        is_needed = field == "pad_token_id" or not start_from_labels
+        if value is None and is_needed:
             raise ValueError(f"`{field}` must be set in the configuration to shift labels to the right, got None.")
-    start = labels.new_full((labels.shape[0], 1), decoder_start_token_id)
-    shifted = torch.cat((start, labels[:, :-1]), dim=1)
-    if target_lengths is not None:
-        shifted[:, target_lengths[:-1].cumsum(0)] = decoder_start_token_id
+    if start_from_labels:
+        starts = _last_labels(labels, pad_token_id, target_lengths)
+    else:
+        starts = labels.new_full(
+            labels.shape[:1] if target_lengths is None else target_lengths.shape, decoder_start_token_id
+        )
+    shifted = labels.roll(1, dims=1)
+    if target_lengths is None:
+        shifted[:, 0] = starts
+    else:
+        shifted[0, target_lengths.cumsum(0) - target_lengths] = starts
     return shifted.masked_fill(shifted == IGNORED_LABEL, pad_token_id)
+
+
+def _last_labels(labels: torch.Tensor, pad_token_id: int, target_lengths: torch.Tensor | None) -> torch.Tensor:
+    """The last label of each row, or of each target of a packed one."""
+    if target_lengths is not None:
+        return labels[0, target_lengths.cumsum(0) - 1]
+    is_label = (labels != IGNORED_LABEL) & (labels != pad_token_id)
+    places = torch.arange(labels.shape[1], device=labels.device) * is_label
+    return labels.gather(1, places.argmax(dim=1, keepdim=True))[:, 0]
 
 
 def sequence_loss(

@@ -31,6 +31,7 @@ TESTS_OF_OPTIONS = {
     "position_embedding_type": "test_stack_positions.py::test_only_positions_tell_the_encoder_an_order",
     "sinusoidal_layout": "test_positions.py::test_sinusoidal_layout_equals_values_by_hand",
     "max_position_embeddings": "test_stack_positions.py::test_learned_positions_refuse_what_is_longer",
+    "position_offset": "test_positions.py::test_position_offset_is_the_number_of_the_first_position",
     "rope_parameters": "test_stack_positions.py::test_rotary_parameters_reach_both_stacks",
     "relative_attention_num_buckets": "test_stack_positions.py::test_relative_bucket_options_reach_both_stacks",
     "relative_attention_max_distance": "test_stack_positions.py::test_relative_bucket_options_reach_both_stacks",
@@ -49,6 +50,8 @@ TESTS_OF_OPTIONS = {
     "logits_scale": "test_modeling.py::test_logits_scale_multiplies_what_the_projection_reads",
     "tie_word_embeddings": "test_modeling.py::test_ties_are_those_of_the_configuration",
     "share_embeddings": "test_modeling.py::test_ties_are_those_of_the_configuration",
+    "train_padding_embedding": "test_modeling.py::test_padding_embedding_learns_where_it_is_read_or_does_not",
+    "decoder_start_from_labels": "test_modeling.py::test_decoder_starts_from_the_labels_where_it_should",
     "dropout": "test_layers.py::test_dropout_falls_on_the_output_of_each_sublayer_and_spares_the_residual",
     "attention_dropout": "test_attention.py::test_attention_dropout_drops_weights_in_training_alone",
     "activation_dropout": "test_layers.py::test_activation_dropout_falls_on_the_inner_states",
@@ -164,6 +167,7 @@ def different_values():
         "position_embedding_type": "relative",
         "sinusoidal_layout": "half_split",
         "max_position_embeddings": 17,
+        "position_offset": 3,
         "rope_parameters": {"rope_type": "linear", "rope_theta": 5.0, "factor": 2.0},
         "relative_attention_num_buckets": 6,
         "relative_attention_max_distance": 33,
@@ -182,6 +186,8 @@ def different_values():
         "logits_scale": 0.25,
         "tie_word_embeddings": False,
         "share_embeddings": False,
+        "train_padding_embedding": False,
+        "decoder_start_from_labels": True,
         "dropout": 0.2,
         "attention_dropout": 0.3,
         "activation_dropout": 0.4,
@@ -238,7 +244,7 @@ POSITIVE = [
 ]
 CHOICES = {
     "position_embedding_type": "sinusoidal, learned, relative, rotary, alibi, none",
-    "sinusoidal_layout": "interleaved, half_split",
+    "sinusoidal_layout": "interleaved, half_split, fairseq",
     "norm_type": "layernorm, rmsnorm",
     "norm_position": "pre, post",
 }
@@ -279,8 +285,13 @@ RULES = [
         "`head_dim` must be even for rotary positions, got 1 (from `decoder_attention_heads`).",
     ),
     (
-        {"position_embedding_type": "sinusoidal", "hidden_size": 33, "head_dim": 8},
-        "`hidden_size` must be even for sinusoidal positions, got 33.",
+        {"position_embedding_type": "sinusoidal", "hidden_size": 3, "head_dim": 8},
+        "`hidden_size` must be at least 4 for sinusoidal positions, got 3.",
+    ),
+    ({"position_offset": -1}, "`position_offset` must not be negative, got -1."),
+    (
+        {"train_padding_embedding": False, "pad_token_id": None},
+        "`pad_token_id` must be set when `train_padding_embedding` is false, got None.",
     ),
     *(
         (

@@ -56,6 +56,14 @@ COSINES = [[math.cos(place), math.cos(place / 100)] for place in range(3)]
     [
         ("interleaved", [[s[0], c[0], s[1], c[1]] for s, c in zip(SINES, COSINES, strict=True)]),
         ("half_split", [[s[0], s[1], c[0], c[1]] for s, c in zip(SINES, COSINES, strict=True)]),
+        # The second of two wavelengths is the last: its frequency is 1 / 10000.
+        (
+            "fairseq",
+            [
+                [s[0], math.sin(place / 10_000), c[0], math.cos(place / 10_000)]
+                for place, (s, c) in enumerate(zip(SINES, COSINES, strict=True))
+            ],
+        ),
     ],
 )
 def test_sinusoidal_layout_equals_values_by_hand(layout, expected):
@@ -65,6 +73,51 @@ def test_sinusoidal_layout_equals_values_by_hand(layout, expected):
     )
     embedded = SinusoidalPositionEmbedding(config)(torch.tensor([[0, 1, 2]]), 3)
     torch.testing.assert_close(embedded[0], torch.tensor(expected), atol=1e-6, rtol=0)
+
+
+# Width 5 has the frequencies 1, 10000 ** (-2 / 5) and 10000 ** (-4 / 5), or as `fairseq` 1 and 1 / 10000.
+SLOWER = [10_000 ** (-2 / 5), 10_000 ** (-4 / 5)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        (
+            "interleaved",
+            [math.sin(7), math.cos(7), math.sin(7 * SLOWER[0]), math.cos(7 * SLOWER[0]), math.sin(7 * SLOWER[1])],
+        ),
+        (
+            "half_split",
+            [math.sin(7), math.sin(7 * SLOWER[0]), math.sin(7 * SLOWER[1]), math.cos(7), math.cos(7 * SLOWER[0])],
+        ),
+        ("fairseq", [math.sin(7), math.sin(7e-4), math.cos(7), math.cos(7e-4), 0.0]),
+    ],
+)
+def test_sinusoids_of_an_odd_width(layout, expected):
+    torch.testing.assert_close(sinusoidal_table(8, 5, layout)[7], torch.tensor(expected), atol=1e-6, rtol=0)
+
+
+def test_sinusoids_of_late_positions_are_exact():
+    table = sinusoidal_table(100_001, 16, "interleaved")
+    expected = torch.tensor([direct_sinusoid(100_000, entry, 16) for entry in range(16)])
+    torch.testing.assert_close(table[100_000], expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["sinusoidal", "learned"])
+def test_position_offset_is_the_number_of_the_first_position(kind):
+    config = make_config(position_embedding_type=kind, max_position_embeddings=5, position_offset=3)
+    if kind == "learned":
+        embedding = LearnedPositionEmbedding(config)
+        table = embedding.weight
+    else:
+        embedding = SinusoidalPositionEmbedding(config)
+        table = sinusoidal_table(9, 16, "interleaved")
+    torch.testing.assert_close(embedding(torch.tensor([[4, 0, 2]]), 5)[0], table[[7, 3, 5]])
+    if kind == "learned":
+        with pytest.raises(ValueError, match=r"longer than `max_position_embeddings`.*got 6 tokens and 5 positions"):
+            embedding(torch.arange(6)[None], 6)
+    else:
+        torch.testing.assert_close(embedding(torch.tensor([[5]]), 6)[0], table[[8]])
 
 
 def direct_sinusoid(place, entry, hidden_size):

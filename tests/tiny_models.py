@@ -19,7 +19,7 @@ POSITIONS: dict[str, dict] = {
         "sinusoidal_layout": "half_split",
         "max_position_embeddings": 4,
     },
-    "learned": {"position_embedding_type": "learned"},
+    "learned": {"position_embedding_type": "learned", "position_offset": 2},
     "relative": {"position_embedding_type": "relative"},
     "relative_per_layer": {"position_embedding_type": "relative", "relative_attention_shared": False},
     "rotary": {"position_embedding_type": "rotary"},
