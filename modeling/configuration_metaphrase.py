@@ -176,6 +176,18 @@ class MetaphraseConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
+        """As the parent's.
+
+        Raises:
+            ValueError: If it is the configuration of another kind of model, or a field is out of its range.
+        """
+        model_type = config_dict.get("model_type", cls.model_type)
+        if model_type != cls.model_type:
+            # transformers would warn, and then miss every weight.
+            raise ValueError(
+                f"`model_type` must be {cls.model_type}, got {model_type!r}. The package converts many families: "
+                "`metaphrase convert SOURCE OUTPUT`."
+            )
         # transformers sets the fields in `kwargs` one by one when the rest is checked already.
         made = super().from_dict(config_dict, **kwargs)
         (made[0] if isinstance(made, tuple) else made)._check()

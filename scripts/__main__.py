@@ -12,6 +12,7 @@ VERBS = {
     "train": "carry out a recipe",
     "evaluate": "score a model on a test set",
     "generate": "many lines in, many lines out",
+    "convert": "weights of T5, BART, Marian and others in and out",
     "attention": "draw where the decoder looks",
     "average": "write the mean of several checkpoints as a model",
     "push": "share a model on the Hub",

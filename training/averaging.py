@@ -10,16 +10,15 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
+from metaphrase.conversion.weight_files import WeightFiles, folder_in_one_step, read_json
 from metaphrase.training.checkpoint_folders import PROGRESS_NAME, checkpoints_in, step_of
 from metaphrase.training.exponential_average import EXPONENTIAL_AVERAGE_NAME
 
@@ -27,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_METRIC = "eval_bleu"
 LOWER_IS_BETTER = ("loss", "perplexity", "ter", "wer", "cer")
-ADAPTER_NAME = "adapter_config.json"
 RECIPE_NAME = "recipe.yaml"
 # What says of which checkpoints a folder is the mean, and so that it may be overwritten.
 PROVENANCE_NAME = "average.json"
@@ -85,7 +83,7 @@ def _checkpoints_by_step(run_folder: Path) -> dict[int, Path]:
 def _scores(run_folder: Path, by_step: Mapping[int, Path], metric: str) -> dict[int, float]:
     """What each checkpoint scored, so that more is better."""
     places = [run_folder, *by_step.values()]
-    states = [_read_json(place / TRAINER_STATE_NAME) for place in places if (place / TRAINER_STATE_NAME).is_file()]
+    states = [read_json(place / TRAINER_STATE_NAME) for place in places if (place / TRAINER_STATE_NAME).is_file()]
     if not states:
         raise ValueError(f"`best` needs the scores in `{TRAINER_STATE_NAME}`, got none in {run_folder}.")
     log = max(states, key=lambda state: state.get("global_step", 0)).get("log_history", [])
@@ -131,7 +129,7 @@ def average_checkpoints(
         checkpoints = [_Checkpoint(folder, files) for folder in folders]
         for other in checkpoints[:-1]:
             _check_equal(other, checkpoints[-1])
-        with _folder_in_one_step(output) as partial:
+        with folder_in_one_step(output) as partial:
             left_out = _copy_rest(checkpoints[-1], partial)
             _write_weights(checkpoints, partial)
             names = ["/".join(folder.resolve().parts[-2:]) for folder in folders]
@@ -142,49 +140,12 @@ def average_checkpoints(
     return output
 
 
-class _Checkpoint:
-    """One checkpoint's configuration and weights, which are read one at a time."""
+class _Checkpoint(WeightFiles):
+    """One checkpoint's configuration and weights."""
 
     def __init__(self, folder: Path, files: contextlib.ExitStack):
-        self.folder = folder
-        if not folder.is_dir():
-            raise ValueError(f"A checkpoint must be a folder that exists, got {folder}.")
-        if (folder / ADAPTER_NAME).is_file():
-            raise ValueError(f"A checkpoint must hold whole weights, got an adapter in {folder}: merge it first.")
-        self.config = _read_json(folder / CONFIG_NAME)
-        self.paths = self._weight_files()
-        try:
-            opened = [files.enter_context(safe_open(path, framework="pt")) for path in self.paths]
-        except SafetensorError as error:
-            raise ValueError(f"A checkpoint must hold whole weights, got {folder}: {error}.") from error
-        self._file_of = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
-        # Name to type and shape, as (F32, (2, 3)).
-        self.kinds = {name: self._kind(name) for name in sorted(self._file_of)}
-
-    def _weight_files(self) -> list[Path]:
-        # Where both are, transformers loads the single file.
-        if (self.folder / SAFE_WEIGHTS_NAME).is_file():
-            return [self.folder / SAFE_WEIGHTS_NAME]
-        index = self.folder / SAFE_WEIGHTS_INDEX_NAME
-        if not index.is_file():
-            raise ValueError(
-                f"A checkpoint must hold {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, got neither in {self.folder}."
-            )
-        names = sorted(set(_read_json(index)["weight_map"].values()))
-        for name in names:
-            if Path(name).name != name or not (self.folder / name).is_file():
-                raise ValueError(f"{index} must name files beside it, got {name!r}.")
-        return [self.folder / name for name in names]
-
-    def _kind(self, name: str) -> tuple[str, tuple[int, ...]]:
-        tensor = self._file_of[name].get_slice(name)
-        return tensor.get_dtype(), tuple(tensor.get_shape())
-
-    def is_floating_point(self, name: str) -> bool:
-        return self.kinds[name][0].startswith(("F", "BF"))
-
-    def read(self, name: str) -> torch.Tensor:
-        return self._file_of[name].get_tensor(name)
+        super().__init__(folder, files)
+        self.config = read_json(folder / CONFIG_NAME)
 
 
 def _check_equal(checkpoint: _Checkpoint, last: _Checkpoint) -> None:
@@ -212,27 +173,6 @@ def _check_output(output: Path, folders: Sequence[Path], overwrite: bool) -> Non
         raise ValueError(f"`output` must not exist, got {output}. Pass --overwrite to replace it.")
     if not (output / PROVENANCE_NAME).is_file():
         raise ValueError(f"`output` must hold {PROVENANCE_NAME} to be overwritten, got {output}, which is no average.")
-
-
-@contextlib.contextmanager
-def _folder_in_one_step(output: Path) -> Iterator[Path]:
-    """A folder beside `output` that takes its name, and its place, when the block ends well, and is gone if it does not."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
-    replaced = output.with_name(f".{output.name}.{os.getpid()}.replaced")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    try:
-        yield partial
-        if output.exists():
-            output.rename(replaced)
-        partial.rename(output)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        if replaced.exists():
-            replaced.rename(output)
-        raise
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _copy_rest(checkpoint: _Checkpoint, output: Path) -> list[str]:
@@ -294,9 +234,3 @@ def _read_header(path: Path) -> bytes:
     with path.open("rb") as file:
         length = file.read(8)
         return length + file.read(int.from_bytes(length, "little"))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ValueError(f"A checkpoint must hold {path.name}, got none in {path.parent}.")
-    return json.loads(path.read_text(encoding="utf-8"))

@@ -1,0 +1,41 @@
+"""All families by name."""
+
+import difflib
+
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from metaphrase.conversion.bart import Bart
+from metaphrase.conversion.family import Family
+from metaphrase.conversion.fsmt import FSMT
+from metaphrase.conversion.m2m_100 import M2M100
+from metaphrase.conversion.marian import Marian, Pegasus
+from metaphrase.conversion.mbart import MBart, PLBart
+from metaphrase.conversion.t5 import MT5, T5, UMT5
+
+FAMILIES: dict[str, Family] = {
+    family.name: family() for family in (T5, MT5, UMT5, Bart, MBart, PLBart, Pegasus, Marian, M2M100, FSMT)
+}
+
+
+def find_family(name: str) -> Family:
+    """The family of a name.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if name not in FAMILIES:
+        nearest = difflib.get_close_matches(name, FAMILIES, n=1)
+        hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+        raise ValueError(f"A family must be one of {', '.join(FAMILIES)}, got {name!r}.{hint}")
+    return FAMILIES[name]
+
+
+def config_class(family: Family) -> type[PreTrainedConfig]:
+    """transformers' configuration of a family."""
+    return getattr(transformers, family.config_class)
+
+
+def model_class(family: Family) -> type[PreTrainedModel]:
+    """transformers' class of a family, with a head."""
+    return getattr(transformers, family.model_class)

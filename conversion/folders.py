@@ -1,0 +1,172 @@
+"""Folders: a checkpoint of one family written anew as one of another, tensor by tensor."""
+
+import contextlib
+import fnmatch
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from transformers import AutoConfig, GenerationConfig
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
+from transformers.utils.hub import convert_file_size_to_int
+
+from metaphrase.conversion.families import FAMILIES, config_class, find_family, model_class
+from metaphrase.conversion.family import Family
+from metaphrase.conversion.plans import NamedWeights, plan_ours, plan_theirs, skeleton
+from metaphrase.conversion.t5gemma import obstacles as obstacles_of_t5gemma
+from metaphrase.conversion.weight_files import WeightFiles, folder_in_one_step, read_json, write_weights
+from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
+
+logger = logging.getLogger(__name__)
+
+OURS = MetaphraseConfig.model_type
+DEFAULT_SHARD_SIZE = "5GB"
+# What says where a folder comes from, and so that it may be overwritten.
+PROVENANCE_NAME = "conversion.json"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_TOKENIZER_FILES = (
+    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.spm", "*.model"),
+    *("spiece.*", "chat_template*", "LICENSE*", "NOTICE*"),
+)
+_DOWNLOADED = ("*.json", "*.safetensors", *_TOKENIZER_FILES, "target_tokenizer/*")
+
+
+def convert(
+    source: str | os.PathLike,
+    output: str | os.PathLike,
+    *,
+    to: str | None = None,
+    revision: str | None = None,
+    overwrite: bool = False,
+    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
+) -> Path:
+    """Writes a checkpoint of a known family as one of Metaphrase, or one of Metaphrase as one of a family.
+
+    Weights keep their type and are read and written in parts, so that no more than `max_shard_size` is in memory at a time.
+    Tokenizers and generation settings come along. The folder appears under its name only when it is complete.
+
+    Args:
+        source: A folder, or a name on the Hub, with weights in safetensors.
+        output: The folder to write.
+        to: The family to write, by transformers' `model_type`; for a checkpoint of another family, `None` or metaphrase.
+        revision: Branch, tag or commit on the Hub.
+        overwrite: Replace `output` if it exists and was written here.
+        max_shard_size: Most bytes of one file of weights, as a number or as 500MB or 5GB.
+
+    Returns:
+        The path of the folder.
+
+    Raises:
+        ValueError: If the family is not known, the model does not fit it, or the weights are not those of its class.
+        OSError: If the checkpoint cannot be had.
+    """
+    output = Path(output)
+    max_shard_bytes = convert_file_size_to_int(max_shard_size)
+    if max_shard_bytes < 1:
+        raise ValueError(f"`max_shard_size` must be at least 1 byte, got {max_shard_size}.")
+    if to not in (None, OURS):
+        find_family(to)
+    folder = Path(source)
+    if not folder.is_dir():
+        folder = Path(snapshot_download(os.fspath(source), revision=revision, allow_patterns=list(_DOWNLOADED)))
+    elif revision is not None:
+        raise ValueError(f"`revision` must be left out for a folder, got {revision!r}.")
+    _check_output(output, folder, overwrite)
+    model_type = read_json(folder / CONFIG_NAME).get("model_type")
+    if model_type == OURS and to in (None, OURS):
+        raise ValueError(f"`to` must name a family for a model of Metaphrase, one of {', '.join(FAMILIES)}, got {to}.")
+    if model_type != OURS and to not in (None, OURS):
+        raise ValueError(f"`to` must be left out for a {model_type}, got {to!r}: convert to metaphrase first.")
+    with contextlib.ExitStack() as files:
+        weights = WeightFiles(folder, files)
+        with folder_in_one_step(output) as partial:
+            if model_type == OURS:
+                _write_theirs(find_family(to), folder, weights, partial, max_shard_bytes)
+            else:
+                _write_ours(_known_family(model_type, folder), folder, weights, partial, max_shard_bytes)
+            _copy_tokenizers(folder, partial, model_type)
+            provenance = {"source": os.fspath(source), "from": model_type, "to": to or OURS}
+            (partial / PROVENANCE_NAME).write_text(json.dumps(provenance, indent=2) + "\n", encoding="utf-8")
+    return output
+
+
+def _known_family(model_type: str | None, folder: Path) -> Family:
+    if model_type == "t5gemma":
+        reasons = "; ".join(obstacles_of_t5gemma(AutoConfig.from_pretrained(folder)))
+        raise ValueError(f"A t5gemma does not fit: {reasons}.")
+    if model_type not in FAMILIES:
+        raise ValueError(f"`model_type` must be one of {', '.join(FAMILIES)}, got {model_type!r} in {folder}.")
+    return FAMILIES[model_type]
+
+
+def _write_ours(family: Family, folder: Path, files: WeightFiles, output: Path, max_shard_bytes: int) -> None:
+    theirs = config_class(family).from_pretrained(folder)
+    generation = _generation_config(folder)
+    if getattr(theirs, "decoder_start_token_id", None) is None:
+        theirs.decoder_start_token_id = generation.decoder_start_token_id
+    weights = NamedWeights(files, family.prefix)
+    config = family.read_config(theirs, weights)
+    config.architectures = [MetaphraseForConditionalGeneration.__name__]
+    model = skeleton(MetaphraseForConditionalGeneration, config)
+    planned = plan_ours(family, model, weights)
+    for field in ("encoder_layerdrop", "decoder_layerdrop"):
+        if value := getattr(theirs, field, 0):
+            logger.warning("`%s` of %s is left behind: Metaphrase drops no layers.", field, value)
+    custom_object_save(model, output, config=config)
+    config.save_pretrained(output)
+    generation.save_pretrained(output)
+    write_weights(output, planned, max_shard_bytes)
+
+
+def _write_theirs(family: Family, folder: Path, weights: WeightFiles, output: Path, max_shard_bytes: int) -> None:
+    config = MetaphraseConfig.from_pretrained(folder)
+    fields = family.write_config(config)
+    theirs = config_class(family)(dtype=config.dtype, architectures=[family.model_class], **fields)
+    model = skeleton(MetaphraseForConditionalGeneration, config)
+    planned = plan_theirs(family, model, skeleton(model_class(family), theirs), weights)
+    theirs.save_pretrained(output)
+    # transformers' T5 always says that it is tied, which older versions take at its word.
+    written = read_json(output / CONFIG_NAME) | {"tie_word_embeddings": fields["tie_word_embeddings"]}
+    (output / CONFIG_NAME).write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    _generation_config(folder).save_pretrained(output)
+    write_weights(output, planned, max_shard_bytes)
+
+
+def _generation_config(folder: Path) -> GenerationConfig:
+    """The settings of a checkpoint, which in older days were among those of the model."""
+    if (folder / GENERATION_CONFIG_NAME).is_file():
+        return GenerationConfig.from_pretrained(folder)
+    return GenerationConfig.from_pretrained(folder, config_file_name=CONFIG_NAME, _from_model_config=True)
+
+
+def _copy_tokenizers(folder: Path, output: Path, model_type: str) -> None:
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and (path / _TOKENIZER_CONFIG).is_file():
+            shutil.copytree(path, output / path.name)
+        elif path.is_file() and any(fnmatch.fnmatchcase(path.name, pattern) for pattern in _TOKENIZER_FILES):
+            shutil.copyfile(path, output / path.name)
+    settings = output / _TOKENIZER_CONFIG
+    tokenizer_class = TOKENIZER_MAPPING_NAMES.get(model_type)
+    if settings.is_file() and tokenizer_class is not None:
+        # Without a name here the class would be looked up by the type of the model, which is another one now.
+        content = {"tokenizer_class": tokenizer_class} | read_json(settings)
+        settings.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _check_output(output: Path, folder: Path, overwrite: bool) -> None:
+    place, inside = output.resolve(), folder.resolve()
+    if place.is_relative_to(inside) or inside.is_relative_to(place):
+        raise ValueError(f"`output` must lie apart from what is converted, got {output} and {folder}.")
+    if not output.exists():
+        return
+    if not overwrite:
+        raise ValueError(f"`output` must not exist, got {output}. Pass --overwrite to replace it.")
+    if not (output / PROVENANCE_NAME).is_file():
+        raise ValueError(
+            f"`output` must hold {PROVENANCE_NAME} to be overwritten, got {output}, which is no conversion."
+        )

@@ -1,0 +1,174 @@
+"""T5 (Raffel et al. 2020, arXiv 1910.10683), and with it T5 v1.1, Flan-T5 and ByT5; mT5; UMT5."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from metaphrase.conversion.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, Family, Place, Weights
+from metaphrase.modeling import MetaphraseConfig
+
+_SUBLAYERS = {
+    "encoder": {"self_attn": "SelfAttention", "mlp": "DenseReluDense"},
+    "decoder": {"self_attn": "SelfAttention", "cross_attn": "EncDecAttention", "mlp": "DenseReluDense"},
+}
+_PROJECTIONS = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o", "down_proj": "wo"}
+_GATED = {"gate_proj": "wi_0", "up_proj": "wi_1"}
+_PLAIN = {"up_proj": "wi"}
+_BIAS = "relative_attention_bias.weight"
+
+
+class T5(Family):
+    """One class in transformers, for T5 and, gated and with a head of its own, for T5 v1.1."""
+
+    name = "t5"
+    config_class = "T5Config"
+    model_class = "T5ForConditionalGeneration"
+    same = {
+        "vocab_size": "vocab_size",
+        "hidden_size": "d_model",
+        "head_dim": "d_kv",
+        "encoder_layers": "num_layers",
+        "decoder_layers": "num_decoder_layers",
+        "encoder_attention_heads": "num_heads",
+        "encoder_ffn_dim": "d_ff",
+        "relative_attention_num_buckets": "relative_attention_num_buckets",
+        "relative_attention_max_distance": "relative_attention_max_distance",
+        "norm_eps": "layer_norm_epsilon",
+        "dropout": "dropout_rate",
+    }
+    fixed = {
+        "position_embedding_type": "relative",
+        "relative_attention_shared": True,
+        "norm_type": "rmsnorm",
+        "norm_position": "pre",
+        "final_norm": True,
+        "embedding_norm": False,
+        "qk_norm": False,
+        "scale_embedding": False,
+        "attention_scale": 1.0,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "logits_bias": False,
+        "share_embeddings": True,
+        "decoder_start_from_labels": False,
+        "train_padding_embedding": True,
+    }
+    free = Family.free | {"sinusoidal_layout", "max_position_embeddings", "position_offset"}
+    free |= {"attention_dropout", "activation_dropout"}
+    embedding_names = {
+        ENCODER_EMBEDDING: ("encoder.embed_tokens.weight", "shared.weight", "decoder.embed_tokens.weight", HEAD),
+        DECODER_EMBEDDING: ("decoder.embed_tokens.weight", "shared.weight", "encoder.embed_tokens.weight", HEAD),
+        HEAD: (HEAD, "decoder.embed_tokens.weight", "shared.weight", "encoder.embed_tokens.weight"),
+    }
+    # Mesh TensorFlow's checkpoints had a bias here that nothing reads.
+    ignored = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
+
+    def logits_scale(self, theirs: PreTrainedConfig) -> float:
+        """What transformers' class multiplies the decoder's output by."""
+        is_scaled = getattr(theirs, "scale_decoder_outputs", theirs.tie_word_embeddings)
+        return theirs.d_model**-0.5 if is_scaled else 1.0
+
+    def may_scale(self, is_scaled: bool) -> bool:
+        """Whether the family's class can scale, or leave unscaled, the decoder's output."""
+        return True
+
+    def read_options(self, theirs: PreTrainedConfig, weights: Weights) -> dict[str, Any]:
+        return {
+            "decoder_attention_heads": theirs.num_heads,
+            "decoder_ffn_dim": theirs.d_ff,
+            "gated_mlp": theirs.is_gated_act,
+            "activation_function": theirs.dense_act_fn,
+            "logits_scale": self.logits_scale(theirs),
+            "attention_dropout": theirs.dropout_rate,
+            "activation_dropout": theirs.dropout_rate,
+        }
+
+    def obstacles(self, ours: MetaphraseConfig) -> Iterator[str]:
+        yield from super().obstacles(ours)
+        for kind in ("attention_heads", "ffn_dim"):
+            encoder, decoder = getattr(ours, f"encoder_{kind}"), getattr(ours, f"decoder_{kind}")
+            if encoder != decoder:
+                yield f"`encoder_{kind}` must equal `decoder_{kind}`, got {encoder} and {decoder}"
+        scale = ours.hidden_size**-0.5
+        allowed = [value for value, is_scaled in ((1.0, False), (scale, True)) if self.may_scale(is_scaled)]
+        if ours.logits_scale not in allowed:
+            yield f"`logits_scale` must be {' or '.join(map(str, allowed))}, got {ours.logits_scale}"
+        name = ours.activation_function
+        if "-" in name or (ours.gated_mlp and name == "gelu"):
+            hint = ": transformers takes gated gelu for gelu_new" if name == "gelu" else ""
+            yield f"`activation_function` must be one that `feed_forward_proj` can say, got {name}{hint}"
+
+    def write_options(self, ours: MetaphraseConfig) -> dict[str, Any]:
+        is_new_gelu = ours.gated_mlp and ours.activation_function == "gelu_new"
+        activation = "gelu" if is_new_gelu else ours.activation_function
+        is_scaled = ours.logits_scale != 1.0
+        return {
+            "d_kv": ours.get_head_dim(ours.encoder_attention_heads),
+            "feed_forward_proj": f"gated-{activation}" if ours.gated_mlp else activation,
+            # Read in this order: the first one says what the second is if it is not given.
+            "tie_word_embeddings": ours.tie_word_embeddings,
+            "scale_decoder_outputs": is_scaled,
+        }
+
+    def place(self, name: str, config: MetaphraseConfig) -> Place:
+        if name == ENCODER_EMBEDDING:
+            return Place("shared.weight")
+        if name == HEAD:
+            return Place(name)
+        _, stack, *parts = name.split(".")
+        match parts:
+            case ["norm", "weight"]:
+                return Place(f"{stack}.final_layer_norm.weight")
+            case ["position_bias", "embedding", "weight"]:
+                return Place(f"{stack}.block.0.layer.0.SelfAttention.{_BIAS}")
+            case ["layers", layer, "self_attn", "relative_position_bias", "embedding", "weight"]:
+                return Place(f"{stack}.block.{layer}.layer.0.SelfAttention.{_BIAS}")
+            case ["layers", layer, sublayer, *rest]:
+                is_norm = sublayer.endswith("_norm")
+                sublayer = sublayer.removesuffix("_norm")
+                place = f"{stack}.block.{layer}.layer.{list(_SUBLAYERS[stack]).index(sublayer)}"
+                if is_norm:
+                    return Place(f"{place}.layer_norm.weight")
+                names = _PROJECTIONS | (_GATED if config.gated_mlp else _PLAIN)
+                return Place(f"{place}.{_SUBLAYERS[stack][sublayer]}.{names[rest[0]]}.weight")
+        raise AssertionError(name)
+
+
+class MT5(T5):
+    """Xue et al. 2021, arXiv 2010.11934. T5 v1.1 over many languages; transformers never scales its decoder's output."""
+
+    name = "mt5"
+    config_class = "MT5Config"
+    model_class = "MT5ForConditionalGeneration"
+
+    def logits_scale(self, theirs: PreTrainedConfig) -> float:
+        return 1.0
+
+    def may_scale(self, is_scaled: bool) -> bool:
+        return not is_scaled
+
+    def write_options(self, ours: MetaphraseConfig) -> dict[str, Any]:
+        fields = super().write_options(ours)
+        del fields["scale_decoder_outputs"]
+        return fields
+
+
+class UMT5(T5):
+    """Chung et al. 2023, arXiv 2304.09151: a bias in each layer. transformers always scales its decoder's output."""
+
+    name = "umt5"
+    config_class = "UMT5Config"
+    model_class = "UMT5ForConditionalGeneration"
+    fixed = T5.fixed | {"relative_attention_shared": False}
+
+    def logits_scale(self, theirs: PreTrainedConfig) -> float:
+        return theirs.d_model**-0.5
+
+    def may_scale(self, is_scaled: bool) -> bool:
+        return is_scaled
+
+    def write_options(self, ours: MetaphraseConfig) -> dict[str, Any]:
+        fields = super().write_options(ours)
+        del fields["scale_decoder_outputs"]
+        return fields

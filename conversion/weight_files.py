@@ -1,0 +1,174 @@
+"""Weight files: the tensors of a folder in safetensors, read one at a time, and written in files of bounded size.
+
+Nothing here unpickles anything.
+"""
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+
+ADAPTER_NAME = "adapter_config.json"
+
+
+class Kind(NamedTuple):
+    """Type and shape of a stored tensor, written as ('F32', (2, 3))."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return str(tuple(self))
+
+    @property
+    def nbytes(self) -> int:
+        bits = re.search(r"\d+", self.dtype)
+        return math.prod(self.shape) * (int(bits.group()) // 8 if bits else 1)
+
+
+class WeightFiles:
+    """The weights of a folder, which are read one at a time.
+
+    Args:
+        folder: Holds `model.safetensors`, or an index and the files that it names.
+        files: Closes the files at its end.
+
+    Attributes:
+        paths: The files.
+        kinds: Type and shape of each tensor, by name in alphabetical order.
+
+    Raises:
+        ValueError: If the folder does not exist or holds no whole weights in safetensors.
+    """
+
+    def __init__(self, folder: Path, files: contextlib.ExitStack):
+        self.folder = folder
+        if not folder.is_dir():
+            raise ValueError(f"A checkpoint must be a folder that exists, got {folder}.")
+        if (folder / ADAPTER_NAME).is_file():
+            raise ValueError(f"A checkpoint must hold whole weights, got an adapter in {folder}: merge it first.")
+        self.paths = self._find()
+        try:
+            opened = [files.enter_context(safe_open(path, framework="pt")) for path in self.paths]
+        except SafetensorError as error:
+            raise ValueError(f"A checkpoint must hold whole weights, got {folder}: {error}.") from error
+        self._file_of = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
+        self.kinds = {name: self._kind(name) for name in sorted(self._file_of)}
+
+    def _find(self) -> list[Path]:
+        # Where both are, transformers loads the single file.
+        if (self.folder / SAFE_WEIGHTS_NAME).is_file():
+            return [self.folder / SAFE_WEIGHTS_NAME]
+        index = self.folder / SAFE_WEIGHTS_INDEX_NAME
+        if not index.is_file():
+            pickled = [name for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME) if (self.folder / name).is_file()]
+            advice = (
+                f" {pickled[0]} is a pickle, which is never opened here: load it with transformers and call `save_pretrained`."
+                if pickled
+                else ""
+            )
+            raise ValueError(
+                f"A checkpoint must hold {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, "
+                f"got neither in {self.folder}.{advice}"
+            )
+        names = sorted(set(read_json(index)["weight_map"].values()))
+        for name in names:
+            if Path(name).name != name or not (self.folder / name).is_file():
+                raise ValueError(f"{index} must name files beside it, got {name!r}.")
+        return [self.folder / name for name in names]
+
+    def _kind(self, name: str) -> Kind:
+        tensor = self._file_of[name].get_slice(name)
+        return Kind(tensor.get_dtype(), tuple(tensor.get_shape()))
+
+    def is_floating_point(self, name: str) -> bool:
+        return self.kinds[name].dtype.startswith(("F", "BF"))
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._file_of[name].get_tensor(name)
+
+
+class Planned(NamedTuple):
+    """A tensor to write: its size, and how it is had when its turn comes."""
+
+    nbytes: int
+    make: Callable[[], torch.Tensor]
+
+
+def write_weights(folder: Path, planned: Mapping[str, Planned], max_shard_bytes: int) -> None:
+    """Writes tensors as `model.safetensors`, or as several files and an index.
+
+    Args:
+        folder: Where to write.
+        planned: The tensors by name, in the order in which they are written.
+        max_shard_bytes: Most bytes of one file, but for a tensor that is larger by itself. So much is in memory at a time.
+    """
+    shards: list[dict[str, Planned]] = [{}]
+    filled = 0
+    for name, tensor in planned.items():
+        if shards[-1] and filled + tensor.nbytes > max_shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = tensor
+        filled += tensor.nbytes
+    stem, suffix = SAFE_WEIGHTS_NAME.split(".")
+    weight_map = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"{stem}-{number:05d}-of-{len(shards):05d}.{suffix}" if len(shards) > 1 else SAFE_WEIGHTS_NAME
+        tensors: dict[str, torch.Tensor] = {}
+        places = set()
+        for name, tensor in shard.items():
+            made = tensor.make().contiguous()
+            # One weight under two names is two weights in the file.
+            tensors[name] = made.clone() if made.data_ptr() in places else made
+            places.add(made.data_ptr())
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file)
+    if len(shards) > 1:
+        index = {
+            "metadata": {"total_size": sum(tensor.nbytes for tensor in planned.values())},
+            "weight_map": weight_map,
+        }
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def folder_in_one_step(output: Path) -> Iterator[Path]:
+    """A folder beside `output` that takes its name, and its place, when the block ends well, and is gone if it does not."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
+    replaced = output.with_name(f".{output.name}.{os.getpid()}.replaced")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        if output.exists():
+            output.rename(replaced)
+        partial.rename(output)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        if replaced.exists():
+            replaced.rename(output)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The content of a file of a checkpoint.
+
+    Raises:
+        ValueError: If it is not there.
+    """
+    if not path.is_file():
+        raise ValueError(f"A checkpoint must hold {path.name}, got none in {path.parent}.")
+    return json.loads(path.read_text(encoding="utf-8"))

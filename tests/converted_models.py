@@ -1,0 +1,202 @@
+"""Models of other families with random weights, converted, and the assertions that the two are one and the same."""
+
+import random
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from metaphrase.conversion import FAMILIES, convert
+from metaphrase.conversion.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, HEAD_BIAS, Place
+from metaphrase.modeling import IGNORED_LABEL, MetaphraseForConditionalGeneration
+
+TOLERANCE = 1e-5
+VARIANTS = range(12)
+SOURCE, TARGET = 9, 7
+
+
+def draw(family: str, variant: int) -> random.Random:
+    """The source of all choices of one variant."""
+    return random.Random(f"{family} {variant}")
+
+
+def divisors(number: int, most: int) -> list[int]:
+    return [count for count in range(1, most + 1) if number % count == 0]
+
+
+def fill_randomly(model: PreTrainedModel, seed: int) -> None:
+    """Weights so large that attention is far from uniform, norms away from 1 and biases from 0, in place."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                mean = parameter.mean().item() if parameter.ndim == 1 else 0.0
+                parameter.normal_(mean, 0.25, generator=generator)
+
+
+def save_and_convert(theirs: PreTrainedModel, folder: Path) -> MetaphraseForConditionalGeneration:
+    theirs.save_pretrained(folder / "theirs")
+    convert(folder / "theirs", folder / "ours")
+    return MetaphraseForConditionalGeneration.from_pretrained(folder / "ours").eval()
+
+
+def random_inputs(theirs: PreTrainedModel, rng: random.Random, has_padding: bool) -> dict[str, torch.Tensor]:
+    """Sources and labels of two or three rows; special ids stand only where tokenizers put them."""
+    config = theirs.config
+    special = {config.pad_token_id, config.eos_token_id, getattr(config, "bos_token_id", None)}
+    sizes = [getattr(config, name, None) for name in ("src_vocab_size", "tgt_vocab_size", "decoder_vocab_size")]
+    source_size, target_size = sizes[0] or config.vocab_size, sizes[1] or sizes[2] or config.vocab_size
+
+    def rows(count: int, length: int, size: int, filler: int) -> torch.Tensor:
+        allowed = [index for index in range(size) if index not in special]
+        made = torch.full((count, length), filler)
+        for row in range(count):
+            end = rng.randint(2, length) if has_padding and row else length
+            made[row, :end] = torch.tensor(rng.choices(allowed, k=end))
+            made[row, end - 1] = config.eos_token_id
+        return made
+
+    count = rng.choice((2, 3))
+    input_ids = rows(count, SOURCE, source_size, config.pad_token_id)
+    labels = rows(count, TARGET, target_size, IGNORED_LABEL)
+    return {"input_ids": input_ids, "attention_mask": (input_ids != config.pad_token_id).long(), "labels": labels}
+
+
+def assert_close(given: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    """Within 1e-5 of the largest of the expected values, or of 1 if they are smaller."""
+    assert given.shape == expected.shape, what
+    difference = (given - expected).abs().max().item()
+    bound = TOLERANCE * max(1.0, expected.abs().max().item())
+    assert difference <= bound, f"{what}: {difference} is more than {bound}"
+
+
+def assert_equal_training(ours: PreTrainedModel, theirs: PreTrainedModel, family: str, inputs: dict) -> None:
+    """Logits, every hidden state, loss, and the gradient of every weight."""
+    labels = inputs["labels"]
+    shifted = shifted_by(theirs, labels)
+    assert torch.equal(ours.prepare_decoder_input_ids_from_labels(labels), shifted)
+    for model in (ours, theirs):
+        model.zero_grad()
+    arguments = inputs | {"decoder_input_ids": shifted, "output_hidden_states": True}
+    given, expected = ours(**arguments), theirs(**arguments)
+    masks = {"encoder": inputs["attention_mask"].bool(), "decoder": labels != IGNORED_LABEL}
+    for stack, mask in masks.items():
+        pairs = [getattr(output, f"{stack}_hidden_states") for output in (given, expected)]
+        for index, (our_states, their_states) in enumerate(zip(*pairs, strict=True)):
+            assert_close(our_states[mask], their_states[mask], f"{stack} hidden state {index}")
+    assert expected.logits.std() > 0.1
+    assert_close(given.logits[masks["decoder"]], expected.logits[masks["decoder"]], "logits")
+    assert_close(given.loss, expected.loss, "loss")
+    given.loss.backward()
+    expected.loss.backward()
+    for name, parameter in ours.named_parameters():
+        # The bias of the logits does not learn in their classes.
+        if name != HEAD_BIAS:
+            theirs_name, place = their_weight(ours, theirs, FAMILIES[family], name)
+            gradient = place.take(theirs.get_parameter(theirs_name).grad)
+            assert_close(parameter.grad, gradient, f"gradient of {name}")
+
+
+def shifted_by(theirs: PreTrainedModel, labels: torch.Tensor) -> torch.Tensor:
+    """What their decoder reads for labels, by their own function."""
+    # Some change what they are given.
+    labels = labels.clone()
+    if hasattr(theirs, "prepare_decoder_input_ids_from_labels"):
+        return theirs.prepare_decoder_input_ids_from_labels(labels)
+    shift = sys.modules[type(theirs).__module__].shift_tokens_right
+    return shift(labels, theirs.config.pad_token_id, theirs.config.decoder_start_token_id)
+
+
+def their_weight(ours, theirs, family, name) -> tuple[str, Place]:
+    if name not in (ENCODER_EMBEDDING, DECODER_EMBEDDING, HEAD):
+        place = family.place(name, ours.config)
+        return place.name, place
+    stored = set(theirs.state_dict())
+    return next((name, Place(name)) for name in family.embedding_names[name] if name in stored)
+
+
+def their_use_cache(theirs: PreTrainedModel, use_cache: bool) -> bool:
+    """Whether to let them use a cache, where their class does not go wrong with it or without."""
+    config = theirs.config
+    if config.model_type == "fsmt":
+        # Without a cache it decodes without a causal mask.
+        return True
+    # T5's classes count the layers of a cache by the encoder's: a deeper decoder finds no place in it.
+    return use_cache and getattr(config, "num_decoder_layers", 0) <= config.num_hidden_layers
+
+
+@torch.no_grad()
+def assert_equal_generation(ours: PreTrainedModel, theirs: PreTrainedModel, inputs: dict) -> None:
+    """Greedy and beam search, with and without a cache, token for token."""
+    inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    # Classes that tell padding from its id would take a token that they generate for it.
+    inputs["suppress_tokens"] = [theirs.config.pad_token_id]
+    for num_beams in (1, 3):
+        for use_cache in (True, False):
+            options = {"num_beams": num_beams, "use_cache": use_cache, "do_sample": False, "max_new_tokens": 6}
+            given = ours.generate(**inputs, **options)
+            options["use_cache"] = their_use_cache(theirs, use_cache)
+            assert given.tolist() == theirs.generate(**inputs, **options).tolist(), options
+
+
+def assert_same_weights(theirs: PreTrainedModel, folder: Path) -> None:
+    """Converted out again, the folder holds their very state dict."""
+    convert(folder / "ours", folder / "again", to=theirs.config.model_type)
+    again = type(theirs).from_pretrained(folder / "again")
+    assert type(again.config) is type(theirs.config)
+    state = again.state_dict()
+    assert set(state) == set(theirs.state_dict())
+    for name, value in theirs.state_dict().items():
+        assert state[name].dtype == value.dtype
+        assert torch.equal(state[name], value), name
+
+
+def check_conversion(theirs: PreTrainedModel, family: str, rng: random.Random, folder: Path) -> None:
+    """All that must hold of a converted model.
+
+    Args:
+        theirs: A model of the family, with random weights.
+        family: Its name.
+        rng: Draws the inputs.
+        folder: Where checkpoints may be written.
+    """
+    theirs.eval()
+    ours = save_and_convert(theirs, folder)
+    ours.set_attn_implementation(rng.choice(("eager", "sdpa")))
+    for has_padding in (False, True):
+        inputs = random_inputs(theirs, rng, has_padding)
+        assert_equal_training(ours, theirs, family, inputs)
+        assert_equal_generation(ours, theirs, inputs)
+    assert_same_weights(theirs, folder)
+
+
+def bart_like(family: str, rng: random.Random, **fields) -> PreTrainedModel:
+    """A model of a family that is made like BART, of random dimensions and options."""
+    hidden = rng.choice((20, 24, 27, 30, 33, 35, 36))
+    fields = {
+        "vocab_size": rng.randint(29, 61),
+        "d_model": hidden,
+        **{f"{stack}_layers": rng.randint(1, 3) for stack in ("encoder", "decoder")},
+        **{f"{stack}_attention_heads": rng.choice(divisors(hidden, 6)) for stack in ("encoder", "decoder")},
+        **{f"{stack}_ffn_dim": rng.randint(17, 50) for stack in ("encoder", "decoder")},
+        "max_position_embeddings": rng.randint(16, 40),
+        "activation_function": rng.choice(("relu", "gelu", "silu", "gelu_new", "swish")),
+        "scale_embedding": rng.random() < 0.5,
+        "tie_word_embeddings": rng.random() < 0.5,
+        "dropout": 0.1,
+        "attention_dropout": rng.choice((0.0, 0.1)),
+    } | fields
+    about = FAMILIES[family]
+    config = getattr(transformers, about.config_class)(**fields)
+    config._attn_implementation = "eager"
+    theirs = getattr(transformers, about.model_class)(config)
+    fill_randomly(theirs, rng.randrange(2**31))
+    if hasattr(theirs, "final_logits_bias") and rng.random() < 0.5:
+        theirs.final_logits_bias.normal_(generator=torch.Generator().manual_seed(rng.randrange(2**31)))
+    if not config.tie_word_embeddings and hasattr(theirs.model, "shared"):
+        # Nothing reads it where it is not tied: checkpoints keep a copy there.
+        with torch.no_grad():
+            theirs.model.shared.weight.copy_(theirs.model.encoder.embed_tokens.weight)
+    return theirs

@@ -1,0 +1,48 @@
+"""Parity of converted T5, mT5 and UMT5 with transformers' own classes, for variants drawn at random."""
+
+import pytest
+import transformers
+from converted_models import VARIANTS, check_conversion, draw, fill_randomly
+from torch import nn
+
+from metaphrase.conversion import FAMILIES
+from metaphrase.conversion.family import HEAD
+
+
+def t5_like(family, rng):
+    """A model of random dimensions, plain or gated, with a head of its own or without, its output scaled or not."""
+    is_gated, has_own_head = rng.random() < 0.5, rng.random() < 0.5
+    activation = rng.choice(("relu", "gelu", "silu", "gelu_new"))
+    buckets = rng.choice((4, 8, 10, 32))
+    fields = {
+        "vocab_size": rng.randint(29, 61),
+        "d_model": rng.randint(17, 48),
+        "d_kv": rng.randint(3, 11),
+        "d_ff": rng.randint(17, 60),
+        "num_layers": rng.randint(1, 3),
+        "num_decoder_layers": rng.randint(1, 3),
+        "num_heads": rng.randint(1, 5),
+        "relative_attention_num_buckets": buckets,
+        "relative_attention_max_distance": rng.randint(buckets // 2 + 1, buckets // 2 + 20),
+        "layer_norm_epsilon": rng.choice((1e-6, 1e-5)),
+        "feed_forward_proj": f"gated-{activation}" if is_gated else activation,
+        "decoder_start_token_id": 0,
+        "tie_word_embeddings": rng.random() < 0.5,
+    }
+    about = FAMILIES[family]
+    config = getattr(transformers, about.config_class)(**fields)
+    config._attn_implementation = "eager"
+    theirs = getattr(transformers, about.model_class)(config)
+    if has_own_head:
+        # transformers unties the projection only while it loads a checkpoint that has one.
+        theirs.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        del theirs.all_tied_weights_keys[HEAD]
+    fill_randomly(theirs, rng.randrange(2**31))
+    return theirs
+
+
+@pytest.mark.parametrize("family", ["t5", "mt5", "umt5"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_converted_t5_equals_its_own_class(family, variant, tmp_path):
+    rng = draw(family, variant)
+    check_conversion(t5_like(family, rng), family, rng, tmp_path)
