@@ -2,5 +2,6 @@
 
 from metaphrase.conversion.families import FAMILIES
 from metaphrase.conversion.folders import convert
+from metaphrase.conversion.torch_transformer import from_torch_transformer, to_torch_transformer
 
-__all__ = ["FAMILIES", "convert"]
+__all__ = ["FAMILIES", "convert", "from_torch_transformer", "to_torch_transformer"]

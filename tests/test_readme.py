@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 from tiny_generator import save_generator, tiny_generator
+from transformers import T5Config, T5ForConditionalGeneration
 
+from metaphrase.conversion import convert
 from metaphrase.scripts.__main__ import VERBS
 from metaphrase.training.demo_corpus import write_demo_corpus
 from metaphrase.training.recipe import load_recipe
@@ -36,6 +38,9 @@ def project(tmp_path, monkeypatch):
     for step in range(5):
         save_generator(tiny_generator(), tmp_path / "runs" / "multi30k" / f"checkpoint-{step + 1}")
     (tmp_path / "input.txt").write_text("the cat sleeps\na dog\n", encoding="utf-8")
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 37}
+    T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(tmp_path / "models" / "t5-small")
+    convert(tmp_path / "models" / "t5-small", tmp_path / "runs" / "my-t5")
     recipe = next(text for language, text in BLOCKS if language == "yaml")
     (tmp_path / "my_recipe.yaml").write_text(recipe, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -43,7 +48,9 @@ def project(tmp_path, monkeypatch):
 
 
 def test_there_is_something_to_test():
-    assert {command.split()[1] for command in COMMANDS} >= {"train", "generate", "evaluate", "attention", "push"}
+    assert {command.split()[1] for command in COMMANDS} >= {
+        *("train", "generate", "evaluate", "attention", "push", "convert"),
+    }
     assert sum(language == "python" for language, _ in BLOCKS) >= 3
 
 

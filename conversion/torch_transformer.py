@@ -1,0 +1,168 @@
+"""State dicts of `torch.nn.Transformer`, which has no embeddings and no head."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from metaphrase.conversion.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, HEAD_BIAS, Place
+from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
+
+_NORMS = {
+    "encoder": ("self_attn_norm", "mlp_norm"),
+    "decoder": ("self_attn_norm", "cross_attn_norm", "mlp_norm"),
+}
+_ATTENTIONS = {"self_attn": "self_attn", "cross_attn": "multihead_attn"}
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+_MLP = {"up_proj": "linear1", "down_proj": "linear2"}
+_OUTSIDE = (ENCODER_EMBEDDING, DECODER_EMBEDDING, HEAD, HEAD_BIAS)
+_POSITIONS = "embed_positions.weight"
+
+# What `torch.nn.Transformer` is, whatever its arguments.
+_FIXED = {
+    "norm_type": "layernorm",
+    "gated_mlp": False,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "qk_norm": False,
+    "attention_scale": None,
+    "num_key_value_heads": None,
+    "head_dim": None,
+}
+
+
+def from_torch_transformer(
+    state: Mapping[str, torch.Tensor],
+    *,
+    num_heads: int,
+    activation: str = "relu",
+    norm_first: bool = False,
+    layer_norm_eps: float = 1e-5,
+    source_embedding: torch.Tensor | None = None,
+    target_embedding: torch.Tensor | None = None,
+    **fields: Any,
+) -> MetaphraseForConditionalGeneration:
+    """A model with the layers of a `torch.nn.Transformer`.
+
+    Args:
+        state: Its state dict. Depths and widths follow from it.
+        num_heads: As `nhead`, which no weight tells.
+        activation: As there, relu or gelu.
+        norm_first: As there.
+        layer_norm_eps: As there.
+        source_embedding: `(vocab, hidden)` to start from; drawn at random without it.
+        target_embedding: Likewise, for a target that has its own: `share_embeddings` is false then.
+        **fields: Of `MetaphraseConfig`, for all that `torch.nn.Transformer` leaves to its user: positions, the scale of the
+            embeddings, ties, special ids. Without them there are no positions, and embeddings are not scaled.
+
+    Raises:
+        ValueError: If the state dict is none of a `torch.nn.Transformer` with biases, or a field contradicts it.
+    """
+    if "encoder.layers.0.self_attn.in_proj_weight" not in state or "decoder.layers.0.linear1.bias" not in state:
+        raise ValueError("`state` must be that of a `torch.nn.Transformer` with biases, got " + _first_names(state))
+    counts = {stack: _count_layers(state, stack) for stack in _NORMS}
+    known = _FIXED | {
+        "hidden_size": state["encoder.layers.0.linear2.bias"].shape[0],
+        "encoder_attention_heads": num_heads,
+        "decoder_attention_heads": num_heads,
+        "activation_function": activation,
+        "norm_position": "pre" if norm_first else "post",
+        "norm_eps": layer_norm_eps,
+        "final_norm": "encoder.norm.weight" in state,
+    }
+    for stack, count in counts.items():
+        known |= {f"{stack}_layers": count, f"{stack}_ffn_dim": state[f"{stack}.layers.0.linear1.bias"].shape[0]}
+    for field in known.keys() & fields.keys():
+        raise ValueError(f"`{field}` must be left out, since it follows from the module, got {fields[field]!r}.")
+    options: dict[str, Any] = {"position_embedding_type": "none", "scale_embedding": False}
+    if source_embedding is not None:
+        options["vocab_size"] = source_embedding.shape[0]
+    if target_embedding is not None:
+        options |= {"decoder_vocab_size": target_embedding.shape[0], "share_embeddings": False}
+    model = MetaphraseForConditionalGeneration(MetaphraseConfig(**(options | fields | known)))
+    loaded = {}
+    for name in _inner_names(model):
+        place = _place(name)
+        if place.name not in state:
+            raise ValueError(f"`state` must hold `{place.name}`, got {_first_names(state)}.")
+        loaded[name] = place.take(state[place.name])
+    for name, value in ((ENCODER_EMBEDDING, source_embedding), (DECODER_EMBEDDING, target_embedding)):
+        if value is not None:
+            loaded[name] = value
+    known_names = {_place(name).name for name in _inner_names(model)}
+    if left_over := [name for name in state if name not in known_names]:
+        raise ValueError(f"`state` must hold a `torch.nn.Transformer` alone, got {', '.join(left_over[:3])} too.")
+    model.load_state_dict(loaded, strict=False)
+    model.tie_weights()
+    return model
+
+
+def to_torch_transformer(model: MetaphraseForConditionalGeneration) -> dict[str, torch.Tensor]:
+    """The state dict of the `torch.nn.Transformer` with a model's layers; embeddings, positions and head stay behind.
+
+    Raises:
+        ValueError: If the model has options that it has not; all of them are named.
+    """
+    obstacles = list(_obstacles(model.config))
+    if obstacles:
+        raise ValueError("The model is no torch.nn.Transformer: " + "; ".join(obstacles) + ".")
+    parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    weights = model.state_dict()
+    for name in _inner_names(model):
+        place = _place(name)
+        parts.setdefault(place.name, []).append((place.part, weights[name]))
+    return {
+        name: torch.cat([value for _, value in sorted(pieces, key=lambda piece: piece[0])])
+        for name, pieces in parts.items()
+    }
+
+
+def _obstacles(config: MetaphraseConfig) -> Iterator[str]:
+    required = _FIXED | {"final_norm": True}
+    if config.encoder_attention_heads != config.decoder_attention_heads:
+        heads = f"{config.encoder_attention_heads} and {config.decoder_attention_heads}"
+        yield f"`encoder_attention_heads` must equal `decoder_attention_heads`, got {heads}"
+    if config.encoder_ffn_dim != config.decoder_ffn_dim:
+        widths = f"{config.encoder_ffn_dim} and {config.decoder_ffn_dim}"
+        yield f"`encoder_ffn_dim` must equal `decoder_ffn_dim`, got {widths}"
+    if config.position_embedding_type in ("relative", "rotary", "alibi"):
+        yield f"`position_embedding_type` must lie outside of attention, got {config.position_embedding_type}"
+    for field, value in required.items():
+        if (given := getattr(config, field)) != value:
+            yield f"`{field}` must be {value}, got {given}"
+
+
+def _inner_names(model: MetaphraseForConditionalGeneration) -> list[str]:
+    """Our weights that a `torch.nn.Transformer` has too."""
+    return [
+        name
+        for name in model.state_dict()
+        if name not in _OUTSIDE and not name.endswith(_POSITIONS) and ".embedding_norm." not in name
+    ]
+
+
+def _place(name: str) -> Place:
+    _, stack, *parts = name.split(".")
+    kind = parts[-1]
+    match parts:
+        case ["norm", _]:
+            return Place(f"{stack}.norm.{kind}")
+        case ["layers", layer, "mlp", projection, _]:
+            return Place(f"{stack}.layers.{layer}.{_MLP[projection]}.{kind}")
+        case ["layers", layer, attention, "o_proj", _]:
+            return Place(f"{stack}.layers.{layer}.{_ATTENTIONS[attention]}.out_proj.{kind}")
+        case ["layers", layer, attention, projection, _]:
+            joint = f"{stack}.layers.{layer}.{_ATTENTIONS[attention]}.in_proj_{kind}"
+            return Place(joint, part=_PROJECTIONS.index(projection), parts=len(_PROJECTIONS))
+        case ["layers", layer, norm, _]:
+            return Place(f"{stack}.layers.{layer}.norm{_NORMS[stack].index(norm) + 1}.{kind}")
+    raise AssertionError(name)
+
+
+def _count_layers(state: Mapping[str, torch.Tensor], stack: str) -> int:
+    prefix = f"{stack}.layers."
+    return 1 + max(int(name.removeprefix(prefix).split(".")[0]) for name in state if name.startswith(prefix))
+
+
+def _first_names(state: Mapping[str, torch.Tensor]) -> str:
+    return ", ".join(list(state)[:3]) or "nothing"
