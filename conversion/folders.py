@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from transformers import AutoConfig, GenerationConfig
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
@@ -73,7 +74,7 @@ def convert(
         find_family(to)
     folder = Path(source)
     if not folder.is_dir():
-        folder = Path(snapshot_download(os.fspath(source), revision=revision, allow_patterns=list(_DOWNLOADED)))
+        folder = _download(os.fspath(source), revision)
     elif revision is not None:
         raise ValueError(f"`revision` must be left out for a folder, got {revision!r}.")
     _check_output(output, folder, overwrite)
@@ -93,6 +94,15 @@ def convert(
             provenance = {"source": os.fspath(source), "from": model_type, "to": to or OURS}
             (partial / PROVENANCE_NAME).write_text(json.dumps(provenance, indent=2) + "\n", encoding="utf-8")
     return output
+
+
+def _download(name: str, revision: str | None) -> Path:
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(_DOWNLOADED)))
+    except (HFValidationError, LocalEntryNotFoundError) as error:
+        raise ValueError(
+            f"`source` must be a folder that exists, or a name on the Hub, got {name!r}: {error}"
+        ) from error
 
 
 def _known_family(model_type: str | None, folder: Path) -> Family:

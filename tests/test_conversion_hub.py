@@ -1,0 +1,110 @@
+"""Conversion of a checkpoint on the Hub, against a server on this machine that answers as the Hub does."""
+
+import hashlib
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import huggingface_hub
+import pytest
+import torch
+from converted_models import bart_like, draw
+from huggingface_hub import constants
+from safetensors.torch import load_file
+
+from metaphrase.scripts import convert as verb
+from metaphrase.scripts.console import run
+
+COMMIT = "a" * 40
+
+
+class HubHandler(BaseHTTPRequestHandler):
+    """Answers the calls that downloading makes."""
+
+    def log_message(self, *arguments):
+        pass
+
+    def answer(self, status, body=b"", **headers):
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def do_GET(self):
+        hub, path = self.server, self.path.partition("?")[0]
+        hub.asked.append(path)
+        if path in ("/api/models/somebody/bart/revision/main", "/api/models/somebody/bart/revision/v1"):
+            siblings = [{"rfilename": name} for name in hub.files]
+            content = {"id": "somebody/bart", "sha": COMMIT, "siblings": siblings}
+            return self.answer(200, json.dumps(content).encode())
+        if path == f"/api/models/somebody/bart/tree/{COMMIT}":
+            files = [
+                {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+                for name, content in hub.files.items()
+            ]
+            return self.answer(200, json.dumps(files).encode())
+        name = path.removeprefix(f"/somebody/bart/resolve/{COMMIT}/")
+        if name not in hub.files:
+            return self.answer(404, b"{}", X_Error_Code="RepoNotFound")
+        content = hub.files[name]
+        tag = hashlib.sha1(content).hexdigest()
+        self.answer(200, content, ETag=f'"{tag}"', X_Repo_Commit=COMMIT)
+
+    do_HEAD = do_GET
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), HubHandler) as server:
+        server.files, server.asked = {}, []
+        url = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        template = url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        huggingface_hub.close_session()
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+    huggingface_hub.close_session()
+
+
+@pytest.mark.parametrize("options", [[], ["--revision", "v1"]])
+def test_checkpoint_on_the_hub_is_converted(hub, tmp_path, options):
+    theirs = bart_like("bart", draw("bart", 101), tie_word_embeddings=True)
+    theirs.save_pretrained(tmp_path / "theirs")
+    hub.files = {path.name: path.read_bytes() for path in (tmp_path / "theirs").iterdir()}
+    hub.files["pytorch_model.bin"] = b"a pickle"
+    hub.files["tf_model.h5"] = b"another"
+    verb.main(["somebody/bart", str(tmp_path / "ours"), *options])
+    written = load_file(tmp_path / "ours" / "model.safetensors")
+    assert torch.equal(written["model.encoder.embed_tokens.weight"], theirs.get_input_embeddings().weight)
+    provenance = json.loads((tmp_path / "ours" / "conversion.json").read_text(encoding="utf-8"))
+    assert provenance["source"] == "somebody/bart"
+    # What is pickled is not even fetched.
+    assert not any(path.endswith((".bin", ".h5")) for path in hub.asked)
+    assert f"/api/models/somebody/bart/revision/{(options or ['', 'main'])[1]}" in hub.asked
+
+
+def test_checkpoint_that_is_not_there_is_one_line(hub, tmp_path, capsys):
+    assert run(verb.main, "convert", ["somebody/else", str(tmp_path / "ours")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("metaphrase convert: error: ") and "somebody/else" in said and "Traceback" not in said
+    assert not (tmp_path / "ours").exists()
+
+
+def test_without_a_hub_and_without_a_folder_the_error_says_so(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert run(verb.main, "convert", ["no/such/folder", str(tmp_path / "ours")]) == 2
+    said = capsys.readouterr().err
+    assert "`source` must be a folder that exists, or a name on the Hub, got 'no/such/folder'" in said
