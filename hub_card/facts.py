@@ -59,6 +59,11 @@ class TrainedFolder:
         return (self.metrics or {}).get("scores") or {}
 
     @property
+    def tasks(self) -> dict[str, dict[str, Any]]:
+        """For each task of a model of several, its own scores and number of examples."""
+        return (self.metrics or {}).get("tasks") or {}
+
+    @property
     def data_name(self) -> str | None:
         """The name of the data that the scores were measured on."""
         name = ((self.metrics or {}).get("data") or {}).get("name")
@@ -94,10 +99,18 @@ def _check_metrics(metrics: dict[str, Any] | None) -> dict[str, Any] | None:
         part = (metrics or {}).get(key)
         if part is not None and not isinstance(part, Mapping):
             raise ValueError(f"`{key}` in `metrics.json` must hold fields with values, got {part!r}.")
-    for name, result in ((metrics or {}).get("scores") or {}).items():
-        score = result.get("score") if isinstance(result, Mapping) else None
-        if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
-            raise ValueError(f"`scores.{name}` in `metrics.json` must hold a finite number as `score`, got {result!r}.")
+    groups = {"scores": (metrics or {}).get("scores") or {}}
+    for task, part in ((metrics or {}).get("tasks") or {}).items():
+        if not isinstance(part, Mapping) or "num_examples" not in part or not isinstance(part.get("scores"), Mapping):
+            raise ValueError(f"`tasks.{task}` in `metrics.json` must hold `scores` and `num_examples`, got {part!r}.")
+        groups[f"tasks.{task}.scores"] = part["scores"]
+    for group, scores in groups.items():
+        for name, result in scores.items():
+            score = result.get("score") if isinstance(result, Mapping) else None
+            if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
+                raise ValueError(
+                    f"`{group}.{name}` in `metrics.json` must hold a finite number as `score`, got {result!r}."
+                )
     return metrics
 
 

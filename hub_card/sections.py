@@ -57,6 +57,8 @@ def describe_scores(folder: TrainedFolder) -> str:
             rows.append((plain(label) + direction, f"{value:.2f}", code(signature) if signature else UNKNOWN))
         parts.append(table(("Score", "Percent", "Signature"), rows))
         parts += _score_remarks(folder.scores)
+        if folder.tasks:
+            parts.append(_scores_of_tasks(folder.tasks))
     else:
         parts.append("No scores are known: `metrics.json` holds none.")
     metrics = folder.metrics
@@ -70,6 +72,15 @@ def describe_scores(folder: TrainedFolder) -> str:
         f"Settings of generation: {settings or UNKNOWN}",
     ]
     return "\n\n".join([*parts, bullets(facts)])
+
+
+def _scores_of_tasks(tasks: dict[str, dict[str, Any]]) -> str:
+    """The table of each task's own scores; those above are of all pairs together."""
+    rows = []
+    for task, part in tasks.items():
+        for _, label, value, _ in score_values(part["scores"]):
+            rows.append((plain(task), plain(label), f"{value:.2f}", number(part["num_examples"])))
+    return table(("Task", "Score", "Percent", "Examples"), rows)
 
 
 def _score_remarks(scores: dict[str, dict[str, Any]]) -> list[str]:

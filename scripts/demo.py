@@ -19,6 +19,7 @@ from metaphrase.scripts.console import run
 from metaphrase.scripts.train import RECIPES
 from metaphrase.training.checkpoints import checkpoints_in, discard_checkpoint, last_whole_checkpoint
 from metaphrase.training.demo_corpus import SPLITS, write_demo_corpus
+from metaphrase.training.demo_summaries import write_demo_summaries
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.memory import keep_freed_memory
 from metaphrase.training.recipe import load_recipe
@@ -62,6 +63,8 @@ def main(words: Sequence[str]) -> None:
     else:
         logger.info("Making the corpus ...")
         paths, source = write_demo_corpus(data, num_train=arguments.num_train), RECIPES / "demo.yaml"
+        # For `text_to_text`, which learns both.
+        write_demo_summaries(data, num_train=max(1, arguments.num_train // 2))
     tests = [line.split("\t") for line in paths["test"].read_text(encoding="utf-8").splitlines()]
 
     keep_freed_memory()

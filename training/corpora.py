@@ -28,9 +28,11 @@ class PairCorpus:
         splits: For each split its pairs of text.
         reports: For each split the account of its pairs, once they are read.
         special_tokens: What a tokenizer must hold beside the recipe's own.
+        label: Stands before the names of splits in what is logged.
     """
 
     special_tokens: tuple[str, ...] = ()
+    label = ""
 
     def __init__(self, recipe: Recipe, arguments: Seq2SeqTrainingArguments):
         """Checks that there is something to train on; `load` reads it.
@@ -91,7 +93,7 @@ class PairCorpus:
             keep_text=not is_train,
             report=self.reports.get(split),
         )
-        logger.info("%s: %s", split, self.reports[split])
+        logger.info("%s%s: %s", self.label, split, self.reports[split])
         if is_train:
             lengths = [sum(pair) for pair in zip(encoded["source_length"], encoded["target_length"], strict=True)]
             encoded = encoded.add_column(self.arguments.length_column_name, lengths)
@@ -174,10 +176,3 @@ class TextCorpus(PairCorpus):
 
     def sizes(self) -> dict[str, int]:
         return {f"num_{name}_documents": len(split) for name, split in self.splits.items()}
-
-
-def make_corpus(recipe: Recipe, arguments: Seq2SeqTrainingArguments) -> PairCorpus:
-    """The corpus of a recipe, still to be loaded."""
-    if recipe.objective != "pairs":
-        return TextCorpus(recipe, arguments)
-    return (StreamedPairCorpus if recipe.streaming else PairCorpus)(recipe, arguments)

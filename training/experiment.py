@@ -22,7 +22,6 @@ from metaphrase.training.adapters import ALL_LINEAR, add_lora, import_peft, is_a
 from metaphrase.training.averaging import average_checkpoints, select_checkpoints
 from metaphrase.training.batching import PairCollator
 from metaphrase.training.checkpoints import check_whole, checkpoints_in, last_whole_checkpoint
-from metaphrase.training.corpora import make_corpus
 from metaphrase.training.evaluation import evaluate_generator
 from metaphrase.training.exponential_average import ExponentialAverage
 from metaphrase.training.metrics import compute_metrics, write_metrics
@@ -31,6 +30,7 @@ from metaphrase.training.processes import check_processes
 from metaphrase.training.r_drop import check_r_drop
 from metaphrase.training.recipe import Recipe
 from metaphrase.training.sharded_weights import load_whole_weights
+from metaphrase.training.task_corpus import TASK_COLUMN, make_corpus
 from metaphrase.training.trainer import MetaphraseTrainer, spread
 
 logger = logging.getLogger(__name__)
@@ -213,15 +213,20 @@ class Experiment:
         if recipe.exponential_average_decay is not None:
             callbacks.append(ExponentialAverage(recipe.exponential_average_decay, recipe.exponential_average_warmup))
         validation = encoded.get("validation")
-        decoded_rows, references = [], []
+        decoded_rows, references, tasks = [], [], []
         if self.metrics and validation is not None:
             decoded_rows = spread(len(validation), recipe.max_decoded_samples)
             references = tokenizers.as_decoded(validation[row]["target"] for row in decoded_rows)
+            if recipe.tasks:
+                tasks = [validation[row][TASK_COLUMN] for row in decoded_rows]
 
         def score(decoded: list[list[int]], _: list[list[int]]) -> dict[str, float]:
             texts = tokenizers.decode_targets(decoded)
             results = compute_metrics(texts, references, self.metrics, self._metric_options())
-            return {name: result["score"] for name, result in results.items()}
+            scores = {name: result["score"] for name, result in results.items()}
+            for task, part in self._scores_by_task(texts, references, tasks).items():
+                scores |= {f"{task}_{name}": result["score"] for name, result in part["scores"].items()}
+            return scores
 
         on_accelerator = torch.accelerator.is_available() and not arguments.use_cpu
         return MetaphraseTrainer(
@@ -242,6 +247,18 @@ class Experiment:
             generation_options={"num_beams": arguments.generation_num_beams or 1},
         )
 
+    def _scores_by_task(self, texts: list[str], references: list[str], tasks: list[str]) -> dict[str, dict]:
+        """For each task that a text belongs to, what it scores alone."""
+        results = {}
+        for task in dict.fromkeys(tasks):
+            rows = [row for row, name in enumerate(tasks) if name == task]
+            pair = [[side[row] for row in rows] for side in (texts, references)]
+            results[task] = {
+                "scores": compute_metrics(*pair, self.metrics, self._metric_options()),
+                "num_examples": len(rows),
+            }
+        return results
+
     def _metric_options(self) -> dict[str, dict]:
         if self.recipe.bleu_tokenize is None or "bleu" not in self.metrics:
             return {}
@@ -260,11 +277,12 @@ class Experiment:
             logger.warning("There are neither test nor validation pairs: the model is not scored.")
             return {}
         generator = Generator(model.eval(), tokenizers, batch_size=self.arguments.per_device_eval_batch_size)
+        references = tokenizers.as_decoded(corpus.splits[split]["target"])
         result, predictions = evaluate_generator(
             generator,
             # The prefix stands before the sources already.
             corpus.sources(split),
-            tokenizers.as_decoded(corpus.splits[split]["target"]),
+            references,
             metrics=self.metrics,
             metric_options=self._metric_options(),
             show_progress=None,
@@ -274,6 +292,11 @@ class Experiment:
             "split": split,
             **corpus.sizes(),
         }
+        if self.recipe.tasks:
+            result["tasks"] = self._scores_by_task(predictions, references, list(corpus.splits[split][TASK_COLUMN]))
+            for task, part in result["tasks"].items():
+                values = ", ".join(f"{name} {score['score']:.2f}" for name, score in part["scores"].items())
+                logger.info("%s: %s", task, values)
         write_metrics(self.folder, result)
         (self.folder / f"{split}_predictions.txt").write_text(
             "".join(prediction.replace("\n", " ") + "\n" for prediction in predictions), encoding="utf-8"

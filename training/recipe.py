@@ -90,6 +90,19 @@ class Recipe(RecipeFields):
         default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
         return name in self.__dict__.get("given", ()) or getattr(self, name) != default
 
+    @staticmethod
+    def group_of(name: str) -> str:
+        """The group of a field of our own, as `metaphrase train --help` shows it.
+
+        Raises:
+            ValueError: If there is no such field.
+        """
+        if name in TRAINING_FIELDS:
+            return "training"
+        if name not in OWN_FIELDS:
+            raise ValueError(_unknown(name, "a task"))
+        return OWN_FIELDS[name].metadata["group"]
+
     def data_path(self, name: str) -> Path:
         """Returns the data file that a field names, below `data_dir` if it is relative.
 

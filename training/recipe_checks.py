@@ -23,6 +23,7 @@ def check_recipe(recipe: "Recipe", minimums: Mapping[str, float | None]) -> None
     _check_dataset(recipe)
     _check_streaming(recipe)
     _check_objective(recipe)
+    _check_tasks(recipe)
     _check_tokenizer_and_model(recipe)
     _check_evaluation(recipe)
     _check_technique(recipe)
@@ -87,6 +88,30 @@ def _check_objective(recipe: "Recipe") -> None:
         raise ValueError(
             f"`joint_vocabulary` must not be false for `objective` {recipe.objective}: both sides are one text."
         )
+
+
+def _check_tasks(recipe: "Recipe") -> None:
+    if not recipe.tasks:
+        for name in ("task_mixing", "mixing_temperature", "mixing_limit"):
+            _require_with(recipe, name, "tasks")
+        return
+    of_one = [f"{split}{kind}" for split in SPLITS for kind in ("_file", "_source_file")]
+    of_one += ["dataset_name", "source_prefix", "source_column", "target_column", "num_validation", "num_test"]
+    of_one += ["streaming", "objective", *(f"max_{split}_samples" for split in SPLITS)]
+    for name in of_one:
+        _refuse_together(recipe, "tasks", name, "each task has its own pairs, read as a whole")
+    for task, fields in recipe.tasks.items():
+        if not isinstance(fields, dict):
+            raise ValueError(f"`tasks.{task}` must hold fields with values, got {fields!r}.")
+        for name in fields:
+            if name != "weight" and recipe.group_of(name) != "data":
+                raise ValueError(f"`tasks.{task}` must hold a `weight` and fields of data, got `{name}`.")
+        for name in ("data_dir", "streaming", "objective"):
+            if name in fields:
+                raise ValueError(f"`tasks.{task}` must not hold `{name}`, which is that of the recipe.")
+        weight = fields.get("weight", 1.0)
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
+            raise ValueError(f"`tasks.{task}.weight` must be a number above 0, got {weight!r}.")
 
 
 def _check_tokenizer_and_model(recipe: "Recipe") -> None:

@@ -67,6 +67,22 @@ class RecipeFields:
     num_validation: int = _setting("data", "Pairs taken out of the training pairs for validation.", 0, minimum=0)
     num_test: int = _setting("data", "Pairs taken out of the training pairs for the test.", 0, minimum=0)
 
+    tasks: dict[str, dict] = field(
+        default_factory=dict,
+        metadata=_about(
+            "tasks",
+            "Several tasks in one run: for each its name, with fields of `data` such as `train_file` and `source_prefix`, "
+            "and a `weight`.",
+        ),
+    )
+    task_mixing: Literal["proportional", "temperature", "equal"] = _setting(
+        "tasks",
+        "How often each task is met: in proportion to its pairs, to a root of them, or all alike.",
+        "proportional",
+    )
+    mixing_temperature: float = _setting("tasks", "The degree of that root.", 2.0, minimum=1)
+    mixing_limit: int | None = _setting("tasks", "Most pairs that a task counts as having.", minimum=1)
+
     tokenizer_name_or_path: str | None = _setting("tokenizer", "A tokenizer that exists; otherwise one is trained.")
     target_tokenizer_name_or_path: str | None = _setting("tokenizer", "One for targets alone that exists.")
     tokenizer_kind: str | None = _setting("tokenizer", "Kind of the tokenizer to train.")

@@ -1,0 +1,106 @@
+"""Several tasks in one run, each told by its prefix, as in T5 (Raffel et al. 2020, section 2.4, arXiv 1910.10683)."""
+
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+import datasets
+import numpy as np
+from transformers import Seq2SeqTrainingArguments
+
+from metaphrase.tokenization import TokenizerPair
+from metaphrase.training.corpora import SPLITS, PairCorpus, StreamedPairCorpus, TextCorpus
+from metaphrase.training.recipe import Recipe
+from metaphrase.training.task_mixture import mixed_rows, mixing_rates
+
+logger = logging.getLogger(__name__)
+
+TASK_COLUMN = "task"
+
+
+class TaskCorpus(PairCorpus):
+    """Pairs of several tasks. Training mixes them; validation and test hold all pairs of each, and say whose each is."""
+
+    def _check(self) -> None:
+        recipe = self.recipe
+        self.weights = {name: float(fields.get("weight", 1.0)) for name, fields in recipe.tasks.items()}
+        self.tasks: dict[str, PairCorpus] = {}
+        for name in recipe.tasks:
+            with _naming(name):
+                self.tasks[name] = PairCorpus(task_recipe(recipe, name), self.arguments)
+            self.tasks[name].label = f"{name}, "
+
+    def load(self) -> None:
+        for name, corpus in self.tasks.items():
+            with _naming(name):
+                corpus.load()
+        for split in SPLITS:
+            parts = {name: corpus.splits[split] for name, corpus in self.tasks.items() if split in corpus.splits}
+            if parts:
+                self.splits[split] = _joined(parts)
+
+    def sides(self) -> tuple[Iterable[str], Iterable[str]]:
+        sides = [corpus.sides() for corpus in self.tasks.values()]
+        return chain.from_iterable(side[0] for side in sides), chain.from_iterable(side[1] for side in sides)
+
+    def encode(self, tokenizers: TokenizerPair) -> dict[str, Any]:
+        encoded = {}
+        for name, corpus in self.tasks.items():
+            with _naming(name):
+                encoded[name] = corpus.encode(tokenizers)
+            self.reports |= {f"{name}/{split}": report for split, report in corpus.reports.items()}
+        parts = {"train": self._mixed({name: splits["train"] for name, splits in encoded.items()})}
+        validation = {name: splits["validation"] for name, splits in encoded.items() if "validation" in splits}
+        return parts | ({"validation": _joined(validation)} if validation else {})
+
+    def _mixed(self, parts: dict[str, datasets.Dataset]) -> datasets.Dataset:
+        recipe, sizes = self.recipe, [len(part) for part in parts.values()]
+        rates = mixing_rates(
+            sizes, list(self.weights.values()), recipe.task_mixing, recipe.mixing_temperature, recipe.mixing_limit
+        )
+        rows = mixed_rows(sizes, rates, self.seed)
+        for name, size, rate, chosen in zip(parts, sizes, rates, rows, strict=True):
+            logger.info(
+                "%s: %.1f %% of training, %d pairs read %.2f times.", name, 100 * rate, size, len(chosen) / size
+            )
+        starts = np.cumsum([0, *sizes[:-1]])
+        every = datasets.concatenate_datasets(list(parts.values()))
+        return every.select(np.concatenate([start + chosen for start, chosen in zip(starts, rows, strict=True)]))
+
+
+def task_recipe(recipe: Recipe, name: str) -> Recipe:
+    """The recipe of one task alone: its own fields over those of all tasks.
+
+    Raises:
+        ValueError: If a field of it is unknown, of a wrong type or out of range, or contradicts another.
+    """
+    shared = ("data_dir", "max_source_length", "max_target_length", "too_long", "empty", "malformed", "invalid_utf8")
+    fields = {field: getattr(recipe, field) for field in shared if recipe.is_set(field)}
+    own = {field: value for field, value in recipe.tasks[name].items() if field != "weight"}
+    return Recipe.from_mapping(fields | own, f"the task {name!r}")
+
+
+def make_corpus(recipe: Recipe, arguments: Seq2SeqTrainingArguments) -> PairCorpus:
+    """The corpus of a recipe, still to be loaded."""
+    if recipe.tasks:
+        return TaskCorpus(recipe, arguments)
+    if recipe.objective != "pairs":
+        return TextCorpus(recipe, arguments)
+    return (StreamedPairCorpus if recipe.streaming else PairCorpus)(recipe, arguments)
+
+
+@contextlib.contextmanager
+def _naming(task: str) -> Iterator[None]:
+    """Says of what task an error speaks."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"Task {task!r}: {error}") from error
+
+
+def _joined(parts: dict[str, datasets.Dataset]) -> datasets.Dataset:
+    return datasets.concatenate_datasets(
+        [part.add_column(TASK_COLUMN, [name] * len(part)) for name, part in parts.items()]
+    )

@@ -1,0 +1,71 @@
+"""Mixing: how often each of several tasks is met in one run.
+
+Source: Raffel et al. 2020, section 3.5.2, arXiv 1910.10683: examples-proportional mixing with a limit, temperature-scaled mixing,
+and equal mixing.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+MIXINGS = ("proportional", "temperature", "equal")
+
+
+def mixing_rates(
+    sizes: Sequence[int],
+    weights: Sequence[float],
+    mixing: str = "proportional",
+    temperature: float = 2.0,
+    limit: int | None = None,
+) -> np.ndarray:
+    """The share of each task among the examples that a run meets.
+
+    Args:
+        sizes: Training examples of each task.
+        weights: Factors on top of what the sizes say.
+        mixing: `proportional` to the sizes, to their root of degree `temperature`, or `equal`.
+        temperature: 1 is proportional; the higher, the more equal.
+        limit: A task counts as having at most so many examples (the paper's K).
+
+    Returns:
+        Shares `(tasks)`, whose sum is 1.
+
+    Raises:
+        ValueError: If a size, a weight or the temperature is not above 0, or the mixing is unknown.
+    """
+    if mixing not in MIXINGS:
+        raise ValueError(f"`task_mixing` must be one of {', '.join(MIXINGS)}, got {mixing!r}.")
+    if temperature <= 0:
+        raise ValueError(f"`mixing_temperature` must be above 0, got {temperature}.")
+    for name, values in (("size", sizes), ("weight", weights)):
+        if any(not value > 0 for value in values):
+            raise ValueError(f"The {name} of each task must be above 0, got {list(values)}.")
+    counted = np.minimum(sizes, np.inf if limit is None else limit).astype(np.float64)
+    exponent = {"proportional": 1.0, "temperature": 1 / temperature, "equal": 0.0}[mixing]
+    rates = counted**exponent * np.asarray(weights, dtype=np.float64)
+    return rates / rates.sum()
+
+
+def mixed_rows(sizes: Sequence[int], rates: np.ndarray, seed: int) -> list[np.ndarray]:
+    """For each task the rows of an epoch: every row at least once, those of the favoured tasks more often.
+
+    The epoch is as short as that allows. What is no whole number of repetitions is filled with rows drawn at random.
+
+    Args:
+        sizes: Rows of each task.
+        rates: Their shares (see `mixing_rates`).
+        seed: Of the draw.
+
+    Returns:
+        Rows of each task in ascending order, repetitions side by side.
+    """
+    length = max(size / rate for size, rate in zip(sizes, rates, strict=True))
+    generator = np.random.default_rng(seed)
+    rows = []
+    for size, rate in zip(sizes, rates, strict=True):
+        # Rounding must not lose a row of the task that sets the length.
+        count = max(size, round(length * rate))
+        repetitions, rest = divmod(count, size)
+        extra = generator.permutation(size)[:rest]
+        rows.append(np.sort(np.concatenate((np.tile(np.arange(size), repetitions), extra))))
+    return rows
