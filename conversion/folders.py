@@ -48,8 +48,9 @@ def convert(
 ) -> Path:
     """Writes a checkpoint of a known family as one of Metaphrase, or one of Metaphrase as one of a family.
 
-    Weights keep their type and are read and written in parts, so that no more than `max_shard_size` is in memory at a time.
-    Tokenizers and generation settings come along. The folder appears under its name only when it is complete.
+    Weights keep their type. They are read from mapped files and written file by file, so that beside what the system maps, and
+    can take back, no more than one written file is in memory. Tokenizers and generation settings come along. The folder appears
+    under its name only when it is complete.
 
     Args:
         source: A folder, or a name on the Hub, with weights in safetensors.

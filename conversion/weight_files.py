@@ -105,14 +105,8 @@ class Planned(NamedTuple):
     make: Callable[[], torch.Tensor]
 
 
-def write_weights(folder: Path, planned: Mapping[str, Planned], max_shard_bytes: int) -> None:
-    """Writes tensors as `model.safetensors`, or as several files and an index.
-
-    Args:
-        folder: Where to write.
-        planned: The tensors by name, in the order in which they are written.
-        max_shard_bytes: Most bytes of one file, but for a tensor that is larger by itself. So much is in memory at a time.
-    """
+def split_into_shards(planned: Mapping[str, Planned], max_shard_bytes: int) -> list[dict[str, Planned]]:
+    """Puts tensors, in their order, into as few files as hold at most so many bytes each, but for one larger by itself."""
     shards: list[dict[str, Planned]] = [{}]
     filled = 0
     for name, tensor in planned.items():
@@ -121,6 +115,18 @@ def write_weights(folder: Path, planned: Mapping[str, Planned], max_shard_bytes:
             filled = 0
         shards[-1][name] = tensor
         filled += tensor.nbytes
+    return shards
+
+
+def write_weights(folder: Path, planned: Mapping[str, Planned], max_shard_bytes: int) -> None:
+    """Writes tensors as `model.safetensors`, or as several files and an index, one file's tensors in memory at a time.
+
+    Args:
+        folder: Where to write.
+        planned: The tensors by name, in the order in which they are written.
+        max_shard_bytes: Most bytes of one file, but for a tensor that is larger by itself.
+    """
+    shards = split_into_shards(planned, max_shard_bytes)
     stem, suffix = SAFE_WEIGHTS_NAME.split(".")
     weight_map = {}
     for number, shard in enumerate(shards, start=1):
@@ -133,6 +139,8 @@ def write_weights(folder: Path, planned: Mapping[str, Planned], max_shard_bytes:
             tensors[name] = made.clone() if made.data_ptr() in places else made
             places.add(made.data_ptr())
         save_file(tensors, folder / file, metadata={"format": "pt"})
+        # Before the next file's tensors are there.
+        del tensors, made
         weight_map |= dict.fromkeys(shard, file)
     if len(shards) > 1:
         index = {

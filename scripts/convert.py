@@ -33,7 +33,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--max_shard_size",
         default=DEFAULT_SHARD_SIZE,
         metavar="SIZE",
-        help="most bytes of one file of weights, as 500MB; so much is in memory at a time [%(default)s]",
+        help="most bytes of one file of weights, as 500MB [%(default)s]",
     )
     return parser
 
