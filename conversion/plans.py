@@ -1,5 +1,6 @@
 """Plans: which tensor of a checkpoint becomes which of another, checked to the last name before anything is written."""
 
+import logging
 import re
 from collections.abc import Callable, Iterable
 
@@ -9,6 +10,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from metaphrase.conversion.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, Family, Place
 from metaphrase.conversion.weight_files import Kind, Planned, WeightFiles
 from metaphrase.modeling import MetaphraseConfig
+
+logger = logging.getLogger(__name__)
 
 _EMBEDDINGS = (ENCODER_EMBEDDING, DECODER_EMBEDDING, HEAD)
 _HEAD_PARTS = ("lm_head.", "final_logits_bias")
@@ -61,7 +64,7 @@ def plan_ours(family: Family, ours: PreTrainedModel, weights: NamedWeights) -> d
         weights: The checkpoint's.
 
     Raises:
-        ValueError: If weights are missing, are left over, or have another shape.
+        ValueError: If weights are missing or have another shape.
     """
     config, shapes = ours.config, {name: tuple(value.shape) for name, value in ours.state_dict().items()}
     places = {
@@ -71,7 +74,9 @@ def plan_ours(family: Family, ours: PreTrainedModel, weights: NamedWeights) -> d
     _refuse("are missing", (place.name for place in places.values() if place.name not in weights))
     known = {place.name for place in places.values()} | family.ignorable(config)
     known.update(*family.embedding_names.values())
-    _refuse("have no place in the model", (name for name in weights.names if name not in known))
+    if left_over := [name for name in weights.names if name not in known]:
+        # The family's own class does not read them either.
+        logger.warning("Weights that the family's class does not have are left behind: %s.", _listed(left_over))
     planned = {}
     for name, place in places.items():
         kind = weights.kind(place.name)
@@ -170,5 +175,9 @@ def _refuse(what: str, names: Iterable[str]) -> None:
     """Raises if there are names."""
     names = list(names)
     if names:
-        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-        raise ValueError(f"Weights {what}: {', '.join(names[:_MOST_NAMED])}{more}.")
+        raise ValueError(f"Weights {what}: {_listed(names)}.")
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more

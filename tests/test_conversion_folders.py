@@ -320,15 +320,11 @@ def test_weights_must_be_those_of_the_class(bart, tmp_path):
     def missing(tensors):
         del tensors[name]
 
-    def left_over(tensors):
-        tensors["model.decoder.adapter.weight"] = torch.zeros(2)
-
     def cut(tensors):
         tensors[name] = tensors[name][1:].contiguous()
 
     for change, words in (
         (missing, f"Weights are missing: {name}."),
-        (left_over, "Weights have no place in the model: model.decoder.adapter.weight."),
         (cut, f"The weight `{name}` must have the shape"),
     ):
         source = changed(folder, tmp_path / change.__name__, change)
@@ -339,6 +335,21 @@ def test_weights_must_be_those_of_the_class(bart, tmp_path):
     assert not list(tmp_path.glob(".*partial"))
 
 
+def test_weights_that_the_class_does_not_read_are_left_behind_and_named(bart, tmp_path, caplog):
+    folder, model = bart
+
+    def add(tensors):
+        for number in range(7):
+            tensors[f"model.decoder.adapter.{number}.weight"] = torch.zeros(2)
+
+    source = changed(folder, tmp_path / "more", add)
+    convert(source, tmp_path / "ours")
+    ours = MetaphraseForConditionalGeneration.from_pretrained(tmp_path / "ours")
+    torch.testing.assert_close(logits_of(ours), logits_of(model), atol=1e-5, rtol=1e-5)
+    [said] = [record.getMessage() for record in caplog.records if "left behind" in record.getMessage()]
+    assert "model.decoder.adapter.0.weight, " in said and said.endswith("model.decoder.adapter.4.weight and 2 more.")
+
+
 def test_weights_of_ours_must_be_whole_too(tmp_path):
     config = MetaphraseConfig.from_preset("bart-base", **TINY)
     MetaphraseForConditionalGeneration(config).save_pretrained(tmp_path / "ours")
@@ -346,6 +357,9 @@ def test_weights_of_ours_must_be_whole_too(tmp_path):
     source = changed(tmp_path / "ours", tmp_path / "cut", lambda tensors: tensors.pop(name))
     with pytest.raises(ValueError, match=f"Weights are missing: {name}"):
         convert(source, tmp_path / "theirs", to="bart")
+    more = changed(tmp_path / "ours", tmp_path / "more", lambda tensors: tensors.update(extra=torch.zeros(2)))
+    with pytest.raises(ValueError, match="Weights have no place in the model: extra"):
+        convert(more, tmp_path / "theirs", to="bart")
 
 
 def test_pickles_are_never_opened(bart, tmp_path):
