@@ -50,7 +50,6 @@ class Place(NamedTuple):
         """Our weight, of theirs."""
         if self.is_row:
             theirs = theirs[0]
-        theirs = theirs[self.unused_rows :]
         return theirs.chunk(self.parts)[self.part] if self.parts > 1 else theirs
 
     def give(self, ours: torch.Tensor) -> torch.Tensor:

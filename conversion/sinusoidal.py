@@ -67,5 +67,7 @@ class Sinusoidal(Bart):
         if name not in _TABLES:
             return super().fill(name, shape, config)
         table = sinusoidal_table(*shape, self.layout)
-        table[: config.position_offset] = 0
+        if config.position_offset:
+            # fairseq's, where it stands for padding.
+            table[config.pad_token_id] = 0
         return table

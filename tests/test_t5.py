@@ -2,7 +2,7 @@
 
 import pytest
 import transformers
-from converted_models import VARIANTS, check_conversion, draw, fill_randomly
+from converted_models import VARIANTS, check_conversion, draw, fill_randomly, save_and_convert
 from torch import nn
 
 from metaphrase.conversion import FAMILIES
@@ -46,3 +46,10 @@ def t5_like(family, rng):
 def test_converted_t5_equals_its_own_class(family, variant, tmp_path):
     rng = draw(family, variant)
     check_conversion(t5_like(family, rng), family, rng, tmp_path)
+
+
+def test_t5_has_one_probability_for_all_dropout(tmp_path):
+    theirs = t5_like("t5", draw("t5", 100))
+    theirs.config.dropout_rate = 0.25
+    config = save_and_convert(theirs, tmp_path).config
+    assert (config.dropout, config.attention_dropout, config.activation_dropout) == (0.25, 0.25, 0.25)

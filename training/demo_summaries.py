@@ -14,7 +14,7 @@ from metaphrase.training.demo_corpus import SPLITS, Pair, split_of_sentence
 from metaphrase.training.demo_english import to_english
 from metaphrase.training.demo_lexicon import THAT
 from metaphrase.training.demo_sampler import Sampler
-from metaphrase.training.demo_syntax import Clause, Coordination, Nominal, NounPhrase, PrepositionalPhrase, Sentence
+from metaphrase.training.demo_syntax import Clause, Coordination, Nominal, NounPhrase, Sentence
 
 MIN_SENTENCES, MAX_SENTENCES = 2, 3
 _MAX_DRAWS_PER_SENTENCE = 20
@@ -24,11 +24,7 @@ def core_of(sentence: Sentence) -> Sentence:
     """What a sentence says, without all that could be left out."""
     if sentence.subordinate and sentence.subordinate.conjunction is THAT:
         return Sentence(_core_of_clause(sentence.subordinate.clause))
-    clause = sentence.clause
-    if isinstance(sentence.front, PrepositionalPhrase):
-        # It was the verb's own phrase before it moved to the front.
-        clause = replace(clause, phrase=sentence.front)
-    return Sentence(_core_of_clause(clause), is_question=sentence.is_question)
+    return Sentence(_core_of_clause(sentence.clause), is_question=sentence.is_question)
 
 
 def _core_of_clause(clause: Clause) -> Clause:

@@ -63,9 +63,7 @@ def mixed_rows(sizes: Sequence[int], rates: np.ndarray, seed: int) -> list[np.nd
     generator = np.random.default_rng(seed)
     rows = []
     for size, rate in zip(sizes, rates, strict=True):
-        # Rounding must not lose a row of the task that sets the length.
-        count = max(size, round(length * rate))
-        repetitions, rest = divmod(count, size)
+        repetitions, rest = divmod(round(length * rate), size)
         extra = generator.permutation(size)[:rest]
         rows.append(np.sort(np.concatenate((np.tile(np.arange(size), repetitions), extra))))
     return rows
