@@ -146,7 +146,10 @@ class Family:
         if obstacles:
             raise ValueError(f"The model is no {self.name}: " + "; ".join(obstacles) + ".")
         fields = {name: getattr(ours, field) for field, name in self.same.items()}
-        fields |= {name: getattr(ours, name) for name in SPECIAL_IDS if getattr(ours, name) is not None}
+        fields |= {name: getattr(ours, name) for name in SPECIAL_IDS}
+        if ours.decoder_start_token_id is None:
+            # Not every family allows that; what a start from the labels needs is no id.
+            del fields["decoder_start_token_id"]
         return fields | self.write_options(ours)
 
     def write_options(self, ours: MetaphraseConfig) -> dict[str, Any]:
@@ -188,6 +191,4 @@ def _is_effectively(ours: MetaphraseConfig, field: str, value: Any) -> bool:
     if field == "attention_scale" and value is None and given is not None:
         heads = (ours.encoder_attention_heads, ours.decoder_attention_heads)
         return all(given == ours.get_head_dim(count) ** -0.5 for count in heads)
-    if field == "sinusoidal_layout":
-        return given == value or ours.position_embedding_type != "sinusoidal"
     return given == value

@@ -27,4 +27,4 @@ class FSMT(Sinusoidal):
     }
 
     def position_offset(self, config: PreTrainedConfig | MetaphraseConfig) -> int:
-        return config.pad_token_id + 1
+        return (config.pad_token_id or 0) + 1

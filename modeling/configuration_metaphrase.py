@@ -175,19 +175,24 @@ class MetaphraseConfig(PreTrainedConfig):
         self._check()
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
+    def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> tuple[dict, dict]:
         """As the parent's.
 
         Raises:
-            ValueError: If it is the configuration of another kind of model, or a field is out of its range.
+            ValueError: If it is the configuration of another kind of model.
         """
+        config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         model_type = config_dict.get("model_type", cls.model_type)
         if model_type != cls.model_type:
             # transformers would warn, and then miss every weight.
             raise ValueError(
                 f"`model_type` must be {cls.model_type}, got {model_type!r}. The package converts many families: "
-                "`metaphrase convert SOURCE OUTPUT`."
+                f"`metaphrase convert {pretrained_model_name_or_path} OUTPUT`."
             )
+        return config_dict, kwargs
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
         # transformers sets the fields in `kwargs` one by one when the rest is checked already.
         made = super().from_dict(config_dict, **kwargs)
         (made[0] if isinstance(made, tuple) else made)._check()

@@ -394,7 +394,9 @@ def test_pickles_are_never_opened(bart, tmp_path):
 
 def test_loading_another_family_says_how_it_is_converted(bart):
     folder, _ = bart
-    with pytest.raises(ValueError, match=r"`model_type` must be metaphrase, got 'bart'.*`metaphrase convert"):
+    with pytest.raises(
+        ValueError, match=rf"`model_type` must be metaphrase, got 'bart'.*`metaphrase convert {folder} O"
+    ):
         MetaphraseForConditionalGeneration.from_pretrained(folder)
 
 
