@@ -92,7 +92,9 @@ def convert(
             else:
                 _write_ours(_known_family(model_type, folder), folder, weights, partial, max_shard_bytes)
             _copy_tokenizers(folder, partial, model_type)
-            provenance = {"source": os.fspath(source), "from": model_type, "to": to or OURS}
+            # Of a folder its name alone: the folders above it are its owner's business.
+            name = Path(source).resolve().name if Path(source).is_dir() else os.fspath(source)
+            provenance = {"source": name, "from": model_type, "to": to or OURS}
             (partial / PROVENANCE_NAME).write_text(json.dumps(provenance, indent=2) + "\n", encoding="utf-8")
     return output
 
