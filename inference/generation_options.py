@@ -25,6 +25,13 @@ GENERATION_OPTIONS: dict[str, tuple[type, str]] = {
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 
 
+def add_language_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of models of many languages."""
+    for side in ("source", "target"):
+        words = f"code of the {side}s' language in a model of many (mBART, M2M100, NLLB), such as eng_Latn"
+        parser.add_argument(f"--{side}_lang", metavar="CODE", help=words)
+
+
 def add_generation_options(parser: argparse.ArgumentParser) -> None:
     """Adds a group with all generation options to a parser; what is not given is left to the model's own settings."""
     group = parser.add_argument_group("generation", "the names and meanings are those of transformers' generate()")

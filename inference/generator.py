@@ -10,7 +10,7 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 
 import metaphrase.modeling  # noqa: F401 (registers the models with the Auto classes)
 from metaphrase.inference.decoding import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, decode
-from metaphrase.tokenization import TokenizerPair
+from metaphrase.tokenization import TokenizerPair, set_languages
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,8 @@ class Generator:
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "auto",
         trust_remote_code: bool = False,
+        source_lang: str | None = None,
+        target_lang: str | None = None,
         **kwargs,
     ) -> "Generator":
         """Loads model and tokenizers from a folder or from the Hub.
@@ -79,12 +81,20 @@ class Generator:
             device: Where to run; by default an accelerator if there is one.
             dtype: Type of the weights; `auto` takes that of the checkpoint.
             trust_remote_code: Whether code in the folder may run. Metaphrase models do not need it here.
+            source_lang: For a model of many languages (mBART, M2M100, NLLB), the code of the sources' language that its tokenizer
+                knows, such as eng_Latn; by default the tokenizer's own.
+            target_lang: Likewise, of the language to write; by default as the model's generation config says.
             **kwargs: As for the constructor.
+
+        Raises:
+            ValueError: If the tokenizer does not know a language.
         """
         if device is None:
             device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
         model = AutoModelForSeq2SeqLM.from_pretrained(name_or_path, dtype=dtype, trust_remote_code=trust_remote_code)
-        return cls(model.to(device).eval(), TokenizerPair.from_pretrained(name_or_path), **kwargs)
+        tokenizers = TokenizerPair.from_pretrained(name_or_path)
+        model.generation_config.update(**set_languages(tokenizers, source_lang, target_lang))
+        return cls(model.to(device).eval(), tokenizers, **kwargs)
 
     def generate(self, texts: Iterable[str], *, show_progress: bool | None = False, **generation_kwargs) -> list[str]:
         """The best target text for each source text.

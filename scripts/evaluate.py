@@ -13,7 +13,11 @@ from pathlib import Path
 from transformers import set_seed
 
 from metaphrase.inference import Generator
-from metaphrase.inference.generation_options import add_generation_options, chosen_generation_options
+from metaphrase.inference.generation_options import (
+    add_generation_options,
+    add_language_options,
+    chosen_generation_options,
+)
 from metaphrase.scripts.console import run
 from metaphrase.tokenization import join_pieces
 from metaphrase.training.evaluation import evaluate_generator
@@ -40,6 +44,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--joiner", help="join references that are split into subwords, such as @@ [as the tokenizer does]"
     )
     parser.add_argument("--source_prefix", help="stands before every source, such as 'summarize: '")
+    add_language_options(parser)
     parser.add_argument("--batch_size", type=int, default=64, help="most sources in a batch [%(default)s]")
     parser.add_argument("--device", help="where to run; an accelerator by default, if there is one")
     parser.add_argument("--seed", type=int, default=42, help="of sampling [%(default)s]")
@@ -76,6 +81,8 @@ def main(words: Sequence[str]) -> None:
         arguments.model,
         device=arguments.device,
         trust_remote_code=arguments.trust_remote_code,
+        source_lang=arguments.source_lang,
+        target_lang=arguments.target_lang,
         batch_size=arguments.batch_size,
     )
     if arguments.joiner is None:

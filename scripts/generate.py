@@ -16,7 +16,11 @@ from pathlib import Path
 from transformers import set_seed
 
 from metaphrase.inference import Generator
-from metaphrase.inference.generation_options import add_generation_options, chosen_generation_options
+from metaphrase.inference.generation_options import (
+    add_generation_options,
+    add_language_options,
+    chosen_generation_options,
+)
 from metaphrase.scripts.console import run
 from metaphrase.tokenization import iterate_lines
 
@@ -33,6 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--input", metavar="FILE", help="sources, one a line, UTF-8; standard input by default")
     parser.add_argument("--output", metavar="FILE", help="where to write; standard output by default")
     parser.add_argument("--source_prefix", default="", help="stands before every source, such as 'summarize: '")
+    add_language_options(parser)
     parser.add_argument("--batch_size", type=int, default=64, help="most sources in a batch [%(default)s]")
     parser.add_argument(
         "--max_tokens_per_batch", type=int, default=8192, help="most source tokens in a batch [%(default)s]"
@@ -100,6 +105,8 @@ def main(words: Sequence[str]) -> None:
         device=arguments.device,
         dtype=arguments.dtype,
         trust_remote_code=arguments.trust_remote_code,
+        source_lang=arguments.source_lang,
+        target_lang=arguments.target_lang,
         source_prefix=arguments.source_prefix,
         batch_size=arguments.batch_size,
         max_tokens_per_batch=arguments.max_tokens_per_batch,

@@ -1,5 +1,6 @@
 """Text to ids and back: special tokens, training a tokenizer, and the pair of tokenizers of a model."""
 
+from metaphrase.tokenization.languages import set_languages
 from metaphrase.tokenization.special_tokens import SpecialTokens, sentinel_tokens
 from metaphrase.tokenization.texts import iterate_lines, join_pieces
 from metaphrase.tokenization.tokenizer_pair import TokenizerPair
@@ -13,5 +14,6 @@ __all__ = [
     "iterate_lines",
     "join_pieces",
     "sentinel_tokens",
+    "set_languages",
     "train_tokenizer",
 ]

@@ -17,7 +17,7 @@ from transformers import (
 
 from metaphrase.inference import Generator
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
-from metaphrase.tokenization import TokenizerPair
+from metaphrase.tokenization import TokenizerPair, set_languages
 from metaphrase.training.adapters import ALL_LINEAR, add_lora, import_peft, is_adapted, merge_lora
 from metaphrase.training.averaging import average_checkpoints, select_checkpoints
 from metaphrase.training.batching import PairCollator
@@ -116,7 +116,9 @@ class Experiment:
             return TokenizerPair.from_pretrained(self.checkpoint)
         existing = recipe.tokenizer_name_or_path or recipe.model_name_or_path
         if existing is not None:
-            return TokenizerPair.from_pretrained(existing, recipe.target_tokenizer_name_or_path)
+            tokenizers = TokenizerPair.from_pretrained(existing, recipe.target_tokenizer_name_or_path)
+            set_languages(tokenizers, recipe.source_lang, recipe.target_lang)
+            return tokenizers
         names = ("normalization", "min_frequency", "joiner")
         options = {name: getattr(recipe, name) for name in names if getattr(recipe, name) is not None}
         joint = recipe.joint_vocabulary if recipe.joint_vocabulary is not None else recipe.target_vocab_size is None
@@ -162,6 +164,7 @@ class Experiment:
         # Without a limit of its own, generate() would stop at 20 tokens.
         limit = recipe.generation_max_length or recipe.max_target_length + 1
         model.generation_config.update(max_length=limit, **recipe.generation_options())
+        model.generation_config.update(**set_languages(tokenizers, recipe.source_lang, recipe.target_lang))
         if recipe.r_drop_alpha:
             check_r_drop(model, recipe.lora_dropout if recipe.lora_rank is not None else 0.0)
         if recipe.freeze:

@@ -119,6 +119,9 @@ def _check_tokenizer_and_model(recipe: "Recipe") -> None:
         for name in ("target_vocab_size", "target_tokenizer_name_or_path"):
             _refuse_together(recipe, "joint_vocabulary", name, "a joint vocabulary has one tokenizer")
     _require_with(recipe, "target_tokenizer_name_or_path", "tokenizer_name_or_path")
+    for name in ("source_lang", "target_lang"):
+        if recipe.is_set(name) and not (recipe.tokenizer_name_or_path or recipe.model_name_or_path):
+            raise ValueError(f"`{name}` must come with a tokenizer that exists, got {getattr(recipe, name)!r} without.")
     _refuse_together(recipe, "model_name_or_path", "preset", "a model to fine-tune has its dimensions")
 
 

@@ -85,6 +85,11 @@ class RecipeFields:
 
     tokenizer_name_or_path: str | None = _setting("tokenizer", "A tokenizer that exists; otherwise one is trained.")
     target_tokenizer_name_or_path: str | None = _setting("tokenizer", "One for targets alone that exists.")
+    source_lang: str | None = _setting(
+        "tokenizer",
+        "Code of the sources' language that the tokenizer knows: eng_Latn (NLLB), en_XX (mBART), en (M2M100).",
+    )
+    target_lang: str | None = _setting("tokenizer", "Likewise, of the targets; decoding starts as it asks.")
     tokenizer_kind: str | None = _setting("tokenizer", "Kind of the tokenizer to train.")
     vocab_size: int | None = _setting("tokenizer", "Its number of entries.", minimum=1)
     target_vocab_size: int | None = _setting(
