@@ -34,6 +34,8 @@ _TOKENIZER_FILES = (
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.spm", "*.model"),
     *("spiece.*", "chat_template*", "LICENSE*", "NOTICE*"),
 )
+# transformers does not name these where sentencepiece is not installed.
+_NEED_SENTENCEPIECE = {"marian": "MarianTokenizer", "m2m_100": "M2M100Tokenizer"}
 _DOWNLOADED = ("*.json", "*.safetensors", *_TOKENIZER_FILES, "target_tokenizer/*")
 
 
@@ -164,11 +166,16 @@ def _copy_tokenizers(folder: Path, output: Path, model_type: str) -> None:
         elif path.is_file() and any(fnmatch.fnmatchcase(path.name, pattern) for pattern in _TOKENIZER_FILES):
             shutil.copyfile(path, output / path.name)
     settings = output / _TOKENIZER_CONFIG
-    tokenizer_class = TOKENIZER_MAPPING_NAMES.get(model_type)
-    if settings.is_file() and tokenizer_class is not None:
+    tokenizer_class = _tokenizer_class(model_type)
+    if any(output.glob(pattern) for pattern in _TOKENIZER_FILES) and tokenizer_class is not None:
         # Without a name here the class would be looked up by the type of the model, which is another one now.
-        content = {"tokenizer_class": tokenizer_class} | read_json(settings)
+        content = {"tokenizer_class": tokenizer_class} | (read_json(settings) if settings.is_file() else {})
         settings.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _tokenizer_class(model_type: str) -> str | None:
+    """The tokenizer of a family, also where the library that it needs is not installed."""
+    return TOKENIZER_MAPPING_NAMES.get(model_type) or _NEED_SENTENCEPIECE.get(model_type)
 
 
 def _check_output(output: Path, folder: Path, overwrite: bool) -> None:

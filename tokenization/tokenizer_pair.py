@@ -124,18 +124,19 @@ class TokenizerPair:
         Raises:
             ValueError: As the constructor does, or if the target tokenizer of a separate pair is missing.
             OSError: If a tokenizer cannot be found.
+            ImportError: If a tokenizer needs a library that is not installed, as those of Marian and M2M100 do.
         """
-        source = AutoTokenizer.from_pretrained(name_or_path, **kwargs)
+        source = _load(name_or_path, **kwargs)
         if target_name_or_path is not None:
             if os.fspath(target_name_or_path) == os.fspath(name_or_path):
                 return cls(source, source)
-            return cls(source, AutoTokenizer.from_pretrained(target_name_or_path, **kwargs))
+            return cls(source, _load(target_name_or_path, **kwargs))
         subfolder = os.path.join(kwargs.pop("subfolder", "") or "", TARGET_SUBFOLDER)
         was_saved_apart = TARGET_SUBFOLDER in source.init_kwargs
         if not was_saved_apart and not os.path.isdir(os.path.join(name_or_path, subfolder)):
             return cls(source, source)
         try:
-            target = AutoTokenizer.from_pretrained(name_or_path, subfolder=subfolder, **kwargs)
+            target = _load(name_or_path, subfolder=subfolder, **kwargs)
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"`name_or_path` must hold the target tokenizer in `{subfolder}/`, because its source tokenizer belongs to a "
@@ -220,6 +221,18 @@ class TokenizerPair:
             "eos_token_id": target.eos_token_id,
             "decoder_start_token_id": target.pad_token_id if target.bos_token_id is None else target.bos_token_id,
         }
+
+
+def _load(name_or_path: str | os.PathLike, **kwargs: Any) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(name_or_path, **kwargs)
+    except ImportError as error:
+        if "sentencepiece" not in str(error).lower():
+            raise
+        raise ImportError(
+            f"The tokenizer of {os.fspath(name_or_path)!r} needs sentencepiece, which is not installed: "
+            "pip install metaphrase[sentencepiece]"
+        ) from error
 
 
 def _entry_count(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -1,0 +1,101 @@
+"""Tokenizers that need sentencepiece, Marian's and M2M100's, made here and carried along by a conversion."""
+
+import io
+import json
+import sys
+
+import pytest
+import sentencepiece
+from converted_models import bart_like, draw
+from tiny_generator import SOURCES, TARGETS
+from transformers import AutoTokenizer, M2M100Tokenizer, MarianTokenizer
+
+from metaphrase.conversion import convert
+from metaphrase.inference import Generator
+from metaphrase.tokenization import TokenizerPair, set_languages
+
+
+def train_model(texts, path):
+    model = io.BytesIO()
+    options = {"vocab_size": 40, "hard_vocab_limit": False, "minloglevel": 2}
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts * 3), model_writer=model, **options)
+    path.write_bytes(model.getvalue())
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    return [processor.id_to_piece(index) for index in range(processor.get_piece_size())]
+
+
+@pytest.fixture
+def opus_mt(tmp_path):
+    """A folder as the OPUS-MT models have it: two models of pieces, one vocabulary, and no class named."""
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    source = train_model(SOURCES, folder / "source.spm")
+    target = train_model(TARGETS, folder / "target.spm")
+    pieces = dict.fromkeys(
+        ["</s>", "<unk>", *(piece for piece in [*source, *target] if piece not in ("<s>",)), "<pad>"]
+    )
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
+    last = vocabulary["<pad>"]
+    ids = {"pad_token_id": last, "decoder_start_token_id": last, "eos_token_id": 0, "forced_eos_token_id": 0}
+    ids["max_position_embeddings"] = 64
+    theirs = bart_like("marian", draw("marian", 300), vocab_size=len(vocabulary), tie_word_embeddings=True, **ids)
+    theirs.save_pretrained(folder)
+    (folder / "tokenizer_config.json").write_text('{"source_lang": "en", "target_lang": "de"}', encoding="utf-8")
+    return folder
+
+
+def test_marian_tokenizer_comes_along(opus_mt, tmp_path):
+    convert(opus_mt, tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "again", to="marian")
+    given = TokenizerPair.from_pretrained(opus_mt)
+    assert type(given.source) is MarianTokenizer
+    sources, targets = given.encode_sources(SOURCES), given.encode_targets(TARGETS)
+    assert given.decode_targets(targets) == TARGETS and sources != targets
+    for name in ("ours", "again"):
+        pair = TokenizerPair.from_pretrained(tmp_path / name)
+        assert type(pair.source) is MarianTokenizer
+        assert pair.encode_sources(SOURCES) == sources and pair.encode_targets(TARGETS) == targets
+        assert len(Generator.from_pretrained(tmp_path / name, device="cpu").generate(SOURCES, max_new_tokens=4)) == 5
+
+
+def test_m2m_100_tokenizer_knows_its_languages(tmp_path):
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    pieces = ["<s>", "<pad>", "</s>", "<unk>"]
+    pieces += [piece for piece in train_model(SOURCES, folder / "sentencepiece.bpe.model") if piece not in pieces]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
+    tokenizer = M2M100Tokenizer(str(folder / "vocab.json"), str(folder / "sentencepiece.bpe.model"))
+    # The codes have ids behind the vocabulary.
+    size = max(tokenizer.lang_code_to_id.values()) + 1
+    theirs = bart_like("m2m_100", draw("m2m_100", 300), vocab_size=size, max_position_embeddings=40)
+    theirs.save_pretrained(folder)
+    # Without a configuration of its own: the class is then known by the family alone.
+    convert(folder, tmp_path / "ours")
+    pair = TokenizerPair.from_pretrained(tmp_path / "ours")
+    assert type(pair.source) is M2M100Tokenizer
+    options = set_languages(pair, "en", "de")
+    english, german = tokenizer.get_lang_id("en"), tokenizer.get_lang_id("de")
+    assert options == {"forced_bos_token_id": german}
+    assert pair.encode_sources(["the dog"])[0][0] == english and pair.encode_targets(["der"])[0][0] == german
+    generator = Generator.from_pretrained(tmp_path / "ours", device="cpu", source_lang="en", target_lang="de")
+    assert len(generator.generate(SOURCES, max_new_tokens=4)) == 5
+
+
+def test_without_sentencepiece_the_error_names_the_extra(opus_mt, tmp_path, monkeypatch):
+    convert(opus_mt, tmp_path / "ours")
+
+    def refuse(*arguments, **options):
+        raise ImportError("MarianTokenizer requires the SentencePiece library but it was not found.")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", refuse)
+    with pytest.raises(ImportError, match=r"needs sentencepiece, .* pip install metaphrase\[sentencepiece\]"):
+        TokenizerPair.from_pretrained(tmp_path / "ours")
+
+
+def test_class_is_known_where_transformers_does_not_name_it(opus_mt, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules["metaphrase.conversion.folders"].TOKENIZER_MAPPING_NAMES, "marian", None)
+    convert(opus_mt, tmp_path / "ours")
+    written = json.loads((tmp_path / "ours" / "tokenizer_config.json").read_text(encoding="utf-8"))
+    assert written == {"tokenizer_class": "MarianTokenizer", "source_lang": "en", "target_lang": "de"}
