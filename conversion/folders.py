@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -20,7 +21,13 @@ from metaphrase.conversion.families import FAMILIES, config_class, find_family, 
 from metaphrase.conversion.family import Family
 from metaphrase.conversion.plans import NamedWeights, plan_ours, plan_theirs, skeleton
 from metaphrase.conversion.t5gemma import obstacles as obstacles_of_t5gemma
-from metaphrase.conversion.weight_files import WeightFiles, folder_in_one_step, read_json, write_weights
+from metaphrase.conversion.weight_files import (
+    WeightFiles,
+    check_output,
+    folder_in_one_step,
+    read_json,
+    write_weights,
+)
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 
 logger = logging.getLogger(__name__)
@@ -32,11 +39,12 @@ PROVENANCE_NAME = "conversion.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _TOKENIZER_FILES = (
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.spm", "*.model"),
-    *("spiece.*", "chat_template*", "LICENSE*", "NOTICE*"),
+    *("spiece.*", "chat_template*"),
 )
+_LICENCES = ("LICENSE*", "NOTICE*")
 # transformers does not name these where sentencepiece is not installed.
 _NEED_SENTENCEPIECE = {"marian": "MarianTokenizer", "m2m_100": "M2M100Tokenizer"}
-_DOWNLOADED = ("*.json", "*.safetensors", *_TOKENIZER_FILES, "target_tokenizer/*")
+_DOWNLOADED = ("*.json", "*.safetensors", *_TOKENIZER_FILES, *_LICENCES, "target_tokenizer/*")
 
 
 def convert(
@@ -80,7 +88,7 @@ def convert(
         folder = _download(os.fspath(source), revision)
     elif revision is not None:
         raise ValueError(f"`revision` must be left out for a folder, got {revision!r}.")
-    _check_output(output, folder, overwrite)
+    check_output(output, [folder], overwrite, PROVENANCE_NAME, "converted")
     model_type = read_json(folder / CONFIG_NAME).get("model_type")
     if model_type == OURS and to in (None, OURS):
         raise ValueError(f"`to` must name a family for a model of Metaphrase, one of {', '.join(FAMILIES)}, got {to}.")
@@ -163,30 +171,21 @@ def _copy_tokenizers(folder: Path, output: Path, model_type: str) -> None:
     for path in sorted(folder.iterdir()):
         if path.is_dir() and (path / _TOKENIZER_CONFIG).is_file():
             shutil.copytree(path, output / path.name)
-        elif path.is_file() and any(fnmatch.fnmatchcase(path.name, pattern) for pattern in _TOKENIZER_FILES):
+        elif path.is_file() and _is_one_of(path.name, (*_TOKENIZER_FILES, *_LICENCES)):
             shutil.copyfile(path, output / path.name)
     settings = output / _TOKENIZER_CONFIG
     tokenizer_class = _tokenizer_class(model_type)
-    if any(output.glob(pattern) for pattern in _TOKENIZER_FILES) and tokenizer_class is not None:
+    has_tokenizer = any(_is_one_of(path.name, _TOKENIZER_FILES) for path in output.iterdir())
+    if has_tokenizer and tokenizer_class is not None:
         # Without a name here the class would be looked up by the type of the model, which is another one now.
         content = {"tokenizer_class": tokenizer_class} | (read_json(settings) if settings.is_file() else {})
         settings.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def _is_one_of(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
 def _tokenizer_class(model_type: str) -> str | None:
     """The tokenizer of a family, also where the library that it needs is not installed."""
     return TOKENIZER_MAPPING_NAMES.get(model_type) or _NEED_SENTENCEPIECE.get(model_type)
-
-
-def _check_output(output: Path, folder: Path, overwrite: bool) -> None:
-    place, inside = output.resolve(), folder.resolve()
-    if place.is_relative_to(inside) or inside.is_relative_to(place):
-        raise ValueError(f"`output` must lie apart from what is converted, got {output} and {folder}.")
-    if not output.exists():
-        return
-    if not overwrite:
-        raise ValueError(f"`output` must not exist, got {output}. Pass --overwrite to replace it.")
-    if not (output / PROVENANCE_NAME).is_file():
-        raise ValueError(
-            f"`output` must hold {PROVENANCE_NAME} to be overwritten, got {output}, which is no conversion."
-        )

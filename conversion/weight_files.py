@@ -9,7 +9,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -148,6 +148,32 @@ def write_weights(folder: Path, planned: Mapping[str, Planned], max_shard_bytes:
             "weight_map": weight_map,
         }
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def check_output(output: Path, sources: Sequence[Path], overwrite: bool, mark: str, done: str) -> None:
+    """Refuses to write over what was not written here.
+
+    Args:
+        output: The folder to write.
+        sources: The folders that are read.
+        overwrite: Whether it may be there.
+        mark: Name of the file by which it is known as written here.
+        done: What is done to the sources, such as averaged.
+
+    Raises:
+        ValueError: If `output` cannot be had.
+    """
+    place = output.resolve()
+    for source in sources:
+        inside = source.resolve()
+        if place.is_relative_to(inside) or inside.is_relative_to(place):
+            raise ValueError(f"`output` must lie apart from what is {done}, got {output} and {source}.")
+    if not output.exists():
+        return
+    if not overwrite:
+        raise ValueError(f"`output` must not exist, got {output}. Pass --overwrite to replace it.")
+    if not (output / mark).is_file():
+        raise ValueError(f"`output` must hold {mark} to be overwritten, got {output}, which was not {done} here.")
 
 
 @contextlib.contextmanager

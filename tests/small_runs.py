@@ -1,4 +1,4 @@
-"""A trainer of three steps, for the tests of checkpoints."""
+"""Small runs: dimensions for recipes, and a trainer of three steps for the tests of checkpoints."""
 
 import json
 
@@ -8,6 +8,16 @@ from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 from metaphrase.training.batching import PairCollator
 from metaphrase.training.checkpoints import WholeCheckpoints, checkpoints_in
 
+# Dimensions of a model for recipes.
+SMALL = {
+    "hidden_size": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 16,
+    "decoder_ffn_dim": 16,
+}
 PAIRS = [{"input_ids": [4 + number, 7, 2], "labels": [9, 5 + number, 2]} for number in range(8)]
 
 

@@ -231,6 +231,7 @@ def test_tokenizers_and_generation_settings_come_along(bart, tmp_path):
     shutil.copytree(folder, source)
     pair = tiny_pair()
     pair.save_pretrained(source)
+    (source / "LICENSE").write_text("free", encoding="utf-8")
     settings = json.loads((source / "generation_config.json").read_text(encoding="utf-8"))
     settings |= {"num_beams": 3, "forced_bos_token_id": 7, "max_length": 11}
     (source / "generation_config.json").write_text(json.dumps(settings), encoding="utf-8")
@@ -238,6 +239,7 @@ def test_tokenizers_and_generation_settings_come_along(bart, tmp_path):
     convert(tmp_path / "ours", tmp_path / "again", to="bart")
     for name in ("ours", "again"):
         assert TokenizerPair.from_pretrained(tmp_path / name).encode_sources(SOURCES) == pair.encode_sources(SOURCES)
+        assert (tmp_path / name / "LICENSE").read_text(encoding="utf-8") == "free"
         written = json.loads((tmp_path / name / "generation_config.json").read_text(encoding="utf-8"))
         assert written["num_beams"] == 3 and written["forced_bos_token_id"] == 7 and written["max_length"] == 11
 

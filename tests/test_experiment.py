@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from small_runs import SMALL
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from metaphrase.inference import Generator
@@ -28,15 +29,6 @@ BASE = {
     "disable_tqdm": True,
     "use_cpu": True,
     "label_smoothing_factor": 0.1,
-}
-SMALL = {
-    "hidden_size": 16,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 16,
-    "decoder_ffn_dim": 16,
 }
 
 

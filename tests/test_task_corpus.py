@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from small_runs import SMALL
 
 from metaphrase.hub_card import write_model_card
 from metaphrase.tokenization import TokenizerPair
@@ -13,15 +14,6 @@ from metaphrase.training.recipe import Recipe, load_recipe
 from metaphrase.training.task_corpus import TaskCorpus, task_recipe
 
 SIZES = {"translate": 40, "summarize": 10}
-SMALL = {
-    "hidden_size": 16,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 16,
-    "decoder_ffn_dim": 16,
-}
 
 
 def write(path, pairs):

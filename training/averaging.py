@@ -18,7 +18,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
-from metaphrase.conversion.weight_files import WeightFiles, folder_in_one_step, read_json
+from metaphrase.conversion.weight_files import WeightFiles, check_output, folder_in_one_step, read_json
 from metaphrase.training.checkpoint_folders import PROGRESS_NAME, checkpoints_in, step_of
 from metaphrase.training.exponential_average import EXPONENTIAL_AVERAGE_NAME
 
@@ -124,7 +124,7 @@ def average_checkpoints(
     if len({folder.resolve() for folder in folders}) < max(len(folders), 2):
         names = ", ".join(map(str, folders)) or "none"
         raise ValueError(f"`folders` must be at least two, and different, got {names}.")
-    _check_output(output, folders, overwrite)
+    check_output(output, folders, overwrite, PROVENANCE_NAME, "averaged")
     with contextlib.ExitStack() as files:
         checkpoints = [_Checkpoint(folder, files) for folder in folders]
         for other in checkpoints[:-1]:
@@ -159,20 +159,6 @@ def _check_equal(checkpoint: _Checkpoint, last: _Checkpoint) -> None:
             ours, theirs = first.get(name, "nothing"), second.get(name, "nothing")
             if name not in _UNIMPORTANT and ours != theirs:
                 raise ValueError(f"`{name}` {what} must be the same {where}, got {ours} and {theirs}.")
-
-
-def _check_output(output: Path, folders: Sequence[Path], overwrite: bool) -> None:
-    place = output.resolve()
-    for folder in folders:
-        inside = folder.resolve()
-        if place.is_relative_to(inside) or inside.is_relative_to(place):
-            raise ValueError(f"`output` must lie apart from what is averaged, got {output} and {folder}.")
-    if not output.exists():
-        return
-    if not overwrite:
-        raise ValueError(f"`output` must not exist, got {output}. Pass --overwrite to replace it.")
-    if not (output / PROVENANCE_NAME).is_file():
-        raise ValueError(f"`output` must hold {PROVENANCE_NAME} to be overwritten, got {output}, which is no average.")
 
 
 def _copy_rest(checkpoint: _Checkpoint, output: Path) -> list[str]:

@@ -218,10 +218,14 @@ def write_demo_corpus(folder: str | Path, **arguments: int) -> dict[str, Path]:
     Raises:
         ValueError: As `make_demo_corpus`.
     """
-    corpus = make_demo_corpus(**arguments)
+    return write_splits(folder, make_demo_corpus(**arguments))
+
+
+def write_splits(folder: str | Path, corpus: dict[str, list[Pair]], prefix: str = "") -> dict[str, Path]:
+    """Writes the pairs of each split to a file of its own, whose name starts with `prefix`, and returns the paths."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    paths = {split: folder / f"{split}.tsv" for split in SPLITS}
+    paths = {split: folder / f"{prefix}{split}.tsv" for split in SPLITS}
     for split, path in paths.items():
         path.write_text("".join(f"{source}\t{target}\n" for source, target in corpus[split]), "utf-8", newline="\n")
     return paths

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from metaphrase.training.demo_corpus import SPLITS, Pair, split_of_sentence
+from metaphrase.training.demo_corpus import SPLITS, Pair, split_of_sentence, write_splits
 from metaphrase.training.demo_english import to_english
 from metaphrase.training.demo_lexicon import THAT
 from metaphrase.training.demo_sampler import Sampler
@@ -111,10 +111,4 @@ def write_demo_summaries(folder: str | Path, **arguments: int) -> dict[str, Path
     Raises:
         ValueError: As `make_demo_summaries`.
     """
-    made = make_demo_summaries(**arguments)
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = {split: folder / f"summaries_{split}.tsv" for split in SPLITS}
-    for split, path in paths.items():
-        path.write_text("".join(f"{text}\t{summary}\n" for text, summary in made[split]), "utf-8", newline="\n")
-    return paths
+    return write_splits(folder, make_demo_summaries(**arguments), "summaries_")
