@@ -281,30 +281,6 @@ def test_labels_are_shifted_with_the_ids_of_the_configuration():
     torch.testing.assert_close(model(input_ids=source, labels=labels).logits, expected)
 
 
-def test_decoder_starts_from_the_labels_where_it_should():
-    model = tiny_model(pad_token_id=5, decoder_start_token_id=None, decoder_start_from_labels=True)
-    labels = torch.tensor([[10, 11, 12, 13], [14, -100, 15, -100], [16, 17, 5, 5], [-100, -100, -100, -100]])
-    shifted = torch.tensor([[13, 10, 11, 12], [15, 14, 5, 15], [17, 16, 17, 5], [5, 5, 5, 5]])
-    assert torch.equal(model.prepare_decoder_input_ids_from_labels(labels), shifted)
-    packed = torch.tensor([[10, 11, 12, 13, 14, 15]])
-    lengths = torch.tensor([3, 1, 2])
-    shifted = torch.tensor([[12, 10, 11, 13, 15, 14]])
-    assert torch.equal(model.prepare_decoder_input_ids_from_labels(packed, lengths), shifted)
-
-
-@pytest.mark.parametrize("is_trained", [True, False])
-def test_padding_embedding_learns_where_it_is_read_or_does_not(is_trained):
-    model = tiny_model(
-        pad_token_id=5, decoder_start_token_id=5, train_padding_embedding=is_trained, tie_word_embeddings=False
-    )
-    row = model.get_input_embeddings().weight[5]
-    assert bool((row == 0).all()) is not is_trained
-    model(input_ids=torch.tensor([[7, 8]]), labels=torch.tensor([[9, 10]])).loss.backward()
-    gradient = model.get_input_embeddings().weight.grad
-    assert bool((gradient[5] != 0).any()) is is_trained
-    assert (gradient[[7, 8, 9]] != 0).any(dim=1).all()
-
-
 @torch.no_grad()
 def test_given_decoder_input_is_not_replaced_by_labels():
     model = tiny_model()

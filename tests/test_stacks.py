@@ -323,3 +323,16 @@ def test_recorded_attention_is_zero_on_padding(side):
         assert (weights.transpose(1, 3)[padding] == 0).all()
         torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
     assert (outputs.decoder_attentions[0].triu(1) == 0).all()
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_padding_embedding_learns_where_it_is_read_or_does_not(is_trained):
+    model = tiny_model(
+        pad_token_id=5, decoder_start_token_id=5, train_padding_embedding=is_trained, tie_word_embeddings=False
+    )
+    row = model.get_input_embeddings().weight[5]
+    assert bool((row == 0).all()) is not is_trained
+    model(input_ids=torch.tensor([[7, 8]]), labels=torch.tensor([[9, 10]])).loss.backward()
+    gradient = model.get_input_embeddings().weight.grad
+    assert bool((gradient[5] != 0).any()) is is_trained
+    assert (gradient[[7, 8, 9]] != 0).any(dim=1).all()

@@ -154,6 +154,8 @@ def test_run_scores_each_task(data, tmp_path, caplog):
 
 def test_saved_recipe_is_the_same_run(data, tmp_path):
     recipe = make_recipe(data, tmp_path, task_mixing="equal")
+    absolute = make_recipe(data, tmp_path, tasks=tasks(summarize={"train_file": str(data / "summarize_train.tsv")}))
+    assert absolute.to_dict()["tasks"] == recipe.tasks, "no folder of this machine"
     recipe.save(tmp_path / "recipe.yaml")
     again = load_recipe(tmp_path / "recipe.yaml", ["--data_dir", str(data), "--output_dir", str(tmp_path)])
     assert again.tasks == recipe.tasks and again.task_mixing == "equal"
@@ -193,3 +195,11 @@ def test_task_without_training_pairs_is_refused(data, tmp_path):
     recipe = make_recipe(data, tmp_path, tasks=tasks(summarize={"train_file": None}))
     with pytest.raises(ValueError, match="Task 'summarize': A recipe must name its training pairs"):
         TaskCorpus(recipe, recipe.training_arguments())
+
+
+def test_task_that_is_not_scored_is_named(data, tmp_path, caplog):
+    loaded(make_recipe(data, tmp_path, tasks=tasks(summarize={"test_file": None})))
+    assert caplog.messages.count("Task 'summarize' has no test pairs: it is not scored.") == 1
+    caplog.clear()
+    loaded(make_recipe(data, tmp_path))
+    assert "it is not scored" not in caplog.text

@@ -40,6 +40,17 @@ def test_shift_right_names_the_missing_id(pad, start, field):
         shift_right(torch.tensor([[5, 6]]), pad, start)
 
 
+def test_decoder_starts_from_the_labels_where_it_should():
+    model = tiny_model(pad_token_id=5, decoder_start_token_id=None, decoder_start_from_labels=True)
+    labels = torch.tensor([[10, 11, 12, 13], [14, -100, 15, -100], [16, 17, 5, 5], [-100, -100, -100, -100]])
+    shifted = torch.tensor([[13, 10, 11, 12], [15, 14, 5, 15], [17, 16, 17, 5], [5, 5, 5, 5]])
+    assert torch.equal(model.prepare_decoder_input_ids_from_labels(labels), shifted)
+    packed = torch.tensor([[10, 11, 12, 13, 14, 15]])
+    lengths = torch.tensor([3, 1, 2])
+    shifted = torch.tensor([[12, 10, 11, 13, 15, 14]])
+    assert torch.equal(model.prepare_decoder_input_ids_from_labels(packed, lengths), shifted)
+
+
 def batch(rows=4, target=6, vocab=11):
     """Logits and labels with rows of unequal length."""
     logits = torch.randn(rows, target, vocab) * 3

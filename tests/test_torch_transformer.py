@@ -98,5 +98,8 @@ def test_positions_and_norms_of_embeddings_stay_behind():
     config = MetaphraseConfig.from_preset(
         "bart-base", vocab_size=31, hidden_size=24, encoder_layers=1, decoder_layers=1, final_norm=True
     )
-    state = to_torch_transformer(MetaphraseForConditionalGeneration(config))
-    nn.Transformer(24, 12, 1, 1, 3072).load_state_dict(state)
+    model = MetaphraseForConditionalGeneration(config)
+    state = to_torch_transformer(model)
+    assert state.keys() == nn.Transformer(24, 12, 1, 1, 3072).state_dict().keys()
+    assert torch.equal(state["decoder.norm.weight"], model.get_decoder().norm.weight)
+    assert torch.equal(state["encoder.layers.0.linear1.bias"], model.get_encoder().layers[0].mlp.up_proj.bias)

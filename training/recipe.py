@@ -161,12 +161,15 @@ class Recipe(RecipeFields):
         values = {name: getattr(self, name) for name in own} | self.training
         if Path(str(values.get("output_dir") or "")).is_absolute():
             del values["output_dir"]
+        values = copy.deepcopy({name: value for name, value in values.items() if name not in NEVER_SAVED})
         if self.data_dir is not None:
-            for name in (name for name in own if name.endswith("_file")):
-                path, folder = Path(values[name]).expanduser(), Path(self.data_dir).expanduser().absolute()
-                if path.is_relative_to(folder):
-                    values[name] = path.relative_to(folder).as_posix()
-        return copy.deepcopy({name: value for name, value in values.items() if name not in NEVER_SAVED})
+            folder = Path(self.data_dir).expanduser().absolute()
+            for group in (values, *values.get("tasks", {}).values()):
+                for name in (name for name in group if name.endswith("_file") and group[name] is not None):
+                    path = Path(group[name]).expanduser()
+                    if path.is_relative_to(folder):
+                        group[name] = path.relative_to(folder).as_posix()
+        return values
 
     def save(self, path: str | Path) -> None:
         """Writes what was set as YAML, which `load_recipe` reads. Data and output folders of this machine are left out."""

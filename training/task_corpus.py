@@ -40,6 +40,10 @@ class TaskCorpus(PairCorpus):
             parts = {name: corpus.splits[split] for name, corpus in self.tasks.items() if split in corpus.splits}
             if parts:
                 self.splits[split] = _joined(parts)
+        scored = self.scored_split()
+        for name, corpus in self.tasks.items():
+            if scored is not None and scored not in corpus.splits:
+                logger.warning("Task %r has no %s pairs: it is not scored.", name, scored)
 
     def sides(self) -> tuple[Iterable[str], Iterable[str]]:
         sides = [corpus.sides() for corpus in self.tasks.values()]
