@@ -1,6 +1,7 @@
 """The experiment: recipes carried out end to end on a few made-up pairs."""
 
 import json
+import logging
 import shutil
 
 import pytest
@@ -264,6 +265,19 @@ def test_the_finished_model_is_the_mean_of_checkpoints(data, tmp_path, choice):
 def test_averages_need_checkpoints_that_are_kept(data, tmp_path):
     with pytest.raises(ValueError, match="`average_last` must be at most `save_total_limit`, got 4 and 2"):
         make_recipe(data, tmp_path / "run", average_last=4, save_total_limit=2)
+    for choice, field in (("last", "save_strategy"), ("best", "save_strategy"), ("best", "eval_strategy")):
+        with pytest.raises(ValueError, match=f"`average_{choice}` must come with `{field}` .*, got no"):
+            make_recipe(data, tmp_path / "run", **{f"average_{choice}": 2, field: "no"})
+
+
+@pytest.mark.parametrize(("steps", "kept"), [(7, [6, 7]), (3, [3])])
+def test_a_run_too_short_for_its_average_is_not_lost(data, tmp_path, caplog, steps, kept):
+    with caplog.at_level(logging.WARNING):
+        Experiment(make_recipe(data, tmp_path / "run", average_last=3, max_steps=steps, save_steps=6)).train()
+    assert f"The last 3 checkpoints were to be taken, but {tmp_path / 'run'} has only {len(kept)}" in caplog.text
+    checkpoints = [weights(tmp_path / "run" / f"checkpoint-{step}") for step in kept]
+    for name, tensor in weights(tmp_path / "run").items():
+        torch.testing.assert_close(tensor, sum(checkpoint[name] for checkpoint in checkpoints) / len(kept), msg=name)
 
 
 def test_techniques_of_training_act(data, tmp_path):

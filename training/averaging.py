@@ -37,7 +37,12 @@ _UNIMPORTANT = ("_name_or_path", "transformers_version")
 
 
 def select_checkpoints(
-    run_folder: str | os.PathLike, *, last: int | None = None, best: int | None = None, metric: str | None = None
+    run_folder: str | os.PathLike,
+    *,
+    last: int | None = None,
+    best: int | None = None,
+    metric: str | None = None,
+    or_fewer: bool = False,
 ) -> list[Path]:
     """Chooses checkpoints of a run among those that still exist.
 
@@ -47,12 +52,13 @@ def select_checkpoints(
         best: Or so many by their score, of equals the later ones.
         metric: Name of the score in the trainer's log; `eval_` may be left out. Losses, perplexities and error rates are better
             when they are lower, all else when it is higher.
+        or_fewer: Where there are fewer, take those that there are, with a warning.
 
     Returns:
         Folders, the last or the best one at the end.
 
     Raises:
-        ValueError: If not exactly one number is given, or there are fewer checkpoints (or scores of them).
+        ValueError: If not exactly one number is given, or there are fewer checkpoints (or scores of them), or none.
     """
     if (last is None) == (best is None):
         raise ValueError(f"Exactly one of `last` and `best` must be given, got {last} and {best}.")
@@ -66,9 +72,13 @@ def select_checkpoints(
     scores = dict.fromkeys(by_step, 0.0) if best is None else _scores(run_folder, by_step, metric or DEFAULT_METRIC)
     if len(scores) < number:
         what = "checkpoints" if best is None else f"checkpoints with a score in `{metric or DEFAULT_METRIC}`"
-        raise ValueError(
-            f"`{field}` must be at most the number of {what}, {len(scores)} in {run_folder}, got {number}. "
-            "A run keeps as many checkpoints as `save_total_limit` says."
+        if not or_fewer or not scores:
+            raise ValueError(
+                f"`{field}` must be at most the number of {what}, {len(scores)} in {run_folder}, got {number}. "
+                "A run keeps as many checkpoints as `save_total_limit` says."
+            )
+        logger.warning(
+            "The %s %d %s were to be taken, but %s has only %d.", field, number, what, run_folder, len(scores)
         )
     return [by_step[step] for step in sorted(scores, key=lambda step: (scores[step], step))[-number:]]
 

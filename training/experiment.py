@@ -7,6 +7,7 @@ from pathlib import Path
 
 import datasets
 import torch
+from accelerate.utils import broadcast_object_list
 from transformers import (
     AutoModelForSeq2SeqLM,
     EarlyStoppingCallback,
@@ -180,16 +181,20 @@ class Experiment:
         if recipe.average_last is None and recipe.average_best is None:
             return
         metric = (recipe.metric_for_best_model or "bleu") if recipe.average_best is not None else None
-        folder = self.folder / "average"
+        average = self.folder / "average"
+        folders = [average]
         if trainer.is_world_process_zero():
-            chosen = select_checkpoints(self.folder, last=recipe.average_last, best=recipe.average_best, metric=metric)
-            average_checkpoints(chosen, folder, overwrite=True)
+            numbers = {"last": recipe.average_last, "best": recipe.average_best}
+            # A run that ended early is not lost for the checkpoints that it lacks; one is its own mean.
+            folders = select_checkpoints(self.folder, **numbers, metric=metric, or_fewer=True)
+            if len(folders) > 1:
+                folders = [average_checkpoints(folders, average, overwrite=True)]
+        broadcast_object_list(folders)
+        load_whole_weights(trainer.model, folders[0])
         trainer.accelerator.wait_for_everyone()
-        load_whole_weights(trainer.model, folder)
-        trainer.accelerator.wait_for_everyone()
-        if trainer.is_world_process_zero():
+        if trainer.is_world_process_zero() and average.exists():
             # `save_model` writes it where a run's model lies.
-            shutil.rmtree(folder)
+            shutil.rmtree(average)
 
     def _save_model(self, trainer: MetaphraseTrainer, tokenizers: TokenizerPair) -> PreTrainedModel:
         """Saves the model, an adapter merged into it, and returns it."""

@@ -37,6 +37,11 @@ def _refuse_together(recipe: "Recipe", first: str, second: str, why: str) -> Non
         )
 
 
+def _strategy(value: object) -> str:
+    """The name of when something happens, which transformers may have made an enum of."""
+    return str(getattr(value, "value", value))
+
+
 def _require_with(recipe: "Recipe", name: str, needed: str) -> None:
     if recipe.is_set(name) and not recipe.is_set(needed):
         raise ValueError(f"`{name}` must come with `{needed}`, got {getattr(recipe, name)!r} without.")
@@ -131,7 +136,7 @@ def _check_evaluation(recipe: "Recipe") -> None:
     _require_with(recipe, "early_stopping_threshold", "early_stopping_patience")
     if recipe.early_stopping_patience is None:
         return
-    if str(getattr(recipe.eval_strategy, "value", recipe.eval_strategy)) == "no":
+    if _strategy(recipe.eval_strategy) == "no":
         raise ValueError("`early_stopping_patience` must come with `eval_strategy` steps or epoch, got no.")
     if not recipe.metric_for_best_model and not recipe.load_best_model_at_end:
         raise ValueError("`early_stopping_patience` must come with `metric_for_best_model`, got null.")
@@ -151,6 +156,10 @@ def _check_technique(recipe: "Recipe") -> None:
         limit = recipe.save_total_limit
         if limit is not None and (getattr(recipe, name) or 0) > limit:
             raise ValueError(f"`{name}` must be at most `save_total_limit`, got {getattr(recipe, name)} and {limit}.")
+        if getattr(recipe, name) is not None and _strategy(recipe.save_strategy) == "no":
+            raise ValueError(f"`{name}` must come with `save_strategy` steps, epoch or best, got no.")
+    if recipe.average_best is not None and _strategy(recipe.eval_strategy) == "no":
+        raise ValueError("`average_best` must come with `eval_strategy` steps or epoch, got no.")
     for name in ("lora_alpha", "lora_dropout", "lora_target_modules"):
         _require_with(recipe, name, "lora_rank")
     _require_with(recipe, "lora_rank", "model_name_or_path")
