@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
 ADAPTER_NAME = "adapter_config.json"
 
@@ -71,15 +71,9 @@ class WeightFiles:
             return [self.folder / SAFE_WEIGHTS_NAME]
         index = self.folder / SAFE_WEIGHTS_INDEX_NAME
         if not index.is_file():
-            pickled = [name for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME) if (self.folder / name).is_file()]
-            advice = (
-                f" {pickled[0]} is a pickle, which is never opened here: load it with transformers and call `save_pretrained`."
-                if pickled
-                else ""
-            )
             raise ValueError(
-                f"A checkpoint must hold {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, "
-                f"got neither in {self.folder}.{advice}"
+                f"A checkpoint must hold {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, got neither in {self.folder}. A pickle, "
+                f"as {WEIGHTS_NAME} is, is never opened here: load it with transformers and call `save_pretrained`."
             )
         names = sorted(set(read_json(index)["weight_map"].values()))
         for name in names:

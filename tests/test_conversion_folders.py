@@ -390,7 +390,7 @@ def test_pickles_are_never_opened(bart, tmp_path):
     shutil.copytree(folder, source)
     (source / "model.safetensors").unlink()
     (source / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch /tmp/opened'\ntR.")
-    with pytest.raises(ValueError, match=r"pytorch_model\.bin is a pickle, which is never opened"):
+    with pytest.raises(ValueError, match=r"A pickle, as pytorch_model\.bin is, is never opened here: load it with"):
         convert(source, tmp_path / "ours")
 
 
