@@ -1,0 +1,95 @@
+"""Fine-tunes a model of another family by its recipe, from random weights of its own class, and keeps what came of it.
+
+    python benchmarks/finetuning.py t5 --core 0
+
+Where no weights can be downloaded, this shows that a conversion can be trained: the family's own class makes a model of a
+published size with a tokenizer of the demo's corpus, `metaphrase convert` makes it ours, and the recipe does the rest. What is
+not known here is passed on to the recipe: `--bf16 false`.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+import yaml
+from machine import describe_machine
+from seeds import RESULTS, carry_out, draw, read_run
+from transformers import MarianConfig, MarianMTModel, PreTrainedModel, T5Config, T5ForConditionalGeneration, set_seed
+
+from metaphrase.conversion import convert
+from metaphrase.scripts.train import find_recipe
+from metaphrase.tokenization import TokenizerPair
+from metaphrase.training.demo_corpus import write_demo_corpus
+
+VOCAB_SIZE = 2000
+# The sizes of t5-small and of opus-mt-en-de, but for the vocabulary.
+T5_SMALL = {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8}
+OPUS_MT = {
+    "d_model": 512,
+    "encoder_layers": 6,
+    "decoder_layers": 6,
+    "encoder_attention_heads": 8,
+    "decoder_attention_heads": 8,
+    "encoder_ffn_dim": 2048,
+    "decoder_ffn_dim": 2048,
+    "max_position_embeddings": 512,
+    "activation_function": "swish",
+    "scale_embedding": True,
+}
+
+
+def make_model(family: str, ids: dict) -> PreTrainedModel:
+    """A model of the family's own class with random weights."""
+    set_seed(42)
+    if family == "t5":
+        return T5ForConditionalGeneration(T5Config(**T5_SMALL, **ids))
+    return MarianMTModel(MarianConfig(**OPUS_MT, **ids))
+
+
+def prepare(family: str, folder: Path) -> None:
+    """Writes the corpus, the family's own model and its conversion into the folder."""
+    corpus = write_demo_corpus(folder / "data")
+    pairs = [line.split("\t") for line in corpus["train"].read_text(encoding="utf-8").splitlines()]
+    tokenizers = TokenizerPair.train(*zip(*pairs, strict=True), vocab_size=VOCAB_SIZE, show_progress=False)
+    ids = {name: value for name, value in tokenizers.config_fields().items() if name != "decoder_vocab_size"}
+    ids["decoder_start_token_id"] = ids["pad_token_id"]
+    make_model(family, ids).save_pretrained(folder / "theirs")
+    tokenizers.save_pretrained(folder / "theirs")
+    convert(folder / "theirs", folder / "ours")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.add_argument("family", choices=("t5", "marian"))
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch [%(default)s]")
+    parser.add_argument("--core", type=int, help="processor core to pin to")
+    parser.add_argument("--output_dir", type=Path, default=Path("runs"), help="where all of it goes [%(default)s]")
+    parser.add_argument(
+        "--output", type=Path, help="JSON file [benchmarks/results/RECIPE.json]; a picture goes beside it"
+    )
+    arguments, options = parser.parse_known_args()
+    recipe = find_recipe(f"finetune_{arguments.family}")
+    folder = arguments.output_dir / recipe.stem
+    if not (folder / "ours").is_dir():
+        prepare(arguments.family, folder)
+    words = ["--data_dir", str(folder / "data"), "--model_name_or_path", str(folder / "ours"), "--disable_tqdm", "true"]
+    words += ["--output_dir", str(folder / "run"), "--resume", *options]
+    command = [sys.executable, "-m", "metaphrase.scripts", "train", str(recipe), *words]
+    if arguments.core is not None:
+        command = ["taskset", "-c", str(arguments.core), *command]
+    seconds = carry_out(command, os.environ | {"OMP_NUM_THREADS": str(arguments.threads)}, folder / "run.seconds")
+
+    fields = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    run = {"seed": fields["seed"], "seconds": round(seconds), "machine": describe_machine(arguments.threads)}
+    run = read_run(folder / "run") | run
+    output = arguments.output or RESULTS / f"{recipe.stem}.json"
+    report = {"recipe": fields, "options": options, "runs": [run]}
+    output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    draw([run], recipe.stem, output.with_suffix(".png"))
+    print(json.dumps({name: score["score"] for name, score in run["scores"].items()}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
