@@ -72,8 +72,8 @@ class WeightFiles:
         index = self.folder / SAFE_WEIGHTS_INDEX_NAME
         if not index.is_file():
             raise ValueError(
-                f"A checkpoint must hold {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, got neither in {self.folder}. A pickle, "
-                f"as {WEIGHTS_NAME} is, is never opened here: load it with transformers and call `save_pretrained`."
+                f"A checkpoint must hold {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, got neither in {self.folder}. "
+                f"A pickle, as {WEIGHTS_NAME} is, is never opened here: load it with transformers and call `save_pretrained`."
             )
         names = sorted(set(read_json(index)["weight_map"].values()))
         for name in names:

@@ -11,6 +11,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from metaphrase.inference import Generator
 from metaphrase.tokenization import TokenizerPair
+from metaphrase.training import precision
 from metaphrase.training.demo_corpus import make_demo_corpus
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.recipe import load_recipe
@@ -278,6 +279,14 @@ def test_a_run_too_short_for_its_average_is_not_lost(data, tmp_path, caplog, ste
     checkpoints = [weights(tmp_path / "run" / f"checkpoint-{step}") for step in kept]
     for name, tensor in weights(tmp_path / "run").items():
         torch.testing.assert_close(tensor, sum(checkpoint[name] for checkpoint in checkpoints) / len(kept), msg=name)
+
+
+@pytest.mark.parametrize("bf16", ["true", "false"])
+def test_run_in_bfloat16_says_where_it_is_slow(data, tmp_path, monkeypatch, caplog, bf16):
+    monkeypatch.setattr(precision, "speed_of_bfloat16", lambda: 0.5)
+    with caplog.at_level(logging.WARNING):
+        Experiment(make_recipe(data, tmp_path / "run", bf16=bf16, max_steps=1)).train()
+    assert ("at 0.50 of its speed in float32" in caplog.text) is (bf16 == "true")
 
 
 def test_techniques_of_training_act(data, tmp_path):

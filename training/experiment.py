@@ -27,6 +27,7 @@ from metaphrase.training.evaluation import evaluate_generator
 from metaphrase.training.exponential_average import ExponentialAverage
 from metaphrase.training.metrics import compute_metrics, write_metrics
 from metaphrase.training.parameter_groups import freeze
+from metaphrase.training.precision import warn_of_slow_bfloat16
 from metaphrase.training.processes import check_processes
 from metaphrase.training.r_drop import check_r_drop
 from metaphrase.training.recipe import Recipe
@@ -98,6 +99,8 @@ class Experiment:
         logger.info("The model has %s parameters.", f"{model.num_parameters():,}")
         trainer = self._make_trainer(model, tokenizers, encoded)
         if trainer.is_world_process_zero():
+            if self.arguments.bf16 and self.arguments.device.type == "cpu":
+                warn_of_slow_bfloat16()
             self._write_provenance()
         trainer.train(resume_from_checkpoint=self.checkpoint)
         self._average(trainer)
