@@ -67,6 +67,19 @@ def eager_attention_forward(
     return torch.matmul(weights, value).transpose(1, 2), weights
 
 
+def fold_copies(states: torch.Tensor, copies: int) -> torch.Tensor:
+    """Lets rows that share a source ask it together.
+
+    (batch * copies, heads, query, head_dim) -> (batch, heads, copies * query, head_dim)
+    """
+    return states.unflatten(0, (-1, copies)).transpose(1, 2).flatten(2, 3)
+
+
+def unfold_copies(states: torch.Tensor, copies: int) -> torch.Tensor:
+    """What `fold_copies` did, undone."""
+    return states.unflatten(2, (copies, -1)).transpose(1, 2).flatten(0, 1)
+
+
 def combine_bias(
     position_bias: torch.Tensor, attention_mask: torch.Tensor | None, is_causal: bool, query_offset: int | torch.Tensor
 ) -> torch.Tensor:
@@ -170,7 +183,8 @@ class MetaphraseAttention(nn.Module):
 
         Args:
             hidden_states: What asks, `(batch, query, hidden)`.
-            memory: The encoder's output `(batch, source, hidden)` for a cross-attention.
+            memory: The encoder's output `(batch, source, hidden)` for a cross-attention. Its rows may be fewer, by a whole
+                factor: consecutive rows of the batch share a source then.
             attention_mask: What `masking_utils` or, for packed rows, `packed_mask` made for the kernel in use.
             position_bias: For kernels that take the bias apart from the mask, `(1 or batch, heads, query, key)`.
             rotation: Cosine and sine of the queries' positions, `(batch, 1, query, rotated)` each.
@@ -201,6 +215,9 @@ class MetaphraseAttention(nn.Module):
             key, value = (repeat_key_value(states, self.num_key_value_groups) for states in (key, value))
             output = packed_attention(self, query, key, value, attention_mask, packing, self.scaling, dropout)
             return clamp_float16(self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))), None
+        copies = query.shape[0] // key.shape[0]
+        if copies > 1:
+            query = fold_copies(query, copies)
         if position_bias is not None:
             kwargs["position_bias"] = position_bias
         kernel = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
@@ -214,7 +231,9 @@ class MetaphraseAttention(nn.Module):
             dropout=dropout,
             **kwargs,
         )
-        # (batch, query, heads, head_dim) -> (batch, query, heads * head_dim) -> (batch, query, hidden)
+        if copies > 1 and weights is not None:
+            weights = unfold_copies(weights, copies)
+        # (batch, query, heads, head_dim), or folded -> (batch, query, heads * head_dim) -> (batch, query, hidden)
         output = self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
         return clamp_float16(output), weights
 

@@ -3,12 +3,12 @@
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
-from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_metaphrase import MetaphraseConfig
 from .divergence import divergence_of_halves
+from .generation import MetaphraseGenerationMixin
 from .normalization import clamp_float16
 from .positions import positions_from_mask
 from .projected_loss import projected_loss
@@ -182,7 +182,7 @@ class MetaphraseModel(_EncoderDecoderEmbeddings):
         )
 
 
-class MetaphraseForConditionalGeneration(_EncoderDecoderEmbeddings, GenerationMixin):
+class MetaphraseForConditionalGeneration(_EncoderDecoderEmbeddings, MetaphraseGenerationMixin):
     """Encoder, decoder and output projection: training by teacher forcing, and `generate()`."""
 
     def __init__(self, config: MetaphraseConfig):

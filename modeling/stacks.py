@@ -334,8 +334,9 @@ class MetaphraseDecoder(_Stack):
             input_ids: `(batch, query)`.
             attention_mask: 1 for a token, 0 for padding, `(batch, past + query)`, or ready for the kernel
                 `(batch, 1, query, key)`.
-            encoder_hidden_states: The memory `(batch, source, hidden)`.
-            encoder_attention_mask: 1 for a token, 0 for padding, `(batch, source)`.
+            encoder_hidden_states: The memory `(batch, source, hidden)`. Its rows may be fewer, by a whole factor, as in beam
+                search: consecutive targets share a source then.
+            encoder_attention_mask: 1 for a token, 0 for padding, with as many rows as the memory, `(batch, source)`.
             past_key_values: Keys and values so far. A cache for self-attention alone gets a second one for the source.
             inputs_embeds: `(batch, query, hidden)` in place of the ids, scaled already.
             position_ids: `(batch, query)`; by default each row counts on, skipping padding.
@@ -349,11 +350,14 @@ class MetaphraseDecoder(_Stack):
             `last_hidden_state` `(batch, query, hidden)`, and the cache.
 
         Raises:
-            ValueError: If there is no memory, or the lengths do not fit the rows.
+            ValueError: If there is no memory, its rows do not divide the targets, or the lengths do not fit the rows.
         """
         if encoder_hidden_states is None:
             raise ValueError("`encoder_hidden_states` must be given to the decoder, got None.")
         embeddings = self._embed(input_ids, inputs_embeds)
+        rows, sources = embeddings.shape[0], encoder_hidden_states.shape[0]
+        if rows % sources:
+            raise ValueError(f"Targets must be as many as sources, or a multiple of them, got {rows} and {sources}.")
         if (lengths is None) != (memory_lengths is None):
             raise ValueError("`source_lengths` and `target_lengths` must be given together, got one of them.")
         if lengths is not None:
@@ -389,7 +393,8 @@ class MetaphraseDecoder(_Stack):
         )
         memory_mask = create_bidirectional_mask(
             config=self.config,
-            inputs_embeds=embeddings,
+            # The queries of each source, as `fold_copies` puts them.
+            inputs_embeds=embeddings.reshape(sources, -1, embeddings.shape[-1]),
             attention_mask=encoder_attention_mask,
             encoder_hidden_states=encoder_hidden_states,
         )
