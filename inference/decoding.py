@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
+from transformers.generation import GenerationMode
+
+from metaphrase.inference.generation_options import GENERATION_OPTIONS
 
 DEFAULT_BATCH_SIZE = 64
 DEFAULT_MAX_TOKENS_PER_BATCH = 8192
@@ -116,14 +119,11 @@ def _pad(sources: list[Sequence[int]], model: PreTrainedModel) -> dict[str, torc
 def _generate(
     model: PreTrainedModel, inputs: dict[str, torch.Tensor], return_scores: bool, generation_kwargs: dict
 ) -> Iterator[Hypothesis]:
-    output = model.generate(
-        **inputs,
-        # In a run whose weights are shared out, it would else wait for what the other processes decode.
-        **{"synced_gpus": False} | generation_kwargs,
-        return_dict_in_generate=True,
-        output_scores=return_scores,
-        output_logits=False,
-    )
+    options: dict = {"return_dict_in_generate": True, "output_scores": return_scores, "output_logits": False}
+    if hasattr(model, "search_with_scores") and _is_plain(model, generation_kwargs):
+        options = {"custom_generate": model.search_with_scores}
+    # In a run whose weights are shared out, it would else wait for what the other processes decode.
+    output = model.generate(**inputs, **{"synced_gpus": False} | generation_kwargs | options)
     ends = model.generation_config.eos_token_id if "eos_token_id" not in generation_kwargs else None
     ends = generation_kwargs.get("eos_token_id") if ends is None else ends
     ends = set(ends if isinstance(ends, (list, tuple)) else [ends])
@@ -131,6 +131,13 @@ def _generate(
     scores = _scores(model, output, [len(ids) for ids, _ in rows]) if return_scores else [None] * len(rows)
     for (ids, is_finished), score in zip(rows, scores, strict=True):
         yield Hypothesis(ids, score, is_finished)
+
+
+def _is_plain(model: PreTrainedModel, generation_kwargs: dict) -> bool:
+    """Whether the search is greedy, by beams or by sampling, with no options but those that can be told by name."""
+    modes = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH)
+    known = {*GENERATION_OPTIONS, "eos_token_id", "synced_gpus"}
+    return known >= generation_kwargs.keys() and model.generation_config.get_generation_mode() in modes
 
 
 def _cut(row: list[int], ends: set[int | None]) -> tuple[list[int], bool]:

@@ -1,10 +1,35 @@
-"""Generation: what `generate()` of an encoder-decoder need not do once for each hypothesis."""
+"""Generation: `generate()` without what need not be done for each hypothesis, or at each step.
+
+Which text comes out is defined by transformers' own loops; they also run wherever something is asked for that is not known here.
+"""
 
 from typing import Any
 
 import torch
-from transformers.cache_utils import EncoderDecoderCache
-from transformers.generation import GenerationMixin
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.generation import GenerationMixin, logits_process, stopping_criteria
+from transformers.generation.utils import GenerateBeamEncoderDecoderOutput, GenerateEncoderDecoderOutput
+
+from .beam_search import beam_search
+from .decoder_state import DecoderState
+from .sampling import sample
+
+# Those that look at each row by itself, so that rows may leave the batch.
+_PROCESSORS = {
+    getattr(logits_process, name, None)
+    for name in (
+        *("EpsilonLogitsWarper", "EtaLogitsWarper", "ExponentialDecayLengthPenalty", "ForcedBOSTokenLogitsProcessor"),
+        *("ForcedEOSTokenLogitsProcessor", "InfNanRemoveLogitsProcessor", "LogitNormalization"),
+        *("MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "MinPLogitsWarper"),
+        *("NoBadWordsLogitsProcessor", "NoRepeatNGramLogitsProcessor", "RepetitionPenaltyLogitsProcessor"),
+        *("SequenceBiasLogitsProcessor", "SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor"),
+        *("TemperatureLogitsWarper", "TopHLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper"),
+    )
+}
+_CRITERIA = {stopping_criteria.MaxLengthCriteria, stopping_criteria.EosTokenCriteria}
+# What the loops here know of the arguments of the network.
+_KNOWN = {"attention_mask", "encoder_outputs", "logits_to_keep", "past_key_values", "use_cache"}
 
 
 class SharedSourceCache(EncoderDecoderCache):
@@ -41,3 +66,89 @@ class MetaphraseGenerationMixin(GenerationMixin):
         cache = model_kwargs.get("past_key_values")
         if cache is not None and not is_given and "flash" not in self.config._attn_implementation:
             model_kwargs["past_key_values"] = SharedSourceCache(cache.self_attention_cache, cache.cross_attention_cache)
+
+    def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
+        if generation_config.return_dict_in_generate or not self._is_known(*arguments, **kwargs):
+            return super()._sample(*arguments, **kwargs)
+        return self._search(input_ids, logits_processor, generation_config, kwargs)[0]
+
+    def _beam_search(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
+        if generation_config.return_dict_in_generate or not self._is_known(*arguments, **kwargs):
+            return super()._beam_search(*arguments, **kwargs)
+        return self._search(input_ids, logits_processor, generation_config, kwargs)[0]
+
+    @staticmethod
+    def search_with_scores(
+        model: "MetaphraseGenerationMixin",
+        input_ids: torch.LongTensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **kwargs,
+    ) -> GenerateBeamEncoderDecoderOutput | GenerateEncoderDecoderOutput:
+        """For `generate(custom_generate=...)`: `sequences` and what they scored, without what was thought of on the way.
+
+        Returns:
+            `sequences_scores` `(rows)`: for beam search as transformers has them, else sums of log-probabilities; or, for what
+            only transformers' loops can do, their own output with `scores`.
+        """
+        arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
+        if model._is_known(*arguments, **kwargs):
+            ids, scores = model._search(input_ids, logits_processor, generation_config, kwargs, with_scores=True)
+            return GenerateBeamEncoderDecoderOutput(sequences=ids, sequences_scores=scores)
+        generation_config.return_dict_in_generate = generation_config.output_scores = True
+        loop = GenerationMixin._sample if generation_config.num_beams == 1 else GenerationMixin._beam_search
+        return loop(model, *arguments, **kwargs)
+
+    def _search(
+        self,
+        input_ids: torch.LongTensor,
+        processors: LogitsProcessorList,
+        config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        with_scores: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        memory, mask = model_kwargs["encoder_outputs"].last_hidden_state, model_kwargs.get("attention_mask")
+        state, copies = DecoderState(self.get_decoder(), memory, mask), len(input_ids) // len(memory)
+        arguments = (self.project, state, input_ids[::copies])
+        if config.num_beams > 1:
+            return beam_search(*arguments, processors, config)
+        return sample(*arguments, copies, processors, config, with_scores)
+
+    def _is_known(
+        self,
+        input_ids: torch.LongTensor,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: object = None,
+        **model_kwargs,
+    ) -> bool:
+        """Whether the loops here can do what is asked for."""
+        mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
+        return (
+            not (synced_gpus or config.low_memory or config.is_assistant)
+            and not (config.do_sample and config.num_beams > 1)
+            and streamer is None
+            and config.prefill_chunk_size is None
+            and {type(processor) for processor in processors} <= _PROCESSORS
+            and {type(criterion) for criterion in criteria} <= _CRITERIA
+            and {name for name, value in model_kwargs.items() if value is not None} <= _KNOWN
+            and (mask is None or mask.ndim == 2)
+            and type(cache) is SharedSourceCache
+            and type(cache.self_attention_cache) is DynamicCache
+            and not self.training
+            and self.dtype in (torch.float32, torch.bfloat16)
+            and len(input_ids) % len(model_kwargs["encoder_outputs"].last_hidden_state) == 0
+            and self._calls_are_plain()
+        )
+
+    def _calls_are_plain(self) -> bool:
+        """Whether nothing is hooked to the decoder that a call of it as a whole would have to meet."""
+        return not any(
+            module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook")
+            for module in self.get_decoder().modules()
+        )

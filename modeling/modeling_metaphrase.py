@@ -219,6 +219,13 @@ class MetaphraseForConditionalGeneration(_EncoderDecoderEmbeddings, MetaphraseGe
         start = config.decoder_start_token_id
         return shift_right(labels, config.pad_token_id, start, target_lengths, config.decoder_start_from_labels)
 
+    def project(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Logits `(..., vocab)` of what the decoder puts out, `(..., hidden)`."""
+        return clamp_float16(self.lm_head(self._scale(hidden_states)))
+
+    def _scale(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states if self.config.logits_scale == 1.0 else hidden_states * self.config.logits_scale
+
     def _loss_is_chunked(self, hidden_states: torch.Tensor) -> bool:
         # A head that is no plain projection any more (an adapter's, a quantized one) knows itself how it is applied; float16
         # needs its logits clamped; and a compiler splits and fuses the plain loss by itself.
@@ -303,18 +310,16 @@ class MetaphraseForConditionalGeneration(_EncoderDecoderEmbeddings, MetaphraseGe
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden_states = outputs.last_hidden_state[:, kept, :]
-        if self.config.logits_scale != 1.0:
-            hidden_states = hidden_states * self.config.logits_scale
         logits = loss = None
         if return_logits or not self._loss_is_chunked(hidden_states):
-            logits = clamp_float16(self.lm_head(hidden_states))
+            logits = self.project(hidden_states)
         if labels is not None and logits is not None:
             loss = sequence_loss(logits, labels, num_items_in_batch, smoothing)
             if r_drop_alpha:
                 divergence = divergence_of_halves(logits.flatten(0, 1), labels.flatten())
                 loss = loss + loss_per_item(r_drop_alpha * divergence, labels, num_items_in_batch)
         elif labels is not None:
-            states, head = hidden_states.flatten(0, 1), self.lm_head
+            states, head = self._scale(hidden_states).flatten(0, 1), self.lm_head
             total = projected_loss(states, head.weight, head.bias, labels.flatten(), smoothing, r_drop_alpha)
             loss = loss_per_item(total, labels, num_items_in_batch)
         return Seq2SeqLMOutput(

@@ -1,0 +1,172 @@
+"""Beam search over the sources that are not done yet: those that are leave the batch.
+
+Which hypotheses are found is defined by transformers' own `_beam_search`, and tested against it.
+"""
+
+import copy
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, LogitsProcessorList
+
+from .decoder_state import DecoderState
+
+# Stands for minus infinity, and is added to what must not be chosen; transformers' number, since ties depend on it.
+_WORST = -1e9
+
+
+class _Beams:
+    """Hypotheses of the sources that are not done.
+
+    Attributes:
+        indices: Which sources these are, `(sources)`.
+        ids: What the hypotheses that go on consist of, `(sources, beams, length)`.
+        scores: Sums of their log-probabilities, best first, `(sources, beams)`.
+        ended_ids: The best hypotheses that have come to an end, `(sources, beams, length)`; a shorter one is filled up.
+        ended_scores: Their scores, normalized by length, best first, `(sources, beams)`.
+        ended_lengths: Their tokens, the prompt not counted, or 0 where there is none yet, `(sources, beams)`.
+    """
+
+    def __init__(self, prompt: torch.Tensor, beams: int):
+        sources, length = prompt.shape
+        self.indices = torch.arange(sources, device=prompt.device)
+        self.ids = prompt[:, None].expand(-1, beams, -1)
+        self.scores = torch.zeros(sources, beams, device=prompt.device)
+        # All are the same at first: so only the first one goes on.
+        self.scores[:, 1:] = _WORST
+        self.ended_ids = self.ids.new_empty(sources, beams, length)
+        self.ended_scores = torch.full_like(self.scores, _WORST)
+        self.ended_lengths = torch.zeros_like(self.scores, dtype=torch.long)
+
+    def keep(self, places: torch.Tensor) -> "_Beams":
+        """Those of the sources at these places, `(sources)`."""
+        kept = copy.copy(self)
+        vars(kept).update({name: tensor.index_select(0, places) for name, tensor in vars(self).items()})
+        return kept
+
+    def end(
+        self, ids: torch.Tensor, scores: torch.Tensor, is_end: torch.Tensor, length: int, config: GenerationConfig
+    ) -> None:
+        """Puts those of the candidates that have come to an end among the ended, of which the best stay.
+
+        Args:
+            ids: Of the candidates, `(sources, candidates, prompt + length)`.
+            scores: Sums of their log-probabilities, `(sources, candidates)`.
+            is_end: Which have come to an end, `(sources, candidates)`.
+            length: Their tokens, the prompt not counted.
+            config: Gives the length penalty.
+        """
+        scores = scores / length**config.length_penalty + (~is_end).float() * _WORST
+        ids = torch.cat((_widened(self.ended_ids, ids.shape[2]), ids), dim=1)
+        lengths = torch.cat((self.ended_lengths, is_end.long() * length), dim=1)
+        self.ended_scores, chosen = torch.cat((self.ended_scores, scores), dim=1).topk(self.scores.shape[1])
+        self.ended_ids = ids.take_along_dim(chosen[:, :, None], dim=1)
+        self.ended_lengths = lengths.take_along_dim(chosen, dim=1)
+
+    def are_done(self, length: int, max_length: int, config: GenerationConfig) -> torch.Tensor:
+        """Which sources have as many ended hypotheses as beams, and none that goes on can be better than all of them.
+
+        Args:
+            length: Tokens of what goes on, the prompt not counted.
+            max_length: Most of them.
+            config: Its `early_stopping` says when none can be better any more: True, at once; False, if none would be at its
+                present length; `never`, if none would be at any length.
+
+        Returns:
+            `(sources)`.
+        """
+        is_full = (self.ended_lengths > 0).all(dim=1)
+        if config.early_stopping is True:
+            return is_full
+        if config.early_stopping == "never" and config.length_penalty > 0.0:
+            length = max_length
+        best_possible = self.scores[:, 0] / length**config.length_penalty
+        return is_full & (best_possible <= self.ended_scores[:, -1])
+
+
+def beam_search(
+    project: nn.Module,
+    state: DecoderState,
+    prompt: torch.Tensor,
+    processors: LogitsProcessorList,
+    config: GenerationConfig,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Finds the best hypotheses of each source.
+
+    Args:
+        project: From the decoder's output to logits.
+        state: Of the sources, before the prompt.
+        prompt: What each target begins with, `(sources, length)`.
+        processors: Change log-probabilities, each row by itself.
+        config: With all special ids and limits set, as `generate()` prepares it.
+
+    Returns:
+        Ids `(sources * num_return_sequences, length)`, best first, filled up as transformers does it, and their scores.
+    """
+    num_beams, prompt_length, max_length = config.num_beams, prompt.shape[1], config.max_length
+    ends = config._eos_token_tensor
+    # So many that, whichever of them are ends, there are enough to go on.
+    num_candidates = max(2, 1 + (0 if ends is None else len(ends))) * num_beams
+    beams, done = _Beams(prompt, num_beams), []
+    for length in range(prompt_length, max_length):
+        is_first, is_last = length == prompt_length, length + 1 == max_length
+        for token in prompt.unbind(1) if is_first else [beams.ids[:, :, -1].flatten()]:
+            hidden_states = state.step(token)
+        logits = project(hidden_states).float()
+        if is_first:
+            state.spread(num_beams)
+            logits = logits.repeat_interleave(num_beams, dim=0)
+        log_probs = nn.functional.log_softmax(logits, dim=-1)
+        if processors:
+            log_probs = processors(beams.ids.flatten(0, 1), log_probs)
+        # (sources, beams, vocab) -> (sources, candidates), best first
+        log_probs = log_probs.unflatten(0, (-1, num_beams)) + beams.scores[:, :, None]
+        scores, places = log_probs.flatten(1).topk(num_candidates)
+        parents, tokens = places // logits.shape[1], places % logits.shape[1]
+        ids = torch.cat((beams.ids.take_along_dim(parents[:, :, None], dim=1), tokens[:, :, None]), dim=2)
+        is_end = torch.zeros_like(tokens, dtype=torch.bool) if ends is None else torch.isin(tokens, ends)
+        if is_last:
+            is_end[:] = True
+
+        going_on = scores + is_end.float() * _WORST
+        chosen = going_on.topk(num_beams)[1]
+        beams.scores = going_on.take_along_dim(chosen, dim=1)
+        beams.ids = ids.take_along_dim(chosen[:, :, None], dim=1)
+        # A hypothesis ends among the best, not among those that are there to go on with.
+        is_end[:, num_beams:] = False
+        if bool(is_end.any()):
+            beams.end(ids, scores, is_end, length + 1 - prompt_length, config)
+        if is_last:
+            break
+        parents = parents.take_along_dim(chosen, dim=1)
+        is_done = beams.are_done(length + 1 - prompt_length, max_length - prompt_length, config)
+        if bool(is_done.any()):
+            done.append(beams.keep(is_done.nonzero()[:, 0]))
+            if bool(is_done.all()):
+                return _collect(done, prompt_length, config)
+            left = (~is_done).nonzero()[:, 0]
+            beams, parents = beams.keep(left), parents.index_select(0, left)
+            state.keep(left)
+        first = num_beams * torch.arange(len(parents), device=parents.device)[:, None]
+        state.reorder((first + parents).flatten())
+    return _collect([*done, beams], prompt_length, config)
+
+
+def _collect(done: list[_Beams], prompt_length: int, config: GenerationConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ended hypotheses of all sources in their order."""
+    count, ends = config.num_return_sequences, config._eos_token_tensor
+    # Where the padding's id is 0, transformers fills up with the first end.
+    fill = -1 if ends is None else int(config._pad_token_tensor or ends[0])
+    lengths = torch.cat([beams.ended_lengths[:, :count] for beams in done])
+    width = prompt_length + int(lengths.max())
+    ids = torch.cat([_widened(beams.ended_ids[:, :count], width) for beams in done])
+    scores = torch.cat([beams.ended_scores[:, :count] for beams in done])
+    order = torch.cat([beams.indices for beams in done]).argsort()
+    ids, scores, lengths = (tensor.index_select(0, order).flatten(0, 1) for tensor in (ids, scores, lengths))
+    is_filling = torch.arange(width, device=ids.device) >= prompt_length + lengths[:, None]
+    return ids.masked_fill(is_filling, fill), scores
+
+
+def _widened(ids: torch.Tensor, width: int) -> torch.Tensor:
+    """Cut off, or filled up with whatever, to so many columns."""
+    return nn.functional.pad(ids, (0, width - ids.shape[-1]))

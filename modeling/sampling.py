@@ -1,0 +1,73 @@
+"""Greedy search and sampling: one target goes on by itself, and leaves the batch with its source when it has ended."""
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, LogitsProcessorList
+
+from .decoder_state import DecoderState
+
+
+def sample(
+    project: nn.Module,
+    state: DecoderState,
+    prompt: torch.Tensor,
+    copies: int,
+    processors: LogitsProcessorList,
+    config: GenerationConfig,
+    with_scores: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Goes on with the most probable token, or with one drawn at random.
+
+    Args:
+        project: From the decoder's output to logits.
+        state: Of the sources, before the prompt.
+        prompt: What each target begins with, `(sources, length)`.
+        copies: Targets of each source.
+        processors: Change logits, each row by itself.
+        config: With all special ids and limits set, as `generate()` prepares it.
+        with_scores: Whether scores are wanted.
+
+    Returns:
+        Ids `(sources * copies, length)`, padded behind their ends, and the sum of the log-probabilities of each,
+        `(sources * copies)`, as the processors left them.
+    """
+    ends, prompt_length = config._eos_token_tensor, prompt.shape[1]
+    padding = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
+    ids = prompt.repeat_interleave(copies, dim=0)
+    result = torch.full((len(ids), config.max_length), padding, device=ids.device)
+    totals = torch.zeros(len(ids), device=ids.device) if with_scores else None
+    # Where in the result the rows of the batch belong.
+    rows = torch.arange(len(ids), device=ids.device)
+    is_ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+    for length in range(prompt_length, config.max_length):
+        is_first = length == prompt_length
+        for token in prompt.unbind(1) if is_first else [ids[:, -1]]:
+            hidden_states = state.step(token)
+        scores = project(hidden_states).float()
+        if is_first:
+            state.spread(copies)
+            scores = scores.repeat_interleave(copies, dim=0)
+        if processors:
+            scores = processors(ids, scores)
+        if config.do_sample:
+            tokens = torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1)[:, 0]
+        else:
+            tokens = scores.argmax(dim=-1)
+        if totals is not None:
+            log_probs = nn.functional.log_softmax(scores, dim=-1).take_along_dim(tokens[:, None], dim=1)[:, 0]
+            totals[rows] += log_probs.masked_fill(is_ended, 0.0)
+        if ends is not None:
+            tokens = tokens.masked_fill(is_ended, padding)
+            is_ended = is_ended | torch.isin(tokens, ends)
+        ids = torch.cat((ids, tokens[:, None]), dim=1)
+        # A source leaves with the last of its targets.
+        is_left = is_ended.view(-1, copies).all(dim=1)
+        if bool(is_left.any()) or length + 1 == config.max_length:
+            result[rows, : length + 1] = ids
+            if bool(is_left.all()):
+                return result[:, : length + 1], totals
+            sources = (~is_left).nonzero()[:, 0]
+            kept = (copies * sources[:, None] + torch.arange(copies, device=ids.device)).flatten()
+            ids, rows, is_ended = ids[kept], rows[kept], is_ended[kept]
+            state.keep(sources)
+    return result, totals
