@@ -37,19 +37,20 @@ class DecoderState:
         self.length, self.copies = 0, 1
         attention = decoder.layers[0].self_attn
         self.head_dim, self.groups = attention.head_dim, attention.num_key_value_groups
-        self.key_value_heads = attention.k_proj.out_features // self.head_dim
         # (layers, keys and values, sources, heads, source, head_dim)
         self._memory = torch.stack(
             [torch.stack(layer.cross_attn._keys_and_values(memory, rotation=None)) for layer in decoder.layers]
         )
         self._memory_bias = None
         if memory_mask is not None and not bool(memory_mask.all()):
-            lowest = torch.finfo(memory.dtype).min
-            bias = torch.zeros_like(memory_mask, dtype=memory.dtype).masked_fill_(memory_mask == 0, lowest)
+            # Under autocast projections have another type than the memory.
+            bias = torch.zeros_like(memory_mask, dtype=self._memory.dtype)
+            bias.masked_fill_(memory_mask == 0, torch.finfo(bias.dtype).min)
             # (sources, 1, 1, source)
             self._memory_bias = bias[:, None, None]
+        layers, _, sources, heads, _, _ = self._memory.shape
         # (layers, keys and values, rows, heads, capacity, head_dim)
-        self._tokens = memory.new_empty(len(decoder.layers), 2, memory.shape[0], self.key_value_heads, 0, self.head_dim)
+        self._tokens = self._memory.new_empty(layers, 2, sources, heads, 0, self.head_dim)
         self._biases: list[torch.Tensor | None] = []
 
     @property

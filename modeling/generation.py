@@ -62,6 +62,12 @@ class MetaphraseGenerationMixin(GenerationMixin):
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         is_given = model_kwargs.get("past_key_values") is not None
+        # Up to 5.14 transformers keeps a static cache for the next call, and looks at the rows of its first half alone.
+        kept = getattr(self, "_cache", None)
+        if isinstance(kept, EncoderDecoderCache):
+            keys = kept.cross_attention_cache.layers[0].keys
+            if keys is None or len(keys) != len(model_kwargs["encoder_outputs"][0]):
+                del self._cache
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         cache = model_kwargs.get("past_key_values")
         if cache is not None and not is_given and "flash" not in self.config._attn_implementation:
@@ -141,10 +147,14 @@ class MetaphraseGenerationMixin(GenerationMixin):
             and type(cache) is SharedSourceCache
             and type(cache.self_attention_cache) is DynamicCache
             and not self.training
-            and self.dtype in (torch.float32, torch.bfloat16)
+            and self._computing_dtype() in (torch.float32, torch.bfloat16)
             and len(input_ids) % len(model_kwargs["encoder_outputs"].last_hidden_state) == 0
             and self._calls_are_plain()
         )
+
+    def _computing_dtype(self) -> torch.dtype:
+        kind = self.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.dtype
 
     def _calls_are_plain(self) -> bool:
         """Whether nothing is hooked to the decoder that a call of it as a whole would have to meet."""

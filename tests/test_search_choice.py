@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import random_batch, tiny_model
+from tiny_models import DESIGNS, random_batch, tiny_model
 from transformers import (
     DynamicCache,
     GenerationMixin,
@@ -121,6 +121,24 @@ def test_a_model_that_trains_or_is_hooked_or_in_float16_is_left_to_transformers(
     model.generate(**sources(model), **OPTIONS)
     assert len(states) == 1
     model.half().generate(**sources(model), **OPTIONS)
+    assert len(states) == 1
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_autocast_searches_as_transformers_does(design, states):
+    """In bfloat16 products round differently, so that of many choices a few may be others."""
+    model = tiny_model(**DESIGNS[design])
+    inputs = {
+        name: tensor for name, tensor in random_batch(model.config, batch=16).items() if name != "decoder_input_ids"
+    }
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = model.generate(**inputs, **options)
+        theirs = model.generate(**inputs, **options, custom_generate=GenerationMixin._sample)
+    assert len(states) == 1
+    assert (ours[:, 1] == theirs[:, 1]).float().mean() > 0.8
+    with torch.autocast("cpu", torch.float16):
+        model.generate(**inputs, **options)
     assert len(states) == 1
 
 

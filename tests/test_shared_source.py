@@ -86,13 +86,25 @@ def test_beams_find_the_same_as_with_a_source_each(design, implementation, monke
     rows = [layers.layers[0].keys.shape[0] for layers in (cache.self_attention_cache, cache.cross_attention_cache)]
     assert rows == [COPIES * 3, 3]
 
+    vars(model).pop("_cache", None)  # which older transformers would use again
     for name in ("_expand_inputs_for_generation", "_prepare_cache_for_generation"):
-        monkeypatch.setattr(type(model), name, getattr(GenerationMixin, name))
+        monkeypatch.setattr(type(model), name, vars(GenerationMixin)[name])
     expected = model.generate(**inputs, **options)
     assert type(expected.past_key_values) is EncoderDecoderCache
     assert expected.past_key_values.cross_attention_cache.layers[0].keys.shape[0] == COPIES * 3
     assert outputs.sequences.tolist() == expected.sequences.tolist()
     torch.testing.assert_close(outputs.sequences_scores, expected.sequences_scores, **CLOSE)
+
+
+def test_a_static_cache_fits_the_next_call_too():
+    """As many hypotheses as before, but of other numbers of sources."""
+    model = tiny_model()
+    one = {name: tensor[:1] for name, tensor in random_batch(model.config).items() if name != "decoder_input_ids"}
+    three = {name: tensor.repeat(COPIES, 1) for name, tensor in one.items()}
+    options = SEARCH | {"cache_implementation": "static", "return_dict_in_generate": True}
+    model.generate(**one, **options)
+    outputs = model.generate(**three, **options | {"num_beams": 1})
+    assert outputs.sequences.tolist() == model.generate(**three, **SEARCH | {"num_beams": 1}).tolist()
 
 
 def test_a_cache_of_the_caller_keeps_a_source_for_each_hypothesis():
