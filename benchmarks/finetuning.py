@@ -48,10 +48,12 @@ def make_model(family: str, ids: dict) -> PreTrainedModel:
     return MarianMTModel(MarianConfig(**OPUS_MT, **ids))
 
 
-def prepare(family: str, folder: Path) -> None:
+def prepare(family: str, folder: Path, source_prefix: str) -> None:
     """Writes the corpus, the family's own model and its conversion into the folder."""
     corpus = write_demo_corpus(folder / "data")
-    pairs = [line.split("\t") for line in corpus["train"].read_text(encoding="utf-8").splitlines()]
+    lines = corpus["train"].read_text(encoding="utf-8").splitlines()
+    # A tokenizer that knows the prefix has a few tokens for it, as T5's own has.
+    pairs = [(source_prefix + line).split("\t") for line in lines]
     tokenizers = TokenizerPair.train(*zip(*pairs, strict=True), vocab_size=VOCAB_SIZE, show_progress=False)
     ids = {name: value for name, value in tokenizers.config_fields().items() if name != "decoder_vocab_size"}
     ids["decoder_start_token_id"] = ids["pad_token_id"]
@@ -71,9 +73,10 @@ def main() -> None:
     )
     arguments, options = parser.parse_known_args()
     recipe = find_recipe(f"finetune_{arguments.family}")
+    fields = yaml.safe_load(recipe.read_text(encoding="utf-8"))
     folder = arguments.output_dir / recipe.stem
     if not (folder / "ours").is_dir():
-        prepare(arguments.family, folder)
+        prepare(arguments.family, folder, fields.get("source_prefix", ""))
     words = ["--data_dir", str(folder / "data"), "--model_name_or_path", str(folder / "ours"), "--disable_tqdm", "true"]
     words += ["--output_dir", str(folder / "run"), "--resume", *options]
     command = [sys.executable, "-m", "metaphrase.scripts", "train", str(recipe), *words]
@@ -81,7 +84,6 @@ def main() -> None:
         command = ["taskset", "-c", str(arguments.core), *command]
     seconds = carry_out(command, os.environ | {"OMP_NUM_THREADS": str(arguments.threads)}, folder / "run.seconds")
 
-    fields = yaml.safe_load(recipe.read_text(encoding="utf-8"))
     run = {"seed": fields["seed"], "seconds": round(seconds), "machine": describe_machine(arguments.threads)}
     run = read_run(folder / "run") | run
     output = arguments.output or RESULTS / f"{recipe.stem}.json"
