@@ -134,7 +134,7 @@ class MetaphraseGenerationMixin(GenerationMixin):
         **model_kwargs,
     ) -> bool:
         """Whether the loops here can do what is asked for."""
-        mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
+        cache = model_kwargs.get("past_key_values")
         return (
             not (synced_gpus or config.low_memory or config.is_assistant)
             and not (config.do_sample and config.num_beams > 1)
@@ -143,7 +143,6 @@ class MetaphraseGenerationMixin(GenerationMixin):
             and {type(processor) for processor in processors} <= _PROCESSORS
             and {type(criterion) for criterion in criteria} <= _CRITERIA
             and {name for name, value in model_kwargs.items() if value is not None} <= _KNOWN
-            and (mask is None or mask.ndim == 2)
             and type(cache) is SharedSourceCache
             and type(cache.self_attention_cache) is DynamicCache
             and not self.training

@@ -60,6 +60,7 @@ OF_TRANSFORMERS = {
     "time limit": {"max_time": 1e4},
     "allowed tokens": {"prefix_allowed_tokens_fn": lambda row, ids: [4, 6, 7 + row, 11]},
     "looks at the source": {"encoder_repetition_penalty": 1.5},
+    "prompt in pieces": {"prefill_chunk_size": 1},
     "prompt with padding": {
         "decoder_input_ids": torch.tensor([[2, 7]] * 4),
         "decoder_attention_mask": torch.tensor([[1, 1]] * 4),
@@ -72,11 +73,11 @@ OF_TRANSFORMERS = {
 def test_what_is_not_known_is_left_to_transformers(case, beams, states, monkeypatch):
     model = tiny_model()
     options = OPTIONS | {"num_beams": beams} | OF_TRANSFORMERS[case]
-    texts = model.generate(**sources(model), **options)
+    texts = model.generate(**sources(model) | options)
     assert not states
     loop = "_sample" if beams == 1 else "_beam_search"
     monkeypatch.setattr(type(model), loop, getattr(GenerationMixin, loop))
-    expected = model.generate(**sources(model), **options)
+    expected = model.generate(**sources(model) | options)
     if case == "output with a cache":
         assert texts.keys() == expected.keys()
         texts, expected = texts.sequences, expected.sequences
