@@ -121,7 +121,7 @@ def _generate(
 ) -> Iterator[Hypothesis]:
     options: dict = {"return_dict_in_generate": True, "output_scores": return_scores, "output_logits": False}
     if hasattr(model, "search_with_scores") and _is_plain(model, generation_kwargs):
-        options = {"custom_generate": model.search_with_scores}
+        options = {"custom_generate": model.search_with_scores, "return_scores": return_scores}
     # In a run whose weights are shared out, it would else wait for what the other processes decode.
     output = model.generate(**inputs, **{"synced_gpus": False} | generation_kwargs | options)
     ends = model.generation_config.eos_token_id if "eos_token_id" not in generation_kwargs else None

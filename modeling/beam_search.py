@@ -4,6 +4,7 @@ Which hypotheses are found is defined by transformers' own `_beam_search`, and t
 """
 
 import copy
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -85,7 +86,7 @@ class _Beams:
 
 
 def beam_search(
-    project: nn.Module,
+    project: Callable[[torch.Tensor], torch.Tensor],
     state: DecoderState,
     prompt: torch.Tensor,
     processors: LogitsProcessorList,

@@ -92,19 +92,20 @@ class MetaphraseGenerationMixin(GenerationMixin):
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
+        return_scores: bool = True,
         **kwargs,
     ) -> GenerateBeamEncoderDecoderOutput | GenerateEncoderDecoderOutput:
         """For `generate(custom_generate=...)`: `sequences` and what they scored, without what was thought of on the way.
 
         Returns:
             `sequences_scores` `(rows)`: for beam search as transformers has them, else sums of log-probabilities; or, for what
-            only transformers' loops can do, their own output with `scores`.
+            only transformers' loops can do, their own output, with `scores` if these are wanted.
         """
         arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
         if model._is_known(*arguments, **kwargs):
-            ids, scores = model._search(input_ids, logits_processor, generation_config, kwargs, with_scores=True)
+            ids, scores = model._search(input_ids, logits_processor, generation_config, kwargs, return_scores)
             return GenerateBeamEncoderDecoderOutput(sequences=ids, sequences_scores=scores)
-        generation_config.return_dict_in_generate = generation_config.output_scores = True
+        generation_config.return_dict_in_generate, generation_config.output_scores = True, return_scores
         loop = GenerationMixin._sample if generation_config.num_beams == 1 else GenerationMixin._beam_search
         return loop(model, *arguments, **kwargs)
 

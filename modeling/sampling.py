@@ -1,5 +1,7 @@
 """Greedy search and sampling: one target goes on by itself, and leaves the batch with its source when it has ended."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList
@@ -8,7 +10,7 @@ from .decoder_state import DecoderState
 
 
 def sample(
-    project: nn.Module,
+    project: Callable[[torch.Tensor], torch.Tensor],
     state: DecoderState,
     prompt: torch.Tensor,
     copies: int,

@@ -1,5 +1,7 @@
 """Tests of what our own search does, and of what is left to transformers' loops: the text is the same either way."""
 
+import functools
+
 import pytest
 import torch
 from tiny_models import DESIGNS, random_batch, tiny_model
@@ -157,6 +159,24 @@ def test_decoding_of_many_sources_searches_here_with_the_same_scores(states, mon
         for row, expected in zip(ours, theirs, strict=True):
             assert [h.ids for h in row] == [h.ids for h in expected]
             assert [h.score for h in row] == pytest.approx([h.score for h in expected], abs=1e-4)
+
+
+@pytest.mark.parametrize("return_scores", [True, False])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_transformers_keeps_scores_of_each_step_only_where_they_are_wanted(beams, return_scores, monkeypatch):
+    model = tiny_model().half()
+    loop = "_sample" if beams == 1 else "_beam_search"
+    kept, search = [], getattr(GenerationMixin, loop)
+
+    @functools.wraps(search)  # transformers asks for the names of its arguments
+    def spy(model, *arguments, **options):
+        output = search(model, *arguments, **options)
+        kept.append(output.scores is not None)
+        return output
+
+    monkeypatch.setattr(GenerationMixin, loop, spy)
+    rows = decode(model, [[7, 8, 9, 2]], return_scores=return_scores, num_beams=beams, **OPTIONS)
+    assert kept == [return_scores] and (rows[0][0].score is not None) is return_scores
 
 
 def test_decoding_in_a_way_of_its_own_is_not_replaced(states):
