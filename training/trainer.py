@@ -15,6 +15,7 @@ from transformers.trainer_utils import seed_worker
 from metaphrase.inference import decode
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.tokenization import TokenizerPair
+from metaphrase.training.adafactor_options import AdafactorOptionsMixin
 from metaphrase.training.adapters import is_adapted
 from metaphrase.training.batching import LengthGroupedSampler
 from metaphrase.training.checkpoints import WholeCheckpoints
@@ -32,7 +33,14 @@ logger = logging.getLogger(__name__)
 TOKENS_MULTIPLE = 32
 
 
-class MetaphraseTrainer(ExponentialAverageMixin, RDropMixin, ParameterGroupsMixin, WholeCheckpoints, Seq2SeqTrainer):
+class MetaphraseTrainer(
+    ExponentialAverageMixin,
+    RDropMixin,
+    ParameterGroupsMixin,
+    AdafactorOptionsMixin,
+    WholeCheckpoints,
+    Seq2SeqTrainer,
+):
     """Trains an encoder-decoder.
 
     It differs from its parent in a few things. With `max_tokens_per_batch`, batches are formed by a budget of tokens, not by a
