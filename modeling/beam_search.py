@@ -11,6 +11,7 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList
 
 from .decoder_state import DecoderState
+from .search_rules import are_ends, process
 
 # Stands for minus infinity, and is added to what must not be chosen; transformers' number, since ties depend on it.
 _WORST = -1e9
@@ -118,14 +119,13 @@ def beam_search(
             state.spread(num_beams)
             logits = logits.repeat_interleave(num_beams, dim=0)
         log_probs = nn.functional.log_softmax(logits, dim=-1)
-        if processors:
-            log_probs = processors(beams.ids.flatten(0, 1), log_probs)
+        log_probs = process(processors, beams.ids.flatten(0, 1), log_probs)
         # (sources, beams, vocab) -> (sources, candidates), best first
         log_probs = log_probs.unflatten(0, (-1, num_beams)) + beams.scores[:, :, None]
         scores, places = log_probs.flatten(1).topk(num_candidates)
         parents, tokens = places // logits.shape[1], places % logits.shape[1]
         ids = torch.cat((beams.ids.take_along_dim(parents[:, :, None], dim=1), tokens[:, :, None]), dim=2)
-        is_end = torch.zeros_like(tokens, dtype=torch.bool) if ends is None else torch.isin(tokens, ends)
+        is_end = are_ends(tokens, ends)
         if is_last:
             is_end[:] = True
 

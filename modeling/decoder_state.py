@@ -7,12 +7,14 @@ written in place, and attention of the one new token is two products of matrices
 import torch
 from torch import nn
 
-from .attention import MetaphraseAttention, fold_copies, unfold_copies
-from .layers import MetaphraseDecoderLayer
-from .positions import rotate
+from .attention import fold_copies, unfold_copies
+from .positions import LearnedPositionEmbedding, rotate
 from .stacks import MetaphraseDecoder
+from .step_layer import StepLayer, step_layers
 
-_FIRST_CAPACITY = 16
+FIRST_CAPACITY = 16
+# Their angles depend on how long the sequence is so far.
+_CHANGING_ROTATIONS = ("dynamic", "longrope")
 
 
 class DecoderState:
@@ -33,7 +35,7 @@ class DecoderState:
             memory: What the encoder made of the sources, `(sources, source, hidden)`.
             memory_mask: 1 for a token, 0 for padding, `(sources, source)`.
         """
-        self.decoder = decoder
+        self.decoder, self.layers = decoder, step_layers(decoder)
         self.length, self.copies = 0, 1
         attention = decoder.layers[0].self_attn
         self.head_dim, self.groups = attention.head_dim, attention.num_key_value_groups
@@ -48,10 +50,13 @@ class DecoderState:
             bias.masked_fill_(memory_mask == 0, torch.finfo(bias.dtype).min)
             # (sources, 1, 1, source)
             self._memory_bias = bias[:, None, None]
-        layers, _, sources, heads, _, _ = self._memory.shape
-        # (layers, keys and values, rows, heads, capacity, head_dim)
-        self._tokens = self._memory.new_empty(layers, 2, sources, heads, 0, self.head_dim)
+        layers, _, sources, self.key_value_heads, _, _ = self._memory.shape
+        # (layers, keys and values, rows, key_value_heads, capacity, head_dim)
+        self._tokens = self._memory.new_empty(layers, 2, sources, self.key_value_heads, 0, self.head_dim)
         self._biases: list[torch.Tensor | None] = []
+        # Of each place in the cache: (capacity, hidden), and cosine and sine (capacity, rotated).
+        self._positions: torch.Tensor | None = None
+        self._rotations: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def rows(self) -> int:
@@ -60,19 +65,12 @@ class DecoderState:
     def step(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Reads one token of each row, `(rows)`, and returns the decoder's output `(rows, hidden)`."""
         if self.length == self._tokens.shape[4]:
-            self._make_room(max(_FIRST_CAPACITY, 2 * self.length))
-        decoder = self.decoder
-        place = torch.tensor([[self.length]], device=input_ids.device)
-        # (rows, hidden) -> (rows, 1, hidden), as all below `_enter` expects.
-        hidden_states, rotation = decoder._enter(decoder.embed_tokens(input_ids)[:, None], place, self.length + 1)
-        hidden_states = hidden_states[:, 0]
-        if rotation is not None:
-            # (1, 1, 1, rotated) -> (1, rotated)
-            rotation = tuple(angles[0, 0] for angles in rotation)
-        for index, layer in enumerate(decoder.layers):
+            self._make_room(max(FIRST_CAPACITY, 2 * self.length))
+        hidden_states, rotation = self._enter(self.decoder.embed_tokens(input_ids))
+        for index, layer in enumerate(self.layers):
             hidden_states = self._pass_layer(index, layer, hidden_states, rotation)
         self.length += 1
-        return decoder.norm(hidden_states)
+        return self.decoder.norm(hidden_states)
 
     def spread(self, copies: int) -> None:
         """Gives each source so many targets, which are the same so far."""
@@ -107,66 +105,108 @@ class DecoderState:
             for module in dict.fromkeys(self.decoder._biases())
         }
         per_layer = [biases[module] for module in self.decoder._biases()]
-        self._biases = per_layer * (len(self.decoder.layers) // len(per_layer))
+        self._biases = per_layer * (len(self.layers) // len(per_layer))
+        self._make_positions(keys)
+
+    def _make_positions(self, places: torch.Tensor) -> None:
+        """What the decoder adds and turns by at each place, `(1, capacity)`."""
+        table, rotary = self.decoder.embed_positions, self.decoder.rotary_emb
+        if table is not None:
+            if isinstance(table, LearnedPositionEmbedding):
+                places = places[:, : table.num_embeddings - table.offset]
+            self._positions = table(places, places.shape[1])[0]
+        if rotary is not None and rotary.rope_type not in _CHANGING_ROTATIONS:
+            # (1, 1, capacity, rotated) -> (capacity, rotated)
+            self._rotations = tuple(angles[0, 0] for angles in rotary(self._tokens, places))
+
+    def _enter(self, embeddings: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+        """What the first layer reads, `(rows, hidden)`, and the rotation of all layers, `(1, rotated)`."""
+        decoder, place = self.decoder, self.length
+        is_known = self._positions is None or place < len(self._positions)
+        if is_known and (decoder.rotary_emb is None or self._rotations is not None):
+            if self._positions is not None:
+                embeddings = embeddings + self._positions[place].to(embeddings.dtype)
+            rotation = None
+            if self._rotations is not None:
+                rotation = tuple(angles[place, None].to(embeddings.dtype) for angles in self._rotations)
+            return decoder.embedding_norm(embeddings), rotation
+        places = torch.tensor([[place]], device=embeddings.device)
+        hidden_states, rotation = decoder._enter(embeddings[:, None], places, place + 1)
+        return hidden_states[:, 0], None if rotation is None else tuple(angles[0, 0] for angles in rotation)
 
     def _pass_layer(
         self,
         index: int,
-        layer: MetaphraseDecoderLayer,
+        layer: StepLayer,
         hidden_states: torch.Tensor,
         rotation: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> torch.Tensor:
         """(rows, hidden) -> (rows, hidden)"""
-        output = self._attend_to_tokens(
-            index, layer.self_attn, layer._enter(hidden_states, layer.self_attn_norm), rotation
-        )
-        hidden_states = layer._leave(hidden_states, output, layer.self_attn_norm)
-        output = self._attend_to_memory(index, layer.cross_attn, layer._enter(hidden_states, layer.cross_attn_norm))
-        hidden_states = layer._leave(hidden_states, output, layer.cross_attn_norm)
-        output = layer.mlp(layer._enter(hidden_states, layer.mlp_norm))
-        return layer._leave(hidden_states, output, layer.mlp_norm)
+        token_norm, memory_norm, mlp_norm = layer.norms
+        if layer.is_pre_norm:
+            hidden_states = hidden_states + self._attend_to_tokens(index, layer, token_norm(hidden_states), rotation)
+            hidden_states = hidden_states + self._attend_to_memory(index, layer, memory_norm(hidden_states))
+            return hidden_states + layer.feed_forward(mlp_norm(hidden_states))
+        hidden_states = token_norm(hidden_states + self._attend_to_tokens(index, layer, hidden_states, rotation))
+        hidden_states = memory_norm(hidden_states + self._attend_to_memory(index, layer, hidden_states))
+        return mlp_norm(hidden_states + layer.feed_forward(hidden_states))
 
-    def _query(self, attention: MetaphraseAttention, hidden_states: torch.Tensor) -> torch.Tensor:
-        """(rows, hidden) -> (rows, heads, head_dim)"""
-        query = attention.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
-        return attention.q_norm(query) if attention.config.qk_norm else query
+    def _project_tokens(
+        self, layer: StepLayer, hidden_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(..., hidden) -> queries (..., heads, head_dim), keys and values (..., key_value_heads, head_dim)"""
+        states = layer.token_projection(hidden_states)
+        states = states.view(*states.shape[:-1], -1, self.head_dim)
+        sizes = (self.key_value_heads * self.groups, self.key_value_heads, self.key_value_heads)
+        query, key, value = states.split(sizes, dim=-2)
+        if layer.token_norms is not None:
+            query_norm, key_norm = layer.token_norms
+            query, key = query_norm(query), key_norm(key)
+        return query, key, value
+
+    def _project_memory_query(self, layer: StepLayer, hidden_states: torch.Tensor) -> torch.Tensor:
+        """(..., hidden) -> (..., heads, head_dim)"""
+        query = layer.memory_query(hidden_states)
+        query = query.view(*query.shape[:-1], -1, self.head_dim)
+        return query if layer.memory_norms is None else layer.memory_norms[0](query)
 
     def _attend_to_tokens(
         self,
         index: int,
-        attention: MetaphraseAttention,
+        layer: StepLayer,
         hidden_states: torch.Tensor,
         rotation: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> torch.Tensor:
         rows, past = hidden_states.shape[0], self.length + 1
-        query = self._query(attention, hidden_states)
-        key = attention.k_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
-        if attention.config.qk_norm:
-            key = attention.k_norm(key)
+        query, key, value = self._project_tokens(layer, hidden_states)
         if rotation is not None:
             query, key = rotate(query, *rotation), rotate(key, *rotation)
         tokens = self._tokens[index]
         tokens[0, :, :, self.length] = key
-        tokens[1, :, :, self.length] = attention.v_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+        tokens[1, :, :, self.length] = value
         bias = self._biases[index]
         if bias is not None:
             # (heads, past) -> (1, key_value_heads, groups, past)
             bias = bias[None, :, -past:].unflatten(1, (-1, self.groups))
         keys, values = tokens[:, :, :, :past]
-        output = _attend(query.unflatten(1, (-1, self.groups)), keys, values, bias, attention.scaling)
-        return attention.o_proj(output.reshape(rows, -1))
+        query = query.reshape(rows, self.key_value_heads, self.groups, self.head_dim)
+        return layer.token_output(attend(query, keys, values, bias, layer.token_scaling).view(rows, -1))
 
-    def _attend_to_memory(
-        self, index: int, attention: MetaphraseAttention, hidden_states: torch.Tensor
-    ) -> torch.Tensor:
+    def _attend_to_memory(self, index: int, layer: StepLayer, hidden_states: torch.Tensor) -> torch.Tensor:
+        rows = hidden_states.shape[0]
         keys, values = self._memory[index]
-        query = self._query(attention, hidden_states).unflatten(1, (-1, self.groups))
-        # (rows, key_value_heads, groups, head_dim) -> (sources, key_value_heads, copies * groups, head_dim) and back
-        output = _attend(fold_copies(query, self.copies), keys, values, self._memory_bias, attention.scaling)
-        return attention.o_proj(unfold_copies(output, self.copies).reshape(len(query), -1))
+        query = self._project_memory_query(layer, hidden_states)
+        query = query.view(rows, self.key_value_heads, self.groups, self.head_dim)
+        if self.copies > 1:
+            # (rows, key_value_heads, groups, head_dim) -> (sources, key_value_heads, copies * groups, head_dim) and back
+            query = fold_copies(query, self.copies)
+        output = attend(query, keys, values, self._memory_bias, layer.memory_scaling)
+        if self.copies > 1:
+            output = unfold_copies(output, self.copies)
+        return layer.memory_output(output.reshape(rows, -1))
 
 
-def _attend(
+def attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, scaling: float
 ) -> torch.Tensor:
     """Attention of few queries.
@@ -185,9 +225,10 @@ def _attend(
         # Its scores are more precise than its operands.
         return nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scaling)
     # For one query this is several times as fast on a CPU.
-    scores = torch.bmm(query.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2)).unflatten(0, query.shape[:2])
-    scores *= scaling
+    batch, heads = query.shape[:2]
+    query, keys = query.reshape(batch * heads, -1, query.shape[-1]), keys.flatten(0, 1).transpose(1, 2)
+    # With a factor of 0 what stands first is not read.
+    scores = torch.baddbmm(query.new_empty(1), query, keys, beta=0, alpha=scaling)
     if bias is not None:
-        scores += bias
-    weights = nn.functional.softmax(scores, dim=-1)
-    return torch.bmm(weights.flatten(0, 1), values.flatten(0, 1)).unflatten(0, query.shape[:2])
+        scores = scores.view(batch, heads, *scores.shape[1:]).add_(bias).flatten(0, 1)
+    return torch.bmm(scores.softmax(dim=-1), values.flatten(0, 1)).view(batch, heads, -1, values.shape[-1])

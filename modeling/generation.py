@@ -8,25 +8,14 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
-from transformers.generation import GenerationMixin, logits_process, stopping_criteria
+from transformers.generation import GenerationMixin, stopping_criteria
 from transformers.generation.utils import GenerateBeamEncoderDecoderOutput, GenerateEncoderDecoderOutput
 
 from .beam_search import beam_search
 from .decoder_state import DecoderState
 from .sampling import sample
+from .search_rules import PROCESSORS_BY_ROW
 
-# Those that look at each row by itself, so that rows may leave the batch.
-_PROCESSORS = {
-    getattr(logits_process, name, None)
-    for name in (
-        *("EpsilonLogitsWarper", "EtaLogitsWarper", "ExponentialDecayLengthPenalty", "ForcedBOSTokenLogitsProcessor"),
-        *("ForcedEOSTokenLogitsProcessor", "InfNanRemoveLogitsProcessor", "LogitNormalization"),
-        *("MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "MinPLogitsWarper"),
-        *("NoBadWordsLogitsProcessor", "NoRepeatNGramLogitsProcessor", "RepetitionPenaltyLogitsProcessor"),
-        *("SequenceBiasLogitsProcessor", "SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor"),
-        *("TemperatureLogitsWarper", "TopHLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper"),
-    )
-}
 _CRITERIA = {stopping_criteria.MaxLengthCriteria, stopping_criteria.EosTokenCriteria}
 # What the loops here know of the arguments of the network.
 _KNOWN = {"attention_mask", "encoder_outputs", "logits_to_keep", "past_key_values", "use_cache"}
@@ -141,7 +130,7 @@ class MetaphraseGenerationMixin(GenerationMixin):
             and not (config.do_sample and config.num_beams > 1)
             and streamer is None
             and config.prefill_chunk_size is None
-            and {type(processor) for processor in processors} <= _PROCESSORS
+            and {type(processor) for processor in processors} <= PROCESSORS_BY_ROW
             and {type(criterion) for criterion in criteria} <= _CRITERIA
             and {name for name, value in model_kwargs.items() if value is not None} <= _KNOWN
             and type(cache) is SharedSourceCache

@@ -7,6 +7,7 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList
 
 from .decoder_state import DecoderState
+from .search_rules import are_ends, process
 
 
 def sample(
@@ -49,8 +50,7 @@ def sample(
         if is_first:
             state.spread(copies)
             scores = scores.repeat_interleave(copies, dim=0)
-        if processors:
-            scores = processors(ids, scores)
+        scores = process(processors, ids, scores)
         if config.do_sample:
             tokens = torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1)[:, 0]
         else:
@@ -60,7 +60,7 @@ def sample(
             totals[rows] += log_probs.masked_fill(is_ended, 0.0)
         if ends is not None:
             tokens = tokens.masked_fill(is_ended, padding)
-            is_ended = is_ended | torch.isin(tokens, ends)
+            is_ended = is_ended | are_ends(tokens, ends)
         ids = torch.cat((ids, tokens[:, None]), dim=1)
         # A source leaves with the last of its targets.
         is_left = is_ended.view(-1, copies).all(dim=1)

@@ -26,6 +26,7 @@ from .positions import (
     alibi_slopes,
     positions_from_mask,
 )
+from .step_layer import forget
 
 
 class ScaledEmbedding(nn.Embedding):
@@ -309,6 +310,12 @@ class MetaphraseDecoder(_Stack):
         super().__init__(config, config.decoder_vocab_size, config.decoder_attention_heads, is_causal=True)
         self.layers = nn.ModuleList([MetaphraseDecoderLayer(config, index) for index in range(config.decoder_layers)])
         self.post_init()
+
+    def train(self, mode: bool = True) -> "MetaphraseDecoder":
+        if mode:
+            # What is trained needs the memory, and has other weights soon.
+            forget(self)
+        return super().train(mode)
 
     @merge_with_config_defaults
     @capture_outputs
