@@ -12,7 +12,7 @@ from .layers import MetaphraseDecoderLayer
 from .positions import rotate
 from .stacks import MetaphraseDecoder
 
-_FIRST_CAPACITY = 16
+FIRST_CAPACITY = 16
 
 
 class DecoderState:
@@ -60,7 +60,7 @@ class DecoderState:
     def step(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Reads one token of each row, `(rows)`, and returns the decoder's output `(rows, hidden)`."""
         if self.length == self._tokens.shape[4]:
-            self._make_room(max(_FIRST_CAPACITY, 2 * self.length))
+            self._make_room(max(FIRST_CAPACITY, 2 * self.length))
         decoder = self.decoder
         place = torch.tensor([[self.length]], device=input_ids.device)
         # (rows, hidden) -> (rows, 1, hidden), as all below `_enter` expects.
@@ -153,7 +153,7 @@ class DecoderState:
             # (heads, past) -> (1, key_value_heads, groups, past)
             bias = bias[None, :, -past:].unflatten(1, (-1, self.groups))
         keys, values = tokens[:, :, :, :past]
-        output = _attend(query.unflatten(1, (-1, self.groups)), keys, values, bias, attention.scaling)
+        output = attend(query.unflatten(1, (-1, self.groups)), keys, values, bias, attention.scaling)
         return attention.o_proj(output.reshape(rows, -1))
 
     def _attend_to_memory(
@@ -162,11 +162,11 @@ class DecoderState:
         keys, values = self._memory[index]
         query = self._query(attention, hidden_states).unflatten(1, (-1, self.groups))
         # (rows, key_value_heads, groups, head_dim) -> (sources, key_value_heads, copies * groups, head_dim) and back
-        output = _attend(fold_copies(query, self.copies), keys, values, self._memory_bias, attention.scaling)
+        output = attend(fold_copies(query, self.copies), keys, values, self._memory_bias, attention.scaling)
         return attention.o_proj(unfold_copies(output, self.copies).reshape(len(query), -1))
 
 
-def _attend(
+def attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, scaling: float
 ) -> torch.Tensor:
     """Attention of few queries.
