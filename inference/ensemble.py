@@ -61,18 +61,18 @@ def mean_log_probs(logits: Sequence[torch.Tensor], mean: str) -> torch.Tensor:
 class EnsembleSearch:
     """Greedy search, sampling and beam search over the mean, for `generate(custom_generate=...)` of the first model.
 
-    Source: Sutskever et al. 2014, section 3.6, arXiv 1409.3215, for ensembles; the linear mean is that of fairseq.
+    Source: Sutskever et al. 2014, arXiv 1409.3215. The linear mean is that of fairseq.
     """
 
-    def __init__(self, mean: str = "linear"):
-        """Chooses the mean.
+    def __init__(self, ensemble_mean: str = "linear"):
+        """Chooses the mean, as for `mean_log_probs`.
 
         Raises:
-            ValueError: If `mean` is unknown.
+            ValueError: If it is unknown.
         """
-        if mean not in ENSEMBLE_MEANS:
-            raise ValueError(f"`ensemble_mean` must be one of {', '.join(ENSEMBLE_MEANS)}, got {mean!r}.")
-        self.mean = mean
+        if ensemble_mean not in ENSEMBLE_MEANS:
+            raise ValueError(f"`ensemble_mean` must be one of {', '.join(ENSEMBLE_MEANS)}, got {ensemble_mean!r}.")
+        self.mean = ensemble_mean
 
     def __call__(
         self,

@@ -83,6 +83,7 @@ class Generator:
         self.ensemble = EnsembleSearch(ensemble_mean)
         for number, member in enumerate(self.members, start=2):
             name = f"model {number} of the ensemble"
+            _check_single(member, name)
             check_target_vocabulary(tokenizers, member.tokenizers, name)
             check_partner(model, member.model, name)
 
@@ -223,7 +224,8 @@ class Generator:
         options = complete_sampling(options)
         if num_beams == 1:
             # Whatever the model's own settings say; and transformers would leave all but 50 tokens out.
-            options = {"num_beams": 1, "do_sample": True, "top_k": 0} | options
+            whole = {"num_beams": 1, "do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+            options = whole | options
         lists = self._generate(texts, num_beams > 1, show_progress, {**options, "num_return_sequences": count})
         if num_beams > 1:
             return [weigh_n_best([c.text for c in found], [c.score for c in found]) for found in lists]
@@ -295,8 +297,15 @@ class Generator:
                     "with its own tokenizers."
                 )
             assistant = Generator(assistant, self.tokenizers, source_prefix=self.source_prefix)
+        _check_single(assistant, "assistant_model")
         check_target_vocabulary(self.tokenizers, assistant.tokenizers, "assistant_model")
         check_partner(self.model, assistant.model, "assistant_model")
         options = {name: value for name, value in generation_kwargs.items() if name != "assistant_model"}
         search = SpeculativeSearch(options.pop("num_assistant_tokens", DEFAULT_NUM_ASSISTANT_TOKENS))
         return [assistant], search, options
+
+
+def _check_single(generator: Generator, name: str) -> None:
+    """Raises `ValueError` if what should be one model is an ensemble itself."""
+    if generator.members:
+        raise ValueError(f"`{name}` must be one model, got an ensemble of {1 + len(generator.members)}.")

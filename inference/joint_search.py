@@ -110,9 +110,11 @@ def open_states(
         )
     memories = [(model, model_kwargs["encoder_outputs"].last_hidden_state, model_kwargs.get("attention_mask"))]
     for partner, inputs in partners:
-        if partner._computing_dtype() not in (torch.float32, torch.bfloat16):
+        dtype, is_plain = partner._computing_dtype(), partner._calls_are_plain()
+        if dtype not in (torch.float32, torch.bfloat16) or partner.training or not is_plain:
             raise ValueError(
-                f"All models of a search must be in float32 or bfloat16, got one in {partner._computing_dtype()}."
+                "All models of a search must be in float32 or bfloat16, not in training and without hooks, "
+                f"got one with dtype={dtype}, training={partner.training}, hooks={not is_plain}."
             )
         memories.append((partner, partner.get_encoder()(**inputs).last_hidden_state, inputs["attention_mask"]))
     return [kind(each.get_decoder(), memory, mask) for each, memory, mask in memories]

@@ -35,7 +35,7 @@ class WeightedTexts:
 def weigh_samples(texts: Sequence[str]) -> WeightedTexts:
     """Equal samples count once, with the share that they have.
 
-    Source: Eikema and Aziz 2020, section 5, arXiv 2005.10283.
+    Source: Eikema and Aziz 2020, arXiv 2005.10283.
     """
     counts = Counter(texts)
     return WeightedTexts(list(counts), [count / len(texts) for count in counts.values()])
@@ -44,7 +44,7 @@ def weigh_samples(texts: Sequence[str]) -> WeightedTexts:
 def weigh_n_best(texts: Sequence[str], scores: Sequence[float]) -> WeightedTexts:
     """The candidates of a beam by their probabilities, as if there were no others; those of equal texts add up.
 
-    Source: Kumar and Byrne 2004, section 2.
+    Source: Kumar and Byrne 2004.
 
     Args:
         texts: Of the candidates.

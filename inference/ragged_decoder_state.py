@@ -25,7 +25,7 @@ class RaggedDecoderState(DecoderState):
         super().__init__(decoder, memory, memory_mask)
         self.lengths = torch.zeros(self.rows, dtype=torch.long, device=memory.device)
         # Of the block being read.
-        self._places = self._hidden = self.lengths
+        self._places = self._is_hidden = self.lengths
         self._block_biases: dict[int, torch.Tensor] = {}
 
     def read(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -37,7 +37,7 @@ class RaggedDecoderState(DecoderState):
         self._places = self.lengths[:, None] + torch.arange(width, device=device)
         # (rows, width, past): the future is hidden, and what is left there of tokens taken back.
         distances = self._places[:, :, None] - torch.arange(past, device=device)
-        self._hidden = distances < 0
+        self._is_hidden = distances < 0
         self._block_biases = {}
         for bias in self._biases:
             if id(bias) not in self._block_biases:
@@ -83,11 +83,11 @@ class RaggedDecoderState(DecoderState):
         """
         lowest = torch.finfo(self._tokens.dtype).min
         if bias is None:
-            mask = torch.zeros_like(distances, dtype=self._tokens.dtype).masked_fill_(self._hidden, lowest)
+            mask = torch.zeros_like(distances, dtype=self._tokens.dtype).masked_fill_(self._is_hidden, lowest)
             return mask.repeat(1, self.groups, 1)[:, None]
         # (heads, rows, width, past) -> (rows, heads, width, past)
         block = bias[:, bias.shape[1] - 1 - distances.clamp(min=0)].transpose(0, 1)
-        block = block.masked_fill(self._hidden[:, None], lowest)
+        block = block.masked_fill(self._is_hidden[:, None], lowest)
         return block.unflatten(1, (-1, self.groups)).flatten(2, 3)
 
     def _fold(self, query: torch.Tensor) -> torch.Tensor:
@@ -117,7 +117,7 @@ class RaggedDecoderState(DecoderState):
         tokens, rows = self._tokens[index], torch.arange(self.rows, device=key.device)[:, None]
         tokens[0][rows, :, self._places] = key
         tokens[1][rows, :, self._places] = attention.v_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
-        keys, values = tokens[:, :, :, : self._hidden.shape[2]]
+        keys, values = tokens[:, :, :, : self._is_hidden.shape[2]]
         bias = self._block_biases[id(self._biases[index])]
         return attention.o_proj(self._unfold(attend(self._fold(query), keys, values, bias, attention.scaling)))
 

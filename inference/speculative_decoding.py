@@ -117,10 +117,7 @@ class _Speculation:
         self.result, self.longest = self.ids.clone(), self.prompt_length
         self.totals = torch.zeros(count, device=prompt.device) if with_scores else None
         self.num_drafted = self.num_accepted = 0
-        positions = self.draft.decoder.embed_positions
-        is_bounded = isinstance(positions, LearnedPositionEmbedding)
-        # So many tokens the draft model can read.
-        self.draft_limit = positions.num_embeddings - positions.offset if is_bounded else config.max_length
+        self.limits = [_longest_readable(state, config.max_length) for state in states]
 
     @property
     def goes_on(self) -> bool:
@@ -133,8 +130,9 @@ class _Speculation:
     def take_round(self, num_assistant_tokens: int) -> None:
         """Drafts, checks, and takes at least one token for each row."""
         longest = int(self.lengths.max())
-        width = min(num_assistant_tokens, self.config.max_length - longest - 1, self.draft_limit - longest + 1)
-        drafted, draft_probs = self._draft(longest, max(width, 0))
+        # The model reads the whole draft, the draft model all of it but the last token.
+        room = min(self.config.max_length - 1, self.limits[0], self.limits[1] + 1) - longest
+        drafted, draft_probs = self._draft(max(0, min(num_assistant_tokens, room)))
         width = drafted.shape[1]
         # The last token has not been read yet; in the first round, no token of the prompt has.
         block = self._columns(self.state.lengths, longest - self.state.length)
@@ -163,7 +161,7 @@ class _Speculation:
             processed[chosen] = self.processors(self.ids[chosen // places, :length], scores[chosen])
         return processed
 
-    def _draft(self, longest: int, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _draft(self, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Lets the draft model go on by itself.
 
         Returns:
@@ -274,3 +272,11 @@ class _Speculation:
         if len(sources):
             self.state.keep(sources)
             self.draft.keep(sources)
+
+
+def _longest_readable(state: RaggedDecoderState, max_length: int) -> int:
+    """How many tokens a decoder can read, of so many."""
+    positions = state.decoder.embed_positions
+    if isinstance(positions, LearnedPositionEmbedding):
+        return min(max_length, positions.num_embeddings - positions.offset)
+    return max_length

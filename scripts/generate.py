@@ -60,13 +60,10 @@ def make_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--ensemble",
         nargs="+",
-        default=[],
         metavar="MODEL",
         help="more models, which write each target together with the first",
     )
-    group.add_argument(
-        "--ensemble_mean", choices=ENSEMBLE_MEANS, default="linear", help="of what they predict [%(default)s]"
-    )
+    group.add_argument("--ensemble_mean", choices=ENSEMBLE_MEANS, help="of what they predict [linear]")
     group.add_argument(
         "--assistant_model",
         metavar="MODEL",
@@ -122,6 +119,7 @@ def check_files(input_path: str | None, output_path: str | None) -> None:
 def check_dependents(arguments: argparse.Namespace) -> None:
     """Raises `ValueError` for an option that means nothing without another one."""
     needs = {
+        "ensemble_mean": "ensemble",
         "mbr_references": "mbr_candidates",
         "mbr_utility": "mbr_candidates",
         "num_assistant_tokens": "assistant_model",
@@ -144,7 +142,7 @@ def load(arguments: argparse.Namespace, names: str | list[str]) -> Generator:
         source_prefix=arguments.source_prefix,
         batch_size=arguments.batch_size,
         max_tokens_per_batch=arguments.max_tokens_per_batch,
-        ensemble_mean=arguments.ensemble_mean,
+        ensemble_mean=arguments.ensemble_mean or "linear",
     )
 
 
@@ -177,7 +175,7 @@ def main(words: Sequence[str]) -> None:
         # Whatever the model's own settings say, it is one line out per line in.
         options["num_return_sequences"] = 1
     set_seed(arguments.seed)
-    generator = load(arguments, [arguments.model, *arguments.ensemble])
+    generator = load(arguments, [arguments.model, *(arguments.ensemble or [])])
     if arguments.assistant_model is not None:
         options["assistant_model"] = load(arguments, arguments.assistant_model)
         if arguments.num_assistant_tokens is not None:

@@ -1,5 +1,6 @@
 """Tests of `metaphrase.inference.ensemble`: what a plain mean over whole passes of all models gives, token for token."""
 
+import copy
 import functools
 
 import pytest
@@ -193,6 +194,8 @@ def test_what_only_one_model_can_do_is_refused(models):
         ensemble(models, num_beams=2, do_sample=True)
     with pytest.raises(ValueError, match="`ensemble_mean` must be one of linear, log_linear, got 'harmonic'"):
         EnsembleSearch("harmonic")
+    with pytest.raises(ValueError, match=r"must be in float32 or bfloat16, .* got one with dtype=torch.float16"):
+        ensemble((models[0], copy.deepcopy(models[1]).half()))
 
 
 def test_other_families_are_refused():

@@ -121,6 +121,16 @@ def test_a_draft_with_fewer_positions_stops_where_they_end(positions, accepted):
     assert search.num_drafted > 0
 
 
+def test_a_draft_does_not_run_past_the_positions_of_the_model():
+    """Without a draft all targets end before the positions do."""
+    model = tiny_model(position_embedding_type="learned", max_position_embeddings=6)
+    options = {"max_length": 40, "eos_token_id": list(range(24))}
+    expected = decode(model, TEXTS, return_scores=True, **options)
+    assert {len(h.ids) for [h] in expected} == {1, 2}
+    found, _ = speculate(model, noisy(model), num_assistant_tokens=8, **options)
+    assert_same(found, expected)
+
+
 def test_a_model_that_drafts_for_itself_is_always_right(monkeypatch):
     model, widths = tiny_model(), []
     read = RaggedDecoderState.read
@@ -295,7 +305,7 @@ def test_models_of_other_families_are_left_to_transformers(generator, draft, mon
         generator.generate(SOURCES, assistant_model=draft.model)
 
 
-def test_what_does_not_fit_is_refused(generator, draft, tmp_path):
+def test_what_does_not_fit_is_refused(generator, draft):
     with pytest.raises(ValueError, match=r"The target vocabulary of `assistant_model` must be that of the first model"):
         generator.generate(SOURCES, assistant_model=tiny_generator(kind="byte"))
     with pytest.raises(ValueError, match="`num_beams` must be 1 with `assistant_model`, got 3"):
@@ -313,6 +323,10 @@ def test_what_does_not_fit_is_refused(generator, draft, tmp_path):
     together = Generator(generator.model, generator.tokenizers, members=[draft])
     with pytest.raises(ValueError, match="`assistant_model` must be left out for an ensemble"):
         together.generate(SOURCES, assistant_model=draft)
+    with pytest.raises(ValueError, match="`assistant_model` must be one model, got an ensemble of 2"):
+        generator.generate(SOURCES, assistant_model=together)
+    with pytest.raises(ValueError, match="`model 2 of the ensemble` must be one model, got an ensemble of 2"):
+        Generator(generator.model, generator.tokenizers, members=[together])
     scaled = tiny_model(
         position_embedding_type="rotary", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     )
