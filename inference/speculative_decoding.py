@@ -21,6 +21,9 @@ DEFAULT_NUM_ASSISTANT_TOKENS = 5
 class SpeculativeSearch:
     """Greedy search and sampling with a draft model, for `generate(custom_generate=...)` of the target model.
 
+    A block of tokens rounds otherwise than one by one: in bfloat16, of two tokens that are as good as equally probable, greedy
+    search may take the other one.
+
     Attributes:
         num_drafted: Tokens that the draft model has proposed so far.
         num_accepted: Those of them that have gone into a target.

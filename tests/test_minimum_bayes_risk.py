@@ -70,9 +70,9 @@ def test_many_pairs_are_much_faster_than_one_by_one():
         lambda: pairwise_chrf(texts, texts),
         lambda: [sacrebleu.sentence_chrf(a, [b]) for a in texts[:6] for b in texts],
     ):
-        start = time.perf_counter()
+        start = time.process_time()
         score()
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     # The second does a tenth of the work.
     assert times[0] < times[1]
 
