@@ -1,7 +1,8 @@
 """Decoding: many sources in, their hypotheses out, in order; batches of like length inside."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerationMode
 
 from metaphrase.inference.generation_options import GENERATION_OPTIONS
+from metaphrase.inference.joint_search import Partner
 
 DEFAULT_BATCH_SIZE = 64
 DEFAULT_MAX_TOKENS_PER_BATCH = 8192
@@ -64,6 +66,8 @@ def decode(
     max_tokens_per_batch: int = DEFAULT_MAX_TOKENS_PER_BATCH,
     return_scores: bool = False,
     show_progress: bool | None = False,
+    partners: Sequence[Partner] = (),
+    search: Callable | None = None,
     **generation_kwargs,
 ) -> list[list[Hypothesis]]:
     """Runs `model.generate()` over all sources.
@@ -75,18 +79,27 @@ def decode(
         max_tokens_per_batch: Most source tokens in a batch, padding counted.
         return_scores: Whether hypotheses carry their score.
         show_progress: A progress bar; `None` shows it on a terminal only.
+        partners: Other models that take part, each with what it reads of the sources.
+        search: What joins them: an `EnsembleSearch` or a `SpeculativeSearch`.
         **generation_kwargs: As for `generate()`.
 
     Returns:
         For each source, in order, its `num_return_sequences` hypotheses, best first where they are ranked.
     """
     results: list[list[Hypothesis] | None] = [None] * len(sources)
-    batches = batches_by_length([len(source) for source in sources], batch_size, max_tokens_per_batch)
+    read = [sources, *(partner.sources for partner in partners)]
+    # What one model reads may be longer than what another one does.
+    lengths = [max(map(len, of_models)) for of_models in zip(*read, strict=True)]
+    batches = batches_by_length(lengths, batch_size, max_tokens_per_batch)
     bar = tqdm(total=len(sources), unit="sentence", disable=None if show_progress is None else not show_progress)
-    with _evaluating(model), torch.inference_mode(), bar:
+    models = [model, *(partner.model for partner in partners)]
+    with _evaluating(models), torch.inference_mode(), bar:
         for batch in batches:
-            inputs = _pad([sources[index] for index in batch], model)
-            hypotheses = list(_generate(model, inputs, return_scores, generation_kwargs))
+            inputs, *others = (
+                _pad([ids[index] for index in batch], each) for each, ids in zip(models, read, strict=True)
+            )
+            joint = search and functools.partial(search, partners=list(zip(models[1:], others, strict=True)))
+            hypotheses = list(_generate(model, inputs, return_scores, generation_kwargs, joint))
             per_source = len(hypotheses) // len(batch)
             for place, index in enumerate(batch):
                 results[index] = hypotheses[place * per_source : (place + 1) * per_source]
@@ -95,13 +108,15 @@ def decode(
 
 
 @contextlib.contextmanager
-def _evaluating(model: PreTrainedModel) -> Iterator[None]:
-    was_training = model.training
-    model.eval()
+def _evaluating(models: Sequence[PreTrainedModel]) -> Iterator[None]:
+    were_training = [model.training for model in models]
+    for model in models:
+        model.eval()
     try:
         yield
     finally:
-        model.train(was_training)
+        for model, was_training in zip(models, were_training, strict=True):
+            model.train(was_training)
 
 
 def _pad(sources: list[Sequence[int]], model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -117,10 +132,16 @@ def _pad(sources: list[Sequence[int]], model: PreTrainedModel) -> dict[str, torc
 
 
 def _generate(
-    model: PreTrainedModel, inputs: dict[str, torch.Tensor], return_scores: bool, generation_kwargs: dict
+    model: PreTrainedModel,
+    inputs: dict[str, torch.Tensor],
+    return_scores: bool,
+    generation_kwargs: dict,
+    joint: Callable | None,
 ) -> Iterator[Hypothesis]:
     options: dict = {"return_dict_in_generate": True, "output_scores": return_scores, "output_logits": False}
-    if hasattr(model, "search_with_scores") and _is_plain(model, generation_kwargs):
+    if joint is not None:
+        options = {"custom_generate": joint, "return_scores": return_scores}
+    elif hasattr(model, "search_with_scores") and _is_plain(model, generation_kwargs):
         options = {"custom_generate": model.search_with_scores, "return_scores": return_scores}
     # In a run whose weights are shared out, it would else wait for what the other processes decode.
     output = model.generate(**inputs, **{"synced_gpus": False} | generation_kwargs | options)

@@ -17,12 +17,13 @@ GENERATION_OPTIONS: dict[str, tuple[type, str]] = {
     "top_p": (float, "sample among the most probable tokens that together have this probability (nucleus)"),
     "min_p": (float, "sample among tokens with at least this share of the highest probability"),
     "typical_p": (float, "sample among the most typical tokens that together have this probability"),
+    "epsilon_cutoff": (float, "sample among tokens with at least this probability"),
     "repetition_penalty": (float, "divides the scores of tokens that were generated before"),
     "no_repeat_ngram_size": (int, "no n-gram of this size occurs twice"),
     "num_return_sequences": (int, "targets for each source"),
 }
 # Each of these means something only when sampling, so giving one asks for it.
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff")
 
 
 def add_language_options(parser: argparse.ArgumentParser) -> None:

@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,17 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 
 import metaphrase.modeling  # noqa: F401 (registers the models with the Auto classes)
 from metaphrase.inference.decoding import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, decode
+from metaphrase.inference.ensemble import EnsembleSearch
+from metaphrase.inference.generation_options import complete_sampling
+from metaphrase.inference.joint_search import Partner, check_partner, check_target_vocabulary, is_metaphrase
+from metaphrase.inference.minimum_bayes_risk import (
+    WeightedTexts,
+    check_utility,
+    expected_utilities,
+    weigh_n_best,
+    weigh_samples,
+)
+from metaphrase.inference.speculative_decoding import DEFAULT_NUM_ASSISTANT_TOKENS, SpeculativeSearch
 from metaphrase.tokenization import TokenizerPair, set_languages
 
 
@@ -29,6 +40,8 @@ class Generator:
 
     Attributes:
         num_unfinished: Hypotheses so far that met the length limit before their end of sequence.
+        num_drafted: Tokens so far that draft models proposed.
+        num_accepted: Those of them that went into a target.
     """
 
     def __init__(
@@ -39,6 +52,8 @@ class Generator:
         source_prefix: str = "",
         batch_size: int = DEFAULT_BATCH_SIZE,
         max_tokens_per_batch: int = DEFAULT_MAX_TOKENS_PER_BATCH,
+        members: Sequence["Generator"] = (),
+        ensemble_mean: str = "linear",
     ):
         """Joins the parts.
 
@@ -48,9 +63,12 @@ class Generator:
             source_prefix: Stands before every source, such as `summarize: `.
             batch_size: Most sources in a batch.
             max_tokens_per_batch: Most source tokens in a batch, padding counted.
+            members: Others whose models write each target together with this one, an ensemble. Only their target vocabulary must
+                be the same: each reads sources by its own tokenizer. Generation settings are those of this one.
+            ensemble_mean: `linear`, the mean of their probabilities, or `log_linear`, that of their log-probabilities.
 
         Raises:
-            ValueError: If a size is not above 0.
+            ValueError: If a size is not above 0, or the models cannot write a target together.
         """
         for name, value in (("batch_size", batch_size), ("max_tokens_per_batch", max_tokens_per_batch)):
             if value < 1:
@@ -60,12 +78,19 @@ class Generator:
         self.source_prefix = source_prefix
         self.batch_size = batch_size
         self.max_tokens_per_batch = max_tokens_per_batch
-        self.num_unfinished = 0
+        self.num_unfinished = self.num_drafted = self.num_accepted = 0
+        self.members = list(members)
+        self.ensemble = EnsembleSearch(ensemble_mean)
+        for number, member in enumerate(self.members, start=2):
+            name = f"model {number} of the ensemble"
+            _check_single(member, name)
+            check_target_vocabulary(tokenizers, member.tokenizers, name)
+            check_partner(model, member.model, name)
 
     @classmethod
     def from_pretrained(
         cls,
-        name_or_path: str | os.PathLike,
+        name_or_path: str | os.PathLike | Sequence[str | os.PathLike],
         *,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "auto",
@@ -77,7 +102,8 @@ class Generator:
         """Loads model and tokenizers from a folder or from the Hub.
 
         Args:
-            name_or_path: Folder or Hub id; any encoder-decoder of transformers will do.
+            name_or_path: Folder or Hub id; any encoder-decoder of transformers will do. Several make an ensemble, of Metaphrase
+                models.
             device: Where to run; by default an accelerator if there is one.
             dtype: Type of the weights; `auto` takes that of the checkpoint.
             trust_remote_code: Whether code in the folder may run. Metaphrase models do not need it here.
@@ -87,10 +113,19 @@ class Generator:
             **kwargs: As for the constructor.
 
         Raises:
-            ValueError: If the tokenizer does not know a language.
+            ValueError: If the tokenizer does not know a language, or the models cannot write a target together.
         """
         if device is None:
             device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+        if not isinstance(name_or_path, str | os.PathLike):
+            if not name_or_path:
+                raise ValueError("`name_or_path` must name at least one model, got none.")
+            name_or_path, *others = name_or_path
+            shared = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
+            shared |= {"source_lang": source_lang, "target_lang": target_lang}
+            prefix = {name: value for name, value in kwargs.items() if name == "source_prefix"}
+            members = [cls.from_pretrained(other, **shared, **prefix) for other in others]
+            return cls.from_pretrained(name_or_path, **shared, **kwargs, members=members)
         model = AutoModelForSeq2SeqLM.from_pretrained(name_or_path, dtype=dtype, trust_remote_code=trust_remote_code)
         tokenizers = TokenizerPair.from_pretrained(name_or_path)
         model.generation_config.update(**set_languages(tokenizers, source_lang, target_lang))
@@ -102,10 +137,12 @@ class Generator:
         Args:
             texts: Sources.
             show_progress: A progress bar; `None` shows it on a terminal only.
-            **generation_kwargs: As for `generate()`; `num_return_sequences` must be 1.
+            **generation_kwargs: As for `generate()`; `num_return_sequences` must be 1. An `assistant_model`, a smaller Metaphrase
+                model (or a generator of one) with the same vocabulary, drafts `num_assistant_tokens` at a time, at any batch
+                size; of greedy search and of sampling, to which it is confined, it changes nothing but the time.
 
         Raises:
-            ValueError: If more than one sequence is asked for: `generate_n_best` returns them.
+            ValueError: If more than one sequence is asked for (`generate_n_best` returns them), or the assistant does not fit.
         """
         count = generation_kwargs.get("num_return_sequences", 1)
         if count != 1:
@@ -118,6 +155,81 @@ class Generator:
     ) -> list[list[ScoredText]]:
         """For each source `num_return_sequences` target texts with their scores, best first where they are ranked."""
         return self._generate(list(texts), True, show_progress, generation_kwargs)
+
+    def generate_mbr(
+        self,
+        texts: Iterable[str],
+        *,
+        num_candidates: int = 32,
+        num_references: int | None = None,
+        utility: str = "chrf",
+        reference_options: dict | None = None,
+        show_progress: bool | None = False,
+        **generation_kwargs,
+    ) -> list[ScoredText]:
+        """For each source the candidate of the highest expected utility: minimum Bayes risk decoding.
+
+        Candidates are samples, of the model's whole distribution unless options say otherwise (`epsilon_cutoff=0.02` leaves out
+        what is improbable), and each counts as often as it was drawn; or, with `num_beams`, an n-best list, weighted by its
+        scores, which are log-probabilities where `length_penalty` is 0.
+
+        Source: Kumar and Byrne 2004; Eikema and Aziz 2020, arXiv 2005.10283; epsilon sampling for it: Freitag et al. 2023,
+        arXiv 2305.09860.
+
+        Args:
+            texts: Sources.
+            num_candidates: How many are drawn for each source.
+            num_references: How many pseudo-references are drawn beside them; by default the candidates are these, too.
+            utility: `chrf` or `bleu`, of a candidate against a pseudo-reference.
+            reference_options: As `generation_kwargs`, for the pseudo-references; by default the same.
+            show_progress: A progress bar; `None` shows it on a terminal only.
+            **generation_kwargs: As for `generate()`, for the candidates.
+
+        Returns:
+            The chosen texts; the score is the expected utility, 0 to 100.
+
+        Raises:
+            ValueError: If a number is not above 0, the beam is narrower than that, the utility is unknown, or options are given
+                for pseudo-references that are not drawn.
+        """
+        check_utility(utility)
+        if reference_options is not None and num_references is None:
+            raise ValueError("`num_references` must be given with `reference_options`, got None.")
+        texts = list(texts)
+        candidates = self._draw(texts, "num_candidates", num_candidates, show_progress, generation_kwargs)
+        references = candidates
+        if num_references is not None:
+            options = generation_kwargs if reference_options is None else reference_options
+            references = self._draw(texts, "num_references", num_references, show_progress, options)
+        chosen = []
+        for own, others in zip(candidates, references, strict=True):
+            utilities = expected_utilities(own.texts, others, utility)
+            best = max(range(len(utilities)), key=utilities.__getitem__)
+            chosen.append(ScoredText(own.texts[best], utilities[best]))
+        return chosen
+
+    def _draw(
+        self, texts: list[str], name: str, count: int, show_progress: bool | None, options: dict
+    ) -> list[WeightedTexts]:
+        """So many targets for each source, sampled or of a beam."""
+        if count < 1:
+            raise ValueError(f"`{name}` must be at least 1, got {count}.")
+        if "num_return_sequences" in options:
+            raise ValueError(
+                f"`num_return_sequences` must be left out where `{name}` says it, got {options['num_return_sequences']}."
+            )
+        num_beams = options.get("num_beams", 1)
+        if num_beams > 1 and num_beams < count:
+            raise ValueError(f"`num_beams` must be at least `{name}`, got {num_beams} and {count}.")
+        options = complete_sampling(options)
+        if num_beams == 1:
+            # Whatever the model's own settings say; and transformers would leave all but 50 tokens out.
+            whole = {"num_beams": 1, "do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+            options = whole | options
+        lists = self._generate(texts, num_beams > 1, show_progress, {**options, "num_return_sequences": count})
+        if num_beams > 1:
+            return [weigh_n_best([c.text for c in found], [c.score for c in found]) for found in lists]
+        return [weigh_samples([c.text for c in found]) for found in lists]
 
     def generate_stream(
         self,
@@ -137,7 +249,8 @@ class Generator:
         self, texts: list[str], return_scores: bool, show_progress: bool | None, generation_kwargs: dict
     ) -> list[list[ScoredText]]:
         written = [index for index, text in enumerate(texts) if text.strip()]
-        sources = self.tokenizers.encode_sources([self.source_prefix + texts[index] for index in written])
+        partners, search, generation_kwargs = self._joined(generation_kwargs)
+        sources, *others = (each._encode([texts[index] for index in written]) for each in (self, *partners))
         hypotheses = decode(
             self.model,
             sources,
@@ -145,8 +258,13 @@ class Generator:
             max_tokens_per_batch=self.max_tokens_per_batch,
             return_scores=return_scores,
             show_progress=show_progress,
+            partners=[Partner(each.model, ids) for each, ids in zip(partners, others, strict=True)],
+            search=search,
             **generation_kwargs,
         )
+        if isinstance(search, SpeculativeSearch):
+            self.num_drafted += search.num_drafted
+            self.num_accepted += search.num_accepted
         own_count = self.model.generation_config.num_return_sequences or 1
         count = generation_kwargs.get("num_return_sequences", own_count)
         results = [[ScoredText("", 0.0 if return_scores else None)] * count for _ in texts]
@@ -155,3 +273,39 @@ class Generator:
             decoded = self.tokenizers.decode_targets([candidate.ids for candidate in candidates])
             results[index] = [ScoredText(text, c.score) for text, c in zip(decoded, candidates, strict=True)]
         return results
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        return self.tokenizers.encode_sources([self.source_prefix + text for text in texts])
+
+    def _joined(
+        self, generation_kwargs: dict
+    ) -> tuple[list["Generator"], EnsembleSearch | SpeculativeSearch | None, dict]:
+        """Who else takes part, what joins them, and the options that are left."""
+        assistant = generation_kwargs.get("assistant_model")
+        if assistant is None:
+            return self.members, self.ensemble if self.members else None, generation_kwargs
+        if self.members:
+            raise ValueError("`assistant_model` must be left out for an ensemble, got one.")
+        if not isinstance(assistant, Generator):
+            if not (is_metaphrase(self.model) and is_metaphrase(assistant)):
+                # transformers knows how to do it, one source at a time.
+                return [], None, generation_kwargs
+            given, expected = assistant.config.vocab_size, self.model.config.vocab_size
+            if given != expected:
+                raise ValueError(
+                    f"`vocab_size` of `assistant_model` must be that of the model, {expected}, got {given}: pass a generator "
+                    "with its own tokenizers."
+                )
+            assistant = Generator(assistant, self.tokenizers, source_prefix=self.source_prefix)
+        _check_single(assistant, "assistant_model")
+        check_target_vocabulary(self.tokenizers, assistant.tokenizers, "assistant_model")
+        check_partner(self.model, assistant.model, "assistant_model")
+        options = {name: value for name, value in generation_kwargs.items() if name != "assistant_model"}
+        search = SpeculativeSearch(options.pop("num_assistant_tokens", DEFAULT_NUM_ASSISTANT_TOKENS))
+        return [assistant], search, options
+
+
+def _check_single(generator: Generator, name: str) -> None:
+    """Raises `ValueError` if what should be one model is an ensemble itself."""
+    if generator.members:
+        raise ValueError(f"`{name}` must be one model, got an ensemble of {1 + len(generator.members)}.")

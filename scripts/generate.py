@@ -8,19 +8,22 @@ if not __package__:  # Run as a file: this folder must not hide the library `eva
 import argparse
 import codecs
 import contextlib
+import itertools
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from transformers import set_seed
 
-from metaphrase.inference import Generator
+from metaphrase.inference import Generator, ScoredText
+from metaphrase.inference.ensemble import ENSEMBLE_MEANS
 from metaphrase.inference.generation_options import (
     add_generation_options,
     add_language_options,
     chosen_generation_options,
 )
+from metaphrase.inference.minimum_bayes_risk import UTILITIES
 from metaphrase.scripts.console import run
 from metaphrase.tokenization import iterate_lines
 
@@ -53,6 +56,30 @@ def make_parser() -> argparse.ArgumentParser:
         help="write `index ||| target ||| score` for every target; so it is when num_return_sequences is above 1",
     )
     add_generation_options(parser)
+    group = parser.add_argument_group("several models, or several candidates")
+    group.add_argument(
+        "--ensemble",
+        nargs="+",
+        metavar="MODEL",
+        help="more models, which write each target together with the first",
+    )
+    group.add_argument("--ensemble_mean", choices=ENSEMBLE_MEANS, help="of what they predict [linear]")
+    group.add_argument(
+        "--assistant_model",
+        metavar="MODEL",
+        help="a smaller model that drafts what the first checks: the same output, sooner",
+    )
+    group.add_argument("--num_assistant_tokens", type=int, metavar="INT", help="tokens of a draft")
+    group.add_argument(
+        "--mbr_candidates",
+        type=int,
+        metavar="INT",
+        help="minimum Bayes risk: of so many candidates the most expected one",
+    )
+    group.add_argument(
+        "--mbr_references", type=int, metavar="INT", help="pseudo-references; else the candidates are these, too"
+    )
+    group.add_argument("--mbr_utility", choices=list(UTILITIES), help="how alike two texts are [chrf]")
     return parser
 
 
@@ -89,19 +116,24 @@ def check_files(input_path: str | None, output_path: str | None) -> None:
         raise ValueError(f"`output` must be another file than `input`, got {output_path!r} for both.")
 
 
-def main(words: Sequence[str]) -> None:
-    arguments = make_parser().parse_args(words)
-    if arguments.window < 1:
-        raise ValueError(f"`window` must be at least 1, got {arguments.window}.")
-    check_files(arguments.input, arguments.output)
-    options = chosen_generation_options(arguments)
-    n_best = arguments.n_best or options.get("num_return_sequences", 1) > 1
-    if not n_best:
-        # Whatever the model's own settings say, it is one line out per line in.
-        options["num_return_sequences"] = 1
-    set_seed(arguments.seed)
-    generator = Generator.from_pretrained(
-        arguments.model,
+def check_dependents(arguments: argparse.Namespace) -> None:
+    """Raises `ValueError` for an option that means nothing without another one."""
+    needs = {
+        "ensemble_mean": "ensemble",
+        "mbr_references": "mbr_candidates",
+        "mbr_utility": "mbr_candidates",
+        "num_assistant_tokens": "assistant_model",
+    }
+    for name, needed in needs.items():
+        value = getattr(arguments, name)
+        if value is not None and getattr(arguments, needed) is None:
+            raise ValueError(f"`{needed}` must be given with `{name}`, got None and {value!r}.")
+
+
+def load(arguments: argparse.Namespace, names: str | list[str]) -> Generator:
+    """A generator of one model or, of several, of an ensemble."""
+    return Generator.from_pretrained(
+        names,
         device=arguments.device,
         dtype=arguments.dtype,
         trust_remote_code=arguments.trust_remote_code,
@@ -110,7 +142,44 @@ def main(words: Sequence[str]) -> None:
         source_prefix=arguments.source_prefix,
         batch_size=arguments.batch_size,
         max_tokens_per_batch=arguments.max_tokens_per_batch,
+        ensemble_mean=arguments.ensemble_mean or "linear",
     )
+
+
+def decode_by_risk(
+    generator: Generator, lines: Iterable[str], arguments: argparse.Namespace, options: dict
+) -> Iterator[list[ScoredText]]:
+    """The candidate of minimum Bayes risk for each line, with its expected utility."""
+    lines = iter(lines)
+    while chunk := list(itertools.islice(lines, arguments.window)):
+        for scored in generator.generate_mbr(
+            chunk,
+            num_candidates=arguments.mbr_candidates,
+            num_references=arguments.mbr_references,
+            utility=arguments.mbr_utility or "chrf",
+            show_progress=None,
+            **options,
+        ):
+            yield [scored]
+
+
+def main(words: Sequence[str]) -> None:
+    arguments = make_parser().parse_args(words)
+    if arguments.window < 1:
+        raise ValueError(f"`window` must be at least 1, got {arguments.window}.")
+    check_dependents(arguments)
+    check_files(arguments.input, arguments.output)
+    options = chosen_generation_options(arguments)
+    n_best = arguments.n_best or options.get("num_return_sequences", 1) > 1
+    if not n_best and arguments.mbr_candidates is None:
+        # Whatever the model's own settings say, it is one line out per line in.
+        options["num_return_sequences"] = 1
+    set_seed(arguments.seed)
+    generator = load(arguments, [arguments.model, *(arguments.ensemble or [])])
+    if arguments.assistant_model is not None:
+        options["assistant_model"] = load(arguments, arguments.assistant_model)
+        if arguments.num_assistant_tokens is not None:
+            options["num_assistant_tokens"] = arguments.num_assistant_tokens
     count = 0
     with contextlib.ExitStack() as stack:
         output = (
@@ -118,15 +187,15 @@ def main(words: Sequence[str]) -> None:
             if arguments.output
             else sys.stdout
         )
-        for index, candidates in enumerate(
+        lines = read_lines(arguments.input)
+        results = (
             generator.generate_stream(
-                read_lines(arguments.input),
-                window=arguments.window,
-                return_scores=n_best,
-                show_progress=None,
-                **options,
+                lines, window=arguments.window, return_scores=n_best, show_progress=None, **options
             )
-        ):
+            if arguments.mbr_candidates is None
+            else decode_by_risk(generator, lines, arguments, options)
+        )
+        for index, candidates in enumerate(results):
             count += 1
             for candidate in candidates:
                 # A target may hold a line break of its own; it must not become a second line.
@@ -139,6 +208,9 @@ def main(words: Sequence[str]) -> None:
             generator.num_unfinished,
             count,
         )
+    if generator.num_drafted:
+        share = generator.num_accepted / generator.num_drafted
+        logger.info("Of %d drafted tokens %.1f %% were accepted.", generator.num_drafted, 100 * share)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from sacrebleu.metrics import BLEU
 from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
 
+from metaphrase.inference import Generator
 from metaphrase.scripts import __main__ as command_line
 from metaphrase.scripts import attention, evaluate, generate, tokenize
 from metaphrase.scripts.console import run
@@ -114,6 +116,58 @@ def test_sampling_follows_the_seed(model, monkeypatch):
         run_generate(model, text, monkeypatch, "--temperature", "3", "--seed", seed) for seed in ("1", "1", "2")
     )
     assert first == again != other
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory):
+    return str(save_generator(tiny_generator(kind="byte", seed=1), tmp_path_factory.mktemp("cli") / "other"))
+
+
+def test_an_ensemble_writes_what_its_generator_does(model, other_model, monkeypatch):
+    text = "\n".join(SOURCES).encode()
+    for mean in ("linear", "log_linear"):
+        lines = run_generate(model, text, monkeypatch, "--ensemble", other_model, "--ensemble_mean", mean)
+        together = Generator.from_pretrained([model, other_model], device="cpu", ensemble_mean=mean)
+        assert lines == as_lines(together.generate(SOURCES)) != as_lines(targets_of(SOURCES))
+
+
+def test_an_assistant_changes_nothing_and_what_it_was_right_in_is_reported(model, other_model, monkeypatch, caplog):
+    text, plain = "\n".join(SOURCES).encode(), as_lines(targets_of(SOURCES))
+    assert run_generate(model, text, monkeypatch, "--assistant_model", other_model) == plain
+    caplog.set_level("INFO")
+    options = ["--assistant_model", model, "--num_assistant_tokens", "1"]
+    assert run_generate(model, text, monkeypatch, *options) == plain
+    assert re.search(r"Of \d+ drafted tokens 100\.0 % were accepted", caplog.text)
+
+
+def test_minimum_bayes_risk_writes_what_its_generator_does(model, monkeypatch):
+    text = ("\n".join(SOURCES) + "\n\n").encode()
+    options = {"num_beams": 4, "num_candidates": 4}
+    expected = tiny_generator(kind="byte").generate_mbr([*SOURCES, ""], utility="bleu", **options)
+    words = ["--num_beams", "4", "--mbr_candidates", "4", "--mbr_utility", "bleu", "--window", "2"]
+    assert run_generate(model, text, monkeypatch, *words) == as_lines([scored.text for scored in expected])
+    rows = run_generate(model, text, monkeypatch, *words, "--n_best")
+    # The windows are other batches.
+    scores = [float(row.split(" ||| ")[-1]) for row in rows]
+    assert scores == pytest.approx([scored.score for scored in expected], abs=1e-3)
+    sampled = [run_generate(model, text, monkeypatch, "--mbr_candidates", "3", "--seed", seed) for seed in "112"]
+    assert sampled[0] == sampled[1] != sampled[2] and len(sampled[0]) == 6
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--mbr_utility", "bleu"], "`mbr_candidates` must be given with `mbr_utility`, got None and 'bleu'"),
+        (["--mbr_references", "3"], "`mbr_candidates` must be given with `mbr_references`, got None and 3"),
+        (
+            ["--num_assistant_tokens", "3"],
+            "`assistant_model` must be given with `num_assistant_tokens`, got None and 3",
+        ),
+    ],
+)
+def test_options_that_need_another_are_refused_without_it(model, words, message):
+    with pytest.raises(ValueError, match=message):
+        generate.main([model, *words])
 
 
 def test_unfinished_targets_are_reported(model, monkeypatch, caplog):

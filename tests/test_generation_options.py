@@ -42,7 +42,7 @@ def test_a_value_of_another_kind_is_refused(words):
         chosen(*words)
 
 
-@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p", "typical_p"])
+@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff"])
 def test_an_option_of_sampling_asks_for_it(name):
     assert chosen(f"--{name}", "1") == {name: 1, "do_sample": True}
     assert complete_sampling({name: 1}) == {name: 1, "do_sample": True}

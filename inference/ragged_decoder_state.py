@@ -1,0 +1,126 @@
+"""A state of decoding whose rows have lengths of their own: it reads several tokens at a time, and can take some back.
+
+The cache is not moved for that: a token's place in it is its position, a row that goes back writes over what it had there, and a
+mask for each row hides what lies behind its end. So a block costs a mask (and, where there is one, a position bias) for each
+row, `(rows, width, past)`, which `DecoderState` needs not, and attention over as many places as the longest row has.
+"""
+
+import torch
+
+from metaphrase.modeling.attention import fold_copies, unfold_copies
+from metaphrase.modeling.decoder_state import FIRST_CAPACITY, DecoderState, attend
+from metaphrase.modeling.positions import rotate
+from metaphrase.modeling.stacks import MetaphraseDecoder
+from metaphrase.modeling.step_layer import StepLayer
+
+
+class RaggedDecoderState(DecoderState):
+    """Keys and values of all layers, for rows of different lengths.
+
+    Attributes:
+        lengths: Tokens so far of each row, `(rows)`.
+        length: The largest of them.
+    """
+
+    def __init__(self, decoder: MetaphraseDecoder, memory: torch.Tensor, memory_mask: torch.Tensor | None):
+        super().__init__(decoder, memory, memory_mask)
+        self.lengths = torch.zeros(self.rows, dtype=torch.long, device=memory.device)
+        # Of the block being read.
+        self._places = self._is_hidden = self.lengths
+        self._block_biases: dict[int, torch.Tensor] = {}
+
+    def read(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Reads some tokens of each row, `(rows, width)`, behind its own end: the decoder's output `(rows, width, hidden)`."""
+        width, device = input_ids.shape[1], input_ids.device
+        past = self.length + width
+        if past > self._tokens.shape[4]:
+            self._make_room(max(FIRST_CAPACITY, 2 * past))
+        self._places = self.lengths[:, None] + torch.arange(width, device=device)
+        # (rows, width, past): the future is hidden, and what is left there of tokens taken back.
+        distances = self._places[:, :, None] - torch.arange(past, device=device)
+        self._is_hidden = distances < 0
+        self._block_biases = {}
+        for bias in self._biases:
+            if id(bias) not in self._block_biases:
+                self._block_biases[id(bias)] = self._block_bias(bias, distances)
+        decoder = self.decoder
+        hidden_states, rotation = decoder._enter(decoder.embed_tokens(input_ids), self._places, past)
+        for index, layer in enumerate(self.layers):
+            hidden_states = self._pass_layer(index, layer, hidden_states, rotation)
+        self.lengths, self.length = self.lengths + width, past
+        return decoder.norm(hidden_states)
+
+    def step(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Reads one token of each row, `(rows)`, and returns the decoder's output `(rows, hidden)`."""
+        return self.read(input_ids[:, None])[:, 0]
+
+    def go_back(self, lengths: torch.Tensor) -> None:
+        """Forgets what each row read behind its first so many tokens, `(rows)`."""
+        self.lengths, self.length = lengths, int(lengths.max())
+
+    def spread(self, copies: int) -> None:
+        super().spread(copies)
+        self.lengths = self.lengths.repeat_interleave(copies)
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        super().reorder(rows)
+        self.lengths = self.lengths[rows]
+
+    def keep(self, sources: torch.Tensor) -> None:
+        super().keep(sources)
+        self.go_back(self.lengths.view(-1, self.copies)[sources].flatten())
+
+    def _make_room(self, capacity: int) -> None:
+        super()._make_room(capacity)
+        # Hidden places are read, with a weight of 0: whatever there is must be a number.
+        self._tokens[:, :, :, :, self.length :] = 0
+
+    def _block_bias(self, bias: torch.Tensor | None, distances: torch.Tensor) -> torch.Tensor:
+        """What is added to the scores of a block, `(rows, 1 or key_value_heads, groups * width, past)`.
+
+        Args:
+            bias: That of the cache's last place, `(heads, capacity)`.
+            distances: From each query to each key, `(rows, width, past)`.
+        """
+        lowest = torch.finfo(self._tokens.dtype).min
+        if bias is None:
+            mask = torch.zeros_like(distances, dtype=self._tokens.dtype).masked_fill_(self._is_hidden, lowest)
+            return mask.repeat(1, self.groups, 1)[:, None]
+        # (heads, rows, width, past) -> (rows, heads, width, past)
+        block = bias[:, bias.shape[1] - 1 - distances.clamp(min=0)].transpose(0, 1)
+        block = block.masked_fill(self._is_hidden[:, None], lowest)
+        return block.unflatten(1, (-1, self.groups)).flatten(2, 3)
+
+    def _fold(self, query: torch.Tensor) -> torch.Tensor:
+        """(rows, width, heads, head_dim) -> (rows, key_value_heads, groups * width, head_dim)"""
+        return query.transpose(1, 2).unflatten(1, (-1, self.groups)).flatten(2, 3)
+
+    def _unfold(self, output: torch.Tensor) -> torch.Tensor:
+        """(rows, key_value_heads, groups * width, head_dim) -> (rows, width, heads * head_dim)"""
+        return output.unflatten(2, (self.groups, -1)).flatten(1, 2).transpose(1, 2).flatten(2)
+
+    def _attend_to_tokens(
+        self,
+        index: int,
+        layer: StepLayer,
+        hidden_states: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> torch.Tensor:
+        # (rows, width, heads, head_dim)
+        query, key, value = self._project_tokens(layer, hidden_states)
+        if rotation is not None:
+            # (rows, 1, width, rotated) -> (rows, width, 1, rotated)
+            rotation = tuple(angles.transpose(1, 2) for angles in rotation)
+            query, key = rotate(query, *rotation), rotate(key, *rotation)
+        tokens, rows = self._tokens[index], torch.arange(self.rows, device=key.device)[:, None]
+        tokens[0][rows, :, self._places] = key
+        tokens[1][rows, :, self._places] = value
+        keys, values = tokens[:, :, :, : self._is_hidden.shape[2]]
+        bias = self._block_biases[id(self._biases[index])]
+        return layer.token_output(self._unfold(attend(self._fold(query), keys, values, bias, layer.token_scaling)))
+
+    def _attend_to_memory(self, index: int, layer: StepLayer, hidden_states: torch.Tensor) -> torch.Tensor:
+        keys, values = self._memory[index]
+        query = fold_copies(self._fold(self._project_memory_query(layer, hidden_states)), self.copies)
+        output = attend(query, keys, values, self._memory_bias, layer.memory_scaling)
+        return layer.memory_output(self._unfold(unfold_copies(output, self.copies)))

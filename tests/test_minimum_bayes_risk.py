@@ -1,0 +1,190 @@
+"""Tests of `metaphrase.inference.minimum_bayes_risk`: utilities are sacreBLEU's, and the best is that of a plain count."""
+
+import math
+import random
+import time
+
+import numpy as np
+import pytest
+import sacrebleu
+import torch
+from tiny_generator import SOURCES, tiny_generator
+
+from metaphrase.inference import ScoredText, expected_utilities, minimum_bayes_risk
+from metaphrase.inference.minimum_bayes_risk import (
+    WeightedTexts,
+    pairwise_bleu,
+    pairwise_chrf,
+    weigh_n_best,
+    weigh_samples,
+)
+
+WORDS = [
+    "the",
+    "cat",
+    "Cat",
+    "sat,",
+    "on",
+    "ein",
+    "größer",
+    "猫が",
+    "12.5",
+    "a",
+    "aa",
+    "the-cat",
+    "(sic)",
+    "\u00a0",
+    "!",
+]
+ODD = ["", " ", "a", "a a a a a a a", "ab\u2028cd ", " the  cat", "the cat", "The cat.", "x" * 40]
+
+
+def random_texts(count, seed, longest=12):
+    draws = random.Random(seed)
+    return [" ".join(draws.choices(WORDS, k=draws.randint(1, longest))) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("pairwise", "sentence"),
+    [(pairwise_chrf, sacrebleu.sentence_chrf), (pairwise_bleu, sacrebleu.sentence_bleu)],
+    ids=["chrf", "bleu"],
+)
+def test_utilities_are_those_of_sacrebleu_to_the_last_bit(pairwise, sentence):
+    candidates, references = random_texts(25, seed=0) + ODD, random_texts(20, seed=1) + ODD
+    expected = [[sentence(candidate, [reference]).score for reference in references] for candidate in candidates]
+    assert pairwise(candidates, references).tolist() == expected
+    assert len(set(np.ravel(expected))) > 100
+
+
+def test_wide_tables_are_multiplied_in_parts(monkeypatch):
+    texts = random_texts(12, seed=2)
+    whole = pairwise_chrf(texts, texts)
+    monkeypatch.setattr(minimum_bayes_risk, "_COLUMNS_AT_ONCE", 7)
+    assert pairwise_chrf(texts, texts).tolist() == whole.tolist()
+
+
+def test_many_pairs_are_much_faster_than_one_by_one():
+    texts = random_texts(60, seed=3, longest=25)
+    times = []
+    for score in (
+        lambda: pairwise_chrf(texts, texts),
+        lambda: [sacrebleu.sentence_chrf(a, [b]) for a in texts[:6] for b in texts],
+    ):
+        start = time.process_time()
+        score()
+        times.append(time.process_time() - start)
+    # The second does a tenth of the work.
+    assert times[0] < times[1]
+
+
+def test_equal_samples_count_once_with_their_share():
+    assert weigh_samples(["a", "b", "a", "a"]) == WeightedTexts(["a", "b"], [0.75, 0.25])
+
+
+def test_an_n_best_list_is_weighted_by_probability():
+    weighted = weigh_n_best(["a", "b", "a"], [math.log(0.1) - 900, math.log(0.2) - 900, math.log(0.1) - 900])
+    assert weighted.texts == ["a", "b"] and weighted.weights == pytest.approx([0.5, 0.5])
+
+
+@pytest.mark.parametrize("utility", ["chrf", "bleu"])
+def test_expected_utility_is_the_mean_over_all_samples(utility):
+    samples = random_texts(15, seed=4) + random_texts(5, seed=4)
+    sentence = getattr(sacrebleu, f"sentence_{utility}")
+    plain = [np.mean([sentence(text, [sample]).score for sample in samples]) for text in samples[:15]]
+    assert expected_utilities(samples[:15], weigh_samples(samples), utility) == pytest.approx(plain)
+
+
+def test_unknown_utility_is_refused():
+    with pytest.raises(ValueError, match="`utility` must be one of chrf, bleu, got 'comet'"):
+        expected_utilities(["a"], weigh_samples(["a"]), "comet")
+
+
+# Through the generator
+
+
+@pytest.fixture(scope="module")
+def generator():
+    return tiny_generator()
+
+
+@pytest.fixture
+def drawn(monkeypatch, generator):
+    """What each draw returned, with the options that it was asked with."""
+    seen = []
+    whole = generator._generate
+
+    def spy(texts, return_scores, show_progress, options):
+        seen.append((whole(texts, return_scores, show_progress, options), options))
+        return seen[-1][0]
+
+    monkeypatch.setattr(generator, "_generate", spy)
+    return seen
+
+
+@pytest.mark.parametrize("utility", ["chrf", "bleu"])
+def test_the_chosen_sample_is_the_one_that_is_most_like_the_others(generator, drawn, utility):
+    torch.manual_seed(0)
+    chosen = generator.generate_mbr([*SOURCES, ""], num_candidates=12, utility=utility, temperature=0.3)
+    [(samples, options)] = drawn
+    assert options["do_sample"] and options["top_k"] == 0 and options["num_return_sequences"] == 12
+    sentence = getattr(sacrebleu, f"sentence_{utility}")
+    for scored, candidates in zip(chosen[:-1], samples[:-1], strict=True):
+        texts = [candidate.text for candidate in candidates]
+        plain = {text: np.mean([sentence(text, [other]).score for other in texts]) for text in texts}
+        assert scored.score == pytest.approx(max(plain.values())) and plain[scored.text] == pytest.approx(scored.score)
+    # Some were drawn more than once, and the first is not always the best.
+    assert any(len({c.text for c in candidates}) < 12 for candidates in samples[:-1])
+    assert [s.text for s in chosen] != [candidates[0].text for candidates in samples]
+    assert chosen[-1] == ScoredText("", 0.0)
+
+
+def test_references_may_be_drawn_in_another_way(generator, drawn):
+    torch.manual_seed(0)
+    options = {"num_beams": 4, "length_penalty": 0.0}
+    chosen = generator.generate_mbr(
+        SOURCES, num_candidates=3, num_references=7, reference_options={"epsilon_cutoff": 0.05}, **options
+    )
+    (beams, beam_options), (samples, sample_options) = drawn
+    assert beam_options == options | {"num_return_sequences": 3}
+    assert sample_options["epsilon_cutoff"] == 0.05 and sample_options["do_sample"]
+    for scored, candidates, references in zip(chosen, beams, samples, strict=True):
+        assert (len(candidates), len(references)) == (3, 7)
+        plain = {
+            c.text: np.mean([sacrebleu.sentence_chrf(c.text, [r.text]).score for r in references]) for c in candidates
+        }
+        assert scored.score == pytest.approx(max(plain.values())) == pytest.approx(plain[scored.text])
+
+
+def test_a_beam_weighs_its_hypotheses_by_their_scores(generator, drawn):
+    chosen = generator.generate_mbr(SOURCES, num_candidates=4, num_beams=4, length_penalty=0.0)
+    [(beams, _)] = drawn
+    for scored, candidates in zip(chosen, beams, strict=True):
+        weights = np.exp([c.score for c in candidates])
+        plain = {
+            c.text: np.average([sacrebleu.sentence_chrf(c.text, [r.text]).score for r in candidates], weights=weights)
+            for c in candidates
+        }
+        assert scored.score == pytest.approx(max(plain.values())) == pytest.approx(plain[scored.text])
+
+
+def test_epsilon_sampling_leaves_out_what_is_improbable(generator):
+    """With a bound that only the most probable token meets, all samples are the greedy text."""
+    chosen = generator.generate_mbr(SOURCES, num_candidates=5, epsilon_cutoff=0.999)
+    assert [scored.text for scored in chosen] == generator.generate(SOURCES)
+    assert all(scored.score == pytest.approx(100.0) for scored in chosen)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_candidates": 0}, "`num_candidates` must be at least 1, got 0"),
+        ({"num_references": 0}, "`num_references` must be at least 1, got 0"),
+        ({"utility": "ter"}, "`utility` must be one of chrf, bleu, got 'ter'"),
+        ({"num_beams": 4, "num_candidates": 5}, "`num_beams` must be at least `num_candidates`, got 4 and 5"),
+        ({"num_return_sequences": 3}, "`num_return_sequences` must be left out where `num_candidates` says it, got 3"),
+        ({"reference_options": {"top_k": 5}}, "`num_references` must be given with `reference_options`, got None"),
+    ],
+)
+def test_what_cannot_be_is_refused(generator, options, message):
+    with pytest.raises(ValueError, match=message):
+        generator.generate_mbr(SOURCES, **options)
