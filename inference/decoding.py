@@ -83,9 +83,9 @@ def decode(
     results: list[list[Hypothesis] | None] = [None] * len(sources)
     batches = batches_by_length([len(source) for source in sources], batch_size, max_tokens_per_batch)
     bar = tqdm(total=len(sources), unit="sentence", disable=None if show_progress is None else not show_progress)
-    with _evaluating(model), torch.inference_mode(), bar:
+    with evaluating(model), torch.inference_mode(), bar:
         for batch in batches:
-            inputs = _pad([sources[index] for index in batch], model)
+            inputs = pad_sources([sources[index] for index in batch], model)
             hypotheses = list(_generate(model, inputs, return_scores, generation_kwargs))
             per_source = len(hypotheses) // len(batch)
             for place, index in enumerate(batch):
@@ -95,7 +95,8 @@ def decode(
 
 
 @contextlib.contextmanager
-def _evaluating(model: PreTrainedModel) -> Iterator[None]:
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Evaluation mode; the mode that was there before is put back."""
     was_training = model.training
     model.eval()
     try:
@@ -104,7 +105,7 @@ def _evaluating(model: PreTrainedModel) -> Iterator[None]:
         model.train(was_training)
 
 
-def _pad(sources: list[Sequence[int]], model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def pad_sources(sources: list[Sequence[int]], model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Ids and mask `(batch, source)`, padded on the right."""
     width = max(len(source) for source in sources)
     pad = model.config.pad_token_id or 0

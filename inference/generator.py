@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,8 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 
 import metaphrase.modeling  # noqa: F401 (registers the models with the Auto classes)
 from metaphrase.inference.decoding import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, decode
-from metaphrase.tokenization import TokenizerPair, set_languages
+from metaphrase.inference.forced_decoding import ForcedScore, check_texts, encode_forced, score_targets
+from metaphrase.tokenization import TokenizerPair, readable_tokens, set_languages
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,43 @@ class Generator:
         iterator = iter(lines)
         while chunk := list(itertools.islice(iterator, window)):
             yield from self._generate(chunk, return_scores, show_progress, generation_kwargs)
+
+    def score(
+        self,
+        sources: Sequence[str],
+        targets: Sequence[str | Sequence[int]],
+        *,
+        show_progress: bool | None = False,
+    ) -> list[ForcedScore]:
+        """What the model gives each token of given targets: forced decoding, in batches of like length.
+
+        It is the model's own distribution: penalties, forced tokens and the like, which `generate` may add, have no part in it.
+
+        Args:
+            sources: Source texts, without the generator's prefix, which is put before them.
+            targets: One for each source: a text, or token ids without the start token, such as those of a `Hypothesis`.
+            show_progress: A progress bar; `None` shows it on a terminal only.
+
+        Returns:
+            One score for each pair, in order.
+
+        Raises:
+            ValueError: If sources and targets are not equally many, a source is empty or white space, or target ids are none or
+                not the model's.
+        """
+        sources, targets = (texts if isinstance(texts, str) else list(texts) for texts in (sources, targets))
+        check_texts(sources, targets)
+        ids = encode_forced(self.tokenizers, targets)
+        scores = score_targets(
+            self.model,
+            self.tokenizers.encode_sources([self.source_prefix + source for source in sources]),
+            ids,
+            batch_size=self.batch_size,
+            max_tokens_per_batch=self.max_tokens_per_batch,
+            show_progress=show_progress,
+        )
+        tokens = [readable_tokens(self.tokenizers.target, row) for row in ids]
+        return [ForcedScore(*parts) for parts in zip(ids, tokens, scores, strict=True)]
 
     def _generate(
         self, texts: list[str], return_scores: bool, show_progress: bool | None, generation_kwargs: dict
