@@ -4,9 +4,11 @@ import pytest
 import torch
 from other_families import calmer, generator_of
 from tiny_generator import SOURCES, TARGETS, tiny_generator
+from transformers import MBartTokenizer
 
 from metaphrase.inference import ForcedScore, decode
 from metaphrase.inference import forced_decoding as forced_decoding_module
+from metaphrase.tokenization import TokenizerPair
 
 FAMILIES = ["metaphrase", "two vocabularies", "t5", "bart", "marian"]
 TOLERANCE = 1e-5
@@ -114,6 +116,22 @@ def test_decoder_starts_as_generation_does():
         config.decoder_start_token_id = config.bos_token_id = None
     with pytest.raises(ValueError, match="`decoder_start_token_id` must be set"):
         generator.score(SOURCES[:1], TARGETS[:1])
+
+
+def test_code_of_a_language_behind_the_end_is_left_to_the_start():
+    letters = ["<s>", "<pad>", "</s>", "<unk>", *"\u2581adehrs"]
+    vocabulary = [(letter, 0.0 if index < 4 else -2.0) for index, letter in enumerate(letters)]
+    tokenizer = MBartTokenizer(vocab=vocabulary, extra_special_tokens=["en_XX", "de_DE"], tgt_lang="de_DE")
+    pair = TokenizerPair(tokenizer, tokenizer)
+    [whole] = pair.encode_targets(["der hase"])
+    end, code = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("de_DE")
+    assert whole[-2:] == [end, code]
+    # Ids are taken as they are, be there what may behind the end.
+    assert forced_decoding_module.encode_forced(pair, ["der hase", whole, "der"]) == [
+        whole[:-1],
+        whole,
+        [*pair.encode_targets(["der"])[0][:-1]],
+    ]
 
 
 def test_model_stays_in_its_mode():

@@ -160,6 +160,8 @@ def test_marks_tell_words_where_unknown_tokens_are_not_decoded(marian):
         own = [piece for piece, index in zip(pieces, word_ids, strict=True) if index == word]
         assert "".join(own) == "\u2581" + words[word]
     assert [word_ids[place] for place, piece in enumerate(pieces) if piece == "<unk>"] == [1, 3]
+    inner = marian("the dög runs")["input_ids"]
+    assert words_of_source(marian, "the dög runs", inner)[1][inner.index(marian.unk_token_id)] == 1
     assert words_of_source(marian, "the dog", marian("the dog")["input_ids"])[0] == ["the", "dog"]
 
 

@@ -172,15 +172,13 @@ def _ids_by_decoding(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list
 def _ids_by_marks(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int | None]:
     special = _silent_ids(tokenizer, with_unknown=False)
     found: list[int | None] = []
-    word, is_blank = -1, False
+    word = -1
     for token, piece in zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True):
         if token in special:
             found.append(None)
             continue
-        # Marks in a row part no more than one does.
-        if (piece.startswith(SPACE_MARK) and not is_blank) or word < 0:
+        if piece.startswith(SPACE_MARK) or word < 0:
             word += 1
-        is_blank = not piece.strip(SPACE_MARK)
         found.append(word)
     return found
 
