@@ -1,25 +1,33 @@
 """Inference: many lines in, many lines out."""
 
-from metaphrase.inference.alignment import AttentionMap, cross_attention
+from metaphrase.inference.alignment import AttentionMap, cross_attention, cross_attentions
 from metaphrase.inference.decoding import Hypothesis, decode
 from metaphrase.inference.ensemble import EnsembleSearch
+from metaphrase.inference.forced_decoding import ForcedScore
 from metaphrase.inference.generation_options import GENERATION_OPTIONS, complete_sampling
 from metaphrase.inference.generator import Generator, ScoredText
 from metaphrase.inference.joint_search import Partner
 from metaphrase.inference.minimum_bayes_risk import expected_utilities
 from metaphrase.inference.speculative_decoding import SpeculativeSearch
+from metaphrase.inference.word_alignment import alignment_error_rate, format_pharaoh, word_alignment, word_weights
 
 __all__ = [
     "GENERATION_OPTIONS",
     "AttentionMap",
     "EnsembleSearch",
+    "ForcedScore",
     "Generator",
     "Hypothesis",
     "Partner",
     "ScoredText",
     "SpeculativeSearch",
+    "alignment_error_rate",
     "complete_sampling",
     "cross_attention",
+    "cross_attentions",
     "decode",
     "expected_utilities",
+    "format_pharaoh",
+    "word_alignment",
+    "word_weights",
 ]

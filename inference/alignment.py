@@ -1,20 +1,27 @@
 """Alignment: where the decoder looks in the source when it predicts each token of the target."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
 
-from metaphrase.inference.decoding import decode
-from metaphrase.inference.generator import Generator
+from metaphrase.inference.decoding import batches_by_length, decode, evaluating
+from metaphrase.inference.forced_decoding import (
+    check_pairs,
+    check_texts,
+    encode_forced,
+    forced_inputs,
+    pair_lengths,
+)
+from metaphrase.inference.generator import Generator, check_single
+from metaphrase.tokenization import readable_tokens, words_of_decoded, words_of_source, words_of_target
 
-# Stands for a space at the beginning of a word, as in SentencePiece.
-SPACE_MARK = "\u2581"
-# What byte-level tokenizers write for a space, and what a decoder writes for bytes that are no character.
-_BYTE_LEVEL_SPACE, _REPLACEMENT = "\u0120", "\ufffd"
+# A pass that keeps the weights of all layers and heads, of the encoder too, needs memory for the square of the length.
+MAX_TOKENS_PER_BATCH = 2048
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +34,12 @@ class AttentionMap:
         target_tokens: One for each row; the end of sequence is a token too.
         source: The source text, without the generator's prefix.
         target: The target text.
+        source_words: The words of the source text.
+        target_words: Likewise, of the target.
+        source_word_ids: For each column the index of its word, `None` for a special token or one of the prefix. `None` instead of
+            the list where tokens cannot be told to words.
+        target_word_ids: Likewise, for each row.
+        head_weights: `(layers, heads, target, source)` in float32, if they were asked for.
     """
 
     weights: np.ndarray
@@ -34,6 +47,11 @@ class AttentionMap:
     target_tokens: list[str]
     source: str
     target: str
+    source_words: list[str]
+    target_words: list[str]
+    source_word_ids: list[int | None] | None
+    target_word_ids: list[int | None] | None
+    head_weights: np.ndarray | None = None
 
 
 def cross_attention(
@@ -43,6 +61,7 @@ def cross_attention(
     *,
     layer: int | None = None,
     head: int | None = None,
+    keep_heads: bool = False,
     **generation_kwargs,
 ) -> AttentionMap:
     """The cross-attention of a model between a source and a target, from one teacher-forced pass.
@@ -52,9 +71,10 @@ def cross_attention(
     Args:
         generator: The model and its tokenizers. Its model is left in the mode and with the attention kernel that it had.
         source: The source text.
-        target: The target text; by default the model's own.
+        target: The target text; by default the model's own, of a beam search the one that won.
         layer: A decoder layer, from 0; negative numbers count from the last.
         head: One of that layer's heads, likewise.
+        keep_heads: Whether the map carries the weights of every head of every layer too.
         **generation_kwargs: As for `generate()`, for a target that the model is to make.
 
     Raises:
@@ -63,86 +83,136 @@ def cross_attention(
     """
     if not source.strip():
         raise ValueError(f"`source` must not be empty or white space, got {source!r}.")
+    targets = None if target is None else [target]
+    options = {"layer": layer, "head": head, "keep_heads": keep_heads}
+    [attention] = cross_attentions(generator, [source], targets, **options, **generation_kwargs)
+    return attention
+
+
+def cross_attentions(
+    generator: Generator,
+    sources: Sequence[str],
+    targets: Sequence[str] | None = None,
+    *,
+    layer: int | None = None,
+    head: int | None = None,
+    keep_heads: bool = False,
+    show_progress: bool | None = False,
+    **generation_kwargs,
+) -> list[AttentionMap]:
+    """The cross-attention of many pairs, in batches of like length: for each the map that `cross_attention` gives it alone.
+
+    Args:
+        generator: As for `cross_attention`. A batch holds at most its `batch_size` pairs, and at most its `max_tokens_per_batch`
+            or `MAX_TOKENS_PER_BATCH` tokens of either side, whichever is less.
+        sources: Source texts.
+        targets: One for each source; by default the model's own.
+        layer: As for `cross_attention`.
+        head: Likewise.
+        keep_heads: Likewise.
+        show_progress: Progress bars; `None` shows them on a terminal only.
+        **generation_kwargs: As for `generate()`, for targets that the model is to make.
+
+    Raises:
+        ValueError: As `cross_attention`, or if sources and targets are not equally many.
+    """
     if head is not None and layer is None:
         raise ValueError(
             f"`layer` must be given with `head`: heads of two layers have nothing in common, got head {head}."
         )
-    if target is not None and generation_kwargs:
+    if targets is not None and generation_kwargs:
         raise ValueError(
             f"`target` must be left out for the model to generate one, got a target and {', '.join(generation_kwargs)}."
         )
     count = generation_kwargs.pop("num_return_sequences", 1)
     if count != 1:
         raise ValueError(f"`num_return_sequences` must be 1 for one map, got {count}.")
-    tokenizers = generator.tokenizers
-    [source_ids] = tokenizers.encode_sources([generator.source_prefix + source])
-    if target is None:
-        [[hypothesis]] = decode(generator.model, [source_ids], **generation_kwargs, num_return_sequences=1)
-        generator.num_unfinished += not hypothesis.is_finished
-        target_ids = hypothesis.ids
-        [target] = tokenizers.decode_targets([target_ids])
+    check_single(generator, "generator")
+    check_texts(sources, targets)
+    tokenizers, prefix = generator.tokenizers, generator.source_prefix
+    source_ids = tokenizers.encode_sources([prefix + source for source in sources])
+    if targets is None:
+        target_ids, target_texts = _generate(generator, source_ids, show_progress, generation_kwargs)
+        find_words = words_of_decoded
     else:
-        [target_ids] = tokenizers.encode_targets([target])
-    return AttentionMap(
-        weights=_choose(_weights(generator.model, source_ids, target_ids), layer, head),
-        source_tokens=readable_tokens(tokenizers.source, source_ids),
-        target_tokens=readable_tokens(tokenizers.target, target_ids),
-        source=source,
-        target=target,
-    )
-
-
-def readable_tokens(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
-    """Each token by itself, with a mark in place of a space.
-
-    A byte-level tokenizer's token is decoded; one that is only a part of a character stays in the tokenizer's own alphabet, as
-    do all tokens of the other kinds of tokenizers, which can be read as they are.
-    """
-    pieces = tokenizer.convert_ids_to_tokens(ids)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or "ByteLevel" not in repr(backend.decoder):
-        return pieces
-    shown = []
-    for token, piece in zip(ids, pieces, strict=True):
-        text = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        is_whole = text and _REPLACEMENT not in text
-        shown.append(text.replace(" ", SPACE_MARK) if is_whole else piece.replace(_BYTE_LEVEL_SPACE, SPACE_MARK))
-    return shown
-
-
-def _weights(model: PreTrainedModel, source_ids: list[int], target_ids: list[int]) -> list[torch.Tensor]:
-    """For each decoder layer the weights `(heads, target, source)`."""
-    source = torch.tensor([source_ids], device=model.device)
-    # The model itself shifts labels: query i reads the token before target token i, and predicts that token.
-    labels = torch.tensor([target_ids], device=model.device)
-    with _showing_attention(model), torch.inference_mode():
-        output = model(
-            input_ids=source,
-            attention_mask=torch.ones_like(source),
-            labels=labels,
-            output_attentions=True,
-            use_cache=False,
-            return_dict=True,
+        target_ids, target_texts = encode_forced(tokenizers, targets), list(targets)
+        find_words = words_of_target
+    maps: list[AttentionMap | None] = [None] * len(source_ids)
+    for index, heads in _head_weights(generator, source_ids, target_ids, show_progress):
+        ids = source_ids[index], target_ids[index]
+        source_words, source_word_ids = words_of_source(tokenizers.source, sources[index], ids[0], prefix)
+        target_words, target_word_ids = find_words(tokenizers.target, target_texts[index], ids[1])
+        maps[index] = AttentionMap(
+            weights=_choose(heads, layer, head),
+            source_tokens=readable_tokens(tokenizers.source, ids[0]),
+            target_tokens=readable_tokens(tokenizers.target, ids[1]),
+            source=sources[index],
+            target=target_texts[index],
+            source_words=source_words,
+            target_words=target_words,
+            source_word_ids=source_word_ids,
+            target_word_ids=target_word_ids,
+            head_weights=heads.numpy() if keep_heads else None,
         )
+    return maps
+
+
+def _generate(
+    generator: Generator, source_ids: list[list[int]], show_progress: bool | None, generation_kwargs: dict
+) -> tuple[list[list[int]], list[str]]:
+    """Ids and texts of the model's own targets: of a beam search those that won."""
+    options = {"batch_size": generator.batch_size, "max_tokens_per_batch": generator.max_tokens_per_batch}
+    options |= {"show_progress": show_progress, "num_return_sequences": 1}
+    hypotheses = [best for [best] in decode(generator.model, source_ids, **options, **generation_kwargs)]
+    generator.num_unfinished += sum(not hypothesis.is_finished for hypothesis in hypotheses)
+    ids = [hypothesis.ids for hypothesis in hypotheses]
+    return ids, generator.tokenizers.decode_targets(ids)
+
+
+def _head_weights(
+    generator: Generator, source_ids: list[list[int]], target_ids: list[list[int]], show_progress: bool | None
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """For each pair, in the order of the batches, its index and its weights `(layers, heads, target, source)`."""
+    model = generator.model
+    check_pairs(model, source_ids, target_ids)
+    max_tokens = min(generator.max_tokens_per_batch, MAX_TOKENS_PER_BATCH)
+    batches = batches_by_length(pair_lengths(source_ids, target_ids), generator.batch_size, max_tokens)
+    bar = tqdm(total=len(source_ids), unit="pair", disable=None if show_progress is None else not show_progress)
+    with bar:
+        for batch in batches:
+            inputs = forced_inputs(model, [source_ids[i] for i in batch], [target_ids[i] for i in batch])
+            layers = _weights_of_layers(model, inputs)
+            for row, index in enumerate(batch):
+                num_target, num_source = len(target_ids[index]), len(source_ids[index])
+                yield index, torch.stack([weights[row, :, :num_target, :num_source] for weights in layers])
+            bar.update(len(batch))
+
+
+def _weights_of_layers(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """For each decoder layer the weights `(batch, heads, target, source)` in float32.
+
+    Query i reads the token before target token i, and predicts that token.
+    """
+    with _showing_attention(model), torch.inference_mode():
+        output = model(**inputs, output_attentions=True, use_cache=False, return_dict=True)
     layers = getattr(output, "cross_attentions", None)
     if not layers or any(weights is None for weights in layers):
         raise ValueError(
             f"The model must be an encoder-decoder that returns cross-attentions, got {type(model).__name__}."
         )
-    return [weights[0].float().cpu() for weights in layers]
+    return [weights.float().cpu() for weights in layers]
 
 
 @contextlib.contextmanager
 def _showing_attention(model: PreTrainedModel) -> Iterator[None]:
     """Evaluation mode and the eager kernel, the only one that keeps its weights; what was there before is put back."""
-    was_training, kernels = model.training, _kernels(model.config)
-    model.eval()
-    try:
-        model.set_attn_implementation("eager")
-        yield
-    finally:
-        model.set_attn_implementation(kernels)
-        model.train(was_training)
+    kernels = _kernels(model.config)
+    with evaluating([model]):
+        try:
+            model.set_attn_implementation("eager")
+            yield
+        finally:
+            model.set_attn_implementation(kernels)
 
 
 def _kernels(config) -> dict | str:
@@ -152,12 +222,12 @@ def _kernels(config) -> dict | str:
     return {"": config._attn_implementation, **inner} if inner else config._attn_implementation
 
 
-def _choose(layers: list[torch.Tensor], layer: int | None, head: int | None) -> np.ndarray:
-    """`(target, source)` out of the weights `(heads, target, source)` of all layers."""
+def _choose(heads: torch.Tensor, layer: int | None, head: int | None) -> np.ndarray:
+    """`(target, source)` out of the weights `(layers, heads, target, source)`."""
     if layer is None:
-        return torch.stack([weights.mean(dim=0) for weights in layers]).mean(dim=0).numpy()
-    heads = layers[_checked_index("layer", layer, len(layers))]
-    return (heads.mean(dim=0) if head is None else heads[_checked_index("head", head, len(heads))]).numpy()
+        return heads.mean(dim=(0, 1)).numpy()
+    chosen = heads[_checked_index("layer", layer, len(heads))]
+    return (chosen.mean(dim=0) if head is None else chosen[_checked_index("head", head, len(chosen))]).numpy()
 
 
 def _checked_index(name: str, index: int, count: int) -> int:

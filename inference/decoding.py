@@ -93,10 +93,10 @@ def decode(
     batches = batches_by_length(lengths, batch_size, max_tokens_per_batch)
     bar = tqdm(total=len(sources), unit="sentence", disable=None if show_progress is None else not show_progress)
     models = [model, *(partner.model for partner in partners)]
-    with _evaluating(models), torch.inference_mode(), bar:
+    with evaluating(models), torch.inference_mode(), bar:
         for batch in batches:
             inputs, *others = (
-                _pad([ids[index] for index in batch], each) for each, ids in zip(models, read, strict=True)
+                pad_sources([ids[index] for index in batch], each) for each, ids in zip(models, read, strict=True)
             )
             joint = search and functools.partial(search, partners=list(zip(models[1:], others, strict=True)))
             hypotheses = list(_generate(model, inputs, return_scores, generation_kwargs, joint))
@@ -108,7 +108,8 @@ def decode(
 
 
 @contextlib.contextmanager
-def _evaluating(models: Sequence[PreTrainedModel]) -> Iterator[None]:
+def evaluating(models: Sequence[PreTrainedModel]) -> Iterator[None]:
+    """Evaluation mode; the modes that were there before are put back."""
     were_training = [model.training for model in models]
     for model in models:
         model.eval()
@@ -119,7 +120,7 @@ def _evaluating(models: Sequence[PreTrainedModel]) -> Iterator[None]:
             model.train(was_training)
 
 
-def _pad(sources: list[Sequence[int]], model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def pad_sources(sources: list[Sequence[int]], model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Ids and mask `(batch, source)`, padded on the right."""
     width = max(len(source) for source in sources)
     pad = model.config.pad_token_id or 0

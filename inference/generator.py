@@ -11,6 +11,7 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 import metaphrase.modeling  # noqa: F401 (registers the models with the Auto classes)
 from metaphrase.inference.decoding import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, decode
 from metaphrase.inference.ensemble import EnsembleSearch
+from metaphrase.inference.forced_decoding import ForcedScore, check_texts, encode_forced, score_targets
 from metaphrase.inference.generation_options import complete_sampling
 from metaphrase.inference.joint_search import Partner, check_partner, check_target_vocabulary, is_metaphrase
 from metaphrase.inference.minimum_bayes_risk import (
@@ -21,7 +22,7 @@ from metaphrase.inference.minimum_bayes_risk import (
     weigh_samples,
 )
 from metaphrase.inference.speculative_decoding import DEFAULT_NUM_ASSISTANT_TOKENS, SpeculativeSearch
-from metaphrase.tokenization import TokenizerPair, set_languages
+from metaphrase.tokenization import TokenizerPair, readable_tokens, set_languages
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Generator:
         self.ensemble = EnsembleSearch(ensemble_mean)
         for number, member in enumerate(self.members, start=2):
             name = f"model {number} of the ensemble"
-            _check_single(member, name)
+            check_single(member, name)
             check_target_vocabulary(tokenizers, member.tokenizers, name)
             check_partner(model, member.model, name)
 
@@ -245,6 +246,44 @@ class Generator:
         while chunk := list(itertools.islice(iterator, window)):
             yield from self._generate(chunk, return_scores, show_progress, generation_kwargs)
 
+    def score(
+        self,
+        sources: Sequence[str],
+        targets: Sequence[str | Sequence[int]],
+        *,
+        show_progress: bool | None = False,
+    ) -> list[ForcedScore]:
+        """What the model gives each token of given targets: forced decoding, in batches of like length.
+
+        It is the model's own distribution: penalties, forced tokens and the like, which `generate` may add, have no part in it.
+
+        Args:
+            sources: Source texts, without the generator's prefix, which is put before them.
+            targets: One for each source: a text, or token ids without the start token, such as those of a `Hypothesis`.
+            show_progress: A progress bar; `None` shows it on a terminal only.
+
+        Returns:
+            One score for each pair, in order.
+
+        Raises:
+            ValueError: If sources and targets are not equally many, a source is empty or white space, target ids are none or not
+                the model's, or this is an ensemble.
+        """
+        check_single(self, "generator")
+        sources, targets = (texts if isinstance(texts, str) else list(texts) for texts in (sources, targets))
+        check_texts(sources, targets)
+        ids = encode_forced(self.tokenizers, targets)
+        scores = score_targets(
+            self.model,
+            self.tokenizers.encode_sources([self.source_prefix + source for source in sources]),
+            ids,
+            batch_size=self.batch_size,
+            max_tokens_per_batch=self.max_tokens_per_batch,
+            show_progress=show_progress,
+        )
+        tokens = [readable_tokens(self.tokenizers.target, row) for row in ids]
+        return [ForcedScore(*parts) for parts in zip(ids, tokens, scores, strict=True)]
+
     def _generate(
         self, texts: list[str], return_scores: bool, show_progress: bool | None, generation_kwargs: dict
     ) -> list[list[ScoredText]]:
@@ -297,7 +336,7 @@ class Generator:
                     "with its own tokenizers."
                 )
             assistant = Generator(assistant, self.tokenizers, source_prefix=self.source_prefix)
-        _check_single(assistant, "assistant_model")
+        check_single(assistant, "assistant_model")
         check_target_vocabulary(self.tokenizers, assistant.tokenizers, "assistant_model")
         check_partner(self.model, assistant.model, "assistant_model")
         options = {name: value for name, value in generation_kwargs.items() if name != "assistant_model"}
@@ -305,7 +344,7 @@ class Generator:
         return [assistant], search, options
 
 
-def _check_single(generator: Generator, name: str) -> None:
+def check_single(generator: Generator, name: str) -> None:
     """Raises `ValueError` if what should be one model is an ensemble itself."""
     if generator.members:
         raise ValueError(f"`{name}` must be one model, got an ensemble of {1 + len(generator.members)}.")

@@ -228,7 +228,7 @@ def attend(
     batch, heads = query.shape[:2]
     query, keys = query.reshape(batch * heads, -1, query.shape[-1]), keys.flatten(0, 1).transpose(1, 2)
     # With a factor of 0 what stands first is not read.
-    scores = torch.baddbmm(query.new_empty(1), query, keys, beta=0, alpha=scaling)
+    scores = torch.baddbmm(query.new_empty((1,)), query, keys, beta=0, alpha=scaling)
     if bias is not None:
         scores = scores.view(batch, heads, *scores.shape[1:]).add_(bias).flatten(0, 1)
     return torch.bmm(scores.softmax(dim=-1), values.flatten(0, 1)).view(batch, heads, -1, values.shape[-1])

@@ -3,37 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from other_families import calmer, generator_of
 from tiny_generator import SOURCES, TARGETS, tiny_generator, tiny_pair
-from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
 
-from metaphrase.inference import Generator
-from metaphrase.inference.alignment import cross_attention, readable_tokens
-from metaphrase.tokenization import train_tokenizer
+from metaphrase.inference import alignment as alignment_module
+from metaphrase.inference.alignment import cross_attention, cross_attentions
+from metaphrase.tokenization import readable_tokens, train_tokenizer
 
 SOURCE, TARGET = SOURCES[0], TARGETS[1]
-
-
-def other_model(family):
-    """A tiny T5 or BART with large weights, for the tokenizer of `tiny_pair()`."""
-    fields = tiny_pair().config_fields()
-    fields.pop("decoder_vocab_size")
-    torch.manual_seed(0)
-    if family == "t5":
-        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2, "initializer_factor": 5.0}
-        return T5ForConditionalGeneration(T5Config(**fields, **sizes)).eval()
-    sizes = {
-        "d_model": 16,
-        "encoder_ffn_dim": 16,
-        "decoder_ffn_dim": 16,
-        "max_position_embeddings": 64,
-        "init_std": 0.5,
-    }
-    sizes |= {"encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    return BartForConditionalGeneration(BartConfig(**fields, forced_eos_token_id=None, **sizes)).eval()
-
-
-def generator_of(family, **options):
-    return tiny_generator(**options) if family == "metaphrase" else Generator(other_model(family), tiny_pair())
 
 
 def weights_by_hand(generator, source, target):
@@ -100,6 +77,52 @@ def test_without_a_target_the_model_writes_it(family):
         assert len(attention.target_tokens) == 4 and generator.num_unfinished == 2
 
 
+@pytest.mark.parametrize("family", ["metaphrase", "two vocabularies", "t5", "bart", "marian"])
+def test_many_in_a_batch_are_as_each_alone(family, monkeypatch):
+    generator = calmer(generator_of(family))
+    passes = []
+    whole = alignment_module.forced_inputs
+    monkeypatch.setattr(alignment_module, "forced_inputs", lambda *a: passes.append(whole(*a)) or passes[-1])
+    targets = [TARGETS[3], TARGETS[2], TARGETS[0], "", TARGETS[1]]
+    maps = cross_attentions(generator, SOURCES, targets, keep_heads=True)
+    assert [len(inputs["input_ids"]) for inputs in passes] == [5] and (passes[0]["attention_mask"] == 0).sum() > 10
+    for source, target, many in zip(SOURCES, targets, maps, strict=True):
+        alone = cross_attention(generator, source, target, keep_heads=True)
+        np.testing.assert_allclose(many.head_weights, alone.head_weights, atol=1e-6)
+        np.testing.assert_allclose(many.weights, alone.weights, atol=1e-6)
+        np.testing.assert_allclose(many.head_weights.mean((0, 1)), many.weights, atol=1e-6)
+        assert (many.head_weights.max(axis=-1) > 2 / len(many.source_tokens)).mean() > 0.2
+        assert (many.source, many.target, many.source_tokens, many.target_tokens) == (
+            *(source, target),
+            *(alone.source_tokens, alone.target_tokens),
+        )
+    assert cross_attention(generator, SOURCES[0], TARGETS[0]).head_weights is None
+    assert cross_attentions(generator, []) == []
+
+
+@pytest.mark.parametrize("sizes", [{"batch_size": 2}, {"max_tokens_per_batch": 60}])
+def test_batches_keep_their_limits_and_the_order(sizes, monkeypatch):
+    generator, unlimited = (calmer(tiny_generator(**limits)) for limits in (sizes, {}))
+    expected = cross_attentions(unlimited, SOURCES, TARGETS, layer=-1)
+    monkeypatch.setattr(alignment_module, "MAX_TOKENS_PER_BATCH", 50)
+    shapes = []
+    whole = alignment_module._weights_of_layers
+    monkeypatch.setattr(
+        alignment_module, "_weights_of_layers", lambda m, i: shapes.append(i["decoder_input_ids"].shape) or whole(m, i)
+    )
+    maps = cross_attentions(generator, SOURCES, TARGETS, layer=-1)
+    assert all(batch == 1 or (batch <= 2 and batch * width <= 50) for batch, width in shapes) and len(shapes) > 2
+    for given, wanted in zip(maps, expected, strict=True):
+        np.testing.assert_allclose(given.weights, wanted.weights, atol=1e-6)
+
+
+def test_many_generated_targets_are_the_beams_that_won():
+    generator = tiny_generator()
+    maps = cross_attentions(generator, SOURCES, num_beams=3, max_new_tokens=5)
+    assert [given.target for given in maps] == generator.generate(SOURCES, num_beams=3, max_new_tokens=5)
+    assert generator.num_unfinished % 2 == 0
+
+
 def test_separate_tokenizers_and_prefix():
     generator = tiny_generator(joint=False, source_prefix="the ")
     attention = cross_attention(generator, "cat", TARGET)
@@ -142,6 +165,15 @@ def test_model_is_left_as_it_was_even_after_an_error(family, kernel, is_training
 def test_what_cannot_be_shown_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         cross_attention(tiny_generator(), **({"source": SOURCE} | arguments))
+
+
+def test_many_that_cannot_be_shown_are_refused():
+    with pytest.raises(ValueError, match=r"`sources` must not be empty or white space, got '' in number 1"):
+        cross_attentions(tiny_generator(), ["a", ""])
+    with pytest.raises(ValueError, match="`sources` and `targets` must be equally many, got 1 and 2"):
+        cross_attentions(tiny_generator(), ["a"], ["b", "c"])
+    with pytest.raises(ValueError, match="`sources` must hold one text each, got the single string 'a cat'"):
+        cross_attentions(tiny_generator(), "a cat")
 
 
 def test_byte_level_tokens_are_decoded_one_by_one():

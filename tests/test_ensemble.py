@@ -10,8 +10,8 @@ from tiny_models import DESIGNS, tiny_model
 from transformers import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
-from metaphrase.inference import EnsembleSearch, Generator, Partner, decode
-from metaphrase.inference.decoding import _pad
+from metaphrase.inference import EnsembleSearch, Generator, Partner, cross_attentions, decode
+from metaphrase.inference.decoding import pad_sources
 from metaphrase.inference.ensemble import mean_log_probs
 from metaphrase.modeling.decoder_state import DecoderState
 from metaphrase.tokenization import TokenizerPair
@@ -44,7 +44,7 @@ def ensemble(models, mean="linear", **options):
 def plain(models, mean, monkeypatch, **options):
     """transformers' own search over a forward pass of all models over the whole prefix, at each step."""
     one, other = models
-    inputs, other_inputs = _pad(TEXTS, one), _pad(OTHER_TEXTS, other)
+    inputs, other_inputs = pad_sources(TEXTS, one), pad_sources(OTHER_TEXTS, other)
     memory = BaseModelOutput(last_hidden_state=other.get_encoder()(**other_inputs).last_hidden_state)
     forward = one.forward
 
@@ -196,6 +196,14 @@ def test_what_only_one_model_can_do_is_refused(models):
         EnsembleSearch("harmonic")
     with pytest.raises(ValueError, match=r"must be in float32 or bfloat16, .* got one with dtype=torch.float16"):
         ensemble((models[0], copy.deepcopy(models[1]).half()))
+
+
+def test_scores_and_attention_are_of_one_model():
+    first, other = tiny_generator(), tiny_generator()
+    generator = Generator(first.model, first.tokenizers, members=[other])
+    for ask in (generator.score, functools.partial(cross_attentions, generator)):
+        with pytest.raises(ValueError, match="`generator` must be one model, got an ensemble of 2"):
+            ask([SOURCES[0]], [SOURCES[0]])
 
 
 def test_other_families_are_refused():

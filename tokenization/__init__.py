@@ -1,11 +1,13 @@
 """Text to ids and back: special tokens, training a tokenizer, and the pair of tokenizers of a model."""
 
 from metaphrase.tokenization.languages import set_languages
+from metaphrase.tokenization.readable_tokens import readable_tokens
 from metaphrase.tokenization.special_tokens import SpecialTokens, sentinel_tokens
 from metaphrase.tokenization.texts import iterate_lines, join_pieces
 from metaphrase.tokenization.tokenizer_pair import TokenizerPair
 from metaphrase.tokenization.tokenizer_settings import TOKENIZER_KINDS
 from metaphrase.tokenization.tokenizer_trainer import train_tokenizer
+from metaphrase.tokenization.words import words_of_decoded, words_of_source, words_of_target
 
 __all__ = [
     "TOKENIZER_KINDS",
@@ -13,7 +15,11 @@ __all__ = [
     "TokenizerPair",
     "iterate_lines",
     "join_pieces",
+    "readable_tokens",
     "sentinel_tokens",
     "set_languages",
     "train_tokenizer",
+    "words_of_decoded",
+    "words_of_source",
+    "words_of_target",
 ]

@@ -1,0 +1,169 @@
+"""The attention page: one HTML file in which the cross-attention of several sentences can be looked into.
+
+It needs nothing but itself: no script, font or picture is fetched. Weights are rounded to 255ths and written as base64.
+"""
+
+import base64
+import html
+import json
+import logging
+import os
+import re
+import unicodedata
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from metaphrase.inference import AttentionMap
+
+logger = logging.getLogger(__name__)
+
+MAX_WEIGHT_BYTES = 8_000_000
+MAX_SENTENCES = 500
+_TEMPLATE = Path(__file__).with_name("attention_page.html")
+_SIDES = ("source", "target")
+
+
+def write_attention_page(
+    maps: Sequence["AttentionMap"],
+    path: str | os.PathLike,
+    *,
+    title: str = "Cross-attention",
+    layer: int | None = None,
+    head: int | None = None,
+    max_weight_bytes: int = MAX_WEIGHT_BYTES,
+) -> Path:
+    """Writes a page that shows, for each word that is pointed at, how much it attends to the words of the other side.
+
+    Where the maps carry their `head_weights`, the page offers all heads of all layers. If these would exceed the limit, it offers
+    the mean of each layer, and if these would too, the maps' own weights; the page and a warning say what was left out.
+
+    Args:
+        maps: One for each sentence, of one model.
+        path: The HTML file to write.
+        title: Its title.
+        layer: The layer to show first; of the maps' own weights, the one that they are of. `None` is the mean of all.
+        head: The head, likewise.
+        max_weight_bytes: Most bytes of the file that weights may take.
+
+    Raises:
+        ValueError: If there are no maps or more than `MAX_SENTENCES`, or their own weights alone exceed the limit.
+    """
+    check_sentences(len(maps))
+    detail = _affordable_detail(maps, max_weight_bytes)
+    num_layers, num_heads = (0, 0) if maps[0].head_weights is None else maps[0].head_weights.shape[:2]
+    shown = {
+        "choice": "mean of all" if layer is None else f"{layer}",
+        "layers": num_layers if detail in ("heads", "layers") else 0,
+        "heads": num_heads if detail == "heads" else 0,
+        "layer": layer % num_layers if layer is not None and detail in ("heads", "layers") else None,
+        "head": head % num_heads if head is not None and detail == "heads" else None,
+    }
+    note = ""
+    if maps[0].head_weights is not None and detail != "heads":
+        rest = "the mean of each layer" if detail == "layers" else "one mean"
+        note = f"Single heads would exceed {max_weight_bytes:,} bytes: this is {rest}."
+        logger.warning("%s: %d sentences, %d layers of %d heads.", note, len(maps), num_layers, num_heads)
+    sentences = [_describe(attention) for attention in maps]
+    for sentence, attention in zip(sentences, maps, strict=True):
+        sentence["weights"] = _pack(attention, detail)
+    fields = {
+        "title": html.escape(title),
+        "note": html.escape(note),
+        "sentences": "\n".join(_section(index, sentence) for index, sentence in enumerate(sentences)),
+        "data": _json({**shown, "sentences": sentences}),
+    }
+    page = re.sub(r"\{\{(\w+)\}\}", lambda match: fields[match.group(1)], _TEMPLATE.read_text(encoding="utf-8"))
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page, encoding="utf-8", newline="\n")
+    return path
+
+
+def check_sentences(count: int) -> None:
+    """Checks how many sentences a page is to show; they can be counted before any attention is computed.
+
+    Raises:
+        ValueError: If there are none or more than `MAX_SENTENCES`.
+    """
+    if not 1 <= count <= MAX_SENTENCES:
+        raise ValueError(f"A page must show 1 to {MAX_SENTENCES} sentences, got {count}.")
+
+
+def _affordable_detail(maps: Sequence["AttentionMap"], max_weight_bytes: int) -> str:
+    """How much is shown: all `heads`, the mean of each of the `layers`, or the weights that were `chosen` in the maps."""
+    counts = {"chosen": 1}
+    if all(attention.head_weights is not None for attention in maps):
+        num_layers, num_heads = maps[0].head_weights.shape[:2]
+        counts = {"heads": num_layers * num_heads, "layers": num_layers, "chosen": 1}
+    sizes = {}
+    for detail, count in counts.items():
+        # base64 writes four characters for three bytes
+        sizes[detail] = sum(4 * -(-count * attention.weights.size // 3) for attention in maps)
+        if sizes[detail] <= max_weight_bytes:
+            return detail
+    raise ValueError(
+        f"`maps` must take at most {max_weight_bytes:,} bytes in one page, got {len(maps)} sentences that take "
+        f"{sizes['chosen']:,}: show fewer or shorter ones."
+    )
+
+
+def _pack(attention: "AttentionMap", detail: str) -> str:
+    weights = attention.weights
+    if detail != "chosen":
+        # (layers, heads, target, source) -> (layers, target, source) for the mean of each layer
+        weights = attention.head_weights if detail == "heads" else attention.head_weights.mean(axis=1)
+    rounded = np.rint(np.clip(weights, 0, 1) * 255).astype(np.uint8)
+    return base64.b64encode(rounded.tobytes()).decode("ascii")
+
+
+def _describe(attention: "AttentionMap") -> dict:
+    """Words, tokens and the word of each token, of both sides. Where tokens make up no words, each stands for itself."""
+    described = {}
+    for side in _SIDES:
+        tokens, ids = getattr(attention, f"{side}_tokens"), getattr(attention, f"{side}_word_ids")
+        words = getattr(attention, f"{side}_words")
+        if ids is None:
+            words, ids = tokens, list(range(len(tokens)))
+        described[side] = {"words": [*map(_visible, words)], "tokens": [*map(_visible, tokens)], "ids": list(ids)}
+    return described
+
+
+def _visible(text: str) -> str:
+    """The text with control characters, which HTML cannot hold, spelled out."""
+    return "".join(
+        character.encode("unicode_escape").decode() if unicodedata.category(character) in ("Cc", "Cs") else character
+        for character in text
+    )
+
+
+def _section(index: int, sentence: dict) -> str:
+    lines = []
+    for side in _SIDES:
+        buttons = " ".join(
+            f'<button type="button" class="word" id="sentence-{index}-{side}-{place}" data-side="{side}" '
+            f'aria-pressed="false">{html.escape(word)}</button>'
+            for place, word in enumerate(sentence[side]["words"])
+        )
+        lines.append(f'<div class="words"><b>{side}</b> <span dir="auto">{buttons}</span></div>')
+    return "\n".join(
+        [
+            f'<section id="sentence-{index}" aria-label="sentence {index + 1}">',
+            f"<h2>{index + 1}</h2>",
+            *lines,
+            '<p class="reading" aria-live="polite"></p>',
+            '<details><summary>matrix</summary><div class="matrix"></div></details>',
+            "</section>",
+        ]
+    )
+
+
+def _json(content: dict) -> str:
+    """JSON that may stand inside of a script element: nothing in it can end the element or begin a comment."""
+    written = json.dumps(content, ensure_ascii=True, separators=(",", ":"))
+    for character in "<>&":
+        written = written.replace(character, f"\\u{ord(character):04x}")
+    return written

@@ -1,0 +1,182 @@
+"""Words: each token belongs to the word that it writes, by offsets, by decoding and by marks alike."""
+
+import io
+import json
+
+import pytest
+import sentencepiece
+from tiny_generator import SOURCES, TARGETS
+from transformers import ByT5Tokenizer, MarianTokenizer, NllbTokenizer
+
+from metaphrase.tokenization import (
+    TOKENIZER_KINDS,
+    TokenizerPair,
+    train_tokenizer,
+    words_of_decoded,
+    words_of_source,
+    words_of_target,
+)
+
+TEXTS = [
+    "the small dog runs",
+    "  zwei  kleine Hunde,\tdie laufen. ",
+    "läuft 中文 weg",
+    "a",
+    "x\u00a0y\u2003z",
+]
+
+
+@pytest.fixture(scope="module", params=TOKENIZER_KINDS)
+def pair(request):
+    texts = [*SOURCES, *TARGETS, *TEXTS, *(" ".join(text.split()) for text in TEXTS)] * 4
+    return TokenizerPair.train(texts, [], kind=request.param, show_progress=False)
+
+
+@pytest.fixture(scope="module")
+def marian(tmp_path_factory):
+    """A tokenizer without offsets, with pieces that have marks and without some of the characters of `TEXTS`."""
+    folder = tmp_path_factory.mktemp("marian")
+    model = io.BytesIO()
+    options = {"vocab_size": 40, "hard_vocab_limit": False, "minloglevel": 2}
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(SOURCES * 3), model_writer=model, **options)
+    (folder / "source.spm").write_bytes(model.getvalue())
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(folder / "source.spm"))
+    pieces = [processor.id_to_piece(index) for index in range(processor.get_piece_size())]
+    names = dict.fromkeys(["</s>", "<unk>", *(piece for piece in pieces if piece != "<s>"), "<pad>"])
+    vocabulary = {piece: index for index, piece in enumerate(names)}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
+    spm = str(folder / "source.spm")
+    return MarianTokenizer(spm, spm, str(folder / "vocab.json"), source_lang="en", target_lang="de")
+
+
+def written(tokenizer, ids, word_ids, word):
+    """What the tokens of a word say."""
+    return tokenizer.decode([token for token, index in zip(ids, word_ids, strict=True) if index == word]).strip()
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_tokens_of_a_word_write_it(pair, text, request):
+    tokenizer = pair.source
+    if request.node.callspec.params["pair"] in ("bpe", "pretokenized"):
+        text = " ".join(text.split())  # other white space is inside their tokens
+    [ids] = pair.encode_sources([text])
+    words, word_ids = words_of_source(tokenizer, text, ids)
+    assert words == text.split() and len(word_ids) == len(ids) and word_ids[-1] is None
+    assert [written(tokenizer, ids, word_ids, word) for word in range(len(words))] == words
+    shown = [index for index in word_ids if index is not None]
+    assert shown == sorted(shown)
+    assert words_of_target(tokenizer, text, ids) == (words, word_ids)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_decoding_finds_what_offsets_find(pair, text):
+    [ids] = pair.encode_sources([text])
+    decoded = pair.source.decode(ids, skip_special_tokens=True)
+    assert decoded.split() == text.split()
+    assert words_of_decoded(pair.source, decoded, ids) == words_of_source(pair.source, text, ids)
+
+
+def test_token_of_several_words_counts_for_the_first():
+    text = "a b\u00a0c d"
+    tokenizer = train_tokenizer([text], kind="pretokenized", show_progress=False)
+    ids = tokenizer(text)["input_ids"]
+    assert words_of_source(tokenizer, text, ids) == (["a", "b", "c", "d"], [0, 1, 3, None])
+    assert words_of_decoded(tokenizer, text, ids) == (["a", "b", "c", "d"], [0, 1, 3, None])
+
+
+def test_characters_of_several_tokens_stay_whole():
+    tokenizer = train_tokenizer(SOURCES, kind="byte", show_progress=False)
+    text = "中 😀é"
+    ids = tokenizer(text)["input_ids"]
+    expected = [0] * 3 + [1] * 7 + [None]  # the space is among the seven
+    assert words_of_source(tokenizer, text, ids) == (["中", "😀é"], expected)
+    assert words_of_decoded(tokenizer, text, ids) == (["中", "😀é"], expected)
+
+
+def test_white_space_goes_with_the_word_behind_it_and_the_last_with_none():
+    tokenizer = train_tokenizer(SOURCES, kind="char", show_progress=False)
+    text = " a  cat "
+    ids = tokenizer(text)["input_ids"]
+    expected = [0, 0, 1, 1, 1, 1, 1, None, None]
+    assert words_of_source(tokenizer, text, ids) == (["a", "cat"], expected)
+    assert words_of_decoded(tokenizer, text, ids) == (["a", "cat"], expected)
+
+
+@pytest.mark.parametrize("kind", ["byte_bpe", "unigram", "char"])
+def test_tokens_of_the_prefix_belong_to_no_word(kind):
+    tokenizer = train_tokenizer([*SOURCES, "summarize: the"] * 3, kind=kind, show_progress=False)
+    ids = tokenizer("summarize: a cat")["input_ids"]
+    words, word_ids = words_of_source(tokenizer, "a cat", ids, prefix="summarize: ")
+    assert words == ["a", "cat"] and word_ids[0] is None and word_ids[-1] is None
+    assert [written(tokenizer, ids, word_ids, word) for word in (0, 1)] == words
+    apart = [token for token, word in zip(ids[:-1], word_ids, strict=False) if word is None]
+    assert tokenizer.decode(apart).strip() == "summarize:"
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "word_ids"),
+    [
+        ("an@@ trie@@ b .", ["antrieb", "."], [0, 0, 0, 1, None]),
+        ("an@@ trie@@", ["antrie"], [0, 0, None]),
+        (". @@", ["."], [0, None, None]),
+        ("an@@  b", ["an", "b"], [0, 1, None]),
+        ("@@an b", ["@@an", "b"], [0, 1, None]),
+    ],
+)
+def test_pieces_are_joined_to_words(text, words, word_ids):
+    texts = ["an@@ trie@@ b .", "@@an @@ b"]
+    tokenizer = train_tokenizer(texts, kind="pretokenized", show_progress=False)
+    ids = tokenizer(text)["input_ids"]
+    found = words_of_target(tokenizer, text, ids)
+    assert found[0] == words and found[1] == word_ids
+    if text.endswith("."):
+        assert words_of_decoded(tokenizer, "antrieb .", ids) == (words, word_ids)
+
+
+def test_unknown_tokens_are_part_of_a_source():
+    tokenizer = train_tokenizer(SOURCES, kind="wordpiece", show_progress=False)
+    ids = tokenizer("the 中 cat")["input_ids"]
+    words, word_ids = words_of_source(tokenizer, "the 中 cat", ids)
+    assert tokenizer.unk_token_id in ids and words == ["the", "中", "cat"]
+    assert word_ids[ids.index(tokenizer.unk_token_id)] == 1 and {0, 1, 2} <= set(word_ids)
+
+
+def test_tokenizer_of_bytes_without_offsets():
+    tokenizer = ByT5Tokenizer()
+    ids = tokenizer("für a 中")["input_ids"]
+    assert not tokenizer.is_fast
+    expected = [0, 0, 0, 0, 1, 1, 2, 2, 2, 2, None]
+    assert words_of_source(tokenizer, "für a 中", ids) == (["für", "a", "中"], expected)
+    assert words_of_source(tokenizer, "a 中", ids, prefix="für ")[1] == [None] * 4 + [0, 0, 1, 1, 1, 1, None]
+
+
+def test_marks_tell_words_where_unknown_tokens_are_not_decoded(marian):
+    text = "the ö cat 中 runs"
+    ids = marian(text)["input_ids"]
+    words, word_ids = words_of_source(marian, text, ids)
+    assert ids.count(marian.unk_token_id) == 2 and words == text.split()
+    pieces = marian.convert_ids_to_tokens(ids)
+    for word in (0, 2, 4):
+        own = [piece for piece, index in zip(pieces, word_ids, strict=True) if index == word]
+        assert "".join(own) == "\u2581" + words[word]
+    assert [word_ids[place] for place, piece in enumerate(pieces) if piece == "<unk>"] == [1, 3]
+    inner = marian("the dög runs")["input_ids"]
+    assert words_of_source(marian, "the dög runs", inner)[1][inner.index(marian.unk_token_id)] == 1
+    assert words_of_source(marian, "the dog", marian("the dog")["input_ids"])[0] == ["the", "dog"]
+
+
+def test_words_that_tokens_do_not_make_up_are_not_guessed(marian):
+    ids = marian("the cat runs")["input_ids"]
+    assert words_of_source(marian, "the cat", ids) == (["the", "cat"], None)
+
+
+def test_codes_of_languages_belong_to_no_word():
+    letters = "\u2581abcdehilnoprst"
+    vocabulary = {token: index for index, token in enumerate(["<s>", "<pad>", "</s>", "<unk>", *letters])}
+    codes = ["eng_Latn", "deu_Latn"]
+    tokenizer = NllbTokenizer(vocab=vocabulary, merges=[], extra_special_tokens=codes, tgt_lang="deu_Latn")
+    ids = tokenizer(text_target="der hase")["input_ids"]
+    words, word_ids = words_of_target(tokenizer, "der hase", ids)
+    assert words == ["der", "hase"] and (word_ids[0], word_ids[-1]) == (None, None)
+    assert word_ids[1:-1] == [0] * 4 + [1] * 5
+    assert words_of_decoded(tokenizer, "der hase", ids) == (words, word_ids)
