@@ -4,6 +4,7 @@ from metaphrase.inference.alignment import AttentionMap, cross_attention
 from metaphrase.inference.decoding import Hypothesis, decode
 from metaphrase.inference.generation_options import GENERATION_OPTIONS, complete_sampling
 from metaphrase.inference.generator import Generator, ScoredText
+from metaphrase.inference.pipelines import SummarizationPipeline, Text2TextGenerationPipeline, TranslationPipeline
 
 __all__ = [
     "GENERATION_OPTIONS",
@@ -11,6 +12,9 @@ __all__ = [
     "Generator",
     "Hypothesis",
     "ScoredText",
+    "SummarizationPipeline",
+    "Text2TextGenerationPipeline",
+    "TranslationPipeline",
     "complete_sampling",
     "cross_attention",
     "decode",

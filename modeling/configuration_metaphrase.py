@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from .pipeline_tasks import CustomPipelines
 from .presets import PRESETS
 
 _CHOICES = {
@@ -169,7 +170,9 @@ class MetaphraseConfig(PreTrainedConfig):
             "AutoModelForSeq2SeqLM": "modeling_metaphrase.MetaphraseForConditionalGeneration",
             "AutoModelForTextEncoding": "modeling_metaphrase.MetaphraseEncoderModel",
         }
-        kwargs.pop("auto_map", None)
+        self.custom_pipelines = CustomPipelines.of_all_tasks()
+        for written in ("auto_map", "custom_pipelines"):
+            kwargs.pop(written, None)
         super().__post_init__(**kwargs)
         # Not named validate_*: @strict would wrap the ValueError in an exception that is none.
         self._check()
