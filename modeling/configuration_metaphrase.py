@@ -170,9 +170,8 @@ class MetaphraseConfig(PreTrainedConfig):
             "AutoModelForSeq2SeqLM": "modeling_metaphrase.MetaphraseForConditionalGeneration",
             "AutoModelForTextEncoding": "modeling_metaphrase.MetaphraseEncoderModel",
         }
-        self.custom_pipelines = CustomPipelines.of_all_tasks()
-        for written in ("auto_map", "custom_pipelines"):
-            kwargs.pop(written, None)
+        self.custom_pipelines = CustomPipelines.with_all_tasks(kwargs.pop("custom_pipelines", None))
+        kwargs.pop("auto_map", None)
         super().__post_init__(**kwargs)
         # Not named validate_*: @strict would wrap the ValueError in an exception that is none.
         self._check()

@@ -13,7 +13,7 @@ from transformers.tokenization_utils_base import TruncationStrategy
 
 from .length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, batches_by_length
 from .pipeline_options import generation_arguments, generation_settings, is_of_each_text, length_limits
-from .pipeline_tasks import CustomPipelines, task_settings
+from .pipeline_tasks import CustomPipelines, languages_of, task_settings, translation_tasks
 from .pipeline_tokenizers import find_target_tokenizer, lacks_end_of_sequence, save_tokenizers
 
 
@@ -274,7 +274,11 @@ class EncoderDecoderPipeline(Pipeline):
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
         """Saves the model, its tokenizers and the code of the pipelines, for `pipeline(..., trust_remote_code=True)`."""
         os.makedirs(save_directory, exist_ok=True)
-        self.model.config.custom_pipelines = CustomPipelines.of_all_tasks()
+        config = self.model.config
+        custom = CustomPipelines.with_all_tasks(getattr(config, "custom_pipelines", None))
+        # Other families' configurations do not find translation under the names of its languages.
+        languages = {task: custom[task] for task in (self.task, *translation_tasks(config)) if languages_of(task)}
+        config.custom_pipelines = CustomPipelines.with_all_tasks(dict(custom) | languages)
         self.model.save_pretrained(save_directory, **kwargs)
         custom_object_save(self, save_directory)
         save_tokenizers(self.tokenizer, self.target_tokenizer, save_directory, **kwargs)
@@ -287,4 +291,4 @@ def check_text(text: Any) -> None:
         ValueError: If it is anything else.
     """
     if not isinstance(text, str):
-        raise ValueError(f"`inputs` must be a text or a list of texts, got {text!r}, a {type(text).__name__}.")
+        raise ValueError(f"`inputs` must be a text or a list of texts, got {repr(text)[:60]} ({type(text).__name__}).")

@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 # Task to class, all of which stand in pipelines.py.
@@ -38,23 +38,23 @@ class CustomPipelines(dict):
     registered: ClassVar[set[str]] = set()
 
     @classmethod
-    def of_all_tasks(cls) -> "CustomPipelines":
-        """The entries of every task, as transformers writes them."""
-        return cls(
-            {
-                task: {"impl": f"pipelines.{name}", "pt": ["AutoModelForSeq2SeqLM"], "type": "text"}
-                for task, name in PIPELINE_CLASSES.items()
-            }
-        )
+    def with_all_tasks(cls, others: Mapping[str, Any] | None = None) -> "CustomPipelines":
+        """The entries of every task, as transformers writes them, and those that a folder has besides or instead."""
+        return cls({task: _entry(task) for task in PIPELINE_CLASSES} | dict(others or {}))
 
     def __contains__(self, task: object) -> bool:
-        if not isinstance(task, str):
-            return False
-        return super().__contains__(general_task(task)) and general_task(task) not in self.registered
+        name = general_task(task) if isinstance(task, str) else task
+        return super().__contains__(name) and not (
+            name in self.registered and self[name]["impl"] == _entry(name)["impl"]
+        )
 
     def __getitem__(self, task: str) -> dict[str, Any]:
         # transformers puts classes in place of their names, which could not be saved.
         return copy.deepcopy(super().__getitem__(general_task(task)))
+
+
+def _entry(task: str) -> dict[str, Any]:
+    return {"impl": f"pipelines.{PIPELINE_CLASSES[task]}", "pt": ["AutoModelForSeq2SeqLM"], "type": "text"}
 
 
 def task_settings(config: Any, task: str) -> dict[str, Any]:

@@ -8,10 +8,12 @@ import sys
 import pytest
 import torch
 from converted_models import bart_like, draw, fill_randomly
+from test_hub_code import offline_environment
 from tiny_generator import SOURCES, save_generator, tiny_generator, tiny_pair
 from tiny_languages import CODES, MAKERS
 from tiny_models import tiny_model
 from transformers import (
+    AutoConfig,
     BartConfig,
     BartForConditionalGeneration,
     GenerationConfig,
@@ -271,6 +273,13 @@ def test_stop_sequence_ends_a_target(pipe):
     assert stopped[0]["generated_text"] == text[: text.index(stop) + 1] != text
     with pytest.raises(ValueError, match="`stop_sequence` must have at least one token, got ''"):
         pipe(SOURCES[0], stop_sequence="")
+
+
+def test_an_assistant_changes_nothing(families):
+    parts = {"model": families["bart"], "tokenizer": tiny_pair().source, "max_new_tokens": 7}
+    plain = pipeline("translation", **parts)(SOURCES, num_beams=1)
+    assert pipeline("translation", **parts, assistant_model=family_model("bart"))(SOURCES) == plain
+    assert pipeline("translation", **parts)(SOURCES, prompt_lookup_num_tokens=2) == plain
 
 
 def test_a_model_in_training_is_read_without_dropout_and_left_in_training(generators):
@@ -602,7 +611,7 @@ def test_configuration_names_the_code_of_every_task(folders, monkeypatch):
     assert set(written) == set(NAMES)
     for task, entry in written.items():
         assert entry == {"impl": f"pipelines.{CLASSES[task].__name__}", "pt": ["AutoModelForSeq2SeqLM"], "type": "text"}
-    custom = CustomPipelines.of_all_tasks()
+    custom = CustomPipelines.with_all_tasks()
     # The registered class stands in for the code of a folder, which needs no trust then.
     assert "translation" not in custom and "translation_en_to_de" not in custom and len(custom) == 3
     monkeypatch.setattr(CustomPipelines, "registered", set())
@@ -611,6 +620,17 @@ def test_configuration_names_the_code_of_every_task(folders, monkeypatch):
     assert entry == written["translation"]
     entry["pt"] = ()
     assert custom["translation"] == written["translation"]
+
+
+def test_pipelines_of_others_stay(folders, tmp_path):
+    theirs = {"impl": "my_pipelines.Mine", "pt": ["AutoModelForSeq2SeqLM"], "type": "text"}
+    config = AutoConfig.from_pretrained(folders[True])
+    config.custom_pipelines = {"paraphrase": theirs, "summarization": theirs}
+    config.save_pretrained(tmp_path)
+    custom = AutoConfig.from_pretrained(tmp_path).custom_pipelines
+    assert set(custom) == {*NAMES, "paraphrase"} and custom["paraphrase"] == custom["summarization"] == theirs
+    # Their code is another than the registered one.
+    assert "paraphrase" in custom and "summarization" in custom and "translation" not in custom
 
 
 @pytest.mark.parametrize("joint", [True, False])
@@ -666,10 +686,9 @@ print("REPORT " + json.dumps(report))
 @pytest.fixture(scope="module")
 def clean_report(folders, families, tmp_path_factory):
     """What every task gives in an interpreter without the package, by folder and task."""
-    from test_hub_code import offline_environment
-
     root = tmp_path_factory.mktemp("clean")
-    pipeline("translation", model=families["bart"], tokenizer=tiny_pair().source).save_pretrained(root / "bart")
+    saved = pipeline("translation_en_to_de", model=families["bart"], tokenizer=tiny_pair().source)
+    saved.save_pretrained(root / "bart")
     places = [str(folders[True]), str(folders[False]), str(root / "bart")]
     arguments = [json.dumps(SOURCES), json.dumps(list(CLASSES)), *places]
     result = subprocess.run(
@@ -700,7 +719,7 @@ def test_folder_works_without_the_package(joint, task, clean_report, generators)
 
 def test_other_families_work_from_a_folder_of_a_pipeline(clean_report, families):
     places, report = clean_report
-    for task in NAMES:
+    for task in CLASSES:
         expected = pipeline(task, model=families["bart"], tokenizer=tiny_pair().source)(SOURCES)
         assert report[f"{places['bart']} {task}"] == [expected, expected]
 
