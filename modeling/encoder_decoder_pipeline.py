@@ -61,8 +61,8 @@ class EncoderDecoderPipeline(Pipeline):
             model: An encoder-decoder that generates.
             tokenizer: Of the sources, or a pair of tokenizers with the attributes `source` and `target`.
             *args: As for transformers' pipelines.
-            target_tokenizer: Of the targets, or where it lies. By default the one that was saved with the sources' tokenizer, and
-                that tokenizer itself if there is none.
+            target_tokenizer: Of the targets, or where it lies. By default the one that was saved with the sources' tokenizer, on
+                the Hub that of the main branch, and the sources' tokenizer itself if there is none.
             assistant_model: As for `generate()`.
             assistant_tokenizer: As for `generate()`.
             task: The name of the task; the model's own settings for it apply.

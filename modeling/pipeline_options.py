@@ -65,8 +65,7 @@ def _with_lengths(given: dict[str, Any]) -> dict[str, Any]:
 
 def length_limits(model: PreTrainedModel, arguments: Mapping[str, Any]) -> tuple[int, int | None]:
     """Fewest and most tokens of a target, the start token counted, by the arguments of `generate()`."""
-    config = arguments.get("generation_config")
-    settings = model.generation_config.to_dict() | ({} if config is None else config.to_diff_dict()) | dict(arguments)
+    settings = _settings(model, arguments)
     limits = []
     for length, new_tokens in (("min_length", "min_new_tokens"), ("max_length", "max_new_tokens")):
         new = settings.get(new_tokens)
@@ -76,8 +75,12 @@ def length_limits(model: PreTrainedModel, arguments: Mapping[str, Any]) -> tuple
 
 def is_of_each_text(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:
     """Whether these arguments of `generate()` lead to the same targets however the texts are put into batches."""
-    config = arguments.get("generation_config") or model.generation_config
-    settings = {name: getattr(config, name, None) for name in _OF_A_BATCH} | dict(arguments)
-    return not any(settings.get(name) for name in _OF_A_BATCH) and arguments.keys() <= generation_settings() | {
-        "generation_config"
-    }
+    settings = _settings(model, arguments)
+    is_known = arguments.keys() <= generation_settings() | {"generation_config"}
+    return is_known and not any(settings.get(name) for name in _OF_A_BATCH)
+
+
+def _settings(model: PreTrainedModel, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What `generate()` goes by: its arguments, a generation config among them, and the model's own."""
+    config = arguments.get("generation_config")
+    return model.generation_config.to_dict() | ({} if config is None else config.to_diff_dict()) | dict(arguments)

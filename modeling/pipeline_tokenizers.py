@@ -30,7 +30,7 @@ def find_target_tokenizer(
     except (OSError, ValueError) as error:
         raise ValueError(
             f"`target_tokenizer` must be given where the tokenizer of the targets is not in `{TARGET_SUBFOLDER}/` beside that of "
-            f"the sources, got None, and nothing there in {place!r}."
+            f"the sources, got None, and there is none in {place!r}."
         ) from error
 
 
@@ -67,7 +67,11 @@ def check_language(tokenizer: PreTrainedTokenizerBase, field: str, code: str | N
     name = type(tokenizer).__name__
     if code is None:
         raise ValueError(f"`{field}` must be given for a {name}, which has many languages, got None.")
+    # A piece of a word may look like a code: it must be one of the tokens that stand outside texts.
+    known = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+    known |= {
+        own for own, index in getattr(tokenizer, "lang_code_to_id", {}).items() if index != tokenizer.unk_token_id
+    }
     # Some write their codes with underscores around them.
-    forms = {code, f"__{code}__", getattr(tokenizer, "lang_code_to_token", {}).get(code, code)}
-    if {tokenizer.convert_tokens_to_ids(form) for form in forms} <= {None, tokenizer.unk_token_id}:
+    if not known & {code, f"__{code}__"}:
         raise ValueError(f"`{field}` must be a language that the {name} knows, got {code!r}.")

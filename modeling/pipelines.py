@@ -65,7 +65,7 @@ class TranslationPipeline(EncoderDecoderPipeline):
     ) -> tuple[dict, dict, dict]:
         preprocess, forward, postprocess = super()._sanitize_parameters(**kwargs)
         languages = {"src_lang": src_lang, "tgt_lang": tgt_lang}
-        # The task speaks first, when the pipeline is made; calls have their own say over it.
+        # Only when the pipeline is made: languages that it was given stand above those in the name of its task.
         if src_lang is None and tgt_lang is None and not hasattr(self, "_preprocess_params"):
             languages = dict(zip(languages, languages_of(self.task) or (None, None), strict=True))
         preprocess |= {name: code for name, code in languages.items() if code is not None}
@@ -110,13 +110,13 @@ def _own_translation_task(model: PreTrainedModel, tokenizer: Any, src_lang: str 
     """
     known = list(translation_tasks(model.config))
     wanted = f"translation_{src_lang}_to_{tgt_lang}"
-    if not known or wanted in known:
-        return wanted if known else "translation"
+    if wanted in known:
+        return wanted
+    if not known or has_languages(getattr(tokenizer, "source", tokenizer)):
+        return "translation"
     if src_lang is None and tgt_lang is None:
         warnings.warn(f"The task is translation, without languages: it is taken for {known[0]}.", stacklevel=4)
         return known[0]
-    if has_languages(getattr(tokenizer, "source", tokenizer)):
-        return "translation"
     raise ValueError(
         f"`src_lang` and `tgt_lang` must be those of a task of the model, one of {', '.join(known)}, "
         f"got {src_lang!r} and {tgt_lang!r}."

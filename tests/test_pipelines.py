@@ -4,6 +4,7 @@ import json
 import logging
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ from metaphrase.inference import (
 from metaphrase.inference.pipelines import register_pipelines
 from metaphrase.modeling import pipeline_tokenizers
 from metaphrase.modeling.encoder_decoder_pipeline import ReturnType
-from metaphrase.modeling.pipeline_options import generation_arguments, length_limits
+from metaphrase.modeling.pipeline_options import generation_arguments, is_of_each_text, length_limits
 from metaphrase.modeling.pipeline_tasks import CustomPipelines, general_task, languages_of
 from metaphrase.tokenization import TokenizerPair, tokenizer_pair
 
@@ -447,6 +448,16 @@ def test_lengths_that_count():
     assert length_limits(options_model(), {}) == (0, None)
 
 
+def test_what_decides_of_a_batch():
+    sampling, greedy = options_model(do_sample=True), options_model()
+    assert is_of_each_text(greedy, {"num_beams": 4, "generation_config": GenerationConfig(num_beams=2)})
+    assert not is_of_each_text(sampling, {}) and is_of_each_text(sampling, {"do_sample": False})
+    # A config that says nothing of it leaves it to the model's.
+    assert not is_of_each_text(sampling, {"generation_config": GenerationConfig(num_beams=2)})
+    assert not is_of_each_text(greedy, {"generation_config": GenerationConfig(do_sample=True)})
+    assert not is_of_each_text(greedy, {"streamer": None})
+
+
 def test_length_of_the_call_is_kept(pipe):
     """The model's own eight new tokens do not stand above it."""
     ids = pipe(SOURCES[0], max_length=4, min_length=4, return_tensors=True)[0]["generated_token_ids"]
@@ -584,10 +595,28 @@ def test_languages_are_marked_and_written(many_languages):
     assert pipeline(task, model=str(folder), **options)(texts) == written[german]
     with pytest.raises(ValueError, match=r"`tgt_lang` must be a language that the .* knows, got 'xx_XX'"):
         made("the cat", tgt_lang="xx_XX")
+    # A piece of a word is no language.
+    with pytest.raises(ValueError, match=r"`tgt_lang` must be a language that the .* knows, got 'a'"):
+        made("the cat", tgt_lang="a")
     with pytest.raises(ValueError, match=r"`src_lang` must be a language that the .* knows, got 'en'"):
         pipeline("translation_en_to_de", model=str(folder))("the cat")
     with pytest.raises(ValueError, match=r"`tgt_lang` must be given for a .*, which has many languages, got None"):
         pipeline("translation", model=str(folder), src_lang=english)("the cat")
+
+
+def test_settings_of_some_languages_are_not_those_of_all(many_languages):
+    """The first mBART has settings for one pair of languages; a tokenizer of many is not bound to them."""
+    name, folder = many_languages
+    english, german, _ = CODES[name]
+    generator = Generator.from_pretrained(folder, device="cpu", source_lang=english, target_lang=german)
+    generator.model.config.task_specific_params = {"translation_en_to_ro": {"max_length": 2}}
+    parts = {"model": generator.model, "tokenizer": generator.tokenizers, "max_new_tokens": 6}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made = pipeline("translation", **parts)
+    assert made.task == "translation" and made.task_options == {}
+    assert made(["the cat"], src_lang=english, tgt_lang=german) == made(["the cat"])
+    assert pipeline("translation", **parts, src_lang="en", tgt_lang="ro").task_options == {"max_length": 2}
 
 
 def test_languages_may_be_the_models_own(many_languages):
