@@ -134,11 +134,12 @@ class EncoderDecoderPipeline(Pipeline):
             )
         return ids[0]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Generates the targets of texts.
 
         Args:
-            *args: A text, a list of texts, or a data set or generator of them, which is read as results are asked for.
+            inputs: A text, a list of texts, or a data set or generator of them, which is read as results are asked for.
+            *args: As for transformers' pipelines, which warn of them.
             **kwargs: `return_text` [unless `return_tensors`] and `return_tensors` [False]: whether results hold texts and token
                 ids; `clean_up_tokenization_spaces` [False]; `truncation` [False]: whether sources are cut at the tokenizer's
                 `model_max_length`; `prefix`: stands before every source, by default the model's own for the task;
@@ -152,16 +153,13 @@ class EncoderDecoderPipeline(Pipeline):
         Raises:
             ValueError: If an input is no text, or an argument does not fit.
         """
-        if not args:
-            return super().__call__(**kwargs)
-        texts = args[0]
-        if not isinstance(texts, list):
-            return super().__call__(*args, **kwargs)
-        for text in texts:
+        if not isinstance(inputs, list):
+            return super().__call__(inputs, *args, **kwargs)
+        for text in inputs:
             check_text(text)
-        results = self._in_batches(texts, **kwargs) if self._may_batch(texts, kwargs) else None
+        results = self._in_batches(inputs, **kwargs) if self._may_batch(inputs, kwargs) else None
         if results is None:
-            results = super().__call__(*args, **kwargs) if texts else []
+            results = super().__call__(inputs, *args, **kwargs) if inputs else []
         return [result[0] for result in results] if all(len(result) == 1 for result in results) else results
 
     def _may_batch(self, texts: list[str], kwargs: dict[str, Any]) -> bool:

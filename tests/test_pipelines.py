@@ -591,6 +591,9 @@ def test_languages_are_marked_and_written(many_languages):
             assert made(texts, tgt_lang=language, batch_size=batch_size) == expected
         written[language] = expected
     assert written[german] != written[romanian] and made(texts) == written[german]
+    # In a batch the code comes once for each text; it is an option of them all.
+    field = "forced_bos_token_id" if name == "nllb" else "decoder_start_token_id"
+    assert made._language_options({"forced_bos_token_id": [7, 7]}) == {field: 7}
     task = f"translation_{english}_to_{german}"
     assert pipeline(task, model=str(folder), **options)(texts) == written[german]
     with pytest.raises(ValueError, match=r"`tgt_lang` must be a language that the .* knows, got 'xx_XX'"):
