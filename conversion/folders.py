@@ -11,7 +11,7 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
@@ -42,6 +42,8 @@ _TOKENIZER_FILES = (
     *("spiece.*", "chat_template*"),
 )
 _LICENCES = ("LICENSE*", "NOTICE*")
+# What pipelines read of a task, which is the same for every family.
+_OF_TASKS = ("prefix", "task_specific_params")
 # transformers does not name these where sentencepiece is not installed.
 _NEED_SENTENCEPIECE = {"marian": "MarianTokenizer", "m2m_100": "M2M100Tokenizer"}
 _DOWNLOADED = ("*.json", "*.safetensors", *_TOKENIZER_FILES, *_LICENCES, "target_tokenizer/*")
@@ -135,6 +137,7 @@ def _write_ours(family: Family, folder: Path, files: WeightFiles, output: Path, 
     weights = NamedWeights(files, family.prefix)
     config = family.read_config(theirs, weights)
     config.architectures = [MetaphraseForConditionalGeneration.__name__]
+    _carry_tasks(theirs, config)
     model = skeleton(MetaphraseForConditionalGeneration, config)
     planned = plan_ours(family, model, weights)
     for field in ("encoder_layerdrop", "decoder_layerdrop"):
@@ -150,6 +153,7 @@ def _write_theirs(family: Family, folder: Path, weights: WeightFiles, output: Pa
     config = MetaphraseConfig.from_pretrained(folder)
     fields = family.write_config(config)
     theirs = config_class(family)(dtype=config.dtype, architectures=[family.model_class], **fields)
+    _carry_tasks(config, theirs)
     model = skeleton(MetaphraseForConditionalGeneration, config)
     planned = plan_theirs(family, model, skeleton(model_class(family), theirs), weights)
     theirs.save_pretrained(output)
@@ -158,6 +162,12 @@ def _write_theirs(family: Family, folder: Path, weights: WeightFiles, output: Pa
     (output / CONFIG_NAME).write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     _generation_config(folder).save_pretrained(output)
     write_weights(output, planned, max_shard_bytes)
+
+
+def _carry_tasks(source: PreTrainedConfig, target: PreTrainedConfig) -> None:
+    for field in _OF_TASKS:
+        if getattr(source, field, None):
+            setattr(target, field, getattr(source, field))
 
 
 def _generation_config(folder: Path) -> GenerationConfig:

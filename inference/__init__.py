@@ -8,6 +8,7 @@ from metaphrase.inference.generation_options import GENERATION_OPTIONS, complete
 from metaphrase.inference.generator import Generator, ScoredText
 from metaphrase.inference.joint_search import Partner
 from metaphrase.inference.minimum_bayes_risk import expected_utilities
+from metaphrase.inference.pipelines import SummarizationPipeline, Text2TextGenerationPipeline, TranslationPipeline
 from metaphrase.inference.speculative_decoding import SpeculativeSearch
 from metaphrase.inference.word_alignment import alignment_error_rate, format_pharaoh, word_alignment, word_weights
 
@@ -21,6 +22,9 @@ __all__ = [
     "Partner",
     "ScoredText",
     "SpeculativeSearch",
+    "SummarizationPipeline",
+    "Text2TextGenerationPipeline",
+    "TranslationPipeline",
     "alignment_error_rate",
     "complete_sampling",
     "cross_attention",

@@ -9,7 +9,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from metaphrase.inference.decoding import batches_by_length, decode, evaluating
+from metaphrase.inference.decoding import decode, evaluating
 from metaphrase.inference.forced_decoding import (
     check_pairs,
     check_texts,
@@ -18,6 +18,7 @@ from metaphrase.inference.forced_decoding import (
     pair_lengths,
 )
 from metaphrase.inference.generator import Generator, check_single
+from metaphrase.modeling.length_batches import batches_by_length
 from metaphrase.tokenization import readable_tokens, words_of_decoded, words_of_source, words_of_target
 
 # A pass that keeps the weights of all layers and heads, of the encoder too, needs memory for the square of the length.

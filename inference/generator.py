@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 
 import metaphrase.modeling  # noqa: F401 (registers the models with the Auto classes)
-from metaphrase.inference.decoding import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, decode
+from metaphrase.inference.decoding import decode
 from metaphrase.inference.ensemble import EnsembleSearch
 from metaphrase.inference.forced_decoding import ForcedScore, check_texts, encode_forced, score_targets
 from metaphrase.inference.generation_options import complete_sampling
@@ -22,6 +22,7 @@ from metaphrase.inference.minimum_bayes_risk import (
     weigh_samples,
 )
 from metaphrase.inference.speculative_decoding import DEFAULT_NUM_ASSISTANT_TOKENS, SpeculativeSearch
+from metaphrase.modeling.length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
 from metaphrase.tokenization import TokenizerPair, readable_tokens, set_languages
 
 

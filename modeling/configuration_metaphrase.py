@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from .pipeline_tasks import CustomPipelines
 from .presets import PRESETS
 
 _CHOICES = {
@@ -169,6 +170,7 @@ class MetaphraseConfig(PreTrainedConfig):
             "AutoModelForSeq2SeqLM": "modeling_metaphrase.MetaphraseForConditionalGeneration",
             "AutoModelForTextEncoding": "modeling_metaphrase.MetaphraseEncoderModel",
         }
+        self.custom_pipelines = CustomPipelines.with_all_tasks(kwargs.pop("custom_pipelines", None))
         kwargs.pop("auto_map", None)
         super().__post_init__(**kwargs)
         # Not named validate_*: @strict would wrap the ValueError in an exception that is none.

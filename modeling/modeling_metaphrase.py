@@ -10,6 +10,7 @@ from .configuration_metaphrase import MetaphraseConfig
 from .divergence import divergence_of_halves
 from .generation import MetaphraseGenerationMixin
 from .normalization import clamp_float16
+from .pipelines import TranslationPipeline  # noqa: F401 (what is imported here travels with a saved model)
 from .positions import positions_from_mask
 from .projected_loss import projected_loss
 from .stacks import MetaphraseDecoder, MetaphraseEncoder, MetaphrasePreTrainedModel

@@ -5,7 +5,8 @@ import torch
 from tiny_generator import SOURCES, tiny_generator
 from transformers.generation import utils
 
-from metaphrase.inference.decoding import batches_by_length, decode
+from metaphrase.inference.decoding import decode
+from metaphrase.modeling.length_batches import batches_by_length
 
 BEAM = {"num_beams": 3, "num_return_sequences": 3}
 

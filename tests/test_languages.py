@@ -6,7 +6,7 @@ import pytest
 import torch
 from converted_models import bart_like, draw
 from tiny_generator import tiny_pair
-from transformers import MBartTokenizer, NllbTokenizer
+from tiny_languages import CODES, MAKERS
 
 from metaphrase.conversion import convert
 from metaphrase.inference import Generator
@@ -15,27 +15,6 @@ from metaphrase.scripts.console import run
 from metaphrase.tokenization import TokenizerPair, set_languages
 from metaphrase.tokenization.languages import code_id
 from metaphrase.training.recipe import Recipe
-
-LETTERS = "▁abcdehilnoprst"
-CODES = {"nllb": ["eng_Latn", "deu_Latn", "ron_Latn"], "mbart": ["en_XX", "de_DE", "ro_RO"]}
-
-
-def nllb_tokenizer():
-    tokens = ["<s>", "<pad>", "</s>", "<unk>", *LETTERS]
-    return NllbTokenizer(
-        vocab={token: index for index, token in enumerate(tokens)}, merges=[], extra_special_tokens=CODES["nllb"]
-    )
-
-
-def mbart_tokenizer():
-    tokens = ["<s>", "<pad>", "</s>", "<unk>", *LETTERS]
-    return MBartTokenizer(
-        vocab=[(token, 0.0 if index < 4 else -2.0) for index, token in enumerate(tokens)],
-        extra_special_tokens=CODES["mbart"],
-    )
-
-
-MAKERS = {"nllb": ("m2m_100", nllb_tokenizer), "mbart": ("mbart", mbart_tokenizer)}
 
 
 @pytest.fixture(scope="module", params=list(MAKERS))

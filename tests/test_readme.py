@@ -31,7 +31,8 @@ COMMANDS = [
 @pytest.fixture
 def project(tmp_path, monkeypatch):
     """A folder as the README takes it for granted: a trained model in runs/demo, a recipe, some input."""
-    save_generator(tiny_generator(), tmp_path / "runs" / "demo")
+    for name in ("demo", "text_to_text"):
+        save_generator(tiny_generator(), tmp_path / "runs" / name)
     paths = write_demo_corpus(tmp_path / "runs" / "demo" / "data", num_train=2000, num_validation=20, num_test=20)
     few = paths["test"].read_text(encoding="utf-8").splitlines(keepends=True)[:3]
     paths["test"].write_text("".join(few), encoding="utf-8")

@@ -8,7 +8,7 @@ import pytest
 import sentencepiece
 from converted_models import bart_like, draw
 from tiny_generator import SOURCES, TARGETS
-from transformers import AutoTokenizer, M2M100Tokenizer, MarianTokenizer
+from transformers import AutoTokenizer, M2M100Tokenizer, MarianTokenizer, pipeline
 
 from metaphrase.conversion import convert
 from metaphrase.inference import Generator
@@ -56,7 +56,11 @@ def test_marian_tokenizer_comes_along(opus_mt, tmp_path):
         pair = TokenizerPair.from_pretrained(tmp_path / name)
         assert type(pair.source) is MarianTokenizer
         assert pair.encode_sources(SOURCES) == sources and pair.encode_targets(TARGETS) == targets
-        assert len(Generator.from_pretrained(tmp_path / name, device="cpu").generate(SOURCES, max_new_tokens=4)) == 5
+        written = Generator.from_pretrained(tmp_path / name, device="cpu").generate(
+            SOURCES, num_beams=2, max_new_tokens=4
+        )
+        piped = pipeline("translation", model=str(tmp_path / name))(SOURCES, num_beams=2, max_new_tokens=4)
+        assert [result["translation_text"] for result in piped] == written
 
 
 def test_m2m_100_tokenizer_knows_its_languages(tmp_path):
@@ -80,7 +84,12 @@ def test_m2m_100_tokenizer_knows_its_languages(tmp_path):
     assert options == {"forced_bos_token_id": german}
     assert pair.encode_sources(["the dog"])[0][0] == english and pair.encode_targets(["der"])[0][0] == german
     generator = Generator.from_pretrained(tmp_path / "ours", device="cpu", source_lang="en", target_lang="de")
-    assert len(generator.generate(SOURCES, max_new_tokens=4)) == 5
+    written = generator.generate(SOURCES, num_beams=2, max_new_tokens=4)
+    piped = pipeline("translation_en_to_de", model=str(tmp_path / "ours"), num_beams=2, max_new_tokens=4)
+    assert [result["translation_text"] for result in piped(SOURCES)] == written
+    assert [result["translation_text"] for result in piped(SOURCES, tgt_lang="fr", src_lang="en")] != written
+    with pytest.raises(ValueError, match="`tgt_lang` must be a language that the M2M100Tokenizer knows, got 'd'"):
+        piped(SOURCES, tgt_lang="d", src_lang="en")
 
 
 def test_without_sentencepiece_the_error_names_the_extra(opus_mt, tmp_path, monkeypatch):

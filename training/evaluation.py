@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from metaphrase.inference import Generator
-from metaphrase.inference.decoding import batches_by_length
 from metaphrase.modeling import IGNORED_LABEL
+from metaphrase.modeling.length_batches import batches_by_length
 from metaphrase.training.batching import PairCollator
 from metaphrase.training.metrics import compute_metrics
 

@@ -1,0 +1,86 @@
+"""Options of generation in a pipeline: who decides each of them, and which are of all texts of a batch at once."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedModel
+
+# What transformers 4 generated with where nobody had decided.
+DEFAULT_NUM_BEAMS = 4
+DEFAULT_MAX_NEW_TOKENS = 256
+# These do not go with beams.
+_WITHOUT_BEAMS = {"assistant_model", "prompt_lookup_num_tokens", "streamer"}
+# Settings of generation by which a text's result depends on what stands beside it, or on what was drawn before it.
+_OF_A_BATCH = {"do_sample", "max_time", "prompt_lookup_num_tokens"}
+
+
+def generation_settings() -> set[str]:
+    """The names of all settings that a `GenerationConfig` has."""
+    return {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+
+
+def generation_arguments(
+    model: PreTrainedModel, own: Mapping[str, Any], given: Mapping[str, Any], pad_token_id: int | None
+) -> dict[str, Any]:
+    """What `generate()` is called with.
+
+    The call decides first, then the pipeline, the settings of the task, the model's generation config, and at last the
+    defaults. A `generation_config` of the call stands in place of all but the call's other arguments.
+
+    Args:
+        model: Its generation config is read.
+        own: The options of the pipeline and of its task.
+        given: The options of the call.
+        pad_token_id: The tokenizer's, for a model that knows none.
+    """
+    given = dict(given)
+    config = given.pop("generation_config", None)
+    if config is None:
+        given = {**own, **given}
+        config = given.pop("generation_config", None)
+    if config is not None:
+        # In a copy: transformers wants either a config or single settings.
+        config = copy.deepcopy(config)
+        rest = config.update(**_with_lengths(given))
+        return {"generation_config": config, **rest}
+    decided = {name for name, value in model.generation_config.to_diff_dict().items() if value is not None} | set(given)
+    defaults: dict[str, Any] = {}
+    if not decided & {"max_length", "max_new_tokens"}:
+        defaults["max_new_tokens"] = DEFAULT_MAX_NEW_TOKENS
+    if "num_beams" not in decided and not decided & _WITHOUT_BEAMS:
+        defaults["num_beams"] = max(DEFAULT_NUM_BEAMS, given.get("num_return_sequences") or 1)
+    if "pad_token_id" not in decided and pad_token_id is not None:
+        defaults["pad_token_id"] = pad_token_id
+    return defaults | _with_lengths(given)
+
+
+def _with_lengths(given: dict[str, Any]) -> dict[str, Any]:
+    """A length that was given takes the place of the model's own of the other kind, which `generate()` would prefer."""
+    for length, new_tokens in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
+        if given.get(length) is not None and new_tokens not in given:
+            given = {**given, new_tokens: None}
+    return given
+
+
+def length_limits(model: PreTrainedModel, arguments: Mapping[str, Any]) -> tuple[int, int | None]:
+    """Fewest and most tokens of a target, the start token counted, by the arguments of `generate()`."""
+    settings = _settings(model, arguments)
+    limits = []
+    for length, new_tokens in (("min_length", "min_new_tokens"), ("max_length", "max_new_tokens")):
+        new = settings.get(new_tokens)
+        limits.append(settings.get(length) if new is None else new + 1)
+    return limits[0] or 0, limits[1]
+
+
+def is_of_each_text(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:
+    """Whether these arguments of `generate()` lead to the same targets however the texts are put into batches."""
+    settings = _settings(model, arguments)
+    is_known = arguments.keys() <= generation_settings() | {"generation_config"}
+    return is_known and not any(settings.get(name) for name in _OF_A_BATCH)
+
+
+def _settings(model: PreTrainedModel, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What `generate()` goes by: its arguments, a generation config among them, and the model's own."""
+    config = arguments.get("generation_config")
+    return model.generation_config.to_dict() | ({} if config is None else config.to_diff_dict()) | dict(arguments)
