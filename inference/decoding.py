@@ -1,7 +1,7 @@
 """Decoding: many sources in, their hypotheses out, in order; batches of like length inside."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerationMode
 
 from metaphrase.inference.generation_options import GENERATION_OPTIONS
+from metaphrase.inference.search_choice import choose_search
 
 DEFAULT_BATCH_SIZE = 64
 DEFAULT_MAX_TOKENS_PER_BATCH = 8192
@@ -21,7 +22,8 @@ class Hypothesis:
 
     Attributes:
         ids: Token ids without the start token and without padding; the last one is the end of sequence if it was reached.
-        score: For beam search its length-normalized score, else the sum of the log-probabilities; `None` if not asked for.
+        score: For beam search its length-normalized score (of diverse beam search less the penalties), else the sum of the
+            log-probabilities; `None` if not asked for.
         is_finished: Whether the end of sequence was reached within the length limit.
     """
 
@@ -75,18 +77,23 @@ def decode(
         max_tokens_per_batch: Most source tokens in a batch, padding counted.
         return_scores: Whether hypotheses carry their score.
         show_progress: A progress bar; `None` shows it on a terminal only.
-        **generation_kwargs: As for `generate()`.
+        **generation_kwargs: As for `generate()`; and those that transformers 5 has left to code on the Hub, for searches of
+            this package: `num_beam_groups` with `diversity_penalty`, `penalty_alpha` with `top_k`, `force_words_ids`.
 
     Returns:
         For each source, in order, its `num_return_sequences` hypotheses, best first where they are ranked.
+
+    Raises:
+        ValueError: If arguments contradict each other, or as `generate()` does.
     """
+    search, generation_kwargs = choose_search(model, generation_kwargs)
     results: list[list[Hypothesis] | None] = [None] * len(sources)
     batches = batches_by_length([len(source) for source in sources], batch_size, max_tokens_per_batch)
     bar = tqdm(total=len(sources), unit="sentence", disable=None if show_progress is None else not show_progress)
     with _evaluating(model), torch.inference_mode(), bar:
         for batch in batches:
             inputs = _pad([sources[index] for index in batch], model)
-            hypotheses = list(_generate(model, inputs, return_scores, generation_kwargs))
+            hypotheses = list(_generate(model, inputs, return_scores, search, generation_kwargs))
             per_source = len(hypotheses) // len(batch)
             for place, index in enumerate(batch):
                 results[index] = hypotheses[place * per_source : (place + 1) * per_source]
@@ -117,10 +124,16 @@ def _pad(sources: list[Sequence[int]], model: PreTrainedModel) -> dict[str, torc
 
 
 def _generate(
-    model: PreTrainedModel, inputs: dict[str, torch.Tensor], return_scores: bool, generation_kwargs: dict
+    model: PreTrainedModel,
+    inputs: dict[str, torch.Tensor],
+    return_scores: bool,
+    search: Callable | None,
+    generation_kwargs: dict,
 ) -> Iterator[Hypothesis]:
     options: dict = {"return_dict_in_generate": True, "output_scores": return_scores, "output_logits": False}
-    if hasattr(model, "search_with_scores") and _is_plain(model, generation_kwargs):
+    if search is not None:
+        options |= {"custom_generate": search, "output_scores": False}
+    elif hasattr(model, "search_with_scores") and _is_plain(model, generation_kwargs):
         options = {"custom_generate": model.search_with_scores, "return_scores": return_scores}
     # In a run whose weights are shared out, it would else wait for what the other processes decode.
     output = model.generate(**inputs, **{"synced_gpus": False} | generation_kwargs | options)
@@ -136,7 +149,7 @@ def _generate(
 def _is_plain(model: PreTrainedModel, generation_kwargs: dict) -> bool:
     """Whether the search is greedy, by beams or by sampling, with no options but those that can be told by name."""
     modes = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH)
-    known = {*GENERATION_OPTIONS, "eos_token_id", "synced_gpus"}
+    known = {*GENERATION_OPTIONS, "bad_words_ids", "eos_token_id", "synced_gpus"}
     return known >= generation_kwargs.keys() and model.generation_config.get_generation_mode() in modes
 
 

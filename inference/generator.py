@@ -10,7 +10,7 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 
 import metaphrase.modeling  # noqa: F401 (registers the models with the Auto classes)
 from metaphrase.inference.decoding import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, decode
-from metaphrase.tokenization import TokenizerPair, set_languages
+from metaphrase.tokenization import TokenizerPair, encode_phrase, set_languages
 
 
 @dataclass(frozen=True)
@@ -102,10 +102,12 @@ class Generator:
         Args:
             texts: Sources.
             show_progress: A progress bar; `None` shows it on a terminal only.
-            **generation_kwargs: As for `generate()`; `num_return_sequences` must be 1.
+            **generation_kwargs: As for `decode`; `num_return_sequences` must be 1. Besides, phrases as texts: `must_contain`, a
+                list of phrases, or of lists of phrases of which one is needed, and `never_contain`, a list of phrases.
 
         Raises:
-            ValueError: If more than one sequence is asked for: `generate_n_best` returns them.
+            ValueError: If more than one sequence is asked for: `generate_n_best` returns them; or as `decode` and
+                `encode_phrase` do.
         """
         count = generation_kwargs.get("num_return_sequences", 1)
         if count != 1:
@@ -138,6 +140,7 @@ class Generator:
     ) -> list[list[ScoredText]]:
         written = [index for index, text in enumerate(texts) if text.strip()]
         sources = self.tokenizers.encode_sources([self.source_prefix + texts[index] for index in written])
+        generation_kwargs = self._with_phrases(generation_kwargs)
         hypotheses = decode(
             self.model,
             sources,
@@ -155,3 +158,27 @@ class Generator:
             decoded = self.tokenizers.decode_targets([candidate.ids for candidate in candidates])
             results[index] = [ScoredText(text, c.score) for text, c in zip(decoded, candidates, strict=True)]
         return results
+
+    def _with_phrases(self, generation_kwargs: dict) -> dict:
+        """The arguments with the ids of the phrases that were given as texts."""
+        options = dict(generation_kwargs)
+        must_contain, never_contain = options.pop("must_contain", None), options.pop("never_contain", None)
+        for name, phrases in (("must_contain", must_contain), ("never_contain", never_contain)):
+            if phrases is not None and not isinstance(phrases, list | tuple):
+                raise ValueError(f"`{name}` must be a list of phrases, got {phrases!r}.")
+        if must_contain:
+            if options.get("force_words_ids") is not None:
+                raise ValueError("`force_words_ids` must be None where `must_contain` is given.")
+            options["force_words_ids"], options["first_words_ids"] = [], []
+            for phrases in must_contain:
+                phrases = [phrases] if isinstance(phrases, str) else phrases
+                encoded = [encode_phrase(self.tokenizers.target, phrase) for phrase in phrases]
+                options["force_words_ids"].append([ids for inside, _ in encoded for ids in inside])
+                options["first_words_ids"].append([ids for _, first in encoded for ids in first])
+        if never_contain:
+            encoded = [encode_phrase(self.tokenizers.target, phrase) for phrase in never_contain]
+            # Some models have words of their own here, such as Marian its padding.
+            config = options.get("generation_config") or self.model.generation_config
+            own = options.get("bad_words_ids") or config.bad_words_ids or []
+            options["bad_words_ids"] = [*own, *(ids for both in encoded for part in both for ids in part)]
+        return options

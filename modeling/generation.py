@@ -16,7 +16,7 @@ from .decoder_state import DecoderState
 from .sampling import sample
 
 # Those that look at each row by itself, so that rows may leave the batch.
-_PROCESSORS = {
+ROW_PROCESSORS = {
     getattr(logits_process, name, None)
     for name in (
         *("EpsilonLogitsWarper", "EtaLogitsWarper", "ExponentialDecayLengthPenalty", "ForcedBOSTokenLogitsProcessor"),
@@ -27,7 +27,7 @@ _PROCESSORS = {
         *("TemperatureLogitsWarper", "TopHLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper"),
     )
 }
-_CRITERIA = {stopping_criteria.MaxLengthCriteria, stopping_criteria.EosTokenCriteria}
+ROW_CRITERIA = {stopping_criteria.MaxLengthCriteria, stopping_criteria.EosTokenCriteria}
 # What the loops here know of the arguments of the network.
 _KNOWN = {"attention_mask", "encoder_outputs", "logits_to_keep", "past_key_values", "use_cache"}
 
@@ -141,8 +141,8 @@ class MetaphraseGenerationMixin(GenerationMixin):
             and not (config.do_sample and config.num_beams > 1)
             and streamer is None
             and config.prefill_chunk_size is None
-            and {type(processor) for processor in processors} <= _PROCESSORS
-            and {type(criterion) for criterion in criteria} <= _CRITERIA
+            and {type(processor) for processor in processors} <= ROW_PROCESSORS
+            and {type(criterion) for criterion in criteria} <= ROW_CRITERIA
             and {name for name, value in model_kwargs.items() if value is not None} <= _KNOWN
             and type(cache) is SharedSourceCache
             and type(cache.self_attention_cache) is DynamicCache

@@ -19,7 +19,9 @@ from metaphrase.inference import Generator
 from metaphrase.inference.generation_options import (
     add_generation_options,
     add_language_options,
+    add_phrase_options,
     chosen_generation_options,
+    chosen_phrase_options,
 )
 from metaphrase.scripts.console import run
 from metaphrase.tokenization import iterate_lines
@@ -53,6 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="write `index ||| target ||| score` for every target; so it is when num_return_sequences is above 1",
     )
     add_generation_options(parser)
+    add_phrase_options(parser)
     return parser
 
 
@@ -94,7 +97,7 @@ def main(words: Sequence[str]) -> None:
     if arguments.window < 1:
         raise ValueError(f"`window` must be at least 1, got {arguments.window}.")
     check_files(arguments.input, arguments.output)
-    options = chosen_generation_options(arguments)
+    options = chosen_generation_options(arguments) | chosen_phrase_options(arguments)
     n_best = arguments.n_best or options.get("num_return_sequences", 1) > 1
     if not n_best:
         # Whatever the model's own settings say, it is one line out per line in.
