@@ -10,7 +10,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.utils import GenerateBeamEncoderDecoderOutput
 
 from metaphrase.inference.phrase_automaton import PhraseAutomaton
-from metaphrase.inference.phrase_constraints import check_constraints, read_constraints
+from metaphrase.inference.phrase_constraints import check_constraints, num_places, read_constraints
 from metaphrase.inference.search_state import search_inputs, search_output
 from metaphrase.modeling.beam_search import WORST, Beams, Candidates, Selection, beam_search
 
@@ -51,9 +51,14 @@ def constrained_beam_search(
         force_words_ids = generation_config.force_words_ids
     constraints = read_constraints(force_words_ids, first_words_ids)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    check_constraints(constraints, vocab_size, input_ids.shape[1], generation_config)
-    inputs = search_inputs(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+    check_constraints(constraints, vocab_size, generation_config)
     automaton = PhraseAutomaton(constraints, vocab_size, input_ids.device)
+    num_tokens, room = automaton.num_tokens, num_places(input_ids.shape[1], generation_config)
+    if num_tokens > room:
+        raise ValueError(
+            f"`max_new_tokens` must leave room for the phrases of `force_words_ids`, got {num_tokens} tokens for {room} places."
+        )
+    inputs = search_inputs(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
     selection = ConstrainedSelection(generation_config, automaton)
     ids, scores = beam_search(
         inputs.project, inputs.state, inputs.prompt, logits_processor, generation_config, selection
@@ -118,8 +123,10 @@ class ConstrainedSelection(Selection):
         """Log-probabilities without ends that come too early, and without tokens behind which the phrases do not fit."""
         log_probs = log_probs.clone()
         if self.ends is not None:
+            # An end that is no token, such as -1, stands for none.
+            ends = self.ends[(self.ends >= 0) & (self.ends < log_probs.shape[-1])]
             is_early = ~self._is_met.all(dim=-1, keepdim=True)
-            log_probs[:, :, self.ends] = log_probs[:, :, self.ends].masked_fill(is_early, -torch.inf)
+            log_probs[:, :, ends] = log_probs[:, :, ends].masked_fill(is_early, -torch.inf)
         if num_left >= self._automaton.num_tokens:
             return log_probs
         alphabet = self._automaton.alphabet

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerationMode
 
 from metaphrase.inference.generation_options import GENERATION_OPTIONS
-from metaphrase.inference.search_choice import choose_search
+from metaphrase.inference.search_arguments import choose_search
 
 DEFAULT_BATCH_SIZE = 64
 DEFAULT_MAX_TOKENS_PER_BATCH = 8192

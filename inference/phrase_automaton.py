@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
+# With more constraints than these, the combinations of met and unmet ones are too many to be told apart.
+MOST_EXACT_CONSTRAINTS = 8
+
 
 @dataclass(frozen=True)
 class Phrase:
@@ -38,7 +41,7 @@ class PhraseAutomaton:
     Attributes:
         alphabet: All tokens of the phrases, `(alphabet)`.
         num_constraints: How many constraints there are.
-        num_tokens: How many tokens meet all of them for sure, one shortest phrase after the other.
+        num_tokens: How many tokens meet all of them, wherever the target is; at most this many are missing.
         most_progress: Progress where all of them are met.
     """
 
@@ -77,6 +80,10 @@ class PhraseAutomaton:
                 parts[node, constraint] = max(int(parts[node, constraint]), part)
         self.start = tree[0].children.get(None, 0)
         self.num_constraints, self.num_tokens, self.most_progress = len(constraints), sum(shortest), sum(longest)
+        self._distances = None
+        if 0 < len(constraints) <= MOST_EXACT_CONSTRAINTS:
+            self._distances = _distances(follow, meets).to(device)
+            self.num_tokens = int(self._distances[0, 0])
         self.alphabet = torch.tensor(alphabet, dtype=torch.long, device=device)
         self._symbols, self._follow, self._meets = symbols.to(device), follow.to(device), meets.to(device)
         self._shortest = torch.tensor(shortest, dtype=torch.long, device=device)
@@ -100,12 +107,15 @@ class PhraseAutomaton:
         return states, is_met | self._meets[states]
 
     def num_missing(self, states: torch.Tensor, is_met: torch.Tensor) -> torch.Tensor:
-        """With how many tokens more all constraints are met for sure, `(...)`: the phrase that is furthest, then the others.
+        """With how many tokens more all constraints can be met, `(...)`.
 
+        With more than `MOST_EXACT_CONSTRAINTS` constraints it is told for phrases one after the other, without overlaps.
         As long as it is above 0 there is a token that lowers it.
         """
         if self.num_constraints == 0:
             return torch.zeros_like(states)
+        if self._distances is not None:
+            return self._distances[states, (is_met * _bits(self.num_constraints, is_met.device)).sum(dim=-1)]
         missing = (~is_met).long()
         return (missing * self._shortest).sum(dim=-1) - (missing * self._savings[states]).amax(dim=-1)
 
@@ -157,3 +167,34 @@ def _fallbacks(tree: list[_Node]) -> list[int]:
             found = tree[ending].children.get(symbol, 0)
             fallback[child] = found if found != child else 0
     return fallback
+
+
+def _bits(count: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    return 2 ** torch.arange(count, device=device)
+
+
+def _distances(follow: torch.Tensor, meets: torch.Tensor) -> torch.Tensor:
+    """How many tokens lead from each node, with each set of constraints met, to all of them.
+
+    Args:
+        follow: Nodes behind each symbol, `(nodes, symbols)`.
+        meets: Which constraints a node meets, `(nodes, constraints)`.
+
+    Returns:
+        `(nodes, sets)`; bit i of a set's number stands for constraint i.
+    """
+    num_nodes, num_constraints = meets.shape
+    full = 2**num_constraints - 1
+    bits = (meets * _bits(num_constraints)).sum(dim=1)
+    far = torch.iinfo(torch.long).max // 2
+    distances = torch.full((num_nodes, full + 1), far)
+    distances[:, full] = 0
+    # Constraints are only ever added, so that larger numbers come first.
+    for met in range(full - 1, -1, -1):
+        behind = met | bits[follow]
+        while True:
+            nearer = torch.minimum(distances[:, met], 1 + distances[follow, behind].amin(dim=1))
+            if torch.equal(nearer, distances[:, met]):
+                break
+            distances[:, met] = nearer
+    return distances

@@ -37,19 +37,16 @@ def read_constraints(force_words_ids: Sequence, first_words_ids: Sequence | None
     return constraints
 
 
-def check_constraints(
-    constraints: Sequence[Sequence[Phrase]], vocab_size: int, prompt_length: int, config: GenerationConfig
-) -> None:
+def check_constraints(constraints: Sequence[Sequence[Phrase]], vocab_size: int, config: GenerationConfig) -> None:
     """Refuses what no target can meet.
 
     Args:
         constraints: From `read_constraints`.
         vocab_size: Tokens there are.
-        prompt_length: Tokens that the targets begin with.
-        config: With all limits set, as `generate()` prepares it.
+        config: As `generate()` prepares it.
 
     Raises:
-        ValueError: If ids are not of the vocabulary or end a target, if phrases are forbidden, or if they do not fit.
+        ValueError: If ids are not of the vocabulary or end a target, or if phrases are forbidden.
     """
     if config.num_beams < 2:
         raise ValueError(f"`num_beams` must be at least 2 for constrained beam search, got {config.num_beams}.")
@@ -68,13 +65,12 @@ def check_constraints(
         for words in forbidden:
             if _contains(ids, list(words)):
                 raise ValueError(f"A phrase must not be both forced and forbidden, got {ids} and {list(words)}.")
-    num_tokens = sum(min(len(phrase.ids) for phrase in phrases if not phrase.is_first) for phrases in constraints)
+
+
+def num_places(prompt_length: int, config: GenerationConfig) -> int:
+    """How many tokens of a target are free, where some are forced by other settings."""
     num_taken = sum(token is not None for token in (config.forced_bos_token_id, config.forced_eos_token_id))
-    room = config.max_length - prompt_length - num_taken
-    if num_tokens > room:
-        raise ValueError(
-            f"`max_new_tokens` must leave room for the phrases of `force_words_ids`, got {num_tokens} tokens for {room} places."
-        )
+    return config.max_length - prompt_length - num_taken
 
 
 def _checked_ids(ids: Iterable[int], name: str) -> tuple[int, ...]:

@@ -26,15 +26,15 @@ MODELS = {
     "relative": {"position_embedding_type": "relative", "decoder_vocab_size": 31, "share_embeddings": False},
     "half precision": {"dtype": torch.float16},
     "bart": (BartForConditionalGeneration, BartConfig(**_BART, forced_eos_token_id=None)),
-    "marian": (MarianMTModel, MarianConfig(**_BART)),
+    "marian": (MarianMTModel, MarianConfig(**_BART, forced_eos_token_id=None)),
     "t5": (T5ForConditionalGeneration, T5Config(**_T5, pad_token_id=0, eos_token_id=2, decoder_start_token_id=0)),
 }
 OURS = ["sinusoidal", "relative"]
 
 
 @functools.cache
-def search_model(name: str) -> PreTrainedModel:
-    """A model that is not to be changed, with no settings of its own."""
+def search_model(name: str, is_reference: bool = False) -> PreTrainedModel:
+    """A model that is not to be changed, with no settings of its own; references are other copies, whose layers get hooks."""
     made = MODELS[name]
     if isinstance(made, dict):
         dtype = made.get("dtype")

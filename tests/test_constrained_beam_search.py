@@ -14,6 +14,7 @@ from metaphrase.inference.phrase_automaton import PhraseAutomaton
 from metaphrase.modeling.beam_search import beam_search
 
 OPTIONS = {"num_beams": 5, "max_new_tokens": 9, "eos_token_id": ENDS, "return_dict_in_generate": True}
+MANY_ENDS = [*ENDS, 2, 3, 10, 13, 14, 15, 16, 18, 20, 30, 35, 36]
 CONSTRAINTS = {
     "one token": [[7]],
     "a phrase": [[7, 8, 7, 6]],
@@ -21,6 +22,7 @@ CONSTRAINTS = {
     "overlapping": [[7, 8, 10], [8, 10, 13], [13]],
     "one of several": [[[7, 8, 10, 13], [20, 21]], [[22], [23, 24]]],
     "repeating": [[7, 7, 8], [7, 7]],
+    "overlapping where there is no more room": [[7, 8, 10, 13, 14], [13, 14, 15, 16, 18]],
     "all there is room for": [[7, 8, 10, 13], [20, 21, 22, 24, 26]],
 }
 
@@ -64,11 +66,9 @@ def test_every_target_contains_every_phrase_and_scores_what_it_is_worth(name, ph
         assert meets(ids, phrases), (ids, phrases)
         if name == "half precision":
             continue
-        source, prefix = one_of(inputs, index // 2), [row[0]]
-        total = 0.0
-        for token in ids:
-            total += log_probabilities(model, source, torch.tensor([prefix]))[0, token].item()
-            prefix.append(token)
+        with torch.inference_mode():
+            logits = model(**one_of(inputs, index // 2), decoder_input_ids=torch.tensor([[row[0], *ids[:-1]]])).logits
+        total = logits[0].log_softmax(-1).take_along_dim(torch.tensor(ids)[:, None], dim=1).sum().item()
         assert found.sequences_scores[index].item() == pytest.approx(total / len(ids) ** 0.5, abs=2e-3)
 
 
@@ -82,7 +82,9 @@ def test_without_phrases_the_selection_is_that_of_beam_search(name, options):
         made = search_state_module.search_inputs(
             model, input_ids, logits_processor, stopping_criteria, generation_config, kwargs
         )
-        selection = ConstrainedSelection(generation_config, PhraseAutomaton([], 37))
+        selection = ConstrainedSelection(
+            generation_config, PhraseAutomaton([], model.config.get_text_config(decoder=True).vocab_size)
+        )
         made = (made.project, made.state, made.prompt, logits_processor, generation_config, selection)
         return search_state_module.search_output(*beam_search(*made), generation_config)
 
@@ -112,8 +114,8 @@ TINY = {"vocab_size": 6, "decoder_layers": 1, "initializer_range": 0.25}
 def test_a_wide_beam_finds_the_best_of_all_targets(phrases, length_penalty):
     """Of all 6^4 and shorter targets of a vocabulary of 6."""
     end, most = 2, 4
-    checked = set()
-    for seed in range(3):
+    is_forced = False
+    for seed in range(2):
         model = tiny_model(seed=seed, **TINY)
         source = {"input_ids": torch.tensor([[4, 3, 5, 2]]), "attention_mask": torch.ones(1, 4, dtype=torch.long)}
         start = model.config.decoder_start_token_id
@@ -127,28 +129,29 @@ def test_a_wide_beam_finds_the_best_of_all_targets(phrases, length_penalty):
         for length in range(1, most + 1):
             for ids in itertools.product(range(6), repeat=length):
                 whole = end not in ids[:-1] and (ids[-1] == end or length == most)
-                if whole and meets(list(ids), phrases):
+                if whole:
                     total = sum(tree[ids[:place]][token] for place, token in enumerate(ids))
                     best.append((total / length**length_penalty, list(ids)))
         best.sort(reverse=True)
+        is_forced |= not meets(best[0][1], phrases)
+        best = [(score, ids) for score, ids in best if meets(ids, phrases)]
         options = {"num_beams": 200, "max_new_tokens": most, "eos_token_id": end, "length_penalty": length_penalty}
         found = constrained(model, source, phrases, **options, num_return_sequences=3)
         for place, row in enumerate(found.sequences.tolist()):
             assert until_end(row, [end]) == best[place][1]
             assert found.sequences_scores[place].item() == pytest.approx(best[place][0], abs=1e-3)
-        checked.add(tuple(best[0][1]))
-    assert len(checked) > 1
+    assert is_forced
 
 
 @pytest.mark.parametrize("name", ["sinusoidal", "t5"])
 def test_batched_is_alone(name):
     model = search_model(name)
     inputs = search_sources(model, batch=7)
-    options = {"num_return_sequences": 2, "early_stopping": True, "max_new_tokens": 12}
-    together = constrained(model, inputs, CONSTRAINTS["one of several"], **options)
+    options = {"num_return_sequences": 2, "early_stopping": True, "max_new_tokens": 10, "eos_token_id": MANY_ENDS}
+    together = constrained(model, inputs, [[7, 8]], **options)
     lengths = set()
     for row in range(7):
-        alone = constrained(model, one_of(inputs, row), CONSTRAINTS["one of several"], **options)
+        alone = constrained(model, one_of(inputs, row), [[7, 8]], **options)
         width = alone.sequences.shape[1]
         assert together.sequences[2 * row : 2 * row + 2, :width].tolist() == alone.sequences.tolist()
         torch.testing.assert_close(together.sequences_scores[2 * row :][:2], alone.sequences_scores, atol=1e-3, rtol=0)
@@ -184,7 +187,7 @@ def test_a_phrase_of_the_beginning_counts_only_there():
     inputs = search_sources(model, batch=8)
     options = {"num_beams": 10}
     firsts = set()
-    for token in (20, 9, 2, 36):
+    for token in (20, 1, 2, 36):
         found = constrained(model, inputs, [[7, 8, 10]], first_words_ids=[[[token, 3]]], **options).sequences.tolist()
         for ids in map(until_end, found):
             begins = ids[:2] == [token, 3]

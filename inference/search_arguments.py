@@ -1,4 +1,4 @@
-"""The choice of a search: which of the searches here the arguments of `generate()` ask for.
+"""Search arguments: which of the searches here the arguments of `generate()` ask for.
 
 transformers 5 still knows these arguments, but sends whoever gives them to code on the Hub. Here they mean what they meant.
 """
