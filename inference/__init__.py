@@ -1,7 +1,10 @@
 """Inference: many lines in, many lines out."""
 
 from metaphrase.inference.alignment import AttentionMap, cross_attention, cross_attentions
+from metaphrase.inference.constrained_beam_search import constrained_beam_search
+from metaphrase.inference.contrastive_search import contrastive_search
 from metaphrase.inference.decoding import Hypothesis, decode
+from metaphrase.inference.diverse_beam_search import diverse_beam_search
 from metaphrase.inference.ensemble import EnsembleSearch
 from metaphrase.inference.forced_decoding import ForcedScore
 from metaphrase.inference.generation_options import GENERATION_OPTIONS, complete_sampling
@@ -27,9 +30,12 @@ __all__ = [
     "TranslationPipeline",
     "alignment_error_rate",
     "complete_sampling",
+    "constrained_beam_search",
+    "contrastive_search",
     "cross_attention",
     "cross_attentions",
     "decode",
+    "diverse_beam_search",
     "expected_utilities",
     "format_pharaoh",
     "word_alignment",

@@ -12,6 +12,7 @@ from transformers.generation import GenerationMode
 
 from metaphrase.inference.generation_options import GENERATION_OPTIONS
 from metaphrase.inference.joint_search import Partner
+from metaphrase.inference.search_arguments import choose_search
 from metaphrase.modeling.length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, batches_by_length
 
 
@@ -21,13 +22,18 @@ class Hypothesis:
 
     Attributes:
         ids: Token ids without the start token and without padding; the last one is the end of sequence if it was reached.
-        score: For beam search its length-normalized score, else the sum of the log-probabilities; `None` if not asked for.
+        score: For beam search its length-normalized score (of diverse beam search less the penalties), else the sum of the
+            log-probabilities; `None` if not asked for.
         is_finished: Whether the end of sequence was reached within the length limit.
     """
 
     ids: list[int]
     score: float | None
     is_finished: bool
+
+
+# From the ids of a batch's sources, as each of the models reads them, to the hypotheses of each source.
+BatchSearch = Callable[..., list[list[Hypothesis]]]
 
 
 def decode(
@@ -53,10 +59,14 @@ def decode(
         show_progress: A progress bar; `None` shows it on a terminal only.
         partners: Other models that take part, each with what it reads of the sources.
         search: What joins them: an `EnsembleSearch` or a `SpeculativeSearch`.
-        **generation_kwargs: As for `generate()`.
+        **generation_kwargs: As for `generate()`; and those that transformers 5 has left to code on the Hub, for searches of
+            this package: `num_beam_groups` with `diversity_penalty`, `penalty_alpha` with `top_k`, `force_words_ids`.
 
     Returns:
         For each source, in order, its `num_return_sequences` hypotheses, best first where they are ranked.
+
+    Raises:
+        ValueError: If arguments contradict each other, or as `generate()` does.
     """
     results: list[list[Hypothesis] | None] = [None] * len(sources)
     read = [sources, *(partner.sources for partner in partners)]
@@ -65,18 +75,42 @@ def decode(
     batches = batches_by_length(lengths, batch_size, max_tokens_per_batch)
     bar = tqdm(total=len(sources), unit="sentence", disable=None if show_progress is None else not show_progress)
     models = [model, *(partner.model for partner in partners)]
-    with evaluating(models), torch.inference_mode(), bar:
+    with _searching(models, search, return_scores, generation_kwargs) as search_batch, bar:
         for batch in batches:
-            inputs, *others = (
-                pad_sources([ids[index] for index in batch], each) for each, ids in zip(models, read, strict=True)
-            )
-            joint = search and functools.partial(search, partners=list(zip(models[1:], others, strict=True)))
-            hypotheses = list(_generate(model, inputs, return_scores, generation_kwargs, joint))
-            per_source = len(hypotheses) // len(batch)
-            for place, index in enumerate(batch):
-                results[index] = hypotheses[place * per_source : (place + 1) * per_source]
+            found = search_batch(*([ids[index] for index in batch] for ids in read))
+            for index, hypotheses in zip(batch, found, strict=True):
+                results[index] = hypotheses
             bar.update(len(batch))
     return results
+
+
+@contextlib.contextmanager
+def _searching(
+    models: Sequence[PreTrainedModel],
+    joint_search: Callable | None,
+    return_scores: bool,
+    generation_kwargs: dict,
+) -> Iterator[BatchSearch]:
+    """Everything in evaluation, and what decodes a batch, for as long as that."""
+    chosen_search, generation_kwargs = choose_search(models[0], generation_kwargs)
+    if joint_search is not None and chosen_search is not None:
+        raise ValueError(
+            f"Several models must decode greedily, by beams or by sampling, got arguments of {chosen_search.__name__}."
+        )
+
+    def search_batch(*read: list[Sequence[int]]) -> list[list[Hypothesis]]:
+        inputs, *others = map(pad_sources, read, models)
+        if joint_search is not None:
+            search = functools.partial(joint_search, partners=list(zip(models[1:], others, strict=True)))
+            options = {"custom_generate": search, "return_scores": return_scores}
+        else:
+            options = _search_options(models[0], chosen_search, return_scores, generation_kwargs)
+        hypotheses = list(_generate(models[0], inputs, return_scores, generation_kwargs | options))
+        count = len(hypotheses) // len(read[0])
+        return [hypotheses[start : start + count] for start in range(0, len(hypotheses), count)]
+
+    with evaluating(models), torch.inference_mode():
+        yield search_batch
 
 
 @contextlib.contextmanager
@@ -104,20 +138,22 @@ def pad_sources(sources: list[Sequence[int]], model: PreTrainedModel) -> dict[st
     }
 
 
+def _search_options(
+    model: PreTrainedModel, search: Callable | None, return_scores: bool, generation_kwargs: dict
+) -> dict:
+    """Arguments of `generate()` for a search of this package, or else for one of transformers'."""
+    if search is None and hasattr(model, "search_with_scores") and _is_plain(model, generation_kwargs):
+        return {"custom_generate": model.search_with_scores, "return_scores": return_scores}
+    options = {"return_dict_in_generate": True, "output_scores": return_scores, "output_logits": False}
+    # The scores of its steps are none of what a search here returns.
+    return options if search is None else options | {"custom_generate": search, "output_scores": False}
+
+
 def _generate(
-    model: PreTrainedModel,
-    inputs: dict[str, torch.Tensor],
-    return_scores: bool,
-    generation_kwargs: dict,
-    joint: Callable | None,
+    model: PreTrainedModel, inputs: dict[str, torch.Tensor], return_scores: bool, generation_kwargs: dict
 ) -> Iterator[Hypothesis]:
-    options: dict = {"return_dict_in_generate": True, "output_scores": return_scores, "output_logits": False}
-    if joint is not None:
-        options = {"custom_generate": joint, "return_scores": return_scores}
-    elif hasattr(model, "search_with_scores") and _is_plain(model, generation_kwargs):
-        options = {"custom_generate": model.search_with_scores, "return_scores": return_scores}
     # In a run whose weights are shared out, it would else wait for what the other processes decode.
-    output = model.generate(**inputs, **{"synced_gpus": False} | generation_kwargs | options)
+    output = model.generate(**inputs, **{"synced_gpus": False} | generation_kwargs)
     ends = model.generation_config.eos_token_id if "eos_token_id" not in generation_kwargs else None
     ends = generation_kwargs.get("eos_token_id") if ends is None else ends
     ends = set(ends if isinstance(ends, (list, tuple)) else [ends])
@@ -130,7 +166,7 @@ def _generate(
 def _is_plain(model: PreTrainedModel, generation_kwargs: dict) -> bool:
     """Whether the search is greedy, by beams or by sampling, with no options but those that can be told by name."""
     modes = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH)
-    known = {*GENERATION_OPTIONS, "eos_token_id", "synced_gpus"}
+    known = {*GENERATION_OPTIONS, "bad_words_ids", "eos_token_id", "synced_gpus"}
     return known >= generation_kwargs.keys() and model.generation_config.get_generation_mode() in modes
 
 

@@ -10,19 +10,22 @@ GENERATION_OPTIONS: dict[str, tuple[type, str]] = {
     "min_length": (int, "fewest tokens of a target"),
     "num_beams": (int, "width of the beam; 1 is greedy search or sampling"),
     "length_penalty": (float, "exponent of the length by which a beam's score is divided"),
+    "num_beam_groups": (int, "groups of beams that differ from one another: diverse beam search"),
+    "diversity_penalty": (float, "what a token costs that beams of another group have just gone on with"),
     "early_stopping": (bool, "stop a sentence as soon as it has num_beams candidates"),
     "do_sample": (bool, "sample instead of taking the most probable token"),
     "temperature": (float, "divides the logits before sampling"),
-    "top_k": (int, "sample among the so many most probable tokens"),
+    "top_k": (int, "sample among the so many most probable tokens; candidates of contrastive search"),
     "top_p": (float, "sample among the most probable tokens that together have this probability (nucleus)"),
     "min_p": (float, "sample among tokens with at least this share of the highest probability"),
     "typical_p": (float, "sample among the most typical tokens that together have this probability"),
     "epsilon_cutoff": (float, "sample among tokens with at least this probability"),
+    "penalty_alpha": (float, "share of the unlikeness to earlier tokens in the choice: contrastive search, with top_k"),
     "repetition_penalty": (float, "divides the scores of tokens that were generated before"),
     "no_repeat_ngram_size": (int, "no n-gram of this size occurs twice"),
     "num_return_sequences": (int, "targets for each source"),
 }
-# Each of these means something only when sampling, so giving one asks for it.
+# Each of these means something only when sampling, so giving one asks for it; but `top_k` belongs to contrastive search too.
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff")
 
 
@@ -43,6 +46,25 @@ def add_generation_options(parser: argparse.ArgumentParser) -> None:
             group.add_argument(f"--{name}", type=kind, metavar=kind.__name__.upper(), help=text)
 
 
+def add_phrase_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the phrases that targets must or must not contain."""
+    group = parser.add_argument_group("phrases", "what targets contain")
+    group.add_argument(
+        "--must_contain",
+        action="append",
+        nargs="+",
+        metavar="PHRASE",
+        help="every target contains the phrase, or one of several; may be given more than once",
+    )
+    group.add_argument("--never_contain", action="extend", nargs="+", metavar="PHRASE", help="no target contains these")
+
+
+def chosen_phrase_options(arguments: argparse.Namespace) -> dict:
+    """The phrases that were given on the command line."""
+    names = ("must_contain", "never_contain")
+    return {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+
+
 def chosen_generation_options(arguments: argparse.Namespace) -> dict:
     """The generation options that were given on the command line."""
     return complete_sampling(
@@ -52,6 +74,7 @@ def chosen_generation_options(arguments: argparse.Namespace) -> dict:
 
 def complete_sampling(options: dict) -> dict:
     """Turns sampling on where an option was given that means nothing without it."""
-    if "do_sample" not in options and any(name in options for name in _SAMPLING):
+    names = [name for name in _SAMPLING if name != "top_k" or "penalty_alpha" not in options]
+    if "do_sample" not in options and any(name in options for name in names):
         return {**options, "do_sample": True}
     return options

@@ -21,6 +21,7 @@ from metaphrase.inference.minimum_bayes_risk import (
     weigh_n_best,
     weigh_samples,
 )
+from metaphrase.inference.phrase_constraints import encode_phrases
 from metaphrase.inference.speculative_decoding import DEFAULT_NUM_ASSISTANT_TOKENS, SpeculativeSearch
 from metaphrase.modeling.length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
 from metaphrase.tokenization import TokenizerPair, readable_tokens, set_languages
@@ -139,12 +140,15 @@ class Generator:
         Args:
             texts: Sources.
             show_progress: A progress bar; `None` shows it on a terminal only.
-            **generation_kwargs: As for `generate()`; `num_return_sequences` must be 1. An `assistant_model`, a smaller Metaphrase
-                model (or a generator of one) with the same vocabulary, drafts `num_assistant_tokens` at a time, at any batch
-                size; of greedy search and of sampling, to which it is confined, it changes nothing but the time.
+            **generation_kwargs: As for `decode`; `num_return_sequences` must be 1. Phrases are given as texts: `must_contain`, a
+                list of phrases, or of lists of phrases of which one is needed, and `never_contain`, a list of phrases. An
+                `assistant_model`, a smaller Metaphrase model (or a generator of one) with the same vocabulary, drafts
+                `num_assistant_tokens` at a time, at any batch size; of greedy search and of sampling, to which it is confined,
+                it changes nothing but the time.
 
         Raises:
-            ValueError: If more than one sequence is asked for (`generate_n_best` returns them), or the assistant does not fit.
+            ValueError: If more than one sequence is asked for (`generate_n_best` returns them), or the assistant does not fit;
+                or as `decode` and `encode_phrase` do.
         """
         count = generation_kwargs.get("num_return_sequences", 1)
         if count != 1:
@@ -291,6 +295,8 @@ class Generator:
         written = [index for index, text in enumerate(texts) if text.strip()]
         partners, search, generation_kwargs = self._joined(generation_kwargs)
         sources, *others = (each._encode([texts[index] for index in written]) for each in (self, *partners))
+        own = generation_kwargs.get("generation_config") or self.model.generation_config
+        generation_kwargs = encode_phrases(self.tokenizers.target, own, generation_kwargs)
         hypotheses = decode(
             self.model,
             sources,

@@ -14,6 +14,7 @@ from transformers.generation.utils import GenerateBeamEncoderDecoderOutput
 from metaphrase.inference.joint_search import open_states
 from metaphrase.inference.ragged_decoder_state import RaggedDecoderState
 from metaphrase.modeling.positions import LearnedPositionEmbedding
+from metaphrase.modeling.search_rules import process
 
 DEFAULT_NUM_ASSISTANT_TOKENS = 5
 
@@ -161,7 +162,7 @@ class _Speculation:
         processed, places = torch.empty_like(scores), len(scores) // len(self.ids)
         for length in lengths.unique().tolist():
             chosen = (lengths == length).nonzero()[:, 0]
-            processed[chosen] = self.processors(self.ids[chosen // places, :length], scores[chosen])
+            processed[chosen] = process(self.processors, self.ids[chosen // places, :length], scores[chosen])
         return processed
 
     def _draft(self, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -78,9 +78,9 @@ class DecoderState:
             self._tokens = self._tokens.repeat_interleave(copies, dim=2)
             self.copies *= copies
 
-    def reorder(self, rows: torch.Tensor) -> None:
-        """Lets each row go on from another one of the same source, `(rows)`."""
-        filled = self._tokens[:, :, :, :, : self.length]
+    def reorder(self, rows: torch.Tensor, unchanged: int = 0) -> None:
+        """Lets each row go on from another one of the same source, `(rows)`, which has the same first `unchanged` tokens."""
+        filled = self._tokens[:, :, :, :, unchanged : self.length]
         moved = (rows != torch.arange(self.rows, device=rows.device)).nonzero()[:, 0]
         if 2 * len(moved) < self.rows:
             filled[:, :, moved] = filled[:, :, rows[moved]]

@@ -3,20 +3,21 @@
 Which text comes out is defined by transformers' own loops; they also run wherever something is asked for that is not known here.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
-from transformers.generation import GenerationMixin, stopping_criteria
+from transformers.generation import GenerationMixin
 from transformers.generation.utils import GenerateBeamEncoderDecoderOutput, GenerateEncoderDecoderOutput
+from transformers.utils.output_capturing import capture_outputs
 
 from .beam_search import beam_search
 from .decoder_state import DecoderState
 from .sampling import sample
-from .search_rules import PROCESSORS_BY_ROW
+from .search_rules import ROW_CRITERIA, ROW_PROCESSORS
 
-_CRITERIA = {stopping_criteria.MaxLengthCriteria, stopping_criteria.EosTokenCriteria}
 # What the loops here know of the arguments of the network.
 _KNOWN = {"attention_mask", "encoder_outputs", "logits_to_keep", "past_key_values", "use_cache"}
 
@@ -130,8 +131,8 @@ class MetaphraseGenerationMixin(GenerationMixin):
             and not (config.do_sample and config.num_beams > 1)
             and streamer is None
             and config.prefill_chunk_size is None
-            and {type(processor) for processor in processors} <= PROCESSORS_BY_ROW
-            and {type(criterion) for criterion in criteria} <= _CRITERIA
+            and {type(processor) for processor in processors} <= ROW_PROCESSORS
+            and {type(criterion) for criterion in criteria} <= ROW_CRITERIA
             and {name for name, value in model_kwargs.items() if value is not None} <= _KNOWN
             and type(cache) is SharedSourceCache
             and type(cache.self_attention_cache) is DynamicCache
@@ -148,6 +149,13 @@ class MetaphraseGenerationMixin(GenerationMixin):
     def _calls_are_plain(self) -> bool:
         """Whether nothing is hooked to the decoder that a call of it as a whole would have to meet."""
         return not any(
-            module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook")
+            module._forward_pre_hooks
+            or hasattr(module, "_hf_hook")
+            or any(map(_counts, module._forward_hooks.values()))
             for module in self.get_decoder().modules()
         )
+
+
+def _counts(hook: Callable) -> bool:
+    """Whether a hook is more than one that transformers leaves once hidden states or attention weights were asked for."""
+    return getattr(hook, "__module__", None) != capture_outputs.__module__

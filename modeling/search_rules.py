@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import torch
 from transformers import LogitsProcessor
-from transformers.generation import logits_process
+from transformers.generation import logits_process, stopping_criteria
 
 # Those that look at each row by itself, so that rows may leave the batch.
-PROCESSORS_BY_ROW = {
+ROW_PROCESSORS = {
     getattr(logits_process, name, None)
     for name in (
         *("EpsilonLogitsWarper", "EtaLogitsWarper", "ExponentialDecayLengthPenalty", "ForcedBOSTokenLogitsProcessor"),
@@ -18,6 +18,7 @@ PROCESSORS_BY_ROW = {
         *("TemperatureLogitsWarper", "TopHLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper"),
     )
 }
+ROW_CRITERIA = {stopping_criteria.MaxLengthCriteria, stopping_criteria.EosTokenCriteria}
 
 
 def process(processors: Sequence[LogitsProcessor], ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,9 @@ from metaphrase.inference.ensemble import ENSEMBLE_MEANS
 from metaphrase.inference.generation_options import (
     add_generation_options,
     add_language_options,
+    add_phrase_options,
     chosen_generation_options,
+    chosen_phrase_options,
 )
 from metaphrase.inference.minimum_bayes_risk import UTILITIES
 from metaphrase.scripts.console import run
@@ -80,6 +82,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--mbr_references", type=int, metavar="INT", help="pseudo-references; else the candidates are these, too"
     )
     group.add_argument("--mbr_utility", choices=list(UTILITIES), help="how alike two texts are [chrf]")
+    add_phrase_options(parser)
     return parser
 
 
@@ -169,7 +172,7 @@ def main(words: Sequence[str]) -> None:
         raise ValueError(f"`window` must be at least 1, got {arguments.window}.")
     check_dependents(arguments)
     check_files(arguments.input, arguments.output)
-    options = chosen_generation_options(arguments)
+    options = chosen_generation_options(arguments) | chosen_phrase_options(arguments)
     n_best = arguments.n_best or options.get("num_return_sequences", 1) > 1
     if not n_best and arguments.mbr_candidates is None:
         # Whatever the model's own settings say, it is one line out per line in.

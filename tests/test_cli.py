@@ -102,6 +102,22 @@ def test_generate_n_best(model, monkeypatch):
     assert len(single) == 1 and single[0].startswith("0 ||| ")
 
 
+def test_generate_takes_phrases_and_the_searches_that_transformers_dropped(model, monkeypatch):
+    text = ("\n".join(SOURCES) + "\n").encode()
+    for words, options in (
+        (
+            ["--must_contain", "ab", "cd", "--never_contain", "e"],
+            {"must_contain": [["ab", "cd"]], "never_contain": ["e"]},
+        ),
+        (["--penalty_alpha", "0.6", "--top_k", "4"], {"penalty_alpha": 0.6, "top_k": 4}),
+        (
+            ["--num_beams", "4", "--num_beam_groups", "2", "--diversity_penalty", "1"],
+            {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0},
+        ),
+    ):
+        assert run_generate(model, text, monkeypatch, *words) == as_lines(targets_of(SOURCES, **options))
+
+
 def test_several_targets_by_the_models_own_settings_are_still_one_line(tmp_path, monkeypatch):
     generator = tiny_generator()
     generator.model.generation_config.update(num_beams=2, num_return_sequences=2)

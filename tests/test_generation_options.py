@@ -8,7 +8,9 @@ from transformers import GenerationConfig
 from metaphrase.inference.generation_options import (
     GENERATION_OPTIONS,
     add_generation_options,
+    add_phrase_options,
     chosen_generation_options,
+    chosen_phrase_options,
     complete_sampling,
 )
 
@@ -52,3 +54,18 @@ def test_sampling_is_not_turned_on_against_a_clear_word_or_without_reason():
     assert complete_sampling({"top_k": 3, "do_sample": False}) == {"top_k": 3, "do_sample": False}
     given = {"num_beams": 2}
     assert complete_sampling(given) == given == {"num_beams": 2}
+
+
+def test_candidates_of_contrastive_search_are_not_sampled():
+    given = {"penalty_alpha": 0.6, "top_k": 4}
+    assert chosen("--penalty_alpha", "0.6", "--top_k", "4") == complete_sampling(given) == given
+    assert complete_sampling(given | {"top_p": 0.5})["do_sample"] is True
+
+
+def test_phrases_are_lists_and_each_of_the_first_kind_may_be_one_of_several():
+    parser = argparse.ArgumentParser()
+    add_phrase_options(parser)
+    assert chosen_phrase_options(parser.parse_args([])) == {}
+    words = ["--must_contain", "a dog", "--never_contain", "x", "y z", "--must_contain", "cat", "cats"]
+    expected = {"must_contain": [["a dog"], ["cat", "cats"]], "never_contain": ["x", "y z"]}
+    assert chosen_phrase_options(parser.parse_args(words)) == expected

@@ -179,6 +179,16 @@ def test_transformers_keeps_scores_of_each_step_only_where_they_are_wanted(beams
     assert kept == [return_scores] and (rows[0][0].score is not None) is return_scores
 
 
+def test_having_shown_what_is_inside_changes_nothing(states):
+    """transformers leaves hooks behind when hidden states or attention weights were asked for once."""
+    model = tiny_model()
+    expected = model.generate(**sources(model), **OPTIONS)
+    model(**random_batch(model.config), output_hidden_states=True, output_attentions=True)
+    assert any(module._forward_hooks for module in model.get_decoder().modules())
+    assert torch.equal(model.generate(**sources(model), **OPTIONS), expected)
+    assert len(states) == 2
+
+
 def test_decoding_in_a_way_of_its_own_is_not_replaced(states):
     """Speculation is another way of decoding, which `custom_generate` would push aside."""
     model = tiny_model()

@@ -1,6 +1,7 @@
 """Text to ids and back: special tokens, training a tokenizer, and the pair of tokenizers of a model."""
 
 from metaphrase.tokenization.languages import set_languages
+from metaphrase.tokenization.phrases import encode_phrase
 from metaphrase.tokenization.readable_tokens import readable_tokens
 from metaphrase.tokenization.special_tokens import SpecialTokens, sentinel_tokens
 from metaphrase.tokenization.texts import iterate_lines, join_pieces
@@ -13,6 +14,7 @@ __all__ = [
     "TOKENIZER_KINDS",
     "SpecialTokens",
     "TokenizerPair",
+    "encode_phrase",
     "iterate_lines",
     "join_pieces",
     "readable_tokens",

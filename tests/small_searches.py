@@ -1,0 +1,73 @@
+"""Models and sources for tests of the searches: Metaphrase ones and those of transformers, with large random weights."""
+
+import functools
+
+import torch
+from converted_models import fill_randomly
+from tiny_models import random_batch, tiny_model
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    MarianConfig,
+    MarianMTModel,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+ENDS = [4, 9, 12, 25, 31]
+_BART = {"vocab_size": 37, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 64}
+_BART |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+_BART |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+_T5 = {"vocab_size": 37, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 1, "num_heads": 4}
+# What a model needs of `tiny_model`'s options, or another class and its configuration.
+MODELS = {
+    "sinusoidal": {},
+    "relative": {"position_embedding_type": "relative", "decoder_vocab_size": 31, "share_embeddings": False},
+    "half precision": {"dtype": torch.float16},
+    "bart": (BartForConditionalGeneration, BartConfig(**_BART, forced_eos_token_id=None)),
+    "marian": (MarianMTModel, MarianConfig(**_BART, forced_eos_token_id=None)),
+    "t5": (T5ForConditionalGeneration, T5Config(**_T5, pad_token_id=0, eos_token_id=2, decoder_start_token_id=0)),
+}
+OURS = ["sinusoidal", "relative"]
+
+
+@functools.cache
+def search_model(name: str, is_reference: bool = False) -> PreTrainedModel:
+    """A model that is not to be changed, with no settings of its own; references are other copies, whose layers get hooks."""
+    made = MODELS[name]
+    if isinstance(made, dict):
+        dtype = made.get("dtype")
+        model = tiny_model(**{key: value for key, value in made.items() if key != "dtype"})
+        return model if dtype is None else model.to(dtype)
+    model = made[0](made[1]).eval()
+    fill_randomly(model, seed=1)
+    return model
+
+
+def search_sources(model: PreTrainedModel, batch: int = 5, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Sources of different lengths."""
+    config = tiny_model().config
+    inputs = random_batch(config, batch=batch, source=11, seed=seed)
+    return {name: inputs[name] for name in ("input_ids", "attention_mask")}
+
+
+def one_of(inputs: dict[str, torch.Tensor], row: int) -> dict[str, torch.Tensor]:
+    """One source without its padding."""
+    length = int(inputs["attention_mask"][row].sum())
+    return {name: tensor[row : row + 1, :length] for name, tensor in inputs.items()}
+
+
+def log_probabilities(model: PreTrainedModel, source: dict[str, torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
+    """Of each next token behind each target, from a whole pass without a cache, `(targets, vocab)`."""
+    return last_step(model, source, targets)[0]
+
+
+def last_step(
+    model: PreTrainedModel, source: dict[str, torch.Tensor], targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of each next token `(targets, vocab)`, and the decoder's outputs so far `(targets, length, hidden)`."""
+    source = {name: tensor.expand(len(targets), -1) for name, tensor in source.items()}
+    with torch.inference_mode():
+        outputs = model(**source, decoder_input_ids=targets, output_hidden_states=True, use_cache=False)
+    return outputs.logits[:, -1].float().log_softmax(-1), outputs.decoder_hidden_states[-1].float()
