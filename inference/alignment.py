@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from metaphrase.inference.decoding import decode
+from metaphrase.inference.decoding import Engine, decode
 from metaphrase.inference.generator import Generator
 
 # Stands for a space at the beginning of a word, as in SentencePiece.
@@ -61,6 +61,9 @@ def cross_attention(
         ValueError: If the source is empty or white space, the layer or head does not exist, a head is given without a layer,
             generation options are given beside a target, or the model has no cross-attention to show.
     """
+    if isinstance(generator.model, Engine):
+        name = type(generator.model).__name__
+        raise ValueError(f"`generator` must run in torch to show its attention, got a {name}.")
     if not source.strip():
         raise ValueError(f"`source` must not be empty or white space, got {source!r}.")
     if head is not None and layer is None:

@@ -1,12 +1,15 @@
 """Decoding: many sources in, their hypotheses out, in order; batches of like length inside."""
 
+import abc
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
 from metaphrase.inference.generation_options import GENERATION_OPTIONS
@@ -28,6 +31,34 @@ class Hypothesis:
     ids: list[int]
     score: float | None
     is_finished: bool
+
+
+# From the ids of the sources of a batch to the hypotheses of each.
+BatchSearch = Callable[[list[Sequence[int]]], list[list[Hypothesis]]]
+
+
+class Engine(abc.ABC):
+    """What decodes in place of a model of transformers.
+
+    Attributes:
+        generation_config: What holds where a call says nothing else.
+    """
+
+    generation_config: GenerationConfig
+
+    @abc.abstractmethod
+    def searching(
+        self, generation_kwargs: Mapping[str, Any], return_scores: bool
+    ) -> AbstractContextManager[BatchSearch]:
+        """What decodes the batches of one call.
+
+        Args:
+            generation_kwargs: As for `generate()`.
+            return_scores: Whether hypotheses carry their score.
+
+        Raises:
+            ValueError: If the engine cannot do what an option asks for.
+        """
 
 
 def batches_by_length(lengths: Sequence[int], batch_size: int, max_tokens_per_batch: int) -> list[list[int]]:
@@ -57,7 +88,7 @@ def batches_by_length(lengths: Sequence[int], batch_size: int, max_tokens_per_ba
 
 
 def decode(
-    model: PreTrainedModel,
+    model: PreTrainedModel | Engine,
     sources: Sequence[Sequence[int]],
     *,
     batch_size: int = DEFAULT_BATCH_SIZE,
@@ -66,10 +97,10 @@ def decode(
     show_progress: bool | None = False,
     **generation_kwargs,
 ) -> list[list[Hypothesis]]:
-    """Runs `model.generate()` over all sources.
+    """Runs `model.generate()`, or an engine, over all sources.
 
     Args:
-        model: Any encoder-decoder with a generation mixin; its mode (training or not) is left as it was.
+        model: Any encoder-decoder with a generation mixin; its mode (training or not) is left as it was. Or an engine.
         sources: Token ids of each source, with its end of sequence.
         batch_size: Most sources in a batch.
         max_tokens_per_batch: Most source tokens in a batch, padding counted.
@@ -83,15 +114,30 @@ def decode(
     results: list[list[Hypothesis] | None] = [None] * len(sources)
     batches = batches_by_length([len(source) for source in sources], batch_size, max_tokens_per_batch)
     bar = tqdm(total=len(sources), unit="sentence", disable=None if show_progress is None else not show_progress)
-    with _evaluating(model), torch.inference_mode(), bar:
+    if isinstance(model, Engine):
+        searching = model.searching(generation_kwargs, return_scores)
+    else:
+        searching = _searching(model, generation_kwargs, return_scores)
+    with searching as search, bar:
         for batch in batches:
-            inputs = _pad([sources[index] for index in batch], model)
-            hypotheses = list(_generate(model, inputs, return_scores, generation_kwargs))
-            per_source = len(hypotheses) // len(batch)
-            for place, index in enumerate(batch):
-                results[index] = hypotheses[place * per_source : (place + 1) * per_source]
+            for index, hypotheses in zip(batch, search([sources[index] for index in batch]), strict=True):
+                results[index] = hypotheses
             bar.update(len(batch))
     return results
+
+
+@contextlib.contextmanager
+def _searching(
+    model: PreTrainedModel, generation_kwargs: Mapping[str, Any], return_scores: bool
+) -> Iterator[BatchSearch]:
+    def search(sources: list[Sequence[int]]) -> list[list[Hypothesis]]:
+        inputs = _pad(sources, model)
+        hypotheses = list(_generate(model, inputs, return_scores, dict(generation_kwargs)))
+        count = len(hypotheses) // len(sources)
+        return [hypotheses[start : start + count] for start in range(0, len(hypotheses), count)]
+
+    with _evaluating(model), torch.inference_mode():
+        yield search
 
 
 @contextlib.contextmanager

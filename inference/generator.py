@@ -9,8 +9,10 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 
 import metaphrase.modeling  # noqa: F401 (registers the models with the Auto classes)
-from metaphrase.inference.decoding import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, decode
+from metaphrase.inference.decoding import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, Engine, decode
 from metaphrase.tokenization import TokenizerPair, set_languages
+
+ENGINES = ("torch", "ctranslate2")
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Generator:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | Engine,
         tokenizers: TokenizerPair,
         *,
         source_prefix: str = "",
@@ -43,7 +45,7 @@ class Generator:
         """Joins the parts.
 
         Args:
-            model: An encoder-decoder with a generation mixin.
+            model: An encoder-decoder with a generation mixin, or an engine.
             tokenizers: Of its source and its target.
             source_prefix: Stands before every source, such as `summarize: `.
             batch_size: Most sources in a batch.
@@ -67,6 +69,7 @@ class Generator:
         cls,
         name_or_path: str | os.PathLike,
         *,
+        engine: str = "torch",
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "auto",
         trust_remote_code: bool = False,
@@ -77,9 +80,12 @@ class Generator:
         """Loads model and tokenizers from a folder or from the Hub.
 
         Args:
-            name_or_path: Folder or Hub id; any encoder-decoder of transformers will do.
+            name_or_path: Folder or Hub id; any encoder-decoder of transformers will do. For the engine `ctranslate2` an exported
+                folder, or a Metaphrase model, of which a converted copy is made that lasts as long as the generator.
+            engine: What computes, `torch` or `ctranslate2`.
             device: Where to run; by default an accelerator if there is one.
-            dtype: Type of the weights; `auto` takes that of the checkpoint.
+            dtype: Type of the weights; `auto` takes that of the checkpoint. For `ctranslate2` also one of its compute types,
+                such as int8.
             trust_remote_code: Whether code in the folder may run. Metaphrase models do not need it here.
             source_lang: For a model of many languages (mBART, M2M100, NLLB), the code of the sources' language that its tokenizer
                 knows, such as eng_Latn; by default the tokenizer's own.
@@ -87,8 +93,18 @@ class Generator:
             **kwargs: As for the constructor.
 
         Raises:
-            ValueError: If the tokenizer does not know a language.
+            ValueError: If the tokenizer does not know a language, there is no such engine, or it cannot run the model.
+            ImportError: If the engine is not installed.
         """
+        if engine not in ENGINES:
+            raise ValueError(f"`engine` must be one of {', '.join(ENGINES)}, got {engine!r}.")
+        if engine == "ctranslate2":
+            from metaphrase.inference.ctranslate2_engine import CTranslate2Engine  # An extra.
+
+            model = CTranslate2Engine.from_pretrained(name_or_path, device=device, dtype=dtype)
+            tokenizers = TokenizerPair.from_pretrained(name_or_path)
+            model.generation_config.update(**set_languages(tokenizers, source_lang, target_lang))
+            return cls(model, tokenizers, **kwargs)
         if device is None:
             device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
         model = AutoModelForSeq2SeqLM.from_pretrained(name_or_path, dtype=dtype, trust_remote_code=trust_remote_code)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from transformers import set_seed
 
-from metaphrase.inference import Generator
+from metaphrase.inference import ENGINES, Generator
 from metaphrase.inference.generation_options import (
     add_generation_options,
     add_language_options,
@@ -43,8 +43,16 @@ def make_parser() -> argparse.ArgumentParser:
         "--max_tokens_per_batch", type=int, default=8192, help="most source tokens in a batch [%(default)s]"
     )
     parser.add_argument("--window", type=int, default=4096, help="sources held and sorted at a time [%(default)s]")
+    parser.add_argument(
+        "--engine",
+        default=ENGINES[0],
+        choices=ENGINES,
+        help="what computes [%(default)s]; ctranslate2 takes an exported folder, or converts a Metaphrase model first",
+    )
     parser.add_argument("--device", help="where to run; an accelerator by default, if there is one")
-    parser.add_argument("--dtype", default="auto", help="type of the weights [%(default)s: as saved]")
+    parser.add_argument(
+        "--dtype", default="auto", help="type of the weights [%(default)s: as saved]; for ctranslate2 also int8"
+    )
     parser.add_argument("--seed", type=int, default=42, help="of sampling [%(default)s]")
     parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
     parser.add_argument(
@@ -102,6 +110,7 @@ def main(words: Sequence[str]) -> None:
     set_seed(arguments.seed)
     generator = Generator.from_pretrained(
         arguments.model,
+        engine=arguments.engine,
         device=arguments.device,
         dtype=arguments.dtype,
         trust_remote_code=arguments.trust_remote_code,

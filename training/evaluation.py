@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from metaphrase.inference import Generator
+from metaphrase.inference import Engine, Generator
 from metaphrase.inference.decoding import batches_by_length
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.training.batching import PairCollator
@@ -79,8 +79,13 @@ def evaluate_generator(
         What `metrics.json` holds, and the decoded texts.
 
     Raises:
-        ValueError: If the sides differ in length or are empty.
+        ValueError: If the sides differ in length or are empty, or the generator has an engine that knows no loss.
     """
+    if isinstance(generator.model, Engine):
+        name = type(generator.model).__name__
+        raise ValueError(
+            f"`generator` must run in torch to be evaluated, since its loss is computed too, got a {name}."
+        )
     if len(sources) != len(references) or not sources:
         raise ValueError(
             f"`sources` and `references` must be equally many and not empty, got {len(sources)} and {len(references)}."
