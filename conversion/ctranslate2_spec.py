@@ -2,16 +2,24 @@
 
 import numpy as np
 import torch
+from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedModel
 
 from metaphrase.modeling import MetaphraseConfig
 
 try:
+    import ctranslate2
     from ctranslate2.converters import utils
     from ctranslate2.specs import attention_spec, common_spec, model_spec, transformer_spec
 except ImportError as error:
     raise ImportError("CTranslate2 is not installed: pip install metaphrase[ctranslate2]") from error
+
+# 4.8.0 computes a relative bias of each layer's own wrongly, without a word.
+if Version(ctranslate2.__version__) < Version("4.8.5"):
+    raise ImportError(
+        f"CTranslate2 must be at least 4.8.5, got {ctranslate2.__version__}: pip install metaphrase[ctranslate2]"
+    )
 
 # Sinusoids have no end, but a table has. A longer text is an error there, and never a wrong result.
 SINUSOIDAL_POSITIONS = 4096

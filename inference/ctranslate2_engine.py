@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import Version
 from transformers import GenerationConfig
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
@@ -19,6 +20,12 @@ try:
     import ctranslate2
 except ImportError as error:
     raise ImportError("CTranslate2 is not installed: pip install metaphrase[ctranslate2]") from error
+
+# 4.8.0 computes a relative bias of each layer's own wrongly, without a word.
+if Version(ctranslate2.__version__) < Version("4.8.5"):
+    raise ImportError(
+        f"CTranslate2 must be at least 4.8.5, got {ctranslate2.__version__}: pip install metaphrase[ctranslate2]"
+    )
 
 _MODEL_NAME = "model.bin"
 

@@ -1,6 +1,7 @@
 """The engine CTranslate2: a generator with it writes what one with torch does, and refuses by name what it cannot do."""
 
 import builtins
+import importlib
 import json
 import sys
 
@@ -388,6 +389,14 @@ def test_generate_by_command_line(folders, tmp_path):
         generate.main([str(folder), "--input", str(source), "--output", str(output), *words])
         written.append(output.read_text(encoding="utf-8"))
     assert written[0] == written[1] == written[2] and written[0].strip()
+
+
+@pytest.mark.parametrize("name", ["metaphrase.inference.ctranslate2_engine", "metaphrase.conversion.ctranslate2_spec"])
+def test_versions_with_wrong_results_are_refused(name, monkeypatch):
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr("ctranslate2.__version__", "4.8.4")
+    with pytest.raises(ImportError, match=r"must be at least 4\.8\.5, got 4\.8\.4"):
+        importlib.import_module(name)
 
 
 def test_without_the_package_the_error_says_what_to_install(folders, monkeypatch):
