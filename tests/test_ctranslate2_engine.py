@@ -220,6 +220,13 @@ def test_every_setting_of_transformers_is_understood_or_refused_or_has_no_effect
             )
 
 
+def test_an_exponent_of_zero_is_no_leave_to_stop_early():
+    """With exactly 0 CTranslate2 stops at the first end of its best beam, with fewer to choose from."""
+    given = BEAMS | {"length_penalty": 0.0, "eos_token_id": 2}
+    search = translate_options(GenerationConfig(), given, vocab_size=9, return_scores=False)
+    assert 0 < search.options["length_penalty"] < 1e-20 and search.options["patience"] == 1
+
+
 def test_an_id_that_no_source_has_is_refused(models):
     model, engine, _ = models
     with pytest.raises(ValueError, match="`sources` must consist of ids from 0 to"):
