@@ -3,12 +3,13 @@
 from metaphrase.inference.alignment import AttentionMap, cross_attention, cross_attentions
 from metaphrase.inference.constrained_beam_search import constrained_beam_search
 from metaphrase.inference.contrastive_search import contrastive_search
-from metaphrase.inference.decoding import Hypothesis, decode
+from metaphrase.inference.decoding import decode
 from metaphrase.inference.diverse_beam_search import diverse_beam_search
+from metaphrase.inference.engine import Engine, Hypothesis
 from metaphrase.inference.ensemble import EnsembleSearch
 from metaphrase.inference.forced_decoding import ForcedScore
 from metaphrase.inference.generation_options import GENERATION_OPTIONS, complete_sampling
-from metaphrase.inference.generator import Generator, ScoredText
+from metaphrase.inference.generator import ENGINES, Generator, ScoredText
 from metaphrase.inference.joint_search import Partner
 from metaphrase.inference.minimum_bayes_risk import expected_utilities
 from metaphrase.inference.pipelines import SummarizationPipeline, Text2TextGenerationPipeline, TranslationPipeline
@@ -16,8 +17,10 @@ from metaphrase.inference.speculative_decoding import SpeculativeSearch
 from metaphrase.inference.word_alignment import alignment_error_rate, format_pharaoh, word_alignment, word_weights
 
 __all__ = [
+    "ENGINES",
     "GENERATION_OPTIONS",
     "AttentionMap",
+    "Engine",
     "EnsembleSearch",
     "ForcedScore",
     "Generator",

@@ -3,41 +3,21 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 from transformers.generation import GenerationMode
 
+from metaphrase.inference.engine import BatchSearch, Engine, Hypothesis
 from metaphrase.inference.generation_options import GENERATION_OPTIONS
 from metaphrase.inference.joint_search import Partner
 from metaphrase.inference.search_arguments import choose_search
 from metaphrase.modeling.length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, batches_by_length
 
 
-@dataclass(frozen=True)
-class Hypothesis:
-    """One decoded target.
-
-    Attributes:
-        ids: Token ids without the start token and without padding; the last one is the end of sequence if it was reached.
-        score: For beam search its length-normalized score (of diverse beam search less the penalties), else the sum of the
-            log-probabilities; `None` if not asked for.
-        is_finished: Whether the end of sequence was reached within the length limit.
-    """
-
-    ids: list[int]
-    score: float | None
-    is_finished: bool
-
-
-# From the ids of a batch's sources, as each of the models reads them, to the hypotheses of each source.
-BatchSearch = Callable[..., list[list[Hypothesis]]]
-
-
 def decode(
-    model: PreTrainedModel,
+    model: PreTrainedModel | Engine,
     sources: Sequence[Sequence[int]],
     *,
     batch_size: int = DEFAULT_BATCH_SIZE,
@@ -48,10 +28,10 @@ def decode(
     search: Callable | None = None,
     **generation_kwargs,
 ) -> list[list[Hypothesis]]:
-    """Runs `model.generate()` over all sources.
+    """Runs `model.generate()`, or an engine, over all sources.
 
     Args:
-        model: Any encoder-decoder with a generation mixin; its mode (training or not) is left as it was.
+        model: Any encoder-decoder with a generation mixin; its mode (training or not) is left as it was. Or an engine.
         sources: Token ids of each source, with its end of sequence.
         batch_size: Most sources in a batch.
         max_tokens_per_batch: Most source tokens in a batch, padding counted.
@@ -74,8 +54,12 @@ def decode(
     lengths = [max(map(len, of_models)) for of_models in zip(*read, strict=True)]
     batches = batches_by_length(lengths, batch_size, max_tokens_per_batch)
     bar = tqdm(total=len(sources), unit="sentence", disable=None if show_progress is None else not show_progress)
-    models = [model, *(partner.model for partner in partners)]
-    with _searching(models, search, return_scores, generation_kwargs) as search_batch, bar:
+    if isinstance(model, Engine):
+        searching = model.searching(generation_kwargs, return_scores)
+    else:
+        models = [model, *(partner.model for partner in partners)]
+        searching = _searching(models, search, return_scores, generation_kwargs)
+    with searching as search_batch, bar:
         for batch in batches:
             found = search_batch(*([ids[index] for index in batch] for ids in read))
             for index, hypotheses in zip(batch, found, strict=True):

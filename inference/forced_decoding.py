@@ -7,13 +7,8 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from metaphrase.inference.decoding import (
-    DEFAULT_BATCH_SIZE,
-    DEFAULT_MAX_TOKENS_PER_BATCH,
-    batches_by_length,
-    evaluating,
-    pad_sources,
-)
+from metaphrase.inference.decoding import evaluating, pad_sources
+from metaphrase.modeling.length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, batches_by_length
 from metaphrase.tokenization import TokenizerPair
 
 

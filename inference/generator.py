@@ -10,6 +10,7 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 
 import metaphrase.modeling  # noqa: F401 (registers the models with the Auto classes)
 from metaphrase.inference.decoding import decode
+from metaphrase.inference.engine import Engine
 from metaphrase.inference.ensemble import EnsembleSearch
 from metaphrase.inference.forced_decoding import ForcedScore, check_texts, encode_forced, score_targets
 from metaphrase.inference.generation_options import complete_sampling
@@ -25,6 +26,8 @@ from metaphrase.inference.phrase_constraints import encode_phrases
 from metaphrase.inference.speculative_decoding import DEFAULT_NUM_ASSISTANT_TOKENS, SpeculativeSearch
 from metaphrase.modeling.length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
 from metaphrase.tokenization import TokenizerPair, readable_tokens, set_languages
+
+ENGINES = ("torch", "ctranslate2")
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Generator:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | Engine,
         tokenizers: TokenizerPair,
         *,
         source_prefix: str = "",
@@ -61,7 +64,7 @@ class Generator:
         """Joins the parts.
 
         Args:
-            model: An encoder-decoder with a generation mixin.
+            model: An encoder-decoder with a generation mixin, or an engine.
             tokenizers: Of its source and its target.
             source_prefix: Stands before every source, such as `summarize: `.
             batch_size: Most sources in a batch.
@@ -95,6 +98,7 @@ class Generator:
         cls,
         name_or_path: str | os.PathLike | Sequence[str | os.PathLike],
         *,
+        engine: str = "torch",
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "auto",
         trust_remote_code: bool = False,
@@ -106,9 +110,12 @@ class Generator:
 
         Args:
             name_or_path: Folder or Hub id; any encoder-decoder of transformers will do. Several make an ensemble, of Metaphrase
-                models.
+                models. For the engine `ctranslate2` an exported folder, or a Metaphrase model, of which a converted copy is
+                made that lasts as long as the generator.
+            engine: What computes, `torch` or `ctranslate2`.
             device: Where to run; by default an accelerator if there is one.
-            dtype: Type of the weights; `auto` takes that of the checkpoint.
+            dtype: Type of the weights; `auto` takes that of the checkpoint. For `ctranslate2` also one of its compute types,
+                such as int8.
             trust_remote_code: Whether code in the folder may run. Metaphrase models do not need it here.
             source_lang: For a model of many languages (mBART, M2M100, NLLB), the code of the sources' language that its tokenizer
                 knows, such as eng_Latn; by default the tokenizer's own.
@@ -116,14 +123,28 @@ class Generator:
             **kwargs: As for the constructor.
 
         Raises:
-            ValueError: If the tokenizer does not know a language, or the models cannot write a target together.
+            ValueError: If the tokenizer does not know a language, the models cannot write a target together, there is no such
+                engine, or it cannot run the model.
+            ImportError: If the engine is not installed.
         """
+        if engine not in ENGINES:
+            raise ValueError(f"`engine` must be one of {', '.join(ENGINES)}, got {engine!r}.")
+        names = [name_or_path] if isinstance(name_or_path, str | os.PathLike) else list(name_or_path)
+        if not names:
+            raise ValueError("`name_or_path` must name at least one model, got none.")
+        name_or_path, *others = names
+        if engine == "ctranslate2":
+            if others:
+                raise ValueError("`engine` must be torch for an ensemble, got 'ctranslate2'.")
+            from metaphrase.inference.ctranslate2_engine import CTranslate2Engine  # An extra.
+
+            model = CTranslate2Engine.from_pretrained(name_or_path, device=device, dtype=dtype)
+            tokenizers = TokenizerPair.from_pretrained(name_or_path)
+            model.generation_config.update(**set_languages(tokenizers, source_lang, target_lang))
+            return cls(model, tokenizers, **kwargs)
         if device is None:
             device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-        if not isinstance(name_or_path, str | os.PathLike):
-            if not name_or_path:
-                raise ValueError("`name_or_path` must name at least one model, got none.")
-            name_or_path, *others = name_or_path
+        if others:
             shared = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
             shared |= {"source_lang": source_lang, "target_lang": target_lang}
             prefix = {name: value for name, value in kwargs.items() if name == "source_prefix"}
@@ -352,6 +373,8 @@ class Generator:
 
 
 def check_single(generator: Generator, name: str) -> None:
-    """Raises `ValueError` if what should be one model is an ensemble itself."""
+    """Raises `ValueError` if what should be one model of torch is an ensemble, or another engine."""
+    if isinstance(generator.model, Engine):
+        raise ValueError(f"`{name}` must run in torch for that, got a {type(generator.model).__name__}.")
     if generator.members:
         raise ValueError(f"`{name}` must be one model, got an ensemble of {1 + len(generator.members)}.")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from transformers import set_seed
 
-from metaphrase.inference import Generator, ScoredText
+from metaphrase.inference import ENGINES, Generator, ScoredText
 from metaphrase.inference.ensemble import ENSEMBLE_MEANS
 from metaphrase.inference.generation_options import (
     add_generation_options,
@@ -48,8 +48,16 @@ def make_parser() -> argparse.ArgumentParser:
         "--max_tokens_per_batch", type=int, default=8192, help="most source tokens in a batch [%(default)s]"
     )
     parser.add_argument("--window", type=int, default=4096, help="sources held and sorted at a time [%(default)s]")
+    parser.add_argument(
+        "--engine",
+        default=ENGINES[0],
+        choices=ENGINES,
+        help="what computes [%(default)s]; ctranslate2 takes an exported folder, or converts a Metaphrase model first",
+    )
     parser.add_argument("--device", help="where to run; an accelerator by default, if there is one")
-    parser.add_argument("--dtype", default="auto", help="type of the weights [%(default)s: as saved]")
+    parser.add_argument(
+        "--dtype", default="auto", help="type of the weights [%(default)s: as saved]; for ctranslate2 also int8"
+    )
     parser.add_argument("--seed", type=int, default=42, help="of sampling [%(default)s]")
     parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
     parser.add_argument(
@@ -137,6 +145,7 @@ def load(arguments: argparse.Namespace, names: str | list[str]) -> Generator:
     """A generator of one model or, of several, of an ensemble."""
     return Generator.from_pretrained(
         names,
+        engine=arguments.engine,
         device=arguments.device,
         dtype=arguments.dtype,
         trust_remote_code=arguments.trust_remote_code,

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from metaphrase.inference import Generator
+from metaphrase.inference.generator import check_single
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.modeling.length_batches import batches_by_length
 from metaphrase.training.batching import PairCollator
@@ -79,8 +80,10 @@ def evaluate_generator(
         What `metrics.json` holds, and the decoded texts.
 
     Raises:
-        ValueError: If the sides differ in length or are empty.
+        ValueError: If the sides differ in length or are empty, or the generator is an ensemble or no model of torch.
     """
+    # The loss is that of one model of torch.
+    check_single(generator, "generator")
     if len(sources) != len(references) or not sources:
         raise ValueError(
             f"`sources` and `references` must be equally many and not empty, got {len(sources)} and {len(references)}."

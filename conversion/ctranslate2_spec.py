@@ -1,0 +1,245 @@
+"""CTranslate2's specification of a Metaphrase model: what it can express, and its weights put into place."""
+
+import numpy as np
+import torch
+from packaging.version import Version
+from torch import nn
+from transformers import PreTrainedModel
+
+from metaphrase.modeling import MetaphraseConfig
+
+try:
+    import ctranslate2
+    from ctranslate2.converters import utils
+    from ctranslate2.specs import attention_spec, common_spec, model_spec, transformer_spec
+except ImportError as error:
+    raise ImportError("CTranslate2 is not installed: pip install metaphrase[ctranslate2]") from error
+
+# 4.8.0 computes a relative bias of each layer's own wrongly, without a word.
+if Version(ctranslate2.__version__) < Version("4.8.5"):
+    raise ImportError(
+        f"CTranslate2 must be at least 4.8.5, got {ctranslate2.__version__}: pip install metaphrase[ctranslate2]"
+    )
+
+# Sinusoids have no end, but a table has. A longer text is an error there, and never a wrong result.
+SINUSOIDAL_POSITIONS = 4096
+
+_ACTIVATIONS = {
+    "relu": common_spec.Activation.RELU,
+    "gelu": common_spec.Activation.GELU,
+    "gelu_python": common_spec.Activation.GELU,
+    "gelu_new": common_spec.Activation.GELUTanh,
+    "gelu_fast": common_spec.Activation.GELUTanh,
+    "gelu_accurate": common_spec.Activation.GELUTanh,
+    "gelu_pytorch_tanh": common_spec.Activation.GELUTanh,
+    "gelu_python_tanh": common_spec.Activation.GELUTanh,
+    "quick_gelu": common_spec.Activation.GELUSigmoid,
+    "silu": common_spec.Activation.SWISH,
+    "swish": common_spec.Activation.SWISH,
+    "tanh": common_spec.Activation.Tanh,
+    "sigmoid": common_spec.Activation.Sigmoid,
+}
+# Their frequencies change with the length of the text.
+_CHANGING_ROTATIONS = ("dynamic", "longrope")
+_BIASED = ("relative", "none")
+
+
+def obstacles(config: MetaphraseConfig) -> list[str]:
+    """What of a configuration CTranslate2 cannot express: for each option its name, its value and the reason."""
+    found = []
+    if config.position_embedding_type == "alibi":
+        found.append("`position_embedding_type` 'alibi', which it knows in decoders alone")
+    if config.position_embedding_type == "rotary":
+        kind = config.rope_parameters.get("rope_type", "default")
+        if kind in _CHANGING_ROTATIONS:
+            found.append(f"`rope_parameters` with `rope_type` {kind!r}, whose frequencies change with the length")
+    if config.qk_norm and config.decoder_attention_heads > 1:
+        found.append(
+            f"`qk_norm` True with `decoder_attention_heads` {config.decoder_attention_heads}, because it norms the queries of "
+            "the cross-attention over all heads at once"
+        )
+    if config.activation_function not in _ACTIVATIONS:
+        known = ", ".join(_ACTIVATIONS)
+        found.append(f"`activation_function` {config.activation_function!r}, which is none of {known}")
+    return found
+
+
+def make_spec(model: PreTrainedModel) -> transformer_spec.TransformerSpec:
+    """The specification with all weights, and still without vocabularies.
+
+    Args:
+        model: A `MetaphraseForConditionalGeneration`.
+
+    Raises:
+        ValueError: If CTranslate2 cannot express the model; all options in the way are named.
+    """
+    config = model.config
+    if found := obstacles(config):
+        raise ValueError(f"CTranslate2 cannot express {'; '.join(found)}.")
+    with torch.no_grad():
+        encoder = transformer_spec.TransformerEncoderSpec(
+            config.encoder_layers, config.encoder_attention_heads, **_options(config)
+        )
+        decoder = transformer_spec.TransformerDecoderSpec(
+            config.decoder_layers, config.decoder_attention_heads, **_options(config)
+        )
+        spec = transformer_spec.TransformerSpec(encoder, decoder)
+        spec.config.layer_norm_epsilon = config.norm_eps
+        _fill_stack(encoder, model.get_encoder(), config)
+        _fill_stack(decoder, model.get_decoder(), config)
+        _fill_linear(decoder.projection, model.lm_head)
+        if config.logits_scale != 1.0:
+            decoder.scale_outputs = float(config.logits_scale)
+    return spec
+
+
+def _options(config: MetaphraseConfig) -> dict:
+    """What both stacks are made with."""
+    return {
+        # All that this decides in Python is whether there is a norm at the end.
+        "pre_norm": config.final_norm,
+        "activation": _ACTIVATIONS[config.activation_function],
+        "layernorm_embedding": config.embedding_norm,
+        "relative_attention_bias": config.position_embedding_type in _BIASED,
+        "ffn_glu": config.gated_mlp,
+        "rms_norm": config.norm_type == "rmsnorm",
+        "num_heads_kv": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "qk_norm": config.qk_norm,
+        # Anything but `None` keeps the decoder from asking for a table of positions.
+        "rotary_dim": 0 if config.position_embedding_type == "rotary" else None,
+    }
+
+
+def _fill_stack(spec: model_spec.LayerSpec, stack: nn.Module, config: MetaphraseConfig) -> None:
+    spec.pre_norm = config.norm_position == "pre"
+    spec.scale_embeddings = float(stack.embed_tokens.scale)
+    embeddings = spec.embeddings[0] if isinstance(spec.embeddings, list) else spec.embeddings
+    embeddings.weight = stack.embed_tokens.weight
+    if config.final_norm:
+        _fill_norm(spec.layer_norm, stack.norm)
+    if config.embedding_norm:
+        _fill_norm(spec.layernorm_embedding, stack.embedding_norm)
+    if stack.embed_positions is not None:
+        spec.position_encodings.encodings = _position_table(stack.embed_positions, config)
+    for layer_spec, layer in zip(spec.layer, stack.layers, strict=True):
+        if stack.rotary_emb is not None:
+            layer_spec.self_attention = _rotary_attention(stack.rotary_emb, config)
+        _fill_attention(layer_spec.self_attention, layer.self_attn, stack.rotary_emb)
+        _fill_norm(layer_spec.self_attention.layer_norm, layer.self_attn_norm)
+        if config.position_embedding_type in _BIASED:
+            _fill_bias(layer_spec.self_attention, stack, layer.self_attn, config)
+        if hasattr(layer, "cross_attn"):
+            _fill_attention(layer_spec.attention, layer.cross_attn, None)
+            _fill_norm(layer_spec.attention.layer_norm, layer.cross_attn_norm)
+        _fill_feed_forward(layer_spec.ffn, layer.mlp)
+        _fill_norm(layer_spec.ffn.layer_norm, layer.mlp_norm)
+
+
+def _position_table(positions: nn.Module, config: MetaphraseConfig) -> torch.Tensor:
+    """What is added to the embeddings `(positions, hidden)`."""
+    if config.position_embedding_type == "learned":
+        return positions.weight[positions.offset :]
+    length = max(config.max_position_embeddings, SINUSOIDAL_POSITIONS)
+    # In the precision of the model, as where it is added.
+    return positions.make_table(length + positions.offset)[positions.offset :].to(positions.table.dtype)
+
+
+def _fill_bias(
+    spec: attention_spec.MultiHeadAttentionSpec, stack: nn.Module, attention: nn.Module, config: MetaphraseConfig
+) -> None:
+    """T5's bias, or for no positions at all a bias of zeros: CTranslate2 would number the tokens otherwise."""
+    if config.position_embedding_type == "none":
+        heads = attention.q_proj.out_features // attention.head_dim
+        spec.relative_attention_bias = torch.zeros(4, heads)
+    else:
+        bias = attention.relative_position_bias if stack.position_bias is None else stack.position_bias
+        spec.relative_attention_bias = bias.embedding.weight
+    spec.relative_attention_max_distance = np.int32(config.relative_attention_max_distance)
+
+
+def _rotary_attention(rotary: nn.Module, config: MetaphraseConfig) -> attention_spec.MultiHeadAttentionSpec:
+    """A self-attention with our rotation; frequencies that are not plain are told as factors of the wavelengths."""
+    base = config.rope_parameters["rope_theta"]
+    rotated = 2 * len(rotary.inv_freq)
+    # Where a part of a head is turned whose width is odd, the plain frequencies are others too.
+    plain = base ** -(torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
+    is_plain = torch.allclose(plain.float(), rotary.inv_freq.float(), rtol=1e-6, atol=0.0)
+    options = {}
+    if not is_plain:
+        # The two lengths being one, nothing is scaled but the wavelengths, and these for all texts alike.
+        limit = max(2, config.max_position_embeddings)
+        options = {
+            "rotary_scaling_type": attention_spec.RotaryScalingType.Su,
+            "original_max_position_embeddings": limit,
+            "max_position_embeddings": limit,
+        }
+    spec = attention_spec.MultiHeadAttentionSpec(
+        self_attention=True,
+        rms_norm=config.norm_type == "rmsnorm",
+        rotary_dim=rotated,
+        rotary_interleave=False,
+        rotary_base=base,
+        num_heads_kv=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        qk_norm=config.qk_norm,
+        **options,
+    )
+    if not is_plain:
+        factors = (plain / rotary.inv_freq.double()).float()
+        spec.rotary_scaling_long_factor = factors
+        spec.rotary_scaling_short_factor = factors
+    return spec
+
+
+def _fill_attention(
+    spec: attention_spec.MultiHeadAttentionSpec, attention: nn.Module, rotary: nn.Module | None
+) -> None:
+    """Projections and scale. What a rotation multiplies queries and keys with is folded into the queries."""
+    spec.queries_scale = float(attention.scaling)
+    query, key, value = (_linear(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj"))
+    gamma = attention.q_norm.weight if attention.config.qk_norm else None
+    if rotary is not None and rotary.attention_scaling != 1.0:
+        factors = torch.ones(attention.head_dim)
+        factors[: 2 * len(rotary.inv_freq)] = rotary.attention_scaling**2
+        if gamma is not None:
+            gamma = (gamma.float() * factors).to(gamma.dtype)
+        else:
+            factors = factors.repeat(len(query.weight) // len(factors))
+            query.weight = (query.weight.float() * factors[:, None]).to(query.weight.dtype)
+            if query.has_bias():
+                query.bias = (query.bias.float() * factors).to(query.bias.dtype)
+    if gamma is not None:
+        spec.q_norm.gamma = gamma
+        _fill_norm(spec.k_norm, attention.k_norm)
+    if attention.is_cross:
+        utils.fuse_linear(spec.linear[0], [query])
+        utils.fuse_linear(spec.linear[1], [key, value])
+    else:
+        utils.fuse_linear(spec.linear[0], [query, key, value])
+    _fill_linear(spec.linear[-1], attention.o_proj)
+
+
+def _fill_feed_forward(spec: transformer_spec.FeedForwardSpec, mlp: nn.Module) -> None:
+    _fill_linear(spec.linear_0, mlp.gate_proj if mlp.is_gated else mlp.up_proj)
+    if mlp.is_gated:
+        _fill_linear(spec.linear_0_noact, mlp.up_proj)
+    _fill_linear(spec.linear_1, mlp.down_proj)
+
+
+def _linear(module: nn.Linear) -> common_spec.LinearSpec:
+    spec = common_spec.LinearSpec()
+    _fill_linear(spec, module)
+    return spec
+
+
+def _fill_linear(spec: common_spec.LinearSpec, module: nn.Linear) -> None:
+    spec.weight = module.weight.detach()
+    if module.bias is not None:
+        spec.bias = module.bias.detach()
+
+
+def _fill_norm(spec: common_spec.LayerNormSpec, norm: nn.Module) -> None:
+    spec.gamma = norm.weight
+    if isinstance(norm, nn.LayerNorm):
+        spec.beta = norm.bias

@@ -1,0 +1,194 @@
+"""The engine CTranslate2: an exported model, decoded by CTranslate2."""
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from packaging.version import Version
+from transformers import GenerationConfig
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
+
+from metaphrase.inference.ctranslate2_options import Search, translate_options
+from metaphrase.inference.engine import BatchSearch, Engine, Hypothesis
+
+try:
+    import ctranslate2
+except ImportError as error:
+    raise ImportError("CTranslate2 is not installed: pip install metaphrase[ctranslate2]") from error
+
+# 4.8.0 computes a relative bias of each layer's own wrongly, without a word.
+if Version(ctranslate2.__version__) < Version("4.8.5"):
+    raise ImportError(
+        f"CTranslate2 must be at least 4.8.5, got {ctranslate2.__version__}: pip install metaphrase[ctranslate2]"
+    )
+
+_MODEL_NAME = "model.bin"
+
+
+class CTranslate2Engine(Engine):
+    """A folder of CTranslate2, from ids to hypotheses.
+
+    CTranslate2 knows tokens by name; here they have ids, as everywhere else.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike, *, device: str | torch.device | None = None, compute_type: str = "default"
+    ):
+        """Loads the model.
+
+        Args:
+            folder: What `export` wrote, or CTranslate2's own converter.
+            device: `cpu`, `cuda` or `cuda:1`; by default a GPU if CTranslate2 finds one.
+            compute_type: As for CTranslate2's `Translator`; `default` is that of the folder.
+
+        Raises:
+            ValueError: If it is no such folder, or the device cannot compute so.
+        """
+        self.folder = Path(folder)
+        if not (self.folder / _MODEL_NAME).is_file():
+            raise ValueError(f"A folder of CTranslate2 must hold {_MODEL_NAME}, got none in {self.folder}.")
+        if device is None:
+            device = "cuda" if ctranslate2.get_cuda_device_count() else "cpu"
+        place = torch.device(device)
+        self._settings = {
+            "device": place.type,
+            "device_index": place.index or 0,
+            "compute_type": compute_type,
+            "intra_threads": torch.get_num_threads(),
+        }
+        self.translator = self._load()
+        self.sources, self.targets = (self._vocabulary(side) for side in ("source", "target"))
+        self._target_ids = {token: index for index, token in enumerate(self.targets)}
+        config = json.loads((self.folder / CONFIG_NAME).read_text(encoding="utf-8"))
+        self._start = config["decoder_start_token"]
+        self.generation_config = self._read_generation_config(config)
+        self._copy: tempfile.TemporaryDirectory | None = None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | os.PathLike,
+        *,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype = "auto",
+    ) -> "CTranslate2Engine":
+        """Loads an exported folder, or a copy of a Metaphrase model, converted for as long as the engine lives.
+
+        Args:
+            name_or_path: Such a folder; of a Metaphrase model the name on the Hub will do.
+            device: See the constructor.
+            dtype: `auto` is the type of the weights as they are; else a type of torch or a compute type of CTranslate2.
+
+        Raises:
+            ValueError: If CTranslate2 cannot express the model, or cannot compute so.
+        """
+        compute_type = str(dtype).removeprefix("torch.")
+        compute_type = "default" if compute_type == "auto" else compute_type
+        if (Path(name_or_path) / _MODEL_NAME).is_file():
+            return cls(name_or_path, device=device, compute_type=compute_type)
+        # Here alone what decodes needs what converts.
+        from metaphrase.conversion.ctranslate2 import export_ctranslate2
+
+        copy = tempfile.TemporaryDirectory(prefix="metaphrase_ctranslate2_")
+        folder = export_ctranslate2(name_or_path, Path(copy.name) / "model")
+        engine = cls(folder, device=device, compute_type=compute_type)
+        engine._copy = copy
+        return engine
+
+    def _load(self) -> "ctranslate2.Translator":
+        return ctranslate2.Translator(os.fspath(self.folder), **self._settings)
+
+    def _vocabulary(self, side: str) -> list[str]:
+        path = self.folder / f"{side}_vocabulary.json"
+        path = path if path.is_file() else self.folder / "shared_vocabulary.json"
+        return json.loads(path.read_text(encoding="utf-8"))
+
+    def _read_generation_config(self, config: Mapping[str, Any]) -> GenerationConfig:
+        """The settings beside the model; where it does not name the special ids, CTranslate2's own."""
+        if (self.folder / GENERATION_CONFIG_NAME).is_file():
+            settings = GenerationConfig.from_pretrained(self.folder)
+        else:
+            settings = GenerationConfig()
+        for name, token in (("eos_token_id", config["eos_token"]), ("decoder_start_token_id", self._start)):
+            if getattr(settings, name) is None and token is not None:
+                setattr(settings, name, self._target_ids.get(token))
+        return settings
+
+    @contextlib.contextmanager
+    def searching(self, generation_kwargs: Mapping[str, Any], return_scores: bool) -> Iterator[BatchSearch]:
+        """See `Engine`, and for what differs `translate_options`."""
+        asked = translate_options(
+            self.generation_config, generation_kwargs, vocab_size=len(self.targets), return_scores=return_scores
+        )
+        prefix = self._prefix(asked)
+        translator = self.translator
+        if asked.is_sampling:
+            # Its random numbers are those of a thread, seeded once and for all: only new threads follow the seed of torch.
+            ctranslate2.set_random_seed(int(torch.randint(2**31 - 1, ())))
+            translator = self._load()
+        yield lambda sources: self._search(translator, sources, asked, prefix, return_scores)
+
+    def _prefix(self, asked: Search) -> list[str] | None:
+        """What the targets begin with, as far as the folder does not say it itself.
+
+        Raises:
+            ValueError: If the folder says something else.
+        """
+        for name, index in (
+            ("decoder_start_token_id", asked.start),
+            *(("forced_bos_token_id", i) for i in asked.forced),
+        ):
+            if index is None or not 0 <= index < len(self.targets):
+                raise ValueError(f"`{name}` must be an id from 0 to {len(self.targets) - 1}, got {index}.")
+        start = self.targets[asked.start]
+        if self._start is not None and start != self._start:
+            raise ValueError(
+                f"`decoder_start_token_id` must be {self._target_ids[self._start]} ({self._start}), with which the model was "
+                f"exported, got {asked.start} ({start})."
+            )
+        prefix = ([start] if self._start is None else []) + [self.targets[index] for index in asked.forced]
+        return prefix or None
+
+    def _search(
+        self,
+        translator: "ctranslate2.Translator",
+        sources: list[Sequence[int]],
+        asked: Search,
+        prefix: list[str] | None,
+        return_scores: bool,
+    ) -> list[list[Hypothesis]]:
+        for source in sources:
+            if source and not 0 <= min(source) <= max(source) < len(self.sources):
+                raise ValueError(
+                    f"`sources` must consist of ids from 0 to {len(self.sources) - 1}, got {min(source)} to {max(source)}."
+                )
+        try:
+            results = translator.translate_batch(
+                [[self.sources[index] for index in source] for source in sources],
+                target_prefix=None if prefix is None else [prefix] * len(sources),
+                end_token=[self.targets[index] for index in asked.ends],
+                # It counts in the length by which a score is divided only where it is returned.
+                return_end_token=True,
+                return_scores=return_scores,
+                # Nothing is cut off.
+                max_input_length=0,
+                **asked.options,
+            )
+        except RuntimeError as error:
+            if "position encodings" not in str(error):
+                raise
+            raise ValueError(f"Texts must not be longer than the exported table of positions: {error}.") from error
+        ends = set(asked.ends)
+        return [self._hypotheses(result, ends, return_scores) for result in results]
+
+    def _hypotheses(
+        self, result: "ctranslate2.TranslationResult", ends: set[int], return_scores: bool
+    ) -> list[Hypothesis]:
+        rows = [[self._target_ids[token] for token in tokens] for tokens in result.hypotheses]
+        scores = result.scores if return_scores else [None] * len(rows)
+        return [Hypothesis(ids, score, bool(ids) and ids[-1] in ends) for ids, score in zip(rows, scores, strict=True)]

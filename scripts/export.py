@@ -1,0 +1,50 @@
+"""`metaphrase export MODEL DIR --format ctranslate2`: a model for an engine of another kind."""
+
+import sys
+
+if not __package__:  # Run as a file: this folder must not hide the library `evaluate` or the standard `tokenize`.
+    sys.path.pop(0)
+
+import argparse
+import logging
+from collections.abc import Sequence
+
+from metaphrase.scripts.console import run
+
+logger = logging.getLogger(__name__)
+
+FORMATS = ("ctranslate2",)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="metaphrase export",
+        description="Writes a Metaphrase model for an engine of another kind, with tokenizers and generation settings. "
+        "What the engine cannot express is refused, option by option.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", metavar="MODEL", help="folder, or name on the Hub, of a Metaphrase model")
+    parser.add_argument("output", metavar="DIR", help="folder to write")
+    parser.add_argument("--format", required=True, choices=FORMATS, help="the engine")
+    parser.add_argument(
+        "--quantization",
+        metavar="TYPE",
+        help="type of the weights: float32, float16, bfloat16, int16, int8, int8_float32, int8_float16 or int8_bfloat16 "
+        "[that of the checkpoint]",
+    )
+    parser.add_argument("--force", action="store_true", help="replace an export that is there already")
+    return parser
+
+
+def main(words: Sequence[str]) -> None:
+    arguments = make_parser().parse_args(words)
+    from metaphrase.conversion.ctranslate2 import export_ctranslate2  # An extra, not needed for --help.
+
+    written = export_ctranslate2(
+        arguments.model, arguments.output, quantization=arguments.quantization, force=arguments.force
+    )
+    logger.info("Written to %s", written)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, "export"))
