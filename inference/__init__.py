@@ -13,12 +13,14 @@ from metaphrase.inference.generator import ENGINES, Generator, ScoredText
 from metaphrase.inference.joint_search import Partner
 from metaphrase.inference.minimum_bayes_risk import expected_utilities
 from metaphrase.inference.pipelines import SummarizationPipeline, Text2TextGenerationPipeline, TranslationPipeline
+from metaphrase.inference.quantization import QUANTIZATIONS, quantize
 from metaphrase.inference.speculative_decoding import SpeculativeSearch
 from metaphrase.inference.word_alignment import alignment_error_rate, format_pharaoh, word_alignment, word_weights
 
 __all__ = [
     "ENGINES",
     "GENERATION_OPTIONS",
+    "QUANTIZATIONS",
     "AttentionMap",
     "Engine",
     "EnsembleSearch",
@@ -41,6 +43,7 @@ __all__ = [
     "diverse_beam_search",
     "expected_utilities",
     "format_pharaoh",
+    "quantize",
     "word_alignment",
     "word_weights",
 ]

@@ -23,6 +23,7 @@ from metaphrase.inference.minimum_bayes_risk import (
     weigh_samples,
 )
 from metaphrase.inference.phrase_constraints import encode_phrases
+from metaphrase.inference.quantization import quantization_of, quantize
 from metaphrase.inference.speculative_decoding import DEFAULT_NUM_ASSISTANT_TOKENS, SpeculativeSearch
 from metaphrase.modeling.length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
 from metaphrase.tokenization import TokenizerPair, readable_tokens, set_languages
@@ -114,8 +115,9 @@ class Generator:
                 made that lasts as long as the generator.
             engine: What computes, `torch` or `ctranslate2`.
             device: Where to run; by default an accelerator if there is one.
-            dtype: Type of the weights; `auto` takes that of the checkpoint. For `ctranslate2` also one of its compute types,
-                such as int8.
+            dtype: Type of the weights; `auto` takes that of the checkpoint. On a CPU `int8` and `float16` are those of the linear
+                layers alone, around which computing is in float32 (see `quantize`). For `ctranslate2` also one of its compute
+                types.
             trust_remote_code: Whether code in the folder may run. Metaphrase models do not need it here.
             source_lang: For a model of many languages (mBART, M2M100, NLLB), the code of the sources' language that its tokenizer
                 knows, such as eng_Latn; by default the tokenizer's own.
@@ -150,10 +152,16 @@ class Generator:
             prefix = {name: value for name, value in kwargs.items() if name == "source_prefix"}
             members = [cls.from_pretrained(other, **shared, **prefix) for other in others]
             return cls.from_pretrained(name_or_path, **shared, **kwargs, members=members)
-        model = AutoModelForSeq2SeqLM.from_pretrained(name_or_path, dtype=dtype, trust_remote_code=trust_remote_code)
+        quantization = quantization_of(dtype, device)
+        model = AutoModelForSeq2SeqLM.from_pretrained(
+            name_or_path, dtype="float32" if quantization else dtype, trust_remote_code=trust_remote_code
+        )
         tokenizers = TokenizerPair.from_pretrained(name_or_path)
         model.generation_config.update(**set_languages(tokenizers, source_lang, target_lang))
-        return cls(model.to(device).eval(), tokenizers, **kwargs)
+        model = model.to(device).eval()
+        if quantization is not None:
+            quantize(model, quantization)
+        return cls(model, tokenizers, **kwargs)
 
     def generate(self, texts: Iterable[str], *, show_progress: bool | None = False, **generation_kwargs) -> list[str]:
         """The best target text for each source text.

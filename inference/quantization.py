@@ -1,0 +1,164 @@
+"""Quantization: linear layers whose weights are kept in fewer bits, for decoding on a CPU."""
+
+import logging
+import warnings
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+QUANTIZATIONS = ("int8", "float16")
+# A smaller matrix stays in the processor's cache, where the steps around its product cost more than they save.
+_LEAST_SIZE = 2**17
+# Activations have 7 bits: two products of theirs with 8-bit weights add up in 16 bits without overflow.
+_ACTIVATION_LEVELS, _ACTIVATION_ZERO = 63, 64
+_WEIGHT_LEVELS = 127
+
+
+class _PackedLinear(nn.Module):
+    """A linear layer for inference whose weights lie packed as a kernel of FBGEMM reads them, and are not there otherwise."""
+
+    # Some families ask a layer for the type of its weight.
+    weight = None
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+    def train(self, mode: bool = True) -> "_PackedLinear":
+        if mode:
+            raise ValueError("A quantized model must stay in evaluation mode: it has no weights that could be trained.")
+        return super().train(mode)
+
+    def _save_to_state_dict(self, *args) -> None:
+        raise ValueError(
+            "A quantized model must not be saved: its weights are packed. Save the model that it came from."
+        )
+
+
+class Int8Linear(_PackedLinear):
+    """Weights in 8 bits with a scale for each output, inputs rounded at each call with a scale for each row.
+
+    A row's scale is its own, so that what comes out for a sentence does not depend on what else is in the batch.
+
+    Source: Jacob et al. 2018, section 2, arXiv 1712.05877; a scale per row and column as in Dettmers et al. 2022, section 3,
+        arXiv 2208.07339.
+    """
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__(linear)
+        weight = linear.weight.detach().float()
+        # A row of zeros has no scale; any will do.
+        scale = (weight.abs().amax(dim=1) / _WEIGHT_LEVELS).clamp_min(torch.finfo(torch.float32).tiny)
+        levels = (weight / scale[:, None]).round().to(torch.int8)
+        self._packed = _pack_int8(levels, scale)
+        self._bias = None if linear.bias is None else linear.bias.detach().float()
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """(..., in_features) -> (..., out_features)"""
+        rows = states.reshape(-1, self.in_features)
+        scale = rows.abs().amax(dim=1, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny)
+        output = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
+            rows / scale, 1.0 / _ACTIVATION_LEVELS, _ACTIVATION_ZERO, self._packed
+        )
+        output *= scale
+        if self._bias is not None:
+            output += self._bias
+        return output.view(*states.shape[:-1], self.out_features)
+
+
+class Float16Linear(_PackedLinear):
+    """Weights in 16 bits, half of what must be read for a product; inputs, sums and outputs in 32."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__(linear)
+        bias = None if linear.bias is None else linear.bias.detach().float()
+        self._packed = torch.ops.quantized.linear_prepack_fp16(linear.weight.detach().float(), bias)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """(..., in_features) -> (..., out_features)"""
+        return torch.ops.quantized.linear_dynamic_fp16(states, self._packed)
+
+
+_LAYERS = {"int8": Int8Linear, "float16": Float16Linear}
+
+
+def quantization_of(dtype: str | torch.dtype, device: str | torch.device) -> str | None:
+    """The quantization that stands for a type of weights on a device, or `None` if torch itself computes in that type.
+
+    On a CPU float16 is one: torch computes in it there, but many times more slowly than in float32.
+
+    Raises:
+        ValueError: If the type is int8 and the device is no CPU.
+    """
+    name = str(dtype).removeprefix("torch.")
+    is_cpu = torch.device(device).type == "cpu"
+    if name == "int8" and not is_cpu:
+        raise ValueError(f"`dtype` int8 needs the device cpu, got {device}.")
+    return name if name in QUANTIZATIONS and is_cpu else None
+
+
+def quantize(model: PreTrainedModel, quantization: str) -> int:
+    """Puts packed layers in place of a model's linear ones, but for small ones; embeddings stay as they are.
+
+    Args:
+        model: Any model on a CPU with float32 weights. It can only be run from now on, not trained and not saved.
+        quantization: `int8` or `float16`, the type of the weights; computing is in float32 with either around them.
+
+    Returns:
+        How many layers were replaced; none where this build of torch or this processor has no kernels for it, which is said.
+
+    Raises:
+        ValueError: If the quantization is not known, or the model is not a float32 one on a CPU.
+    """
+    if quantization not in QUANTIZATIONS:
+        raise ValueError(f"`quantization` must be one of {', '.join(QUANTIZATIONS)}, got {quantization!r}.")
+    if model.device.type != "cpu" or model.dtype != torch.float32:
+        raise ValueError(
+            f"`model` must be on a CPU in float32 to be quantized, got {model.dtype} on {model.device.type}."
+        )
+    model.eval()
+    if not has_kernels():
+        logger.warning("%s weights need a torch with FBGEMM, which this one lacks: they stay in float32.", quantization)
+        return 0
+    large = [
+        (module, name, child)
+        for module in model.modules()
+        for name, child in module.named_children()
+        if type(child) is nn.Linear and child.weight.numel() >= _LEAST_SIZE
+    ]
+    # A layer that stands in several places stays one.
+    packed = {child: None for _, _, child in large}
+    for child in packed:
+        packed[child] = _LAYERS[quantization](child).eval()
+    for module, name, child in large:
+        setattr(module, name, packed[child])
+    return len(packed)
+
+
+def has_kernels() -> bool:
+    """Whether torch can multiply with packed weights on this processor."""
+    return "fbgemm" in torch.backends.quantized.supported_engines and all(
+        hasattr(torch.ops.quantized, name)
+        for name in ("linear_with_input_q_dq_qweight_dq_output_fp32", "linear_prepack_fp16")
+    )
+
+
+def _pack_int8(levels: torch.Tensor, scale: torch.Tensor) -> torch.ScriptObject:
+    """Whole numbers `(out_features, in_features)` with a scale for each row."""
+    engine = torch.backends.quantized.engine
+    torch.backends.quantized.engine = "fbgemm"
+    try:
+        with warnings.catch_warnings():
+            # torch will take these away some day: `has_kernels` looks whether they are there.
+            warnings.simplefilter("ignore")
+            zeros = torch.zeros(len(scale), dtype=torch.long)
+            weight = torch._make_per_channel_quantized_tensor(levels, scale.double(), zeros, 0)
+            return torch.ops.quantized.linear_prepack(weight, None)
+    finally:
+        torch.backends.quantized.engine = engine
