@@ -13,6 +13,7 @@ from tiny_generator import save_generator, tiny_generator
 from transformers import T5Config, T5ForConditionalGeneration
 
 from metaphrase.conversion import convert
+from metaphrase.conversion.ctranslate2 import export_ctranslate2
 from metaphrase.scripts.__main__ import VERBS
 from metaphrase.training.demo_corpus import write_demo_corpus
 from metaphrase.training.recipe import load_recipe
@@ -31,7 +32,7 @@ COMMANDS = [
 @pytest.fixture
 def project(tmp_path, monkeypatch):
     """A folder as the README takes it for granted: a trained model in runs/demo, a recipe, some input."""
-    for name in ("demo", "text_to_text"):
+    for name in ("demo", "demo_seed_2", "demo_small", "text_to_text"):
         save_generator(tiny_generator(), tmp_path / "runs" / name)
     paths = write_demo_corpus(tmp_path / "runs" / "demo" / "data", num_train=2000, num_validation=20, num_test=20)
     few = paths["test"].read_text(encoding="utf-8").splitlines(keepends=True)[:3]
@@ -69,6 +70,9 @@ def test_command_runs(command, project, monkeypatch, capsys):
         text = (project / source.strip()).read_bytes()
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text), encoding="utf-8"))
     verb, *rest = shlex.split(words)[1:]
+    if "--engine" in rest:
+        # The command before this one makes it.
+        export_ctranslate2(project / "runs" / "demo", project / rest[0])
     importlib.import_module(f"metaphrase.scripts.{verb}").main(rest)
     if target:
         assert len(capsys.readouterr().out.splitlines()) == 2
