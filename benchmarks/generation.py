@@ -1,0 +1,215 @@
+"""Times generation with a trained model: ours, transformers' class with the same weights, and CTranslate2, over real sentences.
+
+    metaphrase train multi30k_en_de --data_dir FOLDER --output_dir runs/multi30k_tiny --preset transformer-tiny \\
+        --vocab_size 8000 --model.position_embedding_type learned --model.embedding_norm true \\
+        --max_tokens_per_batch 4096 --num_train_epochs 5
+    taskset -c 0 python benchmarks/generation.py runs/multi30k_tiny --source FOLDER/test_2016_flickr.en --peer bart
+
+The model's options must fit the peer's family, into which it is converted. Contestants take turns, setting by setting, so that
+what else the machine does meets them alike; each round starts with another one. What counts for one thread is processor time,
+for more the clock. With `--reference` each is scored as well; in any case it is said how many outputs are those of the first.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+from contestants import peak_bytes
+from machine import describe_machine
+from seeds import RESULTS
+from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
+
+from metaphrase.conversion import convert
+from metaphrase.inference import decode, quantize
+from metaphrase.inference.ctranslate2_engine import CTranslate2Engine
+from metaphrase.inference.decoding import pad_sources
+from metaphrase.modeling import MetaphraseForConditionalGeneration
+from metaphrase.tokenization import TokenizerPair, iterate_lines
+from metaphrase.training.metrics import compute_metrics
+
+# By name: beams, and sources in a batch.
+SETTINGS = {
+    "greedy, batch 1": (1, 1),
+    "greedy, batch 32": (1, 32),
+    "beam 4, batch 32": (4, 32),
+    "beam 5, batch 32": (5, 32),
+}
+FIRST = "transformers"
+Contestant = Callable[[list[list[int]], int, int], list[list[int]]]
+
+
+def options_of(num_beams: int) -> dict:
+    # CTranslate2 knows no other rule that is equal in both.
+    return {"num_beams": num_beams, "do_sample": False, "early_stopping": num_beams > 1}
+
+
+def in_order(model: PreTrainedModel) -> Contestant:
+    """As one calls `generate()` by hand: batches as the sentences come."""
+
+    def run(sources: list[list[int]], num_beams: int, batch_size: int) -> list[list[int]]:
+        outputs = []
+        for start in range(0, len(sources), batch_size):
+            with torch.inference_mode():
+                ids = model.generate(**pad_sources(sources[start : start + batch_size], model), **options_of(num_beams))
+            outputs += ids[:, 1:].tolist()
+        end = model.generation_config.eos_token_id
+        return [row[: row.index(end) + 1] if end in row else row for row in outputs]
+
+    return run
+
+
+def by_length(model) -> Contestant:
+    """In batches of like length."""
+
+    def run(sources: list[list[int]], num_beams: int, batch_size: int) -> list[list[int]]:
+        found = decode(model, sources, batch_size=batch_size, **options_of(num_beams))
+        return [best.ids for best, *_ in found]
+
+    return run
+
+
+def quantized(folder: Path, kind: str) -> Contestant:
+    model = MetaphraseForConditionalGeneration.from_pretrained(folder, dtype="float32")
+    quantize(model, kind)
+    return by_length(model)
+
+
+def in_ctranslate2(folder: Path, compute_type: str) -> Contestant:
+    return by_length(CTranslate2Engine.from_pretrained(folder, device="cpu", dtype=compute_type))
+
+
+def load(model: type[PreTrainedModel], folder: Path) -> PreTrainedModel:
+    return model.from_pretrained(folder, dtype="float32").eval()
+
+
+# From the folders of our model and of the peer.
+CONTESTANTS: dict[str, Callable[[Path, Path], Contestant]] = {
+    FIRST: lambda ours, peer: in_order(load(AutoModelForSeq2SeqLM, peer)),
+    "transformers, by length": lambda ours, peer: by_length(load(AutoModelForSeq2SeqLM, peer)),
+    "metaphrase, in order": lambda ours, peer: in_order(load(MetaphraseForConditionalGeneration, ours)),
+    "metaphrase": lambda ours, peer: by_length(load(MetaphraseForConditionalGeneration, ours)),
+    "metaphrase, float16": lambda ours, peer: quantized(ours, "float16"),
+    "metaphrase, int8": lambda ours, peer: quantized(ours, "int8"),
+    "ctranslate2": lambda ours, peer: in_ctranslate2(ours, "float32"),
+    "ctranslate2, int8": lambda ours, peer: in_ctranslate2(ours, "int8"),
+}
+
+
+def measure(
+    contestants: dict[str, Contestant], sources: list[list[int]], setting: str, rounds: int, threads: int
+) -> tuple[dict[str, dict], dict[str, list[list[int]]]]:
+    """What each took in one setting, and its outputs."""
+    num_beams, batch_size = SETTINGS[setting]
+    clock = time.process_time if threads == 1 else time.perf_counter
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    outputs: dict[str, list[list[int]]] = {}
+    names = list(contestants)
+    # The first batches warm up.
+    for name in names:
+        contestants[name](sources[: 2 * batch_size], num_beams, batch_size)
+    for number in range(rounds):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            start = clock()
+            outputs[name] = contestants[name](sources, num_beams, batch_size)
+            seconds[name].append(clock() - start)
+        print(f"{setting}: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+    report = {}
+    for name in names:
+        middle = statistics.median(seconds[name])
+        report[name] = {
+            "seconds": round(middle, 3),
+            "sentences_per_second": round(len(sources) / middle, 2),
+            "tokens_per_second": round(sum(map(len, outputs[name])) / middle, 1),
+            "milliseconds_per_sentence": round(1000 * middle / len(sources), 2),
+        }
+        if FIRST in seconds:
+            ratios = [theirs / own for theirs, own in zip(seconds[FIRST], seconds[name], strict=True)]
+            same = sum(a == b for a, b in zip(outputs[name], outputs[FIRST], strict=True))
+            report[name] |= {"speed_of_transformers": round(statistics.median(ratios), 3), "same_outputs": same}
+    return report, outputs
+
+
+def show(setting: str, report: dict[str, dict]) -> None:
+    print(f"\n{setting}")
+    for name, result in report.items():
+        ratio = f"{result['speed_of_transformers']:6.2f} x" if "speed_of_transformers" in result else ""
+        score = f"{result['bleu']:7.2f} BLEU" if "bleu" in result else ""
+        print(f"  {name:26} {result['sentences_per_second']:9.2f} sentences/s {ratio} {score}", flush=True)
+
+
+def peak_of(name: str, arguments: argparse.Namespace) -> int:
+    """Peak memory in MiB of a process with one contestant, in the setting with most beams."""
+    command = [sys.executable, __file__, str(arguments.model), "--source", str(arguments.source)]
+    command += ["--peer", arguments.peer, "--lines", str(min(arguments.lines, 128)), "--memory_of", name]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return round(json.loads(answer.splitlines()[-1])["peak_bytes"] / 2**20)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("model", type=Path, help="folder of a trained Metaphrase model")
+    parser.add_argument("--source", type=Path, required=True, help="sentences, one a line")
+    parser.add_argument("--reference", type=Path, help="their references, for a score")
+    parser.add_argument("--peer", default="bart", help="family of transformers' class [%(default)s]")
+    parser.add_argument("--lines", type=int, default=256, help="sentences, spread over the file [%(default)s]")
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each [%(default)s]")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each [%(default)s]")
+    parser.add_argument("--memory_of", choices=CONTESTANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path, help="JSON file [benchmarks/results/generation_MODEL.json]")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    transformers.logging.set_verbosity_error()
+
+    tokenizers = TokenizerPair.from_pretrained(arguments.model)
+    texts = list(iterate_lines(arguments.source))
+    step = max(1, len(texts) // arguments.lines)
+    chosen = range(0, len(texts), step)[: arguments.lines]
+    sources = tokenizers.encode_sources([texts[index] for index in chosen])
+    names = [arguments.memory_of] if arguments.memory_of else arguments.contestants
+    with tempfile.TemporaryDirectory() as folder:
+        peer = Path(folder) / "peer"
+        convert(arguments.model, peer, to=arguments.peer)
+        contestants = {name: CONTESTANTS[name](arguments.model, peer) for name in names}
+    if arguments.memory_of:
+        contestants[arguments.memory_of](sources, *SETTINGS["beam 5, batch 32"])
+        print(json.dumps({"peak_bytes": peak_bytes()}))
+        return
+
+    results = {}
+    for setting in arguments.settings:
+        # One by one takes long.
+        few = sources[:: 1 if SETTINGS[setting][1] > 1 else 4]
+        results[setting], outputs = measure(contestants, few, setting, arguments.rounds, arguments.threads)
+        if arguments.reference and len(few) == len(sources):
+            lines = list(iterate_lines(arguments.reference))
+            references = [lines[index] for index in chosen]
+            for name, ids in outputs.items():
+                scores = compute_metrics(tokenizers.decode_targets(ids), references, ["bleu"])
+                results[setting][name]["bleu"] = round(scores["bleu"]["score"], 2)
+        show(setting, results[setting])
+    report = {
+        "model": arguments.model.name,
+        "parameters": sum(p.numel() for p in load(MetaphraseForConditionalGeneration, arguments.model).parameters()),
+        "peer": arguments.peer,
+        "sentences": len(sources),
+        "rounds": arguments.rounds,
+        "machine": describe_machine(arguments.threads),
+        "peak_mib": {name: peak_of(name, arguments) for name in names},
+        "settings": results,
+    }
+    output = arguments.output or RESULTS / f"generation_{arguments.model.name}.json"
+    output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
