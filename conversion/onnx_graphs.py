@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -291,11 +292,13 @@ def _forget_origin(model: "onnx_ir.Model") -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what the exporter has to say of libraries that are not there."""
+    """Without what the exporter has to say of libraries that are not there, and of axes that are the same length."""
     log = logging.getLogger("torch.onnx._internal.exporter._registration")
     level = log.level
     log.setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="# The axis name: .* will not be used")
+            yield
     finally:
         log.setLevel(level)

@@ -201,12 +201,12 @@ def test_what_is_there_is_replaced_only_if_asked_and_written_here(exported, tmp_
 # positions
 
 
-@pytest.mark.parametrize("name", [name for name in POSITIONS if name not in ("rotary", "relative_per_layer")])
+@pytest.mark.parametrize(
+    "name", [name for name in POSITIONS if name not in ("rotary", "half_split", "relative_per_layer")]
+)
 def test_later_steps_of_every_position(name, tmp_path, monkeypatch):
     """Of one layer; all else is in the slow tests. One graph has its weights in a file of their own."""
-    model = tiny_model(
-        attn_implementation="eager", **(DESIGNS[name] | {"encoder_layers": 1, "decoder_layers": 1, "final_norm": True})
-    )
+    model = tiny_model(attn_implementation="eager", **(DESIGNS[name] | {"encoder_layers": 1, "decoder_layers": 1}))
     path, is_large = tmp_path / DECODER_WITH_PAST_NAME, name == "none"
     if is_large:
         monkeypatch.setattr(onnx_graphs, "LARGEST_WEIGHTS_BYTES", 0)
