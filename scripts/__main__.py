@@ -13,7 +13,7 @@ VERBS = {
     "evaluate": "score a model on a test set",
     "generate": "many lines in, many lines out",
     "convert": "weights of T5, BART, Marian and others in and out",
-    "export": "a model for CTranslate2",
+    "export": "a model for CTranslate2 or ONNX",
     "attention": "draw where the decoder looks",
     "average": "write the mean of several checkpoints as a model",
     "push": "share a model on the Hub",

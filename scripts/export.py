@@ -1,4 +1,4 @@
-"""`metaphrase export MODEL DIR --format ctranslate2`: a model for an engine of another kind."""
+"""`metaphrase export MODEL DIR --format ctranslate2` or `onnx`: a model for an engine of another kind."""
 
 import sys
 
@@ -13,7 +13,7 @@ from metaphrase.scripts.console import run
 
 logger = logging.getLogger(__name__)
 
-FORMATS = ("ctranslate2",)
+FORMATS = ("ctranslate2", "onnx")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -29,8 +29,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--quantization",
         metavar="TYPE",
-        help="type of the weights: float32, float16, bfloat16, int16, int8, int8_float32, int8_float16 or int8_bfloat16 "
-        "[that of the checkpoint]",
+        help="type of CTranslate2's weights: float32, float16, bfloat16, int16, int8, int8_float32, int8_float16 or "
+        "int8_bfloat16 [that of the checkpoint]; ONNX has float32",
     )
     parser.add_argument("--force", action="store_true", help="replace an export that is there already")
     return parser
@@ -38,11 +38,19 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(words: Sequence[str]) -> None:
     arguments = make_parser().parse_args(words)
-    from metaphrase.conversion.ctranslate2 import export_ctranslate2  # An extra, not needed for --help.
+    # What writes a format is an extra, not needed for --help.
+    if arguments.format == "onnx":
+        if arguments.quantization is not None:
+            raise ValueError(f"`--quantization` must be left out with --format onnx, got {arguments.quantization!r}.")
+        from metaphrase.conversion.onnx_export import export_onnx
 
-    written = export_ctranslate2(
-        arguments.model, arguments.output, quantization=arguments.quantization, force=arguments.force
-    )
+        written = export_onnx(arguments.model, arguments.output, force=arguments.force)
+    else:
+        from metaphrase.conversion.ctranslate2 import export_ctranslate2
+
+        written = export_ctranslate2(
+            arguments.model, arguments.output, quantization=arguments.quantization, force=arguments.force
+        )
     logger.info("Written to %s", written)
 
 
