@@ -8,6 +8,7 @@ if not __package__:  # Run as a file: this folder must not hide the library `eva
 import argparse
 import codecs
 import contextlib
+import io
 import itertools
 import logging
 import os
@@ -15,6 +16,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import BinaryIO
 
 from tqdm.auto import tqdm
 from transformers import set_seed
@@ -116,12 +118,21 @@ def read_lines(path: str | None) -> Iterator[str]:
     if path is not None:
         yield from iterate_lines(path)
         return
-    for number, line in enumerate(sys.stdin.buffer, start=1):
+    for number, line in enumerate(open_standard_input(), start=1):
         line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
         try:
             yield line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"Standard input must be UTF-8, but line {number} is not ({error}).") from error
+
+
+def open_standard_input() -> BinaryIO:
+    """A file of its own: Python cannot close `sys.stdin` at its end while a thread still waits for a line of it."""
+    try:
+        return open(os.dup(sys.stdin.fileno()), "rb")
+    except io.UnsupportedOperation:
+        # It is no file of the system's.
+        return sys.stdin.buffer
 
 
 def check_files(input_path: str | None, output_path: str | None) -> None:
