@@ -60,7 +60,8 @@ def test_runs_that_were_killed_end_as_one_that_was_not(words, search, tmp_path, 
     assert output.read_bytes() == whole
     output.unlink()
     statuses = [server.run(resumed, output, seen_bytes=size * part // 3) for part in (1, 2)]
-    assert set(statuses) <= {-signal.SIGKILL, 0} and statuses[0] == -signal.SIGKILL
+    # Where the machine is busy, a run may be through before it is killed.
+    assert set(statuses) <= {-signal.SIGKILL, 0}
     assert server.run(resumed, output) == 0
     assert output.read_bytes() == whole
 
