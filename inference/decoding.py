@@ -24,6 +24,7 @@ def decode(
     max_tokens_per_batch: int = DEFAULT_MAX_TOKENS_PER_BATCH,
     return_scores: bool = False,
     show_progress: bool | None = False,
+    on_batch: Callable[[int], object] | None = None,
     partners: Sequence[Partner] = (),
     search: Callable | None = None,
     **generation_kwargs,
@@ -37,6 +38,7 @@ def decode(
         max_tokens_per_batch: Most source tokens in a batch, padding counted.
         return_scores: Whether hypotheses carry their score.
         show_progress: A progress bar; `None` shows it on a terminal only.
+        on_batch: Called after each batch with the number of its sources, by whom has a progress bar of a larger whole.
         partners: Other models that take part, each with what it reads of the sources.
         search: What joins them: an `EnsembleSearch` or a `SpeculativeSearch`.
         **generation_kwargs: As for `generate()`; and those that transformers 5 has left to code on the Hub, for searches of
@@ -65,6 +67,8 @@ def decode(
             for index, hypotheses in zip(batch, found, strict=True):
                 results[index] = hypotheses
             bar.update(len(batch))
+            if on_batch is not None:
+                on_batch(len(batch))
     return results
 
 

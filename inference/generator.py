@@ -1,16 +1,17 @@
 """Generator: texts in, texts out."""
 
-import itertools
+import copy
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from tqdm.auto import tqdm
 from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 
 import metaphrase.modeling  # noqa: F401 (registers the models with the Auto classes)
 from metaphrase.inference.decoding import decode
-from metaphrase.inference.engine import Engine
+from metaphrase.inference.engine import Engine, Hypothesis
 from metaphrase.inference.ensemble import EnsembleSearch
 from metaphrase.inference.forced_decoding import ForcedScore, check_texts, encode_forced, score_targets
 from metaphrase.inference.generation_options import complete_sampling
@@ -25,6 +26,7 @@ from metaphrase.inference.minimum_bayes_risk import (
 from metaphrase.inference.phrase_constraints import encode_phrases
 from metaphrase.inference.quantization import quantization_of, quantize
 from metaphrase.inference.speculative_decoding import DEFAULT_NUM_ASSISTANT_TOKENS, SpeculativeSearch
+from metaphrase.inference.windows import PreparedWindows, read_windows, seed_window
 from metaphrase.modeling.length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
 from metaphrase.tokenization import TokenizerPair, readable_tokens, set_languages
 
@@ -273,12 +275,52 @@ class Generator:
         window: int = 4096,
         return_scores: bool = True,
         show_progress: bool | None = False,
+        seed: int | None = None,
+        first_window: int = 0,
+        total: int | None = None,
         **generation_kwargs,
     ) -> Iterator[list[ScoredText]]:
-        """Candidates for each source of a stream of any length: sorted and held in memory are `window` sources at a time."""
-        iterator = iter(lines)
-        while chunk := list(itertools.islice(iterator, window)):
-            yield from self._generate(chunk, return_scores, show_progress, generation_kwargs)
+        """Candidates for each source of a stream of any length, in bounded memory.
+
+        The sources of a window are sorted and decoded together. Meanwhile another thread reads and tokenizes the next window, and
+        no more than that one. It does not touch the tokenizers while the caller has the word.
+
+        Args:
+            lines: Sources; iterated in the other thread.
+            window: Sources at a time.
+            return_scores: Whether candidates carry their score.
+            show_progress: A progress bar over the whole stream; `None` shows it on a terminal only.
+            seed: Where it is given, the random numbers of a window depend on it and on the window's number alone, so that a
+                stream that was left can be taken up again: the first window has those of `torch.manual_seed(seed)`.
+            first_window: Number of the window with which `lines` begins, where those before it are done.
+            total: Sources of the whole stream, for the progress bar.
+            **generation_kwargs: As for `generate_n_best()`.
+
+        Raises:
+            ValueError: If `window` is not above 0, or as `generate_n_best()` does.
+        """
+        run = self._prepare(generation_kwargs)
+        bar = tqdm(
+            total=total,
+            initial=first_window * window,
+            unit="line",
+            disable=None if show_progress is None else not show_progress,
+        )
+        with bar, PreparedWindows(read_windows(lines, window), run.encode) as windows:
+            for number, (texts, sources) in enumerate(windows, start=first_window):
+                if seed is not None:
+                    seed_window(seed, number)
+                found = self._search(run, sources, return_scores, on_batch=bar.update)
+                with windows.alone():
+                    candidates = self._candidates(run, texts, found, return_scores)
+                    bar.update(len(texts) - len(found))
+                    yield from candidates
+                    del found, candidates
+
+    def num_targets(self, **generation_kwargs) -> int:
+        """How many candidates a source has with these options."""
+        own = self.model.generation_config.num_return_sequences or 1
+        return generation_kwargs.get("num_return_sequences", own)
 
     def score(
         self,
@@ -321,28 +363,54 @@ class Generator:
     def _generate(
         self, texts: list[str], return_scores: bool, show_progress: bool | None, generation_kwargs: dict
     ) -> list[list[ScoredText]]:
-        written = [index for index, text in enumerate(texts) if text.strip()]
-        partners, search, generation_kwargs = self._joined(generation_kwargs)
-        sources, *others = (each._encode([texts[index] for index in written]) for each in (self, *partners))
-        own = generation_kwargs.get("generation_config") or self.model.generation_config
-        generation_kwargs = encode_phrases(self.tokenizers.target, own, generation_kwargs)
+        run = self._prepare(generation_kwargs)
+        found = self._search(run, run.encode(texts), return_scores, show_progress=show_progress)
+        return self._candidates(run, texts, found, return_scores)
+
+    def _prepare(self, generation_kwargs: dict) -> "_Run":
+        partners, search, options = self._joined(generation_kwargs)
+        own = options.get("generation_config") or self.model.generation_config
+        options = encode_phrases(self.tokenizers.target, own, options)
+        return _Run([self, *partners], search, options)
+
+    def _search(
+        self,
+        run: "_Run",
+        sources: list[list[list[int]]],
+        return_scores: bool,
+        *,
+        show_progress: bool | None = False,
+        on_batch: Callable[[int], object] | None = None,
+    ) -> list[list[Hypothesis]]:
+        """The hypotheses of the sources that were encoded."""
+        # It counts its drafts.
+        search = copy.copy(run.search)
+        own, *others = sources
+        partners = [Partner(each.model, ids) for each, ids in zip(run.generators[1:], others, strict=True)]
         hypotheses = decode(
             self.model,
-            sources,
+            own,
             batch_size=self.batch_size,
             max_tokens_per_batch=self.max_tokens_per_batch,
             return_scores=return_scores,
             show_progress=show_progress,
-            partners=[Partner(each.model, ids) for each, ids in zip(partners, others, strict=True)],
+            on_batch=on_batch,
+            partners=partners,
             search=search,
-            **generation_kwargs,
+            **run.options,
         )
         if isinstance(search, SpeculativeSearch):
             self.num_drafted += search.num_drafted
             self.num_accepted += search.num_accepted
-        own_count = self.model.generation_config.num_return_sequences or 1
-        count = generation_kwargs.get("num_return_sequences", own_count)
+        return hypotheses
+
+    def _candidates(
+        self, run: "_Run", texts: list[str], hypotheses: list[list[Hypothesis]], return_scores: bool
+    ) -> list[list[ScoredText]]:
+        """The texts of all sources, those that were not decoded among them."""
+        count = self.num_targets(**run.options)
         results = [[ScoredText("", 0.0 if return_scores else None)] * count for _ in texts]
+        written = [index for index, text in enumerate(texts) if text.strip()]
         for index, candidates in zip(written, hypotheses, strict=True):
             self.num_unfinished += sum(not candidate.is_finished for candidate in candidates)
             decoded = self.tokenizers.decode_targets([candidate.ids for candidate in candidates])
@@ -378,6 +446,26 @@ class Generator:
         options = {name: value for name, value in generation_kwargs.items() if name != "assistant_model"}
         search = SpeculativeSearch(options.pop("num_assistant_tokens", DEFAULT_NUM_ASSISTANT_TOKENS))
         return [assistant], search, options
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """What stays the same for all sources of a call.
+
+    Attributes:
+        generators: Who reads the sources, the one that was called first.
+        search: What joins them.
+        options: What is left for `decode`.
+    """
+
+    generators: list[Generator]
+    search: EnsembleSearch | SpeculativeSearch | None
+    options: dict
+
+    def encode(self, texts: list[str]) -> list[list[list[int]]]:
+        """For each generator the ids of the texts that are not white space."""
+        written = [text for text in texts if text.strip()]
+        return [generator._encode(written) for generator in self.generators]
 
 
 def check_single(generator: Generator, name: str) -> None:

@@ -8,12 +8,17 @@ if not __package__:  # Run as a file: this folder must not hide the library `eva
 import argparse
 import codecs
 import contextlib
+import io
 import itertools
 import logging
 import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import BinaryIO
 
+from tqdm.auto import tqdm
 from transformers import set_seed
 
 from metaphrase.inference import ENGINES, Generator, ScoredText
@@ -26,6 +31,8 @@ from metaphrase.inference.generation_options import (
     chosen_phrase_options,
 )
 from metaphrase.inference.minimum_bayes_risk import UTILITIES
+from metaphrase.inference.output_file import OutputStream, ResumedFile, check_regular, format_targets
+from metaphrase.inference.windows import read_windows, seed_window
 from metaphrase.scripts.console import run
 from metaphrase.tokenization import iterate_lines
 
@@ -40,7 +47,15 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", help="folder or Hub id of any encoder-decoder model")
     parser.add_argument("--input", metavar="FILE", help="sources, one a line, UTF-8; standard input by default")
-    parser.add_argument("--output", metavar="FILE", help="where to write; standard output by default")
+    parser.add_argument(
+        "--output", metavar="FILE", help="where to write, in place of what is there; standard output by default"
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        default=None,
+        help="go on with an output of the same command that was stopped; where there is none, begin",
+    )
     parser.add_argument("--source_prefix", default="", help="stands before every source, such as 'summarize: '")
     add_language_options(parser)
     parser.add_argument("--batch_size", type=int, default=64, help="most sources in a batch [%(default)s]")
@@ -105,12 +120,21 @@ def read_lines(path: str | None) -> Iterator[str]:
     if path is not None:
         yield from iterate_lines(path)
         return
-    for number, line in enumerate(sys.stdin.buffer, start=1):
+    for number, line in enumerate(open_standard_input(), start=1):
         line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
         try:
             yield line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"Standard input must be UTF-8, but line {number} is not ({error}).") from error
+
+
+def open_standard_input() -> BinaryIO:
+    """A file of its own: Python cannot close `sys.stdin` at its end while a thread still waits for a line of it."""
+    try:
+        return open(os.dup(sys.stdin.fileno()), "rb")
+    except io.UnsupportedOperation:
+        # It is no file of the system's.
+        return sys.stdin.buffer
 
 
 def check_files(input_path: str | None, output_path: str | None) -> None:
@@ -136,6 +160,7 @@ def check_dependents(arguments: argparse.Namespace) -> None:
         "mbr_references": "mbr_candidates",
         "mbr_utility": "mbr_candidates",
         "num_assistant_tokens": "assistant_model",
+        "resume": "output",
     }
     for name, needed in needs.items():
         value = getattr(arguments, name)
@@ -161,20 +186,49 @@ def load(arguments: argparse.Namespace, names: str | list[str]) -> Generator:
 
 
 def decode_by_risk(
-    generator: Generator, lines: Iterable[str], arguments: argparse.Namespace, options: dict
+    generator: Generator,
+    lines: Iterable[str],
+    arguments: argparse.Namespace,
+    options: dict,
+    first_window: int,
+    total: int | None,
 ) -> Iterator[list[ScoredText]]:
     """The candidate of minimum Bayes risk for each line, with its expected utility."""
-    lines = iter(lines)
-    while chunk := list(itertools.islice(lines, arguments.window)):
-        for scored in generator.generate_mbr(
-            chunk,
-            num_candidates=arguments.mbr_candidates,
-            num_references=arguments.mbr_references,
-            utility=arguments.mbr_utility or "chrf",
-            show_progress=None,
-            **options,
-        ):
-            yield [scored]
+    with tqdm(total=total, initial=first_window * arguments.window, unit="line", disable=None) as bar:
+        for number, window in enumerate(read_windows(lines, arguments.window), start=first_window):
+            seed_window(arguments.seed, number)
+            for scored in generator.generate_mbr(
+                window,
+                num_candidates=arguments.mbr_candidates,
+                num_references=arguments.mbr_references,
+                utility=arguments.mbr_utility or "chrf",
+                **options,
+            ):
+                yield [scored]
+            bar.update(len(window))
+
+
+def open_output(arguments: argparse.Namespace, num_targets: int, n_best: bool) -> AbstractContextManager[OutputStream]:
+    """Standard output, a new file, or one to go on with."""
+    if not arguments.resume:
+        if arguments.output is None:
+            return contextlib.nullcontext(OutputStream(sys.stdout))
+        return new_file(arguments.output)
+    return ResumedFile(arguments.output, num_targets=num_targets, with_scores=n_best, window=arguments.window)
+
+
+@contextlib.contextmanager
+def new_file(path: str) -> Iterator[OutputStream]:
+    with open(path, "w", encoding="utf-8", newline="\n") as stream:
+        yield OutputStream(stream)
+
+
+def count_lines(path: str | None) -> int | None:
+    """For a progress bar that somebody sees; `None` for what cannot be read twice."""
+    if path is None or not Path(path).is_file() or not sys.stderr.isatty():
+        return None
+    with open(path, "rb") as file:
+        return sum(1 for _ in file)
 
 
 def main(words: Sequence[str]) -> None:
@@ -183,6 +237,8 @@ def main(words: Sequence[str]) -> None:
         raise ValueError(f"`window` must be at least 1, got {arguments.window}.")
     check_dependents(arguments)
     check_files(arguments.input, arguments.output)
+    if arguments.resume:
+        check_regular(arguments.output)
     options = chosen_generation_options(arguments) | chosen_phrase_options(arguments)
     n_best = arguments.n_best or options.get("num_return_sequences", 1) > 1
     if not n_best and arguments.mbr_candidates is None:
@@ -190,32 +246,37 @@ def main(words: Sequence[str]) -> None:
         options["num_return_sequences"] = 1
     set_seed(arguments.seed)
     generator = load(arguments, [arguments.model, *(arguments.ensemble or [])])
+    num_targets = 1 if arguments.mbr_candidates is not None else generator.num_targets(**options)
     if arguments.assistant_model is not None:
         options["assistant_model"] = load(arguments, arguments.assistant_model)
         if arguments.num_assistant_tokens is not None:
             options["num_assistant_tokens"] = arguments.num_assistant_tokens
-    count = 0
-    with contextlib.ExitStack() as stack:
-        output = (
-            stack.enter_context(open(arguments.output, "w", encoding="utf-8", newline="\n"))
-            if arguments.output
-            else sys.stdout
-        )
-        lines = read_lines(arguments.input)
+    count, started = 0, time.perf_counter()
+    with open_output(arguments, num_targets, n_best) as output:
+        first, total = output.first_source, count_lines(arguments.input)
+        if first:
+            logger.info("%s holds the targets of the first lines: going on at line %d.", arguments.output, first + 1)
+        lines = itertools.islice(read_lines(arguments.input), first, None)
+        place = {"first_window": first // arguments.window, "total": total}
         results = (
             generator.generate_stream(
-                lines, window=arguments.window, return_scores=n_best, show_progress=None, **options
+                lines,
+                window=arguments.window,
+                return_scores=n_best,
+                show_progress=None,
+                seed=arguments.seed,
+                **place,
+                **options,
             )
             if arguments.mbr_candidates is None
-            else decode_by_risk(generator, lines, arguments, options)
+            else decode_by_risk(generator, lines, arguments, options, **place)
         )
-        for index, candidates in enumerate(results):
+        for index, candidates in enumerate(results, start=first):
+            output.write(format_targets(index, candidates, n_best))
             count += 1
-            for candidate in candidates:
-                # A target may hold a line break of its own; it must not become a second line.
-                text = candidate.text.replace("\r", " ").replace("\n", " ")
-                output.write(f"{index} ||| {text} ||| {candidate.score:.6f}\n" if n_best else f"{text}\n")
-            output.flush()
+        output.finish()
+    seconds = time.perf_counter() - started
+    logger.info("%d lines in %.1f seconds, %.1f lines per second.", count, seconds, count / seconds)
     if generator.num_unfinished:
         logger.warning(
             "%d targets of %d sources met the length limit before their end: raise max_length or max_new_tokens.",

@@ -62,11 +62,11 @@ def test_generate_refuses_several_targets(generator):
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 100])
-def test_stream_is_the_same_in_any_window_and_reads_no_further(generator, window):
+def test_stream_is_the_same_in_any_window_and_reads_one_window_ahead(generator, window):
     read = []
     stream = generator.generate_stream((read.append(text) or text for text in [*SOURCES, ""]), window=window)
     first = next(stream)
-    assert len(read) == min(window, 6)
+    assert min(window, 6) <= len(read) <= min(2 * window, 6)
     assert [candidates[0].text for candidates in [first, *stream]] == generator.generate([*SOURCES, ""])
 
 

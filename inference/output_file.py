@@ -1,0 +1,178 @@
+"""Output file: the targets of a run as lines, which a run that was stopped goes on with."""
+
+import math
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from metaphrase.inference.generator import ScoredText
+
+_SEPARATOR = " ||| "
+# What the same model may say otherwise on another number of threads, where scores have six decimals.
+_SCORE_TOLERANCE = 1e-4
+
+
+def format_targets(index: int, candidates: Sequence["ScoredText"], with_scores: bool) -> str:
+    """The lines of a source's targets.
+
+    Args:
+        index: Of the source, from 0.
+        candidates: Its targets.
+        with_scores: Whether it is `index ||| target ||| score`, or the target alone.
+    """
+    lines = []
+    for candidate in candidates:
+        # A target may hold a line break of its own; it must not become a second line.
+        text = candidate.text.replace("\r", " ").replace("\n", " ")
+        lines.append(_SEPARATOR.join([str(index), text, f"{candidate.score:.6f}"]) if with_scores else text)
+    return "".join(line + "\n" for line in lines)
+
+
+class OutputStream:
+    """Writes the targets of one source after the other, each as soon as it is there.
+
+    Attributes:
+        first_source: Index of the source that must come first.
+    """
+
+    first_source = 0
+
+    def __init__(self, stream: IO[str]):
+        """Takes an open stream of text."""
+        self._stream = stream
+
+    def write(self, lines: str) -> None:
+        """Takes the lines of the next source."""
+        self._stream.write(lines)
+        self._stream.flush()
+
+    def finish(self) -> None:
+        """Says that there are no more sources."""
+
+
+class ResumedFile(OutputStream):
+    """Goes on with the file of a run that was stopped at any moment.
+
+    How far that run came is read from the file alone: whole lines count, and of several targets of a source only all of them.
+    Batches depend on the window, so the window of the last source that is done is decoded once more, in full. What comes of it
+    must be what the file holds; the file is changed only then: an unfinished end is cut off, and the missing targets follow.
+
+    Attributes:
+        first_source: Index of the first source of that window.
+        num_done: Sources whose targets the file holds.
+    """
+
+    def __init__(self, path: str | os.PathLike, *, num_targets: int, with_scores: bool, window: int):
+        """Reads how far the file goes.
+
+        Args:
+            path: Of the file; where there is none, it begins.
+            num_targets: Targets of each source.
+            with_scores: As for `format_targets`.
+            window: Sources that are decoded together.
+
+        Raises:
+            ValueError: If it is no regular file, or its lines are not those of such targets.
+        """
+        check_regular(path)
+        self.path, self._num_targets, self._with_scores = Path(path), num_targets, with_scores
+        self.num_done = 0
+        self._file = open(path, "r+b" if self.path.exists() else "w+b")  # noqa: SIM115 (closed by the context)
+        try:
+            start, self._end = self._measure(window)
+            self._has_more = self._file.seek(0, os.SEEK_END) > self._end
+            self._file.seek(start)
+        except BaseException:
+            self._file.close()
+            raise
+        self._source = self.first_source
+        self._is_cut = False
+
+    def __enter__(self) -> "ResumedFile":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._file.close()
+
+    def write(self, lines: str) -> None:
+        """See `OutputStream`.
+
+        Raises:
+            ValueError: If the file holds other lines for this source.
+        """
+        if self._source < self.num_done:
+            self._compare(lines)
+        else:
+            self._cut()
+            self._file.write(lines.encode("utf-8"))
+            self._file.flush()
+        self._source += 1
+
+    def finish(self) -> None:
+        """See `OutputStream`.
+
+        Raises:
+            ValueError: If the file holds targets of more sources than there are.
+        """
+        if self._source < self.num_done or (self._has_more and not self._is_cut):
+            raise ValueError(
+                f"`output` must not hold targets of more sources than the input has, got {self.num_done} whole ones "
+                f"{'and a part ' if self._has_more else ''}in {self.path}. Leave --resume out to begin anew."
+            )
+
+    def _measure(self, window: int) -> tuple[int, int]:
+        """Where in the file the window of the last whole source begins, and where that source ends, in bytes."""
+        start = group = end = place = 0
+        for number, line in enumerate(self._file):
+            if not line.endswith(b"\n"):
+                break
+            source, target = divmod(number, self._num_targets)
+            if self._with_scores and not line.startswith(f"{source}{_SEPARATOR}".encode()):
+                raise ValueError(
+                    f"`output` must hold {self._num_targets} lines `index{_SEPARATOR}target{_SEPARATOR}score` for each source, "
+                    f"to go on from there, but line {number + 1} of {self.path} is not of source {source}. "
+                    "Leave --resume out to begin anew."
+                )
+            if target == 0:
+                group = place
+            place += len(line)
+            if target == self._num_targets - 1:
+                self.num_done, end = source + 1, place
+                if source % window == 0:
+                    self.first_source, start = source, group
+        return start, end
+
+    def _compare(self, lines: str) -> None:
+        for expected in (line + "\n" for line in lines.split("\n")[:-1]):
+            found = self._file.readline().decode("utf-8", errors="replace")
+            if not (found == expected or (self._with_scores and _is_close(found, expected))):
+                raise ValueError(
+                    f"`output` must hold what this command writes, to go on from there, but in {self.path} source "
+                    f"{self._source} has {found.rstrip()!r} in place of {expected.rstrip()!r}: model, input and options must be "
+                    "those of the run that was stopped. Leave --resume out to begin anew."
+                )
+
+    def _cut(self) -> None:
+        if not self._is_cut:
+            self._file.seek(self._end)
+            self._file.truncate()
+            self._is_cut = True
+
+
+def check_regular(path: str | os.PathLike) -> None:
+    """Raises `ValueError` if what is there is not a file that can be read again and cut off."""
+    if os.path.exists(path) and not stat.S_ISREG(os.stat(path).st_mode):
+        raise ValueError(f"`output` must be a regular file with `resume`, got {os.fspath(path)!r}.")
+
+
+def _is_close(found: str, expected: str) -> bool:
+    """Whether two lines differ in the last digits of the score alone."""
+    (*text, score), (*other_text, other_score) = (line.rsplit(_SEPARATOR, 1) for line in (found, expected))
+    try:
+        is_close = math.isclose(float(score), float(other_score), rel_tol=_SCORE_TOLERANCE, abs_tol=_SCORE_TOLERANCE)
+    except ValueError:
+        return False
+    return is_close and text == other_text

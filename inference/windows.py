@@ -1,0 +1,104 @@
+"""Windows: a stream of any length, so many sources at a time; the next ones are prepared while the last ones are decoded."""
+
+import contextlib
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+
+Prepared = TypeVar("Prepared")
+
+
+def read_windows(lines: Iterable[str], size: int) -> Iterator[list[str]]:
+    """The lines in lists of `size`; the last one may be shorter.
+
+    Raises:
+        ValueError: If `size` is not above 0.
+    """
+    if size < 1:
+        raise ValueError(f"`window` must be at least 1, got {size}.")
+    iterator = iter(lines)
+    while window := list(itertools.islice(iterator, size)):
+        yield window
+
+
+def seed_window(seed: int, number: int) -> None:
+    """Puts torch's random numbers where a window of the input finds them, whatever was decoded before it.
+
+    Args:
+        seed: Of the whole input.
+        number: Of the window, from 0; the first one has the seed itself.
+    """
+    if number:
+        seed = int(np.random.SeedSequence(seed, spawn_key=(number,)).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    torch.manual_seed(seed)
+
+
+class PreparedWindows(Generic[Prepared]):
+    """Iterates windows, each with what a function makes of it, in a thread of its own that is one window ahead.
+
+    The function runs only while the consumer is neither inside `alone()` nor done, so that the two can share a tokenizer. An
+    error of the reader or of the function comes where its window would have come. A consumer that stops early does not wait for
+    a reader that has nothing to read: the thread ends when it does.
+    """
+
+    def __init__(self, windows: Iterable[list[str]], prepare: Callable[[list[str]], Prepared]):
+        """Says what to read and what to make of it; the thread starts with the context.
+
+        Args:
+            windows: Read in the thread.
+            prepare: Called in the thread, for one window at a time.
+        """
+        self._windows = windows
+        self._prepare = prepare
+        self._lock = threading.Lock()
+        self._is_done = False
+        # The thread reads a window for each permit, and there is one for each window that was taken.
+        self._permits = threading.Semaphore(1)
+        self._ready: queue.SimpleQueue = queue.SimpleQueue()
+
+    def __enter__(self) -> "PreparedWindows[Prepared]":
+        # A daemon, since a reader may wait for a terminal or a pipe for ever.
+        threading.Thread(target=self._work, name="metaphrase-windows", daemon=True).start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._is_done = True
+        self._permits.release()
+
+    def __iter__(self) -> Iterator[tuple[list[str], Prepared]]:
+        while True:
+            found, error = self._ready.get()
+            if error is not None:
+                raise error
+            if found is None:
+                return
+            self._permits.release()
+            yield found
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Waits until the function has returned, and holds it back from its next call."""
+        with self._lock:
+            yield
+
+    def _work(self) -> None:
+        windows = iter(self._windows)
+        try:
+            while self._permits.acquire() and not self._is_done:
+                window = next(windows, None)
+                if window is None:
+                    break
+                with self._lock:
+                    if self._is_done:
+                        return
+                    prepared = self._prepare(window)
+                self._ready.put(((window, prepared), None))
+                del window, prepared
+            self._ready.put((None, None))
+        except BaseException as error:
+            self._ready.put((None, error))

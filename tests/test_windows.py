@@ -1,0 +1,229 @@
+"""Windows: the next one is prepared while one is decoded; errors in order, no hanging, bounded memory."""
+
+import gc
+import itertools
+import os
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_generator import SOURCES, save_generator, tiny_generator
+
+from metaphrase.inference import generator as generator_module
+from metaphrase.inference.windows import PreparedWindows, read_windows, seed_window
+from metaphrase.scripts import generate
+
+LIMIT_SECONDS = 60
+MEBIBYTE = 2**20
+
+
+@pytest.fixture(scope="module")
+def generator():
+    return tiny_generator()
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "metaphrase-windows"]
+
+
+def wait_for_no_threads():
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not threads()
+
+
+def test_the_next_window_is_prepared_while_one_is_decoded():
+    prepared = [threading.Event() for _ in range(3)]
+
+    def prepare(window):
+        prepared[window[0]].set()
+        return threading.current_thread()
+
+    with PreparedWindows([[0], [1], [2]], prepare) as windows:
+        for number, (window, thread) in enumerate(windows):
+            assert window == [number] and thread is not threading.current_thread()
+            # Here one would decode. The next one comes meanwhile, and no other.
+            if number < 2:
+                assert prepared[number + 1].wait(LIMIT_SECONDS)
+            assert not any(event.is_set() for event in prepared[number + 2 :])
+    assert wait_for_no_threads()
+
+
+def test_nothing_is_prepared_while_the_consumer_is_alone():
+    go_on, is_read, is_prepared = threading.Event(), threading.Event(), threading.Event()
+
+    def read():
+        yield [0]
+        go_on.wait(LIMIT_SECONDS)
+        is_read.set()
+        yield [1]
+
+    with PreparedWindows(read(), lambda window: window == [1] and is_prepared.set()) as windows:
+        iterator = iter(windows)
+        assert next(iterator)[0] == [0]
+        with windows.alone():
+            go_on.set()
+            assert is_read.wait(LIMIT_SECONDS) and not is_prepared.wait(0.2)
+        assert is_prepared.wait(LIMIT_SECONDS)
+        assert [window for window, _ in iterator] == [[1]]
+
+
+@pytest.mark.parametrize("place", ["reader", "tokenizer"])
+def test_errors_come_after_the_windows_before_them(generator, place):
+    def lines():
+        yield from SOURCES[:4]
+        if place == "reader":
+            raise OSError("the disk is gone")
+        yield 7
+
+    expected = OSError if place == "reader" else AttributeError
+    results = []
+    with pytest.raises(expected):
+        for candidates in generator.generate_stream(lines(), window=2):
+            results.append(candidates[0].text)
+    assert results == generator.generate(SOURCES[:4])
+    assert wait_for_no_threads()
+
+
+def test_a_consumer_that_stops_waits_for_nobody(generator):
+    go_on = threading.Event()
+
+    def lines():
+        yield from SOURCES[:2]
+        go_on.wait(LIMIT_SECONDS)
+        yield from SOURCES
+
+    started = time.monotonic()
+    stream = generator.generate_stream(lines(), window=2)
+    # The reader has nothing more to say yet: what it has said is decoded all the same.
+    first = [next(stream)[0].text, next(stream)[0].text]
+    stream.close()
+    assert time.monotonic() - started < LIMIT_SECONDS / 2 and first == generator.generate(SOURCES[:2])
+    go_on.set()
+    assert wait_for_no_threads()
+    endless = generator.generate_stream(itertools.cycle(SOURCES), window=3)
+    assert len(list(itertools.islice(endless, 7))) == 7
+    del endless
+    gc.collect()
+    assert wait_for_no_threads()
+
+
+def test_an_error_of_decoding_ends_the_thread(generator, monkeypatch):
+    def fail(*arguments, **options):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(generator_module, "decode", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        list(generator.generate_stream(itertools.cycle(SOURCES), window=3))
+    assert wait_for_no_threads()
+
+
+@pytest.mark.parametrize("window", [0, -1])
+def test_windows_must_be_positive(generator, window):
+    with pytest.raises(ValueError, match=f"`window` must be at least 1, got {window}"):
+        list(generator.generate_stream(SOURCES, window=window))
+    assert list(read_windows("abcde", 2)) == [["a", "b"], ["c", "d"], ["e"]]
+
+
+def test_random_numbers_belong_to_the_window(generator):
+    options = {"window": 2, "seed": 3, "do_sample": True, "temperature": 3.0}
+    lines = SOURCES * 2
+    whole = list(generator.generate_stream(lines, **options))
+    torch.manual_seed(0)
+    assert list(generator.generate_stream(lines[6:], first_window=3, **options)) == whole[6:]
+    assert list(generator.generate_stream(lines[6:], first_window=2, **options)) != whole[6:]
+    torch.manual_seed(3)
+    assert list(generator.generate_stream(lines[:2], window=2, do_sample=True, temperature=3.0)) == whole[:2]
+    states = set()
+    for seed, number in itertools.product((0, 1, 2), range(4)):
+        seed_window(seed, number)
+        states.add(torch.initial_seed())
+    assert len(states) == 12
+
+
+def test_one_progress_bar_for_the_whole(generator, capsys):
+    list(generator.generate_stream([*SOURCES, "", " "], window=2, show_progress=True, total=7))
+    said = capsys.readouterr().err
+    assert "7/7" in said and "line/s" in said and said.count("100%") == 1
+
+
+def traced_peaks(generator, num_lines, part):
+    """The most memory of Python's that was in use in each part of a stream, in bytes."""
+    peaks = []
+    stream = generator.generate_stream(
+        (f"{SOURCES[number % 5]} {number}" for number in range(num_lines)), window=128, max_new_tokens=1
+    )
+    tracemalloc.start()
+    try:
+        for count, _ in enumerate(stream, start=1):
+            if count % part == 0:
+                peaks.append(tracemalloc.get_traced_memory()[1])
+                tracemalloc.reset_peak()
+    finally:
+        tracemalloc.stop()
+    return peaks
+
+
+def test_memory_does_not_grow_with_the_stream():
+    generator = tiny_generator(batch_size=128)
+    first, *peaks = traced_peaks(generator, 4096, 1024)
+    # To hold the results alone would take several times as much: a candidate and its list are more than 200 bytes.
+    assert len(peaks) == 3 and max(peaks) - min(peaks) < 2048 * 50, (first, peaks)
+
+
+@pytest.mark.slow
+def test_a_million_lines_in_constant_memory(tmp_path):
+    model = save_generator(tiny_generator(kind="byte"), tmp_path / "model")
+    num_lines, output, resident = 1_000_000, tmp_path / "out", []
+    with open(tmp_path / "in", "w", encoding="utf-8") as file:
+        file.writelines(f"{SOURCES[number % 5]} {number}\n" for number in range(num_lines))
+    words = [
+        str(model),
+        "--device",
+        "cpu",
+        "--input",
+        str(tmp_path / "in"),
+        "--output",
+        str(output),
+        "--num_beams",
+        "1",
+    ]
+    words += ["--max_new_tokens", "1", "--window", "8192", "--batch_size", "1024", "--max_tokens_per_batch", "100000"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, str(Path(generate.__file__)), *words], env=environment)
+    while process.poll() is None:
+        pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
+        if output.exists() and output.stat().st_size:
+            resident.append(pages * os.sysconf("SC_PAGE_SIZE"))
+        time.sleep(1)
+    assert process.returncode == 0
+    with open(output, "rb") as file:
+        assert sum(1 for _ in file) == num_lines
+    half = len(resident) // 2
+    assert max(resident[half:]) < max(resident[:half]) + 32 * MEBIBYTE
+
+
+def test_a_reader_of_the_output_that_has_seen_enough_ends_the_command(tmp_path):
+    """The thread waits for a standard input that stays open; the process ends all the same, and says nothing."""
+    model = save_generator(tiny_generator(kind="byte"), tmp_path / "model")
+    command = [sys.executable, str(Path(generate.__file__)), str(model), "--device", "cpu", "--window", "1"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        process.stdin.write(b"the cat\n")
+        process.stdin.flush()
+        # A line comes back before the next one is there.
+        assert process.stdout.readline().endswith(b"\n")
+        process.stdout.close()
+        process.stdin.write(b"the dog\n")
+        process.stdin.flush()
+        code = process.wait(LIMIT_SECONDS)
+        assert code == 0 and b"Fatal" not in process.stderr.read()
+    finally:
+        process.kill()
+        process.wait()
