@@ -17,7 +17,8 @@ from metaphrase.inference.forced_decoding import (
     forced_inputs,
     pair_lengths,
 )
-from metaphrase.inference.generator import Generator, check_single
+from metaphrase.inference.generator import Generator
+from metaphrase.inference.run import check_single
 from metaphrase.modeling.length_batches import batches_by_length
 from metaphrase.tokenization import readable_tokens, words_of_decoded, words_of_source, words_of_target
 

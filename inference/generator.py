@@ -1,6 +1,7 @@
 """Generator: texts in, texts out."""
 
 import copy
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,18 +15,11 @@ from metaphrase.inference.decoding import decode
 from metaphrase.inference.engine import Engine, Hypothesis
 from metaphrase.inference.ensemble import EnsembleSearch
 from metaphrase.inference.forced_decoding import ForcedScore, check_texts, encode_forced, score_targets
-from metaphrase.inference.generation_options import complete_sampling
-from metaphrase.inference.joint_search import Partner, check_partner, check_target_vocabulary, is_metaphrase
-from metaphrase.inference.minimum_bayes_risk import (
-    WeightedTexts,
-    check_utility,
-    expected_utilities,
-    weigh_n_best,
-    weigh_samples,
-)
-from metaphrase.inference.phrase_constraints import encode_phrases
+from metaphrase.inference.joint_search import Partner, check_partner, check_target_vocabulary
+from metaphrase.inference.minimum_bayes_risk import decode_by_risk
 from metaphrase.inference.quantization import quantization_of, quantize
-from metaphrase.inference.speculative_decoding import DEFAULT_NUM_ASSISTANT_TOKENS, SpeculativeSearch
+from metaphrase.inference.run import Run, check_single
+from metaphrase.inference.speculative_decoding import SpeculativeSearch
 from metaphrase.inference.windows import PreparedWindows, read_windows, seed_window
 from metaphrase.modeling.length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
 from metaphrase.tokenization import TokenizerPair, readable_tokens, set_languages
@@ -184,14 +178,14 @@ class Generator:
         count = generation_kwargs.get("num_return_sequences", 1)
         if count != 1:
             raise ValueError(f"`num_return_sequences` must be 1 for `generate`, got {count}: use `generate_n_best`.")
-        candidates = self._generate(list(texts), False, show_progress, generation_kwargs)
+        candidates = self._generate(list(texts), False, generation_kwargs, show_progress)
         return [scored[0].text for scored in candidates]
 
     def generate_n_best(
         self, texts: Iterable[str], *, show_progress: bool | None = False, **generation_kwargs
     ) -> list[list[ScoredText]]:
         """For each source `num_return_sequences` target texts with their scores, best first where they are ranked."""
-        return self._generate(list(texts), True, show_progress, generation_kwargs)
+        return self._generate(list(texts), True, generation_kwargs, show_progress)
 
     def generate_mbr(
         self,
@@ -229,44 +223,16 @@ class Generator:
             ValueError: If a number is not above 0, the beam is narrower than that, the utility is unknown, or options are given
                 for pseudo-references that are not drawn.
         """
-        check_utility(utility)
-        if reference_options is not None and num_references is None:
-            raise ValueError("`num_references` must be given with `reference_options`, got None.")
-        texts = list(texts)
-        candidates = self._draw(texts, "num_candidates", num_candidates, show_progress, generation_kwargs)
-        references = candidates
-        if num_references is not None:
-            options = generation_kwargs if reference_options is None else reference_options
-            references = self._draw(texts, "num_references", num_references, show_progress, options)
-        chosen = []
-        for own, others in zip(candidates, references, strict=True):
-            utilities = expected_utilities(own.texts, others, utility)
-            best = max(range(len(utilities)), key=utilities.__getitem__)
-            chosen.append(ScoredText(own.texts[best], utilities[best]))
-        return chosen
-
-    def _draw(
-        self, texts: list[str], name: str, count: int, show_progress: bool | None, options: dict
-    ) -> list[WeightedTexts]:
-        """So many targets for each source, sampled or of a beam."""
-        if count < 1:
-            raise ValueError(f"`{name}` must be at least 1, got {count}.")
-        if "num_return_sequences" in options:
-            raise ValueError(
-                f"`num_return_sequences` must be left out where `{name}` says it, got {options['num_return_sequences']}."
-            )
-        num_beams = options.get("num_beams", 1)
-        if num_beams > 1 and num_beams < count:
-            raise ValueError(f"`num_beams` must be at least `{name}`, got {num_beams} and {count}.")
-        options = complete_sampling(options)
-        if num_beams == 1:
-            # Whatever the model's own settings say; and transformers would leave all but 50 tokens out.
-            whole = {"num_beams": 1, "do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-            options = whole | options
-        lists = self._generate(texts, num_beams > 1, show_progress, {**options, "num_return_sequences": count})
-        if num_beams > 1:
-            return [weigh_n_best([c.text for c in found], [c.score for c in found]) for found in lists]
-        return [weigh_samples([c.text for c in found]) for found in lists]
+        chosen = decode_by_risk(
+            functools.partial(self._generate, show_progress=show_progress),
+            list(texts),
+            num_candidates=num_candidates,
+            num_references=num_references,
+            utility=utility,
+            options=generation_kwargs,
+            reference_options=reference_options,
+        )
+        return [ScoredText(text, expected_utility) for text, expected_utility in chosen]
 
     def generate_stream(
         self,
@@ -299,7 +265,7 @@ class Generator:
         Raises:
             ValueError: If `window` is not above 0, or as `generate_n_best()` does.
         """
-        run = self._prepare(generation_kwargs)
+        run = Run.of(self, generation_kwargs)
         bar = tqdm(
             total=total,
             initial=first_window * window,
@@ -351,7 +317,7 @@ class Generator:
         ids = encode_forced(self.tokenizers, targets)
         scores = score_targets(
             self.model,
-            self.tokenizers.encode_sources([self.source_prefix + source for source in sources]),
+            self.encode(sources),
             ids,
             batch_size=self.batch_size,
             max_tokens_per_batch=self.max_tokens_per_batch,
@@ -361,21 +327,15 @@ class Generator:
         return [ForcedScore(*parts) for parts in zip(ids, tokens, scores, strict=True)]
 
     def _generate(
-        self, texts: list[str], return_scores: bool, show_progress: bool | None, generation_kwargs: dict
+        self, texts: list[str], return_scores: bool, generation_kwargs: dict, show_progress: bool | None
     ) -> list[list[ScoredText]]:
-        run = self._prepare(generation_kwargs)
+        run = Run.of(self, generation_kwargs)
         found = self._search(run, run.encode(texts), return_scores, show_progress=show_progress)
         return self._candidates(run, texts, found, return_scores)
 
-    def _prepare(self, generation_kwargs: dict) -> "_Run":
-        partners, search, options = self._joined(generation_kwargs)
-        own = options.get("generation_config") or self.model.generation_config
-        options = encode_phrases(self.tokenizers.target, own, options)
-        return _Run([self, *partners], search, options)
-
     def _search(
         self,
-        run: "_Run",
+        run: Run,
         sources: list[list[list[int]]],
         return_scores: bool,
         *,
@@ -405,7 +365,7 @@ class Generator:
         return hypotheses
 
     def _candidates(
-        self, run: "_Run", texts: list[str], hypotheses: list[list[Hypothesis]], return_scores: bool
+        self, run: Run, texts: list[str], hypotheses: list[list[Hypothesis]], return_scores: bool
     ) -> list[list[ScoredText]]:
         """The texts of all sources, those that were not decoded among them."""
         count = self.num_targets(**run.options)
@@ -417,60 +377,6 @@ class Generator:
             results[index] = [ScoredText(text, c.score) for text, c in zip(decoded, candidates, strict=True)]
         return results
 
-    def _encode(self, texts: list[str]) -> list[list[int]]:
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """The ids of source texts, as the model reads them."""
         return self.tokenizers.encode_sources([self.source_prefix + text for text in texts])
-
-    def _joined(
-        self, generation_kwargs: dict
-    ) -> tuple[list["Generator"], EnsembleSearch | SpeculativeSearch | None, dict]:
-        """Who else takes part, what joins them, and the options that are left."""
-        assistant = generation_kwargs.get("assistant_model")
-        if assistant is None:
-            return self.members, self.ensemble if self.members else None, generation_kwargs
-        if self.members:
-            raise ValueError("`assistant_model` must be left out for an ensemble, got one.")
-        if not isinstance(assistant, Generator):
-            if not (is_metaphrase(self.model) and is_metaphrase(assistant)):
-                # transformers knows how to do it, one source at a time.
-                return [], None, generation_kwargs
-            given, expected = assistant.config.vocab_size, self.model.config.vocab_size
-            if given != expected:
-                raise ValueError(
-                    f"`vocab_size` of `assistant_model` must be that of the model, {expected}, got {given}: pass a generator "
-                    "with its own tokenizers."
-                )
-            assistant = Generator(assistant, self.tokenizers, source_prefix=self.source_prefix)
-        check_single(assistant, "assistant_model")
-        check_target_vocabulary(self.tokenizers, assistant.tokenizers, "assistant_model")
-        check_partner(self.model, assistant.model, "assistant_model")
-        options = {name: value for name, value in generation_kwargs.items() if name != "assistant_model"}
-        search = SpeculativeSearch(options.pop("num_assistant_tokens", DEFAULT_NUM_ASSISTANT_TOKENS))
-        return [assistant], search, options
-
-
-@dataclass(frozen=True, eq=False)
-class _Run:
-    """What stays the same for all sources of a call.
-
-    Attributes:
-        generators: Who reads the sources, the one that was called first.
-        search: What joins them.
-        options: What is left for `decode`.
-    """
-
-    generators: list[Generator]
-    search: EnsembleSearch | SpeculativeSearch | None
-    options: dict
-
-    def encode(self, texts: list[str]) -> list[list[list[int]]]:
-        """For each generator the ids of the texts that are not white space."""
-        written = [text for text in texts if text.strip()]
-        return [generator._encode(written) for generator in self.generators]
-
-
-def check_single(generator: Generator, name: str) -> None:
-    """Raises `ValueError` if what should be one model of torch is an ensemble, or another engine."""
-    if isinstance(generator.model, Engine):
-        raise ValueError(f"`{name}` must run in torch for that, got a {type(generator.model).__name__}.")
-    if generator.members:
-        raise ValueError(f"`{name}` must be one model, got an ensemble of {1 + len(generator.members)}.")

@@ -9,9 +9,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from sacrebleu.metrics import BLEU, CHRF
+
+from metaphrase.inference.generation_options import complete_sampling
 
 # So many columns of the matrices at a time: (candidates + references) rows of this width are held.
 _COLUMNS_AT_ONCE = 1 << 14
@@ -183,3 +186,71 @@ def _indicator(sets: list[list[int]], first: int, width: int) -> np.ndarray:
     table = np.zeros((len(sets), width), dtype=np.float32)
     table[rows[is_inside], columns[is_inside]] = 1.0
     return table
+
+
+def decode_by_risk(
+    generate: Callable[[list[str], bool, dict[str, Any]], list[list[Any]]],
+    texts: list[str],
+    *,
+    num_candidates: int,
+    num_references: int | None,
+    utility: str,
+    options: dict[str, Any],
+    reference_options: dict[str, Any] | None,
+) -> list[tuple[str, float]]:
+    """For each source the candidate of the highest expected utility, and that utility.
+
+    Args:
+        generate: From texts, whether scores are wanted and options to several scored texts for each.
+        texts: Sources.
+        num_candidates: How many are drawn for each source.
+        num_references: How many pseudo-references are drawn beside them, if they are not the candidates.
+        utility: `chrf` or `bleu`.
+        options: For the candidates.
+        reference_options: For the pseudo-references; by default the same.
+
+    Raises:
+        ValueError: As `Generator.generate_mbr`.
+    """
+    check_utility(utility)
+    if reference_options is not None and num_references is None:
+        raise ValueError("`num_references` must be given with `reference_options`, got None.")
+    candidates = _draw(generate, texts, "num_candidates", num_candidates, options)
+    references = candidates
+    if num_references is not None:
+        others = options if reference_options is None else reference_options
+        references = _draw(generate, texts, "num_references", num_references, others)
+    chosen = []
+    for own, others in zip(candidates, references, strict=True):
+        utilities = expected_utilities(own.texts, others, utility)
+        best = max(range(len(utilities)), key=utilities.__getitem__)
+        chosen.append((own.texts[best], utilities[best]))
+    return chosen
+
+
+def _draw(
+    generate: Callable[[list[str], bool, dict[str, Any]], list[list[Any]]],
+    texts: list[str],
+    name: str,
+    count: int,
+    options: dict[str, Any],
+) -> list[WeightedTexts]:
+    """So many targets for each source, sampled or of a beam."""
+    if count < 1:
+        raise ValueError(f"`{name}` must be at least 1, got {count}.")
+    if "num_return_sequences" in options:
+        raise ValueError(
+            f"`num_return_sequences` must be left out where `{name}` says it, got {options['num_return_sequences']}."
+        )
+    num_beams = options.get("num_beams", 1)
+    if num_beams > 1 and num_beams < count:
+        raise ValueError(f"`num_beams` must be at least `{name}`, got {num_beams} and {count}.")
+    options = complete_sampling(options)
+    if num_beams == 1:
+        # Whatever the model's own settings say; and transformers would leave all but 50 tokens out.
+        whole = {"num_beams": 1, "do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        options = whole | options
+    lists = generate(texts, num_beams > 1, {**options, "num_return_sequences": count})
+    if num_beams > 1:
+        return [weigh_n_best([c.text for c in found], [c.score for c in found]) for found in lists]
+    return [weigh_samples([c.text for c in found]) for found in lists]

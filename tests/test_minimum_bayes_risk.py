@@ -113,8 +113,8 @@ def drawn(monkeypatch, generator):
     seen = []
     whole = generator._generate
 
-    def spy(texts, return_scores, show_progress, options):
-        seen.append((whole(texts, return_scores, show_progress, options), options))
+    def spy(texts, return_scores, options, show_progress):
+        seen.append((whole(texts, return_scores, options, show_progress), options))
         return seen[-1][0]
 
     monkeypatch.setattr(generator, "_generate", spy)

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from metaphrase.inference import Generator
-from metaphrase.inference.generator import check_single
+from metaphrase.inference.run import check_single
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.modeling.length_batches import batches_by_length
 from metaphrase.training.batching import PairCollator

@@ -1,0 +1,82 @@
+"""Run: what stays the same for all sources of a call, however many windows they come in."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from metaphrase.inference.engine import Engine
+from metaphrase.inference.ensemble import EnsembleSearch
+from metaphrase.inference.joint_search import check_partner, check_target_vocabulary, is_metaphrase
+from metaphrase.inference.phrase_constraints import encode_phrases
+from metaphrase.inference.speculative_decoding import DEFAULT_NUM_ASSISTANT_TOKENS, SpeculativeSearch
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Who decodes, and how.
+
+    Attributes:
+        generators: Who reads the sources, the one that was called first.
+        search: What joins them.
+        options: What is left for `decode`.
+    """
+
+    generators: list[Any]
+    search: EnsembleSearch | SpeculativeSearch | None
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, generator: Any, options: Mapping[str, Any]) -> "Run":
+        """What the options ask of a generator.
+
+        Raises:
+            ValueError: If an assistant does not fit, or as `encode_phrases` does.
+        """
+        partners, search, options = _join(generator, dict(options))
+        own = options.get("generation_config") or generator.model.generation_config
+        return cls([generator, *partners], search, encode_phrases(generator.tokenizers.target, own, options))
+
+    def encode(self, texts: list[str]) -> list[list[list[int]]]:
+        """For each generator the ids of the texts that are not white space."""
+        written = [text for text in texts if text.strip()]
+        return [generator.encode(written) for generator in self.generators]
+
+
+def check_single(generator: Any, name: str) -> None:
+    """Checks that a generator has one model, of torch.
+
+    Raises:
+        ValueError: If it is an ensemble, or has another engine.
+    """
+    if isinstance(generator.model, Engine):
+        raise ValueError(f"`{name}` must run in torch for that, got a {type(generator.model).__name__}.")
+    if generator.members:
+        raise ValueError(f"`{name}` must be one model, got an ensemble of {1 + len(generator.members)}.")
+
+
+def _join(
+    generator: Any, options: dict[str, Any]
+) -> tuple[list[Any], EnsembleSearch | SpeculativeSearch | None, dict[str, Any]]:
+    """Who else takes part, what joins them, and the options that are left."""
+    assistant = options.get("assistant_model")
+    if assistant is None:
+        return generator.members, generator.ensemble if generator.members else None, options
+    if generator.members:
+        raise ValueError("`assistant_model` must be left out for an ensemble, got one.")
+    if not isinstance(assistant, type(generator)):
+        if not (is_metaphrase(generator.model) and is_metaphrase(assistant)):
+            # transformers knows how to do it, one source at a time.
+            return [], None, options
+        given, expected = assistant.config.vocab_size, generator.model.config.vocab_size
+        if given != expected:
+            raise ValueError(
+                f"`vocab_size` of `assistant_model` must be that of the model, {expected}, got {given}: pass a generator "
+                "with its own tokenizers."
+            )
+        assistant = type(generator)(assistant, generator.tokenizers, source_prefix=generator.source_prefix)
+    check_single(assistant, "assistant_model")
+    check_target_vocabulary(generator.tokenizers, assistant.tokenizers, "assistant_model")
+    check_partner(generator.model, assistant.model, "assistant_model")
+    del options["assistant_model"]
+    search = SpeculativeSearch(options.pop("num_assistant_tokens", DEFAULT_NUM_ASSISTANT_TOKENS))
+    return [assistant], search, options
