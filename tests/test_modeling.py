@@ -46,7 +46,8 @@ def test_padding_of_the_source_changes_no_logit(design, attn_implementation):
             "input_ids": pad(inputs["input_ids"], count, side, None),
             "attention_mask": pad(inputs["attention_mask"], count, side, 0),
         }
-        torch.testing.assert_close(model(**padded).logits, expected, **TOLERANCE)
+        # Of the largest: logits of many large terms lie further apart where a processor adds them up in another order.
+        assert (model(**padded).logits - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -201,7 +201,12 @@ def test_what_is_there_is_replaced_only_if_asked_and_written_here(exported, tmp_
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in POSITIONS if name not in ("rotary", "half_split", "relative_per_layer")]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in ("sinusoidal", "learned") else [])
+        for name in POSITIONS
+        if name not in ("rotary", "half_split", "relative_per_layer")
+    ],
 )
 def test_later_steps_of_every_position(name, tmp_path, monkeypatch):
     """Of one layer; all else is in the slow tests. One graph has its weights in a file of their own."""
