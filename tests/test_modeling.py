@@ -36,7 +36,8 @@ def pad(tensor, count, side, value):
 @EVERY_DESIGN
 @BOTH_KERNELS
 def test_padding_of_the_source_changes_no_logit(design, attn_implementation):
-    model = tiny_model(attn_implementation=attn_implementation, **DESIGNS[design])
+    # In float64, but for the positions: rounding of float32 adds up to a tolerance of 1e-4 on some processors.
+    model = tiny_model(attn_implementation=attn_implementation, **DESIGNS[design]).double()
     inputs = random_batch(model.config, padding=None)
     expected = model(**inputs).logits
     assert expected.std() > 0.1
@@ -46,8 +47,7 @@ def test_padding_of_the_source_changes_no_logit(design, attn_implementation):
             "input_ids": pad(inputs["input_ids"], count, side, None),
             "attention_mask": pad(inputs["attention_mask"], count, side, 0),
         }
-        # Of the largest: logits of many large terms lie further apart where a processor adds them up in another order.
-        assert (model(**padded).logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+        torch.testing.assert_close(model(**padded).logits, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
