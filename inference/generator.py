@@ -8,23 +8,20 @@ from dataclasses import dataclass
 
 import torch
 from tqdm.auto import tqdm
-from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-import metaphrase.modeling  # noqa: F401 (registers the models with the Auto classes)
 from metaphrase.inference.decoding import decode
 from metaphrase.inference.engine import Engine, Hypothesis
 from metaphrase.inference.ensemble import EnsembleSearch
 from metaphrase.inference.forced_decoding import ForcedScore, check_texts, encode_forced, score_targets
 from metaphrase.inference.joint_search import Partner, check_partner, check_target_vocabulary
+from metaphrase.inference.loading import ENGINES, load_parts
 from metaphrase.inference.minimum_bayes_risk import decode_by_risk
-from metaphrase.inference.quantization import quantization_of, quantize
 from metaphrase.inference.run import Run, check_single
 from metaphrase.inference.speculative_decoding import SpeculativeSearch
 from metaphrase.inference.windows import PreparedWindows, read_windows, seed_window
 from metaphrase.modeling.length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
-from metaphrase.tokenization import TokenizerPair, readable_tokens, set_languages
-
-ENGINES = ("torch", "ctranslate2")
+from metaphrase.tokenization import TokenizerPair, readable_tokens
 
 
 @dataclass(frozen=True)
@@ -130,34 +127,15 @@ class Generator:
         names = [name_or_path] if isinstance(name_or_path, str | os.PathLike) else list(name_or_path)
         if not names:
             raise ValueError("`name_or_path` must name at least one model, got none.")
-        name_or_path, *others = names
-        if engine == "ctranslate2":
-            if others:
-                raise ValueError("`engine` must be torch for an ensemble, got 'ctranslate2'.")
-            from metaphrase.inference.ctranslate2_engine import CTranslate2Engine  # An extra.
-
-            model = CTranslate2Engine.from_pretrained(name_or_path, device=device, dtype=dtype)
-            tokenizers = TokenizerPair.from_pretrained(name_or_path)
-            model.generation_config.update(**set_languages(tokenizers, source_lang, target_lang))
-            return cls(model, tokenizers, **kwargs)
-        if device is None:
-            device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+        if engine != "torch" and len(names) > 1:
+            raise ValueError(f"`engine` must be torch for an ensemble, got {engine!r}.")
+        shared = {"engine": engine, "device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
+        shared |= {"source_lang": source_lang, "target_lang": target_lang}
+        first, *others = names
         if others:
-            shared = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
-            shared |= {"source_lang": source_lang, "target_lang": target_lang}
-            prefix = {name: value for name, value in kwargs.items() if name == "source_prefix"}
-            members = [cls.from_pretrained(other, **shared, **prefix) for other in others]
-            return cls.from_pretrained(name_or_path, **shared, **kwargs, members=members)
-        quantization = quantization_of(dtype, device)
-        model = AutoModelForSeq2SeqLM.from_pretrained(
-            name_or_path, dtype="float32" if quantization else dtype, trust_remote_code=trust_remote_code
-        )
-        tokenizers = TokenizerPair.from_pretrained(name_or_path)
-        model.generation_config.update(**set_languages(tokenizers, source_lang, target_lang))
-        model = model.to(device).eval()
-        if quantization is not None:
-            quantize(model, quantization)
-        return cls(model, tokenizers, **kwargs)
+            prefix = {"source_prefix": kwargs.get("source_prefix", "")}
+            kwargs["members"] = [cls(*load_parts(other, **shared), **prefix) for other in others]
+        return cls(*load_parts(first, **shared), **kwargs)
 
     def generate(self, texts: Iterable[str], *, show_progress: bool | None = False, **generation_kwargs) -> list[str]:
         """The best target text for each source text.
@@ -182,10 +160,25 @@ class Generator:
         return [scored[0].text for scored in candidates]
 
     def generate_n_best(
-        self, texts: Iterable[str], *, show_progress: bool | None = False, **generation_kwargs
+        self,
+        texts: Iterable[str],
+        *,
+        return_scores: bool = True,
+        show_progress: bool | None = False,
+        **generation_kwargs,
     ) -> list[list[ScoredText]]:
-        """For each source `num_return_sequences` target texts with their scores, best first where they are ranked."""
-        return self._generate(list(texts), True, generation_kwargs, show_progress)
+        """For each source `num_return_sequences` target texts with their scores, best first where they are ranked.
+
+        Args:
+            texts: Sources.
+            return_scores: Whether texts carry their score.
+            show_progress: A progress bar; `None` shows it on a terminal only.
+            **generation_kwargs: As for `generate()`.
+
+        Raises:
+            ValueError: As `generate()` does, but for the number of sequences.
+        """
+        return self._generate(list(texts), return_scores, generation_kwargs, show_progress)
 
     def generate_mbr(
         self,

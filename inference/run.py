@@ -42,6 +42,11 @@ class Run:
         return [generator.encode(written) for generator in self.generators]
 
 
+def is_single(generator: Any) -> bool:
+    """Whether a generator has one model, of torch."""
+    return not isinstance(generator.model, Engine) and not generator.members
+
+
 def check_single(generator: Any, name: str) -> None:
     """Checks that a generator has one model, of torch.
 

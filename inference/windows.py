@@ -39,26 +39,27 @@ def seed_window(seed: int, number: int) -> None:
 
 
 class PreparedWindows(Generic[Prepared]):
-    """Iterates windows, each with what a function makes of it, in a thread of its own that is one window ahead.
+    """Iterates windows, each with what a function makes of it, in a thread of its own that is ahead, by one window or by several.
 
     The function runs only while the consumer is neither inside `alone()` nor done, so that the two can share a tokenizer. An
     error of the reader or of the function comes where its window would have come. A consumer that stops early does not wait for
     a reader that has nothing to read: the thread ends when it does.
     """
 
-    def __init__(self, windows: Iterable[list[str]], prepare: Callable[[list[str]], Prepared]):
+    def __init__(self, windows: Iterable[list[str]], prepare: Callable[[list[str]], Prepared], ahead: int = 1):
         """Says what to read and what to make of it; the thread starts with the context.
 
         Args:
             windows: Read in the thread.
             prepare: Called in the thread, for one window at a time.
+            ahead: Windows that are prepared, at most, beside the one that the consumer has.
         """
         self._windows = windows
         self._prepare = prepare
         self._lock = threading.Lock()
         self._is_done = False
         # The thread reads a window for each permit, and there is one for each window that was taken.
-        self._permits = threading.Semaphore(1)
+        self._permits = threading.Semaphore(ahead)
         self._ready: queue.SimpleQueue = queue.SimpleQueue()
 
     def __enter__(self) -> "PreparedWindows[Prepared]":

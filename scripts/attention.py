@@ -2,7 +2,7 @@
 
 import sys
 
-if not __package__:  # Run as a file: this folder must not hide the library `evaluate` or the standard `tokenize`.
+if __name__ == "__main__" and not __package__:  # Run as a file: its folder must not hide `evaluate` or `tokenize`.
     sys.path.pop(0)
 
 import argparse
@@ -21,8 +21,8 @@ from metaphrase.inference.generation_options import (
     add_language_options,
     chosen_generation_options,
 )
+from metaphrase.inference.input_lines import check_files, read_lines
 from metaphrase.scripts.console import run
-from metaphrase.scripts.generate import check_files, read_lines
 
 logger = logging.getLogger(__name__)
 

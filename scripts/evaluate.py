@@ -2,7 +2,7 @@
 
 import sys
 
-if not __package__:  # Run as a file: this folder must not hide the library `evaluate` or the standard `tokenize`.
+if __name__ == "__main__" and not __package__:  # Run as a file: its folder must not hide `evaluate` or `tokenize`.
     sys.path.pop(0)
 
 import argparse
@@ -13,11 +13,8 @@ from pathlib import Path
 from transformers import set_seed
 
 from metaphrase.inference import Generator
-from metaphrase.inference.generation_options import (
-    add_generation_options,
-    add_language_options,
-    chosen_generation_options,
-)
+from metaphrase.inference.generation_options import add_generation_options, chosen_generation_options
+from metaphrase.inference.loading_options import add_loading_options, chosen_loading_options, chosen_models
 from metaphrase.scripts.console import run
 from metaphrase.tokenization import join_pieces
 from metaphrase.training.evaluation import evaluate_generator
@@ -33,7 +30,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="Decodes a test set, scores it, and writes metrics.json with the signature of every score.",
         allow_abbrev=False,
     )
-    parser.add_argument("model", help="folder or Hub id of any encoder-decoder model")
+    add_loading_options(parser)
     parser.add_argument("--source", metavar="FILE", help="sources, one a line")
     parser.add_argument("--target", metavar="FILE", help="references, one a line")
     parser.add_argument("--file", metavar="FILE", help="both in one .tsv, .csv, .jsonl or .parquet file")
@@ -44,13 +41,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--joiner", help="join references that are split into subwords, such as @@ [as the tokenizer does]"
     )
     parser.add_argument("--source_prefix", help="stands before every source, such as 'summarize: '")
-    add_language_options(parser)
-    parser.add_argument("--batch_size", type=int, default=64, help="most sources in a batch [%(default)s]")
-    parser.add_argument("--device", help="where to run; an accelerator by default, if there is one")
     parser.add_argument("--seed", type=int, default=42, help="of sampling [%(default)s]")
     parser.add_argument("--output", metavar="FILE", help="where to write [metrics.json in the model's folder, or here]")
     parser.add_argument("--predictions", metavar="FILE", help="where to write the decoded targets, one a line")
-    parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
     add_generation_options(parser)
     return parser
 
@@ -77,14 +70,7 @@ def main(words: Sequence[str]) -> None:
     )
     references = list(pairs["target"])
     set_seed(arguments.seed)
-    generator = Generator.from_pretrained(
-        arguments.model,
-        device=arguments.device,
-        trust_remote_code=arguments.trust_remote_code,
-        source_lang=arguments.source_lang,
-        target_lang=arguments.target_lang,
-        batch_size=arguments.batch_size,
-    )
+    generator = Generator.from_pretrained(chosen_models(arguments), **chosen_loading_options(arguments))
     if arguments.joiner is None:
         references = generator.tokenizers.as_decoded(references)
     else:
@@ -98,6 +84,11 @@ def main(words: Sequence[str]) -> None:
         generation_options=chosen_generation_options(arguments),
     )
     result["data"] = {"name": Path(arguments.source or arguments.file).name}
+    result["inference"] = {
+        "engine": arguments.engine,
+        "dtype": arguments.dtype,
+        "models": 1 + len(arguments.ensemble or []),
+    }
     folder = Path(arguments.model)
     written = write_metrics(arguments.output or (folder if folder.is_dir() else Path("metrics.json")), result)
     if arguments.predictions is not None:
@@ -105,7 +96,8 @@ def main(words: Sequence[str]) -> None:
         Path(arguments.predictions).write_text("".join(lines), encoding="utf-8")
     for name, score in result["scores"].items():
         logger.info("%s: %.2f  %s", name, score["score"], score["signature"])
-    logger.info("loss: %.4f  perplexity: %.3f", result["loss"], result["perplexity"])
+    if "loss" in result:
+        logger.info("loss: %.4f  perplexity: %.3f", result["loss"], result["perplexity"])
     logger.info("Written to %s", written)
 
 

@@ -2,39 +2,34 @@
 
 import sys
 
-if not __package__:  # Run as a file: this folder must not hide the library `evaluate` or the standard `tokenize`.
+if __name__ == "__main__" and not __package__:  # Run as a file: its folder must not hide `evaluate` or `tokenize`.
     sys.path.pop(0)
 
 import argparse
-import codecs
 import contextlib
-import io
 import itertools
 import logging
-import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import BinaryIO
 
 from tqdm.auto import tqdm
 from transformers import set_seed
 
-from metaphrase.inference import ENGINES, Generator, ScoredText
-from metaphrase.inference.ensemble import ENSEMBLE_MEANS
+from metaphrase.inference import Generator, GeneratorPool, ScoredText
 from metaphrase.inference.generation_options import (
     add_generation_options,
-    add_language_options,
     add_phrase_options,
     chosen_generation_options,
     chosen_phrase_options,
 )
+from metaphrase.inference.generator_pool import decode_window
+from metaphrase.inference.input_lines import check_files, count_lines, read_lines
+from metaphrase.inference.loading_options import add_loading_options, chosen_loading_options, chosen_models
 from metaphrase.inference.minimum_bayes_risk import UTILITIES
 from metaphrase.inference.output_file import OutputStream, ResumedFile, check_regular, format_targets
-from metaphrase.inference.windows import read_windows, seed_window
+from metaphrase.inference.windows import read_windows
 from metaphrase.scripts.console import run
-from metaphrase.tokenization import iterate_lines
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="Reads sources line by line and writes one target line for each, in the same order.",
         allow_abbrev=False,
     )
-    parser.add_argument("model", help="folder or Hub id of any encoder-decoder model")
+    add_loading_options(parser)
     parser.add_argument("--input", metavar="FILE", help="sources, one a line, UTF-8; standard input by default")
     parser.add_argument(
         "--output", metavar="FILE", help="where to write, in place of what is there; standard output by default"
@@ -57,40 +52,21 @@ def make_parser() -> argparse.ArgumentParser:
         help="go on with an output of the same command that was stopped; where there is none, begin",
     )
     parser.add_argument("--source_prefix", default="", help="stands before every source, such as 'summarize: '")
-    add_language_options(parser)
-    parser.add_argument("--batch_size", type=int, default=64, help="most sources in a batch [%(default)s]")
-    parser.add_argument(
-        "--max_tokens_per_batch", type=int, default=8192, help="most source tokens in a batch [%(default)s]"
-    )
     parser.add_argument("--window", type=int, default=4096, help="sources held and sorted at a time [%(default)s]")
     parser.add_argument(
-        "--engine",
-        default=ENGINES[0],
-        choices=ENGINES,
-        help="what computes [%(default)s]; ctranslate2 takes an exported folder, or converts a Metaphrase model first",
-    )
-    parser.add_argument("--device", help="where to run; an accelerator by default, if there is one")
-    parser.add_argument(
-        "--dtype",
-        default="auto",
-        help="type of the weights [%(default)s: as saved]; int8 and float16 make a CPU faster",
+        "--num_processes",
+        type=int,
+        default=1,
+        help="processes that share the windows [%(default)s]; on a CPU they share its cores, else each has an accelerator",
     )
     parser.add_argument("--seed", type=int, default=42, help="of sampling [%(default)s]")
-    parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
     parser.add_argument(
         "--n_best",
         action="store_true",
         help="write `index ||| target ||| score` for every target; so it is when num_return_sequences is above 1",
     )
     add_generation_options(parser)
-    group = parser.add_argument_group("several models, or several candidates")
-    group.add_argument(
-        "--ensemble",
-        nargs="+",
-        metavar="MODEL",
-        help="more models, which write each target together with the first",
-    )
-    group.add_argument("--ensemble_mean", choices=ENSEMBLE_MEANS, help="of what they predict [linear]")
+    group = parser.add_argument_group("a draft model, or several candidates")
     group.add_argument(
         "--assistant_model",
         metavar="MODEL",
@@ -111,52 +87,9 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def read_lines(path: str | None) -> Iterator[str]:
-    """The lines of a file or of standard input, as they come; only a line feed ends one, so that as many go out.
-
-    Raises:
-        ValueError: If a line is not valid UTF-8. The message says which.
-    """
-    if path is not None:
-        yield from iterate_lines(path)
-        return
-    for number, line in enumerate(open_standard_input(), start=1):
-        line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-        try:
-            yield line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"Standard input must be UTF-8, but line {number} is not ({error}).") from error
-
-
-def open_standard_input() -> BinaryIO:
-    """A file of its own: Python cannot close `sys.stdin` at its end while a thread still waits for a line of it."""
-    try:
-        return open(os.dup(sys.stdin.fileno()), "rb")
-    except io.UnsupportedOperation:
-        # It is no file of the system's.
-        return sys.stdin.buffer
-
-
-def check_files(input_path: str | None, output_path: str | None) -> None:
-    """Fails before any work, and before the output is emptied.
-
-    Raises:
-        ValueError: If both are the same file.
-        OSError: If the input cannot be read.
-    """
-    if input_path is None:
-        return
-    if not Path(input_path).is_fifo():  # Opening and closing a pipe would stop its writer.
-        with open(input_path, "rb"):
-            pass
-    if output_path is not None and os.path.exists(output_path) and os.path.samefile(input_path, output_path):
-        raise ValueError(f"`output` must be another file than `input`, got {output_path!r} for both.")
-
-
 def check_dependents(arguments: argparse.Namespace) -> None:
     """Raises `ValueError` for an option that means nothing without another one."""
     needs = {
-        "ensemble_mean": "ensemble",
         "mbr_references": "mbr_candidates",
         "mbr_utility": "mbr_candidates",
         "num_assistant_tokens": "assistant_model",
@@ -168,44 +101,62 @@ def check_dependents(arguments: argparse.Namespace) -> None:
             raise ValueError(f"`{needed}` must be given with `{name}`, got None and {value!r}.")
 
 
-def load(arguments: argparse.Namespace, names: str | list[str]) -> Generator:
-    """A generator of one model or, of several, of an ensemble."""
-    return Generator.from_pretrained(
-        names,
-        engine=arguments.engine,
-        device=arguments.device,
-        dtype=arguments.dtype,
-        trust_remote_code=arguments.trust_remote_code,
-        source_lang=arguments.source_lang,
-        target_lang=arguments.target_lang,
-        source_prefix=arguments.source_prefix,
-        batch_size=arguments.batch_size,
-        max_tokens_per_batch=arguments.max_tokens_per_batch,
-        ensemble_mean=arguments.ensemble_mean or "linear",
-    )
+@contextlib.contextmanager
+def load(arguments: argparse.Namespace, options: dict) -> Iterator[Generator | GeneratorPool]:
+    """A generator of one model or, of several, of an ensemble; or several such in processes of their own.
+
+    An assistant goes where it is asked for: to the pool, or into the options.
+    """
+    names = chosen_models(arguments)
+    settings = {**chosen_loading_options(arguments), "source_prefix": arguments.source_prefix}
+    if arguments.num_assistant_tokens is not None:
+        options["num_assistant_tokens"] = arguments.num_assistant_tokens
+    if arguments.num_processes > 1:
+        settings |= {"num_processes": arguments.num_processes, "assistant_model": arguments.assistant_model}
+        with GeneratorPool(names, **settings) as pool:
+            yield pool
+        return
+    if arguments.assistant_model is not None:
+        options["assistant_model"] = Generator.from_pretrained(arguments.assistant_model, **settings)
+    yield Generator.from_pretrained(names, **settings)
+
+
+def risk_options(arguments: argparse.Namespace) -> dict | None:
+    """Arguments of `Generator.generate_mbr`, where it is asked for."""
+    if arguments.mbr_candidates is None:
+        return None
+    return {
+        "num_candidates": arguments.mbr_candidates,
+        "num_references": arguments.mbr_references,
+        "utility": arguments.mbr_utility or "chrf",
+    }
+
+
+def decode(
+    generator: Generator | GeneratorPool, lines: Iterable[str], risk: dict | None, **settings
+) -> Iterator[list[ScoredText]]:
+    """The candidates of each line; for minimum Bayes risk the chosen one, with its expected utility."""
+    if isinstance(generator, GeneratorPool):
+        return generator.generate_stream(lines, risk=risk, show_progress=None, **settings)
+    if risk is None:
+        return generator.generate_stream(lines, show_progress=None, **settings)
+    return decode_by_risk(generator, lines, risk, **settings)
 
 
 def decode_by_risk(
     generator: Generator,
     lines: Iterable[str],
-    arguments: argparse.Namespace,
-    options: dict,
+    risk: dict,
+    *,
+    window: int,
     first_window: int,
     total: int | None,
+    **settings,
 ) -> Iterator[list[ScoredText]]:
-    """The candidate of minimum Bayes risk for each line, with its expected utility."""
-    with tqdm(total=total, initial=first_window * arguments.window, unit="line", disable=None) as bar:
-        for number, window in enumerate(read_windows(lines, arguments.window), start=first_window):
-            seed_window(arguments.seed, number)
-            for scored in generator.generate_mbr(
-                window,
-                num_candidates=arguments.mbr_candidates,
-                num_references=arguments.mbr_references,
-                utility=arguments.mbr_utility or "chrf",
-                **options,
-            ):
-                yield [scored]
-            bar.update(len(window))
+    with tqdm(total=total, initial=first_window * window, unit="line", disable=None) as bar:
+        for number, texts in enumerate(read_windows(lines, window), start=first_window):
+            yield from decode_window(generator, number, texts, risk=risk, **settings)
+            bar.update(len(texts))
 
 
 def open_output(arguments: argparse.Namespace, num_targets: int, n_best: bool) -> AbstractContextManager[OutputStream]:
@@ -223,18 +174,11 @@ def new_file(path: str) -> Iterator[OutputStream]:
         yield OutputStream(stream)
 
 
-def count_lines(path: str | None) -> int | None:
-    """For a progress bar that somebody sees; `None` for what cannot be read twice."""
-    if path is None or not Path(path).is_file() or not sys.stderr.isatty():
-        return None
-    with open(path, "rb") as file:
-        return sum(1 for _ in file)
-
-
 def main(words: Sequence[str]) -> None:
     arguments = make_parser().parse_args(words)
-    if arguments.window < 1:
-        raise ValueError(f"`window` must be at least 1, got {arguments.window}.")
+    for name in ("window", "num_processes"):
+        if getattr(arguments, name) < 1:
+            raise ValueError(f"`{name}` must be at least 1, got {getattr(arguments, name)}.")
     check_dependents(arguments)
     check_files(arguments.input, arguments.output)
     if arguments.resume:
@@ -245,31 +189,29 @@ def main(words: Sequence[str]) -> None:
         # Whatever the model's own settings say, it is one line out per line in.
         options["num_return_sequences"] = 1
     set_seed(arguments.seed)
-    generator = load(arguments, [arguments.model, *(arguments.ensemble or [])])
-    num_targets = 1 if arguments.mbr_candidates is not None else generator.num_targets(**options)
-    if arguments.assistant_model is not None:
-        options["assistant_model"] = load(arguments, arguments.assistant_model)
-        if arguments.num_assistant_tokens is not None:
-            options["num_assistant_tokens"] = arguments.num_assistant_tokens
+    with load(arguments, options) as generator:
+        write(generator, arguments, options, n_best)
+
+
+def write(generator: Generator | GeneratorPool, arguments: argparse.Namespace, options: dict, n_best: bool) -> None:
+    """Decodes the input into the output, and says how it went."""
+    risk = risk_options(arguments)
+    num_targets = generator.num_targets(**options) if risk is None else 1
     count, started = 0, time.perf_counter()
     with open_output(arguments, num_targets, n_best) as output:
-        first, total = output.first_source, count_lines(arguments.input)
+        first = output.first_source
         if first:
             logger.info("%s holds the targets of the first lines: going on at line %d.", arguments.output, first + 1)
-        lines = itertools.islice(read_lines(arguments.input), first, None)
-        place = {"first_window": first // arguments.window, "total": total}
-        results = (
-            generator.generate_stream(
-                lines,
-                window=arguments.window,
-                return_scores=n_best,
-                show_progress=None,
-                seed=arguments.seed,
-                **place,
-                **options,
-            )
-            if arguments.mbr_candidates is None
-            else decode_by_risk(generator, lines, arguments, options, **place)
+        results = decode(
+            generator,
+            itertools.islice(read_lines(arguments.input), first, None),
+            risk,
+            window=arguments.window,
+            first_window=first // arguments.window,
+            total=count_lines(arguments.input),
+            return_scores=n_best,
+            seed=arguments.seed,
+            **options,
         )
         for index, candidates in enumerate(results, start=first):
             output.write(format_targets(index, candidates, n_best))

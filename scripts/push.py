@@ -2,7 +2,7 @@
 
 import sys
 
-if not __package__:  # Run as a file: this folder must not hide the library `evaluate` or the standard `tokenize`.
+if __name__ == "__main__" and not __package__:  # Run as a file: its folder must not hide `evaluate` or `tokenize`.
     sys.path.pop(0)
 
 import argparse

@@ -227,6 +227,17 @@ def test_evaluate_writes_scores_and_predictions(model, files, tmp_path):
     assert result["data"] == {"name": "test.en"}
 
 
+def test_evaluate_of_an_ensemble(model, other_model, files, tmp_path, capsys):
+    words = [model, "--device", "cpu", "--source", files[0], "--target", files[1]]
+    evaluate.main([*words, "--ensemble", other_model, "--output", str(tmp_path / "m.json")])
+    result = json.loads((tmp_path / "m.json").read_text(encoding="utf-8"))
+    together = Generator.from_pretrained([model, other_model], device="cpu").generate(SOURCES)
+    assert result["scores"]["bleu"]["score"] == pytest.approx(BLEU().corpus_score(together, [TARGETS]).score)
+    assert result["inference"]["models"] == 2 and "loss" not in result
+    assert run(evaluate.main, "evaluate", [*words, "--ensemble_mean", "linear"]) == 2
+    assert "`ensemble` must be given with `ensemble_mean`, got None and 'linear'" in capsys.readouterr().err
+
+
 def test_evaluate_options_reach_the_metrics_and_the_folder(files, tmp_path):
     folder = save_generator(tiny_generator(), tmp_path / "model")
     pair = ["--source", files[0], "--target", files[1]]
@@ -439,7 +450,8 @@ def test_every_script_takes_its_folder_off_the_path_first():
         _, first, second = ast.parse(path.read_text(encoding="utf-8")).body[:3]
         assert (ast.unparse(first), ast.unparse(second)) == (
             "import sys",
-            "if not __package__:\n    sys.path.pop(0)",
+            # Not again where another process imports the file.
+            "if __name__ == '__main__' and (not __package__):\n    sys.path.pop(0)",
         ), path
 
 

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("ctranslate2")
 
 import torch
-from tiny_generator import SOURCES, save_generator, tiny_generator, tiny_pair
+from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator, tiny_pair
 from tiny_models import tiny_model
 from transformers import GenerationConfig, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -19,8 +19,7 @@ from metaphrase.inference import Generator, cross_attention, decode
 from metaphrase.inference import ctranslate2_options as options_module
 from metaphrase.inference.ctranslate2_engine import CTranslate2Engine
 from metaphrase.inference.ctranslate2_options import translate_options
-from metaphrase.scripts import generate
-from metaphrase.training.evaluation import evaluate_generator
+from metaphrase.scripts import evaluate, generate
 
 BEAMS = {"num_beams": 4, "num_return_sequences": 4, "early_stopping": True}
 LENGTHS = (3, 17, 9, 1, 6, 12, 25, 2)
@@ -385,8 +384,22 @@ def test_what_needs_a_model_in_torch_is_refused(folders):
         generator.score(SOURCES[:1], SOURCES[:1])
     with pytest.raises(ValueError, match="`engine` must be torch for an ensemble, got 'ctranslate2'"):
         Generator.from_pretrained([folders[True][1]] * 2, engine="ctranslate2")
-    with pytest.raises(ValueError, match="`generator` must run in torch for that"):
-        evaluate_generator(generator, SOURCES, SOURCES, metrics=["bleu"])
+
+
+def test_evaluation_by_command_line_is_without_a_loss(folders, tmp_path):
+    source, target, output = tmp_path / "source", tmp_path / "target", tmp_path / "metrics.json"
+    source.write_text("\n".join(SOURCES) + "\n", encoding="utf-8")
+    target.write_text("\n".join(TARGETS) + "\n", encoding="utf-8")
+    words = ["--source", str(source), "--target", str(target), "--output", str(output), "--num_beams", "3"]
+    results = []
+    for more in ([], ["--engine", "ctranslate2", "--dtype", "float32"]):
+        evaluate.main([str(folders[True][0]), "--device", "cpu", "--early_stopping", *words, *more])
+        results.append(json.loads(output.read_text(encoding="utf-8")))
+    ours, theirs = results
+    assert ours["loss"] > 0 and "loss" not in theirs
+    assert theirs["scores"] == ours["scores"] and theirs["num_unfinished"] == ours["num_unfinished"]
+    assert ours["inference"] == {"engine": "torch", "dtype": "auto", "models": 1}
+    assert theirs["inference"] == {"engine": "ctranslate2", "dtype": "float32", "models": 1}
 
 
 def test_generate_by_command_line(folders, tmp_path):

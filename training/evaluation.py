@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from metaphrase.inference import Generator
-from metaphrase.inference.run import check_single
+from metaphrase.inference.run import is_single
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.modeling.length_batches import batches_by_length
 from metaphrase.training.batching import PairCollator
@@ -77,13 +77,12 @@ def evaluate_generator(
         show_progress: A progress bar; `None` shows it on a terminal only.
 
     Returns:
-        What `metrics.json` holds, and the decoded texts.
+        What `metrics.json` holds, and the decoded texts. There is a loss where the generator is one model of torch, and none
+        for an ensemble or another engine.
 
     Raises:
-        ValueError: If the sides differ in length or are empty, or the generator is an ensemble or no model of torch.
+        ValueError: If the sides differ in length or are empty.
     """
-    # The loss is that of one model of torch.
-    check_single(generator, "generator")
     if len(sources) != len(references) or not sources:
         raise ValueError(
             f"`sources` and `references` must be equally many and not empty, got {len(sources)} and {len(references)}."
@@ -97,12 +96,9 @@ def evaluate_generator(
         "num_unfinished": generator.num_unfinished - before,
         "generation": generation_settings(generator.model, generation_options),
     }
-    tokenizers = generator.tokenizers
-    encoded = (
-        tokenizers.encode_sources([generator.source_prefix + source for source in sources]),
-        tokenizers.encode_targets(list(references)),
-    )
-    result.update(corpus_loss(generator.model, *encoded, batch_size=generator.batch_size))
+    if is_single(generator):
+        encoded = (generator.encode(list(sources)), generator.tokenizers.encode_targets(list(references)))
+        result.update(corpus_loss(generator.model, *encoded, batch_size=generator.batch_size))
     return result, predictions
 
 
