@@ -73,3 +73,38 @@ def run(runs, tmp_path):
 def plain_run(runs, tmp_path):
     """A copy of the run by a plain Trainer."""
     return shutil.copytree(runs["plain"], tmp_path / "plain")
+
+
+@pytest.fixture(scope="module")
+def generators():
+    """Generators of arbitrary texts, by whether one tokenizer serves both sides."""
+    from tiny_generator import tiny_generator
+
+    return {joint: tiny_generator(joint) for joint in (True, False)}
+
+
+@pytest.fixture(scope="module")
+def model_folders(generators, tmp_path_factory):
+    """The generators' saved models, likewise."""
+    from tiny_generator import save_generator
+
+    root = tmp_path_factory.mktemp("generators")
+    return {joint: save_generator(generator, root / str(joint)) for joint, generator in generators.items()}
+
+
+@pytest.fixture(scope="module")
+def families():
+    """Models of transformers' own classes, for the vocabulary of the generators."""
+    from pipeline_models import family_model
+
+    models = {name: family_model(name) for name in ("t5", "bart")}
+    models["bart"].generation_config.max_new_tokens = 9
+    return models
+
+
+@pytest.fixture
+def pipe(generators):
+    """A pipeline from text to text with one tokenizer, and eight new tokens by the model's own settings."""
+    from transformers import pipeline
+
+    return pipeline("text2text-generation", model=generators[True].model, tokenizer=generators[True].tokenizers)

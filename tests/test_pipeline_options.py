@@ -1,0 +1,123 @@
+"""Options of pipelines: who decides one, and what is warned of or refused."""
+
+import logging
+
+import pytest
+from tiny_generator import SOURCES, tiny_pair
+from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, pipeline
+
+from metaphrase.inference import TranslationPipeline
+from metaphrase.modeling.pipeline_options import generation_arguments, is_of_each_text, length_limits
+
+
+def options_model(**settings):
+    class Model:
+        generation_config = GenerationConfig(**settings)
+
+    return Model()
+
+
+@pytest.mark.parametrize(
+    ("model", "own", "given", "expected"),
+    [
+        ({}, {}, {}, {"num_beams": 4, "max_new_tokens": 256, "pad_token_id": 9}),
+        ({"max_length": 30, "num_beams": 2, "pad_token_id": 1}, {}, {}, {}),
+        ({}, {"num_beams": 2, "max_length": 9}, {"num_beams": 3}, {"num_beams": 3, "max_length": 9, "max_new_tokens": None}),
+        ({"max_new_tokens": 8}, {}, {"max_length": 5}, {"max_length": 5, "max_new_tokens": None, "num_beams": 4}),
+        ({}, {"max_length": 5}, {"max_new_tokens": 6}, {"max_length": 5, "max_new_tokens": 6, "num_beams": 4}),
+        ({}, {}, {"num_return_sequences": 6}, {"num_return_sequences": 6, "num_beams": 6, "max_new_tokens": 256}),
+        ({}, {}, {"streamer": "s"}, {"streamer": "s", "max_new_tokens": 256}),
+        ({}, {}, {"min_length": 2}, {"min_length": 2, "min_new_tokens": None, "num_beams": 4, "max_new_tokens": 256}),
+    ],
+)  # fmt: skip
+def test_who_decides_an_option(model, own, given, expected):
+    before = dict(given)
+    arguments = generation_arguments(options_model(**model), own, given, 9)
+    if "pad_token_id" not in model:
+        expected = expected | {"pad_token_id": 9}
+    assert arguments == expected and given == before
+
+
+def test_a_generation_config_of_the_call_stands_for_the_options_of_the_pipeline(generators):
+    model = generators[True].model
+    config = GenerationConfig(num_beams=1, max_new_tokens=3)
+    arguments = generation_arguments(model, {"num_beams": 2}, {"generation_config": config, "max_length": 5}, 0)
+    assert set(arguments) == {"generation_config"}
+    made = arguments["generation_config"]
+    assert (made.num_beams, made.max_length, made.max_new_tokens) == (1, 5, None)
+    assert config.max_new_tokens == 3 and config.max_length is None
+    made = pipeline("translation", model=model, tokenizer=generators[True].tokenizers, num_beams=2, max_new_tokens=8)
+    expected = [
+        {"translation_text": text} for text in generators[True].generate(SOURCES, num_beams=1, max_new_tokens=3)
+    ]
+    assert made(SOURCES, generation_config=config) == expected != made(SOURCES)
+
+
+def test_lengths_that_count():
+    model = options_model(max_length=30, min_length=3)
+    assert length_limits(model, {}) == (3, 30)
+    assert length_limits(model, {"max_new_tokens": 5, "min_new_tokens": 2}) == (3, 6)
+    assert length_limits(model, {"max_length": 9, "max_new_tokens": None}) == (3, 9)
+    assert length_limits(model, {"generation_config": GenerationConfig(max_new_tokens=7)}) == (3, 8)
+    assert length_limits(options_model(), {}) == (0, None)
+
+
+def test_what_decides_of_a_batch():
+    sampling, greedy = options_model(do_sample=True), options_model()
+    assert is_of_each_text(greedy, {"num_beams": 4, "generation_config": GenerationConfig(num_beams=2)})
+    assert not is_of_each_text(sampling, {}) and is_of_each_text(sampling, {"do_sample": False})
+    # A config that says nothing of it leaves it to the model's.
+    assert not is_of_each_text(sampling, {"generation_config": GenerationConfig(num_beams=2)})
+    assert not is_of_each_text(greedy, {"generation_config": GenerationConfig(do_sample=True)})
+    assert not is_of_each_text(greedy, {"streamer": None})
+
+
+def test_length_of_the_call_is_kept(pipe):
+    """The model's own eight new tokens do not stand above it."""
+    ids = pipe(SOURCES[0], max_length=4, min_length=4, return_tensors=True)[0]["generated_token_ids"]
+    assert len(ids) == 4
+    ids = pipe(SOURCES[0], max_new_tokens=12, min_new_tokens=11, return_tensors=True)[0]["generated_token_ids"]
+    assert len(ids) >= 12
+
+
+# Warnings and errors.
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "warning"),
+    [
+        ("summarization", {"max_length": 40}, "`max_length` of 40 is more than the 17 tokens of the text"),
+        ("summarization", {"max_length": 5, "min_length": 9}, "`min_length` should not be above `max_length`, got 9 and 5"),
+        ("summarization", {"max_length": 17}, None),
+        ("translation", {"max_length": 18}, "The text has 17 tokens, and its translation may have 18"),
+        ("translation", {"max_length": 19}, None),
+        ("text2text-generation", {"max_length": 5, "min_length": 9}, None),
+    ],
+)  # fmt: skip
+def test_lengths_that_do_not_fit_are_warned_of(task, options, warning, generators, caplog):
+    generator = generators[True]
+    made = pipeline(task, model=generator.model, tokenizer=generator.tokenizers)
+    [text] = [text for text in SOURCES if len(made.tokenizer(text)["input_ids"]) == 17]
+    with caplog.at_level(logging.WARNING, logger="metaphrase.modeling.pipelines"):
+        assert len(made(text, **options)) == 1
+        alone = [record.getMessage() for record in caplog.records if record.name == "metaphrase.modeling.pipelines"]
+        caplog.clear()
+        made([text, text], **options)
+        both = [record.getMessage() for record in caplog.records if record.name == "metaphrase.modeling.pipelines"]
+    assert alone == both and len(alone) == (warning is not None)
+    assert warning is None or warning in alone[0]
+
+
+@pytest.mark.parametrize("inputs", [4, None, ("a", "b"), ["a", 4], [["a", "b"]], [None]], ids=str)
+def test_what_is_no_text_is_refused(inputs, pipe):
+    with pytest.raises(ValueError, match="`inputs` must be a text or a list of texts, got"):
+        pipe(inputs)
+
+
+def test_models_that_do_not_fit_are_refused(generators):
+    tokenizer = tiny_pair().source
+    decoder = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=40))
+    with pytest.raises(ValueError, match="`model` must be an encoder-decoder that generates, got GPT2LMHeadModel"):
+        pipeline("translation", model=decoder, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="`tokenizer` must be given, since the model is not the name of a folder"):
+        TranslationPipeline(generators[True].model)
