@@ -1,21 +1,18 @@
 """Ensembles: several models write one target, each token by the mean of what they predict."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation.utils import GenerateBeamEncoderDecoderOutput
+from transformers import GenerationConfig, LogitsProcessorList
 
-from metaphrase.inference.joint_search import open_states
+from metaphrase.inference.joint_search import JointSearch, Projection
 from metaphrase.modeling.beam_search import beam_search
 from metaphrase.modeling.decoder_state import DecoderState
 from metaphrase.modeling.sampling import sample
 
 ENSEMBLE_MEANS = ("linear", "log_linear")
-
-Projection = Callable[[torch.Tensor], torch.Tensor]
 
 
 class EnsembleState:
@@ -32,9 +29,9 @@ class EnsembleState:
         for state in self.states:
             state.spread(copies)
 
-    def reorder(self, rows: torch.Tensor) -> None:
+    def reorder(self, rows: torch.Tensor, unchanged: int = 0) -> None:
         for state in self.states:
-            state.reorder(rows)
+            state.reorder(rows, unchanged)
 
     def keep(self, sources: torch.Tensor) -> None:
         for state in self.states:
@@ -58,7 +55,7 @@ def mean_log_probs(logits: Sequence[torch.Tensor], mean: str) -> torch.Tensor:
     return nn.functional.log_softmax(log_probs.mean(dim=0), dim=-1)
 
 
-class EnsembleSearch:
+class EnsembleSearch(JointSearch):
     """Greedy search, sampling and beam search over the mean, for `generate(custom_generate=...)` of the first model.
 
     Source: Sutskever et al. 2014, arXiv 1409.3215. The linear mean is that of fairseq.
@@ -74,36 +71,24 @@ class EnsembleSearch:
             raise ValueError(f"`ensemble_mean` must be one of {', '.join(ENSEMBLE_MEANS)}, got {ensemble_mean!r}.")
         self.mean = ensemble_mean
 
-    def __call__(
+    def search(
         self,
-        model: PreTrainedModel,
-        input_ids: torch.LongTensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        partners: Sequence[tuple[PreTrainedModel, dict[str, torch.Tensor]]] = (),
-        return_scores: bool = True,
-        **kwargs,
-    ) -> GenerateBeamEncoderDecoderOutput:
-        """Searches.
-
-        Returns:
-            `sequences`, and their scores as a single model has them.
-
-        Raises:
-            ValueError: If something is asked for that only transformers' own loops can do.
-        """
-        config, processors = generation_config, logits_processor
-        states = open_states(DecoderState, model, input_ids, processors, stopping_criteria, config, partners, kwargs)
-        heads: list[Projection] = [model.project, *(partner.project for partner, _ in partners)]
+        projections: Sequence[Projection],
+        states: Sequence[DecoderState],
+        prompt: torch.Tensor,
+        processors: LogitsProcessorList,
+        config: GenerationConfig,
+        return_scores: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `JointSearch`."""
 
         def project(hidden_states: Sequence[torch.Tensor]) -> torch.Tensor:
-            return mean_log_probs([head(hidden) for head, hidden in zip(heads, hidden_states, strict=True)], self.mean)
+            return mean_log_probs(
+                [head(hidden) for head, hidden in zip(projections, hidden_states, strict=True)], self.mean
+            )
 
-        copies = len(input_ids) // len(kwargs["encoder_outputs"].last_hidden_state)
-        arguments = (project, EnsembleState(states), input_ids[::copies])
+        copies = len(prompt) // states[0].rows
+        arguments = (project, EnsembleState(states), prompt[::copies])
         if config.num_beams > 1:
-            ids, scores = beam_search(*arguments, processors, config)
-        else:
-            ids, scores = sample(*arguments, copies, processors, config, return_scores)
-        return GenerateBeamEncoderDecoderOutput(sequences=ids, sequences_scores=scores)
+            return beam_search(*arguments, processors, config)
+        return sample(*arguments, copies, processors, config, return_scores)

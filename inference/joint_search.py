@@ -1,16 +1,18 @@
 """Joint search: what an ensemble and a draft model have in common. Several models read a source and write one target."""
 
-from collections.abc import Sequence
+import abc
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.utils import GenerateBeamEncoderDecoderOutput
 
 from metaphrase.modeling.decoder_state import DecoderState
 from metaphrase.tokenization import TokenizerPair
 
-State = TypeVar("State", bound=DecoderState)
+# From a decoder's output to logits.
+Projection = Callable[[torch.Tensor], torch.Tensor]
 
 # What a model has to say in the same way as another one, so that the ids of their targets mean the same.
 _SHARED_FIELDS = ("decoder_vocab_size", "decoder_start_token_id", "eos_token_id")
@@ -75,46 +77,101 @@ def check_target_vocabulary(tokenizers: TokenizerPair, others: TokenizerPair, na
         )
 
 
-def open_states(
-    kind: type[State],
-    model: PreTrainedModel,
-    input_ids: torch.LongTensor,
-    processors: LogitsProcessorList,
-    criteria: StoppingCriteriaList,
-    config: GenerationConfig,
-    partners: Sequence[tuple[PreTrainedModel, dict[str, torch.Tensor]]],
-    model_kwargs: dict,
-) -> list[State]:
-    """The states of all models before the prompt, that of the first one in front.
+class JointSearch(abc.ABC):
+    """A search by several models, for `generate(custom_generate=...)` of the first one.
 
-    Args:
-        kind: Which class of states.
-        model: The first model, whose `generate()` has read its sources already.
-        input_ids: Prompts, `(sources * copies, length)`.
-        processors: As `generate()` prepares them.
-        criteria: As `generate()` prepares them.
-        config: As `generate()` prepares it.
-        partners: The other models, with `input_ids` and `attention_mask` of the same sources, `(sources, source)`.
-        model_kwargs: The others of `generate()`, `encoder_outputs` among them.
-
-    Raises:
-        ValueError: If something is asked for that only transformers' own loops can do, with one model.
+    Attributes:
+        state_class: What each decoder keeps.
     """
-    if not model._is_known(input_ids, processors, criteria, config, **model_kwargs):
-        names = [type(part).__name__ for part in (*processors, *criteria)]
-        raise ValueError(
-            "A search over several models must be one that Metaphrase does itself (greedy, by beams or sampling; in float32 or "
-            "bfloat16; a dynamic cache; without streamers, hooks or attention kernels for padding masks alone), "
-            f"got {model.dtype}, {model.config._attn_implementation}, processors and criteria {names}, "
-            f"num_beams={config.num_beams}, do_sample={config.do_sample}, use_cache={config.use_cache}."
+
+    state_class: type[DecoderState] = DecoderState
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.LongTensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        partners: Sequence[tuple[PreTrainedModel, dict[str, torch.Tensor]]] = (),
+        return_scores: bool = True,
+        **kwargs,
+    ) -> GenerateBeamEncoderDecoderOutput:
+        """Searches.
+
+        Args:
+            model: The first model, whose `generate()` has read its sources already.
+            input_ids: Prompts, `(sources * copies, length)`; the next three are from `generate()`, too.
+            logits_processor: Change the scores.
+            stopping_criteria: Those of length and end of sequence.
+            generation_config: As `generate()` prepares it.
+            partners: The other models, with `input_ids` and `attention_mask` of the same sources, `(sources, source)`.
+            return_scores: Whether scores are wanted.
+            **kwargs: From `generate()`, `encoder_outputs` among them.
+
+        Returns:
+            `sequences`, and in `sequences_scores` their scores, as a single model has them.
+
+        Raises:
+            ValueError: If something is asked for that only transformers' own loops can do, with one model.
+        """
+        states = self._open_states(
+            model, input_ids, logits_processor, stopping_criteria, generation_config, partners, kwargs
         )
-    memories = [(model, model_kwargs["encoder_outputs"].last_hidden_state, model_kwargs.get("attention_mask"))]
-    for partner, inputs in partners:
-        dtype, is_plain = partner._computing_dtype(), partner._calls_are_plain()
-        if dtype not in (torch.float32, torch.bfloat16) or partner.training or not is_plain:
+        projections = [model.project, *(partner.project for partner, _ in partners)]
+        ids, scores = self.search(projections, states, input_ids, logits_processor, generation_config, return_scores)
+        return GenerateBeamEncoderDecoderOutput(sequences=ids, sequences_scores=scores)
+
+    @abc.abstractmethod
+    def search(
+        self,
+        projections: Sequence[Projection],
+        states: Sequence[DecoderState],
+        prompt: torch.Tensor,
+        processors: LogitsProcessorList,
+        config: GenerationConfig,
+        return_scores: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Ids `(sources * copies, length)` and their scores `(sources * copies)`.
+
+        Args:
+            projections: Of each model.
+            states: Likewise, before the prompt; a source has one row.
+            prompt: What each target begins with, `(sources * copies, length)`.
+            processors: Change the scores.
+            config: As `generate()` prepares it.
+            return_scores: Whether scores are wanted.
+
+        Raises:
+            ValueError: If this search cannot do what is asked for.
+        """
+
+    def _open_states(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.LongTensor,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        partners: Sequence[tuple[PreTrainedModel, dict[str, torch.Tensor]]],
+        model_kwargs: dict,
+    ) -> list[DecoderState]:
+        """The states of all models before the prompt, that of the first one in front."""
+        if not model._is_known(input_ids, processors, criteria, config, **model_kwargs):
+            names = [type(part).__name__ for part in (*processors, *criteria)]
             raise ValueError(
-                "All models of a search must be in float32 or bfloat16, not in training and without hooks, "
-                f"got one with dtype={dtype}, training={partner.training}, hooks={not is_plain}."
+                "A search over several models must be one that Metaphrase does itself (greedy, by beams or sampling; in float32 "
+                "or bfloat16; a dynamic cache; without streamers, hooks or attention kernels for padding masks alone), "
+                f"got {model.dtype}, {model.config._attn_implementation}, processors and criteria {names}, "
+                f"num_beams={config.num_beams}, do_sample={config.do_sample}, use_cache={config.use_cache}."
             )
-        memories.append((partner, partner.get_encoder()(**inputs).last_hidden_state, inputs["attention_mask"]))
-    return [kind(each.get_decoder(), memory, mask) for each, memory, mask in memories]
+        memories = [(model, model_kwargs["encoder_outputs"].last_hidden_state, model_kwargs.get("attention_mask"))]
+        for partner, inputs in partners:
+            dtype, is_plain = partner._computing_dtype(), partner._calls_are_plain()
+            if dtype not in (torch.float32, torch.bfloat16) or partner.training or not is_plain:
+                raise ValueError(
+                    "All models of a search must be in float32 or bfloat16, not in training and without hooks, "
+                    f"got one with dtype={dtype}, training={partner.training}, hooks={not is_plain}."
+                )
+            memories.append((partner, partner.get_encoder()(**inputs).last_hidden_state, inputs["attention_mask"]))
+        return [self.state_class(each.get_decoder(), memory, mask) for each, memory, mask in memories]

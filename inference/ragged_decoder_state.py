@@ -62,8 +62,8 @@ class RaggedDecoderState(DecoderState):
         super().spread(copies)
         self.lengths = self.lengths.repeat_interleave(copies)
 
-    def reorder(self, rows: torch.Tensor) -> None:
-        super().reorder(rows)
+    def reorder(self, rows: torch.Tensor, unchanged: int = 0) -> None:
+        super().reorder(rows, unchanged)
         self.lengths = self.lengths[rows]
 
     def keep(self, sources: torch.Tensor) -> None:

@@ -4,14 +4,13 @@ Rows accept different numbers of tokens, so each has a length of its own. What c
 written by itself: the same tokens by greedy search, the same distribution by sampling.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation.utils import GenerateBeamEncoderDecoderOutput
+from transformers import GenerationConfig, LogitsProcessorList
 
-from metaphrase.inference.joint_search import open_states
+from metaphrase.inference.joint_search import JointSearch, Projection
 from metaphrase.inference.ragged_decoder_state import RaggedDecoderState
 from metaphrase.modeling.positions import LearnedPositionEmbedding
 from metaphrase.modeling.search_rules import process
@@ -19,7 +18,7 @@ from metaphrase.modeling.search_rules import process
 DEFAULT_NUM_ASSISTANT_TOKENS = 5
 
 
-class SpeculativeSearch:
+class SpeculativeSearch(JointSearch):
     """Greedy search and sampling with a draft model, for `generate(custom_generate=...)` of the target model.
 
     A block of tokens rounds otherwise than one by one: in bfloat16, of two tokens that are as good as equally probable, greedy
@@ -29,6 +28,8 @@ class SpeculativeSearch:
         num_drafted: Tokens that the draft model has proposed so far.
         num_accepted: Those of them that have gone into a target.
     """
+
+    state_class = RaggedDecoderState
 
     def __init__(self, num_assistant_tokens: int = DEFAULT_NUM_ASSISTANT_TOKENS):
         """Chooses how far the draft model runs ahead.
@@ -41,48 +42,34 @@ class SpeculativeSearch:
         self.num_assistant_tokens = num_assistant_tokens
         self.num_drafted = self.num_accepted = 0
 
-    def __call__(
+    def search(
         self,
-        model: PreTrainedModel,
-        input_ids: torch.LongTensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        partners: Sequence[tuple[PreTrainedModel, dict[str, torch.Tensor]]] = (),
-        return_scores: bool = True,
-        **kwargs,
-    ) -> GenerateBeamEncoderDecoderOutput:
-        """Decodes; the only partner is the draft model.
-
-        Returns:
-            `sequences`, and, in `sequences_scores`, sums of log-probabilities.
+        projections: Sequence[Projection],
+        states: Sequence[RaggedDecoderState],
+        prompt: torch.Tensor,
+        processors: LogitsProcessorList,
+        config: GenerationConfig,
+        return_scores: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `JointSearch`; the second model drafts. Scores are sums of log-probabilities.
 
         Raises:
-            ValueError: If something is asked for that only transformers' own loops can do, or beams are, or a model has
-                positions that depend on the length of the batch.
+            ValueError: If there are beams, or a model has positions that depend on the length of the batch.
         """
-        config, processors = generation_config, logits_processor
-        [(draft, inputs)] = partners
         if config.num_beams > 1:
             raise ValueError(f"`num_beams` must be 1 with `assistant_model`, got {config.num_beams}.")
-        for each in (model, draft):
-            rope_type = (each.config.rope_parameters or {}).get("rope_type", "default")
+        for state in states:
+            rope_type = (state.decoder.config.rope_parameters or {}).get("rope_type", "default")
             if rope_type in ("dynamic", "longrope"):
                 raise ValueError(
                     f"`rope_type` must not depend on the length with `assistant_model`, got {rope_type!r}."
                 )
-        state, draft_state = open_states(
-            RaggedDecoderState, model, input_ids, processors, stopping_criteria, config, [(draft, inputs)], kwargs
-        )
-        speculation = _Speculation(
-            (model.project, draft.project), (state, draft_state), input_ids, processors, config, return_scores
-        )
+        speculation = _Speculation(projections, states, prompt, processors, config, return_scores)
         while speculation.goes_on:
             speculation.take_round(self.num_assistant_tokens)
         self.num_drafted += speculation.num_drafted
         self.num_accepted += speculation.num_accepted
-        ids, totals = speculation.collect()
-        return GenerateBeamEncoderDecoderOutput(sequences=ids, sequences_scores=totals)
+        return speculation.collect()
 
 
 class _Speculation:
@@ -100,8 +87,8 @@ class _Speculation:
 
     def __init__(
         self,
-        projections: tuple[Callable, Callable],
-        states: tuple[RaggedDecoderState, RaggedDecoderState],
+        projections: Sequence[Projection],
+        states: Sequence[RaggedDecoderState],
         prompt: torch.Tensor,
         processors: LogitsProcessorList,
         config: GenerationConfig,

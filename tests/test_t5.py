@@ -1,6 +1,7 @@
 """Parity of converted T5, mT5 and UMT5 with transformers' own classes, for variants drawn at random."""
 
 import pytest
+import torch
 import transformers
 from converted_models import VARIANTS, check_conversion, draw, fill_randomly, save_and_convert
 from torch import nn
@@ -38,6 +39,11 @@ def t5_like(family, rng):
         theirs.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         del theirs.all_tied_weights_keys[HEAD]
     fill_randomly(theirs, rng.randrange(2**31))
+    # T5 does not divide its scores by the root of the heads' width: as where it is initialized, queries are that much smaller.
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if name.endswith(".q.weight"):
+                parameter.mul_(config.d_kv**-0.5)
     return theirs
 
 
