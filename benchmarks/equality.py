@@ -1,0 +1,116 @@
+"""Compares what a trained model writes with what transformers' class with the same weights writes, token for token.
+
+    metaphrase train multi30k_en_de --data_dir FOLDER --output_dir runs/multi30k_bart --preset transformer-tiny \\
+        --vocab_size 8000 --model.position_embedding_type learned --model.embedding_norm true \\
+        --max_tokens_per_batch 4096 --num_train_epochs 5
+    python benchmarks/equality.py runs/multi30k_bart --peer bart --source FOLDER/test_2016_flickr.en
+
+The model's options must fit the peer's family, into which it is converted. Both get the same batches, in float32, for greedy search
+and each number of beams, length penalty and way of stopping. Settings that the file of results holds are not run again, so that
+several of these may share the work: `--num_beams 1 2 3`.
+
+Where the two write different targets, that is a tie if the model finds them equally probable up to rounding: which of them
+comes out is no more the search's choice than the processor's.
+"""
+
+import argparse
+import itertools
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+import transformers
+from machine import describe_machine
+from seeds import RESULTS
+from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
+
+from metaphrase.conversion import convert
+from metaphrase.inference import Hypothesis, decode
+from metaphrase.modeling import MetaphraseForConditionalGeneration
+from metaphrase.tokenization import TokenizerPair, iterate_lines
+
+BEAMS = range(1, 9)
+LENGTH_PENALTIES = (0.6, 0.8, 1.0, 1.2, 1.4)
+EARLY_STOPPING = (False, True, "never")
+# Of scores, which are log-probabilities of a token in the mean, or nearly so.
+TIE = 1e-5
+
+
+def settings_of(num_beams: int) -> list[dict]:
+    """Options of `generate()`; greedy search knows neither penalty nor early stopping."""
+    if num_beams == 1:
+        return [{"num_beams": 1}]
+    names = ("num_beams", "length_penalty", "early_stopping")
+    return [
+        dict(zip(names, (num_beams, *rest), strict=True))
+        for rest in itertools.product(LENGTH_PENALTIES, EARLY_STOPPING)
+    ]
+
+
+def write(model: PreTrainedModel, sources: list[list[int]], options: dict) -> list[Hypothesis]:
+    found = decode(model, sources, do_sample=False, return_scores=True, **options)
+    return [best for best, *_ in found]
+
+
+def compare(ours: list[Hypothesis], theirs: list[Hypothesis]) -> dict:
+    """How many targets are the same, and of the others, how far apart their scores are."""
+    gaps = [abs(own.score - other.score) for own, other in zip(ours, theirs, strict=True) if own.ids != other.ids]
+    return {
+        "same": len(ours) - len(gaps),
+        "ties": sum(gap <= TIE for gap in gaps),
+        "different": sum(gap > TIE for gap in gaps),
+        "largest_gap": max(gaps, default=0.0),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("model", type=Path, help="folder of a trained Metaphrase model")
+    parser.add_argument("--source", type=Path, required=True, help="sentences, one a line")
+    parser.add_argument("--peer", required=True, help="family of transformers' class, such as bart, t5 or marian")
+    parser.add_argument("--num_beams", type=int, nargs="+", default=list(BEAMS), help="which of them [1 to 8]")
+    parser.add_argument("--lines", type=int, help="only so many, from the beginning")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch [%(default)s]")
+    parser.add_argument("--output", type=Path, help="JSON file [benchmarks/results/equality_PEER.json]")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    transformers.logging.set_verbosity_error()
+
+    lines = list(iterate_lines(arguments.source))[: arguments.lines]
+    sources = TokenizerPair.from_pretrained(arguments.model).encode_sources(lines)
+    with tempfile.TemporaryDirectory() as folder:
+        convert(arguments.model, Path(folder) / "peer", to=arguments.peer)
+        theirs = AutoModelForSeq2SeqLM.from_pretrained(Path(folder) / "peer", dtype="float32").eval()
+    ours = MetaphraseForConditionalGeneration.from_pretrained(arguments.model, dtype="float32").eval()
+    about = {"model": arguments.model.name, "peer": type(theirs).__name__, "sentences": len(lines), "tie": TIE}
+    output = arguments.output or RESULTS / f"equality_{arguments.peer}.json"
+    for options in itertools.chain.from_iterable(map(settings_of, arguments.num_beams)):
+        name = json.dumps(options)
+        if name in read_settings(output, about):
+            continue
+        result = compare(*(write(model, sources, options) for model in (ours, theirs)))
+        print(f"{name}: {result}", flush=True)
+        # Another process may have added its own meanwhile.
+        settings = {**read_settings(output, about), name: result}
+        totals = {key: sum(each[key] for each in settings.values()) for key in ("same", "ties", "different")}
+        report = about | {"machine": describe_machine(arguments.threads), "totals": totals, "settings": settings}
+        output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def read_settings(output: Path, about: dict) -> dict[str, dict]:
+    """The results that a file holds already.
+
+    Raises:
+        ValueError: If they are of another model or of other sentences.
+    """
+    if not output.is_file():
+        return {}
+    report = json.loads(output.read_text(encoding="utf-8"))
+    if any(report[name] != value for name, value in about.items()):
+        raise ValueError(f"{output} holds results of something else: remove it, or name another --output.")
+    return report["settings"]
+
+
+if __name__ == "__main__":
+    main()
