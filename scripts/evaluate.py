@@ -12,7 +12,7 @@ from pathlib import Path
 
 from transformers import set_seed
 
-from metaphrase.inference import Generator
+from metaphrase.inference import ENGINES, Generator
 from metaphrase.inference.generation_options import add_generation_options, chosen_generation_options
 from metaphrase.inference.loading_options import add_loading_options, chosen_loading_options, chosen_models
 from metaphrase.scripts.console import run
@@ -42,7 +42,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--source_prefix", help="stands before every source, such as 'summarize: '")
     parser.add_argument("--seed", type=int, default=42, help="of sampling [%(default)s]")
-    parser.add_argument("--output", metavar="FILE", help="where to write [metrics.json in the model's folder, or here]")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help="where to write [metrics.json: in the model's folder, or here, as for an ensemble, another engine or type]",
+    )
     parser.add_argument("--predictions", metavar="FILE", help="where to write the decoded targets, one a line")
     add_generation_options(parser)
     return parser
@@ -57,6 +61,13 @@ def metric_options(arguments: argparse.Namespace) -> dict[str, dict]:
             known = METRICS[name]().option_names() if name in METRICS else ()
             options.setdefault(name, {}).update({key: True for key in ("lowercase", "ignore_case") if key in known})
     return {name: values for name, values in options.items() if values}
+
+
+def default_output(arguments: argparse.Namespace) -> Path:
+    """The model's folder, whose scores its model card shows; for what is not the model as it is saved, a file here."""
+    is_as_saved = arguments.engine == ENGINES[0] and arguments.dtype == "auto" and arguments.ensemble is None
+    folder = Path(arguments.model)
+    return folder if is_as_saved and folder.is_dir() else Path("metrics.json")
 
 
 def main(words: Sequence[str]) -> None:
@@ -89,8 +100,7 @@ def main(words: Sequence[str]) -> None:
         "dtype": arguments.dtype,
         "models": 1 + len(arguments.ensemble or []),
     }
-    folder = Path(arguments.model)
-    written = write_metrics(arguments.output or (folder if folder.is_dir() else Path("metrics.json")), result)
+    written = write_metrics(arguments.output or default_output(arguments), result)
     if arguments.predictions is not None:
         lines = (prediction.replace("\r", " ").replace("\n", " ") + "\n" for prediction in predictions)
         Path(arguments.predictions).write_text("".join(lines), encoding="utf-8")

@@ -238,6 +238,17 @@ def test_evaluate_of_an_ensemble(model, other_model, files, tmp_path, capsys):
     assert "`ensemble` must be given with `ensemble_mean`, got None and 'linear'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["--dtype", "bfloat16"], ["--ensemble", "MODEL"]], ids=str)
+def test_scores_of_another_model_than_the_saved_one_stay_out_of_its_folder(words, files, tmp_path, monkeypatch):
+    folder = save_generator(tiny_generator(), tmp_path / "model")
+    (folder / "metrics.json").write_text("{}", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    words = [str(folder) if word == "MODEL" else word for word in words]
+    evaluate.main([str(folder), "--device", "cpu", "--source", files[0], "--target", files[1], *words])
+    assert (folder / "metrics.json").read_text(encoding="utf-8") == "{}"
+    assert json.loads((tmp_path / "metrics.json").read_text(encoding="utf-8"))["num_examples"] == 5
+
+
 def test_evaluate_options_reach_the_metrics_and_the_folder(files, tmp_path):
     folder = save_generator(tiny_generator(), tmp_path / "model")
     pair = ["--source", files[0], "--target", files[1]]
