@@ -8,9 +8,9 @@ row, `(rows, width, past)`, which `DecoderState` needs not, and attention over a
 import torch
 
 from metaphrase.modeling.attention import fold_copies, unfold_copies
+from metaphrase.modeling.decoder import MetaphraseDecoder
 from metaphrase.modeling.decoder_state import FIRST_CAPACITY, DecoderState, attend
 from metaphrase.modeling.positions import rotate
-from metaphrase.modeling.stacks import MetaphraseDecoder
 from metaphrase.modeling.step_layer import StepLayer
 
 

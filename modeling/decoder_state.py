@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from .attention import fold_copies, unfold_copies
+from .decoder import MetaphraseDecoder
 from .positions import LearnedPositionEmbedding, rotate
-from .stacks import MetaphraseDecoder
 from .step_layer import StepLayer, step_layers
 
 FIRST_CAPACITY = 16

@@ -7,13 +7,15 @@ from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_metaphrase import MetaphraseConfig
+from .decoder import MetaphraseDecoder
 from .divergence import divergence_of_halves
+from .encoder import MetaphraseEncoder
 from .generation import MetaphraseGenerationMixin
 from .normalization import clamp_float16
 from .pipelines import TranslationPipeline  # noqa: F401 (what is imported here travels with a saved model)
 from .positions import positions_from_mask
 from .projected_loss import projected_loss
-from .stacks import MetaphraseDecoder, MetaphraseEncoder, MetaphrasePreTrainedModel
+from .stacks import MetaphrasePreTrainedModel
 from .teacher_forcing import loss_per_item, sequence_loss, shift_right
 
 

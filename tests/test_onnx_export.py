@@ -148,7 +148,7 @@ def test_nothing_of_this_machine_is_in_the_graphs(exported):
     _, _, folder = exported
     for name in GRAPHS:
         content = (folder / name).read_bytes()
-        assert b"stacks.py" not in content and b"site-packages" not in content
+        assert b"decoder.py" not in content and b"site-packages" not in content
 
 
 def test_what_differs_is_found(exported):

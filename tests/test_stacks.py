@@ -1,4 +1,4 @@
-"""Tests of `metaphrase.modeling.stacks`: sizes, embeddings, norms, masks and initialization of each stack."""
+"""Tests of `metaphrase.modeling.stacks` and of what both stacks do: sizes, embeddings, norms, masks, initialization."""
 
 import math
 
@@ -10,7 +10,8 @@ from torch import nn
 from metaphrase.modeling import (
     MetaphraseForConditionalGeneration,
     MetaphraseModel,
-    stacks,
+    decoder,
+    encoder,
 )
 from metaphrase.modeling.attention import MetaphraseAttention
 
@@ -188,14 +189,15 @@ def test_norm_eps_reaches_every_norm(norm_type):
 @pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
 def test_masks_are_built_once_per_stack(kind, attn_implementation, monkeypatch):
     calls = []
-    for name in ("create_causal_mask", "create_bidirectional_mask"):
-        original = getattr(stacks, name)
+    names = ("create_bidirectional_mask", "create_causal_mask", "create_bidirectional_mask")
+    for stack, name in zip((encoder, decoder, decoder), names, strict=True):
+        original = getattr(stack, name)
 
         def counted(*args, name=name, original=original, **kwargs):
             calls.append((name, kwargs.get("encoder_hidden_states") is not None))
             return original(*args, **kwargs)
 
-        monkeypatch.setattr(stacks, name, counted)
+        monkeypatch.setattr(stack, name, counted)
     model = tiny_model(attn_implementation=attn_implementation, encoder_layers=3, decoder_layers=3, **POSITIONS[kind])
     model(**random_batch(model.config))
     assert calls == [

@@ -1,0 +1,163 @@
+"""The decoder: from the target so far, and the memory, to hidden states."""
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from .attention import MetaphraseAttention
+from .configuration_metaphrase import MetaphraseConfig
+from .layers import MetaphraseDecoderLayer
+from .packing import Segments
+from .positions import positions_from_mask
+from .stacks import Stack, bound_of, indices, is_padding_mask, packed_segments
+from .step_layer import forget
+
+
+class MetaphraseDecoder(Stack):
+    """Reads the target so far, and the memory."""
+
+    _can_record_outputs = {
+        "hidden_states": MetaphraseDecoderLayer,
+        "attentions": OutputRecorder(MetaphraseAttention, index=1, layer_name="self_attn"),
+        "cross_attentions": OutputRecorder(MetaphraseAttention, index=1, layer_name="cross_attn"),
+    }
+
+    def __init__(self, config: MetaphraseConfig):
+        super().__init__(config, config.decoder_vocab_size, config.decoder_attention_heads, is_causal=True)
+        self.layers = nn.ModuleList([MetaphraseDecoderLayer(config, index) for index in range(config.decoder_layers)])
+        self.post_init()
+
+    def train(self, mode: bool = True) -> "MetaphraseDecoder":
+        if mode:
+            # What is trained needs the memory, and has other weights soon.
+            forget(self)
+        return super().train(mode)
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        lengths: torch.LongTensor | None = None,
+        longest: int | None = None,
+        memory_lengths: torch.LongTensor | None = None,
+        longest_memory: int | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPastAndCrossAttentions:
+        """Decodes, all positions at once or one more after what the cache holds.
+
+        Args:
+            input_ids: `(batch, query)`.
+            attention_mask: 1 for a token, 0 for padding, `(batch, past + query)`, or ready for the kernel
+                `(batch, 1, query, key)`.
+            encoder_hidden_states: The memory `(batch, source, hidden)`. Its rows may be fewer, by a whole factor, as in beam
+                search: consecutive targets share a source then.
+            encoder_attention_mask: 1 for a token, 0 for padding, with as many rows as the memory, `(batch, source)`.
+            past_key_values: Keys and values so far. A cache for self-attention alone gets a second one for the source.
+            inputs_embeds: `(batch, query, hidden)` in place of the ids, scaled already.
+            position_ids: `(batch, query)`; by default each row counts on, skipping padding.
+            use_cache: Whether to make a cache if none is given.
+            lengths: For packed rows, the tokens of each target in the one row, `(targets)`. No masks, positions and cache then.
+            longest: The largest of the lengths, if the caller knows it.
+            memory_lengths: Likewise, the tokens of each source in the memory.
+            longest_memory: The largest of them.
+
+        Returns:
+            `last_hidden_state` `(batch, query, hidden)`, and the cache.
+
+        Raises:
+            ValueError: If there is no memory, its rows do not divide the targets, or the lengths do not fit the rows.
+        """
+        if encoder_hidden_states is None:
+            raise ValueError("`encoder_hidden_states` must be given to the decoder, got None.")
+        embeddings = self._embed(input_ids, inputs_embeds)
+        rows, sources = embeddings.shape[0], encoder_hidden_states.shape[0]
+        if rows % sources:
+            raise ValueError(f"Targets must be as many as sources, or a multiple of them, got {rows} and {sources}.")
+        if (lengths is None) != (memory_lengths is None):
+            raise ValueError("`source_lengths` and `target_lengths` must be given together, got one of them.")
+        if lengths is not None:
+            given = {"decoder_attention_mask": attention_mask, "decoder_position_ids": position_ids}
+            given |= {"attention_mask": encoder_attention_mask, "past_key_values": past_key_values}
+            segments = packed_segments(lengths, longest, embeddings, "target_lengths", **given)
+            memory_segments = packed_segments(memory_lengths, longest_memory, encoder_hidden_states, "source_lengths")
+            return self._decode_packed(embeddings, segments, encoder_hidden_states, memory_segments, **kwargs)
+        length = key_length = embeddings.shape[1]
+        offset, cache = 0, None
+        if use_cache and past_key_values is None:
+            past_key_values = EncoderDecoderCache(DynamicCache(config=self.config), DynamicCache(config=self.config))
+        if past_key_values is not None:
+            if not isinstance(past_key_values, EncoderDecoderCache):
+                past_key_values = EncoderDecoderCache(past_key_values, DynamicCache(config=self.config))
+            cache = past_key_values.self_attention_cache
+            offset = cache.get_seq_length()
+            # A static cache counts in a tensor, in place: the first layer would move the positions of the others.
+            offset = offset.clone() if isinstance(offset, torch.Tensor) else offset
+            key_length, _ = cache.get_mask_sizes(length, 0)
+
+        query_positions = indices(length, embeddings, offset)
+        key_positions = indices(key_length, embeddings)
+        if position_ids is not None and key_length == length:
+            query_positions = key_positions = position_ids
+        bound = key_length if position_ids is None else bound_of(position_ids, key_length)
+        if position_ids is None and is_padding_mask(attention_mask):
+            position_ids = positions_from_mask(attention_mask)[:, -length:]
+        elif position_ids is None:
+            position_ids = query_positions
+        attention_mask = create_causal_mask(
+            config=self.config, inputs_embeds=embeddings, attention_mask=attention_mask, past_key_values=cache
+        )
+        memory_mask = create_bidirectional_mask(
+            config=self.config,
+            # The queries of each source, as `fold_copies` puts them.
+            inputs_embeds=embeddings.reshape(sources, -1, embeddings.shape[-1]),
+            attention_mask=encoder_attention_mask,
+            encoder_hidden_states=encoder_hidden_states,
+        )
+        hidden_states, rotation = self._enter(embeddings, position_ids, bound)
+        masks = self._layer_masks(attention_mask, query_positions, key_positions, offset, hidden_states)
+        for layer, (mask, bias) in zip(self.layers, masks, strict=True):
+            hidden_states = layer(
+                hidden_states,
+                encoder_hidden_states,
+                mask,
+                memory_mask,
+                bias,
+                rotation,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+        return BaseModelOutputWithPastAndCrossAttentions(
+            last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values
+        )
+
+    def _decode_packed(
+        self, embeddings: torch.Tensor, segments: Segments, memory: torch.Tensor, memory_segments: Segments, **kwargs
+    ) -> BaseModelOutputWithPastAndCrossAttentions:
+        hidden_states, rotation = self._enter(embeddings, segments.positions, segments.longest)
+        packing, masks = self._pack(segments, segments, False, hidden_states)
+        memory_packing, memory_masks = self._pack(segments, memory_segments, True, hidden_states)
+        for layer, mask, memory_mask in zip(self.layers, masks, memory_masks, strict=True):
+            hidden_states = layer(
+                hidden_states,
+                memory,
+                mask,
+                memory_mask,
+                None,
+                rotation,
+                packing=packing,
+                memory_packing=memory_packing,
+                **kwargs,
+            )
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self.norm(hidden_states))
