@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -23,9 +24,14 @@ class _PackedLinear(nn.Module):
     # Some families ask a layer for the type of its weight.
     weight = None
 
-    def __init__(self, linear: nn.Linear):
+    def __init__(self, in_features: int, out_features: int):
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.in_features, self.out_features = in_features, out_features
+
+    @classmethod
+    def join(cls, layers: Sequence["_PackedLinear"]) -> "_PackedLinear":
+        """One layer with the outputs of several, which read the same input."""
+        raise NotImplementedError
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
@@ -51,24 +57,35 @@ class Int8Linear(_PackedLinear):
     """
 
     def __init__(self, linear: nn.Linear):
-        super().__init__(linear)
         weight = linear.weight.detach().float()
         # A row of zeros has no scale; any will do.
         scale = (weight.abs().amax(dim=1) / _WEIGHT_LEVELS).clamp_min(torch.finfo(torch.float32).tiny)
-        levels = (weight / scale[:, None]).round().to(torch.int8)
-        self._packed = _pack_int8(levels, scale)
-        self._bias = None if linear.bias is None else linear.bias.detach().float()
+        bias = None if linear.bias is None else linear.bias.detach().float()
+        self._set((weight / scale[:, None]).round().to(torch.int8), scale, bias)
+
+    def _set(self, levels: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__(levels.shape[1], levels.shape[0])
+        self._packed, self._bias = _pack_int8(levels, scale), bias
+
+    @classmethod
+    def join(cls, layers: Sequence["Int8Linear"]) -> "Int8Linear":
+        weights = [torch.ops.quantized.linear_unpack(layer._packed)[0] for layer in layers]
+        joined = cls.__new__(cls)
+        levels = torch.cat([weight.int_repr() for weight in weights])
+        joined._set(
+            levels, torch.cat([weight.q_per_channel_scales() for weight in weights]).float(), _join_biases(layers)
+        )
+        return joined.eval()
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """(..., in_features) -> (..., out_features)"""
         rows = states.reshape(-1, self.in_features)
-        scale = rows.abs().amax(dim=1, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny)
+        scale = torch.linalg.vector_norm(rows, torch.inf, dim=1, keepdim=True)
+        scale.clamp_min_(torch.finfo(torch.float32).tiny)
         output = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
             rows / scale, 1.0 / _ACTIVATION_LEVELS, _ACTIVATION_ZERO, self._packed
         )
-        output *= scale
-        if self._bias is not None:
-            output += self._bias
+        output = output.mul_(scale) if self._bias is None else torch.addcmul(self._bias, output, scale)
         return output.view(*states.shape[:-1], self.out_features)
 
 
@@ -76,13 +93,26 @@ class Float16Linear(_PackedLinear):
     """Weights in 16 bits, half of what must be read for a product; inputs, sums and outputs in 32."""
 
     def __init__(self, linear: nn.Linear):
-        super().__init__(linear)
-        bias = None if linear.bias is None else linear.bias.detach().float()
-        self._packed = torch.ops.quantized.linear_prepack_fp16(linear.weight.detach().float(), bias)
+        self._set(linear.weight.detach().float(), None if linear.bias is None else linear.bias.detach().float())
+
+    def _set(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__(weight.shape[1], weight.shape[0])
+        self._packed, self._bias = torch.ops.quantized.linear_prepack_fp16(weight, bias), bias
+
+    @classmethod
+    def join(cls, layers: Sequence["Float16Linear"]) -> "Float16Linear":
+        weights = [torch.ops.quantized.linear_unpack_fp16(layer._packed)[0] for layer in layers]
+        joined = cls.__new__(cls)
+        joined._set(torch.cat(weights).float(), _join_biases(layers))
+        return joined.eval()
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """(..., in_features) -> (..., out_features)"""
         return torch.ops.quantized.linear_dynamic_fp16(states, self._packed)
+
+
+def _join_biases(layers: Sequence[_PackedLinear]) -> torch.Tensor | None:
+    return None if layers[0]._bias is None else torch.cat([layer._bias for layer in layers])
 
 
 _LAYERS = {"int8": Int8Linear, "float16": Float16Linear}

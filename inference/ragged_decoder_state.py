@@ -9,7 +9,7 @@ import torch
 
 from metaphrase.modeling.attention import fold_copies, unfold_copies
 from metaphrase.modeling.decoder import MetaphraseDecoder
-from metaphrase.modeling.decoder_state import FIRST_CAPACITY, DecoderState, attend
+from metaphrase.modeling.decoder_state import DecoderState, attend
 from metaphrase.modeling.positions import rotate
 from metaphrase.modeling.step_layer import StepLayer
 
@@ -33,8 +33,7 @@ class RaggedDecoderState(DecoderState):
         """Reads some tokens of each row, `(rows, width)`, behind its own end: the decoder's output `(rows, width, hidden)`."""
         width, device = input_ids.shape[1], input_ids.device
         past = self.length + width
-        if past > self._tokens.shape[4]:
-            self._make_room(max(FIRST_CAPACITY, 2 * past))
+        self._make_room(past)
         self._places = self.lengths[:, None] + torch.arange(width, device=device)
         # (rows, width, past): the future is hidden, and what is left there of tokens taken back.
         distances = self._places[:, :, None] - torch.arange(past, device=device)
@@ -70,10 +69,12 @@ class RaggedDecoderState(DecoderState):
         super().keep(sources)
         self.go_back(self.lengths.view(-1, self.copies)[sources].flatten())
 
-    def _make_room(self, capacity: int) -> None:
-        super()._make_room(capacity)
-        # Hidden places are read, with a weight of 0: whatever there is must be a number.
-        self._tokens[:, :, :, :, self.length :] = 0
+    def _make_room(self, past: int) -> None:
+        before = self._tokens.capacity
+        super()._make_room(past)
+        if self._tokens.capacity > before:
+            # Hidden places are read, with a weight of 0: whatever there is must be a number.
+            self._tokens.states[:, :, :, :, self.length :] = 0
 
     def _block_bias(self, bias: torch.Tensor | None, distances: torch.Tensor) -> torch.Tensor:
         """What is added to the scores of a block, `(rows, 1 or key_value_heads, groups * width, past)`.
@@ -82,9 +83,10 @@ class RaggedDecoderState(DecoderState):
             bias: That of the cache's last place, `(heads, capacity)`.
             distances: From each query to each key, `(rows, width, past)`.
         """
-        lowest = torch.finfo(self._tokens.dtype).min
+        dtype = self._tokens.states.dtype
+        lowest = torch.finfo(dtype).min
         if bias is None:
-            mask = torch.zeros_like(distances, dtype=self._tokens.dtype).masked_fill_(self._is_hidden, lowest)
+            mask = torch.zeros_like(distances, dtype=dtype).masked_fill_(self._is_hidden, lowest)
             return mask.repeat(1, self.groups, 1)[:, None]
         # (heads, rows, width, past) -> (rows, heads, width, past)
         block = bias[:, bias.shape[1] - 1 - distances.clamp(min=0)].transpose(0, 1)
@@ -112,7 +114,7 @@ class RaggedDecoderState(DecoderState):
             # (rows, 1, width, rotated) -> (rows, width, 1, rotated)
             rotation = tuple(angles.transpose(1, 2) for angles in rotation)
             query, key = rotate(query, *rotation), rotate(key, *rotation)
-        tokens, rows = self._tokens[index], torch.arange(self.rows, device=key.device)[:, None]
+        tokens, rows = self._tokens.states[index], torch.arange(self.rows, device=key.device)[:, None]
         tokens[0][rows, :, self._places] = key
         tokens[1][rows, :, self._places] = value
         keys, values = tokens[:, :, :, : self._is_hidden.shape[2]]

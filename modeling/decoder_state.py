@@ -10,9 +10,9 @@ from torch import nn
 from .attention import fold_copies, unfold_copies
 from .decoder import MetaphraseDecoder
 from .positions import LearnedPositionEmbedding, rotate
+from .step_cache import StepCache, layer_views
 from .step_layer import StepLayer, step_layers
 
-FIRST_CAPACITY = 16
 # Their angles depend on how long the sequence is so far.
 _CHANGING_ROTATIONS = ("dynamic", "longrope")
 
@@ -51,57 +51,75 @@ class DecoderState:
             # (sources, 1, 1, source)
             self._memory_bias = bias[:, None, None]
         layers, _, sources, self.key_value_heads, _, _ = self._memory.shape
-        # (layers, keys and values, rows, key_value_heads, capacity, head_dim)
-        self._tokens = self._memory.new_empty(layers, 2, sources, self.key_value_heads, 0, self.head_dim)
+        self._memory_views = layer_views(self._memory)
+        self._tokens = StepCache(layers, sources, self.key_value_heads, self.head_dim, like=self._memory)
         self._biases: list[torch.Tensor | None] = []
+        # Of the step: where each layer puts the new keys and values, what it attends to, and what it adds to the scores.
+        self._slots: tuple[torch.Tensor, ...] = ()
+        self._token_views: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._token_biases: list[torch.Tensor | None] = []
         # Of each place in the cache: (capacity, hidden), and cosine and sine (capacity, rotated).
         self._positions: torch.Tensor | None = None
         self._rotations: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def rows(self) -> int:
-        return self._tokens.shape[2]
+        return self._tokens.rows
 
     def step(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Reads one token of each row, `(rows)`, and returns the decoder's output `(rows, hidden)`."""
-        if self.length == self._tokens.shape[4]:
-            self._make_room(max(FIRST_CAPACITY, 2 * self.length))
+        past = self.length + 1
+        self._make_room(past)
+        states = self._tokens.states
+        self._slots = states.select(4, self.length).unbind(0)
+        self._token_views = layer_views(states[:, :, :, :, :past])
+        # (heads, capacity) -> (1, key_value_heads, groups, past), once where layers share it
+        biases = {
+            id(bias): None if bias is None else bias[None, :, -past:].unflatten(1, (-1, self.groups))
+            for bias in self._biases
+        }
+        self._token_biases = [biases[id(bias)] for bias in self._biases]
         hidden_states, rotation = self._enter(self.decoder.embed_tokens(input_ids))
         for index, layer in enumerate(self.layers):
             hidden_states = self._pass_layer(index, layer, hidden_states, rotation)
-        self.length += 1
+        self.length = past
         return self.decoder.norm(hidden_states)
 
     def spread(self, copies: int) -> None:
         """Gives each source so many targets, which are the same so far."""
         if copies > 1:
-            self._tokens = self._tokens.repeat_interleave(copies, dim=2)
+            rows = torch.arange(self.rows, device=self._memory.device)
+            self._tokens.choose(rows.repeat_interleave(copies))
             self.copies *= copies
 
     def reorder(self, rows: torch.Tensor, unchanged: int = 0) -> None:
         """Lets each row go on from another one of the same source, `(rows)`, which has the same first `unchanged` tokens."""
-        filled = self._tokens[:, :, :, :, unchanged : self.length]
-        moved = (rows != torch.arange(self.rows, device=rows.device)).nonzero()[:, 0]
-        if 2 * len(moved) < self.rows:
-            filled[:, :, moved] = filled[:, :, rows[moved]]
-        else:
-            filled.copy_(filled.index_select(2, rows))
+        if unchanged:
+            # That holds of the rows as they are now.
+            self._tokens.settle(self.length)
+        self._tokens.choose(rows)
+        if unchanged:
+            self._tokens.settle(self.length, unchanged)
 
     def keep(self, sources: torch.Tensor) -> None:
         """Goes on with these sources alone, `(sources)`, and their targets."""
         self._memory = self._memory.index_select(2, sources)
+        self._memory_views = layer_views(self._memory)
         if self._memory_bias is not None:
             self._memory_bias = self._memory_bias.index_select(0, sources)
-        self._tokens = self._tokens.unflatten(2, (-1, self.copies)).index_select(2, sources).flatten(2, 3)
+        targets = torch.arange(self.copies, device=sources.device)
+        self._tokens.choose((sources[:, None] * self.copies + targets).flatten())
 
-    def _make_room(self, capacity: int) -> None:
-        grown = self._tokens.new_empty((*self._tokens.shape[:4], capacity, self.head_dim))
-        grown[:, :, :, :, : self.length] = self._tokens[:, :, :, :, : self.length]
-        self._tokens = grown
-        keys = torch.arange(capacity, device=grown.device)[None]
+    def _make_room(self, past: int) -> None:
+        """Lets rows take their places, with room for so many tokens in each."""
+        self._tokens.settle(self.length)
+        if past <= self._tokens.capacity:
+            return
+        self._tokens.grow(self.length, past)
+        keys = torch.arange(self._tokens.capacity, device=self._memory.device)[None]
         # Of the last query: that of an earlier one is its end, since only the distance counts. (heads, capacity)
         biases = {
-            module: None if module is None else module(keys[:, -1:], keys)[0, :, 0].to(grown.dtype)
+            module: None if module is None else module(keys[:, -1:], keys)[0, :, 0].to(self._memory.dtype)
             for module in dict.fromkeys(self.decoder._biases())
         }
         per_layer = [biases[module] for module in self.decoder._biases()]
@@ -117,7 +135,7 @@ class DecoderState:
             self._positions = table(places, places.shape[1])[0]
         if rotary is not None and rotary.rope_type not in _CHANGING_ROTATIONS:
             # (1, 1, capacity, rotated) -> (capacity, rotated)
-            self._rotations = tuple(angles[0, 0] for angles in rotary(self._tokens, places))
+            self._rotations = tuple(angles[0, 0] for angles in rotary(self._memory, places))
 
     def _enter(self, embeddings: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
         """What the first layer reads, `(rows, hidden)`, and the rotation of all layers, `(1, rotated)`."""
@@ -158,7 +176,7 @@ class DecoderState:
         states = layer.token_projection(hidden_states)
         states = states.view(*states.shape[:-1], -1, self.head_dim)
         sizes = (self.key_value_heads * self.groups, self.key_value_heads, self.key_value_heads)
-        query, key, value = states.split(sizes, dim=-2)
+        query, key, value = states.split_with_sizes(sizes, dim=-2)
         if layer.token_norms is not None:
             query_norm, key_norm = layer.token_norms
             query, key = query_norm(query), key_norm(key)
@@ -177,32 +195,29 @@ class DecoderState:
         hidden_states: torch.Tensor,
         rotation: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> torch.Tensor:
-        rows, past = hidden_states.shape[0], self.length + 1
+        rows = hidden_states.shape[0]
         query, key, value = self._project_tokens(layer, hidden_states)
         if rotation is not None:
             query, key = rotate(query, *rotation), rotate(key, *rotation)
-        tokens = self._tokens[index]
-        tokens[0, :, :, self.length] = key
-        tokens[1, :, :, self.length] = value
-        bias = self._biases[index]
-        if bias is not None:
-            # (heads, past) -> (1, key_value_heads, groups, past)
-            bias = bias[None, :, -past:].unflatten(1, (-1, self.groups))
-        keys, values = tokens[:, :, :, :past]
-        query = query.reshape(rows, self.key_value_heads, self.groups, self.head_dim)
-        return layer.token_output(attend(query, keys, values, bias, layer.token_scaling).view(rows, -1))
+        keys, values = self._slots[index].unbind(0)
+        keys.copy_(key)
+        values.copy_(value)
+        # (rows, heads, head_dim) -> (rows * key_value_heads, groups, head_dim)
+        query = query.reshape(-1, self.groups, self.head_dim)
+        output = attend_rows(query, *self._token_views[index], self._token_biases[index], layer.token_scaling, rows)
+        return layer.token_output(output.view(rows, -1))
 
     def _attend_to_memory(self, index: int, layer: StepLayer, hidden_states: torch.Tensor) -> torch.Tensor:
-        rows = hidden_states.shape[0]
-        keys, values = self._memory[index]
+        rows, sources = hidden_states.shape[0], hidden_states.shape[0] // self.copies
         query = self._project_memory_query(layer, hidden_states)
-        query = query.view(rows, self.key_value_heads, self.groups, self.head_dim)
         if self.copies > 1:
-            # (rows, key_value_heads, groups, head_dim) -> (sources, key_value_heads, copies * groups, head_dim) and back
-            query = fold_copies(query, self.copies)
-        output = attend(query, keys, values, self._memory_bias, layer.memory_scaling)
+            # (rows, heads, head_dim) -> (sources, key_value_heads, copies * groups, head_dim) and back
+            query = fold_copies(query.view(rows, self.key_value_heads, self.groups, self.head_dim), self.copies)
+        # (sources * key_value_heads, copies * groups, head_dim)
+        query = query.reshape(sources * self.key_value_heads, -1, self.head_dim)
+        output = attend_rows(query, *self._memory_views[index], self._memory_bias, layer.memory_scaling, sources)
         if self.copies > 1:
-            output = unfold_copies(output, self.copies)
+            output = unfold_copies(output.unflatten(0, (sources, -1)), self.copies)
         return layer.memory_output(output.reshape(rows, -1))
 
 
@@ -221,14 +236,33 @@ def attend(
     Returns:
         `(batch, heads, query, head_dim)`.
     """
+    batch, heads = query.shape[:2]
+    rows = (query.reshape(batch * heads, -1, query.shape[-1]), keys.flatten(0, 1), values.flatten(0, 1))
+    return attend_rows(*rows, bias, scaling, batch).unflatten(0, (batch, heads))
+
+
+def attend_rows(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, scaling: float, batch: int
+) -> torch.Tensor:
+    """Attention of few queries, heads side by side.
+
+    Args:
+        query: `(batch * heads, query, head_dim)`.
+        keys: `(batch * heads, key, head_dim)`.
+        values: `(batch * heads, key, head_dim)`.
+        bias: Added to the scores, `(1 or batch, 1 or heads, 1 or query, key)`.
+        scaling: Factor of the scores.
+        batch: Rows, of so many heads each.
+
+    Returns:
+        `(batch * heads, query, head_dim)`.
+    """
     if query.dtype != torch.float32:
         # Its scores are more precise than its operands.
-        return nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scaling)
-    # For one query this is several times as fast on a CPU.
-    batch, heads = query.shape[:2]
-    query, keys = query.reshape(batch * heads, -1, query.shape[-1]), keys.flatten(0, 1).transpose(1, 2)
-    # With a factor of 0 what stands first is not read.
-    scores = torch.baddbmm(query.new_empty((1,)), query, keys, beta=0, alpha=scaling)
+        parts = (states.unflatten(0, (batch, -1)) for states in (query, keys, values))
+        return nn.functional.scaled_dot_product_attention(*parts, attn_mask=bias, scale=scaling).flatten(0, 1)
+    # For one query this is several times as fast on a CPU. With a factor of 0 what stands first is not read.
+    scores = torch.baddbmm(query.new_empty((1,)), query, keys.transpose(1, 2), beta=0, alpha=scaling)
     if bias is not None:
-        scores = scores.view(batch, heads, *scores.shape[1:]).add_(bias).flatten(0, 1)
-    return torch.bmm(scores.softmax(dim=-1), values.flatten(0, 1)).view(batch, heads, -1, values.shape[-1])
+        scores = scores.unflatten(0, (batch, -1)).add_(bias).flatten(0, 1)
+    return torch.bmm(scores.softmax(dim=-1), values)

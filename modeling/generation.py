@@ -52,6 +52,12 @@ class MetaphraseGenerationMixin(GenerationMixin):
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         is_given = model_kwargs.get("past_key_values") is not None
+        shares = not is_given and "flash" not in self.config._attn_implementation
+        is_plain = generation_config.use_cache is not False and not generation_config.is_assistant
+        if shares and is_plain and generation_config.cache_implementation in (None, "dynamic"):
+            # transformers copies the model's configuration for each cache, to look for windows in it, which are not there.
+            model_kwargs["past_key_values"] = SharedSourceCache(DynamicCache(), DynamicCache())
+            return
         # Up to 5.14 transformers keeps a static cache for the next call, and looks at the rows of its first half alone.
         kept = getattr(self, "_cache", None)
         if isinstance(kept, EncoderDecoderCache):
@@ -60,7 +66,7 @@ class MetaphraseGenerationMixin(GenerationMixin):
                 del self._cache
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         cache = model_kwargs.get("past_key_values")
-        if cache is not None and not is_given and "flash" not in self.config._attn_implementation:
+        if cache is not None and shares:
             model_kwargs["past_key_values"] = SharedSourceCache(cache.self_attention_cache, cache.cross_attention_cache)
 
     def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):

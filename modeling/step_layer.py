@@ -1,17 +1,17 @@
-"""A decoder's layer, made ready for steps of one token: everything looked up, and what can be one product joined into one."""
+"""A decoder's layer, made ready for steps of one token: everything looked up, products joined and packed, no call of a module."""
 
 import operator
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from .attention import MetaphraseAttention
-from .joined_linear import JoinedLinear
 from .layers import MetaphraseDecoderLayer
-
-# What was made ready, for as long as the decoder is there; not in the decoder, which is copied and saved.
-_ready: weakref.WeakKeyDictionary[nn.Module, list["StepLayer"]] = weakref.WeakKeyDictionary()
+from .normalization import MetaphraseRMSNorm
+from .step_linear import StepLinear
+from .weight_record import WeightRecord
 
 
 class StepLayer:
@@ -23,29 +23,49 @@ class StepLayer:
         inner_projection: To the feed-forward's inner width: the gate, if there is one, and what it lets through.
     """
 
-    def __init__(self, layer: MetaphraseDecoderLayer, joins: bool = True):
+    def __init__(self, layer: MetaphraseDecoderLayer, copies: bool = True):
         """Looks everything up.
 
         Args:
             layer: The layer, in evaluation.
-            joins: Whether weights may be copied, so that one product does for several.
+            copies: Whether weights may be copied, so that products are faster and one does for several.
         """
         tokens, memory, mlp = layer.self_attn, layer.cross_attn, layer.mlp
         self._parts = _parts(layer)
-        self.token_projection = JoinedLinear([tokens.q_proj, tokens.k_proj, tokens.v_proj], joins)
-        self.inner_projection = JoinedLinear([mlp.gate_proj, mlp.up_proj] if mlp.is_gated else [mlp.up_proj], joins)
-        self.token_output, self.memory_query, self.memory_output = tokens.o_proj, memory.q_proj, memory.o_proj
-        self.inner_output, self.activation, self.is_gated = mlp.down_proj, mlp.activation, mlp.is_gated
+        self.token_projection = StepLinear([tokens.q_proj, tokens.k_proj, tokens.v_proj], copies)
+        self.token_output = StepLinear([tokens.o_proj], copies)
+        self.memory_query, self.memory_output = StepLinear([memory.q_proj], copies), StepLinear([memory.o_proj], copies)
+        self.inner_projection = StepLinear([mlp.gate_proj, mlp.up_proj] if mlp.is_gated else [mlp.up_proj], copies)
+        self.inner_output, self.activation, self.is_gated = (
+            StepLinear([mlp.down_proj], copies),
+            mlp.activation,
+            mlp.is_gated,
+        )
         self.token_norms, self.memory_norms = _head_norms(tokens), _head_norms(memory)
         self.token_scaling, self.memory_scaling = tokens.scaling, memory.scaling
-        self.norms = (layer.self_attn_norm, layer.cross_attn_norm, layer.mlp_norm)
+        norms = (layer.self_attn_norm, layer.cross_attn_norm, layer.mlp_norm)
+        self.norms = tuple(map(step_norm, norms))
+        self._norm_weights = [(norm, getattr(norm, "weight", None), getattr(norm, "bias", None)) for norm in norms]
         self.is_pre_norm = layer.is_pre_norm
+        self._linears = [part for part in vars(self).values() if isinstance(part, StepLinear)]
+
+    @property
+    def copied(self) -> list[torch.Tensor]:
+        """Weights and biases that were copied."""
+        return [weight for linear in self._linears for weight in linear.copied]
 
     def is_current(self, layer: MetaphraseDecoderLayer) -> bool:
-        """Whether the layer still has the parts, and these the weights, that it had."""
+        """Whether the layer still has the parts, and these the weights, that it had; not whether these have changed."""
         parts = _parts(layer)
-        are_same = len(parts) == len(self._parts) and all(map(operator.is_, parts, self._parts))
-        return are_same and self.token_projection.is_current() and self.inner_projection.is_current()
+        return (
+            len(parts) == len(self._parts)
+            and all(map(operator.is_, parts, self._parts))
+            and all(map(StepLinear.is_current, self._linears))
+            and all(
+                getattr(norm, "weight", None) is weight and getattr(norm, "bias", None) is bias
+                for norm, weight, bias in self._norm_weights
+            )
+        )
 
     def feed_forward(self, states: torch.Tensor) -> torch.Tensor:
         """(..., hidden) -> (..., hidden)"""
@@ -54,6 +74,14 @@ class StepLayer:
             gate, inner = inner.chunk(2, dim=-1)
             return self.inner_output(self.activation(gate) * inner)
         return self.inner_output(self.activation(inner))
+
+
+def step_norm(norm: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What a norm does, without the call of a module where its kernel is all of it."""
+    if type(norm) is nn.LayerNorm:
+        shape, weight, bias, eps = norm.normalized_shape, norm.weight, norm.bias, norm.eps
+        return lambda states: torch.layer_norm(states, shape, weight, bias, eps)
+    return norm.forward if type(norm) is MetaphraseRMSNorm else norm
 
 
 def _head_norms(attention: MetaphraseAttention) -> tuple[nn.Module, nn.Module] | None:
@@ -65,16 +93,34 @@ def _parts(layer: MetaphraseDecoderLayer) -> list[nn.Module]:
     return [*layer.children(), *layer.self_attn.children(), *layer.cross_attn.children(), *layer.mlp.children()]
 
 
+class _Ready:
+    """The layers of a decoder, made ready, and what was copied for that."""
+
+    def __init__(self, decoder: nn.Module):
+        self.layers = [StepLayer(layer) for layer in decoder.layers]
+        self._record = WeightRecord([weight for layer in self.layers for weight in layer.copied])
+
+    def is_current(self, decoder: nn.Module) -> bool:
+        return (
+            len(self.layers) == len(decoder.layers)
+            and all(map(StepLayer.is_current, self.layers, decoder.layers))
+            and self._record.is_current()
+        )
+
+
+# What was made ready, for as long as the decoder is there; not in the decoder, which is copied and saved.
+_ready: weakref.WeakKeyDictionary[nn.Module, _Ready] = weakref.WeakKeyDictionary()
+
+
 def step_layers(decoder: nn.Module) -> list[StepLayer]:
     """The layers of a decoder as its weights are now; what was made before serves as long as these are the same."""
     if torch.is_autocast_enabled(decoder.device.type):
         # It keeps the cast weights of the layers themselves from step to step, and would cast a copy anew at each.
-        return [StepLayer(layer, joins=False) for layer in decoder.layers]
-    layers = _ready.get(decoder)
-    are_there = layers is not None and len(layers) == len(decoder.layers)
-    if not are_there or not all(map(StepLayer.is_current, layers, decoder.layers)):
-        layers = _ready[decoder] = [StepLayer(layer) for layer in decoder.layers]
-    return layers
+        return [StepLayer(layer, copies=False) for layer in decoder.layers]
+    ready = _ready.get(decoder)
+    if ready is None or not ready.is_current(decoder):
+        ready = _ready[decoder] = _Ready(decoder)
+    return ready.layers
 
 
 def forget(decoder: nn.Module) -> None:

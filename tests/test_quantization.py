@@ -18,6 +18,7 @@ from transformers import (
 
 from metaphrase.inference import Generator, quantization, quantize
 from metaphrase.inference.quantization import Float16Linear, Int8Linear, has_kernels, quantization_of
+from metaphrase.modeling.step_layer import step_layers
 
 pytestmark = pytest.mark.skipif(not has_kernels(), reason="this build of torch has no kernels of FBGEMM")
 
@@ -70,6 +71,29 @@ def test_float16_is_a_product_of_rounded_weights(shape):
     torch.testing.assert_close(
         output, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max() if len(states) else 1)
     )
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", [Int8Linear, Float16Linear])
+def test_joined_layers_are_the_layers_side_by_side(kind, bias):
+    layers, states = [kind(some_linear(bias)) for _ in range(3)], some_states(4)
+    layers[1:] = [kind(nn.Linear(48, size, bias=bias)) for size in (7, 20)]
+    joined = kind.join(layers)
+    assert joined.out_features == 33 + 7 + 20 and not joined.training
+    torch.testing.assert_close(
+        joined(states), torch.cat([layer(states) for layer in layers], dim=-1), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_steps_of_a_quantized_model_join_its_layers(all_sizes):
+    model = tiny_model(gated_mlp=True)
+    quantize(model, "int8")
+    layer = step_layers(model.get_decoder())[0]
+    (projection,) = layer.token_projection.layers
+    assert type(projection) is Int8Linear and projection.out_features == 3 * model.config.hidden_size
+    (inner,) = layer.inner_projection.layers
+    assert inner.out_features == 2 * model.config.decoder_ffn_dim
+    assert layer.token_output.layers == [model.get_decoder().layers[0].self_attn.o_proj]
 
 
 def test_a_row_does_not_depend_on_its_batch():

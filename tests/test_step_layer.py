@@ -10,8 +10,8 @@ from torch import nn
 
 from metaphrase.modeling import step_layer
 from metaphrase.modeling.decoder_state import DecoderState
-from metaphrase.modeling.joined_linear import JoinedLinear
 from metaphrase.modeling.step_layer import step_layers
+from metaphrase.modeling.step_linear import StepLinear
 
 GATED = {"gated_mlp": True, "num_key_value_heads": 2}
 
@@ -32,12 +32,32 @@ def without_memory_of_it(model):
     return first_step(copy.deepcopy(model))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [(1,), (5,), (100,), (3, 5)])
+@pytest.mark.parametrize("sizes", [(4,), (4, 2, 2)])
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("joins", [True, False])
-def test_joined_layers_are_the_layers_side_by_side(joins, bias):
-    layers, states = linears(4, 2, 2, bias=bias), torch.randn(3, 5, 6)
-    joined = JoinedLinear(layers, joins)
-    assert torch.allclose(joined(states), torch.cat([layer(states) for layer in layers], dim=-1), atol=1e-6)
+@pytest.mark.parametrize("copies", [True, False])
+def test_product_is_that_of_the_layers_side_by_side(copies, bias, sizes, rows):
+    layers, states = linears(*sizes, bias=bias), torch.randn(*rows, 6)
+    product = StepLinear(layers, copies)(states)
+    assert torch.allclose(product, torch.cat([layer(states) for layer in layers], dim=-1), atol=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("dtype", "count"), [(torch.float32, 1), (torch.bfloat16, 0), (torch.float64, 0)])
+def test_single_weight_is_copied_where_that_makes_it_faster(dtype, count):
+    layer, states = nn.Linear(6, 4).to(dtype), torch.randn(3, 6, dtype=dtype)
+    linear = StepLinear([layer])
+    assert len(linear.copied) == count
+    assert torch.allclose(linear(states), layer(states), atol=1e-6)
+
+
+def test_weight_of_another_order_is_not_copied():
+    layer, states = nn.Linear(6, 4), torch.randn(3, 6)
+    layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
+    linear = StepLinear([layer])
+    assert linear.copied == []
+    assert torch.equal(linear(states), layer(states))
 
 
 def test_layer_of_another_kind_is_called_itself():
@@ -46,7 +66,7 @@ def test_layer_of_another_kind_is_called_itself():
             return 2 * super().forward(states)
 
     layers, states = [*linears(4, 2), Doubled(6, 3)], torch.randn(5, 6)
-    assert torch.equal(JoinedLinear(layers)(states), torch.cat([layer(states) for layer in layers], dim=-1))
+    assert torch.equal(StepLinear(layers)(states), torch.cat([layer(states) for layer in layers], dim=-1))
 
 
 def double_in_place(model):
@@ -74,6 +94,27 @@ def put_others_in_place(model):
         weight.data = weight.data * 2
 
 
+def put_weights_in_place(model):
+    for layer in model.get_decoder().layers:
+        for module in (layer.self_attn.v_proj, layer.self_attn.o_proj, layer.mlp.up_proj):
+            module.weight = nn.Parameter(module.weight * 2)
+
+
+def put_norm_weights_in_place(model):
+    for layer in model.get_decoder().layers:
+        layer.mlp_norm.weight = nn.Parameter(layer.mlp_norm.weight * 2)
+
+
+def put_biases_in_place(model):
+    for layer in model.get_decoder().layers:
+        layer.mlp.down_proj.bias = nn.Parameter(layer.mlp.down_proj.bias * 3)
+
+
+def write_past_the_version_of_a_single_weight(model):
+    for layer in model.get_decoder().layers:
+        layer.mlp.down_proj.weight.data.mul_(2)
+
+
 def put_a_layer_in_place(model):
     attention = model.get_decoder().layers[-1].self_attn
     attention.v_proj = copy.deepcopy(attention.q_proj)
@@ -92,18 +133,21 @@ def drop_a_layer(model):
 
 CHANGES = [
     *(double_in_place, double_one_number, write_past_the_version, load),
-    *(put_others_in_place, put_a_layer_in_place, train, drop_a_layer),
+    *(put_others_in_place, put_weights_in_place, put_norm_weights_in_place, put_biases_in_place),
+    *(write_past_the_version_of_a_single_weight, put_a_layer_in_place, train, drop_a_layer),
 ]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("norm_type", ["layernorm", "rmsnorm"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_changed_weights_are_seen(change):
-    model = tiny_model(gated_mlp=True)
+def test_changed_weights_are_seen(change, norm_type, dtype):
+    model = tiny_model(gated_mlp=True, norm_type=norm_type).to(dtype)
     before = first_step(model)
     change(model)
     after = first_step(model)
     assert torch.equal(after, without_memory_of_it(model))
-    assert not torch.allclose(after, before, atol=1e-3)
+    assert not torch.allclose(after, before, atol=1e-3 if dtype == torch.float32 else 0.02)
 
 
 def test_copies_serve_again_as_long_as_nothing_changes():
@@ -139,11 +183,11 @@ def test_copies_do_not_travel(tmp_path):
 
 
 def test_large_layers_are_not_copied(monkeypatch):
-    monkeypatch.setattr("metaphrase.modeling.joined_linear._LARGEST_SIZE", 4 * 6)
+    monkeypatch.setattr("metaphrase.modeling.step_linear._LARGEST_SIZE", 4 * 6)
     layers = linears(4, 5)
-    assert JoinedLinear(layers)._weight is None
-    assert JoinedLinear(linears(4, 3))._weight.shape == (7, 6)
-    assert JoinedLinear(layers)(torch.ones(1, 6)).shape == (1, 9)
+    assert StepLinear(layers)._weight is None
+    assert StepLinear(linears(4, 3))._weight.shape == (7, 6)
+    assert StepLinear(layers)(torch.ones(1, 6)).shape == (1, 9)
 
 
 def test_weights_without_versions_are_not_copied():

@@ -1,0 +1,76 @@
+"""Linear layers for a decoder's step, of few rows: one product for those that read the same input, over a packed weight."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+# A larger matrix takes so long that one call more does not count, and its copy would be much to hold.
+_LARGEST_SIZE = 2**22
+# A CPU multiplies so few rows by a transposed weight, which it reads in the order in which it lies, up to twice as fast.
+_FEW_ROWS = 64
+
+
+class StepLinear:
+    """Some layers as one.
+
+    Where they are plain and small their weights are copied, side by side and, for float32 on a CPU, transposed; where they know
+    how to be one, they are; others are called one by one.
+
+    Attributes:
+        layers: The layers, in order.
+        copied: Weights and biases that were copied.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], copies: bool = True):
+        """Copies what helps.
+
+        Args:
+            layers: Of one input width, all with a bias or none.
+            copies: Whether weights may be copied.
+        """
+        self.layers, self.copied = list(layers), []
+        self._weight = self._bias = self._transposed = None
+        kind = type(layers[0])
+        if copies and len(layers) > 1 and hasattr(kind, "join") and all(type(layer) is kind for layer in layers):
+            # Packed already, in a way that only the layers know.
+            self.layers = [kind.join(layers)]
+        if not (copies and all(_is_small(layer) for layer in layers)):
+            return
+        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers if layer.bias is not None]
+        is_one, transposes = len(layers) == 1, weights[0].device.type == "cpu" and weights[0].dtype == torch.float32
+        # One weight that need not be transposed serves as it is.
+        self.copied = [] if is_one and not transposes else weights if is_one else weights + biases
+        self._weight = weights[0] if is_one else torch.cat([weight.detach() for weight in weights])
+        if biases:
+            self._bias = biases[0] if is_one else torch.cat([bias.detach() for bias in biases])
+        if transposes:
+            self._transposed = self._weight.detach().t().contiguous()
+            # For many rows, one weight serves as it is; of several there is no other copy.
+            self._weight = self._weight if is_one else self._transposed.t()
+        self._sources = [(layer, layer.weight, layer.bias) for layer in layers]
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        """(..., in_features) -> (..., out_features of all)"""
+        if self._weight is None:
+            outputs = [layer(states) for layer in self.layers]
+            return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        if self._transposed is None or states.dim() > 2 or states.size(0) > _FEW_ROWS:
+            return nn.functional.linear(states, self._weight, self._bias)
+        if self._bias is None:
+            return torch.mm(states, self._transposed)
+        return torch.addmm(self._bias, states, self._transposed)
+
+    def is_current(self) -> bool:
+        """Whether the layers are still plain, with the weights and biases that they had; not whether these have changed."""
+        return self._weight is None or all(
+            type(layer) is nn.Linear and layer.weight is weight and layer.bias is bias
+            for layer, weight, bias in self._sources
+        )
+
+
+def _is_small(layer: nn.Module) -> bool:
+    if type(layer) is not nn.Linear or layer.weight.numel() > _LARGEST_SIZE or not layer.weight.is_contiguous():
+        return False
+    # A tensor that was made under inference mode has no version.
+    return not any(part.is_inference() for part in layer.parameters())
