@@ -3,11 +3,11 @@
 import copy
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from metaphrase.inference.decoding import decode
@@ -19,6 +19,7 @@ from metaphrase.inference.loading import ENGINES, load_parts
 from metaphrase.inference.minimum_bayes_risk import decode_by_risk
 from metaphrase.inference.run import Run, check_single
 from metaphrase.inference.speculative_decoding import SpeculativeSearch
+from metaphrase.inference.window_decoding import decode_windows, line_bar
 from metaphrase.inference.windows import PreparedWindows, read_windows, seed_window
 from metaphrase.modeling.length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
 from metaphrase.tokenization import TokenizerPair, readable_tokens
@@ -237,6 +238,7 @@ class Generator:
         seed: int | None = None,
         first_window: int = 0,
         total: int | None = None,
+        risk: Mapping[str, Any] | None = None,
         **generation_kwargs,
     ) -> Iterator[list[ScoredText]]:
         """Candidates for each source of a stream of any length, in bounded memory.
@@ -253,18 +255,19 @@ class Generator:
                 stream that was left can be taken up again: the first window has those of `torch.manual_seed(seed)`.
             first_window: Number of the window with which `lines` begins, where those before it are done.
             total: Sources of the whole stream, for the progress bar.
+            risk: Arguments of `generate_mbr()`, whose choice is the only candidate of a source then.
             **generation_kwargs: As for `generate_n_best()`.
 
         Raises:
             ValueError: If `window` is not above 0, or as `generate_n_best()` does.
         """
+        bar = line_bar(show_progress, total, first_window * window)
+        if risk is not None:
+            settings = {"seed": seed, "return_scores": return_scores, "risk": risk}
+            with bar:
+                yield from decode_windows(self, lines, window, first_window, bar, **settings, **generation_kwargs)
+            return
         run = Run.of(self, generation_kwargs)
-        bar = tqdm(
-            total=total,
-            initial=first_window * window,
-            unit="line",
-            disable=None if show_progress is None else not show_progress,
-        )
         with bar, PreparedWindows(read_windows(lines, window), run.encode) as windows:
             for number, (texts, sources) in enumerate(windows, start=first_window):
                 if seed is not None:

@@ -14,11 +14,11 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 
 from metaphrase.inference.generator import Generator, ScoredText
 from metaphrase.inference.loading import default_device
-from metaphrase.inference.windows import PreparedWindows, read_windows, seed_window
+from metaphrase.inference.window_decoding import decode_window, line_bar
+from metaphrase.inference.windows import PreparedWindows, read_windows
 
 # What a generator counts.
 _COUNTS = ("num_unfinished", "num_drafted", "num_accepted")
@@ -122,12 +122,12 @@ class GeneratorPool:
         Args:
             lines: Sources; iterated in another thread.
             window: Sources that are decoded together.
-            return_scores: As for `Generator.generate_stream`, as are the next four.
+            return_scores: As for `Generator.generate_stream`, as are the next five.
             show_progress: A progress bar over the whole stream.
             seed: Of the random numbers.
             first_window: Number of the window with which `lines` begins.
             total: Sources of the whole stream, for the progress bar.
-            risk: For minimum Bayes risk decoding, see `decode_window`.
+            risk: For minimum Bayes risk decoding.
             **generation_kwargs: As for `Generator.generate_n_best`.
 
         Raises:
@@ -140,12 +140,7 @@ class GeneratorPool:
         def submit(texts: list[str]) -> Future:
             return self._executor.submit(_decode, next(numbers), texts, settings)
 
-        bar = tqdm(
-            total=total,
-            initial=first_window * window,
-            unit="line",
-            disable=None if show_progress is None else not show_progress,
-        )
+        bar = line_bar(show_progress, total, first_window * window)
         prepared = PreparedWindows(read_windows(lines, window), submit, ahead=self.num_processes)
         with bar, _naming_deaths(), prepared as windows:
             for texts, future in windows:
@@ -174,34 +169,6 @@ def spread_devices(device: str | torch.device | None, num_processes: int) -> lis
         return [device] * num_processes
     count = torch.accelerator.device_count()
     return [f"{place.type}:{number % count}" for number in range(num_processes)]
-
-
-def decode_window(
-    generator: Generator,
-    number: int,
-    texts: list[str],
-    *,
-    seed: int | None,
-    return_scores: bool,
-    risk: Mapping[str, Any] | None,
-    **options,
-) -> list[list[ScoredText]]:
-    """Candidates for each source of one window.
-
-    Args:
-        generator: Who decodes.
-        number: Of the window in its stream, from 0.
-        texts: Its sources.
-        seed: Of the whole stream's random numbers, if they are to depend on it and on the number alone.
-        return_scores: Whether candidates carry their score.
-        risk: Arguments of `Generator.generate_mbr`, whose choice is the only candidate then.
-        **options: Arguments of `generate()`.
-    """
-    if seed is not None:
-        seed_window(seed, number)
-    if risk is not None:
-        return [[chosen] for chosen in generator.generate_mbr(texts, **risk, **options)]
-    return generator.generate_n_best(texts, return_scores=return_scores, **options)
 
 
 class _Worker:

@@ -7,6 +7,8 @@ from torch import nn
 
 # A larger matrix takes so long that one call more does not count, and its copy would be much to hold.
 _LARGEST_SIZE = 2**22
+# A larger one, of a layer by itself, is not worth a second copy.
+_LARGEST_TRANSPOSED = 2**20
 # A CPU multiplies so few rows by a transposed weight, which it reads in the order in which it lies, up to twice as fast.
 _FEW_ROWS = 64
 
@@ -37,18 +39,23 @@ class StepLinear:
             self.layers = [kind.join(layers)]
         if not (copies and all(_is_small(layer) for layer in layers)):
             return
-        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers if layer.bias is not None]
-        is_one, transposes = len(layers) == 1, weights[0].device.type == "cpu" and weights[0].dtype == torch.float32
-        # One weight that need not be transposed serves as it is.
-        self.copied = [] if is_one and not transposes else weights if is_one else weights + biases
-        self._weight = weights[0] if is_one else torch.cat([weight.detach() for weight in weights])
-        if biases:
-            self._bias = biases[0] if is_one else torch.cat([bias.detach() for bias in biases])
-        if transposes:
-            self._transposed = self._weight.detach().t().contiguous()
-            # For many rows, one weight serves as it is; of several there is no other copy.
-            self._weight = self._weight if is_one else self._transposed.t()
         self._sources = [(layer, layer.weight, layer.bias) for layer in layers]
+        first, *others = layers
+        packs = first.weight.device.type == "cpu" and first.weight.dtype == torch.float32
+        if others:
+            weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+            self._weight = torch.cat([weight.detach() for weight in weights])
+            if first.bias is not None:
+                self._bias = torch.cat([bias.detach() for bias in biases])
+            self.copied = weights + [bias for bias in biases if bias is not None]
+        else:
+            packs = packs and first.weight.numel() <= _LARGEST_TRANSPOSED
+            self._weight, self._bias = first.weight, first.bias
+            self.copied = [first.weight] if packs else []
+        if packs:
+            self._transposed = self._weight.detach().t().contiguous()
+            # One copy is enough.
+            self._weight = self._transposed.t() if others else self._weight
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """(..., in_features) -> (..., out_features of all)"""

@@ -10,25 +10,22 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
-from tqdm.auto import tqdm
 from transformers import set_seed
 
-from metaphrase.inference import Generator, GeneratorPool, ScoredText
+from metaphrase.inference import Generator, GeneratorPool
 from metaphrase.inference.generation_options import (
     add_generation_options,
     add_phrase_options,
     chosen_generation_options,
     chosen_phrase_options,
 )
-from metaphrase.inference.generator_pool import decode_window
 from metaphrase.inference.input_lines import check_files, count_lines, read_lines
 from metaphrase.inference.loading_options import add_loading_options, chosen_loading_options, chosen_models
 from metaphrase.inference.minimum_bayes_risk import UTILITIES
 from metaphrase.inference.output_file import OutputStream, ResumedFile, check_regular, format_targets
-from metaphrase.inference.windows import read_windows
 from metaphrase.scripts.console import run
 
 logger = logging.getLogger(__name__)
@@ -57,7 +54,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--num_processes",
         type=int,
         default=1,
-        help="processes that share the windows [%(default)s]; on a CPU they share its cores, else each has an accelerator",
+        help="processes that share the windows, of which there must be as many [%(default)s]; on a CPU they share its cores, "
+        "else each has an accelerator",
     )
     parser.add_argument("--seed", type=int, default=42, help="of sampling [%(default)s]")
     parser.add_argument(
@@ -132,33 +130,6 @@ def risk_options(arguments: argparse.Namespace) -> dict | None:
     }
 
 
-def decode(
-    generator: Generator | GeneratorPool, lines: Iterable[str], risk: dict | None, **settings
-) -> Iterator[list[ScoredText]]:
-    """The candidates of each line; for minimum Bayes risk the chosen one, with its expected utility."""
-    if isinstance(generator, GeneratorPool):
-        return generator.generate_stream(lines, risk=risk, show_progress=None, **settings)
-    if risk is None:
-        return generator.generate_stream(lines, show_progress=None, **settings)
-    return decode_by_risk(generator, lines, risk, **settings)
-
-
-def decode_by_risk(
-    generator: Generator,
-    lines: Iterable[str],
-    risk: dict,
-    *,
-    window: int,
-    first_window: int,
-    total: int | None,
-    **settings,
-) -> Iterator[list[ScoredText]]:
-    with tqdm(total=total, initial=first_window * window, unit="line", disable=None) as bar:
-        for number, texts in enumerate(read_windows(lines, window), start=first_window):
-            yield from decode_window(generator, number, texts, risk=risk, **settings)
-            bar.update(len(texts))
-
-
 def open_output(arguments: argparse.Namespace, num_targets: int, n_best: bool) -> AbstractContextManager[OutputStream]:
     """Standard output, a new file, or one to go on with."""
     if not arguments.resume:
@@ -202,10 +173,10 @@ def write(generator: Generator | GeneratorPool, arguments: argparse.Namespace, o
         first = output.first_source
         if first:
             logger.info("%s holds the targets of the first lines: going on at line %d.", arguments.output, first + 1)
-        results = decode(
-            generator,
+        results = generator.generate_stream(
             itertools.islice(read_lines(arguments.input), first, None),
-            risk,
+            risk=risk,
+            show_progress=None,
             window=arguments.window,
             first_window=first // arguments.window,
             total=count_lines(arguments.input),

@@ -13,8 +13,9 @@ import torch
 from tiny_generator import SOURCES, save_generator, tiny_generator
 
 from metaphrase.inference import GeneratorPool, generator_pool
-from metaphrase.inference.generator_pool import decode_window, spread_devices
+from metaphrase.inference.generator_pool import spread_devices
 from metaphrase.inference.output_file import format_targets
+from metaphrase.inference.window_decoding import decode_window
 from metaphrase.scripts import generate
 
 LIMIT_SECONDS = 60
@@ -92,6 +93,7 @@ def test_minimum_bayes_risk(pool, generator):
         )
     ]
     assert found == expected and {len(candidates) for candidates in found} == {1}
+    assert found == list(generator.generate_stream(LINES[:9], window=4, risk=risk, **options))
     torch.manual_seed(2)
     assert [chosen for [chosen] in found[:4]] == generator.generate_mbr(LINES[:4], **risk)
 

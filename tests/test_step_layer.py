@@ -52,6 +52,13 @@ def test_single_weight_is_copied_where_that_makes_it_faster(dtype, count):
     assert torch.allclose(linear(states), layer(states), atol=1e-6)
 
 
+def test_large_single_weight_is_not_copied(monkeypatch):
+    monkeypatch.setattr("metaphrase.modeling.step_linear._LARGEST_TRANSPOSED", 4 * 6)
+    assert len(StepLinear(linears(4)).copied) == 1
+    assert StepLinear(linears(5)).copied == []
+    assert len(StepLinear(linears(5, 5)).copied) == 4
+
+
 def test_weight_of_another_order_is_not_copied():
     layer, states = nn.Linear(6, 4), torch.randn(3, 6)
     layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
