@@ -24,6 +24,8 @@ from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.demo_corpus import write_demo_corpus
 
 VOCAB_SIZE = 2000
+# What random weights need, in place of the recipe's own.
+OPTIONS = {"t5": ["--learning_rate", "1e-2"], "marian": []}
 # The sizes of t5-small and of opus-mt-en-de, but for the vocabulary.
 T5_SMALL = {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8}
 OPUS_MT = {
@@ -72,6 +74,7 @@ def main() -> None:
         "--output", type=Path, help="JSON file [benchmarks/results/RECIPE.json]; a picture goes beside it"
     )
     arguments, options = parser.parse_known_args()
+    options = OPTIONS[arguments.family] + options
     recipe = find_recipe(f"finetune_{arguments.family}")
     fields = yaml.safe_load(recipe.read_text(encoding="utf-8"))
     folder = arguments.output_dir / recipe.stem

@@ -56,7 +56,7 @@ def test_converted_model_is_fine_tuned_by_its_recipe(name, make, rank, data, tok
     words += [str(tmp_path / "ours"), "--max_steps", "2", "--save_strategy", "no", "--eval_strategy", "no"]
     words += ["--load_best_model_at_end", "false", "--use_cpu", "--disable_tqdm", "--warmup_steps", "1"]
     if rank is not None:
-        words += ["--lora_rank", str(rank)]
+        words += ["--lora_rank", str(rank), "--optim", "adamw_torch"]
     train.main([str(RECIPES / f"finetune_{name}.yaml"), *words])
 
     run = tmp_path / "run"
