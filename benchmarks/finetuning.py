@@ -92,7 +92,7 @@ def main() -> None:
     output = arguments.output or RESULTS / f"{recipe.stem}.json"
     report = {"recipe": fields, "options": options, "runs": [run]}
     output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    draw([run], recipe.stem, output.with_suffix(".png"))
+    draw([run], recipe.stem, output.with_suffix(".png"), fields.get("label_smoothing_factor", 0.0))
     print(json.dumps({name: score["score"] for name, score in run["scores"].items()}, indent=2))
 
 

@@ -105,8 +105,8 @@ def summarize(runs: list[dict]) -> dict:
     }
 
 
-def draw(runs: list[dict], title: str, path: Path) -> None:
-    """Draws the training loss and the validation score of each seed over the steps."""
+def draw(runs: list[dict], title: str, path: Path, smoothing: float = 0.0) -> None:
+    """Draws the training loss, of labels with such a smoothing, and the validation score of each seed over the steps."""
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for run in runs:
         points = [map(float, entry.split(": ")) for entry in run["losses"].split(", ")]
@@ -114,7 +114,10 @@ def draw(runs: list[dict], title: str, path: Path) -> None:
         left.plot(steps, losses, linewidth=0.8, label=f"seed {run['seed']}")
         points = [(entry["step"], entry["eval_bleu"]) for entry in run["evaluations"] if "eval_bleu" in entry]
         right.plot(*zip(*points, strict=True), marker="o", markersize=3, label=f"seed {run['seed']}")
-    for axes, label in ((left, "training loss, smoothed labels"), (right, "validation BLEU")):
+    for axes, label in (
+        (left, "training loss" + (", smoothed labels" if smoothing else "")),
+        (right, "validation BLEU"),
+    ):
         axes.set_xlabel("steps")
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
@@ -146,7 +149,7 @@ def main() -> None:
         runs = sorted([*read_runs(output, fields), run], key=lambda run: run["seed"])
         report = {"summary": summarize(runs), "recipe": fields, "runs": runs}
         output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        draw(runs, recipe.stem, output.with_suffix(".png"))
+        draw(runs, recipe.stem, output.with_suffix(".png"), fields.get("label_smoothing_factor", 0.0))
     print(json.dumps(summarize(read_runs(output, fields)), indent=2))
 
 
