@@ -2,8 +2,8 @@
 
 import torch
 
-# Places that are added at a time, and the share of the cache that they are at least: more is to be copied otherwise.
-_ADDED_PLACES, _ADDED_SHARE = 16, 4
+# Places that are added at a time: so many, or one for so many tokens that are there. With fewer, all is copied more often.
+_ADDED_PLACES, _TOKENS_PER_ADDED_PLACE = 16, 4
 
 
 class StepCache:
@@ -31,7 +31,7 @@ class StepCache:
     def grow(self, length: int, least: int) -> None:
         """Makes room for at least so many tokens; there are `length` so far."""
         self.settle(length)
-        capacity = max(least, length + max(_ADDED_PLACES, length // _ADDED_SHARE))
+        capacity = max(least, length + max(_ADDED_PLACES, length // _TOKENS_PER_ADDED_PLACE))
         grown = self.states.new_empty((*self.states.shape[:4], capacity, self.states.shape[5]))
         grown[:, :, :, :, :length] = self.states[:, :, :, :, :length]
         self.states, self._spare = grown, None

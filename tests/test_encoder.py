@@ -127,6 +127,16 @@ def test_padding_is_computed(obstacle, skipped):
 
 
 @torch.no_grad()
+def test_compiled_and_traced_code_computes_the_padding(skipped):
+    """Its branches would be those of the lengths that it was made with."""
+    encoder = tiny_model().requires_grad_(False).get_encoder()
+    ids, mask = make_batch(encoder.config)
+    torch.compile(encoder, backend="eager", fullgraph=True)(ids, mask)
+    torch.jit.trace(lambda *inputs: encoder(*inputs).last_hidden_state, (ids, mask), check_trace=False)
+    assert skipped == []
+
+
+@torch.no_grad()
 def test_padding_is_computed_where_positions_are_given_or_outputs_recorded(skipped):
     encoder = tiny_model().get_encoder()
     ids, mask = make_batch(encoder.config)
