@@ -102,6 +102,20 @@ def test_rows_go_on_from_others_and_sources_leave(design):
     assert (state.rows, state.copies, state.length) == (8, 4, 5)
 
 
+def test_what_is_unchanged_is_so_among_rows_that_were_chosen_before():
+    model, memory, mask, _ = setting(**DESIGNS["learned"])
+    paths = torch.randint(3, model.config.decoder_vocab_size, (3, 5), generator=torch.Generator().manual_seed(4))
+    state = make_state(model, memory, mask)
+    step_through(state, paths[:, :4])
+    # All go on from the first one, and then, alike as they are, from one another.
+    state.reorder(torch.tensor([0, 0, 0]))
+    state.reorder(torch.tensor([1, 2, 0]), unchanged=4)
+    outputs = step_through(state, paths[:, 4:])
+    assert_near(
+        outputs[:, 0], whole(model, memory, mask, torch.cat((paths[[0, 0, 0], :4], paths[:, 4:]), dim=1))[:, -1]
+    )
+
+
 def test_what_does_not_change_is_made_once():
     model, memory, mask, targets = setting(position_embedding_type="relative")
     calls = []
