@@ -102,8 +102,7 @@ def _search(
         # Row of each source that goes on. (sources)
         winners = top_k * torch.arange(len(ids), device=device) + chosen[:, 0]
         logits = project(step, winners[is_left]).float()
-        # The candidates of a step differ in their last token alone.
-        state.reorder(winners.repeat_interleave(top_k), unchanged=length)
+        state.reorder(winners.repeat_interleave(top_k))
         past = torch.cat((past, present.take_along_dim(chosen[:, :, None], dim=1)), dim=1)
         if not bool(is_left.all()):
             ids, rows, past = ids[is_left], rows[is_left], past[is_left]

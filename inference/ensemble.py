@@ -11,6 +11,7 @@ from metaphrase.inference.joint_search import JointSearch, Projection
 from metaphrase.modeling.beam_search import beam_search
 from metaphrase.modeling.decoder_state import DecoderState
 from metaphrase.modeling.sampling import sample
+from metaphrase.modeling.tree_decoder_state import TreeDecoderState
 
 ENSEMBLE_MEANS = ("linear", "log_linear")
 
@@ -29,9 +30,9 @@ class EnsembleState:
         for state in self.states:
             state.spread(copies)
 
-    def reorder(self, rows: torch.Tensor, unchanged: int = 0) -> None:
+    def reorder(self, rows: torch.Tensor) -> None:
         for state in self.states:
-            state.reorder(rows, unchanged)
+            state.reorder(rows)
 
     def keep(self, sources: torch.Tensor) -> None:
         for state in self.states:
@@ -70,6 +71,9 @@ class EnsembleSearch(JointSearch):
         if ensemble_mean not in ENSEMBLE_MEANS:
             raise ValueError(f"`ensemble_mean` must be one of {', '.join(ENSEMBLE_MEANS)}, got {ensemble_mean!r}.")
         self.mean = ensemble_mean
+
+    def state_class(self, config: GenerationConfig) -> type[DecoderState]:
+        return TreeDecoderState if config.num_beams > 1 else DecoderState
 
     def search(
         self,

@@ -78,13 +78,7 @@ def check_target_vocabulary(tokenizers: TokenizerPair, others: TokenizerPair, na
 
 
 class JointSearch(abc.ABC):
-    """A search by several models, for `generate(custom_generate=...)` of the first one.
-
-    Attributes:
-        state_class: What each decoder keeps.
-    """
-
-    state_class: type[DecoderState] = DecoderState
+    """A search by several models, for `generate(custom_generate=...)` of the first one."""
 
     def __call__(
         self,
@@ -121,6 +115,10 @@ class JointSearch(abc.ABC):
         projections = [model.project, *(partner.project for partner, _ in partners)]
         ids, scores = self.search(projections, states, input_ids, logits_processor, generation_config, return_scores)
         return GenerateBeamEncoderDecoderOutput(sequences=ids, sequences_scores=scores)
+
+    @abc.abstractmethod
+    def state_class(self, config: GenerationConfig) -> type[DecoderState]:
+        """What each decoder keeps."""
 
     @abc.abstractmethod
     def search(
@@ -174,4 +172,5 @@ class JointSearch(abc.ABC):
                     f"got one with dtype={dtype}, training={partner.training}, hooks={not is_plain}."
                 )
             memories.append((partner, partner.get_encoder()(**inputs).last_hidden_state, inputs["attention_mask"]))
-        return [self.state_class(each.get_decoder(), memory, mask) for each, memory, mask in memories]
+        state_class = self.state_class(config)
+        return [state_class(each.get_decoder(), memory, mask) for each, memory, mask in memories]

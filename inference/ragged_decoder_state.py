@@ -61,10 +61,6 @@ class RaggedDecoderState(DecoderState):
         super().spread(copies)
         self.lengths = self.lengths.repeat_interleave(copies)
 
-    def reorder(self, rows: torch.Tensor, unchanged: int = 0) -> None:
-        super().reorder(rows, unchanged)
-        self.lengths = self.lengths[rows]
-
     def keep(self, sources: torch.Tensor) -> None:
         super().keep(sources)
         self.go_back(self.lengths.view(-1, self.copies)[sources].flatten())
@@ -74,7 +70,8 @@ class RaggedDecoderState(DecoderState):
         super()._make_room(past)
         if self._tokens.capacity > before:
             # Hidden places are read, with a weight of 0: whatever there is must be a number.
-            self._tokens.states[:, :, :, :, self.length :] = 0
+            self._tokens.keys[..., self.length :] = 0
+            self._tokens.values[..., self.length :, :] = 0
 
     def _block_bias(self, bias: torch.Tensor | None, distances: torch.Tensor) -> torch.Tensor:
         """What is added to the scores of a block, `(rows, 1 or key_value_heads, groups * width, past)`.
@@ -83,10 +80,9 @@ class RaggedDecoderState(DecoderState):
             bias: That of the cache's last place, `(heads, capacity)`.
             distances: From each query to each key, `(rows, width, past)`.
         """
-        dtype = self._tokens.states.dtype
-        lowest = torch.finfo(dtype).min
+        lowest = torch.finfo(self.dtype).min
         if bias is None:
-            mask = torch.zeros_like(distances, dtype=dtype).masked_fill_(self._is_hidden, lowest)
+            mask = torch.zeros_like(distances, dtype=self.dtype).masked_fill_(self._is_hidden, lowest)
             return mask.repeat(1, self.groups, 1)[:, None]
         # (heads, rows, width, past) -> (rows, heads, width, past)
         block = bias[:, bias.shape[1] - 1 - distances.clamp(min=0)].transpose(0, 1)
@@ -114,15 +110,15 @@ class RaggedDecoderState(DecoderState):
             # (rows, 1, width, rotated) -> (rows, width, 1, rotated)
             rotation = tuple(angles.transpose(1, 2) for angles in rotation)
             query, key = rotate(query, *rotation), rotate(key, *rotation)
-        tokens, rows = self._tokens.states[index], torch.arange(self.rows, device=key.device)[:, None]
-        tokens[0][rows, :, self._places] = key
-        tokens[1][rows, :, self._places] = value
-        keys, values = tokens[:, :, :, : self._is_hidden.shape[2]]
-        bias = self._block_biases[id(self._biases[index])]
+        past, rows = self._is_hidden.shape[2], torch.arange(self.rows, device=key.device)[:, None]
+        keys, values = self._tokens.keys[index].transpose(2, 3), self._tokens.values[index]
+        keys[rows, :, self._places] = key
+        values[rows, :, self._places] = value
+        keys, values, bias = keys[:, :, :past], values[:, :, :past], self._block_biases[id(self._biases[index])]
         return layer.token_output(self._unfold(attend(self._fold(query), keys, values, bias, layer.token_scaling)))
 
     def _attend_to_memory(self, index: int, layer: StepLayer, hidden_states: torch.Tensor) -> torch.Tensor:
-        keys, values = self._memory[index]
+        keys, values = self._memory.keys[index].transpose(2, 3), self._memory.values[index]
         query = fold_copies(self._fold(self._project_memory_query(layer, hidden_states)), self.copies)
         output = attend(query, keys, values, self._memory_bias, layer.memory_scaling)
         return layer.memory_output(self._unfold(unfold_copies(output, self.copies)))

@@ -10,8 +10,8 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation.utils import GenerateBeamEncoderDecoderOutput
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
-from metaphrase.modeling.decoder_state import DecoderState
 from metaphrase.modeling.search_rules import ROW_CRITERIA, ROW_PROCESSORS
+from metaphrase.modeling.tree_decoder_state import TreeDecoderState
 
 # Arguments of the network that a search gives itself, or that change nothing of what it computes.
 _KNOWN = {"attention_mask", "encoder_outputs", "logits_to_keep", "past_key_values", "use_cache"}
@@ -20,7 +20,7 @@ _OF_EACH_STEP = ("output_scores", "output_logits", "output_attentions", "output_
 
 
 class SearchState(Protocol):
-    """What the decoder keeps from token to token. `DecoderState` is one."""
+    """What the decoder keeps from token to token. `TreeDecoderState` is one."""
 
     def step(self, input_ids: torch.Tensor) -> Any:
         """Reads one token of each row, `(rows)`."""
@@ -28,8 +28,8 @@ class SearchState(Protocol):
     def spread(self, copies: int) -> None:
         """Gives each source so many targets, which are the same so far."""
 
-    def reorder(self, rows: torch.Tensor, unchanged: int = 0) -> None:
-        """Lets each row go on from another one of the same source, `(rows)`, which has the same first `unchanged` tokens."""
+    def reorder(self, rows: torch.Tensor) -> None:
+        """Lets each row go on from another one of the same source, `(rows)`."""
 
     def keep(self, sources: torch.Tensor) -> None:
         """Goes on with these sources alone, `(sources)`, and their targets."""
@@ -78,7 +78,7 @@ class CachedState:
             self._mask = None if self._mask is None else self._mask.repeat_interleave(copies, dim=0)
             self._copies *= copies
 
-    def reorder(self, rows: torch.Tensor, unchanged: int = 0) -> None:
+    def reorder(self, rows: torch.Tensor) -> None:
         # Rows of one source share its keys and values, so these stay.
         self._cache.self_attention_cache.reorder_cache(rows)
 
@@ -142,7 +142,7 @@ def search_inputs(
         def project(hidden_states: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
             return model.project(hidden_states if rows is None else hidden_states[rows])
 
-        return SearchInputs(project, lambda step: step, DecoderState(model.get_decoder(), memory, mask), prompt)
+        return SearchInputs(project, lambda step: step, TreeDecoderState(model.get_decoder(), memory, mask), prompt)
 
     def project(step: Seq2SeqLMOutput, rows: torch.Tensor | None = None) -> torch.Tensor:
         return step.logits[:, -1] if rows is None else step.logits[rows, -1]

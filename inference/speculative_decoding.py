@@ -29,8 +29,6 @@ class SpeculativeSearch(JointSearch):
         num_accepted: Those of them that have gone into a target.
     """
 
-    state_class = RaggedDecoderState
-
     def __init__(self, num_assistant_tokens: int = DEFAULT_NUM_ASSISTANT_TOKENS):
         """Chooses how far the draft model runs ahead.
 
@@ -41,6 +39,9 @@ class SpeculativeSearch(JointSearch):
             raise ValueError(f"`num_assistant_tokens` must be at least 1, got {num_assistant_tokens}.")
         self.num_assistant_tokens = num_assistant_tokens
         self.num_drafted = self.num_accepted = 0
+
+    def state_class(self, config: GenerationConfig) -> type[RaggedDecoderState]:
+        return RaggedDecoderState
 
     def search(
         self,

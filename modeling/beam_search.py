@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList
 
-from .decoder_state import DecoderState
 from .search_rules import are_ends, process
+from .tree_decoder_state import TreeDecoderState
 
 # Stands for minus infinity, and is added to what must not be chosen; transformers' number, since ties depend on it.
 WORST = -1e9
@@ -154,7 +154,7 @@ class Beams:
 
 def beam_search(
     project: Callable[[torch.Tensor], torch.Tensor],
-    state: DecoderState,
+    state: TreeDecoderState,
     prompt: torch.Tensor,
     processors: LogitsProcessorList,
     config: GenerationConfig,

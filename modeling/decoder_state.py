@@ -4,13 +4,15 @@ The plain way is `MetaphraseDecoder.forward` with a cache. Here what does not ch
 written in place, and attention of the one new token is two products of matrices. Both compute the same.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 from .attention import fold_copies, unfold_copies
 from .decoder import MetaphraseDecoder
 from .positions import LearnedPositionEmbedding, rotate
-from .step_cache import StepCache, layer_views
+from .step_cache import StepCache
 from .step_layer import StepLayer, step_layers
 
 # Their angles depend on how long the sequence is so far.
@@ -20,12 +22,16 @@ _CHANGING_ROTATIONS = ("dynamic", "longrope")
 class DecoderState:
     """Keys and values of all layers: of the sources, and of the tokens so far of their targets.
 
-    At first each source has one target; `spread` makes several, which stay side by side. Rows are targets.
+    At first each source has one target; `spread` makes several, which stay side by side. Rows are targets. Each goes on by
+    itself; for targets that go on from one another see `TreeDecoderState`.
 
     Attributes:
         length: Tokens so far.
         copies: Targets of each source.
+        token_copies: Targets that share the keys and values of their tokens.
     """
+
+    token_copies = 1
 
     def __init__(self, decoder: MetaphraseDecoder, memory: torch.Tensor, memory_mask: torch.Tensor | None):
         """Projects the sources.
@@ -39,26 +45,27 @@ class DecoderState:
         self.length, self.copies = 0, 1
         attention = decoder.layers[0].self_attn
         self.head_dim, self.groups = attention.head_dim, attention.num_key_value_groups
-        # (layers, keys and values, sources, heads, source, head_dim)
-        self._memory = torch.stack(
-            [torch.stack(layer.cross_attn._keys_and_values(memory, rotation=None)) for layer in decoder.layers]
+        self._memory = StepCache.of(
+            layer.cross_attn._keys_and_values(memory, rotation=None) for layer in decoder.layers
         )
+        # Under autocast projections have another type than the memory.
+        self.device, self.dtype = memory.device, self._memory.values.dtype
         self._memory_bias = None
         if memory_mask is not None and not bool(memory_mask.all()):
-            # Under autocast projections have another type than the memory.
-            bias = torch.zeros_like(memory_mask, dtype=self._memory.dtype)
-            bias.masked_fill_(memory_mask == 0, torch.finfo(bias.dtype).min)
+            bias = torch.zeros_like(memory_mask, dtype=self.dtype)
+            bias.masked_fill_(memory_mask == 0, torch.finfo(self.dtype).min)
             # (sources, 1, 1, source)
             self._memory_bias = bias[:, None, None]
-        layers, _, sources, self.key_value_heads, _, _ = self._memory.shape
-        self._memory_views = layer_views(self._memory)
-        self._tokens = StepCache(layers, sources, self.key_value_heads, self.head_dim, like=self._memory)
+        self.key_value_heads = self._memory.keys.shape[2]
+        self._memory_views = self._memory.views(memory.shape[1])
+        self._tokens = self._memory.emptied()
         self._biases: list[torch.Tensor | None] = []
         # Of the step: where each layer puts the new keys and values, what it attends to, and what it adds to the scores.
-        self._slots: tuple[torch.Tensor, ...] = ()
+        self._slots: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._token_views: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._token_biases: list[torch.Tensor | None] = []
-        # Of each place in the cache: (capacity, hidden), and cosine and sine (capacity, rotated).
+        # Of each place in a target: (places, hidden), and cosine and sine (places, rotated).
+        self.num_places = 0
         self._positions: torch.Tensor | None = None
         self._rotations: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -68,63 +75,66 @@ class DecoderState:
 
     def step(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Reads one token of each row, `(rows)`, and returns the decoder's output `(rows, hidden)`."""
-        past = self.length + 1
-        self._make_room(past)
-        states = self._tokens.states
-        self._slots = states.select(4, self.length).unbind(0)
-        self._token_views = layer_views(states[:, :, :, :, :past])
-        # (heads, capacity) -> (1, key_value_heads, groups, past), once where layers share it
-        biases = {
-            id(bias): None if bias is None else bias[None, :, -past:].unflatten(1, (-1, self.groups))
-            for bias in self._biases
-        }
-        self._token_biases = [biases[id(bias)] for bias in self._biases]
+        self._make_room(self.length + 1)
+        self._open_step()
         hidden_states, rotation = self._enter(self.decoder.embed_tokens(input_ids))
         for index, layer in enumerate(self.layers):
             hidden_states = self._pass_layer(index, layer, hidden_states, rotation)
-        self.length = past
+        self.length += 1
         return self.decoder.norm(hidden_states)
 
     def spread(self, copies: int) -> None:
         """Gives each source so many targets, which are the same so far."""
         if copies > 1:
-            rows = torch.arange(self.rows, device=self._memory.device)
-            self._tokens.choose(rows.repeat_interleave(copies))
+            rows = torch.arange(self.rows, device=self.device)
+            self._tokens.keep_rows(rows.repeat_interleave(copies))
             self.copies *= copies
-
-    def reorder(self, rows: torch.Tensor, unchanged: int = 0) -> None:
-        """Lets each row go on from another one of the same source, `(rows)`, which has the same first `unchanged` tokens."""
-        if unchanged:
-            # That holds of the rows as they are now.
-            self._tokens.settle(self.length)
-        self._tokens.choose(rows)
-        if unchanged:
-            self._tokens.settle(self.length, unchanged)
 
     def keep(self, sources: torch.Tensor) -> None:
         """Goes on with these sources alone, `(sources)`, and their targets."""
-        self._memory = self._memory.index_select(2, sources)
-        self._memory_views = layer_views(self._memory)
+        self._keep_memory(sources)
+        targets = torch.arange(self.copies, device=sources.device)
+        self._tokens.keep_rows((sources[:, None] * self.copies + targets).flatten())
+
+    def _keep_memory(self, sources: torch.Tensor) -> None:
+        self._memory.keep_rows(sources)
+        self._memory_views = self._memory.views(self._memory.capacity)
         if self._memory_bias is not None:
             self._memory_bias = self._memory_bias.index_select(0, sources)
-        targets = torch.arange(self.copies, device=sources.device)
-        self._tokens.choose((sources[:, None] * self.copies + targets).flatten())
 
     def _make_room(self, past: int) -> None:
-        """Lets rows take their places, with room for so many tokens in each."""
-        self._tokens.settle(self.length)
-        if past <= self._tokens.capacity:
-            return
-        self._tokens.grow(self.length, past)
-        keys = torch.arange(self._tokens.capacity, device=self._memory.device)[None]
-        # Of the last query: that of an earlier one is its end, since only the distance counts. (heads, capacity)
+        """Makes room for so many tokens in each row."""
+        if past > self._tokens.capacity:
+            self._tokens.grow(self.length, past)
+            self._make_tables(self._tokens.capacity)
+
+    def _make_tables(self, places: int) -> None:
+        """What the decoder adds at each of so many places, and turns by."""
+        self.num_places = places
+        keys = torch.arange(places, device=self.device)[None]
+        # Of the last query: that of an earlier one is its end, since only the distance counts. (heads, places)
         biases = {
-            module: None if module is None else module(keys[:, -1:], keys)[0, :, 0].to(self._memory.dtype)
+            module: None if module is None else module(keys[:, -1:], keys)[0, :, 0].to(self.dtype)
             for module in dict.fromkeys(self.decoder._biases())
         }
         per_layer = [biases[module] for module in self.decoder._biases()]
         self._biases = per_layer * (len(self.layers) // len(per_layer))
         self._make_positions(keys)
+
+    def _open_step(self) -> None:
+        """Says where the new token's keys and values go, what it attends to, and what is added to the scores."""
+        past, keys, values = self.length + 1, self._tokens.keys, self._tokens.values
+        self._slots = list(zip(keys[..., self.length].unbind(0), values[..., self.length, :].unbind(0), strict=True))
+        self._token_views = self._tokens.views(past)
+        self._token_biases = self._of_each_layer(
+            lambda bias: None if bias is None else bias[None, :, -past:].unflatten(1, (-1, self.groups))
+        )
+
+    def _of_each_layer(self, make: Callable[[torch.Tensor | None], torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """What is made of each layer's bias `(heads, places)`, once where layers share it: `(rows, heads, queries, keys)`."""
+        made = {id(bias): bias for bias in self._biases}
+        made = {key: make(bias) for key, bias in made.items()}
+        return [made[id(bias)] for bias in self._biases]
 
     def _make_positions(self, places: torch.Tensor) -> None:
         """What the decoder adds and turns by at each place, `(1, capacity)`."""
@@ -135,7 +145,7 @@ class DecoderState:
             self._positions = table(places, places.shape[1])[0]
         if rotary is not None and rotary.rope_type not in _CHANGING_ROTATIONS:
             # (1, 1, capacity, rotated) -> (capacity, rotated)
-            self._rotations = tuple(angles[0, 0] for angles in rotary(self._memory, places))
+            self._rotations = tuple(angles[0, 0] for angles in rotary(self._memory.values, places))
 
     def _enter(self, embeddings: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
         """What the first layer reads, `(rows, hidden)`, and the rotation of all layers, `(1, rotated)`."""
@@ -195,30 +205,51 @@ class DecoderState:
         hidden_states: torch.Tensor,
         rotation: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> torch.Tensor:
-        rows = hidden_states.shape[0]
         query, key, value = self._project_tokens(layer, hidden_states)
         if rotation is not None:
             query, key = rotate(query, *rotation), rotate(key, *rotation)
-        keys, values = self._slots[index].unbind(0)
+        keys, values = self._slots[index]
+        if self.token_copies > 1:
+            key, value = key.view(keys.shape), value.view(values.shape)
         keys.copy_(key)
         values.copy_(value)
-        # (rows, heads, head_dim) -> (rows * key_value_heads, groups, head_dim)
-        query = query.reshape(-1, self.groups, self.head_dim)
-        output = attend_rows(query, *self._token_views[index], self._token_biases[index], layer.token_scaling, rows)
-        return layer.token_output(output.view(rows, -1))
+        views, bias = self._token_views[index], self._token_biases[index]
+        return layer.token_output(self._ask(query, views, bias, layer.token_scaling, self.token_copies))
 
     def _attend_to_memory(self, index: int, layer: StepLayer, hidden_states: torch.Tensor) -> torch.Tensor:
-        rows, sources = hidden_states.shape[0], hidden_states.shape[0] // self.copies
-        query = self._project_memory_query(layer, hidden_states)
-        if self.copies > 1:
-            # (rows, heads, head_dim) -> (sources, key_value_heads, copies * groups, head_dim) and back
-            query = fold_copies(query.view(rows, self.key_value_heads, self.groups, self.head_dim), self.copies)
-        # (sources * key_value_heads, copies * groups, head_dim)
-        query = query.reshape(sources * self.key_value_heads, -1, self.head_dim)
-        output = attend_rows(query, *self._memory_views[index], self._memory_bias, layer.memory_scaling, sources)
-        if self.copies > 1:
-            output = unfold_copies(output.unflatten(0, (sources, -1)), self.copies)
-        return layer.memory_output(output.reshape(rows, -1))
+        query, views = self._project_memory_query(layer, hidden_states), self._memory_views[index]
+        return layer.memory_output(self._ask(query, views, self._memory_bias, layer.memory_scaling, self.copies))
+
+    def _ask(
+        self,
+        query: torch.Tensor,
+        views: tuple[torch.Tensor, torch.Tensor],
+        bias: torch.Tensor | None,
+        scaling: float,
+        copies: int,
+    ) -> torch.Tensor:
+        """Attention of one query of each row.
+
+        Args:
+            query: `(rows, heads, head_dim)`.
+            views: Keys and values, `(rows / copies * key_value_heads, keys, head_dim)`.
+            bias: Added to the scores, `(1 or rows / copies, 1 or key_value_heads, 1 or copies * groups, keys)`.
+            scaling: Factor of the scores.
+            copies: Rows that share keys and values.
+
+        Returns:
+            `(rows, heads * head_dim)`.
+        """
+        rows = query.shape[0]
+        if copies > 1:
+            # (rows, heads, head_dim) -> (rows / copies, key_value_heads, copies * groups, head_dim) and back
+            query = fold_copies(query.view(rows, self.key_value_heads, self.groups, self.head_dim), copies)
+        # (rows / copies * key_value_heads, copies * groups, head_dim)
+        query = query.reshape(rows // copies * self.key_value_heads, -1, self.head_dim)
+        output = attend_rows(query, *views, bias, scaling, rows // copies)
+        if copies > 1:
+            output = unfold_copies(output.unflatten(0, (rows // copies, -1)), copies)
+        return output.reshape(rows, -1)
 
 
 def attend(

@@ -17,6 +17,7 @@ from .beam_search import beam_search
 from .decoder_state import DecoderState
 from .sampling import sample
 from .search_rules import ROW_CRITERIA, ROW_PROCESSORS
+from .tree_decoder_state import TreeDecoderState
 
 # What the loops here know of the arguments of the network.
 _KNOWN = {"attention_mask", "encoder_outputs", "logits_to_keep", "past_key_values", "use_cache"}
@@ -114,11 +115,13 @@ class MetaphraseGenerationMixin(GenerationMixin):
         with_scores: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         memory, mask = model_kwargs["encoder_outputs"].last_hidden_state, model_kwargs.get("attention_mask")
-        state, copies = DecoderState(self.get_decoder(), memory, mask), len(input_ids) // len(memory)
-        arguments = (self.project, state, input_ids[::copies])
+        copies = len(input_ids) // len(memory)
+        prompt = input_ids[::copies]
         if config.num_beams > 1:
-            return beam_search(*arguments, processors, config)
-        return sample(*arguments, copies, processors, config, with_scores)
+            state = TreeDecoderState(self.get_decoder(), memory, mask)
+            return beam_search(self.project, state, prompt, processors, config)
+        state = DecoderState(self.get_decoder(), memory, mask)
+        return sample(self.project, state, prompt, copies, processors, config, with_scores)
 
     def _is_known(
         self,

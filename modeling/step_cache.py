@@ -1,4 +1,6 @@
-"""The cache of a decoder's steps: keys and values of all layers in one tensor, whose rows change places as targets do."""
+"""The cache of a decoder's steps: keys and values of all layers, of a source or of the target so far."""
+
+from collections.abc import Iterable
 
 import torch
 
@@ -7,70 +9,78 @@ _ADDED_PLACES, _TOKENS_PER_ADDED_PLACE = 16, 4
 
 
 class StepCache:
-    """Keys and values of the tokens so far. Which rows go on is noted when it is said, and done when they are read.
+    """Keys and values of each row's tokens.
+
+    Keys stand in columns: so a product with several queries takes a fraction of the time on a CPU, where the kernels for many
+    small matrices read the second one by its rows.
 
     Attributes:
-        states: `(layers, keys and values, rows, heads, capacity, head_dim)`, once `settle` was called.
+        keys: `(layers, rows, heads, head_dim, capacity)`.
+        values: `(layers, rows, heads, capacity, head_dim)`.
     """
 
-    def __init__(self, layers: int, rows: int, heads: int, head_dim: int, like: torch.Tensor):
-        self.states = like.new_empty(layers, 2, rows, heads, 0, head_dim)
-        # What `states` was before rows changed places, to be written over when they do so again.
-        self._spare: torch.Tensor | None = None
-        self._chosen: torch.Tensor | None = None
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor):
+        self.keys, self.values = keys, values
+
+    @classmethod
+    def of(cls, layers: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> "StepCache":
+        """A full one: keys and values of each layer, `(rows, heads, tokens, head_dim)`."""
+        keys, values = zip(*layers, strict=True)
+        return cls(torch.stack([states.transpose(2, 3) for states in keys]), torch.stack(values))
+
+    def emptied(self) -> "StepCache":
+        """One of the same form without any places."""
+        return StepCache(self.keys[..., :0], self.values[..., :0, :])
 
     @property
     def rows(self) -> int:
-        return self.states.shape[2] if self._chosen is None else len(self._chosen)
+        return self.keys.shape[1]
 
     @property
     def capacity(self) -> int:
         """Places for tokens in each row."""
-        return self.states.shape[4]
+        return self.keys.shape[4]
 
     def grow(self, length: int, least: int) -> None:
         """Makes room for at least so many tokens; there are `length` so far."""
-        self.settle(length)
-        capacity = max(least, length + max(_ADDED_PLACES, length // _TOKENS_PER_ADDED_PLACE))
-        grown = self.states.new_empty((*self.states.shape[:4], capacity, self.states.shape[5]))
-        grown[:, :, :, :, :length] = self.states[:, :, :, :, :length]
-        self.states, self._spare = grown, None
+        capacity, (*heads, head_dim, _) = with_reserve(length, least), self.keys.shape
+        keys, values = (
+            self.keys.new_empty(*heads, head_dim, capacity),
+            self.values.new_empty(*heads, capacity, head_dim),
+        )
+        keys[..., :length], values[..., :length, :] = self.keys[..., :length], self.values[..., :length, :]
+        self.keys, self.values = keys, values
 
-    def choose(self, rows: torch.Tensor) -> None:
+    def keep_rows(self, rows: torch.Tensor) -> None:
         """Goes on with these rows, `(rows)`, in this order; some may be missing and some there several times."""
-        self._chosen = rows if self._chosen is None else self._chosen[rows]
+        self.keys, self.values = self.keys.index_select(1, rows), self.values.index_select(1, rows)
 
-    def settle(self, length: int, unchanged: int = 0) -> None:
-        """Lets the rows that were chosen take their places.
-
-        Args:
-            length: Tokens so far; behind them is nothing to be kept.
-            unchanged: So many first tokens are the same in rows that change places.
-        """
-        rows, self._chosen = self._chosen, None
-        if rows is None:
+    def keep_places(self, places: torch.Tensor) -> None:
+        """Goes on with these places of each row, `(rows, count)`, in ascending order, which come to the front."""
+        count, device = places.shape[1], places.device
+        is_there = (places == torch.arange(count, device=device)).all(dim=0)
+        # What stands where it belongs, at the beginning of all rows, stays.
+        start = int(is_there.long().cumprod(dim=0).sum())
+        if start == count:
             return
-        is_size_kept = len(rows) == self.states.shape[2]
-        if is_size_kept and rows.device.type == "cpu":
-            moved = (rows != torch.arange(len(rows))).nonzero()[:, 0]
-            if len(moved) == 0:
-                return
-            # What is not moved need not be copied, but copying parts of rows costs several times as much.
-            if 4 * len(moved) < len(rows) or 2 * unchanged > length:
-                part = self.states[:, :, :, :, unchanged:length]
-                part[:, :, moved] = part[:, :, rows[moved]]
-                return
-        shape = (*self.states.shape[:2], len(rows), *self.states.shape[3:])
-        if self._spare is None or self._spare.shape != shape:
-            self._spare = self.states.new_empty(shape)
-        torch.index_select(self.states, 2, rows, out=self._spare)
-        # A spare one of another size is of no use.
-        self.states, self._spare = self._spare, self.states if is_size_kept else None
+        places = places[:, start:]
+        *heads, head_dim, capacity = self.keys.shape
+        columns = places[:, None, None].expand(*heads, head_dim, -1)
+        self.keys[..., start:count] = self.keys.gather(4, columns)
+        # (layers, rows, heads, 1) + (rows, 1, count - start)
+        lines = torch.arange(heads[0] * heads[1] * heads[2], device=device).view(*heads, 1) * capacity + places[:, None]
+        values = self.values.view(-1, head_dim).index_select(0, lines.flatten())
+        self.values[..., start:count, :] = values.view(*lines.shape, head_dim)
+
+    def views(self, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of each layer's first so many tokens, `(rows * heads, length, head_dim)`.
+
+        A view costs about as much as a small product: these are made for all layers at once.
+        """
+        keys, values = self.keys[..., :length].transpose(3, 4), self.values[..., :length, :]
+        return list(zip(keys.flatten(1, 2).unbind(0), values.flatten(1, 2).unbind(0), strict=True))
 
 
-def layer_views(states: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values of each layer `(rows * heads, length, head_dim)`, of `(layers, 2, rows, heads, length, head_dim)`.
-
-    A view costs about as much as a small product: these are made for all layers at once.
-    """
-    return [layer.unbind(0) for layer in states.flatten(2, 3).unbind(0)]
+def with_reserve(length: int, least: int) -> int:
+    """Places to make for at least so many tokens, `length` of which are there already."""
+    return max(least, length + max(_ADDED_PLACES, length // _TOKENS_PER_ADDED_PLACE))

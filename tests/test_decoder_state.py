@@ -72,48 +72,26 @@ def test_bfloat16_is_as_close_as_it_is_precise(design):
 
 
 @pytest.mark.parametrize("design", DESIGNS)
-def test_rows_go_on_from_others_and_sources_leave(design):
-    """Hypotheses are spread, change places and leave: each is at the end as if it had been alone from the start."""
+def test_targets_of_a_source_go_their_own_ways_and_sources_leave(design):
     model, memory, mask, _ = setting(**DESIGNS[design])
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(5)
     state = make_state(model, memory, mask)
 
-    def draw(rows):
-        return torch.randint(3, model.config.decoder_vocab_size, (rows,), generator=generator)
+    def draw(rows, tokens):
+        return torch.randint(3, model.config.decoder_vocab_size, (rows, tokens), generator=generator)
 
-    paths, sources = draw(3)[:, None], torch.arange(3)
+    paths, sources = draw(3, 2), torch.arange(3)
     step_through(state, paths)
     state.spread(4)
-    paths, sources = paths.repeat_interleave(4, dim=0), sources.repeat_interleave(4)
-    moves = [[0, 1, 2, 3], [3, 3, 0, 1], [1, 1, 2, 3], [2, 2, 2, 2]]
-    for turn, move in enumerate(moves):
-        paths = torch.cat((paths, draw(len(paths))[:, None]), dim=1)
-        outputs = step_through(state, paths[:, -1:])[:, 0]
-        expected = whole(model, memory[sources], mask[sources], paths)[:, -1]
-        assert_near(outputs, expected)
-        if turn == 1:
-            kept = torch.tensor([0, 2])
-            state.keep(kept)
-            is_kept = torch.isin(sources, kept)
-            paths, sources = paths[is_kept], sources[is_kept]
-        rows = (torch.arange(len(paths)).view(-1, 4)[:, move]).flatten()
-        state.reorder(rows)
-        paths = paths[rows]
-    assert (state.rows, state.copies, state.length) == (8, 4, 5)
-
-
-def test_what_is_unchanged_is_so_among_rows_that_were_chosen_before():
-    model, memory, mask, _ = setting(**DESIGNS["learned"])
-    paths = torch.randint(3, model.config.decoder_vocab_size, (3, 5), generator=torch.Generator().manual_seed(4))
-    state = make_state(model, memory, mask)
-    step_through(state, paths[:, :4])
-    # All go on from the first one, and then, alike as they are, from one another.
-    state.reorder(torch.tensor([0, 0, 0]))
-    state.reorder(torch.tensor([1, 2, 0]), unchanged=4)
-    outputs = step_through(state, paths[:, 4:])
-    assert_near(
-        outputs[:, 0], whole(model, memory, mask, torch.cat((paths[[0, 0, 0], :4], paths[:, 4:]), dim=1))[:, -1]
-    )
+    paths, sources = torch.cat((paths.repeat_interleave(4, dim=0), draw(12, 3)), dim=1), sources.repeat_interleave(4)
+    outputs = step_through(state, paths[:, 2:])
+    assert_near(outputs, whole(model, memory[sources], mask[sources], paths)[:, 2:])
+    state.keep(torch.tensor([0, 2]))
+    is_kept = sources != 1
+    paths, sources = torch.cat((paths[is_kept], draw(8, 2)), dim=1), sources[is_kept]
+    outputs = step_through(state, paths[:, 5:])
+    assert_near(outputs, whole(model, memory[sources], mask[sources], paths)[:, 5:])
+    assert (state.rows, state.copies, state.length) == (8, 4, 7)
 
 
 def test_what_does_not_change_is_made_once():

@@ -33,7 +33,7 @@ def assert_is_alone(outputs, model, memory, mask, paths):
 
 
 def walk(state, model, memory, mask, copies=1, turns=6, seed=0):
-    """Rows read blocks of random tokens and take some of them back; now and then they change places, or leave.
+    """Rows read blocks of random tokens and take some of them back; once some leave.
 
     What comes out of each block is compared. Returns the tokens of each row that is left.
     """
@@ -54,11 +54,6 @@ def walk(state, model, memory, mask, copies=1, turns=6, seed=0):
         lengths = torch.tensor([len(path) - int(draw(min(len(path), 4), 1)) for path in paths])
         state.go_back(lengths)
         paths = [path[:length] for path, length in zip(paths, lengths.tolist(), strict=True)]
-        if turn == 2:
-            # Within their source.
-            rows = (torch.arange(len(paths)).view(-1, copies)[:, draw(copies, copies)]).flatten()
-            state.reorder(rows)
-            paths = [paths[row] for row in rows.tolist()]
         if turn == 3:
             state.keep(torch.tensor([0, 2]))
             kept = [row for row in range(len(paths)) if row // copies != 1]

@@ -1,98 +1,84 @@
-"""Tests of `metaphrase.modeling.step_cache`: rows are those that were chosen, however they got there."""
+"""Tests of `metaphrase.modeling.step_cache`: rows and places are those that were chosen."""
 
 import pytest
 import torch
 
-from metaphrase.modeling.step_cache import StepCache, layer_views
+from metaphrase.modeling.step_cache import StepCache
 
 LAYERS, HEADS, HEAD_DIM = 2, 3, 4
 
 
-def filled(rows, length, capacity=16):
-    """A cache whose entries tell their row, and what it holds."""
-    cache = StepCache(LAYERS, rows, HEADS, HEAD_DIM, like=torch.zeros(1))
-    cache.grow(0, capacity)
-    states = torch.randn(LAYERS, 2, rows, HEADS, length, HEAD_DIM)
-    cache.states[:, :, :, :, :length] = states
-    return cache, states
+def filled(rows, length):
+    """A cache, and the keys and values that it holds, `(2, layers, rows, heads, length, head_dim)`."""
+    states = torch.randn(2, LAYERS, rows, HEADS, length, HEAD_DIM)
+    return StepCache.of(zip(*states, strict=True)), states
 
 
 def held(cache, length):
-    cache.settle(length)
-    return cache.states[:, :, :, :, :length]
+    return torch.stack((cache.keys[..., :length].transpose(3, 4), cache.values[..., :length, :]))
 
 
 CHOICES = {
-    "same": [0, 1, 2, 3, 4, 5, 6, 7],
-    "one moves": [0, 1, 1, 3, 4, 5, 6, 7],
-    "all move": [7, 6, 5, 4, 3, 2, 1, 0],
-    "one for all": [3] * 8,
-    "fewer": [6, 1],
-    "more": [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7],
+    "same": [0, 1, 2, 3],
+    "all move": [3, 2, 1, 0],
+    "one for all": [3] * 4,
+    "fewer": [2, 1],
+    "more": [0, 0, 1, 1, 3, 3],
 }
 
 
-@pytest.mark.parametrize("name", list(CHOICES))
+@pytest.mark.parametrize("name", CHOICES)
 def test_rows_are_those_chosen(name):
     rows = torch.tensor(CHOICES[name])
-    cache, states = filled(8, length=5)
-    cache.choose(rows)
+    cache, states = filled(4, length=5)
+    cache.keep_rows(rows)
     assert cache.rows == len(rows)
     assert torch.equal(held(cache, 5), states[:, :, rows])
 
 
-def test_choices_add_up():
-    generator = torch.Generator().manual_seed(0)
-    cache, states = filled(8, length=5)
-    for turn in range(40):
-        count = (8, 8, 8, 12, 6)[turn % 5]
-        rows = torch.randint(0, cache.rows, (count,), generator=generator)
-        cache.choose(rows)
-        states = states[:, :, rows]
-        if turn % 3:
-            assert torch.equal(held(cache, 5), states)
-    assert torch.equal(held(cache, 5), states)
+PLACES = {
+    "first ones": [[0, 1, 2]] * 3,
+    "all": [[0, 1, 2, 3, 4, 5]] * 3,
+    "last ones": [[3, 4, 5]] * 3,
+    "of each row": [[0, 1, 4, 5], [0, 2, 3, 4], [0, 1, 2, 3]],
+    "one": [[5], [0], [3]],
+}
 
 
-def test_unchanged_beginnings_are_not_moved():
-    cache, states = filled(4, length=6)
-    states[:, :, :, :, :4] = states[:, :, :1, :, :4]
-    cache.states[:, :, :, :, :6] = states
-    rows = torch.tensor([2, 2, 3, 0])
-    cache.choose(rows)
-    before = cache.states.data_ptr()
-    cache.settle(6, unchanged=4)
-    assert cache.states.data_ptr() == before
-    assert torch.equal(held(cache, 6), states[:, :, rows])
-
-
-def test_two_buffers_do_for_rows_that_change_places():
-    cache, _ = filled(4, length=6)
-    places = set()
-    for _ in range(6):
-        cache.choose(torch.tensor([1, 2, 3, 0]))
-        cache.settle(6)
-        places.add(cache.states.data_ptr())
-    assert len(places) == 2
+@pytest.mark.parametrize("name", PLACES)
+def test_places_are_those_chosen(name):
+    places = torch.tensor(PLACES[name])
+    cache, states = filled(3, length=6)
+    cache.grow(6, 9)
+    cache.keep_places(places)
+    index = places[None, None, :, None, :, None].expand(2, LAYERS, -1, HEADS, -1, HEAD_DIM)
+    assert torch.equal(held(cache, places.shape[1]), states.take_along_dim(index, dim=4))
 
 
 def test_growing_keeps_what_is_there():
     cache, states = filled(4, length=16)
-    rows = torch.tensor([3, 0])
-    cache.choose(rows)
     cache.grow(16, 17)
     assert cache.capacity >= 32
-    assert torch.equal(held(cache, 16), states[:, :, rows])
+    assert torch.equal(held(cache, 16), states)
     cache.grow(16, 1000)
     assert cache.capacity >= 1000
-    assert torch.equal(held(cache, 16), states[:, :, rows])
+    assert torch.equal(held(cache, 16), states)
+
+
+def test_an_emptied_one_has_the_form_of_the_first():
+    cache, _ = filled(4, length=5)
+    empty = cache.emptied()
+    assert (empty.rows, empty.capacity) == (4, 0)
+    empty.grow(0, 7)
+    assert empty.keys.shape[:4] == cache.keys.shape[:4] and empty.values.shape[3] == empty.keys.shape[4] >= 7
+    assert cache.capacity == 5
 
 
 def test_views_are_of_the_cache():
     cache, states = filled(4, length=5)
-    for layer, (keys, values) in enumerate(layer_views(cache.states[:, :, :, :, :5])):
-        assert keys.shape == (4 * HEADS, 5, HEAD_DIM)
-        assert torch.equal(keys, states[layer, 0].flatten(0, 1))
-        assert torch.equal(values, states[layer, 1].flatten(0, 1))
-        keys[0, 0, 0] = 7.0
-        assert cache.states[layer, 0, 0, 0, 0, 0] == 7.0
+    for layer, (keys, values) in enumerate(cache.views(3)):
+        assert keys.shape == values.shape == (4 * HEADS, 3, HEAD_DIM)
+        assert torch.equal(keys, states[0, layer, :, :, :3].flatten(0, 1))
+        assert torch.equal(values, states[1, layer, :, :, :3].flatten(0, 1))
+        keys[0, 0, 0] = values[0, 0, 0] = 7.0
+        assert cache.keys[layer, 0, 0, 0, 0] == cache.values[layer, 0, 0, 0, 0] == 7.0
