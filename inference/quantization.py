@@ -80,8 +80,8 @@ class Int8Linear(_PackedLinear):
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """(..., in_features) -> (..., out_features)"""
         rows = states.reshape(-1, self.in_features)
-        scale = torch.linalg.vector_norm(rows, torch.inf, dim=1, keepdim=True)
-        scale.clamp_min_(torch.finfo(torch.float32).tiny)
+        # `vector_norm` of infinity, in one call, takes many times as long where there are many rows.
+        scale = rows.abs().amax(dim=1, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny)
         output = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
             rows / scale, 1.0 / _ACTIVATION_LEVELS, _ACTIVATION_ZERO, self._packed
         )
