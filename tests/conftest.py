@@ -108,3 +108,30 @@ def pipe(generators):
     from transformers import pipeline
 
     return pipeline("text2text-generation", model=generators[True].model, tokenizer=generators[True].tokenizers)
+
+
+@pytest.fixture(scope="session")
+def cli_model(tmp_path_factory):
+    """The folder of a tiny model that reads and writes bytes."""
+    from tiny_generator import save_generator, tiny_generator
+
+    return str(save_generator(tiny_generator(kind="byte"), tmp_path_factory.mktemp("cli") / "model"))
+
+
+@pytest.fixture(scope="session")
+def other_cli_model(tmp_path_factory):
+    """The folder of another one, with other weights."""
+    from tiny_generator import save_generator, tiny_generator
+
+    return str(save_generator(tiny_generator(kind="byte", seed=1), tmp_path_factory.mktemp("cli") / "other"))
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A file of sources and one of their targets."""
+    from tiny_generator import SOURCES, TARGETS
+
+    source, target = tmp_path / "test.en", tmp_path / "test.de"
+    source.write_text("\n".join(SOURCES) + "\n", encoding="utf-8")
+    target.write_text("\n".join(TARGETS) + "\n", encoding="utf-8")
+    return str(source), str(target)

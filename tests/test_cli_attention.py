@@ -1,0 +1,112 @@
+"""The command line: `metaphrase attention` on tiny models."""
+
+import io
+import re
+import sys
+
+import pytest
+from cli_texts import targets_of
+from tiny_generator import SOURCES, TARGETS, tiny_generator
+
+from metaphrase.inference import cross_attentions, format_pharaoh, word_alignment
+from metaphrase.scripts import attention
+from metaphrase.scripts.console import run
+
+
+def test_attention_draws_a_picture(cli_model, tmp_path, caplog):
+    caplog.set_level("INFO")
+    pictures = {}
+    for name, words in {"all": [], "last": ["--layer", "-1"], "head": ["--layer", "0", "--head", "1"]}.items():
+        path = tmp_path / f"{name}.png"
+        attention.main(
+            [cli_model, "--device", "cpu", "--source", "the cat", "--target", "die $x$", "--output", str(path), *words]
+        )
+        pictures[name] = path.read_bytes()
+    assert all(picture.startswith(b"\x89PNG") for picture in pictures.values()) and len(set(pictures.values())) == 3
+    assert "Target: die $x$" in caplog.text
+
+
+def test_attention_generates_a_target(cli_model, tmp_path, caplog):
+    caplog.set_level("INFO")
+    words = [
+        cli_model,
+        "--device",
+        "cpu",
+        "--source",
+        SOURCES[0],
+        "--output",
+        str(tmp_path / "a.png"),
+        "--max_new_tokens",
+        "3",
+    ]
+    attention.main(words)
+    assert f"Target: {targets_of(SOURCES[:1], max_new_tokens=3)[0]}" in caplog.text
+    assert "met the length limit" in caplog.text
+
+
+def test_attention_writes_a_page_of_several_sentences(cli_model, tmp_path, caplog):
+    source, page = tmp_path / "source.txt", tmp_path / "page.html"
+    source.write_text("the cat <b>\n\ntwo dogs\n", encoding="utf-8")
+    words = [cli_model, "--device", "cpu", "--input", str(source), "--max_new_tokens", "4", "--layer", "1"]
+    attention.main([*words, "--output", str(page)])
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<section") == 2 and "&lt;b&gt;</button>" in text and "<b>" not in text.split("<main>")[0]
+    assert "1 of 3 sources are empty and are left out" in caplog.text
+    again = tmp_path / "again"
+    attention.main([*words, "--format", "html", "--output", str(again)])
+    assert again.read_text(encoding="utf-8") == text
+
+
+def test_attention_writes_links(cli_model, tmp_path, monkeypatch, capsys, caplog):
+    caplog.set_level("INFO")
+    files = {"source": [*SOURCES[:2], "", SOURCES[2]], "target": [*TARGETS[:2], "", TARGETS[2]]}
+    for name, lines in files.items():
+        (tmp_path / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    words = [cli_model, "--device", "cpu", "--layer", "-1", "--target_input", str(tmp_path / "target")]
+    attention.main([*words, "--input", str(tmp_path / "source"), "--output", str(tmp_path / "words.align")])
+    maps = cross_attentions(
+        tiny_generator(kind="byte"), *([*side[:2], side[2]] for side in (SOURCES, TARGETS)), layer=-1
+    )
+    expected = [format_pharaoh(word_alignment(given)) for given in maps]
+    expected.insert(2, "")
+    assert (tmp_path / "words.align").read_text(encoding="utf-8").splitlines() == expected
+    assert all(re.fullmatch(r"[0-9]+-[0-9]+( [0-9]+-[0-9]+)+", line) for line in expected if line)
+    assert "1 of 4 sources are empty and have an empty line" in caplog.text and "Target:" not in caplog.text
+    # The same from standard input to standard output, in small parts.
+    monkeypatch.setattr(attention, "SENTENCES_AT_A_TIME", 2)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO((tmp_path / "source").read_bytes())))
+    attention.main([*words, "--format", "pharaoh"])
+    assert capsys.readouterr().out.splitlines() == expected
+    attention.main([cli_model, "--device", "cpu", "--source", "a", "--source", "the", "--format", "pharaoh"])
+    assert len(capsys.readouterr().out.splitlines()) == caplog.text.count("Target: ") == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--source", "a", "--output", "x.pdf"],
+            "`output` must end in one of .png, .html, .htm, .align, .txt where no",
+        ),
+        (["--source", "a", "--source", "b"], "A picture must show one sentence, got 2"),
+        (["--source", " "], "A picture must show one sentence, got 0"),
+        (["--source", " ", "--format", "html"], "A page must show 1 to 500 sentences, got 0"),
+        (["--source", "a", "--input", __file__], "`source` must be given as text or as a file, got both: 'a' and "),
+        (["--source", "a", "--target", "b", "--target_input", __file__], "`target` must be given as text or as a file"),
+        (
+            ["--source", "a", "--target", "b", "--target", "c"],
+            "`source` and `target` must be equally many, got 1 and 2",
+        ),
+        (["--source", "a", "--target", "b", "--num_beams", "2"], "`target` must be left out for the model to generate"),
+    ],
+)
+def test_attention_refuses(cli_model, words, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run(attention.main, "attention", [cli_model, "--device", "cpu", *words]) == 2
+    assert f"metaphrase attention: error: {message}" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_attention_of_a_layer_that_is_not_there(cli_model, capsys):
+    assert run(attention.main, "attention", [cli_model, "--device", "cpu", "--source", "the cat", "--layer", "2"]) == 2
+    assert "metaphrase attention: error: `layer` must be from -2 to 1, got 2" in capsys.readouterr().err

@@ -1,0 +1,74 @@
+"""The command line: `metaphrase evaluate` on tiny models."""
+
+import json
+
+import pytest
+from cli_texts import as_lines, targets_of
+from sacrebleu.metrics import BLEU
+from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
+
+from metaphrase.inference import Generator
+from metaphrase.scripts import evaluate
+from metaphrase.scripts.console import run
+
+
+def test_evaluate_writes_scores_and_predictions(cli_model, files, tmp_path):
+    words = [cli_model, "--device", "cpu", "--source", files[0], "--target", files[1], "--num_beams", "2"]
+    evaluate.main([*words, "--output", str(tmp_path / "m.json"), "--predictions", str(tmp_path / "p.txt")])
+    predictions = (tmp_path / "p.txt").read_text(encoding="utf-8").split("\n")[:-1]
+    assert predictions == as_lines(targets_of(SOURCES, num_beams=2))
+    result = json.loads((tmp_path / "m.json").read_text(encoding="utf-8"))
+    expected = BLEU().corpus_score(targets_of(SOURCES, num_beams=2), [TARGETS]).score
+    assert result["scores"]["bleu"]["score"] == pytest.approx(expected)
+    assert result["scores"].keys() == {"bleu", "chrf"} and "tok:13a" in result["scores"]["bleu"]["signature"]
+    assert result["generation"]["num_beams"] == 2 and result["num_examples"] == 5
+    assert result["data"] == {"name": "test.en"}
+
+
+def test_evaluate_of_an_ensemble(cli_model, other_cli_model, files, tmp_path, capsys):
+    words = [cli_model, "--device", "cpu", "--source", files[0], "--target", files[1]]
+    evaluate.main([*words, "--ensemble", other_cli_model, "--output", str(tmp_path / "m.json")])
+    result = json.loads((tmp_path / "m.json").read_text(encoding="utf-8"))
+    together = Generator.from_pretrained([cli_model, other_cli_model], device="cpu").generate(SOURCES)
+    assert result["scores"]["bleu"]["score"] == pytest.approx(BLEU().corpus_score(together, [TARGETS]).score)
+    assert result["inference"]["models"] == 2 and "loss" not in result
+    assert run(evaluate.main, "evaluate", [*words, "--ensemble_mean", "linear"]) == 2
+    assert "`ensemble` must be given with `ensemble_mean`, got None and 'linear'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--dtype", "bfloat16"], ["--ensemble", "MODEL"]], ids=str)
+def test_scores_of_another_model_than_the_saved_one_stay_out_of_its_folder(words, files, tmp_path, monkeypatch):
+    folder = save_generator(tiny_generator(), tmp_path / "model")
+    (folder / "metrics.json").write_text("{}", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    words = [str(folder) if word == "MODEL" else word for word in words]
+    evaluate.main([str(folder), "--device", "cpu", "--source", files[0], "--target", files[1], *words])
+    assert (folder / "metrics.json").read_text(encoding="utf-8") == "{}"
+    assert json.loads((tmp_path / "metrics.json").read_text(encoding="utf-8"))["num_examples"] == 5
+
+
+def test_evaluate_options_reach_the_metrics_and_the_folder(files, tmp_path):
+    folder = save_generator(tiny_generator(), tmp_path / "model")
+    pair = ["--source", files[0], "--target", files[1]]
+    evaluate.main(
+        [str(folder), "--device", "cpu", *pair, "--metrics", "bleu", "--bleu_tokenize", "none", "--lowercase"]
+    )
+    result = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+    assert "case:lc" in result["scores"]["bleu"]["signature"] and "tok:none" in result["scores"]["bleu"]["signature"]
+
+
+def test_evaluate_joins_references_but_not_predictions(files, tmp_path):
+    folder = save_generator(tiny_generator(), tmp_path / "model")
+    pieces = tmp_path / "pieces.de"
+    pieces.write_text("\n".join(target[:2] + "@@ " + target[2:] for target in TARGETS) + "\n", encoding="utf-8")
+    results = []
+    for words in (["--target", files[1]], ["--target", str(pieces), "--joiner", "@@"], ["--target", str(pieces)]):
+        evaluate.main([str(folder), "--device", "cpu", "--source", files[0], *words, "--metrics", "chrf"])
+        results.append(json.loads((folder / "metrics.json").read_text(encoding="utf-8")))
+    assert results[0]["scores"] == results[1]["scores"] and results[0]["loss"] == results[1]["loss"]
+    assert results[2]["loss"] != results[0]["loss"]
+
+
+def test_evaluate_names_what_is_missing(cli_model, files, capsys):
+    assert run(evaluate.main, "evaluate", [cli_model, "--source", files[0]]) == 2
+    assert "target_file" in capsys.readouterr().err

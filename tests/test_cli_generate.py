@@ -1,0 +1,188 @@
+"""The command line: `metaphrase generate` in this process on tiny models, and as a file."""
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_texts import ODD_LINES, as_lines, targets_of
+from tiny_generator import SOURCES, save_generator, tiny_generator
+
+from metaphrase.inference import Generator
+from metaphrase.scripts import generate
+from metaphrase.scripts.console import run
+
+SCRIPTS = Path(generate.__file__).parent
+
+
+def run_generate(folder, text, monkeypatch, *options):
+    """The lines that `generate` writes for bytes on standard input."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        generate.main([folder, "--device", "cpu", *options])
+    assert output.getvalue() == "" or output.getvalue().endswith("\n")
+    return output.getvalue().split("\n")[:-1]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", ""])
+@pytest.mark.parametrize("window", ["1", "4", "100"])
+def test_generate_writes_a_line_for_each_line(cli_model, monkeypatch, window, end):
+    text = ((end or "\n").join(ODD_LINES[:5]) + end).encode()
+    lines = run_generate(cli_model, text, monkeypatch, "--window", window)
+    assert lines == as_lines(targets_of(ODD_LINES[:5])) and lines[3:] == ["", ""] and "" not in lines[:3]
+
+
+def test_generate_reads_and_writes_files(cli_model, tmp_path, monkeypatch):
+    source, target = tmp_path / "in", tmp_path / "out"
+    source.write_bytes("\n".join(ODD_LINES).encode())
+    generate.main([cli_model, "--device", "cpu", "--input", str(source), "--output", str(target)])
+    written = target.read_bytes().decode().split("\n")
+    assert written == [*as_lines(targets_of(ODD_LINES)), ""]
+    assert run_generate(cli_model, source.read_bytes(), monkeypatch) == written[:-1]
+    assert run_generate(cli_model, b"\xef\xbb\xbf" + source.read_bytes(), monkeypatch) == written[:-1]
+
+
+def test_generate_of_nothing_writes_nothing(cli_model, monkeypatch):
+    assert run_generate(cli_model, b"", monkeypatch) == []
+    assert run_generate(cli_model, b"\n\n", monkeypatch) == ["", ""]
+
+
+def test_line_breaks_of_the_model_do_not_become_lines(cli_model, monkeypatch):
+    monkeypatch.setattr(
+        "metaphrase.tokenization.TokenizerPair.decode_targets", lambda self, ids: ["a\nb\r\nc"] * len(ids)
+    )
+    assert run_generate(cli_model, b"the cat\nthe dog\n", monkeypatch) == ["a b  c"] * 2
+
+
+def test_generate_n_best(cli_model, monkeypatch):
+    options = ["--num_beams", "3", "--num_return_sequences", "3"]
+    lines = run_generate(cli_model, ("\n".join(SOURCES) + "\n\n").encode(), monkeypatch, *options)
+    rows = [line.split(" ||| ") for line in lines]
+    assert [row[0] for row in rows] == [str(index) for index in range(6) for _ in range(3)]
+    for index, best in enumerate(as_lines(targets_of(SOURCES, num_beams=3))):
+        scores = [float(row[-1]) for row in rows[3 * index : 3 * index + 3]]
+        assert " ||| ".join(rows[3 * index][1:-1]) == best and scores == sorted(scores, reverse=True) and scores[0] < 0
+    assert lines[-3:] == ["5 |||  ||| 0.000000"] * 3
+    single = run_generate(cli_model, b"the cat\n", monkeypatch, "--n_best")
+    assert len(single) == 1 and single[0].startswith("0 ||| ")
+
+
+def test_generate_takes_phrases_and_the_searches_that_transformers_dropped(cli_model, monkeypatch):
+    text = ("\n".join(SOURCES) + "\n").encode()
+    for words, options in (
+        (
+            ["--must_contain", "ab", "cd", "--never_contain", "e"],
+            {"must_contain": [["ab", "cd"]], "never_contain": ["e"]},
+        ),
+        (["--penalty_alpha", "0.6", "--top_k", "4"], {"penalty_alpha": 0.6, "top_k": 4}),
+        (
+            ["--num_beams", "4", "--num_beam_groups", "2", "--diversity_penalty", "1"],
+            {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0},
+        ),
+    ):
+        assert run_generate(cli_model, text, monkeypatch, *words) == as_lines(targets_of(SOURCES, **options))
+
+
+def test_several_targets_by_the_models_own_settings_are_still_one_line(tmp_path, monkeypatch):
+    generator = tiny_generator()
+    generator.model.generation_config.update(num_beams=2, num_return_sequences=2)
+    folder = str(save_generator(generator, tmp_path))
+    assert len(run_generate(folder, b"the cat\n\na cat\n", monkeypatch)) == 3
+    assert len(run_generate(folder, b"the cat\n\na cat\n", monkeypatch, "--n_best")) == 6
+
+
+def test_sampling_follows_the_seed(cli_model, monkeypatch):
+    text = "\n".join(SOURCES).encode()
+    first, again, other = (
+        run_generate(cli_model, text, monkeypatch, "--temperature", "3", "--seed", seed) for seed in ("1", "1", "2")
+    )
+    assert first == again != other
+
+
+def test_an_ensemble_writes_what_its_generator_does(cli_model, other_cli_model, monkeypatch):
+    text = "\n".join(SOURCES).encode()
+    for mean in ("linear", "log_linear"):
+        lines = run_generate(cli_model, text, monkeypatch, "--ensemble", other_cli_model, "--ensemble_mean", mean)
+        together = Generator.from_pretrained([cli_model, other_cli_model], device="cpu", ensemble_mean=mean)
+        assert lines == as_lines(together.generate(SOURCES)) != as_lines(targets_of(SOURCES))
+
+
+def test_an_assistant_changes_nothing_and_what_it_was_right_in_is_reported(
+    cli_model, other_cli_model, monkeypatch, caplog
+):
+    text, plain = "\n".join(SOURCES).encode(), as_lines(targets_of(SOURCES))
+    assert run_generate(cli_model, text, monkeypatch, "--assistant_model", other_cli_model) == plain
+    caplog.set_level("INFO")
+    options = ["--assistant_model", cli_model, "--num_assistant_tokens", "1"]
+    assert run_generate(cli_model, text, monkeypatch, *options) == plain
+    assert re.search(r"Of \d+ drafted tokens 100\.0 % were accepted", caplog.text)
+
+
+def test_minimum_bayes_risk_writes_what_its_generator_does(cli_model, monkeypatch):
+    text = ("\n".join(SOURCES) + "\n\n").encode()
+    options = {"num_beams": 4, "num_candidates": 4}
+    expected = tiny_generator(kind="byte").generate_mbr([*SOURCES, ""], utility="bleu", **options)
+    words = ["--num_beams", "4", "--mbr_candidates", "4", "--mbr_utility", "bleu", "--window", "2"]
+    assert run_generate(cli_model, text, monkeypatch, *words) == as_lines([scored.text for scored in expected])
+    rows = run_generate(cli_model, text, monkeypatch, *words, "--n_best")
+    # The windows are other batches.
+    scores = [float(row.split(" ||| ")[-1]) for row in rows]
+    assert scores == pytest.approx([scored.score for scored in expected], abs=1e-3)
+    sampled = [run_generate(cli_model, text, monkeypatch, "--mbr_candidates", "3", "--seed", seed) for seed in "112"]
+    assert sampled[0] == sampled[1] != sampled[2] and len(sampled[0]) == 6
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--mbr_utility", "bleu"], "`mbr_candidates` must be given with `mbr_utility`, got None and 'bleu'"),
+        (["--mbr_references", "3"], "`mbr_candidates` must be given with `mbr_references`, got None and 3"),
+        (
+            ["--num_assistant_tokens", "3"],
+            "`assistant_model` must be given with `num_assistant_tokens`, got None and 3",
+        ),
+    ],
+)
+def test_options_that_need_another_are_refused_without_it(cli_model, words, message):
+    with pytest.raises(ValueError, match=message):
+        generate.main([cli_model, *words])
+
+
+def test_unfinished_targets_are_reported(cli_model, monkeypatch, caplog):
+    text = ("\n".join(SOURCES) + "\n").encode()
+    run_generate(cli_model, text, monkeypatch, "--max_new_tokens", "2")
+    assert "5 targets of 5 sources met the length limit before their end" in caplog.text
+
+
+@pytest.mark.parametrize("by_file", [True, False])
+def test_bytes_that_are_no_text_are_named_by_their_line(cli_model, tmp_path, monkeypatch, capsys, by_file):
+    (tmp_path / "in").write_bytes(b"a cat\nthe d\xffog\n")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO((tmp_path / "in").read_bytes())))
+    words = [cli_model, "--device", "cpu", *(["--input", str(tmp_path / "in")] if by_file else [])]
+    assert run(generate.main, "generate", words) == 2
+    assert "must be UTF-8, but line 2" in capsys.readouterr().err
+
+
+def test_mistakes_do_not_empty_the_output(cli_model, tmp_path):
+    written = tmp_path / "out"
+    written.write_text("a cat\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="`output` must be another file than `input`"):
+        generate.main([cli_model, "--input", str(written), "--output", str(written)])
+    with pytest.raises(FileNotFoundError):
+        generate.main([cli_model, "--input", str(tmp_path / "none"), "--output", str(written)])
+    assert written.read_text(encoding="utf-8") == "a cat\n"
+
+
+def test_generate_runs_as_a_file(cli_model):
+    """`tokenize.py` and `evaluate.py` in the same folder do not hide the modules of these names."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(SCRIPTS / "generate.py"), cli_model, "--device", "cpu"]
+    source = "\n".join(ODD_LINES).encode()
+    done = subprocess.run(command, input=source, capture_output=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.decode() == "".join(line + "\n" for line in as_lines(targets_of(ODD_LINES)))
