@@ -2,11 +2,12 @@
 
     metaphrase train multi30k_en_de --data_dir FOLDER --output_dir runs/multi30k_tiny --preset transformer-tiny \\
         --vocab_size 8000 --model.position_embedding_type learned --model.embedding_norm true \\
-        --max_tokens_per_batch 4096 --num_train_epochs 14
+        --max_tokens_per_batch 4096 --num_train_epochs 14 --eval_strategy no --load_best_model_at_end false
     metaphrase train multi30k_en_de --data_dir FOLDER --output_dir runs/multi30k_base --preset transformer-base \\
         --vocab_size 8000 --model.position_embedding_type learned --model.embedding_norm true \\
         --model.hidden_size 512 --model.encoder_ffn_dim 2048 --model.decoder_ffn_dim 2048 --model.dropout 0.1 \\
-        --max_tokens_per_batch 4096 --num_train_epochs 4 --learning_rate 1e-3
+        --max_tokens_per_batch 2048 --num_train_epochs 4 --eval_strategy no --load_best_model_at_end false \\
+        --learning_rate 5e-4 --warmup_steps 400
     taskset -c 0 python benchmarks/generation.py runs/multi30k_tiny --source FOLDER/test_2016_flickr.en --peer bart
 
 The model's options must fit the peer's family, into which it is converted. Contestants take turns, setting by setting, so that

@@ -1,5 +1,6 @@
 """Generator pool: what one generator writes, by several processes, which end with the pool and with whoever made it."""
 
+import contextlib
 import itertools
 import os
 import signal
@@ -235,3 +236,45 @@ def test_the_command_as_a_file(folder, generator, tmp_path):
     assert done.returncode == 0, done.stderr
     assert output.read_text(encoding="utf-8") == expected
     assert "going on at line" in done.stderr
+
+
+def test_an_interrupt_from_the_terminal_ends_all_and_keeps_what_was_written(folder, generator, tmp_path):
+    """The terminal sends it to all processes of the command, while the reader waits for more lines."""
+    output = tmp_path / "out"
+    words = [folder, "--device", "cpu", "--num_processes", "2", "--window", "2", "--output", str(output)]
+    command = subprocess.Popen(
+        [sys.executable, str(Path(generate.__file__)), *words],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        command.stdin.write("".join(f"{line}\n" for line in LINES[:9]).encode())
+        command.stdin.flush()
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while not (output.is_file() and output.stat().st_size):
+            assert time.monotonic() < deadline and command.poll() is None
+            time.sleep(0.05)
+        processes = processes_of_session(command.pid)
+        os.killpg(command.pid, signal.SIGINT)
+        assert command.wait(timeout=LIMIT_SECONDS) != 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(command.pid, signal.SIGKILL)
+        command.communicate()
+    assert len(processes) >= 3
+    assert_they_end(processes)
+    found = generator.generate_stream(LINES[:9], window=2)
+    expected = "".join(format_targets(index, candidates, False) for index, candidates in enumerate(found))
+    written = output.read_text(encoding="utf-8")
+    assert expected.startswith(written) and written.endswith("\n")
+
+
+def processes_of_session(session):
+    """All processes whose session is the given one."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(path.read_text().rsplit(")", 1)[1].split()[3]) == session:
+                found.append(int(path.parent.name))
+    return found
