@@ -3,6 +3,7 @@
 Which text comes out is defined by transformers' own loops; they also run wherever something is asked for that is not known here.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from .beam_search import beam_search
 from .decoder_state import DecoderState
 from .sampling import sample
 from .search_rules import ROW_CRITERIA, ROW_PROCESSORS
+from .step_layer import step_head
 from .tree_decoder_state import TreeDecoderState
 
 # What the loops here know of the arguments of the network.
@@ -116,12 +118,13 @@ class MetaphraseGenerationMixin(GenerationMixin):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         memory, mask = model_kwargs["encoder_outputs"].last_hidden_state, model_kwargs.get("attention_mask")
         copies = len(input_ids) // len(memory)
-        prompt = input_ids[::copies]
+        prompt, head = input_ids[::copies], step_head(self.get_decoder(), self.get_output_embeddings())
+        project = functools.partial(self.project, head=head)
         if config.num_beams > 1:
             state = TreeDecoderState(self.get_decoder(), memory, mask)
-            return beam_search(self.project, state, prompt, processors, config)
+            return beam_search(project, state, prompt, processors, config)
         state = DecoderState(self.get_decoder(), memory, mask)
-        return sample(self.project, state, prompt, copies, processors, config, with_scores)
+        return sample(project, state, prompt, copies, processors, config, with_scores)
 
     def _is_known(
         self,

@@ -1,5 +1,7 @@
 """The models: encoder and decoder joined, with a head for generation, and the encoder alone."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
@@ -222,9 +224,16 @@ class MetaphraseForConditionalGeneration(_EncoderDecoderEmbeddings, MetaphraseGe
         start = config.decoder_start_token_id
         return shift_right(labels, config.pad_token_id, start, target_lengths, config.decoder_start_from_labels)
 
-    def project(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Logits `(..., vocab)` of what the decoder puts out, `(..., hidden)`."""
-        return clamp_float16(self.lm_head(self._scale(hidden_states)))
+    def project(
+        self, hidden_states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Logits `(..., vocab)` of what the decoder puts out, `(..., hidden)`.
+
+        Args:
+            hidden_states: The decoder's output.
+            head: Computes what `lm_head` does, in another way.
+        """
+        return clamp_float16((self.lm_head if head is None else head)(self._scale(hidden_states)))
 
     def _scale(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return hidden_states if self.config.logits_scale == 1.0 else hidden_states * self.config.logits_scale

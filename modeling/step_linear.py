@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 # A larger matrix takes so long that one call more does not count, and its copy would be much to hold.
-_LARGEST_SIZE = 2**22
-# A larger one, of a layer by itself, is not worth a second copy.
+LARGEST_SIZE = 2**22
+# A larger one, of a layer by itself, is not worth a second copy, of which each layer of the decoder would need one.
 _LARGEST_TRANSPOSED = 2**20
 # A CPU multiplies so few rows by a transposed weight, which it reads in the order in which it lies, up to twice as fast.
 _FEW_ROWS = 64
@@ -24,12 +24,13 @@ class StepLinear:
         copied: Weights and biases that were copied.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], copies: bool = True):
+    def __init__(self, layers: Sequence[nn.Module], copies: bool = True, largest_transposed: int = _LARGEST_TRANSPOSED):
         """Copies what helps.
 
         Args:
             layers: Of one input width, all with a bias or none.
             copies: Whether weights may be copied.
+            largest_transposed: Entries of the largest weight of a layer by itself to be copied.
         """
         self.layers, self.copied = list(layers), []
         self._weight = self._bias = self._transposed = None
@@ -49,7 +50,7 @@ class StepLinear:
                 self._bias = torch.cat([bias.detach() for bias in biases])
             self.copied = weights + [bias for bias in biases if bias is not None]
         else:
-            packs = packs and first.weight.numel() <= _LARGEST_TRANSPOSED
+            packs = packs and first.weight.numel() <= largest_transposed
             self._weight, self._bias = first.weight, first.bias
             self.copied = [first.weight] if packs else []
         if packs:
@@ -77,7 +78,7 @@ class StepLinear:
 
 
 def _is_small(layer: nn.Module) -> bool:
-    if type(layer) is not nn.Linear or layer.weight.numel() > _LARGEST_SIZE or not layer.weight.is_contiguous():
+    if type(layer) is not nn.Linear or layer.weight.numel() > LARGEST_SIZE or not layer.weight.is_contiguous():
         return False
     # A tensor that was made under inference mode has no version.
     return not any(part.is_inference() for part in layer.parameters())
