@@ -64,7 +64,7 @@ class DecoderState:
         self._slots: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._token_views: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._token_biases: list[torch.Tensor | None] = []
-        # Of each place in a target: (places, hidden), and cosine and sine (places, rotated).
+        # So many places of a target have been prepared: (places, hidden), and cosine and sine (places, rotated).
         self.num_places = 0
         self._positions: torch.Tensor | None = None
         self._rotations: tuple[torch.Tensor, torch.Tensor] | None = None

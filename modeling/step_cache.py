@@ -56,7 +56,7 @@ class StepCache:
         self.keys, self.values = self.keys.index_select(1, rows), self.values.index_select(1, rows)
 
     def keep_places(self, places: torch.Tensor) -> None:
-        """Goes on with these places of each row, `(rows, count)`, in ascending order, which come to the front."""
+        """Goes on with these places of each row, `(rows, count)`, which come to the front."""
         count, device = places.shape[1], places.device
         is_there = (places == torch.arange(count, device=device)).all(dim=0)
         # What stands where it belongs, at the beginning of all rows, stays.
