@@ -247,6 +247,8 @@ def test_an_interrupt_from_the_terminal_ends_all_and_keeps_what_was_written(fold
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
+        # A shell lets what it starts in the background ignore interrupts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
         command.stdin.write("".join(f"{line}\n" for line in LINES[:9]).encode())
