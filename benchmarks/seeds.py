@@ -32,6 +32,8 @@ def train(recipe: Path, seed: int, arguments: argparse.Namespace) -> dict:
     folder = arguments.output_dir / f"{recipe.stem}_seed_{seed}"
     words = ["train", str(recipe), "--data_dir", str(arguments.data_dir), "--output_dir", str(folder)]
     words += ["--seed", str(seed), "--disable_tqdm", "true", "--resume"]
+    if arguments.bf16 is not None:
+        words += ["--bf16", arguments.bf16]
     command = [sys.executable, "-m", "metaphrase.scripts", *words]
     if arguments.core is not None:
         command = ["taskset", "-c", str(arguments.core), *command]
@@ -40,7 +42,8 @@ def train(recipe: Path, seed: int, arguments: argparse.Namespace) -> dict:
         # What it says is of a run that was thrown away.
         clock.unlink(missing_ok=True)
     seconds = carry_out(command, os.environ | {"OMP_NUM_THREADS": str(arguments.threads)}, clock)
-    return read_run(folder) | {"seed": seed, "seconds": round(seconds), "machine": describe_machine(arguments.threads)}
+    run = read_run(folder) | {"seed": seed, "seconds": round(seconds), "machine": describe_machine(arguments.threads)}
+    return run if arguments.bf16 is None else run | {"bf16": arguments.bf16 == "true"}
 
 
 def carry_out(command: list[str], environment: dict[str, str], clock: Path) -> float:
@@ -134,6 +137,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="%(default)s")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch [%(default)s]")
     parser.add_argument("--core", type=int, help="processor core to pin to")
+    parser.add_argument(
+        "--bf16", choices=("true", "false"), help="in place of the recipe's, for processors that it slows down; noted"
+    )
     parser.add_argument("--output_dir", type=Path, default=Path("runs"), help="where the models go [%(default)s]")
     parser.add_argument(
         "--output", type=Path, help="JSON file [benchmarks/results/RECIPE.json]; a picture goes beside it"

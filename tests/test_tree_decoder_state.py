@@ -59,7 +59,8 @@ def walk(setup, turns, seed=3, leaving=None):
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("design", CROSSED)
 def test_targets_are_as_if_alone(design, groups):
-    walk(setting(**CROSSED[design], num_key_value_heads=4 // groups)[:3], turns=6, leaving=3)
+    state, kept = walk(setting(**CROSSED[design], num_key_value_heads=4 // groups)[:3], turns=6, leaving=3)
+    assert state._tokens.rows == 2 and state.groups == groups and kept[0] == 2 + COPIES
 
 
 @pytest.mark.parametrize("design", DESIGNS)
@@ -75,7 +76,9 @@ def test_what_was_never_written_need_not_be_numbers(monkeypatch):
     monkeypatch.setattr(
         torch.Tensor, "new_empty", lambda self, *shape: self.new_full(shape[0] if len(shape) == 1 else shape, torch.nan)
     )
-    walk(setting(**DESIGNS["relative"])[:3], turns=20, leaving=9)
+    state, _ = walk(setting(**DESIGNS["relative"])[:3], turns=20, leaving=9)
+    # There are places that were made and not written.
+    assert state._tokens.capacity > state.num_tokens and state._tokens.keys[..., state.num_tokens :].isnan().any()
 
 
 def test_bfloat16_is_as_close_as_it_is_precise():
