@@ -42,6 +42,7 @@ PLACES = {
     "last ones": [[3, 4, 5]] * 3,
     "of each row": [[0, 1, 4, 5], [0, 2, 3, 4], [0, 1, 2, 3]],
     "one": [[5], [0], [3]],
+    "one that belongs there behind others": [[1, 0, 2]] * 3,
 }
 
 
