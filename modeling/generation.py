@@ -162,7 +162,8 @@ class MetaphraseGenerationMixin(GenerationMixin):
         """Whether nothing is hooked to the decoder that a call of it as a whole would have to meet."""
         return not any(
             module._forward_pre_hooks
-            or hasattr(module, "_hf_hook")
+            # `hasattr` asks a module for parameters, buffers and modules of that name first.
+            or "_hf_hook" in vars(module)
             or any(map(_counts, module._forward_hooks.values()))
             for module in self.get_decoder().modules()
         )

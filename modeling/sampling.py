@@ -58,7 +58,10 @@ def sample(
         if totals is not None:
             log_probs = nn.functional.log_softmax(scores, dim=-1).take_along_dim(tokens[:, None], dim=1)[:, 0]
             totals[rows] += log_probs.masked_fill(is_ended, 0.0)
-        if ends is not None:
+        if ends is not None and copies == 1:
+            # Those that have ended are not there any more.
+            is_ended = are_ends(tokens, ends)
+        elif ends is not None:
             tokens = tokens.masked_fill(is_ended, padding)
             is_ended = is_ended | are_ends(tokens, ends)
         ids = torch.cat((ids, tokens[:, None]), dim=1)
