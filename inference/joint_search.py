@@ -112,7 +112,7 @@ class JointSearch(abc.ABC):
         states = self._open_states(
             model, input_ids, logits_processor, stopping_criteria, generation_config, partners, kwargs
         )
-        projections = [model.project, *(partner.project for partner, _ in partners)]
+        projections = [each.step_projection() for each in (model, *(partner for partner, _ in partners))]
         ids, scores = self.search(projections, states, input_ids, logits_processor, generation_config, return_scores)
         return GenerateBeamEncoderDecoderOutput(sequences=ids, sequences_scores=scores)
 

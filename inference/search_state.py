@@ -138,9 +138,10 @@ def search_inputs(
         memory, mask = memory[::copies], None if mask is None else mask[::copies]
     is_known = getattr(model, "_is_known", None)
     if is_known is not None and is_known(input_ids, processors, criteria, config, **model_kwargs):
+        to_logits = model.step_projection()
 
         def project(hidden_states: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
-            return model.project(hidden_states if rows is None else hidden_states[rows])
+            return to_logits(hidden_states if rows is None else hidden_states[rows])
 
         return SearchInputs(project, lambda step: step, TreeDecoderState(model.get_decoder(), memory, mask), prompt)
 

@@ -171,7 +171,7 @@ class _Speculation:
         self.draft.go_back(self.lengths)
         probs = []
         for place in range(width):
-            scores = self._processed(self.lengths + place, self.project_draft(hidden_states)[:, 0].float())
+            scores = self._processed(self.lengths + place, self.project_draft(hidden_states[:, 0]).float())
             if self.config.do_sample:
                 probs.append(nn.functional.softmax(scores, dim=-1))
                 tokens = torch.multinomial(probs[-1], num_samples=1)

@@ -118,13 +118,16 @@ class MetaphraseGenerationMixin(GenerationMixin):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         memory, mask = model_kwargs["encoder_outputs"].last_hidden_state, model_kwargs.get("attention_mask")
         copies = len(input_ids) // len(memory)
-        prompt, head = input_ids[::copies], step_head(self.get_decoder(), self.get_output_embeddings())
-        project = functools.partial(self.project, head=head)
+        prompt, project = input_ids[::copies], self.step_projection()
         if config.num_beams > 1:
             state = TreeDecoderState(self.get_decoder(), memory, mask)
             return beam_search(project, state, prompt, processors, config)
         state = DecoderState(self.get_decoder(), memory, mask)
         return sample(project, state, prompt, copies, processors, config, with_scores)
+
+    def step_projection(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """`project`, made ready for the decoder's steps: as the weights are now."""
+        return functools.partial(self.project, head=step_head(self.get_decoder(), self.get_output_embeddings()))
 
     def _is_known(
         self,
