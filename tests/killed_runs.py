@@ -1,20 +1,15 @@
-"""Runs that are killed, for the tests of what is resumed.
+"""Trainings that are killed, for the tests of what is resumed."""
 
-Run as a file, this is the server that trains: it imports everything once, and forks a process for each job it reads.
-"""
-
-import gc
-import json
+import functools
 import os
 import random
 import signal
 import socket
-import subprocess
 import sys
-import traceback
 from pathlib import Path
 
 import torch
+from job_server import JobServer, fork, serve
 from safetensors import torch as safetensors_torch
 from transformers import (
     EarlyStoppingCallback,
@@ -29,7 +24,6 @@ from metaphrase.training.batching import LengthGroupedSampler, PairCollator
 from metaphrase.training.checkpoints import WholeCheckpoints
 from metaphrase.training.trainer import MetaphraseTrainer
 
-LIMIT_SECONDS = 100
 BASE = {
     "per_device_train_batch_size": 4,
     "per_device_eval_batch_size": 8,
@@ -267,8 +261,47 @@ def make_trainer(case, output, callbacks=()):
     )
 
 
+class Server(JobServer):
+    """Runs trainings, and kills them."""
+
+    def __init__(self):
+        super().__init__(__file__)
+
+    def run(self, output, *, resume=None, processes=1, **job):
+        """Carries out a job. Returns whether it was killed, and what it wrote."""
+        with socket.socket() as place:
+            place.bind(("127.0.0.1", 0))
+            port = place.getsockname()[1]
+        job |= {"output": str(output), "resume": resume, "processes": processes, "port": port}
+        Path(job["output"] + ".log").unlink(missing_ok=True)
+        ends, log = self.ask(job)
+        # Where one of several is killed, the others fail.
+        assert not any(ends) or -signal.SIGKILL in ends, log
+        return any(ends), log
+
+
 def carry_out(job):
+    """Forks the processes of a job. Returns how they ended, and what they wrote."""
+    children = [fork(functools.partial(train, job, rank)) for rank in range(job["processes"])]
+    statuses = {}
+    while len(statuses) < len(children):
+        child, status = os.waitpid(-1, 0)
+        statuses[child] = os.waitstatus_to_exitcode(status)
+        if statuses[child] != 0:
+            # As torchrun does: the others would wait for it for ever.
+            for other in set(children) - set(statuses):
+                os.kill(other, signal.SIGKILL)
+    return [statuses[child] for child in children], Path(job["output"] + ".log").read_text(encoding="utf-8")
+
+
+def train(job, rank):
     """Trains a case, or carries out a recipe, up to where the job says that it is killed."""
+    log = os.open(job["output"] + ".log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    if job["processes"] > 1:
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job["processes"], "MASTER_PORT": job["port"]}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in ranks.items()}}
     callbacks = [KilledAt(*job["at"])] if "at" in job else []
     if "write" in job:
         kill_at_write(*job["write"])
@@ -287,74 +320,11 @@ def carry_out(job):
     trainer.save_state()
 
 
-def serve():
-    """Reads a job from each line, and answers how its processes ended and what they wrote."""
+if __name__ == "__main__":
+    # Children find them imported.
     import datasets  # noqa: F401
     import tiny_models  # noqa: F401
 
     import metaphrase.training.experiment  # noqa: F401
 
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
-    print("ready", flush=True)
-    for line in sys.stdin:
-        job = json.loads(line)
-        children = [start(job, rank) for rank in range(job["processes"])]
-        statuses = {}
-        while len(statuses) < len(children):
-            child, status = os.waitpid(-1, 0)
-            statuses[child] = os.waitstatus_to_exitcode(status)
-            if statuses[child] != 0:
-                # As torchrun does: the others would wait for it for ever.
-                for other in set(children) - set(statuses):
-                    os.kill(other, signal.SIGKILL)
-        ends = [statuses[child] for child in children]
-        print(json.dumps([ends, Path(job["output"] + ".log").read_text(encoding="utf-8")]), flush=True)
-
-
-def start(job, rank):
-    if child := os.fork():
-        return child
-    signal.alarm(LIMIT_SECONDS)
-    log = os.open(job["output"] + ".log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    if job["processes"] > 1:
-        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job["processes"], "MASTER_PORT": job["port"]}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in ranks.items()}}
-    try:
-        carry_out(job)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-class Server:
-    def __init__(self):
-        self.process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert self.process.stdout.readline() == "ready\n"
-
-    def run(self, output, *, resume=None, processes=1, **job):
-        """Carries out a job. Returns whether it was killed, and what it wrote."""
-        with socket.socket() as place:
-            place.bind(("127.0.0.1", 0))
-            port = place.getsockname()[1]
-        job |= {"output": str(output), "resume": resume, "processes": processes, "port": port}
-        Path(job["output"] + ".log").unlink(missing_ok=True)
-        self.process.stdin.write(json.dumps(job) + "\n")
-        self.process.stdin.flush()
-        ends, log = json.loads(self.process.stdout.readline())
-        # Where one of several is killed, the others fail.
-        assert not any(ends) or -signal.SIGKILL in ends, log
-        return any(ends), log
-
-
-if __name__ == "__main__":
-    serve()
+    serve(carry_out)

@@ -19,8 +19,7 @@ DIFFERENT = ("runtime", "per_second", "seconds", "is_local", "local_files_only")
 def server():
     server = Server()
     yield server
-    server.process.stdin.close()
-    assert server.process.wait() == 0
+    server.close()
 
 
 @pytest.fixture(scope="module")
