@@ -94,7 +94,8 @@ class MetaphraseConfig(PreTrainedConfig):
         attention_dropout: Probability for the attention weights.
         activation_dropout: Probability inside the feed-forward.
         initializer_range: Standard deviation of every weight; `None` scales each with its shape: (2 / (in + out)) ** 0.5 for
-            a projection (Glorot and Bengio 2010), `hidden_size` ** -0.5 for an embedding.
+            a projection (Glorot and Bengio 2010); an embedding gets `hidden_size` ** -0.5, over `logits_scale` where it is the
+            output projection, too, or 1 where it is neither that nor scaled, as in T5.
 
     Raises:
         ValueError: If a field is out of its range or two fields contradict each other.

@@ -97,6 +97,8 @@ class SinusoidalPositionEmbedding(nn.Module):
 class LearnedPositionEmbedding(nn.Embedding):
     """A trained vector per position, up to `max_position_embeddings` of them."""
 
+    is_of_positions = True
+
     def __init__(self, config: MetaphraseConfig):
         super().__init__(config.max_position_embeddings + config.position_offset, config.hidden_size)
         self.offset = config.position_offset
@@ -206,6 +208,7 @@ class RelativePositionBias(nn.Module):
         self.max_distance = config.relative_attention_max_distance
         self.is_bidirectional = is_bidirectional
         self.embedding = nn.Embedding(self.num_buckets, heads)
+        self.embedding.is_of_positions = True
 
     def bucket(self, distance: torch.Tensor) -> torch.Tensor:
         """Puts distances, key position minus query position, into buckets.

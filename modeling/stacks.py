@@ -55,17 +55,10 @@ class MetaphrasePreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module):
         """Fills a module's parameters and buffers, from the meta device too. Norms are the parent's."""
         super()._init_weights(module)
-        config = self.config
-        std = config.initializer_range
-        embedding_std = config.hidden_size**-0.5 if std is None else std
-        if isinstance(module, nn.Linear):
-            fan_in, fan_out = module.in_features, module.out_features
-            is_head = self._is_resizing_head or module is getattr(self, "lm_head", None)
-            gain = getattr(module, "initial_gain", 1.0)
-            scaled = gain * (2 / (fan_in + fan_out)) ** 0.5 if std is None else std
-            init.normal_(module.weight, std=embedding_std if is_head else scaled)
-        elif isinstance(module, nn.Embedding):
-            init.normal_(module.weight, std=embedding_std)
+        std = self.config.initializer_range
+        if isinstance(module, nn.Linear | nn.Embedding):
+            init.normal_(module.weight, std=self._std_by_shape(module) if std is None else std)
+        if isinstance(module, nn.Embedding):
             # A part of a weight does not know that the whole was loaded.
             if module.padding_idx is not None and not getattr(module.weight, "_is_hf_initialized", False):
                 init.zeros_(module.weight[module.padding_idx])
@@ -77,6 +70,19 @@ class MetaphrasePreTrainedModel(PreTrainedModel):
             init.copy_(module.original_inv_freq, frequencies)
         elif isinstance(module, AlibiPositionBias):
             init.copy_(module.slopes, alibi_slopes(module.heads))
+
+    def _std_by_shape(self, module: nn.Linear | nn.Embedding) -> float:
+        """Lets states, attention scores and logits start with a variance of about 1, as T5's own initialization does."""
+        config, unit = self.config, self.config.hidden_size**-0.5
+        if isinstance(module, nn.Linear):
+            if self._is_resizing_head or module is getattr(self, "lm_head", None):
+                return unit / config.logits_scale
+            return getattr(module, "initial_gain", 1.0) * (2 / (module.in_features + module.out_features)) ** 0.5
+        if getattr(module, "is_of_positions", False):
+            return unit
+        if config.tie_word_embeddings:
+            return unit / config.logits_scale
+        return unit if config.scale_embedding else 1.0
 
     @property
     def _tied_weights_keys(self) -> dict[str, str]:

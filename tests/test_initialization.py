@@ -5,7 +5,7 @@ import torch
 from tiny_models import DESIGNS, tiny_config, tiny_model
 from weights import assert_same_tensors, assert_std, every_tensor
 
-from metaphrase.modeling import MetaphraseEncoderModel, MetaphraseForConditionalGeneration
+from metaphrase.modeling import MetaphraseConfig, MetaphraseEncoderModel, MetaphraseForConditionalGeneration
 
 
 @pytest.mark.parametrize("model_class", [MetaphraseForConditionalGeneration, MetaphraseEncoderModel])
@@ -76,12 +76,27 @@ def test_initialization_by_shape(design):
         if isinstance(module, torch.nn.Linear):
             std = (2 / (module.in_features + module.out_features)) ** 0.5
             if module is model.lm_head:
-                std = 64**-0.5
+                std = 64**-0.5 / config.logits_scale
             elif name.endswith("q_proj") and config.attention_scale is not None:
                 std *= 16**-0.5 / config.attention_scale
             assert_std(module.weight, std, name)
             assert module.bias is None or not module.bias.any()
         elif isinstance(module, torch.nn.Embedding):
-            assert_std(module.weight, 64**-0.5, name)
+            std = 64**-0.5
+            if name.endswith("embed_tokens") and config.tie_word_embeddings:
+                std /= config.logits_scale
+            elif name.endswith("embed_tokens") and not config.scale_embedding:
+                std = 1.0
+            assert_std(module.weight, std, name)
         elif "norm" in name and hasattr(module, "weight"):
             assert torch.equal(module.weight, torch.ones_like(module.weight)), name
+
+
+@pytest.mark.parametrize("preset", ["t5-small", "t5-v1.1-small", "transformer-iwslt", "metaphrase-tiny"])
+def test_logits_begin_with_a_variance_of_about_one(preset):
+    sizes = {"vocab_size": 1000, "encoder_layers": 1, "decoder_layers": 1}
+    model = MetaphraseForConditionalGeneration(MetaphraseConfig.from_preset(preset, **sizes)).eval()
+    ids = torch.randint(10, 1000, (4, 20))
+    with torch.no_grad():
+        logits = model(input_ids=ids, decoder_input_ids=ids).logits
+    assert 0.7 < logits.std() < 1.4
