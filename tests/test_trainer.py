@@ -6,7 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 from tiny_models import tiny_model
-from transformers import AutoTokenizer, Seq2SeqTrainingArguments
+from transformers import AutoTokenizer, BartConfig, BartForConditionalGeneration, Seq2SeqTrainingArguments
 
 from metaphrase.modeling import IGNORED_LABEL, sequence_loss
 from metaphrase.tokenization import TokenizerPair, train_tokenizer
@@ -33,7 +33,7 @@ def pairs():
 
 
 def make_trainer(model, pairs, folder, **options):
-    names = ("score", "tokenizers", "generation_options", "max_tokens_per_batch")
+    names = ("score", "tokenizers", "generation_options", "max_tokens_per_batch", "r_drop_alpha")
     own = {name: options.pop(name) for name in names if name in options}
     settings = {
         "predict_with_generate": True,
@@ -72,6 +72,50 @@ def test_training_loss_is_smoothed(model, pairs, tmp_path):
     expected = sequence_loss(model(**batch, return_logits=True).logits, batch["labels"], label_smoothing=0.3)
     assert torch.allclose(loss, expected)
     assert not torch.allclose(loss, model(**batch).loss)
+
+
+def tiny_bart():
+    """With positions to spare, and the same weights at each call."""
+    torch.manual_seed(3)
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+    fields = {"vocab_size": 60, "dropout": 0.0, "forced_eos_token_id": None, "max_position_embeddings": 32}
+    return BartForConditionalGeneration(BartConfig(**sizes, **heads, **ids, **fields))
+
+
+def test_other_families_have_their_labels_smoothed(pairs, tmp_path):
+    model = tiny_bart()
+    trainer = make_trainer(model, pairs, tmp_path, label_smoothing_factor=0.3)
+    batch = PairCollator(0)(pairs[:4])
+    loss = trainer.compute_loss(model.train(), dict(batch), num_items_in_batch=torch.tensor(50))
+    logits = model(**batch).logits
+    assert torch.allclose(loss, sequence_loss(logits, batch["labels"], 50, label_smoothing=0.3))
+    metrics = trainer.evaluate()
+    total = count = 0
+    with torch.no_grad():
+        for pair in pairs:
+            total += model.eval()(**PairCollator(0)([pair])).loss.item() * len(pair["labels"])
+            count += len(pair["labels"])
+    assert metrics["eval_loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_other_families_accumulate_to_the_same_weights(pairs, tmp_path):
+    models, logs = [tiny_bart(), tiny_bart()], []
+    for model, (rows, times) in zip(models, ((12, 1), (3, 4)), strict=True):
+        options = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": times, "max_steps": 3}
+        trainer = make_trainer(model, pairs, tmp_path, **options, logging_steps=1, optim="sgd", learning_rate=0.5)
+        trainer.train()
+        logs.append([(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry])
+    for whole, accumulated in zip(*logs, strict=True):
+        assert accumulated == pytest.approx(whole, rel=1e-4)
+    for name, weight in models[0].named_parameters():
+        assert torch.allclose(models[1].get_parameter(name), weight, atol=1e-5), name
+
+
+def test_other_families_refuse_r_drop(pairs, tmp_path):
+    with pytest.raises(ValueError, match="`r_drop_alpha` must come with a Metaphrase model, got a BartForCond"):
+        make_trainer(tiny_bart(), pairs, tmp_path, r_drop_alpha=1.0)
 
 
 def test_predictions_reach_the_score_in_order(model, pairs, tmp_path):

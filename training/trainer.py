@@ -1,5 +1,6 @@
 """MetaphraseTrainer: `Seq2SeqTrainer` with the loss left to the model and an evaluation that decodes by length."""
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel, Seq2SeqTrainer
 from transformers.trainer_utils import seed_worker
 
 from metaphrase.inference import decode
-from metaphrase.modeling import IGNORED_LABEL
+from metaphrase.modeling import IGNORED_LABEL, sequence_loss
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.adafactor_options import AdafactorOptionsMixin
 from metaphrase.training.adapters import is_adapted
@@ -46,11 +47,11 @@ class MetaphraseTrainer(
     It differs from its parent in a few things. With `max_tokens_per_batch`, batches are formed by a budget of tokens, not by a
     number of pairs, and packed without padding where the model can read that. Without it, batches of like length
     (`train_sampling_strategy: group_by_length`) come in random order, where the parent's run from the longest to the shortest
-    again and again. Label smoothing happens inside the model, so it needs no decoder input from the collator, follows
-    `num_items_in_batch`, and leaves the evaluation loss what it says it is. That loss is the mean over all tokens, not over
-    batches, and its exponential is reported as perplexity. Checkpoints are whole or not there, and a resumed run ends as one
-    that was not stopped. With `predict_with_generate`, the evaluation decodes in batches of
-    like length and hands texts to `score`.
+    again and again. Label smoothing happens inside the model (for other families, on its logits), so it needs no decoder input
+    from the collator, follows `num_items_in_batch`, and leaves the evaluation loss what it says it is. That loss is the mean
+    over all tokens, not over batches, and its exponential is reported as perplexity. Accumulated batches give the gradient of
+    one large batch, with models of other families, too. Checkpoints are whole or not there, and a resumed run ends as one that
+    was not stopped. With `predict_with_generate`, the evaluation decodes in batches of like length and hands texts to `score`.
     """
 
     def __init__(
@@ -94,6 +95,13 @@ class MetaphraseTrainer(
         self.label_smoothing = self.args.label_smoothing_factor
         # The parent's smoother would take the labels away from the model.
         self.label_smoother = None
+        if self.compute_loss_func is None and not _smooths(self.model):
+            if r_drop_alpha:
+                raise ValueError(
+                    f"`r_drop_alpha` must come with a Metaphrase model, got a {type(self.model).__name__}."
+                )
+            # Models of other families neither smooth labels nor divide by those of the whole step.
+            self.compute_loss_func = self._loss_of_logits
         self._evaluation_loss = torch.zeros(2, dtype=torch.float64)
 
     def create_accelerator_and_postprocess(self):
@@ -201,14 +209,23 @@ class MetaphraseTrainer(
         missing = [name for name in load_result.missing_keys if name not in tied]
         super()._issue_warnings_after_load(type(load_result)(missing, load_result.unexpected_keys))
 
+    def _loss_of_logits(self, outputs, labels: torch.Tensor, num_items_in_batch=None) -> torch.Tensor:
+        smoothing = self.label_smoothing if self.model.training else 0.0
+        return sequence_loss(outputs["logits"], labels, num_items_in_batch, smoothing)
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if model.training:
+        is_training = model.training
+        if self.compute_loss_func == self._loss_of_logits:
+            # The parent takes away the labels, of which these models make what their decoder reads.
+            inputs, model = dict(inputs), partial(model, labels=inputs["labels"])
+        elif is_training:
             inputs = {**inputs, "smoothing": self.label_smoothing}
+        if is_training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._decodes and self._is_packing_model:
             inputs = {**inputs, "return_logits": False}
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=None)
         num_labels = (inputs["labels"] != IGNORED_LABEL).sum().item()
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=None)
         self._evaluation_loss += torch.tensor([loss.item() * num_labels, num_labels], dtype=torch.float64)
         return (loss, outputs) if return_outputs else loss
 
@@ -250,6 +267,12 @@ class MetaphraseTrainer(
             decoded = gather_object(decoded)
         in_order = [ids for _, ids in sorted(decoded)]
         return self.score(in_order, [dataset[index]["labels"] for index in rows])
+
+
+def _smooths(model: PreTrainedModel) -> bool:
+    """Whether a model's own loss knows label smoothing, as that of Metaphrase models does."""
+    base = model.get_base_model() if is_adapted(model) else model
+    return "smoothing" in inspect.signature(base.forward).parameters
 
 
 def spread(rows: int, most: int | None) -> list[int]:
