@@ -164,7 +164,7 @@ def test_the_oldest_go_but_neither_the_best_nor_the_newest(limit, best, expected
         (tmp_path / f"checkpoint-{step}").mkdir()
         os.utime(tmp_path / f"checkpoint-{step}", (1e9 + time, 1e9 + time))
     best = best and tmp_path / f"checkpoint-{best}"
-    discard_surplus(tmp_path, limit, tmp_path / "checkpoint-3", best)
+    discard_surplus(tmp_path, limit, [tmp_path / "checkpoint-3", best])
     assert names(tmp_path) == [f"checkpoint-{step}" for step in expected]
 
 

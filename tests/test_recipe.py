@@ -300,3 +300,18 @@ def test_relative_output_folder_is_saved(tmp_path):
 def test_missing_recipe(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"lost\.yaml"):
         load_recipe(tmp_path / "lost.yaml")
+
+
+@pytest.mark.parametrize(
+    ("metric", "given", "expected"),
+    [
+        *(("bleu", None, True), ("eval_chrf", None, True), ("german_bleu", None, True), ("loss", None, False)),
+        *(("perplexity", None, False), ("eval_ter", None, False), ("german_wer", None, False), ("ter", True, True)),
+    ],
+)
+def test_the_better_direction_of_a_metric_is_known(metric, given, expected):
+    options = {"output_dir": "run", "use_cpu": True, "metric_for_best_model": metric, "greater_is_better": given}
+    recipe = Recipe(
+        train_file="train.tsv", training={name: value for name, value in options.items() if value is not None}
+    )
+    assert recipe.training_arguments().greater_is_better is expected

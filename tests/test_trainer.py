@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, BartConfig, BartForConditionalGeneration
 from metaphrase.modeling import IGNORED_LABEL, sequence_loss
 from metaphrase.tokenization import TokenizerPair, train_tokenizer
 from metaphrase.training.batching import PairCollator
+from metaphrase.training.checkpoint_folders import checkpoints_in, step_of
 from metaphrase.training.trainer import MetaphraseTrainer, spread
 
 SIDES = {"source": "input_ids", "target": "labels"}
@@ -33,7 +34,7 @@ def pairs():
 
 
 def make_trainer(model, pairs, folder, **options):
-    names = ("score", "tokenizers", "generation_options", "max_tokens_per_batch", "r_drop_alpha")
+    names = ("score", "tokenizers", "generation_options", "max_tokens_per_batch", "r_drop_alpha", "num_best_kept")
     own = {name: options.pop(name) for name in names if name in options}
     settings = {
         "predict_with_generate": True,
@@ -188,3 +189,21 @@ def test_packed_rows_have_few_lengths_in_half_precision(half, multiple, model, p
         kept = kept[(kept != IGNORED_LABEL) & (kept != model.config.pad_token_id)]
         assert sorted(kept.tolist()) == sorted(tokens)
         assert (sum(map(len, rows)) > len(tokens)) == (multiple > 1)
+
+
+@pytest.mark.parametrize(("metric", "kept"), [(None, [1, 3, 6]), ("bleu", [1, 3, 6]), ("ter", [2, 6])])
+def test_the_best_checkpoints_are_kept_however_old(model, pairs, tmp_path, metric, kept):
+    scores = iter([5.0, 1.0, 9.0, 2.0, 3.0, 1.0])
+
+    def score(decoded, labels):
+        return dict.fromkeys(("bleu", "ter"), next(scores))
+
+    options = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 6}
+    options |= {
+        "save_total_limit": 2,
+        "num_best_kept": 2,
+        "metric_for_best_model": metric,
+        "greater_is_better": metric != "ter",
+    }
+    make_trainer(model, pairs, tmp_path, score=score, **options).train()
+    assert [step_of(path) for path in checkpoints_in(tmp_path)] == kept

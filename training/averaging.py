@@ -97,16 +97,29 @@ def _scores(run_folder: Path, by_step: Mapping[int, Path], metric: str) -> dict[
     if not states:
         raise ValueError(f"`best` needs the scores in `{TRAINER_STATE_NAME}`, got none in {run_folder}.")
     log = max(states, key=lambda state: state.get("global_step", 0)).get("log_history", [])
-    name = metric if metric.startswith("eval_") else f"eval_{metric}"
-    sign = -1 if name.rpartition("_")[2] in LOWER_IS_BETTER else 1
-    logged = {entry["step"]: entry[name] for entry in log if name in entry}
-    if not logged:
+    if not _logged(log, metric):
         known = sorted({key for entry in log for key in entry if key.startswith("eval_")})
         raise ValueError(f"`metric` must be one that was logged, one of {', '.join(known) or 'none'}, got {metric!r}.")
     if any((path / EXPONENTIAL_AVERAGE_NAME).is_file() for path in by_step.values()):
         logger.warning("The scores are those of exponential averages; the mean is one of the weights under them.")
+    return {step: score for step, score in scores_in(log, metric).items() if step in by_step}
+
+
+def is_better_lower(metric: str) -> bool:
+    """Whether a metric is a loss, a perplexity or an error rate; it may be that of a task, and begin with `eval_`."""
+    return metric.rpartition("_")[2] in LOWER_IS_BETTER
+
+
+def scores_in(log: Iterable[Mapping], metric: str) -> dict[int, float]:
+    """What a trainer's log says of a metric at each step, with a sign so that more is better."""
+    sign = -1 if is_better_lower(metric) else 1
     # What is not a number compares with nothing.
-    return {step: sign * logged[step] for step in by_step if step in logged and not math.isnan(logged[step])}
+    return {step: sign * score for step, score in _logged(log, metric).items() if not math.isnan(score)}
+
+
+def _logged(log: Iterable[Mapping], metric: str) -> dict[int, float]:
+    name = metric if metric.startswith("eval_") else f"eval_{metric}"
+    return {entry["step"]: entry[name] for entry in log if name in entry}
 
 
 def average_checkpoints(

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -205,15 +206,15 @@ def discard_checkpoint(checkpoint: str | Path) -> None:
     _remove_if_empty(discarded.parent)
 
 
-def discard_surplus(run_folder: str | Path, limit: int | None, newest: Path, best: str | Path | None) -> None:
-    """Deletes the oldest checkpoints of a run above `limit`, but neither the newest nor the best.
+def discard_surplus(run_folder: str | Path, limit: int | None, kept: Iterable[str | Path | None]) -> None:
+    """Deletes the oldest checkpoints of a run above `limit`, but none of those that are kept.
 
     Age is that of the folder and not the step: later steps may be those of a run that was given up for an earlier checkpoint.
     """
     if limit is None or limit <= 0:
         return
     checkpoints = checkpoints_in(run_folder)
-    kept = {Path(path).resolve() for path in (newest, best) if path is not None}
+    kept = {Path(path).resolve() for path in kept if path is not None}
     old = [path for path in checkpoints if path.resolve() not in kept]
     old.sort(key=lambda path: (path.stat().st_mtime_ns, step_of(path)))
     surplus = min(len(old), max(0, len(checkpoints) - limit))

@@ -255,6 +255,7 @@ class Experiment:
             r_drop_start_step=recipe.r_drop_start_step,
             learning_rate_factors=recipe.learning_rate_factors,
             layer_decay=recipe.layer_decay,
+            num_best_kept=recipe.average_best or 0,
             generation_options={"num_beams": arguments.generation_num_beams or 1},
         )
 

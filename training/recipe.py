@@ -16,6 +16,7 @@ from typing import Any
 
 from transformers import Seq2SeqTrainingArguments
 
+from metaphrase.training.averaging import is_better_lower
 from metaphrase.training.recipe_checks import check_recipe
 from metaphrase.training.recipe_fields import RecipeFields
 from metaphrase.training.recipe_values import ValueType, dump_yaml, fit_value, fit_words, load_yaml, parse_words
@@ -153,6 +154,10 @@ class Recipe(RecipeFields):
         arguments = {**TRAINING_DEFAULTS, **copy.deepcopy(self.training), **extra}
         if not arguments.get("output_dir"):
             raise ValueError("`output_dir` must be given, got none. Pass --output_dir FOLDER.")
+        metric = arguments.get("metric_for_best_model")
+        if metric is not None and arguments.get("greater_is_better") is None:
+            # transformers knows losses alone.
+            arguments["greater_is_better"] = not is_better_lower(metric)
         return Seq2SeqTrainingArguments(**arguments)
 
     def to_dict(self) -> dict[str, Any]:

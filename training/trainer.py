@@ -4,6 +4,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,7 +19,9 @@ from metaphrase.modeling import IGNORED_LABEL, sequence_loss
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.adafactor_options import AdafactorOptionsMixin
 from metaphrase.training.adapters import is_adapted
+from metaphrase.training.averaging import DEFAULT_METRIC, scores_in
 from metaphrase.training.batching import LengthGroupedSampler
+from metaphrase.training.checkpoint_folders import checkpoints_in, step_of
 from metaphrase.training.checkpoints import WholeCheckpoints
 from metaphrase.training.exponential_average import ExponentialAverageMixin
 from metaphrase.training.packed_collator import PackedCollator
@@ -66,6 +69,7 @@ class MetaphraseTrainer(
         r_drop_start_step: int = 0,
         learning_rate_factors: Mapping[str, float] | None = None,
         layer_decay: float = 1.0,
+        num_best_kept: int = 0,
         **kwargs,
     ):
         """Adds to the parent's arguments:
@@ -81,6 +85,7 @@ class MetaphraseTrainer(
             r_drop_alpha: Weight of the divergence of two passes (5 for translation in Liang et al. 2021); 0 is plain training.
             r_drop_start_step: Updates of plain training before that.
             learning_rate_factors: See `parameter_groups`, as for `layer_decay`.
+            num_best_kept: So many checkpoints, the best by `metric_for_best_model` (or BLEU), are kept however old they are.
         """
         super().__init__(*args, **kwargs)
         self.tokenizers = tokenizers
@@ -92,6 +97,7 @@ class MetaphraseTrainer(
         self.r_drop_start_step = r_drop_start_step
         self.learning_rate_factors = learning_rate_factors
         self.layer_decay = layer_decay
+        self.num_best_kept = num_best_kept
         self.label_smoothing = self.args.label_smoothing_factor
         # The parent's smoother would take the labels away from the model.
         self.label_smoother = None
@@ -114,6 +120,12 @@ class MetaphraseTrainer(
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         # The first version of FSDP marks its wrapper, which is off here, and not the model.
         return gather_model(model) if self.is_fsdp_enabled or is_sharded(model) else model
+
+    def _best_checkpoints(self, run: Path) -> list[str | Path | None]:
+        scores = scores_in(self.state.log_history, self.args.metric_for_best_model or DEFAULT_METRIC)
+        scored = [path for path in checkpoints_in(run) if step_of(path) in scores]
+        scored.sort(key=lambda path: (scores[step_of(path)], step_of(path)), reverse=True)
+        return [*super()._best_checkpoints(run), *scored[: self.num_best_kept]]
 
     def _get_train_sampler(self, train_dataset=None):
         dataset = self.train_dataset if train_dataset is None else train_dataset
