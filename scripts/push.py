@@ -18,19 +18,32 @@ import yaml
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from huggingface_hub.utils import validate_repo_id
+from transformers.dynamic_module_utils import get_relative_import_files
 
 from metaphrase.hub_card import write_model_card
-from metaphrase.hub_card.card import is_own_card
+from metaphrase.hub_card.card import FIGURE_NAME, is_own_card
 from metaphrase.hub_card.facts import SECRET_FIELDS
 from metaphrase.scripts.console import run
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
+from metaphrase.training.averaging import PROVENANCE_NAME
 
 logger = logging.getLogger(__name__)
 
 CARD = "README.md"
-# The last line: what SentencePiece tokenizers and chat-like templates are saved as.
-TOKENIZER_FILES = ("*.json", "*.txt", "*.spm", "spiece.model", "tokenizer.model", "sentencepiece*.model", "*.jinja")
-MODEL_FILES = ("model*.safetensors", "*.py", CARD, "*.png", "recipe.yaml", *TOKENIZER_FILES)
+# Names that tokenizers are saved under; the last lines are those of SentencePiece, of families' own kinds, and of templates.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+TOKENIZER_FILES += ("vocab.json", "vocab.txt", "merges.txt", "target_vocab.json", "vocab-src.json", "vocab-tgt.json")
+TOKENIZER_FILES += (
+    "*.spm",
+    "spiece.model",
+    "tokenizer.model",
+    "sentencepiece*.model",
+    "prophetnet.tokenizer",
+    "*.jinja",
+)
+SCORE_FILES = ("metrics.json", "data_report.json", "test_predictions.txt", "validation_predictions.txt", FIGURE_NAME)
+MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors", "model*.safetensors.index.json")
+MODEL_FILES += (CARD, "recipe.yaml", PROVENANCE_NAME, *SCORE_FILES, *TOKENIZER_FILES)
 # Why a file or folder stays here; the first pattern that fits decides.
 REASONS = {
     ".*": "hidden",
@@ -41,6 +54,9 @@ REASONS = {
     "*.pth": "not safetensors: can run code when it is loaded",
     "*.pkl": "not safetensors: can run code when it is loaded",
     "exponential_average.safetensors": "a state of the training run",
+    "trainer_state.json": "a state of the training run",
+    "*.py": "not code of the model",
+    "*.png": "not a picture of the card",
     "*": "not a file of the model",
 }
 
@@ -61,7 +77,8 @@ class Selection:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="metaphrase push",
-        description="Uploads a trained folder to the Hub: the model, its code, tokenizers, card and scores, nothing else.",
+        description="Uploads a trained folder to the Hub: the model, its code, tokenizers, card, recipe, scores "
+        "and predictions, nothing else.",
         allow_abbrev=False,
     )
     parser.add_argument("folder", help="folder with a trained model")
@@ -80,7 +97,8 @@ def make_parser() -> argparse.ArgumentParser:
 def select_files(folder: Path) -> Selection:
     """Chooses what is shared: files of a model at the top and, below `target_tokenizer/`, files of a tokenizer."""
     selection = Selection()
-    for directory, patterns in ((folder, MODEL_FILES), (folder / TARGET_SUBFOLDER, TOKENIZER_FILES)):
+    own = (*MODEL_FILES, *map(glob.escape, [*code_files(folder), *card_pictures(folder)]))
+    for directory, patterns in ((folder, own), (folder / TARGET_SUBFOLDER, TOKENIZER_FILES)):
         for path in sorted(directory.iterdir()) if directory.is_dir() else ():
             name = path.relative_to(folder).as_posix()
             is_hidden = path.name.startswith(".")
@@ -90,6 +108,30 @@ def select_files(folder: Path) -> Selection:
                 reason = next(REASONS[pattern] for pattern in REASONS if fnmatch(path.name, pattern))
                 selection.left_out[name + "/" * path.is_dir()] = reason
     return selection
+
+
+def code_files(folder: Path) -> list[str]:
+    """The modules that the configurations name, and those that these import from the folder."""
+    modules = set()
+    for name in ("config.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            fields = json.loads((folder / name).read_text(encoding="utf-8"))
+            places = [fields.get("auto_map") or {}, fields.get("custom_pipelines") or {}]
+            entries = [entry for place in places if isinstance(place, dict) for entry in place.values()]
+            for entry in entries:
+                names = entry.get("impl") if isinstance(entry, dict) else entry
+                names = names if isinstance(names, list) else [names]
+                # With two hyphens it is in another repository.
+                modules |= {each.partition(".")[0] for each in names if isinstance(each, str) and "--" not in each}
+    found = [folder / f"{module}.py" for module in modules if (folder / f"{module}.py").is_file()]
+    needed = [*found, *(Path(path) for module in found for path in get_relative_import_files(module))]
+    return sorted({path.name for path in needed})
+
+
+def card_pictures(folder: Path) -> list[str]:
+    """The pictures that the card shows."""
+    card = (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).is_file() else ""
+    return [path.name for path in folder.glob("*.png") if path.name in card]
 
 
 def check_folder(folder: Path) -> None:

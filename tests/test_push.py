@@ -33,6 +33,12 @@ FORBIDDEN = {
     "checkpoint-20/model.safetensors": "a checkpoint",
     "runs/events.json": "logs",
     "notes/text.txt": "not a file of the model",
+    "customers.json": "not a file of the model",
+    "train_corpus.txt": "not a file of the model",
+    "evaluate_mine.py": "not code of the model",
+    "outputs.png": "not a picture of the card",
+    # It names folders of this machine.
+    "trainer_state.json": "a state of the training run",
     "target_tokenizer/merges.bin": "not safetensors",
     "target_tokenizer/model.safetensors": "not a file of the model",
 }
@@ -153,7 +159,8 @@ def folder(tmp_path):
         (path / name).write_text(content, encoding="utf-8")
     for name in FORBIDDEN:
         (path / name).parent.mkdir(exist_ok=True)
-        (path / name).write_bytes(pickle.dumps("forbidden"))
+        is_read = name == "trainer_state.json"
+        (path / name).write_bytes(b'{"forbidden": 1}' if is_read else pickle.dumps("forbidden"))
     return path
 
 
@@ -239,6 +246,7 @@ def test_dry_run_tells_all_and_does_nothing(folder, option, monkeypatch, capsys)
 
 
 def test_files_of_other_tokenizers_are_part_of_the_model(folder):
+    (folder / "README.md").write_text("![attention](attention.png)", encoding="utf-8")
     names = {"spiece.model", "source.spm", "target.spm", "merges.txt", "chat_template.jinja", "attention.png"}
     for name in {*names, "other.model", "script.sh"}:
         (folder / name).write_bytes(b"x")
