@@ -24,9 +24,18 @@ OPTIONS = ("--resume", "--dry_run")
 
 
 def find_recipe(name: str) -> Path:
-    """The file that a word of the command line means: a path, or the name of a recipe that comes with the package."""
-    packaged = RECIPES / f"{Path(name).stem}.yaml"
-    return packaged if not Path(name).exists() and packaged.is_file() else Path(name)
+    """The file that a word of the command line means: a path, or a mere name, of a recipe that comes with the package.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+    """
+    path, packaged = Path(name), RECIPES / f"{name}.yaml"
+    if path.is_file():
+        return path
+    if path.name == name and packaged.is_file():
+        return packaged
+    names = ", ".join(sorted(each.stem for each in RECIPES.glob("*.yaml")))
+    raise FileNotFoundError(f"The recipe must be a file or one of {names}, got {name!r}.")
 
 
 def main(words: Sequence[str]) -> None:

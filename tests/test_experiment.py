@@ -302,6 +302,19 @@ def test_techniques_of_training_act(data, tmp_path):
         assert Experiment(make_recipe(data, tmp_path / name, **fields)).train()["loss"] != plain["loss"], name
 
 
+def test_fine_tuning_adds_special_tokens(data, tmp_path):
+    Experiment(make_recipe(data, tmp_path / "first", max_steps=1, save_steps=1, eval_steps=1)).train()
+    fields = {"model_name_or_path": tmp_path / "first", "preset": None, "vocab_size": None, "max_steps": 1}
+    fields |= {"additional_special_tokens": ["<2de>", "<2fr>"], "source_prefix": "<2de> "}
+    Experiment(make_recipe(data, tmp_path / "second", save_steps=1, eval_steps=1, **fields)).train()
+    first, second = (TokenizerPair.from_pretrained(tmp_path / name) for name in ("first", "second"))
+    assert len(second.source) == len(first.source) + 2
+    [ids] = second.encode_sources(["<2de> the cat"])
+    assert ids[0] == second.source.convert_tokens_to_ids("<2de>") == len(first.source)
+    assert second.decode_targets([ids]) == ["<2de> the cat"]
+    assert weights(tmp_path / "second")["lm_head.weight"].shape[0] == len(second.source)
+
+
 def test_r_drop_without_dropout_is_refused_before_training(data, tmp_path):
     recipe = make_recipe(data, tmp_path / "run", **{"r_drop_alpha": 3, "model.dropout": 0})
     with pytest.raises(ValueError, match="`r_drop_alpha` must come with a model whose dropout"):

@@ -7,6 +7,7 @@ import pytest
 import yaml
 from transformers import Seq2SeqTrainingArguments
 
+from metaphrase.scripts.train import find_recipe
 from metaphrase.training.recipe import TRAINING_DEFAULTS, Recipe, format_help, load_recipe
 
 
@@ -173,6 +174,9 @@ def test_refused_overrides(words, message):
         ({"joint_vocabulary": True, "target_vocab_size": 9}, ("joint_vocabulary", "target_vocab_size")),
         ({"target_tokenizer_name_or_path": "x"}, ("target_tokenizer_name_or_path", "tokenizer_name_or_path")),
         ({"model_name_or_path": "x", "preset": "y"}, ("model_name_or_path", "preset")),
+        ({"model_name_or_path": "x", "vocab_size": 9}, ("model_name_or_path", "vocab_size")),
+        ({"tokenizer_name_or_path": "x", "lowercase": True}, ("tokenizer_name_or_path", "lowercase")),
+        ({"tokenizer_name_or_path": "x", "joint_vocabulary": False}, ("tokenizer_name_or_path", "joint_vocabulary")),
         ({"metrics": ["bleu"], "training": {"predict_with_generate": False}}, ("metrics", "predict_with_generate")),
         ({"early_stopping_threshold": 0.1}, ("early_stopping_threshold", "early_stopping_patience")),
         ({"early_stopping_patience": 2}, ("early_stopping_patience", "eval_strategy")),
@@ -315,3 +319,14 @@ def test_the_better_direction_of_a_metric_is_known(metric, given, expected):
         train_file="train.tsv", training={name: value for name, value in options.items() if value is not None}
     )
     assert recipe.training_arguments().greater_is_better is expected
+
+
+def test_a_mere_name_is_that_of_a_recipe_of_the_package(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    assert find_recipe("demo").parent.name == "recipes"
+    for name in ("confgis/demo.yaml", "demo.yaml", "./lost", "runs/demo"):
+        with pytest.raises(FileNotFoundError, match=f"must be a file or one of demo, .*, got '{name}'"):
+            find_recipe(name)
+    (tmp_path / "demo.yaml").write_text("seed: 1\n")
+    assert find_recipe("demo.yaml") == Path("demo.yaml")

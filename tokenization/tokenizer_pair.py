@@ -2,13 +2,14 @@
 
 import copy
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from metaphrase.tokenization.texts import checked_texts, join_pieces
@@ -166,6 +167,18 @@ class TokenizerPair:
             source.init_kwargs[TARGET_SUBFOLDER] = TARGET_SUBFOLDER
             self.target.save_pretrained(target_folder)
         source.save_pretrained(folder)
+
+    def add_special_tokens(self, tokens: Sequence[str]) -> None:
+        """Gives a joint vocabulary more entries, read from text and shown in it as those of `SpecialTokens` are.
+
+        Raises:
+            ValueError: If source and target have vocabularies of their own.
+        """
+        if not self.is_joint:
+            raise ValueError(
+                f"`additional_special_tokens` must come with one vocabulary for both sides, got {list(tokens)} with two."
+            )
+        self.source.add_tokens([AddedToken(token, special=False, normalized=False) for token in tokens])
 
     def encode_sources(self, texts: list[str]) -> list[list[int]]:
         """The ids of each text, ended by the end-of-sequence token and never truncated.

@@ -121,6 +121,8 @@ class Experiment:
         existing = recipe.tokenizer_name_or_path or recipe.model_name_or_path
         if existing is not None:
             tokenizers = TokenizerPair.from_pretrained(existing, recipe.target_tokenizer_name_or_path)
+            if recipe.additional_special_tokens:
+                tokenizers.add_special_tokens(recipe.additional_special_tokens)
             set_languages(tokenizers, recipe.source_lang, recipe.target_lang)
             return tokenizers
         names = ("normalization", "min_frequency", "joiner")

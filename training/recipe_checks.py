@@ -7,6 +7,10 @@ if TYPE_CHECKING:
     from metaphrase.training.recipe import Recipe
 
 SPLITS = ("train", "validation", "test")
+_EXISTING_TOKENIZER = ("tokenizer_name_or_path", "model_name_or_path")
+# What an existing one has already.
+_OF_A_TRAINED_TOKENIZER = ("tokenizer_kind", "vocab_size", "target_vocab_size", "joint_vocabulary", "lowercase")
+_OF_A_TRAINED_TOKENIZER += ("normalization", "min_frequency", "joiner")
 
 
 def check_recipe(recipe: "Recipe", minimums: Mapping[str, float | None]) -> None:
@@ -128,6 +132,11 @@ def _check_tokenizer_and_model(recipe: "Recipe") -> None:
         if recipe.is_set(name) and not (recipe.tokenizer_name_or_path or recipe.model_name_or_path):
             raise ValueError(f"`{name}` must come with a tokenizer that exists, got {getattr(recipe, name)!r} without.")
     _refuse_together(recipe, "model_name_or_path", "preset", "a model to fine-tune has its dimensions")
+    existing = next((name for name in _EXISTING_TOKENIZER if recipe.is_set(name)), None)
+    for name in _OF_A_TRAINED_TOKENIZER if existing is not None else ():
+        # `null` unsets what another recipe says.
+        if getattr(recipe, name) is not None:
+            _refuse_together(recipe, existing, name, "a tokenizer that exists is as it was trained")
 
 
 def _check_evaluation(recipe: "Recipe") -> None:
