@@ -31,3 +31,18 @@ def test_a_stream_cannot_be_planned(data, tmp_path):  # noqa: F811
     fields = {"streaming": "true", "max_tokens_per_batch": 300, "max_steps": 5}
     with pytest.raises(ValueError, match="`streaming` must be false for a dry run"):
         dry_run(Experiment(make_recipe(data, tmp_path / "run", **fields)))
+
+
+@pytest.mark.parametrize("technique", [{"freeze": ["encoder"]}, {"lora_rank": 4}])
+def test_only_what_is_trained_has_gradients_and_states(data, tmp_path, technique):  # noqa: F811
+    if "lora_rank" in technique:
+        pytest.importorskip("peft")
+    Experiment(make_recipe(data, tmp_path / "base", max_steps=1, save_steps=1, eval_steps=1)).train()
+    fields = {"model_name_or_path": tmp_path / "base", "preset": None, "vocab_size": None}
+    whole, part = (
+        dry_run(Experiment(make_recipe(data, tmp_path / "run", **fields, **more))).to_dict() for more in ({}, technique)
+    )
+    experiment = Experiment(make_recipe(data, tmp_path / "run", **fields, **technique))
+    model = experiment.make_model(experiment.make_tokenizers())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert part["parameters"]["trainable"] == trained < whole["parameters"]["trainable"]

@@ -4,8 +4,9 @@ import logging
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, set_seed
+from transformers import set_seed
 
+from metaphrase.training.adapters import is_adapted
 from metaphrase.training.batching import PairCollator
 from metaphrase.training.compute_estimate import measure_flops_per_second
 from metaphrase.training.estimate import RunEstimate, estimate_run
@@ -39,13 +40,13 @@ def dry_run(experiment: Experiment, devices: int | None = None) -> RunEstimate:
     set_seed(arguments.seed)
     experiment.corpus.load()
     tokenizers = experiment.make_tokenizers()
-    train, name = experiment.corpus.encode(tokenizers)["train"], recipe.model_name_or_path
+    train = experiment.corpus.encode(tokenizers)["train"]
     lengths = np.stack([np.asarray(train[side][:]) for side in ("source_length", "target_length")], axis=1)
     with torch.device("meta"):
-        if name is None:
-            model = experiment.make_model(tokenizers)
-        else:
-            model = AutoModelForSeq2SeqLM.from_config(AutoConfig.from_pretrained(name))
+        model = experiment.make_model(tokenizers, with_weights=False)
+    if is_adapted(model):
+        # Adapters stand in the place of the layers that they wrap.
+        model = model.get_base_model()
     rate = None
     if model.num_parameters() <= MAX_TIMED_PARAMETERS and devices is None and arguments.world_size == 1:
         rate = _measured_rate(experiment, experiment.make_model(tokenizers), train, lengths)

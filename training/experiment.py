@@ -9,6 +9,7 @@ import datasets
 import torch
 from accelerate.utils import broadcast_object_list
 from transformers import (
+    AutoConfig,
     AutoModelForSeq2SeqLM,
     EarlyStoppingCallback,
     PreTrainedModel,
@@ -146,12 +147,21 @@ class Experiment:
         )
         return tokenizers
 
-    def make_model(self, tokenizers: TokenizerPair) -> PreTrainedModel:
+    def make_model(self, tokenizers: TokenizerPair, with_weights: bool = True) -> PreTrainedModel:
+        """The model to train, with what is frozen of it or put beside its weights.
+
+        Args:
+            tokenizers: Which it is to fit.
+            with_weights: Whether a model to fine-tune has its weights, or only its shape.
+        """
         recipe = self.recipe
         if recipe.model_name_or_path is not None:
             if recipe.preset is not None or recipe.model:
                 raise ValueError("`preset` and `model` must be left out when `model_name_or_path` is given.")
-            model = AutoModelForSeq2SeqLM.from_pretrained(recipe.model_name_or_path)
+            if with_weights:
+                model = AutoModelForSeq2SeqLM.from_pretrained(recipe.model_name_or_path)
+            else:
+                model = AutoModelForSeq2SeqLM.from_config(AutoConfig.from_pretrained(recipe.model_name_or_path))
             entries, rows = len(tokenizers.source), model.get_input_embeddings().num_embeddings
             if entries > rows:
                 logger.warning("The embedding grows from %d to %d rows, to hold the tokenizer.", rows, entries)
@@ -160,7 +170,7 @@ class Experiment:
                         "`lora_rank` must come with a tokenizer that the model's embedding holds, because an adapter trains no "
                         f"new rows, got {entries} entries and {rows} rows."
                     )
-                model.resize_token_embeddings(entries)
+                model.resize_token_embeddings(entries, mean_resizing=with_weights)
         else:
             fields = dict(tokenizers.config_fields())
             if not tokenizers.is_joint:
