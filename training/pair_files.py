@@ -5,17 +5,18 @@ A byte-order mark at the start of a file is not part of its text. Files may be c
 """
 
 import csv
-import gzip
 import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+
+from metaphrase.tokenization.texts import open_bytes
 
 Column = str | int | None
 DEFAULT_COLUMNS = ("source", "target")
@@ -39,11 +40,6 @@ class Line(NamedTuple):
     number: int
     offset: int
     content: bytes
-
-
-def open_bytes(path: str) -> BinaryIO:
-    """Opens a file for reading, decompressing `.gz`."""
-    return gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb")
 
 
 def read_lines(path: str) -> Iterator[Line]:
