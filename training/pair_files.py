@@ -2,6 +2,7 @@
 
 Lines end at LF or CRLF and nowhere else: U+2028, U+0085 and the like are ordinary characters of a sentence.
 A byte-order mark at the start of a file is not part of its text. Files may be compressed (`.gz`).
+A blank line holds no record in .csv and .jsonl files, as other readers of them have it; elsewhere it counts as a pair.
 """
 
 import csv
@@ -162,7 +163,7 @@ def _unlimited_csv_fields() -> Iterator[None]:
 
 
 def read_csv(path: str, source_column: Column, target_column: Column) -> Iterator[Record]:
-    """Yields the pairs of a comma-separated file (RFC 4180) whose first row names the columns.
+    """Yields the pairs of a comma-separated file (RFC 4180) whose first row names the columns. Blank lines are no rows.
 
     Raises:
         ValueError: If a column is not in the header, or the quoting is broken, after which no row can be trusted.
@@ -182,6 +183,8 @@ def read_csv(path: str, source_column: Column, target_column: Column) -> Iterato
     try:
         with _unlimited_csv_fields():
             for row in reader:
+                if not row:  # A blank line; one with an empty field would be quoted.
+                    continue
                 if places is None:
                     names = column_names(source_column, target_column)
                     _check_columns(path, names, row)
@@ -214,7 +217,7 @@ def _check_columns(where: str, names: tuple[str, str], present: list[str]) -> No
 
 
 def read_json(path: str, source_column: Column, target_column: Column) -> Iterator[Record]:
-    """Yields the pairs of a file with one JSON object per line, or with one JSON array of objects.
+    """Yields the pairs of a file with one JSON object per line, blank lines aside, or with one JSON array of objects.
 
     An object holds the columns itself, or below the key `translation` with language codes as column names.
 
@@ -229,6 +232,8 @@ def read_json(path: str, source_column: Column, target_column: Column) -> Iterat
         text = _decode(path, line)
         if isinstance(text, PairProblem):
             yield text
+            continue
+        if not text.strip():
             continue
         try:
             record = json.loads(text)
