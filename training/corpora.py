@@ -78,8 +78,8 @@ class PairCorpus:
         return ((text[prefix:] for text in train["source"]) if prefix else train["source"]), train["target"]
 
     def encode(self, tokenizers: TokenizerPair) -> dict[str, Any]:
-        """Token ids of the training and validation pairs. Only training drops what is too long: a score is of all pairs."""
-        return {name: self._encode(name, tokenizers) for name in ("train", "validation") if name in self.splits}
+        """Token ids of all splits. Only training leaves pairs out, the empty and the long ones: a score is of all pairs."""
+        return {name: self._encode(name, tokenizers) for name in SPLITS if name in self.splits}
 
     def _encode(self, split: str, tokenizers: TokenizerPair) -> Any:
         recipe, is_train = self.recipe, split == "train"
@@ -89,7 +89,7 @@ class PairCorpus:
             max_source_length=recipe.max_source_length if is_train else None,
             max_target_length=recipe.max_target_length if is_train else None,
             too_long=recipe.too_long,
-            empty=recipe.empty,
+            empty=recipe.empty if is_train or recipe.empty == "error" else "keep",
             keep_text=not is_train,
             report=self.reports.get(split),
         )
@@ -108,8 +108,10 @@ class PairCorpus:
         return next((name for name in ("test", "validation") if name in self.splits), None)
 
     def sizes(self) -> dict[str, int]:
-        """For each split how many it holds; a stream does not know."""
-        return {f"num_{name}": len(split) for name, split in self.splits.items() if hasattr(split, "__len__")}
+        """For each split how many of its pairs are used, once they are encoded; a stream does not know."""
+        return {
+            f"num_{name}": self.reports[name].kept for name, split in self.splits.items() if hasattr(split, "__len__")
+        }
 
 
 class StreamedPairCorpus(PairCorpus):

@@ -224,15 +224,18 @@ class Experiment:
         if recipe.exponential_average_decay is not None:
             callbacks.append(ExponentialAverage(recipe.exponential_average_decay, recipe.exponential_average_warmup))
         validation = encoded.get("validation")
-        decoded_rows, references, tasks = [], [], []
+        decoded_rows, sources, references, tasks = [], [], [], []
         if self.metrics and validation is not None:
             decoded_rows = spread(len(validation), recipe.max_decoded_samples)
+            sources = [validation[row]["source"] for row in decoded_rows]
             references = tokenizers.as_decoded(validation[row]["target"] for row in decoded_rows)
             if recipe.tasks:
                 tasks = [validation[row][TASK_COLUMN] for row in decoded_rows]
 
         def score(decoded: list[list[int]], _: list[list[int]]) -> dict[str, float]:
             texts = tokenizers.decode_targets(decoded)
+            # As the finished model's texts are: the decoder is not asked about a source without a word.
+            texts = [text if source.strip() else "" for text, source in zip(texts, sources, strict=True)]
             results = compute_metrics(texts, references, self.metrics, self._metric_options())
             scores = {name: result["score"] for name, result in results.items()}
             for task, part in self._scores_by_task(texts, references, tasks).items():

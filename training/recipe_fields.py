@@ -41,7 +41,11 @@ class RecipeFields:
     max_source_length: int = _setting("data", "Most tokens of a source, end of sequence included.", 256, minimum=2)
     max_target_length: int = _setting("data", "Most tokens of a target, end of sequence included.", 256, minimum=2)
     too_long: Literal["skip", "truncate", "error"] = _setting("data", "What becomes of longer pairs.", "skip")
-    empty: Literal["skip", "error", "keep"] = _setting("data", "What becomes of pairs with an empty side.", "skip")
+    empty: Literal["skip", "error", "keep"] = _setting(
+        "data",
+        "What becomes of training pairs with an empty side; validation and test keep them, unless error.",
+        "skip",
+    )
     malformed: Literal["error", "skip"] = _setting("data", "What becomes of lines that hold no pair.", "error")
     invalid_utf8: Literal["error", "skip"] = _setting("data", "What becomes of pairs that are not UTF-8.", "error")
     streaming: bool = _setting(

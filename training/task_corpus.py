@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
@@ -58,6 +59,9 @@ class TaskCorpus(PairCorpus):
         parts = {"train": self._mixed({name: splits["train"] for name, splits in encoded.items()})}
         validation = {name: splits["validation"] for name, splits in encoded.items() if "validation" in splits}
         return parts | ({"validation": _joined(validation)} if validation else {})
+
+    def sizes(self) -> dict[str, int]:
+        return dict(sum((Counter(corpus.sizes()) for corpus in self.tasks.values()), Counter()))
 
     def _mixed(self, parts: dict[str, datasets.Dataset]) -> datasets.Dataset:
         recipe, sizes = self.recipe, [len(part) for part in parts.values()]
