@@ -16,15 +16,15 @@ from transformers import (
     set_seed,
 )
 
-from metaphrase.inference import Generator
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.tokenization import TokenizerPair, set_languages
 from metaphrase.training.adapters import ALL_LINEAR, add_lora, import_peft, is_adapted, merge_lora
 from metaphrase.training.averaging import average_checkpoints, select_checkpoints
 from metaphrase.training.batching import PairCollator
 from metaphrase.training.checkpoints import check_whole, checkpoints_in, last_whole_checkpoint
-from metaphrase.training.evaluation import evaluate_generator
+from metaphrase.training.evaluation import BoundedGenerator, evaluate_generator
 from metaphrase.training.exponential_average import ExponentialAverage
+from metaphrase.training.length_limits import longest_sequence
 from metaphrase.training.metrics import compute_metrics, write_metrics
 from metaphrase.training.parameter_groups import freeze
 from metaphrase.training.precision import warn_of_slow_bfloat16
@@ -67,7 +67,7 @@ class Experiment:
         if recipe.lora_rank is not None:
             import_peft()
         self.checkpoint = self._checkpoint_to_resume()
-        self.corpus = make_corpus(recipe, self.arguments)
+        self.corpus = make_corpus(recipe, self.arguments, longest_sequence(recipe, DEFAULT_PRESET))
 
     def _checkpoint_to_resume(self) -> str | None:
         resume = self.recipe.resume_from_checkpoint
@@ -290,7 +290,8 @@ class Experiment:
         if split is None:
             logger.warning("There are neither test nor validation pairs: the model is not scored.")
             return {}
-        generator = Generator(model.eval(), tokenizers, batch_size=self.arguments.per_device_eval_batch_size)
+        sizes = {"batch_size": self.arguments.per_device_eval_batch_size, "longest": corpus.longest}
+        generator = BoundedGenerator(model.eval(), tokenizers, **sizes)
         references = tokenizers.as_decoded(corpus.splits[split]["target"])
         result, predictions = evaluate_generator(
             generator,
@@ -300,6 +301,7 @@ class Experiment:
             metrics=self.metrics,
             metric_options=self._metric_options(),
             show_progress=None,
+            longest=corpus.longest,
         )
         result["data"] = {
             "name": self.recipe.dataset_name or Path(self.recipe.output_dir).name,

@@ -38,9 +38,17 @@ class RecipeFields:
     source_language: str | None = _setting("data", "Language code of the sources, for the model card.")
     target_language: str | None = _setting("data", "Language code of the targets, for the model card.")
     source_prefix: str | None = _setting("data", "Text put before each source, such as `summarize: `.")
-    max_source_length: int = _setting("data", "Most tokens of a source, end of sequence included.", 256, minimum=2)
-    max_target_length: int = _setting("data", "Most tokens of a target, end of sequence included.", 256, minimum=2)
-    too_long: Literal["skip", "truncate", "error"] = _setting("data", "What becomes of longer pairs.", "skip")
+    max_source_length: int = _setting(
+        "data", "Most tokens of a training source, end of sequence included.", 256, minimum=2
+    )
+    max_target_length: int = _setting(
+        "data", "Most tokens of a training target, end of sequence included.", 256, minimum=2
+    )
+    too_long: Literal["skip", "truncate", "error"] = _setting(
+        "data",
+        "What becomes of longer pairs; one to be scored that the model cannot read is refused, or truncated for truncate.",
+        "skip",
+    )
     empty: Literal["skip", "error", "keep"] = _setting(
         "data",
         "What becomes of training pairs with an empty side; validation and test keep them, unless error.",
