@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 from metaphrase.tokenization import iterate_lines
+from metaphrase.tokenization.texts import open_bytes
 
 
 def read_lines(path: str | None) -> Iterator[str]:
-    """The lines of a file or of standard input, as they come; only a line feed ends one, so that as many go out.
+    """The lines of a file (`.gz` or not) or of standard input, as they come; only a line feed ends one, so that as many go out.
 
     Raises:
         ValueError: If a line is not valid UTF-8. The message says which.
@@ -48,7 +49,7 @@ def count_lines(path: str | None) -> int | None:
     """For a progress bar that somebody sees; `None` for what cannot be read twice."""
     if path is None or not Path(path).is_file() or not sys.stderr.isatty():
         return None
-    with open(path, "rb") as file:
+    with open_bytes(path) as file:
         return sum(1 for _ in file)
 
 

@@ -27,7 +27,8 @@ def run(main: Callable[[Sequence[str]], None], verb: str, words: Sequence[str] |
     except BrokenPipeError:
         # The reader of our output, `head` for instance, has seen enough.
         sys.stderr.close()
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, EOFError) as error:
+        # A compressed file that was cut short is an EOFError.
         # The Hub's errors and a model that is not found are among the OSErrors, whose text may have many lines.
         text = " ".join(str(error).split()) if isinstance(error, OSError) else error
         print(f"metaphrase {verb}: error: {text}", file=sys.stderr)

@@ -17,6 +17,7 @@ from metaphrase.inference.generation_options import add_generation_options, chos
 from metaphrase.inference.loading_options import add_loading_options, chosen_loading_options, chosen_models
 from metaphrase.scripts.console import run
 from metaphrase.tokenization import join_pieces
+from metaphrase.training.data_report import DataReport
 from metaphrase.training.evaluation import evaluate_generator
 from metaphrase.training.metrics import METRICS, write_metrics
 from metaphrase.training.pairs import load_pairs
@@ -34,6 +35,15 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--source", metavar="FILE", help="sources, one a line")
     parser.add_argument("--target", metavar="FILE", help="references, one a line")
     parser.add_argument("--file", metavar="FILE", help="both in one .tsv, .csv, .jsonl or .parquet file")
+    parser.add_argument(
+        "--source_column", type=column, help="its column of sources: a name, or a number from 0 in a .tsv file"
+    )
+    parser.add_argument("--target_column", type=column, help="its column of references, likewise")
+    for name, words in (("malformed", "lines that hold no pair"), ("invalid_utf8", "pairs that are not UTF-8")):
+        choices = ("error", "skip")
+        parser.add_argument(
+            f"--{name}", choices=choices, default="error", help=f"what becomes of {words} [%(default)s]"
+        )
     parser.add_argument("--metrics", nargs="+", default=["bleu", "chrf"], help=f"of {', '.join(METRICS)} [bleu chrf]")
     parser.add_argument("--bleu_tokenize", help="sacreBLEU's tokenizer [13a]; none for text that is tokenized already")
     parser.add_argument("--lowercase", action="store_true", help="score without regard to case, as sacreBLEU's -lc")
@@ -50,6 +60,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--predictions", metavar="FILE", help="where to write the decoded targets, one a line")
     add_generation_options(parser)
     return parser
+
+
+def column(word: str) -> str | int:
+    """A column as a recipe has it: a number where the word is one, otherwise a name."""
+    return int(word) if word.isascii() and word.isdecimal() else word
 
 
 def metric_options(arguments: argparse.Namespace) -> dict[str, dict]:
@@ -72,12 +87,18 @@ def default_output(arguments: argparse.Namespace) -> Path:
 
 def main(words: Sequence[str]) -> None:
     arguments = make_parser().parse_args(words)
-    # An empty side is a legitimate test case: nothing is dropped here.
+    report = DataReport()
+    # An empty side is a legitimate test case: such pairs are never dropped here.
     pairs = load_pairs(
         file=arguments.file,
         source_file=arguments.source,
         target_file=arguments.target,
+        source_column=arguments.source_column,
+        target_column=arguments.target_column,
         source_prefix=arguments.source_prefix,
+        malformed=arguments.malformed,
+        invalid_utf8=arguments.invalid_utf8,
+        report=report,
     )
     references = list(pairs["target"])
     set_seed(arguments.seed)
@@ -95,6 +116,8 @@ def main(words: Sequence[str]) -> None:
         generation_options=chosen_generation_options(arguments),
     )
     result["data"] = {"name": Path(arguments.source or arguments.file).name}
+    # A score of fewer pairs than the file holds says so.
+    result["data"] |= {name: getattr(report, name) for name in ("malformed", "invalid_utf8") if getattr(report, name)}
     result["inference"] = {
         "engine": arguments.engine,
         "dtype": arguments.dtype,

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="metaphrase tokenize",
-        description="Trains a tokenizer on text files, one text a line, and saves it as AutoTokenizer loads it.",
+        description="Trains a tokenizer on text files (.gz or not), one text a line, and saves it as AutoTokenizer loads it.",
         allow_abbrev=False,
     )
     parser.add_argument("--files", nargs="+", metavar="FILE", help="texts for one tokenizer of both sides")

@@ -69,6 +69,27 @@ def test_evaluate_joins_references_but_not_predictions(files, tmp_path):
     assert results[2]["loss"] != results[0]["loss"]
 
 
+def test_evaluate_reads_files_as_training_does(cli_model, files, tmp_path, capsys):
+    words = [cli_model, "--device", "cpu", "--metrics", "chrf", "--output", str(tmp_path / "m.json")]
+    evaluate.main([*words, "--source", files[0], "--target", files[1]])
+    expected = json.loads((tmp_path / "m.json").read_text(encoding="utf-8"))
+    rows = [
+        f"{number}\t{target}\t{source}" for number, (source, target) in enumerate(zip(SOURCES, TARGETS, strict=True))
+    ]
+    numbered, named = tmp_path / "numbered.tsv", tmp_path / "named.tsv"
+    numbered.write_text("\n".join(rows), encoding="utf-8")
+    named.write_text("\n".join(["id\tde\ten", *rows, "no pair"]), encoding="utf-8")
+    evaluate.main([*words, "--file", str(numbered), "--source_column", "2", "--target_column", "1"])
+    result = json.loads((tmp_path / "m.json").read_text(encoding="utf-8"))
+    assert result == expected | {"data": {"name": "numbered.tsv"}}
+    words += ["--file", str(named), "--source_column", "en", "--target_column", "de"]
+    assert run(evaluate.main, "evaluate", words) == 2
+    assert "3 tab-separated columns, got 1 in line 7. `malformed: skip`" in capsys.readouterr().err
+    evaluate.main([*words, "--malformed", "skip"])
+    result = json.loads((tmp_path / "m.json").read_text(encoding="utf-8"))
+    assert result == expected | {"data": {"name": "named.tsv", "malformed": 1}}
+
+
 def test_evaluate_names_what_is_missing(cli_model, files, capsys):
     assert run(evaluate.main, "evaluate", [cli_model, "--source", files[0]]) == 2
     assert "target_file" in capsys.readouterr().err

@@ -164,6 +164,28 @@ def test_validation_and_test_can_be_taken_out_of_train(data, tmp_path):
     assert (result["num_examples"], result["data"]["num_train"]) == (4, 51)
 
 
+def test_pairs_with_an_empty_side_are_scored_but_not_trained_on_and_counted_so(data, tmp_path):
+    fields = {
+        "train_file": "some.tsv",
+        "validation_file": "few.tsv",
+        "test_file": None,
+        "max_steps": 2,
+        "eval_steps": 2,
+    }
+    (data / "some.tsv").write_text("the cat\tdie Katze\n\tein Hund\na dog\t \na dog\tein Hund\n", encoding="utf-8")
+    (data / "few.tsv").write_text("the dog\tder Hund\n \teine Katze\na cat\t\n", encoding="utf-8")
+    result = Experiment(make_recipe(data, tmp_path / "run", save_strategy="no", **fields)).train()
+    assert result["data"].items() >= {"num_train": 2, "num_validation": 3}.items() and result["num_examples"] == 3
+    report = json.loads((tmp_path / "run" / "data_report.json").read_text(encoding="utf-8"))
+    assert [(report[split]["kept"], report[split]["dropped"]) for split in ("train", "validation")] == [(2, 2), (3, 0)]
+    state = json.loads((tmp_path / "run" / "trainer_state.json").read_text(encoding="utf-8"))
+    evaluated = next(entry for entry in state["log_history"] if "eval_loss" in entry)
+    assert evaluated["eval_loss"] == pytest.approx(result["loss"], rel=1e-4)
+    assert evaluated["eval_chrf"] == pytest.approx(result["scores"]["chrf"]["score"])
+    with pytest.raises(ValueError, match="Neither side of a pair may be empty"):
+        Experiment(make_recipe(data, tmp_path / "other", **fields | {"train_file": "train.tsv"}, empty="error")).train()
+
+
 def test_fine_tuning_starts_from_the_given_weights(data, tmp_path):
     Experiment(make_recipe(data, tmp_path / "first")).train()
     fields = {"model_name_or_path": str(tmp_path / "first"), "preset": None, "vocab_size": None, "learning_rate": 0.0}

@@ -3,11 +3,13 @@
 import datasets
 import pytest
 from test_dataset import LetterPair
+from torch.utils.data import DataLoader
 
 from metaphrase.training.data_report import DataReport
 from metaphrase.training.dataset import encode_pairs
 from metaphrase.training.pair_stream import PairStream, TextStream
 from metaphrase.training.pairs import load_pairs
+from metaphrase.training.token_stream import TokenBudgetStream
 
 LINES = ["ab\tc", "abcd\tbcde", "", "a\tabc", "x\ty\tz", " \tb", "abcd\tbcd", "c\tcc", "d\td"]
 LIMITS = {"max_source_length": 4, "max_target_length": 4}
@@ -37,6 +39,19 @@ def test_a_stream_gives_what_reading_as_a_whole_gives(file, too_long, prefix, tm
         assert {name: getattr(stream.report, name) for name in COUNTS} == {
             name: getattr(report, name) for name in COUNTS
         }
+
+
+@pytest.mark.parametrize(
+    ("workers", "start"), [(1, "fork"), (2, "fork"), pytest.param(2, "spawn", marks=pytest.mark.slow)]
+)
+def test_what_the_workers_of_a_loader_read_is_counted(file, workers, start):
+    counts = []
+    for options in ({}, {"num_workers": workers, "multiprocessing_context": start}):
+        stream = PairStream(TextStream(file=file, malformed="skip"), LetterPair(), **LIMITS)
+        loader = DataLoader(TokenBudgetStream(stream, 12, seed=0), batch_size=None, collate_fn=list, **options)
+        next(iter(loader))
+        counts.append(stream.to_dict())
+    assert counts[1] == counts[0] and (counts[0]["read"], counts[0]["kept"], counts[0]["malformed"]) == (9, 4, 2)
 
 
 def test_what_is_malformed_is_refused_unless_it_may_be_skipped(file):

@@ -192,6 +192,34 @@ def test_malformed_lines_are_refused_or_counted(tmp_path, load, name, content, m
     assert again == report, "a cache hit must count what the first reading counted"
 
 
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("a.csv", ["", "source,target", "a,b", "", '"c\n\nd",e', "", ""]),
+        (
+            "a.jsonl",
+            ["", *map(json.dumps, rows_as_json([("a", "b")])), " \t", '{"source": "c\\n\\nd", "target": "e"}', "", ""],
+        ),
+        ("a.json", ["", *map(json.dumps, rows_as_json([("a", "b"), ("c\n\nd", "e")])), ""]),
+    ],
+)
+def test_blank_lines_of_csv_and_json_are_no_pairs(tmp_path, load, name, lines, ending):
+    write(tmp_path, name, ending.join(lines))
+    report = DataReport()
+    assert as_tuples(load(file=name, report=report)) == [("a", "b"), ("c\n\nd", "e")]
+    assert (report.read, report.dropped) == (2, 0)
+
+
+def test_blank_lines_of_tsv_and_parallel_text_count(tmp_path, load):
+    write(tmp_path, "a.tsv", "a\tb\n\n")
+    with pytest.raises(ValueError, match="2 tab-separated columns, got 1 in line 2"):
+        load(file="a.tsv")
+    write(tmp_path, "a.en", "a\n\n")
+    write(tmp_path, "a.de", "b\n\n")
+    assert as_tuples(load(source_file="a.en", target_file="a.de")) == [("a", "b"), ("", "")]
+
+
 def test_csv_keeps_words_that_look_like_missing_values_and_line_ends_in_quotes(tmp_path, load):
     write(tmp_path, "a.csv", 'source,target\nNA,null\n"a\r\nb",""\n')
     assert as_tuples(load(file="a.csv")) == [("NA", "null"), ("a\r\nb", "")]

@@ -1,5 +1,6 @@
 """Text blocks: no token twice, none lost without a count, the same from a data set and from a stream."""
 
+import gzip
 import json
 from itertools import chain, islice
 from types import SimpleNamespace
@@ -151,6 +152,15 @@ def test_lines_are_read_as_they_are(tmp_path):
         "one\u2028two",
         "",
     ]
+
+
+def test_compressed_lines_are_read_and_a_file_cut_short_is_an_error(tmp_path):
+    content = gzip.compress(b"one\ntwo\n")
+    (tmp_path / "a.txt.gz").write_bytes(content)
+    assert load_texts(tmp_path / "a.txt.gz", cache_dir=tmp_path / "cache")["text"][:] == ["one", "two"]
+    (tmp_path / "cut.txt.gz").write_bytes(content[:-9])
+    with pytest.raises(EOFError, match="Compressed file ended"):
+        load_texts(tmp_path / "cut.txt.gz", cache_dir=tmp_path / "cache")
 
 
 def test_unreadable_files_are_errors(tmp_path):

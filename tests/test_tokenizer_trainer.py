@@ -1,5 +1,6 @@
 """Special tokens, text files and trained tokenizers: exact round trips, stable vocabularies, errors that say what is wrong."""
 
+import gzip
 import json
 import logging
 import os
@@ -373,6 +374,12 @@ def test_iterate_lines_splits_at_line_feeds_only(tmp_path):
     second.write_bytes(b"last")
     assert list(iterate_lines([first, str(second)])) == ["ä b", "", "c\u2028d\u0085e\x0cf\rg", "last"]
     assert list(iterate_lines(str(second))) == ["last"]
+
+
+def test_iterate_lines_decompresses(tmp_path):
+    path = tmp_path / "a.en.gz"
+    path.write_bytes(gzip.compress("\ufeffä b\r\nc".encode()))
+    assert list(iterate_lines([path, str(path)])) == ["ä b", "c"] * 2
 
 
 def test_iterate_lines_names_file_and_line_of_invalid_bytes(tmp_path):

@@ -1,15 +1,22 @@
 """Texts: read line by line from files, and checked one by one before they are used."""
 
 import codecs
+import gzip
 import os
 import re
 from collections.abc import Iterable, Iterator
+from typing import BinaryIO
 
 from metaphrase.tokenization.tokenizer_settings import DEFAULT_JOINER
 
 
+def open_bytes(path: str | os.PathLike) -> BinaryIO:
+    """Opens a file for reading, decompressing `.gz`."""
+    return gzip.open(path, "rb") if os.fspath(path).endswith(".gz") else open(path, "rb")
+
+
 def iterate_lines(paths: str | os.PathLike | Iterable[str | os.PathLike]) -> Iterator[str]:
-    """The lines of UTF-8 text files, one file after the other, without their line ends.
+    """The lines of UTF-8 text files, one file after the other, without their line ends. A file may be compressed (`.gz`).
 
     Only a line feed, or a carriage return and a line feed, ends a line: the other characters that Unicode counts as line
     breaks stay inside the line, so the lines of two parallel files cannot drift apart. Empty lines are yielded as empty
@@ -20,7 +27,7 @@ def iterate_lines(paths: str | os.PathLike | Iterable[str | os.PathLike]) -> Ite
         FileNotFoundError: If a file is missing.
     """
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
-        with open(path, "rb") as file:
+        with open_bytes(path) as file:
             for number, line in enumerate(file, start=1):
                 if number == 1:
                     line = line.removeprefix(codecs.BOM_UTF8)

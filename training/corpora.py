@@ -10,6 +10,7 @@ from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.data_report import DataReport
 from metaphrase.training.dataset import encode_pairs
 from metaphrase.training.denoising import DenoisingDataset, longest_block, make_objective, objective_tokens
+from metaphrase.training.length_limits import fit_limits
 from metaphrase.training.pair_stream import PairStream, TextStream
 from metaphrase.training.pairs import load_pairs, split_pairs
 from metaphrase.training.recipe import Recipe
@@ -29,18 +30,25 @@ class PairCorpus:
         reports: For each split the account of its pairs, once they are read.
         special_tokens: What a tokenizer must hold beside the recipe's own.
         label: Stands before the names of splits in what is logged.
+        longest: The most tokens of a side that the model can read; `None` if there is no end.
     """
 
     special_tokens: tuple[str, ...] = ()
     label = ""
 
-    def __init__(self, recipe: Recipe, arguments: Seq2SeqTrainingArguments):
+    def __init__(self, recipe: Recipe, arguments: Seq2SeqTrainingArguments, longest: int | None = None):
         """Checks that there is something to train on; `load` reads it.
 
+        Args:
+            recipe: What to read; its limits that are beyond `longest` by default become that.
+            arguments: Of the training.
+            longest: The most tokens of a side that the model can read; `None` if there is no end.
+
         Raises:
-            ValueError: If the recipe names no training pairs.
+            ValueError: If the recipe names no training pairs, or gives limits beyond `longest`.
         """
-        self.recipe, self.arguments = recipe, arguments
+        self.recipe, self.arguments, self.longest = recipe, arguments, longest
+        fit_limits(recipe, longest)
         self.splits: dict[str, Any] = {}
         self.reports: dict[str, Any] = {}
         self._check()
@@ -78,18 +86,23 @@ class PairCorpus:
         return ((text[prefix:] for text in train["source"]) if prefix else train["source"]), train["target"]
 
     def encode(self, tokenizers: TokenizerPair) -> dict[str, Any]:
-        """Token ids of the training and validation pairs. Only training drops what is too long: a score is of all pairs."""
-        return {name: self._encode(name, tokenizers) for name in ("train", "validation") if name in self.splits}
+        """Token ids of all splits. Only training leaves pairs out, the empty and the long ones: a score is of all pairs.
+
+        Raises:
+            ValueError: If a pair is refused, or one to be scored is too long for the model and `too_long` is not truncate.
+        """
+        return {name: self._encode(name, tokenizers) for name in SPLITS if name in self.splits}
 
     def _encode(self, split: str, tokenizers: TokenizerPair) -> Any:
         recipe, is_train = self.recipe, split == "train"
+        limits = (recipe.max_source_length, recipe.max_target_length) if is_train else (self.longest, self.longest)
         encoded, self.reports[split] = encode_pairs(
             self.splits[split],
             tokenizers,
-            max_source_length=recipe.max_source_length if is_train else None,
-            max_target_length=recipe.max_target_length if is_train else None,
-            too_long=recipe.too_long,
-            empty=recipe.empty,
+            max_source_length=limits[0],
+            max_target_length=limits[1],
+            too_long=recipe.too_long if is_train else "truncate",
+            empty=recipe.empty if is_train or recipe.empty == "error" else "keep",
             keep_text=not is_train,
             report=self.reports.get(split),
         )
@@ -97,7 +110,30 @@ class PairCorpus:
         if is_train:
             lengths = [sum(pair) for pair in zip(encoded["source_length"], encoded["target_length"], strict=True)]
             encoded = encoded.add_column(self.arguments.length_column_name, lengths)
+        else:
+            self._check_scored(split)
         return encoded
+
+    def _check_scored(self, split: str) -> None:
+        """Looks, before any training, at the lengths of pairs to be scored, which the limits of training do not bound."""
+        recipe, report = self.recipe, self.reports[split]
+        if recipe.too_long != "truncate" and (report.source_truncated or report.target_truncated):
+            raise ValueError(
+                f"The {split} pairs must be within the {self.longest} tokens of `max_position_embeddings`, since none is left "
+                f"out of a score, got {report.source_truncated} sources and {report.target_truncated} targets that are longer. "
+                "`too_long: truncate` lets the model read the beginning of them; references are scored as they are."
+            )
+        longest = (report.source_lengths.longest, report.target_lengths.longest)
+        if longest[0] > recipe.max_source_length or longest[1] > recipe.max_target_length:
+            logger.warning(
+                "%s%s: pairs of up to %d source and %d target tokens are scored too, beyond `max_source_length` %d and "
+                "`max_target_length` %d, which are limits of training.",
+                self.label,
+                split,
+                *longest,
+                recipe.max_source_length,
+                recipe.max_target_length,
+            )
 
     def sources(self, split: str) -> list[str]:
         """The sources of a split, with their prefix."""
@@ -108,8 +144,10 @@ class PairCorpus:
         return next((name for name in ("test", "validation") if name in self.splits), None)
 
     def sizes(self) -> dict[str, int]:
-        """For each split how many it holds; a stream does not know."""
-        return {f"num_{name}": len(split) for name, split in self.splits.items() if hasattr(split, "__len__")}
+        """For each split how many of its pairs are used, once they are encoded; a stream does not know."""
+        return {
+            f"num_{name}": self.reports[name].kept for name, split in self.splits.items() if hasattr(split, "__len__")
+        }
 
 
 class StreamedPairCorpus(PairCorpus):

@@ -164,9 +164,7 @@ def encode_batch(
         if (too_long == "error" and any(is_long)) or (empty == "error" and any(is_empty)):
             _refuse(row, texts, [len(side) for side in ids], limits, is_empty)
         kept = (
-            [_shortened(side, limit) for side, limit in zip(ids, limits, strict=True)]
-            if outcome == "kept"
-            else [[], []]
+            [shorten(side, limit) for side, limit in zip(ids, limits, strict=True)] if outcome == "kept" else [[], []]
         )
         is_cut = [outcome == "kept" and is_side_long for is_side_long in is_long]
         values = (*kept, *map(len, kept), OUTCOMES.index(outcome), *is_cut)
@@ -180,7 +178,8 @@ def _outcome(is_empty: Sequence[bool], is_long: Sequence[bool], too_long: str, e
     return next((name for name, holds in zip(OUTCOMES[1:], found, strict=True) if holds), "kept")
 
 
-def _shortened(ids: list[int], limit: int | None) -> list[int]:
+def shorten(ids: list[int], limit: int | None) -> list[int]:
+    """The first so many ids, of which the last is still the end of sequence; `None` for no limit."""
     return list(ids) if limit is None or len(ids) <= limit else [*ids[: limit - 1], ids[-1]]
 
 

@@ -12,6 +12,7 @@ from metaphrase.inference.run import is_single
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.modeling.length_batches import batches_by_length
 from metaphrase.training.batching import PairCollator
+from metaphrase.training.dataset import shorten
 from metaphrase.training.metrics import compute_metrics
 
 
@@ -55,6 +56,21 @@ def corpus_loss(
     return {"loss": loss, "perplexity": perplexity, "num_target_tokens": count}
 
 
+class BoundedGenerator(Generator):
+    """A generator that reads no more tokens of a source than its model can; who makes it has counted what is cut off.
+
+    Attributes:
+        longest: The most tokens of a source, end of sequence included; `None` for no limit.
+    """
+
+    def __init__(self, *args, longest: int | None = None, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.longest = longest
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        return [shorten(ids, self.longest) for ids in super().encode(texts)]
+
+
 def evaluate_generator(
     generator: Generator,
     sources: Sequence[str],
@@ -64,6 +80,7 @@ def evaluate_generator(
     metric_options: dict[str, dict] | None = None,
     generation_options: dict | None = None,
     show_progress: bool | None = None,
+    longest: int | None = None,
 ) -> tuple[dict, list[str]]:
     """Decodes a test set and scores it.
 
@@ -75,6 +92,7 @@ def evaluate_generator(
         metric_options: For each metric its options.
         generation_options: Arguments of `generate()`; what is not given is as the model's generation config says.
         show_progress: A progress bar; `None` shows it on a terminal only.
+        longest: The most tokens of a reference that the loss is of; scores are of the whole text.
 
     Returns:
         What `metrics.json` holds, and the decoded texts. There is a loss where the generator is one model of torch, and none
@@ -97,8 +115,10 @@ def evaluate_generator(
         "generation": generation_settings(generator.model, generation_options),
     }
     if is_single(generator):
-        encoded = (generator.encode(list(sources)), generator.tokenizers.encode_targets(list(references)))
-        result.update(corpus_loss(generator.model, *encoded, batch_size=generator.batch_size))
+        labels = [shorten(ids, longest) for ids in generator.tokenizers.encode_targets(list(references))]
+        result.update(
+            corpus_loss(generator.model, generator.encode(list(sources)), labels, batch_size=generator.batch_size)
+        )
     return result, predictions
 
 

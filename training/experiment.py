@@ -17,15 +17,15 @@ from transformers import (
     set_seed,
 )
 
-from metaphrase.inference import Generator
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.tokenization import TokenizerPair, set_languages
 from metaphrase.training.adapters import ALL_LINEAR, add_lora, import_peft, is_adapted, merge_lora
 from metaphrase.training.averaging import average_checkpoints, select_checkpoints
 from metaphrase.training.batching import PairCollator
 from metaphrase.training.checkpoints import check_whole, checkpoints_in, last_whole_checkpoint
-from metaphrase.training.evaluation import evaluate_generator
+from metaphrase.training.evaluation import BoundedGenerator, evaluate_generator
 from metaphrase.training.exponential_average import ExponentialAverage
+from metaphrase.training.length_limits import longest_sequence
 from metaphrase.training.metrics import compute_metrics, write_metrics
 from metaphrase.training.parameter_groups import freeze
 from metaphrase.training.precision import warn_of_slow_bfloat16
@@ -68,7 +68,7 @@ class Experiment:
         if recipe.lora_rank is not None:
             import_peft()
         self.checkpoint = self._checkpoint_to_resume()
-        self.corpus = make_corpus(recipe, self.arguments)
+        self.corpus = make_corpus(recipe, self.arguments, longest_sequence(recipe, DEFAULT_PRESET))
 
     def _checkpoint_to_resume(self) -> str | None:
         resume = self.recipe.resume_from_checkpoint
@@ -236,15 +236,18 @@ class Experiment:
         if recipe.exponential_average_decay is not None:
             callbacks.append(ExponentialAverage(recipe.exponential_average_decay, recipe.exponential_average_warmup))
         validation = encoded.get("validation")
-        decoded_rows, references, tasks = [], [], []
+        decoded_rows, sources, references, tasks = [], [], [], []
         if self.metrics and validation is not None:
             decoded_rows = spread(len(validation), recipe.max_decoded_samples)
+            sources = [validation[row]["source"] for row in decoded_rows]
             references = tokenizers.as_decoded(validation[row]["target"] for row in decoded_rows)
             if recipe.tasks:
                 tasks = [validation[row][TASK_COLUMN] for row in decoded_rows]
 
         def score(decoded: list[list[int]], _: list[list[int]]) -> dict[str, float]:
             texts = tokenizers.decode_targets(decoded)
+            # As the finished model's texts are: the decoder is not asked about a source without a word.
+            texts = [text if source.strip() else "" for text, source in zip(texts, sources, strict=True)]
             results = compute_metrics(texts, references, self.metrics, self._metric_options())
             scores = {name: result["score"] for name, result in results.items()}
             for task, part in self._scores_by_task(texts, references, tasks).items():
@@ -300,7 +303,8 @@ class Experiment:
         if split is None:
             logger.warning("There are neither test nor validation pairs: the model is not scored.")
             return {}
-        generator = Generator(model.eval(), tokenizers, batch_size=self.arguments.per_device_eval_batch_size)
+        sizes = {"batch_size": self.arguments.per_device_eval_batch_size, "longest": corpus.longest}
+        generator = BoundedGenerator(model.eval(), tokenizers, **sizes)
         references = tokenizers.as_decoded(corpus.splits[split]["target"])
         result, predictions = evaluate_generator(
             generator,
@@ -310,6 +314,7 @@ class Experiment:
             metrics=self.metrics,
             metric_options=self._metric_options(),
             show_progress=None,
+            longest=corpus.longest,
         )
         result["data"] = {
             "name": self.recipe.dataset_name or Path(self.recipe.output_dir).name,

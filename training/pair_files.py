@@ -2,20 +2,22 @@
 
 Lines end at LF or CRLF and nowhere else: U+2028, U+0085 and the like are ordinary characters of a sentence.
 A byte-order mark at the start of a file is not part of its text. Files may be compressed (`.gz`).
+A blank line holds no record in .csv and .jsonl files, as other readers of them have it; elsewhere it counts as a pair.
 """
 
 import csv
-import gzip
 import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+
+from metaphrase.tokenization.texts import open_bytes
 
 Column = str | int | None
 DEFAULT_COLUMNS = ("source", "target")
@@ -39,11 +41,6 @@ class Line(NamedTuple):
     number: int
     offset: int
     content: bytes
-
-
-def open_bytes(path: str) -> BinaryIO:
-    """Opens a file for reading, decompressing `.gz`."""
-    return gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb")
 
 
 def read_lines(path: str) -> Iterator[Line]:
@@ -166,7 +163,7 @@ def _unlimited_csv_fields() -> Iterator[None]:
 
 
 def read_csv(path: str, source_column: Column, target_column: Column) -> Iterator[Record]:
-    """Yields the pairs of a comma-separated file (RFC 4180) whose first row names the columns.
+    """Yields the pairs of a comma-separated file (RFC 4180) whose first row names the columns. Blank lines are no rows.
 
     Raises:
         ValueError: If a column is not in the header, or the quoting is broken, after which no row can be trusted.
@@ -186,6 +183,8 @@ def read_csv(path: str, source_column: Column, target_column: Column) -> Iterato
     try:
         with _unlimited_csv_fields():
             for row in reader:
+                if not row:  # A blank line; one with an empty field would be quoted.
+                    continue
                 if places is None:
                     names = column_names(source_column, target_column)
                     _check_columns(path, names, row)
@@ -218,7 +217,7 @@ def _check_columns(where: str, names: tuple[str, str], present: list[str]) -> No
 
 
 def read_json(path: str, source_column: Column, target_column: Column) -> Iterator[Record]:
-    """Yields the pairs of a file with one JSON object per line, or with one JSON array of objects.
+    """Yields the pairs of a file with one JSON object per line, blank lines aside, or with one JSON array of objects.
 
     An object holds the columns itself, or below the key `translation` with language codes as column names.
 
@@ -233,6 +232,8 @@ def read_json(path: str, source_column: Column, target_column: Column) -> Iterat
         text = _decode(path, line)
         if isinstance(text, PairProblem):
             yield text
+            continue
+        if not text.strip():
             continue
         try:
             record = json.loads(text)

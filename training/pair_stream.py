@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import torch
+from torch.utils.data import get_worker_info
 
-from metaphrase.training.data_report import DataReport
+from metaphrase.training.data_report import DROP_REASONS, DataReport
 from metaphrase.training.dataset import OUTCOMES, Empty, PairEncoder, TooLong, encode_batch, end_ids
 from metaphrase.training.pair_files import Column, column_names, read_arrow
 from metaphrase.training.pairs import Policy, as_row, check_place, generate_records
@@ -16,6 +18,8 @@ from metaphrase.training.pairs import Policy, as_row, check_place, generate_reco
 logger = logging.getLogger(__name__)
 
 _ROWS_PER_READ = 1000
+# What a report counts, in the order in which processes share it.
+_COUNTS = ("read", *DROP_REASONS, "source_truncated", "target_truncated")
 
 
 class TextStream:
@@ -109,26 +113,36 @@ class PairStream:
             "too_long": too_long,
             "empty": empty,
         }
-        # Of the pass that goes on; a pass that is over was logged.
-        self.report = DataReport()
+        # Shared: where a loader has workers, it is they who read, each a copy of this stream.
+        self._counts = torch.zeros(len(_COUNTS), dtype=torch.int64).share_memory_()
+
+    @property
+    def report(self) -> DataReport:
+        """The account of the pass that goes on, or was the last; a pass that is over was logged."""
+        return DataReport(**dict(zip(_COUNTS, self._counts.tolist(), strict=True)))
+
+    def _publish(self, report: DataReport) -> None:
+        # All workers read all pairs, one sooner than another: the first speaks for all of them.
+        if (worker := get_worker_info()) is None or worker.id == 0:
+            self._counts.copy_(torch.tensor([getattr(report, name) for name in _COUNTS]))
 
     def __call__(self, number: int) -> Iterator[dict[str, Any]]:
         """Yields `input_ids` and `labels` of each pair of a pass."""
-        self.report = report = DataReport()
+        report = DataReport()
         pairs, row = self.texts.pairs(report), count()
         while batch := list(islice(pairs, _ROWS_PER_READ)):
             sources, targets = zip(*batch, strict=True)
             columns = encode_batch(list(sources), list(targets), list(islice(row, len(batch))), **self.rules)
             report.source_truncated += sum(columns["source_truncated"])
             report.target_truncated += sum(columns["target_truncated"])
-            for outcome, input_ids, labels in zip(
-                columns["outcome"], columns["input_ids"], columns["labels"], strict=True
-            ):
+            outcomes = columns["outcome"]
+            for outcome, reason in enumerate(OUTCOMES[1:], start=1):
+                setattr(report, reason, getattr(report, reason) + outcomes.count(outcome))
+            self._publish(report)
+            for outcome, input_ids, labels in zip(outcomes, columns["input_ids"], columns["labels"], strict=True):
                 if outcome == 0:
                     yield {"input_ids": input_ids, "labels": labels}
-                else:
-                    reason = OUTCOMES[outcome]
-                    setattr(report, reason, getattr(report, reason) + 1)
+        self._publish(report)
         logger.info("Pass %d: %s", number + 1, report)
 
     def to_dict(self) -> dict[str, Any]:

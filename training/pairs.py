@@ -32,7 +32,7 @@ Policy = Literal["error", "skip"]
 READERS = {".tsv": read_tsv, ".csv": read_csv, ".jsonl": read_json, ".json": read_json, ".parquet": read_parquet}
 RECORD_FEATURES = datasets.Features({name: datasets.Value("string") for name in ("source", "target", "problem")})
 # Part of every cache key: raise it whenever the same file would be read into other pairs.
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 
 
 def load_pairs(

@@ -17,10 +17,12 @@ class RecipeFields:
     """All of them, by group; `metaphrase train --help` shows them."""
 
     data_dir: str | None = _setting("data", "Folder that relative data files are in; give it on the command line.")
-    train_file: str | None = _setting("data", "Pairs in one .tsv, .csv, .jsonl, .json or .parquet file.")
+    train_file: str | None = _setting(
+        "data", "Pairs in one .tsv, .csv, .jsonl, .json or .parquet file; all but the last may end in .gz."
+    )
     validation_file: str | None = _setting("data", "Likewise, for validation.")
     test_file: str | None = _setting("data", "Likewise, for the test.")
-    train_source_file: str | None = _setting("data", "Text with one source per line.")
+    train_source_file: str | None = _setting("data", "Text with one source per line, .gz or not.")
     train_target_file: str | None = _setting("data", "Text with one target per line.")
     validation_source_file: str | None = _setting("data", "Likewise, for validation.")
     validation_target_file: str | None = _setting("data", "Likewise, for validation.")
@@ -36,10 +38,22 @@ class RecipeFields:
     source_language: str | None = _setting("data", "Language code of the sources, for the model card.")
     target_language: str | None = _setting("data", "Language code of the targets, for the model card.")
     source_prefix: str | None = _setting("data", "Text put before each source, such as `summarize: `.")
-    max_source_length: int = _setting("data", "Most tokens of a source, end of sequence included.", 256, minimum=2)
-    max_target_length: int = _setting("data", "Most tokens of a target, end of sequence included.", 256, minimum=2)
-    too_long: Literal["skip", "truncate", "error"] = _setting("data", "What becomes of longer pairs.", "skip")
-    empty: Literal["skip", "error", "keep"] = _setting("data", "What becomes of pairs with an empty side.", "skip")
+    max_source_length: int = _setting(
+        "data", "Most tokens of a training source, end of sequence included.", 256, minimum=2
+    )
+    max_target_length: int = _setting(
+        "data", "Most tokens of a training target, end of sequence included.", 256, minimum=2
+    )
+    too_long: Literal["skip", "truncate", "error"] = _setting(
+        "data",
+        "What becomes of longer pairs; one to be scored that the model cannot read is refused, or truncated for truncate.",
+        "skip",
+    )
+    empty: Literal["skip", "error", "keep"] = _setting(
+        "data",
+        "What becomes of training pairs with an empty side; validation and test keep them, unless error.",
+        "skip",
+    )
     malformed: Literal["error", "skip"] = _setting("data", "What becomes of lines that hold no pair.", "error")
     invalid_utf8: Literal["error", "skip"] = _setting("data", "What becomes of pairs that are not UTF-8.", "error")
     streaming: bool = _setting(
@@ -49,7 +63,9 @@ class RecipeFields:
     objective: Literal["pairs", "span_corruption", "ul2", "text_infilling"] = _setting(
         "data", "What is learned: given pairs, or to mend plain text (as T5, UL2, BART).", "pairs"
     )
-    train_text_file: str | None = _setting("data", "Plain text with one document per line, to be damaged and mended.")
+    train_text_file: str | None = _setting(
+        "data", "Plain text with one document per line, .gz or not, to be damaged and mended."
+    )
     validation_text_file: str | None = _setting("data", "Likewise, for validation.")
     noise_density: float | None = _setting("data", "Share of a text that is hidden; by default the paper's.", minimum=0)
     mean_span_length: float | None = _setting(

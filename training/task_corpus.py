@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
@@ -29,7 +30,7 @@ class TaskCorpus(PairCorpus):
         self.tasks: dict[str, PairCorpus] = {}
         for name in recipe.tasks:
             with _naming(name):
-                self.tasks[name] = PairCorpus(task_recipe(recipe, name), self.arguments)
+                self.tasks[name] = PairCorpus(task_recipe(recipe, name), self.arguments, self.longest)
             self.tasks[name].label = f"{name}, "
 
     def load(self) -> None:
@@ -59,6 +60,9 @@ class TaskCorpus(PairCorpus):
         validation = {name: splits["validation"] for name, splits in encoded.items() if "validation" in splits}
         return parts | ({"validation": _joined(validation)} if validation else {})
 
+    def sizes(self) -> dict[str, int]:
+        return dict(sum((Counter(corpus.sizes()) for corpus in self.tasks.values()), Counter()))
+
     def _mixed(self, parts: dict[str, datasets.Dataset]) -> datasets.Dataset:
         recipe, sizes = self.recipe, [len(part) for part in parts.values()]
         rates = mixing_rates(
@@ -86,13 +90,13 @@ def task_recipe(recipe: Recipe, name: str) -> Recipe:
     return Recipe.from_mapping(fields | own, f"the task {name!r}")
 
 
-def make_corpus(recipe: Recipe, arguments: Seq2SeqTrainingArguments) -> PairCorpus:
-    """The corpus of a recipe, still to be loaded."""
+def make_corpus(recipe: Recipe, arguments: Seq2SeqTrainingArguments, longest: int | None = None) -> PairCorpus:
+    """The corpus of a recipe, still to be loaded. No side of a pair may be longer than `longest`, where it is not `None`."""
     if recipe.tasks:
-        return TaskCorpus(recipe, arguments)
+        return TaskCorpus(recipe, arguments, longest)
     if recipe.objective != "pairs":
-        return TextCorpus(recipe, arguments)
-    return (StreamedPairCorpus if recipe.streaming else PairCorpus)(recipe, arguments)
+        return TextCorpus(recipe, arguments, longest)
+    return (StreamedPairCorpus if recipe.streaming else PairCorpus)(recipe, arguments, longest)
 
 
 @contextlib.contextmanager

@@ -84,7 +84,7 @@ class BlockReport:
 def load_texts(
     files: str | Path | Sequence[str | Path], max_samples: int | None = None, cache_dir: str | Path | None = None
 ) -> datasets.Dataset:
-    """Reads UTF-8 text files with one document per line into the column `text`.
+    """Reads UTF-8 text files with one document per line, compressed (`.gz`) or not, into the column `text`.
 
     Args:
         files: The files, read one after the other.
@@ -114,7 +114,7 @@ def load_texts(
         )
     except DatasetGenerationError as error:
         cause = error.__cause__ or error.__context__
-        if isinstance(cause, ValueError | OSError):
+        if isinstance(cause, ValueError | OSError | EOFError):
             raise cause from None
         raise
     return texts if max_samples is None else texts.select(range(min(max_samples, len(texts))))

@@ -169,9 +169,13 @@ class MetaphraseTrainer(
         lengths = np.stack([np.asarray(dataset[name][:]) for name in ("source_length", "target_length")], axis=1)
         arguments = self.args
         seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
-        sampler = TokenBudgetSampler(
-            lengths, self.max_tokens_per_batch, seed, arguments.world_size, arguments.process_index
+        # A pair to be evaluated is never left out: if it is longer than the budget, that grows to hold it.
+        budget = (
+            self.max_tokens_per_batch
+            if is_training
+            else max(self.max_tokens_per_batch, lengths.sum(axis=1).max().item())
         )
+        sampler = TokenBudgetSampler(lengths, budget, seed, arguments.world_size, arguments.process_index)
         return self._prepare_loader(dataset, is_training, batch_sampler=sampler)
 
     def _prepare_loader(self, dataset, is_training: bool, **batching) -> DataLoader:
