@@ -11,7 +11,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from metaphrase.inference import Generator
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.training import precision
+from metaphrase.training import metrics, precision
 from metaphrase.training.demo_corpus import make_demo_corpus
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.recipe import load_recipe
@@ -269,6 +269,38 @@ def test_averages_need_checkpoints_that_are_kept(data, tmp_path):
     for choice, field in (("last", "save_strategy"), ("best", "save_strategy"), ("best", "eval_strategy")):
         with pytest.raises(ValueError, match=f"`average_{choice}` must come with `{field}` .*, got no"):
             make_recipe(data, tmp_path / "run", **{f"average_{choice}": 2, field: "no"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"metrics": ["blue"]}, "A name in `metrics` must be one of bleu, .*, got 'blue'. Did you mean 'bleu'?"),
+        ({"bleu_tokenize": "nosuch"}, "`bleu_tokenize` must be one of none, .*, got 'nosuch'"),
+        (
+            {"average_best": 2, "metrics": ["chrf"]},
+            "one of loss, perplexity, chrf, got 'bleu', by which `average_best`",
+        ),
+        ({"average_best": 2, "predict_with_generate": "false"}, "one of loss, perplexity, got 'bleu', by which"),
+        ({"metric_for_best_model": "eval_ter"}, "one of loss, perplexity, bleu, chrf, got 'eval_ter'."),
+    ],
+    ids=str,
+)
+def test_mistakes_in_scores_are_found_before_any_work(data, tmp_path, fields, said):
+    with pytest.raises(ValueError, match=said):
+        Experiment(make_recipe(data, tmp_path / "run", **fields))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tokenizer_of_bleu_that_is_not_installed_is_found_before_any_work(data, tmp_path, monkeypatch):
+    # As it is where MeCab is missing; here it may be there.
+    def fail(tokenize):
+        raise RuntimeError("Japanese tokenization requires extra dependencies,\n but you do not have them installed.")
+
+    monkeypatch.setattr(metrics.BLEU, "__init__", lambda self, tokenize: fail(tokenize))
+    with pytest.raises(
+        ValueError, match=r"`bleu_tokenize` must be installed, got 'ja-mecab': Japanese .* dependencies, but"
+    ):
+        Experiment(make_recipe(data, tmp_path / "run", bleu_tokenize="ja-mecab"))
 
 
 @pytest.mark.parametrize(("steps", "kept"), [(7, [6, 7]), (3, [3])])

@@ -25,7 +25,7 @@ from metaphrase.training.batching import PairCollator
 from metaphrase.training.checkpoints import check_whole, checkpoints_in, last_whole_checkpoint
 from metaphrase.training.evaluation import evaluate_generator
 from metaphrase.training.exponential_average import ExponentialAverage
-from metaphrase.training.metrics import compute_metrics, write_metrics
+from metaphrase.training.metrics import DEFAULT_METRICS, check_metrics, compute_metrics, write_metrics
 from metaphrase.training.parameter_groups import freeze
 from metaphrase.training.precision import warn_of_slow_bfloat16
 from metaphrase.training.processes import check_processes
@@ -38,7 +38,6 @@ from metaphrase.training.trainer import MetaphraseTrainer, spread
 logger = logging.getLogger(__name__)
 
 DEFAULT_PRESET = "metaphrase-small"
-DEFAULT_METRICS = ("bleu", "chrf")
 
 
 class Experiment:
@@ -52,7 +51,8 @@ class Experiment:
         """Checks what can be checked before any work is done.
 
         Raises:
-            ValueError: If the recipe has no training pairs, or its folder holds a run already and is not to be resumed.
+            ValueError: If the recipe has no training pairs or names a score that there is not, or its folder holds a run
+                already and is not to be resumed.
         """
         self.recipe = recipe
         check_processes()
@@ -64,6 +64,7 @@ class Experiment:
             # There is no text to decode and to compare with.
             self.arguments.predict_with_generate, self.arguments.prediction_loss_only = False, True
         self.metrics = [] if recipe.objective != "pairs" else list(recipe.metrics or DEFAULT_METRICS)
+        check_metrics(self.metrics, recipe.bleu_tokenize)
         if recipe.lora_rank is not None:
             import_peft()
         self.checkpoint = self._checkpoint_to_resume()
@@ -183,7 +184,7 @@ class Experiment:
         recipe = self.recipe
         if recipe.average_last is None and recipe.average_best is None:
             return
-        metric = (recipe.metric_for_best_model or "bleu") if recipe.average_best is not None else None
+        metric = (recipe.metric_for_best_model or DEFAULT_METRICS[0]) if recipe.average_best is not None else None
         average = self.folder / "average"
         folders = [average]
         if trainer.is_world_process_zero():
