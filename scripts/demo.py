@@ -13,7 +13,7 @@ from pathlib import Path
 
 from transformers import set_seed
 
-from metaphrase.hub_card import draw_attention_map, write_model_card
+from metaphrase.hub_card import draw_attention_map, renew_model_card
 from metaphrase.inference import Generator, cross_attention
 from metaphrase.scripts.console import run
 from metaphrase.scripts.train import RECIPES
@@ -72,7 +72,7 @@ def main(words: Sequence[str]) -> None:
     if arguments.resume:
         recipe.resume_from_checkpoint = "true"
     result = Experiment(recipe).train()
-    card = write_model_card(folder)
+    card = renew_model_card(folder)
     generator = Generator.from_pretrained(folder)
     show_translations(generator, tests[:NUM_SAMPLES])
     picture = draw_attention(generator, tests, folder / "attention.png")

@@ -61,7 +61,9 @@ def test_tokenize_replaces_a_tokenizer_only_where_it_may(files, tmp_path):
     tokenize.main([*separate, "--kind", "char", "--output", str(folder)])
     before = contents(folder)
     words = ["--files", *files, "--kind", "char", "--output", str(folder)]
-    with pytest.raises(ValueError, match=r"`output` must not hold a tokenizer, got .*t. Pass --overwrite to replace it"):
+    with pytest.raises(
+        ValueError, match=r"`output` must not hold a tokenizer, got .*t. Pass --overwrite to replace it"
+    ):
         tokenize.main(words)
     assert contents(folder) == before
     # A joint tokenizer leaves nothing of a separate pair behind.
