@@ -59,11 +59,11 @@ def main(words: Sequence[str]) -> None:
             print(estimate)
         return
     result = experiment.train()
-    if result:
-        renew_model_card(experiment.folder)
-        for name, score in result["scores"].items():
+    if experiment.arguments.process_index == 0:
+        for name, score in result.get("scores", {}).items():
             logger.info("%s on %s: %.2f  %s", name, result["data"]["split"], score["score"], score["signature"])
         logger.info("The model lies in %s", experiment.folder)
+        renew_model_card(experiment.folder)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import json
 import pytest
 from small_runs import SMALL
 
-from metaphrase.hub_card.card import MARKER
+from metaphrase.hub_card.card import FIGURE_NAME, MARKER, is_own_card
 from metaphrase.scripts import train
 from metaphrase.scripts.console import run
 
@@ -34,3 +34,21 @@ def test_a_card_by_another_hand_does_not_fail_a_run(words, tmp_path, caplog):
     assert card.read_text(encoding="utf-8") == claimed
     assert "README.md was made or changed by somebody: it stays as it is." in caplog.text
     assert json.loads((tmp_path / "run" / "trainer_state.json").read_text(encoding="utf-8"))["global_step"] == 3
+
+
+@pytest.mark.parametrize("objective", ["pairs", "span_corruption"])
+def test_a_run_without_scores_has_a_card_and_a_curve_and_says_where_it_lies(objective, words, tmp_path, caplog):
+    if objective != "pairs":
+        words += ["--objective", objective, "--train_file", "null", "--train_text_file", "train.txt"]
+        words += ["--num_sentinels", "20", "--max_source_length", "40", "--max_target_length", "40"]
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "metrics.json").write_text('{"scores": {"bleu": {"score": 1.0}}}', encoding="utf-8")
+    with caplog.at_level("INFO"):
+        assert run(train.main, "train", words) == 0
+    assert f"The model lies in {folder}" in caplog.text
+    assert is_own_card(folder / "README.md") and (folder / FIGURE_NAME).is_file()
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    assert "No scores are known" in card and f"({FIGURE_NAME})" in card
+    # What was scored before belongs to other weights.
+    assert not (folder / "metrics.json").exists() and (folder / "metrics_of_earlier_weights.json").is_file()

@@ -287,6 +287,11 @@ class Experiment:
         split = corpus.scored_split()
         if split is None:
             logger.warning("There are neither test nor validation pairs: the model is not scored.")
+            earlier = self.folder / "metrics.json"
+            if earlier.exists():
+                # A card would give them to weights that they do not belong to.
+                kept = earlier.rename(earlier.with_name("metrics_of_earlier_weights.json"))
+                logger.warning("Scores that lay here before this run are now in %s.", kept)
             return {}
         generator = Generator(model.eval(), tokenizers, batch_size=self.arguments.per_device_eval_batch_size)
         references = tokenizers.as_decoded(corpus.splits[split]["target"])
