@@ -116,6 +116,44 @@ def test_a_folder_with_another_run_is_left_alone(data, tmp_path):
     assert (tmp_path / "run" / "checkpoint-6" / "model.safetensors").read_bytes() == before
 
 
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_folder_with_a_model_is_left_alone(data, tmp_path):
+    fields = {"save_strategy": "no", "eval_strategy": "no", "max_steps": 1, "test_file": None, "validation_file": None}
+    run, other = tmp_path / "run", tmp_path / "other"
+    Experiment(make_recipe(data, run, **fields)).train()
+    before = contents(run)
+    with pytest.raises(
+        ValueError, match=r"must not hold a model, got .*run with model.safetensors.*--resume to repeat"
+    ):
+        Experiment(make_recipe(data, run, **fields, joint_vocabulary="false"))
+    # What no run has written is not repeated either, nor does a checkpoint of elsewhere lead there.
+    Experiment(make_recipe(data, other, **fields | {"save_strategy": "steps", "save_steps": 1})).train()
+    (run / "recipe.yaml").rename(tmp_path / "recipe.yaml")
+    for resume in ("false", "true", str(other / "checkpoint-1")):
+        with pytest.raises(
+            ValueError, match=r"must not hold a model, .* with model.safetensors. Choose another folder.$"
+        ):
+            Experiment(make_recipe(data, run, **fields, resume_from_checkpoint=resume))
+    (tmp_path / "recipe.yaml").rename(run / "recipe.yaml")
+    assert contents(run) == before
+
+
+def test_a_run_without_checkpoints_can_be_repeated(data, tmp_path, caplog):
+    fields = {"save_strategy": "no", "eval_strategy": "no", "max_steps": 1, "test_file": None, "validation_file": None}
+    Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    before = (tmp_path / "run" / "model.safetensors").read_bytes()
+    # As if it had been killed while it wrote its model.
+    (tmp_path / "run" / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"must not hold a model, got .*run with config.json"):
+        Experiment(make_recipe(data, tmp_path / "run", **fields))
+    Experiment(make_recipe(data, tmp_path / "run", **fields, resume_from_checkpoint="true")).train()
+    assert "starts from the beginning, and replaces the model that is there" in caplog.text
+    assert (tmp_path / "run" / "model.safetensors").read_bytes() == before
+
+
 def test_separate_vocabularies(data, tmp_path):
     recipe = make_recipe(data, tmp_path / "run", joint_vocabulary="false", vocab_size=400, target_vocab_size=500)
     Experiment(recipe).train()

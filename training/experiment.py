@@ -20,9 +20,8 @@ from metaphrase.inference import Generator
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.tokenization import TokenizerPair, set_languages
 from metaphrase.training.adapters import ALL_LINEAR, add_lora, import_peft, is_adapted, merge_lora
-from metaphrase.training.averaging import average_checkpoints, select_checkpoints
+from metaphrase.training.averaging import RECIPE_NAME, average_checkpoints, select_checkpoints
 from metaphrase.training.batching import PairCollator
-from metaphrase.training.checkpoints import check_whole, checkpoints_in, last_whole_checkpoint
 from metaphrase.training.evaluation import evaluate_generator
 from metaphrase.training.exponential_average import ExponentialAverage
 from metaphrase.training.metrics import DEFAULT_METRICS, check_metrics, compute_metrics, write_metrics
@@ -31,6 +30,7 @@ from metaphrase.training.precision import warn_of_slow_bfloat16
 from metaphrase.training.processes import check_processes
 from metaphrase.training.r_drop import check_r_drop
 from metaphrase.training.recipe import Recipe
+from metaphrase.training.run_folder import checkpoint_to_resume
 from metaphrase.training.sharded_weights import load_whole_weights
 from metaphrase.training.task_corpus import TASK_COLUMN, make_corpus
 from metaphrase.training.trainer import MetaphraseTrainer, spread
@@ -52,7 +52,7 @@ class Experiment:
 
         Raises:
             ValueError: If the recipe has no training pairs or names a score that there is not, or its folder holds a run
-                already and is not to be resumed.
+                or a model already and is not to be resumed.
         """
         self.recipe = recipe
         check_processes()
@@ -67,27 +67,8 @@ class Experiment:
         check_metrics(self.metrics, recipe.bleu_tokenize)
         if recipe.lora_rank is not None:
             import_peft()
-        self.checkpoint = self._checkpoint_to_resume()
+        self.checkpoint = checkpoint_to_resume(recipe, self.folder)
         self.corpus = make_corpus(recipe, self.arguments)
-
-    def _checkpoint_to_resume(self) -> str | None:
-        resume = self.recipe.resume_from_checkpoint
-        if resume is None or str(resume).lower() in ("false", "no"):
-            if existing := checkpoints_in(self.folder):
-                raise ValueError(
-                    f"`output_dir` must not hold the checkpoints of another run, got {self.folder} with {existing[-1].name}. "
-                    "Pass --resume to go on from there, or choose another folder."
-                )
-            return None
-        if str(resume).lower() not in ("true", "yes"):
-            check_whole(resume)
-            return str(resume)
-        last = last_whole_checkpoint(self.folder)
-        if last is None:
-            logger.warning(
-                "%s holds no whole checkpoint to resume from: the run starts from the beginning.", self.folder
-            )
-        return last
 
     def train(self) -> dict:
         """Runs everything and returns what `metrics.json` holds."""
@@ -278,7 +259,7 @@ class Experiment:
 
     def _write_provenance(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.recipe.save(self.folder / "recipe.yaml")
+        self.recipe.save(self.folder / RECIPE_NAME)
         text = json.dumps({split: report.to_dict() for split, report in self.corpus.reports.items()}, indent=2)
         (self.folder / "data_report.json").write_text(text + "\n", encoding="utf-8")
 
