@@ -154,6 +154,48 @@ def test_a_run_without_checkpoints_can_be_repeated(data, tmp_path, caplog):
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == before
 
 
+def test_a_resumed_run_keeps_what_its_checkpoint_has_settled(data, tmp_path):
+    run = tmp_path / "run"
+    fields = {"max_steps": 1, "save_steps": 1, "eval_strategy": "no", "test_file": None, "freeze": ["decoder"]}
+    Experiment(make_recipe(data, run, **fields)).train()
+    fields |= {"resume_from_checkpoint": "true"}
+    before = contents(run)
+    for changed, said in (
+        ({"model.encoder_layers": 2}, r"`model.encoder_layers` must stay .* got 2, and 1 in .*recipe.yaml"),
+        ({"freeze": ["encoder"]}, r"`freeze` must stay .* got \['encoder'\], and \['decoder'\]"),
+        ({"freeze": None}, r"`freeze` must stay .* got null, and \['decoder'\]"),
+        ({"vocab_size": 700}, "`vocab_size` must stay .* got 700, and 600"),
+        ({"optim": "adafactor"}, "`optim` must stay .* got 'adafactor', and 'adamw_torch_fused'"),
+        ({"learning_rate": 1e-2}, "`learning_rate` must stay .* got 0.01, and 5e-05"),
+        ({"train_file": "test.tsv"}, "`train_file` must stay .* got 'test.tsv', and 'train.tsv'"),
+        ({"seed": 3, "resume_from_checkpoint": str(run / "checkpoint-1")}, "`seed` must stay .* got 3, and 42"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Experiment(make_recipe(data, run, **fields | changed))
+    # This is found out when the checkpoint is loaded.
+    with pytest.raises(ValueError, match="to go on with an exponential average"):
+        Experiment(make_recipe(data, run, **fields, exponential_average_decay=0.5)).train()
+    assert contents(run) == before
+
+
+def test_a_resumed_run_may_change_its_length_batches_and_evaluation(data, tmp_path):
+    fields = {"max_steps": 1, "save_steps": 1, "eval_strategy": "no"}
+    Experiment(make_recipe(data, tmp_path / "first", **fields)).train()
+    # Also moved, together with its data, of which the recipe may name the old place.
+    recipe = tmp_path / "first" / "recipe.yaml"
+    text = recipe.read_text(encoding="utf-8")
+    assert "train_file: train.tsv" in text
+    recipe.write_text(text.replace("train_file: train.tsv", "train_file: /elsewhere/train.tsv"), encoding="utf-8")
+    run = (tmp_path / "first").rename(tmp_path / "moved")
+    fields |= {"max_steps": 3, "save_steps": 2, "logging_steps": 2, "per_device_train_batch_size": 4, "num_beams": 2}
+    fields |= {"test_file": "validation.tsv", "eval_strategy": "steps", "metrics": ["chrf"]}
+    result = Experiment(make_recipe(data, run, **fields, resume_from_checkpoint="true")).train()
+    assert result["scores"].keys() == {"chrf"} and result["generation"]["num_beams"] == 2
+    assert json.loads((run / "trainer_state.json").read_text(encoding="utf-8"))["global_step"] == 3
+    written = load_recipe(run / "recipe.yaml")
+    assert (written.max_steps, written.metrics, written.per_device_train_batch_size) == (3, ["chrf"], 4)
+
+
 def test_separate_vocabularies(data, tmp_path):
     recipe = make_recipe(data, tmp_path / "run", joint_vocabulary="false", vocab_size=400, target_vocab_size=500)
     Experiment(recipe).train()

@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import datasets
@@ -13,6 +14,7 @@ from transformers import (
     EarlyStoppingCallback,
     PreTrainedModel,
     Seq2SeqTrainingArguments,
+    TrainerCallback,
     set_seed,
 )
 
@@ -38,6 +40,16 @@ from metaphrase.training.trainer import MetaphraseTrainer, spread
 logger = logging.getLogger(__name__)
 
 DEFAULT_PRESET = "metaphrase-small"
+
+
+class _AtBeginning(TrainerCallback):
+    """Does something when training begins. A checkpoint to go on from has been loaded by then, or else has been refused."""
+
+    def __init__(self, act: Callable[[], None]):
+        self.act = act
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.act()
 
 
 class Experiment:
@@ -83,7 +95,7 @@ class Experiment:
         if trainer.is_world_process_zero():
             if self.arguments.bf16 and self.arguments.device.type == "cpu":
                 warn_of_slow_bfloat16()
-            self._write_provenance()
+            trainer.add_callback(_AtBeginning(self._write_provenance))
         trainer.train(resume_from_checkpoint=self.checkpoint)
         self._average(trainer)
         model = self._save_model(trainer, tokenizers)
