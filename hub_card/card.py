@@ -1,5 +1,6 @@
 """The model card: a trained folder's README.md, with metadata that the Hub reads."""
 
+import logging
 import os
 import re
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ from metaphrase.hub_card.sections import (
     describe_training_procedure,
     score_values,
 )
+
+logger = logging.getLogger(__name__)
 
 TEMPLATE_PATH = Path(__file__).with_name("template.md")
 FIGURE_NAME = "training_curve.png"
@@ -108,6 +111,25 @@ def write_model_card(
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+    return path
+
+
+def renew_model_card(folder: str | os.PathLike) -> Path:
+    """Writes the card and the picture of the training curves after a run. A card by another hand stays, with a warning.
+
+    Returns:
+        The path of the card.
+
+    Raises:
+        ValueError: If the folder or a file in it is unfit.
+    """
+    path = Path(folder) / "README.md"
+    if not path.exists() or is_own_card(path):
+        return write_model_card(folder)
+    logger.warning("%s was made or changed by somebody: it stays as it is. Delete it to have a new one.", path)
+    # The picture that it may show is of this run all the same.
+    facts = TrainedFolder.read(folder)
+    _draw_curves(facts, facts.path.resolve().name)
     return path
 
 

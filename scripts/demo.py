@@ -13,7 +13,7 @@ from pathlib import Path
 
 from transformers import set_seed
 
-from metaphrase.hub_card import draw_attention_map, write_model_card
+from metaphrase.hub_card import draw_attention_map, renew_model_card
 from metaphrase.inference import Generator, cross_attention
 from metaphrase.scripts.console import run
 from metaphrase.scripts.train import RECIPES
@@ -23,6 +23,7 @@ from metaphrase.training.demo_summaries import write_demo_summaries
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.memory import keep_freed_memory
 from metaphrase.training.recipe import load_recipe
+from metaphrase.training.run_folder import discard_model
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +55,7 @@ def main(words: Sequence[str]) -> None:
     folder = Path(arguments.output_dir)
     data = folder / "data"
     if not arguments.resume:
-        # What an earlier demo left is made anew each time; nothing else is touched.
-        for checkpoint in checkpoints_in(folder):
-            discard_checkpoint(checkpoint)
+        discard_earlier_demo(folder, data)
     if arguments.resume and last_whole_checkpoint(folder) is not None:
         # A run that has a checkpoint has its corpus and its recipe too.
         paths, source = {split: data / f"{split}.tsv" for split in SPLITS}, folder / "recipe.yaml"
@@ -72,7 +71,7 @@ def main(words: Sequence[str]) -> None:
     if arguments.resume:
         recipe.resume_from_checkpoint = "true"
     result = Experiment(recipe).train()
-    card = write_model_card(folder)
+    card = renew_model_card(folder)
     generator = Generator.from_pretrained(folder)
     show_translations(generator, tests[:NUM_SAMPLES])
     picture = draw_attention(generator, tests, folder / "attention.png")
@@ -86,6 +85,18 @@ def main(words: Sequence[str]) -> None:
     print(f"Attention:      {picture}")
     print(f"Model card:     {card}")
     print(f"Took {time.monotonic() - start:.0f} seconds.")
+
+
+def discard_earlier_demo(folder: Path, data: Path) -> None:
+    """Deletes checkpoints and model of an earlier demo, which is known by its corpus: it is made anew each time.
+
+    Those of another run are left alone; the run itself then refuses their folder.
+    """
+    if not all((data / f"{split}.tsv").is_file() for split in SPLITS):
+        return
+    for checkpoint in checkpoints_in(folder):
+        discard_checkpoint(checkpoint)
+    discard_model(folder)
 
 
 def show_translations(generator: Generator, pairs: Sequence[Sequence[str]]) -> None:

@@ -19,7 +19,7 @@ from metaphrase.scripts.console import run
 from metaphrase.tokenization import join_pieces
 from metaphrase.training.data_report import DataReport
 from metaphrase.training.evaluation import evaluate_generator
-from metaphrase.training.metrics import METRICS, write_metrics
+from metaphrase.training.metrics import DEFAULT_METRICS, METRICS, check_metrics, write_metrics
 from metaphrase.training.pairs import load_pairs
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,9 @@ def make_parser() -> argparse.ArgumentParser:
         parser.add_argument(
             f"--{name}", choices=choices, default="error", help=f"what becomes of {words} [%(default)s]"
         )
-    parser.add_argument("--metrics", nargs="+", default=["bleu", "chrf"], help=f"of {', '.join(METRICS)} [bleu chrf]")
+    parser.add_argument(
+        "--metrics", nargs="+", default=list(DEFAULT_METRICS), help=f"of {', '.join(METRICS)} [bleu chrf]"
+    )
     parser.add_argument("--bleu_tokenize", help="sacreBLEU's tokenizer [13a]; none for text that is tokenized already")
     parser.add_argument("--lowercase", action="store_true", help="score without regard to case, as sacreBLEU's -lc")
     parser.add_argument(
@@ -85,8 +87,20 @@ def default_output(arguments: argparse.Namespace) -> Path:
     return folder if is_as_saved and folder.is_dir() else Path("metrics.json")
 
 
+def make_place(predictions: Path) -> None:
+    """Makes the folder of a file, as `write_metrics` does, before the work whose result it shall hold.
+
+    Raises:
+        ValueError: If the place of the file is taken by a folder.
+    """
+    if predictions.is_dir():
+        raise ValueError(f"`predictions` must be a file, got the folder {predictions}.")
+    predictions.parent.mkdir(parents=True, exist_ok=True)
+
+
 def main(words: Sequence[str]) -> None:
     arguments = make_parser().parse_args(words)
+    check_metrics(arguments.metrics, arguments.bleu_tokenize)
     report = DataReport()
     # An empty side is a legitimate test case: such pairs are never dropped here.
     pairs = load_pairs(
@@ -100,6 +114,8 @@ def main(words: Sequence[str]) -> None:
         invalid_utf8=arguments.invalid_utf8,
         report=report,
     )
+    if arguments.predictions is not None:
+        make_place(Path(arguments.predictions))
     references = list(pairs["target"])
     set_seed(arguments.seed)
     generator = Generator.from_pretrained(chosen_models(arguments), **chosen_loading_options(arguments))

@@ -8,11 +8,16 @@ if __name__ == "__main__" and not __package__:  # Run as a file: its folder must
 import argparse
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 
+from metaphrase.conversion.weight_files import folder_in_one_step
 from metaphrase.scripts.console import run
 from metaphrase.tokenization import TOKENIZER_KINDS, TokenizerPair, iterate_lines, train_tokenizer
 
 logger = logging.getLogger(__name__)
+
+# All that `TokenizerPair.save_pretrained` writes, by this and earlier versions of transformers.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "target_tokenizer")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -34,7 +39,25 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--additional_special_tokens", nargs="+", default=[], metavar="TOKEN", help="such as language codes"
     )
+    parser.add_argument("--overwrite", action="store_true", help="replace a tokenizer that is there already")
     return parser
+
+
+def check_output(output: Path, overwrite: bool) -> None:
+    """Refuses a folder that holds anything, but for a tokenizer alone that may be overwritten: one of a model belongs to it.
+
+    Raises:
+        ValueError: If `output` cannot be had.
+    """
+    names = sorted(path.name for path in output.iterdir()) if output.is_dir() else []
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"`output` must be a folder, got the file {output}.")
+    if others := [name for name in names if name not in TOKENIZER_FILES]:
+        raise ValueError(
+            f"`output` must be a new folder, or hold a tokenizer alone, got {output} with {others[0]}. Choose another folder."
+        )
+    if names and not overwrite:
+        raise ValueError(f"`output` must not hold a tokenizer, got {output}. Pass --overwrite to replace it.")
 
 
 def main(words: Sequence[str]) -> None:
@@ -43,6 +66,8 @@ def main(words: Sequence[str]) -> None:
     is_separate = given == [False, True, True]
     if not is_separate and given != [True, False, False]:
         raise ValueError("Either `--files`, or both `--source_files` and `--target_files`, must be given.")
+    output = Path(arguments.output)
+    check_output(output, arguments.overwrite)
     names = ("kind", "vocab_size", "min_frequency", "normalization", "lowercase", "joiner", "additional_special_tokens")
     options = {name: getattr(arguments, name) for name in names}
     if is_separate:
@@ -51,7 +76,8 @@ def main(words: Sequence[str]) -> None:
     else:
         tokenizer = train_tokenizer(iterate_lines(arguments.files), **options)
         pair = TokenizerPair(tokenizer, tokenizer)
-    pair.save_pretrained(arguments.output)
+    with folder_in_one_step(output.resolve()) as partial:
+        pair.save_pretrained(partial)
     for side, tokenizer in (("source", pair.source), ("target", pair.target))[: 2 if is_separate else 1]:
         logger.info("%s: %d entries", side if is_separate else "both sides", len(tokenizer))
     logger.info("Written to %s", arguments.output)

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from metaphrase.hub_card import write_model_card
+from metaphrase.hub_card import renew_model_card
 from metaphrase.scripts.console import run
 from metaphrase.training.dry_run import dry_run
 from metaphrase.training.experiment import Experiment
@@ -68,11 +68,11 @@ def main(words: Sequence[str]) -> None:
             print(estimate)
         return
     result = experiment.train()
-    if result:
-        write_model_card(experiment.folder)
-        for name, score in result["scores"].items():
+    if experiment.arguments.process_index == 0:
+        for name, score in result.get("scores", {}).items():
             logger.info("%s on %s: %.2f  %s", name, result["data"]["split"], score["score"], score["signature"])
         logger.info("The model lies in %s", experiment.folder)
+        renew_model_card(experiment.folder)
 
 
 if __name__ == "__main__":

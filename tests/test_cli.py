@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_generator import SOURCES, TARGETS
+from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
 
 from metaphrase.scripts import __main__ as command_line
 from metaphrase.scripts import attention, evaluate, generate, tokenize
@@ -39,6 +39,39 @@ def test_tokenize_wants_one_way_of_naming_files(sides, files, tmp_path):
     with pytest.raises(ValueError, match="Either `--files`, or both"):
         tokenize.main([*words, "--output", str(tmp_path / "t")])
     assert not (tmp_path / "t").exists()
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("words", [[], ["--overwrite"]], ids=str)
+def test_tokenize_leaves_a_model_with_its_tokenizer(words, files, tmp_path):
+    folder = save_generator(tiny_generator(), tmp_path / "model")
+    before = contents(folder)
+    with pytest.raises(ValueError, match=r"`output` must be a new folder, or hold a tokenizer alone, got .*model with"):
+        tokenize.main(["--files", *files, "--kind", "char", "--output", str(folder), *words])
+    assert contents(folder) == before
+
+
+def test_tokenize_replaces_a_tokenizer_only_where_it_may(files, tmp_path):
+    folder = tmp_path / "t"
+    folder.mkdir()
+    separate = ["--source_files", files[0], "--target_files", files[1]]
+    tokenize.main([*separate, "--kind", "char", "--output", str(folder)])
+    before = contents(folder)
+    words = ["--files", *files, "--kind", "char", "--output", str(folder)]
+    with pytest.raises(
+        ValueError, match=r"`output` must not hold a tokenizer, got .*t. Pass --overwrite to replace it"
+    ):
+        tokenize.main(words)
+    assert contents(folder) == before
+    # A joint tokenizer leaves nothing of a separate pair behind.
+    tokenize.main([*words, "--overwrite"])
+    assert TokenizerPair.from_pretrained(folder).is_joint and not (folder / "target_tokenizer").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="`output` must be a folder, got the file"):
+        tokenize.main([*words[:-1], str(tmp_path / "file")])
 
 
 def run_command(monkeypatch, *words):

@@ -90,6 +90,36 @@ def test_evaluate_reads_files_as_training_does(cli_model, files, tmp_path, capsy
     assert result == expected | {"data": {"name": "named.tsv", "malformed": 1}}
 
 
+def refuse(*args, **kwargs):
+    pytest.fail("Work has begun.")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--metrics", "blue"], "A name in `metrics` must be one of bleu, .*, got 'blue'. Did you mean 'bleu'?"),
+        (["--bleu_tokenize", "nosuch"], "`bleu_tokenize` must be one of none, .*, got 'nosuch'."),
+        (["--predictions", "FOLDER"], "`predictions` must be a file, got the folder "),
+    ],
+    ids=str,
+)
+def test_evaluate_finds_mistakes_before_any_work(words, said, cli_model, files, tmp_path, monkeypatch):
+    monkeypatch.setattr(Generator, "from_pretrained", refuse)
+    words = [str(tmp_path) if word == "FOLDER" else word for word in words]
+    with pytest.raises(ValueError, match=said):
+        evaluate.main([cli_model, "--source", files[0], "--target", files[1], *words])
+
+
+def test_evaluate_makes_the_folder_of_predictions_before_any_work(cli_model, files, tmp_path, monkeypatch):
+    words = [cli_model, "--device", "cpu", "--source", files[0], "--target", files[1]]
+    words += ["--output", str(tmp_path / "m.json"), "--predictions", str(tmp_path / "new" / "place" / "p.txt")]
+    evaluate.main(words)
+    assert len((tmp_path / "new" / "place" / "p.txt").read_text(encoding="utf-8").splitlines()) >= len(SOURCES)
+    monkeypatch.setattr(Generator, "from_pretrained", refuse)
+    with pytest.raises(OSError, match=r"m.json"):
+        evaluate.main([*words[:-1], str(tmp_path / "m.json" / "p.txt")])
+
+
 def test_evaluate_names_what_is_missing(cli_model, files, capsys):
     assert run(evaluate.main, "evaluate", [cli_model, "--source", files[0]]) == 2
     assert "target_file" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import save_file
 
 from metaphrase.hub_card import figures
-from metaphrase.hub_card.card import FIGURE_NAME, write_model_card
+from metaphrase.hub_card.card import FIGURE_NAME, MARKER, renew_model_card, write_model_card
 from metaphrase.hub_card.facts import TrainedFolder, count_parameters, without_machine_path
 from metaphrase.hub_card.figures import best_entry, draw_attention_map, draw_training_curve
 from metaphrase.hub_card.markdown import code, number, plain
@@ -235,6 +235,19 @@ def test_a_card_by_another_hand_is_kept(empty_folder):
     assert path.read_text() == "# My own words\n"
     write_model_card(empty_folder, overwrite=True)
     assert "My own words" not in path.read_text()
+
+
+def test_a_run_renews_its_card_but_not_that_of_another_hand(full_folder, caplog):
+    path = renew_model_card(full_folder)
+    (full_folder / "metrics.json").unlink()
+    assert renew_model_card(full_folder) == path
+    assert "No scores are known" in path.read_text(encoding="utf-8") and not caplog.records
+    claimed = path.read_text(encoding="utf-8").replace(MARKER, "My own words.")
+    path.write_text(claimed, encoding="utf-8")
+    (full_folder / FIGURE_NAME).unlink()
+    assert renew_model_card(full_folder) == path and path.read_text(encoding="utf-8") == claimed
+    assert "README.md was made or changed by somebody: it stays as it is." in caplog.text
+    assert (full_folder / FIGURE_NAME).is_file()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import datasets
@@ -14,24 +15,25 @@ from transformers import (
     EarlyStoppingCallback,
     PreTrainedModel,
     Seq2SeqTrainingArguments,
+    TrainerCallback,
     set_seed,
 )
 
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.tokenization import TokenizerPair, set_languages
 from metaphrase.training.adapters import ALL_LINEAR, add_lora, import_peft, is_adapted, merge_lora
-from metaphrase.training.averaging import average_checkpoints, select_checkpoints
+from metaphrase.training.averaging import RECIPE_NAME, average_checkpoints, select_checkpoints
 from metaphrase.training.batching import PairCollator
-from metaphrase.training.checkpoints import check_whole, checkpoints_in, last_whole_checkpoint
 from metaphrase.training.evaluation import BoundedGenerator, evaluate_generator
 from metaphrase.training.exponential_average import ExponentialAverage
 from metaphrase.training.length_limits import longest_sequence
-from metaphrase.training.metrics import compute_metrics, write_metrics
+from metaphrase.training.metrics import DEFAULT_METRICS, check_metrics, compute_metrics, write_metrics
 from metaphrase.training.parameter_groups import freeze
 from metaphrase.training.precision import warn_of_slow_bfloat16
 from metaphrase.training.processes import check_processes
 from metaphrase.training.r_drop import check_r_drop
 from metaphrase.training.recipe import Recipe
+from metaphrase.training.run_folder import checkpoint_to_resume
 from metaphrase.training.sharded_weights import load_whole_weights
 from metaphrase.training.task_corpus import TASK_COLUMN, make_corpus
 from metaphrase.training.trainer import MetaphraseTrainer, spread
@@ -39,7 +41,16 @@ from metaphrase.training.trainer import MetaphraseTrainer, spread
 logger = logging.getLogger(__name__)
 
 DEFAULT_PRESET = "metaphrase-small"
-DEFAULT_METRICS = ("bleu", "chrf")
+
+
+class _AtBeginning(TrainerCallback):
+    """Does something when training begins. A checkpoint to go on from has been loaded by then, or else has been refused."""
+
+    def __init__(self, act: Callable[[], None]):
+        self.act = act
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.act()
 
 
 class Experiment:
@@ -53,7 +64,8 @@ class Experiment:
         """Checks what can be checked before any work is done.
 
         Raises:
-            ValueError: If the recipe has no training pairs, or its folder holds a run already and is not to be resumed.
+            ValueError: If the recipe has no training pairs or names a score that there is not, or its folder holds a run
+                or a model already and is not to be resumed.
         """
         self.recipe = recipe
         check_processes()
@@ -65,29 +77,11 @@ class Experiment:
             # There is no text to decode and to compare with.
             self.arguments.predict_with_generate, self.arguments.prediction_loss_only = False, True
         self.metrics = [] if recipe.objective != "pairs" else list(recipe.metrics or DEFAULT_METRICS)
+        check_metrics(self.metrics, recipe.bleu_tokenize)
         if recipe.lora_rank is not None:
             import_peft()
-        self.checkpoint = self._checkpoint_to_resume()
+        self.checkpoint = checkpoint_to_resume(recipe, self.folder)
         self.corpus = make_corpus(recipe, self.arguments, longest_sequence(recipe, DEFAULT_PRESET))
-
-    def _checkpoint_to_resume(self) -> str | None:
-        resume = self.recipe.resume_from_checkpoint
-        if resume is None or str(resume).lower() in ("false", "no"):
-            if existing := checkpoints_in(self.folder):
-                raise ValueError(
-                    f"`output_dir` must not hold the checkpoints of another run, got {self.folder} with {existing[-1].name}. "
-                    "Pass --resume to go on from there, or choose another folder."
-                )
-            return None
-        if str(resume).lower() not in ("true", "yes"):
-            check_whole(resume)
-            return str(resume)
-        last = last_whole_checkpoint(self.folder)
-        if last is None:
-            logger.warning(
-                "%s holds no whole checkpoint to resume from: the run starts from the beginning.", self.folder
-            )
-        return last
 
     def train(self) -> dict:
         """Runs everything and returns what `metrics.json` holds."""
@@ -102,7 +96,7 @@ class Experiment:
         if trainer.is_world_process_zero():
             if self.arguments.bf16 and self.arguments.device.type == "cpu":
                 warn_of_slow_bfloat16()
-            self._write_provenance()
+            trainer.add_callback(_AtBeginning(self._write_provenance))
         trainer.train(resume_from_checkpoint=self.checkpoint)
         self._average(trainer)
         model = self._save_model(trainer, tokenizers)
@@ -195,7 +189,7 @@ class Experiment:
         recipe = self.recipe
         if recipe.average_last is None and recipe.average_best is None:
             return
-        metric = (recipe.metric_for_best_model or "bleu") if recipe.average_best is not None else None
+        metric = (recipe.metric_for_best_model or DEFAULT_METRICS[0]) if recipe.average_best is not None else None
         average = self.folder / "average"
         folders = [average]
         if trainer.is_world_process_zero():
@@ -293,7 +287,7 @@ class Experiment:
 
     def _write_provenance(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.recipe.save(self.folder / "recipe.yaml")
+        self.recipe.save(self.folder / RECIPE_NAME)
         text = json.dumps({split: report.to_dict() for split, report in self.corpus.reports.items()}, indent=2)
         (self.folder / "data_report.json").write_text(text + "\n", encoding="utf-8")
 
@@ -302,6 +296,11 @@ class Experiment:
         split = corpus.scored_split()
         if split is None:
             logger.warning("There are neither test nor validation pairs: the model is not scored.")
+            earlier = self.folder / "metrics.json"
+            if earlier.exists():
+                # A card would give them to weights that they do not belong to.
+                kept = earlier.rename(earlier.with_name("metrics_of_earlier_weights.json"))
+                logger.warning("Scores that lay here before this run are now in %s.", kept)
             return {}
         sizes = {"batch_size": self.arguments.per_device_eval_batch_size, "longest": corpus.longest}
         generator = BoundedGenerator(model.eval(), tokenizers, **sizes)

@@ -21,6 +21,7 @@ from sacrebleu.metrics import BLEU, CHRF, TER
 
 References = Sequence[str] | Sequence[Sequence[str]]
 _COLUMNS = ("predictions", "references")
+DEFAULT_METRICS = ("bleu", "chrf")
 
 
 def _check_choice(field: str, given: Any, choices: Iterable[str]) -> None:
@@ -324,10 +325,32 @@ METRICS: dict[str, type[CorpusMetric]] = {
 }
 
 
+def check_metrics(names: Sequence[str], bleu_tokenize: str | None = None) -> None:
+    """Refuses before any work what `compute_metrics` would refuse after it.
+
+    Args:
+        names: Keys of `METRICS`.
+        bleu_tokenize: sacreBLEU's tokenizer; one that has to be fetched is fetched.
+
+    Raises:
+        ValueError: If there is no such score or tokenizer, or what the tokenizer needs is not installed.
+    """
+    for name in names:
+        _check_choice("A name in `metrics`", name, METRICS)
+    if bleu_tokenize is None:
+        return
+    _check_choice("`bleu_tokenize`", bleu_tokenize, BLEU.TOKENIZERS)
+    try:
+        BLEU(tokenize=bleu_tokenize)
+    except (ImportError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"`bleu_tokenize` must be installed, got {bleu_tokenize!r}: {reason}") from error
+
+
 def compute_metrics(
     predictions: Sequence[str],
     references: References,
-    names: Sequence[str] = ("bleu", "chrf"),
+    names: Sequence[str] = DEFAULT_METRICS,
     options: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Returns `{name: result}`, ready for JSON.

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from metaphrase.training.metrics import DEFAULT_METRICS
+
 if TYPE_CHECKING:
     from metaphrase.training.recipe import Recipe
 
@@ -142,6 +144,7 @@ def _check_tokenizer_and_model(recipe: "Recipe") -> None:
 def _check_evaluation(recipe: "Recipe") -> None:
     if recipe.metrics and not recipe.predict_with_generate:
         raise ValueError(f"`metrics` must come with true `predict_with_generate`, got {recipe.metrics} and false.")
+    _check_best(recipe)
     _require_with(recipe, "early_stopping_threshold", "early_stopping_patience")
     if recipe.early_stopping_patience is None:
         return
@@ -149,6 +152,23 @@ def _check_evaluation(recipe: "Recipe") -> None:
         raise ValueError("`early_stopping_patience` must come with `eval_strategy` steps or epoch, got no.")
     if not recipe.metric_for_best_model and not recipe.load_best_model_at_end:
         raise ValueError("`early_stopping_patience` must come with `metric_for_best_model`, got null.")
+
+
+def _check_best(recipe: "Recipe") -> None:
+    """What tells the best checkpoint must be among what is evaluated while training."""
+    given = recipe.metric_for_best_model
+    if _strategy(recipe.eval_strategy) == "no" or (given is None and recipe.average_best is None):
+        return
+    evaluated = ["loss", "perplexity"]
+    if recipe.objective == "pairs" and recipe.predict_with_generate:
+        names = recipe.metrics or DEFAULT_METRICS
+        evaluated += [*names, *(f"{task}_{name}" for task in recipe.tasks for name in names)]
+    if (given or DEFAULT_METRICS[0]).removeprefix("eval_") in evaluated:
+        return
+    what = repr(given) if given is not None else f"{DEFAULT_METRICS[0]!r}, by which `average_best` chooses by default"
+    raise ValueError(
+        f"`metric_for_best_model` must be evaluated while training, one of {', '.join(evaluated)}, got {what}."
+    )
 
 
 def _check_technique(recipe: "Recipe") -> None:

@@ -1,0 +1,54 @@
+"""The command line: `metaphrase train` on tiny recipes."""
+
+import json
+
+import pytest
+from small_runs import SMALL
+
+from metaphrase.hub_card.card import FIGURE_NAME, MARKER, is_own_card
+from metaphrase.scripts import train
+from metaphrase.scripts.console import run
+
+TEXTS = [f"{noun} {verb}" for noun in ("dog", "cat", "bird", "fish") for verb in ("runs", "sees", "eats")]
+
+
+@pytest.fixture
+def words(tmp_path):
+    """The words of a run of two steps, without validation or test, in `run`."""
+    (tmp_path / "train.tsv").write_text("".join(f"{text}\t{text[::-1]}\n" for text in TEXTS), encoding="utf-8")
+    (tmp_path / "train.txt").write_text("".join(f"{text}\n" for text in TEXTS * 4), encoding="utf-8")
+    fields = {"data_dir": tmp_path, "output_dir": tmp_path / "run", "train_file": "train.tsv"}
+    fields |= {"tokenizer_kind": "char", "preset": "metaphrase-tiny", "max_steps": 2, "save_steps": 1}
+    fields |= {"logging_steps": 1, "per_device_train_batch_size": 4, "use_cpu": "true", "disable_tqdm": "true"}
+    fields |= {f"model.{name}": value for name, value in SMALL.items()}
+    return [word for name, value in fields.items() for word in (f"--{name}", str(value))]
+
+
+def test_a_card_by_another_hand_does_not_fail_a_run(words, tmp_path, caplog):
+    words += ["--test_file", "train.tsv", "--generation_max_length", "9"]
+    assert run(train.main, "train", words) == 0
+    card = tmp_path / "run" / "README.md"
+    claimed = card.read_text(encoding="utf-8").replace(MARKER, "My own words.")
+    card.write_text(claimed, encoding="utf-8")
+    assert run(train.main, "train", [*words, "--resume", "--max_steps", "3"]) == 0
+    assert card.read_text(encoding="utf-8") == claimed
+    assert "README.md was made or changed by somebody: it stays as it is." in caplog.text
+    assert json.loads((tmp_path / "run" / "trainer_state.json").read_text(encoding="utf-8"))["global_step"] == 3
+
+
+@pytest.mark.parametrize("objective", ["pairs", "span_corruption"])
+def test_a_run_without_scores_has_a_card_and_a_curve_and_says_where_it_lies(objective, words, tmp_path, caplog):
+    if objective != "pairs":
+        words += ["--objective", objective, "--train_file", "null", "--train_text_file", "train.txt"]
+        words += ["--num_sentinels", "20", "--max_source_length", "40", "--max_target_length", "40"]
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "metrics.json").write_text('{"scores": {"bleu": {"score": 1.0}}}', encoding="utf-8")
+    with caplog.at_level("INFO"):
+        assert run(train.main, "train", words) == 0
+    assert f"The model lies in {folder}" in caplog.text
+    assert is_own_card(folder / "README.md") and (folder / FIGURE_NAME).is_file()
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    assert "No scores are known" in card and f"({FIGURE_NAME})" in card
+    # What was scored before belongs to other weights.
+    assert not (folder / "metrics.json").exists() and (folder / "metrics_of_earlier_weights.json").is_file()

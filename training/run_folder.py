@@ -1,0 +1,158 @@
+"""Run folders: whether a run may begin in a folder or go on there, and with what recipe."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path, PurePath
+from typing import Any
+
+from transformers.utils import (
+    ADAPTER_CONFIG_NAME,
+    CONFIG_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+)
+
+from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
+from metaphrase.training.averaging import RECIPE_NAME
+from metaphrase.training.checkpoint_folders import check_whole, checkpoints_in, last_whole_checkpoint, remove_folder
+from metaphrase.training.recipe import OWN_FIELDS, Recipe, load_recipe
+
+logger = logging.getLogger(__name__)
+
+# Any of these tells that a folder holds a model, be it of a run or of another origin.
+MODEL_NAMES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME, ADAPTER_CONFIG_NAME)
+MODEL_NAMES += (CONFIG_NAME,)
+# A run that goes on may change these of our own fields: how it is evaluated and shown, how much it takes at a time, and what it
+# adds to the loss or makes of the weights. The rest decides network, tokenizer, data, optimizer, or what is trained.
+FREE_GROUPS = ("batches", "evaluation")
+FREE = ("data_dir", "pairs_in_buffer", "source_language", "target_language", "validation_text_file")
+FREE += tuple(
+    name
+    for split in ("validation", "test")
+    for name in (f"{split}_file", f"{split}_source_file", f"{split}_target_file", f"max_{split}_samples")
+)
+FREE += ("dataset_validation_split", "dataset_test_split", "average_last", "average_best")
+FREE += ("r_drop_alpha", "r_drop_start_step", "exponential_average_decay", "exponential_average_warmup")
+# Of transformers' fields it may change all but these. The checkpoint's optimizer brings its own settings, which would be used in
+# place of other ones without a word; and the seeds decide which pairs are taken out of training, and their order.
+SETTLED_TRAINING = ("optim", "optim_args", "optim_target_modules", "learning_rate", "weight_decay")
+SETTLED_TRAINING += ("adam_beta1", "adam_beta2", "adam_epsilon", "lr_scheduler_type", "lr_scheduler_kwargs")
+SETTLED_TRAINING += ("seed", "data_seed")
+
+
+def model_file_in(folder: Path) -> str | None:
+    """Name of a file that tells that the folder holds a model, None if there is none."""
+    return next((name for name in MODEL_NAMES if (folder / name).exists()), None)
+
+
+def discard_model(folder: Path) -> None:
+    """Deletes the model that a run has left beside its checkpoints, in the place of which another shall come."""
+    for name in MODEL_NAMES:
+        (folder / name).unlink(missing_ok=True)
+    # A joint tokenizer cannot be saved beside it.
+    remove_folder(folder / TARGET_SUBFOLDER)
+
+
+def checkpoint_to_resume(recipe: Recipe, folder: Path) -> str | None:
+    """The checkpoint that a run goes on from, None where it starts from the beginning.
+
+    Args:
+        recipe: Its `resume_from_checkpoint` is a checkpoint, or says whether the last one in `folder` is taken.
+        folder: Where the run writes.
+
+    Raises:
+        ValueError: If the folder holds what the run would replace, the checkpoint is not whole, or the recipe would not be true
+            of it.
+    """
+    resume = str(recipe.resume_from_checkpoint or "no")
+    if resume.lower() in ("false", "no"):
+        if existing := checkpoints_in(folder):
+            raise ValueError(
+                f"`output_dir` must not hold the checkpoints of another run, got {folder} with {existing[-1].name}. "
+                "Pass --resume to go on from there, or choose another folder."
+            )
+        _refuse_model(folder)
+        return None
+    if resume.lower() not in ("true", "yes"):
+        check_whole(resume)
+        if Path(resume).resolve().parent != folder.resolve():
+            _refuse_model(folder)
+        check_same_run(recipe, Path(resume).resolve().parent)
+        return resume
+    last = last_whole_checkpoint(folder)
+    if last is None:
+        model = model_file_in(folder)
+        if model is not None and not (folder / RECIPE_NAME).is_file():
+            # No run has written it, so there is none that could be repeated.
+            _refuse_model(folder)
+        if model is not None:
+            check_same_run(recipe, folder)
+        replaced = "" if model is None else ", and replaces the model that is there"
+        logger.warning(
+            "%s holds no whole checkpoint to resume from: the run starts from the beginning%s.", folder, replaced
+        )
+        return None
+    check_same_run(recipe, folder)
+    return last
+
+
+def _refuse_model(folder: Path) -> None:
+    if (name := model_file_in(folder)) is None:
+        return
+    way_out = "Choose another folder."
+    if checkpoints_in(folder):
+        way_out = "Choose another folder, or pass --resume to go on from the last checkpoint there."
+    elif (folder / RECIPE_NAME).is_file():
+        way_out = "Choose another folder, or pass --resume to repeat the run that wrote it, which replaces it."
+    raise ValueError(f"`output_dir` must not hold a model, got {folder} with {name}. {way_out}")
+
+
+def check_same_run(recipe: Recipe, folder: Path) -> None:
+    """Refuses to resume the run of a folder with another recipe than the one there, as far as what it says is settled.
+
+    Raises:
+        ValueError: Naming the first field that would change, and both values.
+    """
+    path = folder / RECIPE_NAME
+    if not path.is_file():
+        return
+    before, now = _settled_values(load_recipe(path)), _settled_values(recipe)
+    for name in sorted(before.keys() | now.keys()):
+        old, new = before.get(name), now.get(name)
+        if _without_place(name, old) != _without_place(name, new):
+            raise ValueError(
+                f"`{name}` must stay as it was when a run is resumed, got {_shown(new)}, and {_shown(old)} in {path}. "
+                "To change it, start a new run in another folder."
+            )
+
+
+def _settled_values(recipe: Recipe) -> dict[str, Any]:
+    """The values of all fields that may not change, those below a mapping under names with a dot."""
+    own = [name for name in OWN_FIELDS if Recipe.group_of(name) not in FREE_GROUPS]
+    values = {name: getattr(recipe, name) for name in (*own, *SETTLED_TRAINING)}
+    return {
+        name: value
+        for field, inner in values.items()
+        for name, value in _flat(field, inner)
+        if name.rpartition(".")[2] not in FREE
+    }
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        yield name, value
+        return
+    for key, inner in value.items():
+        yield from _flat(f"{name}.{key}", inner)
+
+
+def _without_place(name: str, value: Any) -> Any:
+    # A run may have been moved together with its data; a saved recipe is silent about their folder.
+    is_path = name.endswith(("_file", "_name_or_path")) and isinstance(value, str)
+    return PurePath(value).name if is_path else value
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else repr(getattr(value, "value", value))
