@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from metaphrase.inference.decoding import decode
 from metaphrase.inference.engine import Engine, Hypothesis
 from metaphrase.inference.ensemble import EnsembleSearch
-from metaphrase.inference.forced_decoding import ForcedScore, check_texts, encode_forced, score_targets
+from metaphrase.inference.forced_decoding import ForcedScore, encode_forced, read_texts, score_targets
 from metaphrase.inference.joint_search import Partner, check_partner, check_target_vocabulary
 from metaphrase.inference.loading import ENGINES, load_parts
 from metaphrase.inference.minimum_bayes_risk import decode_by_risk
@@ -22,7 +22,7 @@ from metaphrase.inference.speculative_decoding import SpeculativeSearch
 from metaphrase.inference.window_decoding import decode_windows, line_bar
 from metaphrase.inference.windows import PreparedWindows, read_windows, seed_window
 from metaphrase.modeling.length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
-from metaphrase.tokenization import TokenizerPair, readable_tokens
+from metaphrase.tokenization import TokenizerPair, checked_texts, readable_tokens
 
 
 @dataclass(frozen=True)
@@ -151,13 +151,13 @@ class Generator:
                 it changes nothing but the time.
 
         Raises:
-            ValueError: If more than one sequence is asked for (`generate_n_best` returns them), or the assistant does not fit;
-                or as `decode` and `encode_phrase` do.
+            ValueError: If `texts` is a single string or holds anything but strings, more than one sequence is asked for
+                (`generate_n_best` returns them), or the assistant does not fit; or as `decode` and `encode_phrase` do.
         """
         count = generation_kwargs.get("num_return_sequences", 1)
         if count != 1:
             raise ValueError(f"`num_return_sequences` must be 1 for `generate`, got {count}: use `generate_n_best`.")
-        candidates = self._generate(list(texts), False, generation_kwargs, show_progress)
+        candidates = self._generate(list(checked_texts(texts)), False, generation_kwargs, show_progress)
         return [scored[0].text for scored in candidates]
 
     def generate_n_best(
@@ -179,7 +179,7 @@ class Generator:
         Raises:
             ValueError: As `generate()` does, but for the number of sequences.
         """
-        return self._generate(list(texts), return_scores, generation_kwargs, show_progress)
+        return self._generate(list(checked_texts(texts)), return_scores, generation_kwargs, show_progress)
 
     def generate_mbr(
         self,
@@ -219,7 +219,7 @@ class Generator:
         """
         chosen = decode_by_risk(
             functools.partial(self._generate, show_progress=show_progress),
-            list(texts),
+            list(checked_texts(texts)),
             num_candidates=num_candidates,
             num_references=num_references,
             utility=utility,
@@ -265,10 +265,10 @@ class Generator:
         if risk is not None:
             settings = {"seed": seed, "return_scores": return_scores, "risk": risk}
             with bar:
-                yield from decode_windows(self, lines, window, first_window, bar, **settings, **generation_kwargs)
+                yield from decode_windows(self, checked_texts(lines, "lines"), window, first_window, bar, **settings, **generation_kwargs)
             return
         run = Run.of(self, generation_kwargs)
-        with bar, PreparedWindows(read_windows(lines, window), run.encode) as windows:
+        with bar, PreparedWindows(read_windows(checked_texts(lines, "lines"), window), run.encode) as windows:
             for number, (texts, sources) in enumerate(windows, start=first_window):
                 if seed is not None:
                     seed_window(seed, number)
@@ -286,8 +286,8 @@ class Generator:
 
     def score(
         self,
-        sources: Sequence[str],
-        targets: Sequence[str | Sequence[int]],
+        sources: Iterable[str],
+        targets: Iterable[str | Sequence[int]],
         *,
         show_progress: bool | None = False,
     ) -> list[ForcedScore]:
@@ -308,8 +308,7 @@ class Generator:
                 the model's, or this is an ensemble.
         """
         check_single(self, "generator")
-        sources, targets = (texts if isinstance(texts, str) else list(texts) for texts in (sources, targets))
-        check_texts(sources, targets)
+        sources, targets = read_texts(sources, targets)
         ids = encode_forced(self.tokenizers, targets)
         scores = score_targets(
             self.model,

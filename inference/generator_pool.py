@@ -19,6 +19,7 @@ from metaphrase.inference.generator import Generator, ScoredText
 from metaphrase.inference.loading import default_device
 from metaphrase.inference.window_decoding import decode_window, line_bar
 from metaphrase.inference.windows import PreparedWindows, read_windows
+from metaphrase.tokenization import checked_texts
 
 # What a generator counts.
 _COUNTS = ("num_unfinished", "num_drafted", "num_accepted")
@@ -141,7 +142,7 @@ class GeneratorPool:
             return self._executor.submit(_decode, next(numbers), texts, settings)
 
         bar = line_bar(show_progress, total, first_window * window)
-        prepared = PreparedWindows(read_windows(lines, window), submit, ahead=self.num_processes)
+        prepared = PreparedWindows(read_windows(checked_texts(lines, "lines"), window), submit, ahead=self.num_processes)
         with bar, _naming_deaths(), prepared as windows:
             for texts, future in windows:
                 candidates, counts = future.result()

@@ -92,6 +92,23 @@ def test_prefix_stands_before_every_text_that_is_not_empty(generator):
     assert targets[:-1] != generator.generate(SOURCES)
 
 
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ("a man", "must hold one text each, got the single string 'a man'"),
+        (["a cat", None], "must hold strings only, got NoneType as text 2"),
+        ([7], "must hold strings only, got int as text 1"),
+    ],
+)
+def test_what_is_no_list_of_texts_is_refused(texts, message, generator):
+    for decoded in (generator.generate, generator.generate_n_best, generator.generate_mbr):
+        with pytest.raises(ValueError, match="`texts` " + message):
+            decoded(texts)
+    for options in ({}, {"risk": {"num_candidates": 2}}):
+        with pytest.raises(ValueError, match="`lines` " + message):
+            list(generator.generate_stream(texts, **options))
+
+
 def test_sampling_follows_the_seed(generator):
     samples = []
     for seed in (1, 1, 2):
