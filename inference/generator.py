@@ -20,7 +20,7 @@ from metaphrase.inference.minimum_bayes_risk import decode_by_risk
 from metaphrase.inference.run import Run, check_single
 from metaphrase.inference.speculative_decoding import SpeculativeSearch
 from metaphrase.inference.window_decoding import decode_windows, line_bar
-from metaphrase.inference.windows import PreparedWindows, read_windows, seed_window
+from metaphrase.inference.windows import PreparedWindows, check_seed, read_windows, seed_window
 from metaphrase.modeling.length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
 from metaphrase.tokenization import TokenizerPair, checked_texts, readable_tokens
 
@@ -259,8 +259,9 @@ class Generator:
             **generation_kwargs: As for `generate_n_best()`.
 
         Raises:
-            ValueError: If `window` is not above 0, or as `generate_n_best()` does.
+            ValueError: If `window` is not above 0 or `seed` is negative, or as `generate_n_best()` does.
         """
+        check_seed(seed)
         bar = line_bar(show_progress, total, first_window * window)
         if risk is not None:
             settings = {"seed": seed, "return_scores": return_scores, "risk": risk}

@@ -18,7 +18,7 @@ import torch
 from metaphrase.inference.generator import Generator, ScoredText
 from metaphrase.inference.loading import default_device
 from metaphrase.inference.window_decoding import decode_window, line_bar
-from metaphrase.inference.windows import PreparedWindows, read_windows
+from metaphrase.inference.windows import PreparedWindows, check_seed, read_windows
 from metaphrase.tokenization import checked_texts
 
 # What a generator counts.
@@ -133,8 +133,9 @@ class GeneratorPool:
 
         Raises:
             ChildProcessError: If a process has died.
-            ValueError: If `window` is not above 0, or as `Generator.generate_n_best` does.
+            ValueError: If `window` is not above 0 or `seed` is negative, or as `Generator.generate_n_best` does.
         """
+        check_seed(seed)
         numbers = itertools.count(first_window)
         settings = {"seed": seed, "return_scores": return_scores, "risk": risk, **generation_kwargs}
 

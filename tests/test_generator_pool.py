@@ -110,6 +110,8 @@ def test_mistakes_come_with_their_words_and_end_nothing(pool, generator):
         list(pool.generate_stream(SOURCES, num_beams=4, num_beam_groups=3))
     with pytest.raises(ValueError, match="`window` must be at least 1, got 0"):
         list(pool.generate_stream(SOURCES, window=0))
+    with pytest.raises(ValueError, match=r"`seed` must be a whole number from 0 to 2\*\*64 - 1, got -1"):
+        list(pool.generate_stream(SOURCES, seed=-1))
     with pytest.raises(ValueError, match="`lines` must hold one text each, got the single string 'the cat'"):
         list(pool.generate_stream("the cat"))
     with pytest.raises(ValueError, match="`lines` must hold strings only, got NoneType as text 3"):
