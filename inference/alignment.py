@@ -9,6 +9,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from metaphrase.inference.call_options import plain_options
 from metaphrase.inference.decoding import decode, evaluating
 from metaphrase.inference.forced_decoding import (
     check_pairs,
@@ -126,6 +127,7 @@ def cross_attentions(
         raise ValueError(
             f"`target` must be left out for the model to generate one, got a target and {', '.join(generation_kwargs)}."
         )
+    generation_kwargs = plain_options(generation_kwargs)
     count = generation_kwargs.pop("num_return_sequences", 1)
     if count != 1:
         raise ValueError(f"`num_return_sequences` must be 1 for one map, got {count}.")

@@ -9,6 +9,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 from transformers.generation import GenerationMode
 
+from metaphrase.inference.call_options import plain_options
 from metaphrase.inference.engine import BatchSearch, Engine, Hypothesis
 from metaphrase.inference.generation_options import GENERATION_OPTIONS
 from metaphrase.inference.joint_search import Partner
@@ -42,7 +43,8 @@ def decode(
         partners: Other models that take part, each with what it reads of the sources.
         search: What joins them: an `EnsembleSearch` or a `SpeculativeSearch`.
         **generation_kwargs: As for `generate()`; and those that transformers 5 has left to code on the Hub, for searches of
-            this package: `num_beam_groups` with `diversity_penalty`, `penalty_alpha` with `top_k`, `force_words_ids`.
+            this package: `num_beam_groups` with `diversity_penalty`, `penalty_alpha` with `top_k`, `force_words_ids`. A length
+            comes before the model's own, whether either counts the start token or not.
 
     Returns:
         For each source, in order, its `num_return_sequences` hypotheses, best first where they are ranked.
@@ -50,6 +52,7 @@ def decode(
     Raises:
         ValueError: If arguments contradict each other, or as `generate()` does.
     """
+    options = plain_options(generation_kwargs)
     results: list[list[Hypothesis] | None] = [None] * len(sources)
     read = [sources, *(partner.sources for partner in partners)]
     # What one model reads may be longer than what another one does.
@@ -57,10 +60,10 @@ def decode(
     batches = batches_by_length(lengths, batch_size, max_tokens_per_batch)
     bar = tqdm(total=len(sources), unit="sentence", disable=None if show_progress is None else not show_progress)
     if isinstance(model, Engine):
-        searching = model.searching(generation_kwargs, return_scores)
+        searching = model.searching(options, return_scores)
     else:
         models = [model, *(partner.model for partner in partners)]
-        searching = _searching(models, search, return_scores, generation_kwargs)
+        searching = _searching(models, search, return_scores, options)
     with searching as search_batch, bar:
         for batch in batches:
             found = search_batch(*([ids[index] for index in batch] for ids in read))
@@ -80,6 +83,7 @@ def _searching(
     generation_kwargs: dict,
 ) -> Iterator[BatchSearch]:
     """Everything in evaluation, and what decodes a batch, for as long as that."""
+    generation_kwargs = _with_one_fewest(models[0], generation_kwargs)
     chosen_search, generation_kwargs = choose_search(models[0], generation_kwargs)
     if joint_search is not None and chosen_search is not None:
         raise ValueError(
@@ -126,6 +130,14 @@ def pad_sources(sources: list[Sequence[int]], model: PreTrainedModel) -> dict[st
     }
 
 
+def _with_one_fewest(model: PreTrainedModel, options: dict) -> dict:
+    """The fewest new tokens as a length, of which a model may have one of its own: `generate()` would warn in every batch."""
+    fewest, prompt = options.get("min_new_tokens"), options.get("decoder_input_ids")
+    if fewest is None or model.generation_config.min_length is None or prompt is not None:
+        return options
+    return {**options, "min_length": 1 + fewest, "min_new_tokens": None}
+
+
 def _search_options(
     model: PreTrainedModel, search: Callable | None, return_scores: bool, generation_kwargs: dict
 ) -> dict:
@@ -155,7 +167,8 @@ def _is_plain(model: PreTrainedModel, generation_kwargs: dict) -> bool:
     """Whether the search is greedy, by beams or by sampling, with no options but those that can be told by name."""
     modes = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH)
     known = {*GENERATION_OPTIONS, "bad_words_ids", "eos_token_id", "synced_gpus"}
-    return known >= generation_kwargs.keys() and model.generation_config.get_generation_mode() in modes
+    given = {name for name, value in generation_kwargs.items() if value is not None}
+    return known >= given and model.generation_config.get_generation_mode() in modes
 
 
 def _cut(row: list[int], ends: set[int | None]) -> tuple[list[int], bool]:

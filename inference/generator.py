@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from metaphrase.inference.call_options import plain_options
 from metaphrase.inference.decoding import decode
 from metaphrase.inference.engine import Engine, Hypothesis
 from metaphrase.inference.ensemble import EnsembleSearch
@@ -154,7 +155,7 @@ class Generator:
             ValueError: If `texts` is a single string or holds anything but strings, more than one sequence is asked for
                 (`generate_n_best` returns them), or the assistant does not fit; or as `decode` and `encode_phrase` do.
         """
-        count = generation_kwargs.get("num_return_sequences", 1)
+        count = plain_options(generation_kwargs).get("num_return_sequences", 1)
         if count != 1:
             raise ValueError(f"`num_return_sequences` must be 1 for `generate`, got {count}: use `generate_n_best`.")
         candidates = self._generate(list(checked_texts(texts)), False, generation_kwargs, show_progress)
@@ -283,7 +284,7 @@ class Generator:
     def num_targets(self, **generation_kwargs) -> int:
         """How many candidates a source has with these options."""
         own = self.model.generation_config.num_return_sequences or 1
-        return generation_kwargs.get("num_return_sequences", own)
+        return plain_options(generation_kwargs).get("num_return_sequences", own)
 
     def score(
         self,

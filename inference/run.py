@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from metaphrase.inference.call_options import plain_options
 from metaphrase.inference.engine import Engine
 from metaphrase.inference.ensemble import EnsembleSearch
 from metaphrase.inference.joint_search import check_partner, check_target_vocabulary, is_metaphrase
@@ -32,8 +33,8 @@ class Run:
         Raises:
             ValueError: If an assistant does not fit, or as `encode_phrases` does.
         """
-        partners, search, options = _join(generator, dict(options))
-        own = options.get("generation_config") or generator.model.generation_config
+        partners, search, options = _join(generator, plain_options(options))
+        own = generator.model.generation_config
         return cls([generator, *partners], search, encode_phrases(generator.tokenizers.target, own, options))
 
     def encode(self, texts: list[str]) -> list[list[list[int]]]:
