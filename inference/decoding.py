@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -14,6 +15,13 @@ from metaphrase.inference.engine import BatchSearch, Engine, Hypothesis
 from metaphrase.inference.generation_options import GENERATION_OPTIONS
 from metaphrase.inference.joint_search import Partner
 from metaphrase.inference.search_arguments import choose_search
+from metaphrase.inference.text_options import (
+    FUNCTION_OPTION,
+    ROW_OPTIONS,
+    options_of_texts,
+    read_text_options,
+    with_start,
+)
 from metaphrase.modeling.length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, batches_by_length
 
 
@@ -44,7 +52,9 @@ def decode(
         search: What joins them: an `EnsembleSearch` or a `SpeculativeSearch`.
         **generation_kwargs: As for `generate()`; and those that transformers 5 has left to code on the Hub, for searches of
             this package: `num_beam_groups` with `diversity_penalty`, `penalty_alpha` with `top_k`, `force_words_ids`. A length
-            comes before the model's own, whether either counts the start token or not.
+            comes before the model's own, whether either counts the start token or not. `decoder_input_ids` has a row for each
+            source or one for all, which hypotheses begin with and scores leave out; `prefix_allowed_tokens_fn` is called with
+            the number of the source.
 
     Returns:
         For each source, in order, its `num_return_sequences` hypotheses, best first where they are ranked.
@@ -53,6 +63,8 @@ def decode(
         ValueError: If arguments contradict each other, or as `generate()` does.
     """
     options = plain_options(generation_kwargs)
+    options = read_text_options(options, len(sources))
+    of_texts: dict[str, Any] = {}
     results: list[list[Hypothesis] | None] = [None] * len(sources)
     read = [sources, *(partner.sources for partner in partners)]
     # What one model reads may be longer than what another one does.
@@ -63,10 +75,14 @@ def decode(
         searching = model.searching(options, return_scores)
     else:
         models = [model, *(partner.model for partner in partners)]
+        options = with_start(model, options)
+        of_texts = {name: options.pop(name) for name in (*ROW_OPTIONS, FUNCTION_OPTION) if name in options}
+        copies = _copies(model, options)
         searching = _searching(models, search, return_scores, options)
     with searching as search_batch, bar:
         for batch in batches:
-            found = search_batch(*([ids[index] for index in batch] for ids in read))
+            of_batch = options_of_texts(of_texts, batch, copies) if of_texts else {}
+            found = search_batch(*([ids[index] for index in batch] for ids in read), **of_batch)
             for index, hypotheses in zip(batch, found, strict=True):
                 results[index] = hypotheses
             bar.update(len(batch))
@@ -83,21 +99,24 @@ def _searching(
     generation_kwargs: dict,
 ) -> Iterator[BatchSearch]:
     """Everything in evaluation, and what decodes a batch, for as long as that."""
-    generation_kwargs = _with_one_fewest(models[0], generation_kwargs)
     chosen_search, generation_kwargs = choose_search(models[0], generation_kwargs)
     if joint_search is not None and chosen_search is not None:
         raise ValueError(
             f"Several models must decode greedily, by beams or by sampling, got arguments of {chosen_search.__name__}."
         )
 
-    def search_batch(*read: list[Sequence[int]]) -> list[list[Hypothesis]]:
+    def search_batch(*read: list[Sequence[int]], **of_batch) -> list[list[Hypothesis]]:
         inputs, *others = map(pad_sources, read, models)
+        asked = generation_kwargs | of_batch
+        for name in ROW_OPTIONS:
+            if asked.get(name) is not None:
+                asked[name] = asked[name].expand(len(read[0]), -1)
         if joint_search is not None:
             search = functools.partial(joint_search, partners=list(zip(models[1:], others, strict=True)))
             options = {"custom_generate": search, "return_scores": return_scores}
         else:
-            options = _search_options(models[0], chosen_search, return_scores, generation_kwargs)
-        hypotheses = list(_generate(models[0], inputs, return_scores, generation_kwargs | options))
+            options = _search_options(models[0], chosen_search, return_scores, asked)
+        hypotheses = list(_generate(models[0], inputs, return_scores, asked | options))
         count = len(hypotheses) // len(read[0])
         return [hypotheses[start : start + count] for start in range(0, len(hypotheses), count)]
 
@@ -130,12 +149,19 @@ def pad_sources(sources: list[Sequence[int]], model: PreTrainedModel) -> dict[st
     }
 
 
-def _with_one_fewest(model: PreTrainedModel, options: dict) -> dict:
+def _copies(model: PreTrainedModel, options: dict) -> int:
+    """Rows of each text that are no beams: several samples."""
+    names, own = ("num_beams", "num_return_sequences"), model.generation_config
+    beams, count = (getattr(own, name) if options.get(name) is None else options[name] for name in names)
+    return 1 if (beams or 1) > 1 else count or 1
+
+
+def _with_one_fewest(model: PreTrainedModel, options: dict, prompt_length: int) -> dict:
     """The fewest new tokens as a length, of which a model may have one of its own: `generate()` would warn in every batch."""
-    fewest, prompt = options.get("min_new_tokens"), options.get("decoder_input_ids")
-    if fewest is None or model.generation_config.min_length is None or prompt is not None:
+    fewest = options.get("min_new_tokens")
+    if fewest is None or model.generation_config.min_length is None:
         return options
-    return {**options, "min_length": 1 + fewest, "min_new_tokens": None}
+    return {**options, "min_length": prompt_length + fewest, "min_new_tokens": None}
 
 
 def _search_options(
@@ -152,13 +178,17 @@ def _search_options(
 def _generate(
     model: PreTrainedModel, inputs: dict[str, torch.Tensor], return_scores: bool, generation_kwargs: dict
 ) -> Iterator[Hypothesis]:
+    prompt = generation_kwargs.get("decoder_input_ids")
+    prompt_length = 1 if prompt is None else prompt.shape[1]
+    generation_kwargs = _with_one_fewest(model, generation_kwargs, prompt_length)
     # In a run whose weights are shared out, it would else wait for what the other processes decode.
     output = model.generate(**inputs, **{"synced_gpus": False} | generation_kwargs)
     ends = model.generation_config.eos_token_id if "eos_token_id" not in generation_kwargs else None
     ends = generation_kwargs.get("eos_token_id") if ends is None else ends
     ends = set(ends if isinstance(ends, (list, tuple)) else [ends])
-    rows = [_cut(row, ends) for row in output.sequences[:, 1:].tolist()]
-    scores = _scores(model, output, [len(ids) for ids, _ in rows]) if return_scores else [None] * len(rows)
+    rows = [_cut(row, ends, prompt_length - 1) for row in output.sequences[:, 1:].tolist()]
+    lengths = [len(ids) + 1 - prompt_length for ids, _ in rows]
+    scores = _scores(model, output, lengths) if return_scores else [None] * len(rows)
     for (ids, is_finished), score in zip(rows, scores, strict=True):
         yield Hypothesis(ids, score, is_finished)
 
@@ -171,15 +201,16 @@ def _is_plain(model: PreTrainedModel, generation_kwargs: dict) -> bool:
     return known >= given and model.generation_config.get_generation_mode() in modes
 
 
-def _cut(row: list[int], ends: set[int | None]) -> tuple[list[int], bool]:
-    """The ids up to the first end of sequence, and whether there is one."""
+def _cut(row: list[int], ends: set[int | None], num_given: int) -> tuple[list[int], bool]:
+    """The ids up to the first end of sequence behind those that were given, and whether there is one."""
     for place, token in enumerate(row):
-        if token in ends:
+        if place >= num_given and token in ends:
             return row[: place + 1], True
     return row, False
 
 
 def _scores(model: PreTrainedModel, output, lengths: list[int]) -> list[float]:
+    """The score of each row, of which so many tokens were chosen."""
     sequences_scores = getattr(output, "sequences_scores", None)
     if sequences_scores is not None:
         return sequences_scores.tolist()

@@ -18,8 +18,9 @@ from metaphrase.inference.forced_decoding import ForcedScore, encode_forced, rea
 from metaphrase.inference.joint_search import Partner, check_partner, check_target_vocabulary
 from metaphrase.inference.loading import ENGINES, load_parts
 from metaphrase.inference.minimum_bayes_risk import decode_by_risk
-from metaphrase.inference.run import Run, check_single
+from metaphrase.inference.run import Run, check_single, written_texts
 from metaphrase.inference.speculative_decoding import SpeculativeSearch
+from metaphrase.inference.text_options import options_of_texts, read_text_options
 from metaphrase.inference.window_decoding import decode_windows, line_bar
 from metaphrase.inference.windows import PreparedWindows, check_seed, read_windows, seed_window
 from metaphrase.modeling.length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
@@ -149,7 +150,9 @@ class Generator:
                 list of phrases, or of lists of phrases of which one is needed, and `never_contain`, a list of phrases. An
                 `assistant_model`, a smaller Metaphrase model (or a generator of one) with the same vocabulary, drafts
                 `num_assistant_tokens` at a time, at any batch size; of greedy search and of sampling, to which it is confined,
-                it changes nothing but the time.
+                it changes nothing but the time. What is of each text goes by its place among the texts, empty ones counted:
+                rows of `decoder_input_ids`, of which there may also be one for all, and the number with which
+                `prefix_allowed_tokens_fn` is called; in a stream that is the place in the whole stream, and rows are one.
 
         Raises:
             ValueError: If `texts` is a single string or holds anything but strings, more than one sequence is asked for
@@ -262,19 +265,22 @@ class Generator:
         Raises:
             ValueError: If `window` is not above 0 or `seed` is negative, or as `generate_n_best()` does.
         """
+        lines = checked_texts(lines, "lines")
         check_seed(seed)
+        generation_kwargs = read_text_options(generation_kwargs, None)
         bar = line_bar(show_progress, total, first_window * window)
         if risk is not None:
             settings = {"seed": seed, "return_scores": return_scores, "risk": risk}
             with bar:
-                yield from decode_windows(self, checked_texts(lines, "lines"), window, first_window, bar, **settings, **generation_kwargs)
+                yield from decode_windows(self, lines, window, first_window, bar, **settings, **generation_kwargs)
             return
         run = Run.of(self, generation_kwargs)
-        with bar, PreparedWindows(read_windows(checked_texts(lines, "lines"), window), run.encode) as windows:
+        with bar, PreparedWindows(read_windows(lines, window), run.encode) as windows:
             for number, (texts, sources) in enumerate(windows, start=first_window):
                 if seed is not None:
                     seed_window(seed, number)
-                found = self._search(run, sources, return_scores, on_batch=bar.update)
+                numbers = [number * window + place for place in written_texts(texts)]
+                found = self._search(run, sources, numbers, return_scores, on_batch=bar.update)
                 with windows.alone():
                     candidates = self._candidates(run, texts, found, return_scores)
                     bar.update(len(texts) - len(found))
@@ -326,20 +332,22 @@ class Generator:
     def _generate(
         self, texts: list[str], return_scores: bool, generation_kwargs: dict, show_progress: bool | None
     ) -> list[list[ScoredText]]:
-        run = Run.of(self, generation_kwargs)
-        found = self._search(run, run.encode(texts), return_scores, show_progress=show_progress)
+        run = Run.of(self, generation_kwargs, len(texts))
+        numbers = written_texts(texts)
+        found = self._search(run, run.encode(texts), numbers, return_scores, show_progress=show_progress)
         return self._candidates(run, texts, found, return_scores)
 
     def _search(
         self,
         run: Run,
         sources: list[list[list[int]]],
+        numbers: list[int],
         return_scores: bool,
         *,
         show_progress: bool | None = False,
         on_batch: Callable[[int], object] | None = None,
     ) -> list[list[Hypothesis]]:
-        """The hypotheses of the sources that were encoded."""
+        """The hypotheses of the sources that were encoded, which have these numbers in the call."""
         # It counts its drafts.
         search = copy.copy(run.search)
         own, *others = sources
@@ -354,7 +362,7 @@ class Generator:
             on_batch=on_batch,
             partners=partners,
             search=search,
-            **run.options,
+            **options_of_texts(run.options, numbers),
         )
         if isinstance(search, SpeculativeSearch):
             self.num_drafted += search.num_drafted
@@ -367,8 +375,7 @@ class Generator:
         """The texts of all sources, those that were not decoded among them."""
         count = self.num_targets(**run.options)
         results = [[ScoredText("", 0.0 if return_scores else None)] * count for _ in texts]
-        written = [index for index, text in enumerate(texts) if text.strip()]
-        for index, candidates in zip(written, hypotheses, strict=True):
+        for index, candidates in zip(written_texts(texts), hypotheses, strict=True):
             self.num_unfinished += sum(not candidate.is_finished for candidate in candidates)
             decoded = self.tokenizers.decode_targets([candidate.ids for candidate in candidates])
             results[index] = [ScoredText(text, c.score) for text, c in zip(decoded, candidates, strict=True)]

@@ -17,7 +17,8 @@ import torch
 
 from metaphrase.inference.generator import Generator, ScoredText
 from metaphrase.inference.loading import default_device
-from metaphrase.inference.window_decoding import decode_window, line_bar
+from metaphrase.inference.text_options import read_text_options
+from metaphrase.inference.window_decoding import decode_window, line_bar, settings_of_window
 from metaphrase.inference.windows import PreparedWindows, check_seed, read_windows
 from metaphrase.tokenization import checked_texts
 
@@ -135,15 +136,19 @@ class GeneratorPool:
             ChildProcessError: If a process has died.
             ValueError: If `window` is not above 0 or `seed` is negative, or as `Generator.generate_n_best` does.
         """
+        lines = checked_texts(lines, "lines")
         check_seed(seed)
+        generation_kwargs = read_text_options(generation_kwargs, None)
         numbers = itertools.count(first_window)
         settings = {"seed": seed, "return_scores": return_scores, "risk": risk, **generation_kwargs}
 
         def submit(texts: list[str]) -> Future:
-            return self._executor.submit(_decode, next(numbers), texts, settings)
+            number = next(numbers)
+            of_window = settings_of_window(settings, number * window, len(texts))
+            return self._executor.submit(_decode, number, texts, of_window)
 
         bar = line_bar(show_progress, total, first_window * window)
-        prepared = PreparedWindows(read_windows(checked_texts(lines, "lines"), window), submit, ahead=self.num_processes)
+        prepared = PreparedWindows(read_windows(lines, window), submit, ahead=self.num_processes)
         with bar, _naming_deaths(), prepared as windows:
             for texts, future in windows:
                 candidates, counts = future.result()
