@@ -43,7 +43,7 @@ def decode(
     Args:
         model: Any encoder-decoder with a generation mixin; its mode (training or not) is left as it was. Or an engine.
         sources: Token ids of each source, with its end of sequence.
-        batch_size: Most sources in a batch.
+        batch_size: Most sources in a batch. Where transformers drafts tokens, there is one: it can do no more.
         max_tokens_per_batch: Most source tokens in a batch, padding counted.
         return_scores: Whether hypotheses carry their score.
         show_progress: A progress bar; `None` shows it on a terminal only.
@@ -69,7 +69,6 @@ def decode(
     read = [sources, *(partner.sources for partner in partners)]
     # What one model reads may be longer than what another one does.
     lengths = [max(map(len, of_models)) for of_models in zip(*read, strict=True)]
-    batches = batches_by_length(lengths, batch_size, max_tokens_per_batch)
     bar = tqdm(total=len(sources), unit="sentence", disable=None if show_progress is None else not show_progress)
     if isinstance(model, Engine):
         searching = model.searching(options, return_scores)
@@ -78,9 +77,12 @@ def decode(
         options = with_start(model, options)
         of_texts = {name: options.pop(name) for name in (*ROW_OPTIONS, FUNCTION_OPTION) if name in options}
         copies = _copies(model, options)
+        if _is_assisted(model, options):
+            # All that transformers' own loop can do.
+            batch_size = 1
         searching = _searching(models, search, return_scores, options)
     with searching as search_batch, bar:
-        for batch in batches:
+        for batch in batches_by_length(lengths, batch_size, max_tokens_per_batch):
             of_batch = options_of_texts(of_texts, batch, copies) if of_texts else {}
             found = search_batch(*([ids[index] for index in batch] for ids in read), **of_batch)
             for index, hypotheses in zip(batch, found, strict=True):
@@ -154,6 +156,15 @@ def _copies(model: PreTrainedModel, options: dict) -> int:
     names, own = ("num_beams", "num_return_sequences"), model.generation_config
     beams, count = (getattr(own, name) if options.get(name) is None else options[name] for name in names)
     return 1 if (beams or 1) > 1 else count or 1
+
+
+def _is_assisted(model: PreTrainedModel, options: dict) -> bool:
+    """Whether transformers drafts tokens: by another model, out of the source, or by a part of the model itself."""
+    own = model.generation_config
+    names = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
+    return options.get("assistant_model") is not None or any(
+        options[name] if name in options else getattr(own, name, None) for name in names
+    )
 
 
 def _with_one_fewest(model: PreTrainedModel, options: dict, prompt_length: int) -> dict:
