@@ -199,8 +199,9 @@ class Generator:
         """For each source the candidate of the highest expected utility: minimum Bayes risk decoding.
 
         Candidates are samples, of the model's whole distribution unless options say otherwise (`epsilon_cutoff=0.02` leaves out
-        what is improbable), and each counts as often as it was drawn; or, with `num_beams`, an n-best list, weighted by its
-        scores, which are log-probabilities where `length_penalty` is 0.
+        what is improbable; of the model's own settings those hold that forbid or force tokens, or bound lengths), and each
+        counts as often as it was drawn; or, with `num_beams`, an n-best list, weighted by its scores, which are
+        log-probabilities where `length_penalty` is 0.
 
         Source: Kumar and Byrne 2004; Eikema and Aziz 2020, arXiv 2005.10283; epsilon sampling for it: Freitag et al. 2023,
         arXiv 2305.09860.
@@ -224,6 +225,7 @@ class Generator:
         chosen = decode_by_risk(
             functools.partial(self._generate, show_progress=show_progress),
             list(checked_texts(texts)),
+            own=self.model.generation_config,
             num_candidates=num_candidates,
             num_references=num_references,
             utility=utility,
