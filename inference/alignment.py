@@ -1,7 +1,7 @@
 """Alignment: where the decoder looks in the source when it predicts each token of the target."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,18 +9,19 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from metaphrase.inference.call_options import plain_options
 from metaphrase.inference.decoding import decode, evaluating
 from metaphrase.inference.forced_decoding import (
     check_pairs,
-    check_texts,
     encode_forced,
     forced_inputs,
     pair_lengths,
+    read_texts,
 )
 from metaphrase.inference.generator import Generator
 from metaphrase.inference.run import check_single
 from metaphrase.modeling.length_batches import batches_by_length
-from metaphrase.tokenization import readable_tokens, words_of_decoded, words_of_source, words_of_target
+from metaphrase.tokenization import checked_texts, readable_tokens, words_of_decoded, words_of_source, words_of_target
 
 # A pass that keeps the weights of all layers and heads, of the encoder too, needs memory for the square of the length.
 MAX_TOKENS_PER_BATCH = 2048
@@ -83,7 +84,7 @@ def cross_attention(
         ValueError: If the source is empty or white space, the layer or head does not exist, a head is given without a layer,
             generation options are given beside a target, or the model has no cross-attention to show.
     """
-    if not source.strip():
+    if not isinstance(source, str) or not source.strip():
         raise ValueError(f"`source` must not be empty or white space, got {source!r}.")
     targets = None if target is None else [target]
     options = {"layer": layer, "head": head, "keep_heads": keep_heads}
@@ -93,8 +94,8 @@ def cross_attention(
 
 def cross_attentions(
     generator: Generator,
-    sources: Sequence[str],
-    targets: Sequence[str] | None = None,
+    sources: Iterable[str],
+    targets: Iterable[str] | None = None,
     *,
     layer: int | None = None,
     head: int | None = None,
@@ -108,7 +109,7 @@ def cross_attentions(
         generator: As for `cross_attention`. A batch holds at most its `batch_size` pairs, and at most its `max_tokens_per_batch`
             or `MAX_TOKENS_PER_BATCH` tokens of either side, whichever is less.
         sources: Source texts.
-        targets: One for each source; by default the model's own.
+        targets: Texts, one for each source; by default the model's own.
         layer: As for `cross_attention`.
         head: Likewise.
         keep_heads: Likewise.
@@ -116,7 +117,7 @@ def cross_attentions(
         **generation_kwargs: As for `generate()`, for targets that the model is to make.
 
     Raises:
-        ValueError: As `cross_attention`, or if sources and targets are not equally many.
+        ValueError: As `cross_attention`, or if sources and targets are not equally many or not texts.
     """
     if head is not None and layer is None:
         raise ValueError(
@@ -126,18 +127,21 @@ def cross_attentions(
         raise ValueError(
             f"`target` must be left out for the model to generate one, got a target and {', '.join(generation_kwargs)}."
         )
+    generation_kwargs = plain_options(generation_kwargs)
     count = generation_kwargs.pop("num_return_sequences", 1)
     if count != 1:
         raise ValueError(f"`num_return_sequences` must be 1 for one map, got {count}.")
     check_single(generator, "generator")
-    check_texts(sources, targets)
+    if targets is not None:
+        targets = list(checked_texts(targets, "targets"))
+    sources, targets = read_texts(sources, targets)
     tokenizers, prefix = generator.tokenizers, generator.source_prefix
     source_ids = tokenizers.encode_sources([prefix + source for source in sources])
     if targets is None:
         target_ids, target_texts = _generate(generator, source_ids, show_progress, generation_kwargs)
         find_words = words_of_decoded
     else:
-        target_ids, target_texts = encode_forced(tokenizers, targets), list(targets)
+        target_ids, target_texts = encode_forced(tokenizers, targets), targets
         find_words = words_of_target
     maps: list[AttentionMap | None] = [None] * len(source_ids)
     for index, heads in _head_weights(generator, source_ids, target_ids, show_progress):

@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from metaphrase.inference.call_options import plain_options
+
 logger = logging.getLogger(__name__)
 
 # For sampling alone; without it transformers does not look at them either.
@@ -90,7 +92,7 @@ def translate_options(
     Raises:
         ValueError: If CTranslate2 cannot do what an option asks for, or an option is out of its range.
     """
-    settings = _merge(own, given)
+    settings = _merge(own, plain_options(given))
     beams, count = settings["num_beams"], settings["num_return_sequences"]
     is_sampling = bool(settings["do_sample"])
     for name in ("num_beams", "num_return_sequences"):

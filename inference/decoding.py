@@ -3,16 +3,25 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 from transformers.generation import GenerationMode
 
+from metaphrase.inference.call_options import plain_options
 from metaphrase.inference.engine import BatchSearch, Engine, Hypothesis
 from metaphrase.inference.generation_options import GENERATION_OPTIONS
 from metaphrase.inference.joint_search import Partner
 from metaphrase.inference.search_arguments import choose_search
+from metaphrase.inference.text_options import (
+    FUNCTION_OPTION,
+    ROW_OPTIONS,
+    options_of_texts,
+    read_text_options,
+    with_start,
+)
 from metaphrase.modeling.length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, batches_by_length
 
 
@@ -34,7 +43,7 @@ def decode(
     Args:
         model: Any encoder-decoder with a generation mixin; its mode (training or not) is left as it was. Or an engine.
         sources: Token ids of each source, with its end of sequence.
-        batch_size: Most sources in a batch.
+        batch_size: Most sources in a batch. Where transformers drafts tokens, there is one: it can do no more.
         max_tokens_per_batch: Most source tokens in a batch, padding counted.
         return_scores: Whether hypotheses carry their score.
         show_progress: A progress bar; `None` shows it on a terminal only.
@@ -42,7 +51,10 @@ def decode(
         partners: Other models that take part, each with what it reads of the sources.
         search: What joins them: an `EnsembleSearch` or a `SpeculativeSearch`.
         **generation_kwargs: As for `generate()`; and those that transformers 5 has left to code on the Hub, for searches of
-            this package: `num_beam_groups` with `diversity_penalty`, `penalty_alpha` with `top_k`, `force_words_ids`.
+            this package: `num_beam_groups` with `diversity_penalty`, `penalty_alpha` with `top_k`, `force_words_ids`. A length
+            comes before the model's own, whether either counts the start token or not. `decoder_input_ids` has a row for each
+            source or one for all, which hypotheses begin with and scores leave out; `prefix_allowed_tokens_fn` is called with
+            the number of the source.
 
     Returns:
         For each source, in order, its `num_return_sequences` hypotheses, best first where they are ranked.
@@ -50,20 +62,29 @@ def decode(
     Raises:
         ValueError: If arguments contradict each other, or as `generate()` does.
     """
+    options = plain_options(generation_kwargs)
+    options = read_text_options(options, len(sources))
+    of_texts: dict[str, Any] = {}
     results: list[list[Hypothesis] | None] = [None] * len(sources)
     read = [sources, *(partner.sources for partner in partners)]
     # What one model reads may be longer than what another one does.
     lengths = [max(map(len, of_models)) for of_models in zip(*read, strict=True)]
-    batches = batches_by_length(lengths, batch_size, max_tokens_per_batch)
     bar = tqdm(total=len(sources), unit="sentence", disable=None if show_progress is None else not show_progress)
     if isinstance(model, Engine):
-        searching = model.searching(generation_kwargs, return_scores)
+        searching = model.searching(options, return_scores)
     else:
         models = [model, *(partner.model for partner in partners)]
-        searching = _searching(models, search, return_scores, generation_kwargs)
+        options = with_start(model, options)
+        of_texts = {name: options.pop(name) for name in (*ROW_OPTIONS, FUNCTION_OPTION) if name in options}
+        copies = _copies(model, options)
+        if _is_assisted(model, options):
+            # All that transformers' own loop can do.
+            batch_size = 1
+        searching = _searching(models, search, return_scores, options)
     with searching as search_batch, bar:
-        for batch in batches:
-            found = search_batch(*([ids[index] for index in batch] for ids in read))
+        for batch in batches_by_length(lengths, batch_size, max_tokens_per_batch):
+            of_batch = options_of_texts(of_texts, batch, copies) if of_texts else {}
+            found = search_batch(*([ids[index] for index in batch] for ids in read), **of_batch)
             for index, hypotheses in zip(batch, found, strict=True):
                 results[index] = hypotheses
             bar.update(len(batch))
@@ -86,14 +107,18 @@ def _searching(
             f"Several models must decode greedily, by beams or by sampling, got arguments of {chosen_search.__name__}."
         )
 
-    def search_batch(*read: list[Sequence[int]]) -> list[list[Hypothesis]]:
+    def search_batch(*read: list[Sequence[int]], **of_batch) -> list[list[Hypothesis]]:
         inputs, *others = map(pad_sources, read, models)
+        asked = generation_kwargs | of_batch
+        for name in ROW_OPTIONS:
+            if asked.get(name) is not None:
+                asked[name] = asked[name].expand(len(read[0]), -1)
         if joint_search is not None:
             search = functools.partial(joint_search, partners=list(zip(models[1:], others, strict=True)))
             options = {"custom_generate": search, "return_scores": return_scores}
         else:
-            options = _search_options(models[0], chosen_search, return_scores, generation_kwargs)
-        hypotheses = list(_generate(models[0], inputs, return_scores, generation_kwargs | options))
+            options = _search_options(models[0], chosen_search, return_scores, asked)
+        hypotheses = list(_generate(models[0], inputs, return_scores, asked | options))
         count = len(hypotheses) // len(read[0])
         return [hypotheses[start : start + count] for start in range(0, len(hypotheses), count)]
 
@@ -126,6 +151,30 @@ def pad_sources(sources: list[Sequence[int]], model: PreTrainedModel) -> dict[st
     }
 
 
+def _copies(model: PreTrainedModel, options: dict) -> int:
+    """Rows of each text that are no beams: several samples."""
+    names, own = ("num_beams", "num_return_sequences"), model.generation_config
+    beams, count = (getattr(own, name) if options.get(name) is None else options[name] for name in names)
+    return 1 if (beams or 1) > 1 else count or 1
+
+
+def _is_assisted(model: PreTrainedModel, options: dict) -> bool:
+    """Whether transformers drafts tokens: by another model, out of the source, or by a part of the model itself."""
+    own = model.generation_config
+    names = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
+    return options.get("assistant_model") is not None or any(
+        options[name] if name in options else getattr(own, name, None) for name in names
+    )
+
+
+def _with_one_fewest(model: PreTrainedModel, options: dict, prompt_length: int) -> dict:
+    """The fewest new tokens as a length, of which a model may have one of its own: `generate()` would warn in every batch."""
+    fewest = options.get("min_new_tokens")
+    if fewest is None or model.generation_config.min_length is None:
+        return options
+    return {**options, "min_length": prompt_length + fewest, "min_new_tokens": None}
+
+
 def _search_options(
     model: PreTrainedModel, search: Callable | None, return_scores: bool, generation_kwargs: dict
 ) -> dict:
@@ -140,13 +189,17 @@ def _search_options(
 def _generate(
     model: PreTrainedModel, inputs: dict[str, torch.Tensor], return_scores: bool, generation_kwargs: dict
 ) -> Iterator[Hypothesis]:
+    prompt = generation_kwargs.get("decoder_input_ids")
+    prompt_length = 1 if prompt is None else prompt.shape[1]
+    generation_kwargs = _with_one_fewest(model, generation_kwargs, prompt_length)
     # In a run whose weights are shared out, it would else wait for what the other processes decode.
     output = model.generate(**inputs, **{"synced_gpus": False} | generation_kwargs)
     ends = model.generation_config.eos_token_id if "eos_token_id" not in generation_kwargs else None
     ends = generation_kwargs.get("eos_token_id") if ends is None else ends
     ends = set(ends if isinstance(ends, (list, tuple)) else [ends])
-    rows = [_cut(row, ends) for row in output.sequences[:, 1:].tolist()]
-    scores = _scores(model, output, [len(ids) for ids, _ in rows]) if return_scores else [None] * len(rows)
+    rows = [_cut(row, ends, prompt_length - 1) for row in output.sequences[:, 1:].tolist()]
+    lengths = [len(ids) + 1 - prompt_length for ids, _ in rows]
+    scores = _scores(model, output, lengths) if return_scores else [None] * len(rows)
     for (ids, is_finished), score in zip(rows, scores, strict=True):
         yield Hypothesis(ids, score, is_finished)
 
@@ -155,18 +208,20 @@ def _is_plain(model: PreTrainedModel, generation_kwargs: dict) -> bool:
     """Whether the search is greedy, by beams or by sampling, with no options but those that can be told by name."""
     modes = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH)
     known = {*GENERATION_OPTIONS, "bad_words_ids", "eos_token_id", "synced_gpus"}
-    return known >= generation_kwargs.keys() and model.generation_config.get_generation_mode() in modes
+    given = {name for name, value in generation_kwargs.items() if value is not None}
+    return known >= given and model.generation_config.get_generation_mode() in modes
 
 
-def _cut(row: list[int], ends: set[int | None]) -> tuple[list[int], bool]:
-    """The ids up to the first end of sequence, and whether there is one."""
+def _cut(row: list[int], ends: set[int | None], num_given: int) -> tuple[list[int], bool]:
+    """The ids up to the first end of sequence behind those that were given, and whether there is one."""
     for place, token in enumerate(row):
-        if token in ends:
+        if place >= num_given and token in ends:
             return row[: place + 1], True
     return row, False
 
 
 def _scores(model: PreTrainedModel, output, lengths: list[int]) -> list[float]:
+    """The score of each row, of which so many tokens were chosen."""
     sequences_scores = getattr(output, "sequences_scores", None)
     if sequences_scores is not None:
         return sequences_scores.tolist()

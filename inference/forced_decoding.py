@@ -1,6 +1,6 @@
 """Forced decoding: what a model says of targets that it is given, in one pass for each batch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from metaphrase.inference.decoding import evaluating, pad_sources
 from metaphrase.modeling.length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, batches_by_length
-from metaphrase.tokenization import TokenizerPair
+from metaphrase.tokenization import TokenizerPair, checked_texts
 
 
 @dataclass(frozen=True)
@@ -111,20 +111,30 @@ def check_pairs(model: PreTrainedModel, sources: Sequence[Sequence[int]], target
                 raise ValueError(f"`{name}` must hold ids from 0{most}, got {wrong} in number {index}.")
 
 
-def check_texts(sources: Sequence[str], targets: Sequence | None) -> None:
-    """Checks sources, and targets if there are any, before they are encoded.
+def read_texts(sources: Iterable[str], targets: Iterable | None) -> tuple[list[str], list | None]:
+    """Lists of sources, and of targets if there are any, checked before they are encoded.
+
+    Args:
+        sources: Texts.
+        targets: Texts or token ids, if there are any.
 
     Raises:
-        ValueError: If either is a single string, they are not equally many, or a source is empty or white space.
+        ValueError: If either is a single string, they are not equally many, a source is empty, white space or no text, or a
+            target is neither a text nor ids.
     """
-    for name, texts in (("sources", sources), ("targets", targets)):
-        if isinstance(texts, str):
-            raise ValueError(f"`{name}` must hold one text each, got the single string {texts[:40]!r}.")
+    sources = list(checked_texts(sources, "sources"))
+    if targets is not None:
+        # Ids are checked later; a single string is refused in the same words.
+        targets = list(checked_texts(targets, "targets") if isinstance(targets, str) else targets)
     if targets is not None and len(sources) != len(targets):
         raise ValueError(f"`sources` and `targets` must be equally many, got {len(sources)} and {len(targets)}.")
     for index, source in enumerate(sources):
-        if isinstance(source, str) and not source.strip():
+        if not source.strip():
             raise ValueError(f"`sources` must not be empty or white space, got {source!r} in number {index}.")
+    for index, target in enumerate(targets or []):
+        if not isinstance(target, str | Iterable):
+            raise ValueError(f"`targets` must hold texts or lists of ids, got {target!r} in number {index}.")
+    return sources, targets
 
 
 def encode_forced(tokenizers: TokenizerPair, targets: Sequence[str | Sequence[int]]) -> list[list[int]]:

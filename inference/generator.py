@@ -10,19 +10,21 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from metaphrase.inference.call_options import plain_options
 from metaphrase.inference.decoding import decode
 from metaphrase.inference.engine import Engine, Hypothesis
 from metaphrase.inference.ensemble import EnsembleSearch
-from metaphrase.inference.forced_decoding import ForcedScore, check_texts, encode_forced, score_targets
+from metaphrase.inference.forced_decoding import ForcedScore, encode_forced, read_texts, score_targets
 from metaphrase.inference.joint_search import Partner, check_partner, check_target_vocabulary
 from metaphrase.inference.loading import ENGINES, load_parts
 from metaphrase.inference.minimum_bayes_risk import decode_by_risk
-from metaphrase.inference.run import Run, check_single
+from metaphrase.inference.run import Run, check_single, written_texts
 from metaphrase.inference.speculative_decoding import SpeculativeSearch
+from metaphrase.inference.text_options import options_of_texts, read_text_options
 from metaphrase.inference.window_decoding import decode_windows, line_bar
-from metaphrase.inference.windows import PreparedWindows, read_windows, seed_window
+from metaphrase.inference.windows import PreparedWindows, check_seed, read_windows, seed_window
 from metaphrase.modeling.length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
-from metaphrase.tokenization import TokenizerPair, readable_tokens
+from metaphrase.tokenization import TokenizerPair, checked_texts, readable_tokens
 
 
 @dataclass(frozen=True)
@@ -148,16 +150,18 @@ class Generator:
                 list of phrases, or of lists of phrases of which one is needed, and `never_contain`, a list of phrases. An
                 `assistant_model`, a smaller Metaphrase model (or a generator of one) with the same vocabulary, drafts
                 `num_assistant_tokens` at a time, at any batch size; of greedy search and of sampling, to which it is confined,
-                it changes nothing but the time.
+                it changes nothing but the time. What is of each text goes by its place among the texts, empty ones counted:
+                rows of `decoder_input_ids`, of which there may also be one for all, and the number with which
+                `prefix_allowed_tokens_fn` is called; in a stream that is the place in the whole stream, and rows are one.
 
         Raises:
-            ValueError: If more than one sequence is asked for (`generate_n_best` returns them), or the assistant does not fit;
-                or as `decode` and `encode_phrase` do.
+            ValueError: If `texts` is a single string or holds anything but strings, more than one sequence is asked for
+                (`generate_n_best` returns them), or the assistant does not fit; or as `decode` and `encode_phrase` do.
         """
-        count = generation_kwargs.get("num_return_sequences", 1)
+        count = plain_options(generation_kwargs).get("num_return_sequences", 1)
         if count != 1:
             raise ValueError(f"`num_return_sequences` must be 1 for `generate`, got {count}: use `generate_n_best`.")
-        candidates = self._generate(list(texts), False, generation_kwargs, show_progress)
+        candidates = self._generate(list(checked_texts(texts)), False, generation_kwargs, show_progress)
         return [scored[0].text for scored in candidates]
 
     def generate_n_best(
@@ -179,7 +183,7 @@ class Generator:
         Raises:
             ValueError: As `generate()` does, but for the number of sequences.
         """
-        return self._generate(list(texts), return_scores, generation_kwargs, show_progress)
+        return self._generate(list(checked_texts(texts)), return_scores, generation_kwargs, show_progress)
 
     def generate_mbr(
         self,
@@ -195,8 +199,9 @@ class Generator:
         """For each source the candidate of the highest expected utility: minimum Bayes risk decoding.
 
         Candidates are samples, of the model's whole distribution unless options say otherwise (`epsilon_cutoff=0.02` leaves out
-        what is improbable), and each counts as often as it was drawn; or, with `num_beams`, an n-best list, weighted by its
-        scores, which are log-probabilities where `length_penalty` is 0.
+        what is improbable; of the model's own settings those hold that forbid or force tokens, or bound lengths), and each
+        counts as often as it was drawn; or, with `num_beams`, an n-best list, weighted by its scores, which are
+        log-probabilities where `length_penalty` is 0.
 
         Source: Kumar and Byrne 2004; Eikema and Aziz 2020, arXiv 2005.10283; epsilon sampling for it: Freitag et al. 2023,
         arXiv 2305.09860.
@@ -219,7 +224,8 @@ class Generator:
         """
         chosen = decode_by_risk(
             functools.partial(self._generate, show_progress=show_progress),
-            list(texts),
+            list(checked_texts(texts)),
+            own=self.model.generation_config,
             num_candidates=num_candidates,
             num_references=num_references,
             utility=utility,
@@ -259,8 +265,11 @@ class Generator:
             **generation_kwargs: As for `generate_n_best()`.
 
         Raises:
-            ValueError: If `window` is not above 0, or as `generate_n_best()` does.
+            ValueError: If `window` is not above 0 or `seed` is negative, or as `generate_n_best()` does.
         """
+        lines = checked_texts(lines, "lines")
+        check_seed(seed)
+        generation_kwargs = read_text_options(generation_kwargs, None)
         bar = line_bar(show_progress, total, first_window * window)
         if risk is not None:
             settings = {"seed": seed, "return_scores": return_scores, "risk": risk}
@@ -272,7 +281,8 @@ class Generator:
             for number, (texts, sources) in enumerate(windows, start=first_window):
                 if seed is not None:
                     seed_window(seed, number)
-                found = self._search(run, sources, return_scores, on_batch=bar.update)
+                numbers = [number * window + place for place in written_texts(texts)]
+                found = self._search(run, sources, numbers, return_scores, on_batch=bar.update)
                 with windows.alone():
                     candidates = self._candidates(run, texts, found, return_scores)
                     bar.update(len(texts) - len(found))
@@ -282,12 +292,12 @@ class Generator:
     def num_targets(self, **generation_kwargs) -> int:
         """How many candidates a source has with these options."""
         own = self.model.generation_config.num_return_sequences or 1
-        return generation_kwargs.get("num_return_sequences", own)
+        return plain_options(generation_kwargs).get("num_return_sequences", own)
 
     def score(
         self,
-        sources: Sequence[str],
-        targets: Sequence[str | Sequence[int]],
+        sources: Iterable[str],
+        targets: Iterable[str | Sequence[int]],
         *,
         show_progress: bool | None = False,
     ) -> list[ForcedScore]:
@@ -308,8 +318,7 @@ class Generator:
                 the model's, or this is an ensemble.
         """
         check_single(self, "generator")
-        sources, targets = (texts if isinstance(texts, str) else list(texts) for texts in (sources, targets))
-        check_texts(sources, targets)
+        sources, targets = read_texts(sources, targets)
         ids = encode_forced(self.tokenizers, targets)
         scores = score_targets(
             self.model,
@@ -325,20 +334,22 @@ class Generator:
     def _generate(
         self, texts: list[str], return_scores: bool, generation_kwargs: dict, show_progress: bool | None
     ) -> list[list[ScoredText]]:
-        run = Run.of(self, generation_kwargs)
-        found = self._search(run, run.encode(texts), return_scores, show_progress=show_progress)
+        run = Run.of(self, generation_kwargs, len(texts))
+        numbers = written_texts(texts)
+        found = self._search(run, run.encode(texts), numbers, return_scores, show_progress=show_progress)
         return self._candidates(run, texts, found, return_scores)
 
     def _search(
         self,
         run: Run,
         sources: list[list[list[int]]],
+        numbers: list[int],
         return_scores: bool,
         *,
         show_progress: bool | None = False,
         on_batch: Callable[[int], object] | None = None,
     ) -> list[list[Hypothesis]]:
-        """The hypotheses of the sources that were encoded."""
+        """The hypotheses of the sources that were encoded, which have these numbers in the call."""
         # It counts its drafts.
         search = copy.copy(run.search)
         own, *others = sources
@@ -353,7 +364,7 @@ class Generator:
             on_batch=on_batch,
             partners=partners,
             search=search,
-            **run.options,
+            **options_of_texts(run.options, numbers),
         )
         if isinstance(search, SpeculativeSearch):
             self.num_drafted += search.num_drafted
@@ -366,8 +377,7 @@ class Generator:
         """The texts of all sources, those that were not decoded among them."""
         count = self.num_targets(**run.options)
         results = [[ScoredText("", 0.0 if return_scores else None)] * count for _ in texts]
-        written = [index for index, text in enumerate(texts) if text.strip()]
-        for index, candidates in zip(written, hypotheses, strict=True):
+        for index, candidates in zip(written_texts(texts), hypotheses, strict=True):
             self.num_unfinished += sum(not candidate.is_finished for candidate in candidates)
             decoded = self.tokenizers.decode_targets([candidate.ids for candidate in candidates])
             results[index] = [ScoredText(text, c.score) for text, c in zip(decoded, candidates, strict=True)]

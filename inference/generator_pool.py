@@ -17,8 +17,10 @@ import torch
 
 from metaphrase.inference.generator import Generator, ScoredText
 from metaphrase.inference.loading import default_device
-from metaphrase.inference.window_decoding import decode_window, line_bar
-from metaphrase.inference.windows import PreparedWindows, read_windows
+from metaphrase.inference.text_options import read_text_options
+from metaphrase.inference.window_decoding import decode_window, line_bar, settings_of_window
+from metaphrase.inference.windows import PreparedWindows, check_seed, read_windows
+from metaphrase.tokenization import checked_texts
 
 # What a generator counts.
 _COUNTS = ("num_unfinished", "num_drafted", "num_accepted")
@@ -132,13 +134,18 @@ class GeneratorPool:
 
         Raises:
             ChildProcessError: If a process has died.
-            ValueError: If `window` is not above 0, or as `Generator.generate_n_best` does.
+            ValueError: If `window` is not above 0 or `seed` is negative, or as `Generator.generate_n_best` does.
         """
+        lines = checked_texts(lines, "lines")
+        check_seed(seed)
+        generation_kwargs = read_text_options(generation_kwargs, None)
         numbers = itertools.count(first_window)
         settings = {"seed": seed, "return_scores": return_scores, "risk": risk, **generation_kwargs}
 
         def submit(texts: list[str]) -> Future:
-            return self._executor.submit(_decode, next(numbers), texts, settings)
+            number = next(numbers)
+            of_window = settings_of_window(settings, number * window, len(texts))
+            return self._executor.submit(_decode, number, texts, of_window)
 
         bar = line_bar(show_progress, total, first_window * window)
         prepared = PreparedWindows(read_windows(lines, window), submit, ahead=self.num_processes)

@@ -13,11 +13,21 @@ from typing import Any
 
 import numpy as np
 from sacrebleu.metrics import BLEU, CHRF
+from transformers import GenerationConfig
 
+from metaphrase.inference.call_options import plain_options
 from metaphrase.inference.generation_options import complete_sampling
 
 # So many columns of the matrices at a time: (candidates + references) rows of this width are held.
 _COLUMNS_AT_ONCE = 1 << 14
+
+# Settings that change a model's distribution, beside those whose neutral value is not None. Lengths are none of them, nor is what
+# forbids or forces tokens, which a model may need to write at all: the code of a language, no padding.
+_DISTORTIONS = (
+    *("min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff", "repetition_penalty", "no_repeat_ngram_size"),
+    *("encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty"),
+    *("sequence_bias", "guidance_scale", "watermarking_config"),
+)
 
 NGrams = list[list[Hashable]]
 
@@ -192,6 +202,7 @@ def decode_by_risk(
     generate: Callable[[list[str], bool, dict[str, Any]], list[list[Any]]],
     texts: list[str],
     *,
+    own: GenerationConfig,
     num_candidates: int,
     num_references: int | None,
     utility: str,
@@ -203,6 +214,7 @@ def decode_by_risk(
     Args:
         generate: From texts, whether scores are wanted and options to several scored texts for each.
         texts: Sources.
+        own: The model's settings.
         num_candidates: How many are drawn for each source.
         num_references: How many pseudo-references are drawn beside them, if they are not the candidates.
         utility: `chrf` or `bleu`.
@@ -215,11 +227,11 @@ def decode_by_risk(
     check_utility(utility)
     if reference_options is not None and num_references is None:
         raise ValueError("`num_references` must be given with `reference_options`, got None.")
-    candidates = _draw(generate, texts, "num_candidates", num_candidates, options)
+    candidates = _draw(generate, texts, own, "num_candidates", num_candidates, options)
     references = candidates
     if num_references is not None:
         others = options if reference_options is None else reference_options
-        references = _draw(generate, texts, "num_references", num_references, others)
+        references = _draw(generate, texts, own, "num_references", num_references, others)
     chosen = []
     for own, others in zip(candidates, references, strict=True):
         utilities = expected_utilities(own.texts, others, utility)
@@ -231,6 +243,7 @@ def decode_by_risk(
 def _draw(
     generate: Callable[[list[str], bool, dict[str, Any]], list[list[Any]]],
     texts: list[str],
+    own: GenerationConfig,
     name: str,
     count: int,
     options: dict[str, Any],
@@ -238,18 +251,23 @@ def _draw(
     """So many targets for each source, sampled or of a beam."""
     if count < 1:
         raise ValueError(f"`{name}` must be at least 1, got {count}.")
+    options = plain_options(options)
     if "num_return_sequences" in options:
         raise ValueError(
             f"`num_return_sequences` must be left out where `{name}` says it, got {options['num_return_sequences']}."
         )
-    num_beams = options.get("num_beams", 1)
+    num_beams = options.get("num_beams") or 1
     if num_beams > 1 and num_beams < count:
         raise ValueError(f"`num_beams` must be at least `{name}`, got {num_beams} and {count}.")
     options = complete_sampling(options)
+    # Whatever the model's own settings say.
     if num_beams == 1:
-        # Whatever the model's own settings say; and transformers would leave all but 50 tokens out.
-        whole = {"num_beams": 1, "do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-        options = whole | options
+        # And transformers would leave all but 50 tokens out.
+        whole = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        reset = {name: None for name in _DISTORTIONS if getattr(own, name, None) is not None}
+        options = whole | reset | options | {"num_beams": 1}
+    elif own.do_sample:
+        options = {"do_sample": False} | options
     lists = generate(texts, num_beams > 1, {**options, "num_return_sequences": count})
     if num_beams > 1:
         return [weigh_n_best([c.text for c in found], [c.score for c in found]) for found in lists]

@@ -112,7 +112,8 @@ def encode_phrases(
             raise ValueError("`force_words_ids` must be None where `must_contain` is given.")
         options["force_words_ids"], options["first_words_ids"] = [], []
         for phrases in must_contain:
-            phrases = [phrases] if isinstance(phrases, str) else phrases
+            is_one = isinstance(phrases, str) or not isinstance(phrases, Iterable)
+            phrases = [phrases] if is_one else phrases
             encoded = [encode_phrase(tokenizer, phrase) for phrase in phrases]
             options["force_words_ids"].append([ids for inside, _ in encoded for ids in inside])
             options["first_words_ids"].append([ids for _, first in encoded for ids in first])

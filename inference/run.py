@@ -4,11 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from metaphrase.inference.call_options import plain_options
 from metaphrase.inference.engine import Engine
 from metaphrase.inference.ensemble import EnsembleSearch
 from metaphrase.inference.joint_search import check_partner, check_target_vocabulary, is_metaphrase
 from metaphrase.inference.phrase_constraints import encode_phrases
 from metaphrase.inference.speculative_decoding import DEFAULT_NUM_ASSISTANT_TOKENS, SpeculativeSearch
+from metaphrase.inference.text_options import read_text_options
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,20 +28,31 @@ class Run:
     options: dict[str, Any]
 
     @classmethod
-    def of(cls, generator: Any, options: Mapping[str, Any]) -> "Run":
+    def of(cls, generator: Any, options: Mapping[str, Any], count: int | None = None) -> "Run":
         """What the options ask of a generator.
 
+        Args:
+            generator: The one that is called.
+            options: Arguments of `generate()`.
+            count: Texts that there are, as far as that is known.
+
         Raises:
-            ValueError: If an assistant does not fit, or as `encode_phrases` does.
+            ValueError: If an assistant does not fit, or as `read_text_options` and `encode_phrases` do.
         """
-        partners, search, options = _join(generator, dict(options))
-        own = options.get("generation_config") or generator.model.generation_config
+        options = read_text_options(options, count)
+        partners, search, options = _join(generator, plain_options(options))
+        own = generator.model.generation_config
         return cls([generator, *partners], search, encode_phrases(generator.tokenizers.target, own, options))
 
     def encode(self, texts: list[str]) -> list[list[list[int]]]:
         """For each generator the ids of the texts that are not white space."""
-        written = [text for text in texts if text.strip()]
+        written = [texts[index] for index in written_texts(texts)]
         return [generator.encode(written) for generator in self.generators]
+
+
+def written_texts(texts: list[str]) -> list[int]:
+    """The indices of the texts that are not white space."""
+    return [index for index, text in enumerate(texts) if text.strip()]
 
 
 def is_single(generator: Any) -> bool:

@@ -20,7 +20,7 @@ def choose_search(model: PreTrainedModel, options: dict[str, Any]) -> tuple[Call
 
     Args:
         model: Whose generation config holds its own settings.
-        options: Arguments of `generate()`.
+        options: Arguments of `generate()`, in the form of `plain_options`.
 
     Returns:
         The search for `generate(custom_generate=...)`, or `None` for one that transformers has; and the arguments to give, with
@@ -31,7 +31,7 @@ def choose_search(model: PreTrainedModel, options: dict[str, Any]) -> tuple[Call
     """
     if options.get("custom_generate") is not None:
         return None, options
-    own = options.get("generation_config") or model.generation_config
+    own = model.generation_config
     settings = {
         name: options[name] if options.get(name) is not None else getattr(own, name, None)
         for name in ("num_beams", "num_beam_groups", "diversity_penalty", "penalty_alpha", "force_words_ids", "top_k")

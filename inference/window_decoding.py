@@ -5,6 +5,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from metaphrase.inference.text_options import options_of_texts
 from metaphrase.inference.windows import read_windows, seed_window
 
 
@@ -41,8 +42,18 @@ def decode_windows(
 ) -> Iterator[list[Any]]:
     """Candidates for each source of a stream, window by window; `settings` are those of `decode_window`."""
     for number, texts in enumerate(read_windows(lines, window), start=first_window):
-        yield from decode_window(generator, number, texts, **settings)
+        yield from decode_window(generator, number, texts, **settings_of_window(settings, number * window, len(texts)))
         bar.update(len(texts))
+
+
+def settings_of_window(settings: Mapping[str, Any], first: int, count: int) -> dict[str, Any]:
+    """Arguments of `decode_window`, in which what is of each text is of those from `first` on."""
+    numbers = range(first, first + count)
+    settings = options_of_texts(settings, numbers)
+    if (settings["risk"] or {}).get("reference_options"):
+        others = options_of_texts(settings["risk"]["reference_options"], numbers)
+        settings["risk"] = {**settings["risk"], "reference_options": others}
+    return settings
 
 
 def line_bar(show_progress: bool | None, total: int | None, done: int) -> tqdm:

@@ -26,6 +26,16 @@ def read_windows(lines: Iterable[str], size: int) -> Iterator[list[str]]:
         yield window
 
 
+def check_seed(seed: int | None) -> None:
+    """Checks what `seed_window` is to be called with.
+
+    Raises:
+        ValueError: If it is none that random numbers can start from.
+    """
+    if seed is not None and not (isinstance(seed, int) and 0 <= seed < 1 << 64):
+        raise ValueError(f"`seed` must be a whole number from 0 to 2**64 - 1, got {seed!r}.")
+
+
 def seed_window(seed: int, number: int) -> None:
     """Puts torch's random numbers where a window of the input finds them, whatever was decoded before it.
 

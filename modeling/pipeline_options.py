@@ -42,7 +42,7 @@ def generation_arguments(
     if config is not None:
         # In a copy: transformers wants either a config or single settings.
         config = copy.deepcopy(config)
-        rest = config.update(**_with_lengths(given))
+        rest = config.update(**with_lengths(given))
         return {"generation_config": config, **rest}
     decided = {name for name, value in model.generation_config.to_diff_dict().items() if value is not None} | set(given)
     defaults: dict[str, Any] = {}
@@ -52,14 +52,19 @@ def generation_arguments(
         defaults["num_beams"] = max(DEFAULT_NUM_BEAMS, given.get("num_return_sequences") or 1)
     if "pad_token_id" not in decided and pad_token_id is not None:
         defaults["pad_token_id"] = pad_token_id
-    return defaults | _with_lengths(given)
+    return defaults | with_lengths(given)
 
 
-def _with_lengths(given: dict[str, Any]) -> dict[str, Any]:
-    """A length that was given takes the place of the model's own of the other kind, which `generate()` would prefer."""
-    for length, new_tokens in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
-        if given.get(length) is not None and new_tokens not in given:
-            given = {**given, new_tokens: None}
+def with_lengths(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A length that was given takes the place of the model's own of the other kind.
+
+    Of the two kinds `generate()` prefers the new tokens, whoever has given them, and warns in every batch where it finds both.
+    """
+    given = dict(given)
+    for kinds in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
+        for name, other in (kinds, kinds[::-1]):
+            if given.get(name) is not None:
+                given.setdefault(other, None)
     return given
 
 

@@ -175,6 +175,10 @@ def test_many_that_cannot_be_shown_are_refused():
         cross_attentions(tiny_generator(), ["a", ""])
     with pytest.raises(ValueError, match="`sources` and `targets` must be equally many, got 1 and 2"):
         cross_attentions(tiny_generator(), ["a"], ["b", "c"])
+    with pytest.raises(ValueError, match="`sources` must hold strings only, got NoneType as text 2"):
+        cross_attentions(tiny_generator(), ["a cat", None])
+    with pytest.raises(ValueError, match="`targets` must hold strings only, got list as text 1"):
+        cross_attentions(tiny_generator(), ["a cat"], [[3]])
     with pytest.raises(ValueError, match="`sources` must hold one text each, got the single string 'a cat'"):
         cross_attentions(tiny_generator(), "a cat")
 
@@ -192,3 +196,12 @@ def test_byte_level_tokens_are_decoded_one_by_one():
 def test_other_tokens_stay_as_they_are(kind, expected):
     tokenizer = tiny_pair(kind=kind).source
     assert readable_tokens(tokenizer, tokenizer("a cat")["input_ids"])[: len(expected)] == expected
+
+
+@pytest.mark.parametrize("targets", [None, TARGETS[:2]])
+def test_texts_may_come_from_an_iterator(targets):
+    generator = tiny_generator()
+    expected = cross_attentions(generator, SOURCES[:2], targets)
+    found = cross_attentions(generator, iter(SOURCES[:2]), None if targets is None else iter(targets))
+    assert [attention.target for attention in found] == [attention.target for attention in expected]
+    assert all(np.array_equal(one.weights, other.weights) for one, other in zip(found, expected, strict=True))

@@ -62,6 +62,8 @@ SAME = {
     "greedy": {},
     "max_new_tokens": {"max_new_tokens": 4},
     "max_length": {"max_new_tokens": None, "max_length": 5},
+    "max_length before the model's own": {"max_length": 5},
+    "config": {"generation_config": GenerationConfig(num_beams=3, early_stopping=True, max_length=6)},
     "no limit": {"max_new_tokens": None},
     "min_length": {"min_length": 7},
     "min_new_tokens": {"min_new_tokens": 7},

@@ -92,6 +92,32 @@ def test_prefix_stands_before_every_text_that_is_not_empty(generator):
     assert targets[:-1] != generator.generate(SOURCES)
 
 
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ("a man", "must hold one text each, got the single string 'a man'"),
+        (["a cat", None], "must hold strings only, got NoneType as text 2"),
+        ([7], "must hold strings only, got int as text 1"),
+    ],
+)
+def test_what_is_no_list_of_texts_is_refused(texts, message, generator):
+    for decoded in (generator.generate, generator.generate_n_best, generator.generate_mbr):
+        with pytest.raises(ValueError, match="`texts` " + message):
+            decoded(texts)
+    for options in ({}, {"risk": {"num_candidates": 2}}):
+        with pytest.raises(ValueError, match="`lines` " + message):
+            list(generator.generate_stream(texts, **options))
+
+
+@pytest.mark.parametrize("seed", [-1, 1 << 64, 1.5])
+def test_a_seed_that_is_none_is_refused_before_anything_is_read(seed, generator):
+    read = []
+    with pytest.raises(ValueError, match=r"`seed` must be a whole number from 0 to 2\*\*64 - 1, got"):
+        list(generator.generate_stream((read.append(text) or text for text in SOURCES), seed=seed, do_sample=True))
+    assert not read
+    assert len(list(generator.generate_stream(SOURCES, seed=(1 << 64) - 1, window=2, do_sample=True))) == len(SOURCES)
+
+
 def test_sampling_follows_the_seed(generator):
     samples = []
     for seed in (1, 1, 2):

@@ -99,6 +99,19 @@ def test_minimum_bayes_risk(pool, generator):
     assert [chosen for [chosen] in found[:4]] == generator.generate_mbr(LINES[:4], **risk)
 
 
+def one_token(number, ids):
+    """Allows one token alone, which the number of the text says."""
+    return [10 + number]
+
+
+def test_functions_are_told_the_number_of_the_text_in_the_stream(pool, generator):
+    options = {"prefix_allowed_tokens_fn": one_token, "max_new_tokens": 3}
+    expected = list(generator.generate_stream(LINES[:9], window=4, **options))
+    assert len({candidates[0].text for candidates in expected}) > 6
+    assert list(pool.generate_stream(LINES[:9], window=4, **options)) == expected
+    assert list(pool.generate_stream(LINES[4:9], window=4, first_window=1, **options)) == expected[4:]
+
+
 def test_what_generators_count_is_added_up(pool):
     before = pool.num_unfinished
     list(pool.generate_stream(SOURCES * 2, window=2, max_new_tokens=2))
@@ -110,6 +123,12 @@ def test_mistakes_come_with_their_words_and_end_nothing(pool, generator):
         list(pool.generate_stream(SOURCES, num_beams=4, num_beam_groups=3))
     with pytest.raises(ValueError, match="`window` must be at least 1, got 0"):
         list(pool.generate_stream(SOURCES, window=0))
+    with pytest.raises(ValueError, match=r"`seed` must be a whole number from 0 to 2\*\*64 - 1, got -1"):
+        list(pool.generate_stream(SOURCES, seed=-1))
+    with pytest.raises(ValueError, match="`lines` must hold one text each, got the single string 'the cat'"):
+        list(pool.generate_stream("the cat"))
+    with pytest.raises(ValueError, match="`lines` must hold strings only, got NoneType as text 3"):
+        list(pool.generate_stream(["a cat", "the dog", None], window=2))
 
     def lines():
         yield from SOURCES[:4]

@@ -9,6 +9,7 @@ import pytest
 import sacrebleu
 import torch
 from tiny_generator import SOURCES, tiny_generator
+from transformers import GenerationConfig
 
 from metaphrase.inference import ScoredText, expected_utilities, minimum_bayes_risk
 from metaphrase.inference.minimum_bayes_risk import (
@@ -172,6 +173,36 @@ def test_epsilon_sampling_leaves_out_what_is_improbable(generator):
     chosen = generator.generate_mbr(SOURCES, num_candidates=5, epsilon_cutoff=0.999)
     assert [scored.text for scored in chosen] == generator.generate(SOURCES)
     assert all(scored.score == pytest.approx(100.0) for scored in chosen)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"epsilon_cutoff": 0.999, "eta_cutoff": 0.9, "min_p": 0.9},
+        {"typical_p": 0.1, "top_h": 0.1},
+        {"repetition_penalty": 5.0, "no_repeat_ngram_size": 1, "encoder_no_repeat_ngram_size": 1},
+        {"temperature": 0.1, "top_k": 1, "top_p": 0.1, "num_beams": 4},
+    ],
+    ids=str,
+)
+def test_samples_are_of_the_whole_distribution_whatever_the_models_own_settings(own):
+    generator, results = tiny_generator(), []
+    for settings in ({}, own):
+        generator.model.generation_config.update(**settings)
+        torch.manual_seed(0)
+        results.append(generator.generate_mbr(SOURCES, num_candidates=6))
+    assert results[0] == results[1]
+    assert any(chosen.score < 99 for chosen in results[0])
+
+
+def test_a_beam_is_searched_where_the_model_would_sample():
+    generator = tiny_generator()
+    beam = {"num_candidates": 3, "num_beams": 3}
+    expected = generator.generate_mbr(SOURCES, **beam)
+    generator.model.generation_config.update(do_sample=True, temperature=9.0, top_k=0)
+    assert generator.generate_mbr(SOURCES, **beam) == expected
+    config = GenerationConfig(num_beams=3)
+    assert generator.generate_mbr(SOURCES, num_candidates=3, generation_config=config) == expected
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ from collections import Counter
 
 import pytest
 import torch
+from other_families import generator_of
 from tiny_generator import SOURCES, tiny_generator, tiny_pair
 from tiny_models import DESIGNS, tiny_model
+from transformers import GenerationConfig
 
 from metaphrase.inference import Generator, Partner, SpeculativeSearch, decode
 from metaphrase.inference.ragged_decoder_state import RaggedDecoderState
@@ -298,11 +300,22 @@ def test_models_of_other_families_are_left_to_transformers(generator, draft, mon
     monkeypatch.setattr("metaphrase.inference.run.is_metaphrase", lambda model: model is generator.model)
     called = []
     handle = draft.model.register_forward_hook(lambda *_: called.append("draft"))
-    found = generator.generate(SOURCES[:1], assistant_model=draft.model)
+    found = generator.generate_n_best([*SOURCES, ""], assistant_model=draft.model)
     handle.remove()
-    assert found == generator.generate(SOURCES[:1]) and called
-    with pytest.raises(ValueError, match="batch_size = 1"):
-        generator.generate(SOURCES, assistant_model=draft.model)
+    expected = generator.generate_n_best([*SOURCES, ""])
+    assert [c.text for [c] in found] == [c.text for [c] in expected] and called
+    assert [c.score for [c] in found] == pytest.approx([c.score for [c] in expected], abs=1e-3)
+
+
+@pytest.mark.parametrize("where", ["call", "config", "own"])
+def test_drafts_out_of_the_source_are_of_one_source_at_a_time(where):
+    generator = generator_of("t5")
+    expected = generator.generate(SOURCES, max_new_tokens=8)
+    drafting = {"prompt_lookup_num_tokens": 2}
+    options = {"call": drafting, "config": {"generation_config": GenerationConfig(**drafting)}, "own": {}}[where]
+    if where == "own":
+        generator.model.generation_config.update(**drafting)
+    assert generator.generate(SOURCES, max_new_tokens=8, **options) == expected
 
 
 def test_what_does_not_fit_is_refused(generator, draft):

@@ -4,7 +4,7 @@ from metaphrase.tokenization.languages import set_languages
 from metaphrase.tokenization.phrases import encode_phrase
 from metaphrase.tokenization.readable_tokens import readable_tokens
 from metaphrase.tokenization.special_tokens import SpecialTokens, sentinel_tokens
-from metaphrase.tokenization.texts import iterate_lines, join_pieces
+from metaphrase.tokenization.texts import checked_texts, iterate_lines, join_pieces
 from metaphrase.tokenization.tokenizer_pair import TokenizerPair
 from metaphrase.tokenization.tokenizer_settings import TOKENIZER_KINDS
 from metaphrase.tokenization.tokenizer_trainer import train_tokenizer
@@ -14,6 +14,7 @@ __all__ = [
     "TOKENIZER_KINDS",
     "SpecialTokens",
     "TokenizerPair",
+    "checked_texts",
     "encode_phrase",
     "iterate_lines",
     "join_pieces",

@@ -41,22 +41,26 @@ def iterate_lines(paths: str | os.PathLike | Iterable[str | os.PathLike]) -> Ite
                     ) from error
 
 
-def checked_texts(texts: Iterable[str]) -> Iterator[str]:
+def checked_texts(texts: Iterable[str], name: str = "texts") -> Iterator[str]:
     """The same texts, each checked as it is reached.
+
+    Args:
+        texts: Any number of them.
+        name: What they were given as.
 
     Raises:
         ValueError: If `texts` is a single string, or holds anything but strings that UTF-8 can write.
     """
     if isinstance(texts, str):
-        raise ValueError(f"`texts` must hold one string per text, got the single string {texts[:40]!r}.")
+        raise ValueError(f"`{name}` must hold one text each, got the single string {texts[:40]!r}.")
     for number, text in enumerate(texts, start=1):
         if not isinstance(text, str):
-            raise ValueError(f"`texts` must hold strings only, got {type(text).__name__} as text {number}.")
+            raise ValueError(f"`{name}` must hold strings only, got {type(text).__name__} as text {number}.")
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"`texts` must be valid Unicode, got the lone surrogate {text[error.start]!r} in text {number}."
+                f"`{name}` must be valid Unicode, got the lone surrogate {text[error.start]!r} in text {number}."
             ) from error
         yield text
 
