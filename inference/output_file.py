@@ -53,6 +53,35 @@ class OutputStream:
         """Says that there are no more sources."""
 
 
+class NewFile(OutputStream):
+    """Writes a file anew, in place of what is there, which stays until the first lines are: a mistake costs no old results."""
+
+    def __init__(self, path: str | os.PathLike):
+        """Opens the file, so that one that cannot be written is found before any work."""
+        super().__init__(open(path, "w", encoding="utf-8", newline="\n", opener=_open_untouched))
+        self._is_emptied = False
+
+    def __enter__(self) -> "NewFile":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stream.close()
+
+    def write(self, lines: str) -> None:
+        self._empty()
+        super().write(lines)
+
+    def finish(self) -> None:
+        # Of no sources at all the output is empty, too.
+        self._empty()
+
+    def _empty(self) -> None:
+        # Pipes and devices have nothing to empty.
+        if not self._is_emptied and stat.S_ISREG(os.fstat(self._stream.fileno()).st_mode):
+            self._stream.truncate(0)
+        self._is_emptied = True
+
+
 class ResumedFile(OutputStream):
     """Goes on with the file of a run that was stopped at any moment.
 
@@ -160,6 +189,11 @@ class ResumedFile(OutputStream):
             self._file.seek(self._end)
             self._file.truncate()
             self._is_cut = True
+
+
+def _open_untouched(path: str, flags: int) -> int:
+    """As `open` does to write, but what is there stays."""
+    return os.open(path, flags & ~os.O_TRUNC, 0o666)
 
 
 def check_regular(path: str | os.PathLike) -> None:

@@ -25,7 +25,7 @@ from metaphrase.inference.generation_options import (
 from metaphrase.inference.input_lines import check_files, count_lines, read_lines
 from metaphrase.inference.loading_options import add_loading_options, chosen_loading_options, chosen_models
 from metaphrase.inference.minimum_bayes_risk import UTILITIES
-from metaphrase.inference.output_file import OutputStream, ResumedFile, check_regular, format_targets
+from metaphrase.inference.output_file import NewFile, OutputStream, ResumedFile, check_regular, format_targets
 from metaphrase.scripts.console import run
 
 logger = logging.getLogger(__name__)
@@ -135,14 +135,8 @@ def open_output(arguments: argparse.Namespace, num_targets: int, n_best: bool) -
     if not arguments.resume:
         if arguments.output is None:
             return contextlib.nullcontext(OutputStream(sys.stdout))
-        return new_file(arguments.output)
+        return NewFile(arguments.output)
     return ResumedFile(arguments.output, num_targets=num_targets, with_scores=n_best, window=arguments.window)
-
-
-@contextlib.contextmanager
-def new_file(path: str) -> Iterator[OutputStream]:
-    with open(path, "w", encoding="utf-8", newline="\n") as stream:
-        yield OutputStream(stream)
 
 
 def main(words: Sequence[str]) -> None:

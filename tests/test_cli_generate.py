@@ -178,6 +178,24 @@ def test_mistakes_do_not_empty_the_output(cli_model, tmp_path):
     assert written.read_text(encoding="utf-8") == "a cat\n"
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--num_beams", "2", "--num_return_sequences", "4"],
+        ["--mbr_candidates", "4", "--num_return_sequences", "3"],
+        ["--num_beams", "4", "--diversity_penalty", "0.5"],
+        ["--must_contain", ""],
+    ],
+)
+def test_options_that_do_not_fit_do_not_empty_the_output(cli_model, tmp_path, words):
+    source, written = tmp_path / "in", tmp_path / "out"
+    source.write_text("a cat\n", encoding="utf-8")
+    written.write_text("an older target\n", encoding="utf-8")
+    files = ["--input", str(source), "--output", str(written)]
+    assert run(generate.main, "generate", [cli_model, "--device", "cpu", *files, *words]) == 2
+    assert written.read_text(encoding="utf-8") == "an older target\n"
+
+
 def test_generate_runs_as_a_file(cli_model):
     """`tokenize.py` and `evaluate.py` in the same folder do not hide the modules of these names."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

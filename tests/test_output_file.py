@@ -8,7 +8,7 @@ from killed_outputs import Server
 from tiny_generator import SOURCES, save_generator, tiny_generator
 
 from metaphrase.inference import ScoredText
-from metaphrase.inference.output_file import OutputStream, ResumedFile, format_targets
+from metaphrase.inference.output_file import NewFile, OutputStream, ResumedFile, format_targets
 from metaphrase.scripts import generate
 
 NUM_LINES = 23
@@ -164,3 +164,24 @@ def test_line_breaks_in_targets_are_blanks(tmp_path):
     with open(tmp_path / "out", "w", encoding="utf-8") as stream:
         OutputStream(stream).write("a\n")
         assert (tmp_path / "out").read_text(encoding="utf-8") == "a\n"
+
+
+@pytest.mark.parametrize("lines", [["a\n", "b\n"], []])
+def test_what_is_there_stays_until_something_stands_in_its_place(tmp_path, lines):
+    path = tmp_path / "out"
+    path.write_text("of an older run\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="no such option"), NewFile(path):
+        raise ValueError("no such option")
+    assert path.read_text(encoding="utf-8") == "of an older run\n"
+    with NewFile(path) as output:
+        for count, line in enumerate(lines, start=1):
+            output.write(line)
+            assert path.read_text(encoding="utf-8") == "".join(lines[:count])
+        output.finish()
+    assert path.read_text(encoding="utf-8") == "".join(lines)
+
+
+def test_a_new_file_may_be_a_device():
+    with NewFile(os.devnull) as output:
+        output.write("a\n")
+        output.finish()
