@@ -131,6 +131,7 @@ def cross_attentions(
         raise ValueError(f"`num_return_sequences` must be 1 for one map, got {count}.")
     check_single(generator, "generator")
     check_texts(sources, targets)
+    _check_choice(generator.model, layer, head)
     tokenizers, prefix = generator.tokenizers, generator.source_prefix
     source_ids = tokenizers.encode_sources([prefix + source for source in sources])
     if targets is None:
@@ -222,6 +223,13 @@ def _kernels(config) -> dict | str:
     parts = {name: getattr(config, name, None) for name in config.sub_configs}
     inner = {name: _kernels(part) for name, part in parts.items() if part is not None}
     return {"": config._attn_implementation, **inner} if inner else config._attn_implementation
+
+
+def _check_choice(model: PreTrainedModel, layer: int | None, head: int | None) -> None:
+    """Finds a layer or head that is not there before targets are made: families count them under names of their own."""
+    if layer is not None:
+        layers = _weights_of_layers(model, forced_inputs(model, [[0]], [[0]]))
+        _choose(torch.cat(layers), layer, head)
 
 
 def _choose(heads: torch.Tensor, layer: int | None, head: int | None) -> np.ndarray:

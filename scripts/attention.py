@@ -22,6 +22,7 @@ from metaphrase.inference.generation_options import (
     chosen_generation_options,
 )
 from metaphrase.inference.input_lines import check_files, read_lines
+from metaphrase.inference.output_file import NewFile, OutputStream
 from metaphrase.scripts.console import run
 
 logger = logging.getLogger(__name__)
@@ -170,20 +171,21 @@ def write_links(
 ) -> None:
     """Writes one line of links for each source, an empty one for an empty source; targets that the model wrote are logged."""
     with contextlib.ExitStack() as stack:
-        file = sys.stdout
+        file = OutputStream(sys.stdout)
         if output is not None:
             Path(output).parent.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(open(output, "w", encoding="utf-8", newline="\n"))
+            file = stack.enter_context(NewFile(output))
         for start in range(0, len(sources), SENTENCES_AT_A_TIME):
             part = range(start, min(start + SENTENCES_AT_A_TIME, len(sources)))
             written = [index for index in part if sources[index].strip()]
             own = None if targets is None else [targets[index] for index in written]
             maps = cross_attentions(generator, [sources[index] for index in written], own, **options)
             lines = dict(zip(written, map(format_pharaoh, map(word_alignment, maps)), strict=True))
-            file.writelines(lines.get(index, "") + "\n" for index in part)
+            file.write("".join(lines.get(index, "") + "\n" for index in part))
             if targets is None:
                 for attention in maps:
                     logger.info("Target: %s", attention.target)
+        file.finish()
 
 
 if __name__ == "__main__":
