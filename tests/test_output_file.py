@@ -116,6 +116,35 @@ def test_an_output_of_another_command_is_refused_and_stays(words, tmp_path, chan
     assert output.read_bytes() == before
 
 
+@pytest.mark.parametrize("search", ["greedy", "n_best"])
+@pytest.mark.parametrize("notes", [b"my precious notes", b"\xff\xfe", b"0 ||| mine", b"\x00"])
+def test_a_file_without_a_line_feed_is_not_taken_for_an_unfinished_line(words, tmp_path, search, notes):
+    output = tmp_path / "notes"
+    output.write_bytes(notes)
+    with pytest.raises(ValueError, match=r"source 0 has '.*' in place of '.*'"):
+        generate.main([*words, *SEARCHES[search], "--output", str(output), "--resume"])
+    assert output.read_bytes() == notes
+
+
+def test_an_unfinished_end_may_differ_in_the_digits_of_its_score_alone(tmp_path):
+    path, target = tmp_path / "out", ScoredText("ä", -1.234567)
+    lines = format_targets(0, [target, target], True)
+    for begun, fits in (
+        (format_targets(0, [ScoredText("ä", -1.234571)], True) + "0 ||| ä ||| -1.2345", True),
+        ("0 ||| ä ||| -1.2346", True),
+        (format_targets(0, [ScoredText("ä", -1.24)], True) + "0 |||", False),
+        ("0 ||| ö ||| -1.23", False),
+    ):
+        path.write_text(begun, encoding="utf-8")
+        with ResumedFile(path, num_targets=2, with_scores=True, window=4) as output:
+            if fits:
+                output.write(lines)
+            else:
+                with pytest.raises(ValueError, match="source 0 has"):
+                    output.write(lines)
+        assert path.read_text(encoding="utf-8") == (lines if fits else begun)
+
+
 def test_resuming_needs_a_file(words, tmp_path):
     with pytest.raises(ValueError, match="`output` must be given with `resume`, got None and True"):
         generate.main([*words, "--resume"])
