@@ -1,6 +1,8 @@
 """Generation options: those arguments of `generate()` that a command line or a recipe can give, by its own names."""
 
 import argparse
+from collections.abc import Mapping
+from typing import Any
 
 from transformers.hf_argparser import string_to_bool
 
@@ -78,3 +80,15 @@ def complete_sampling(options: dict) -> dict:
     if "do_sample" not in options and any(name in options for name in names):
         return {**options, "do_sample": True}
     return options
+
+
+def check_counts(options: Mapping[str, Any]) -> None:
+    """Checks numbers for which `generate()` takes some others, or fails at last.
+
+    Raises:
+        ValueError: If `num_beams` or `num_return_sequences` is given and not above 0.
+    """
+    for name in ("num_beams", "num_return_sequences"):
+        value = options.get(name)
+        if value is not None and value < 1:
+            raise ValueError(f"`{name}` must be at least 1, got {value}.")

@@ -14,6 +14,7 @@ from metaphrase.inference.decoding import decode
 from metaphrase.inference.engine import Engine, Hypothesis
 from metaphrase.inference.ensemble import EnsembleSearch
 from metaphrase.inference.forced_decoding import ForcedScore, check_texts, encode_forced, score_targets
+from metaphrase.inference.generation_options import check_counts
 from metaphrase.inference.joint_search import Partner, check_partner, check_target_vocabulary
 from metaphrase.inference.loading import ENGINES, load_parts
 from metaphrase.inference.minimum_bayes_risk import decode_by_risk
@@ -281,6 +282,7 @@ class Generator:
 
     def num_targets(self, **generation_kwargs) -> int:
         """How many candidates a source has with these options."""
+        check_counts(generation_kwargs)
         own = self.model.generation_config.num_return_sequences or 1
         return generation_kwargs.get("num_return_sequences", own)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from metaphrase.inference.generator import Generator, ScoredText
-from metaphrase.inference.loading import default_device
+from metaphrase.inference.loading import default_device, find_device
 from metaphrase.inference.window_decoding import decode_window, line_bar
 from metaphrase.inference.windows import PreparedWindows, read_windows
 
@@ -164,7 +164,7 @@ def _naming_deaths() -> Iterator[None]:
 
 def spread_devices(device: str | torch.device | None, num_processes: int) -> list[str | torch.device | None]:
     """A device for each process: accelerators in turn, where no certain one is named."""
-    place = torch.device(default_device() if device is None else device)
+    place = find_device(default_device() if device is None else device)
     if place.type == "cpu" or place.index is not None or not torch.accelerator.is_available():
         return [device] * num_processes
     count = torch.accelerator.device_count()

@@ -152,7 +152,7 @@ def main(words: Sequence[str]) -> None:
     n_best = arguments.n_best or options.get("num_return_sequences", 1) > 1
     if not n_best and arguments.mbr_candidates is None:
         # Whatever the model's own settings say, it is one line out per line in.
-        options["num_return_sequences"] = 1
+        options.setdefault("num_return_sequences", 1)
     set_seed(arguments.seed)
     with load(arguments, options) as generator:
         write(generator, arguments, options, n_best)

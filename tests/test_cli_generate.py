@@ -185,6 +185,11 @@ def test_mistakes_do_not_empty_the_output(cli_model, tmp_path):
         ["--mbr_candidates", "4", "--num_return_sequences", "3"],
         ["--num_beams", "4", "--diversity_penalty", "0.5"],
         ["--must_contain", ""],
+        ["--num_beams", "0"],
+        ["--num_return_sequences", "0"],
+        ["--num_return_sequences", "0", "--n_best"],
+        ["--num_return_sequences", "0", "--n_best", "--resume"],
+        ["--mbr_candidates", "3", "--num_beams", "-1"],
     ],
 )
 def test_options_that_do_not_fit_do_not_empty_the_output(cli_model, tmp_path, words):
