@@ -1,8 +1,10 @@
 """Output file: the targets of a run as lines, which a run that was stopped goes on with."""
 
+import io
 import math
 import os
 import stat
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -51,6 +53,13 @@ class OutputStream:
 
     def finish(self) -> None:
         """Says that there are no more sources."""
+
+
+def standard_output() -> IO[str]:
+    """Standard output in UTF-8 with line feeds, as files are, whatever the locale says: input is read so, too."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8", newline="\n")
+    return sys.stdout
 
 
 class NewFile(OutputStream):

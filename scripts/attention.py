@@ -22,7 +22,7 @@ from metaphrase.inference.generation_options import (
     chosen_generation_options,
 )
 from metaphrase.inference.input_lines import check_files, read_lines
-from metaphrase.inference.output_file import NewFile, OutputStream
+from metaphrase.inference.output_file import NewFile, OutputStream, standard_output
 from metaphrase.scripts.console import run
 
 logger = logging.getLogger(__name__)
@@ -171,8 +171,9 @@ def write_links(
 ) -> None:
     """Writes one line of links for each source, an empty one for an empty source; targets that the model wrote are logged."""
     with contextlib.ExitStack() as stack:
-        file = OutputStream(sys.stdout)
-        if output is not None:
+        if output is None:
+            file = OutputStream(standard_output())
+        else:
             Path(output).parent.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context(NewFile(output))
         for start in range(0, len(sources), SENTENCES_AT_A_TIME):

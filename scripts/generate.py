@@ -25,7 +25,14 @@ from metaphrase.inference.generation_options import (
 from metaphrase.inference.input_lines import check_files, count_lines, read_lines
 from metaphrase.inference.loading_options import add_loading_options, chosen_loading_options, chosen_models
 from metaphrase.inference.minimum_bayes_risk import UTILITIES
-from metaphrase.inference.output_file import NewFile, OutputStream, ResumedFile, check_regular, format_targets
+from metaphrase.inference.output_file import (
+    NewFile,
+    OutputStream,
+    ResumedFile,
+    check_regular,
+    format_targets,
+    standard_output,
+)
 from metaphrase.scripts.console import run
 
 logger = logging.getLogger(__name__)
@@ -134,7 +141,7 @@ def open_output(arguments: argparse.Namespace, num_targets: int, n_best: bool) -
     """Standard output, a new file, or one to go on with."""
     if not arguments.resume:
         if arguments.output is None:
-            return contextlib.nullcontext(OutputStream(sys.stdout))
+            return contextlib.nullcontext(OutputStream(standard_output()))
         return NewFile(arguments.output)
     return ResumedFile(arguments.output, num_targets=num_targets, with_scores=n_best, window=arguments.window)
 

@@ -203,7 +203,7 @@ def test_options_that_do_not_fit_do_not_empty_the_output(cli_model, tmp_path, wo
 
 def test_generate_runs_as_a_file(cli_model):
     """`tokenize.py` and `evaluate.py` in the same folder do not hide the modules of these names."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "ascii"}
     command = [sys.executable, str(SCRIPTS / "generate.py"), cli_model, "--device", "cpu"]
     source = "\n".join(ODD_LINES).encode()
     done = subprocess.run(command, input=source, capture_output=True, env=environment, timeout=120)

@@ -1,14 +1,16 @@
 """Output files: as they come, and after a run that was killed as if it had not been."""
 
+import io
 import os
 import signal
+import sys
 
 import pytest
 from killed_outputs import Server
 from tiny_generator import SOURCES, save_generator, tiny_generator
 
 from metaphrase.inference import ScoredText
-from metaphrase.inference.output_file import NewFile, OutputStream, ResumedFile, format_targets
+from metaphrase.inference.output_file import NewFile, OutputStream, ResumedFile, format_targets, standard_output
 from metaphrase.scripts import generate
 
 NUM_LINES = 23
@@ -214,3 +216,12 @@ def test_a_new_file_may_be_a_device():
     with NewFile(os.devnull) as output:
         output.write("a\n")
         output.finish()
+
+
+def test_standard_output_is_utf_8_whatever_the_locale_says(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="latin-1", newline="\r\n"))
+    OutputStream(standard_output()).write("größer, 大\n")
+    assert written.getvalue() == "größer, 大\n".encode()
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert standard_output() is sys.stdout
