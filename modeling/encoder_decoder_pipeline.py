@@ -12,7 +12,13 @@ from transformers.pipelines.base import Pipeline, load_assistant_model, pad_coll
 from transformers.tokenization_utils_base import TruncationStrategy
 
 from .length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, batches_by_length
-from .pipeline_options import generation_arguments, generation_settings, is_of_each_text, length_limits
+from .pipeline_options import (
+    generation_arguments,
+    generation_settings,
+    is_of_each_text,
+    length_limits,
+    pad_behind_ends,
+)
 from .pipeline_tasks import CustomPipelines, languages_of, task_settings, translation_tasks
 from .pipeline_tokenizers import find_target_tokenizer, lacks_end_of_sequence, save_tokenizers
 
@@ -224,8 +230,9 @@ class EncoderDecoderPipeline(Pipeline):
             output = self.model.generate(**model_inputs, **arguments)
         finally:
             self.model.train(was_training)
-        # (batch * num_return_sequences, target) -> (batch, num_return_sequences, target)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
+        sequences = pad_behind_ends(sequences, self.model, arguments, self.target_tokenizer.pad_token_id)
+        # (batch * num_return_sequences, target) -> (batch, num_return_sequences, target)
         return {"output_ids": sequences.reshape(len(input_ids), -1, sequences.shape[-1])}
 
     def _language_options(self, model_inputs: dict[str, Any]) -> dict[str, int]:

@@ -150,6 +150,21 @@ def test_tokens_end_with_the_end_of_sequence(pipe):
     assert pipe._without_padding(torch.tensor([0, 7, 5, 2, 2, 2])).tolist() == [0, 7, 5, 2]
 
 
+@pytest.mark.parametrize("options", [{"eos_token_id": [2, 7, 9]}, {"stop_sequence": "e"}], ids=str)
+def test_ids_and_texts_of_beams_end_where_they_end_alone(families, options):
+    made = pipeline("text2text-generation", model=families["bart"], tokenizer=tiny_pair().source, max_new_tokens=30)
+    options |= {"num_return_sequences": 4, "length_penalty": -3.0, "return_tensors": True, "return_text": True}
+    together, alone = made(SOURCES, **options), [made(source, **options) for source in SOURCES]
+    assert made.model.generation_config.pad_token_id == 0
+    lengths = set()
+    for results, expected in zip(together, alone, strict=True):
+        for result, other in zip(results, expected, strict=True):
+            assert result["generated_text"] == other["generated_text"]
+            assert result["generated_token_ids"].tolist() == other["generated_token_ids"].tolist()
+            lengths.add(len(other["generated_token_ids"]))
+    assert len(lengths) > 1
+
+
 def test_clean_up_reaches_the_tokenizer_of_the_targets(pipe, monkeypatch):
     seen = []
     decode = pipe.target_tokenizer.decode
