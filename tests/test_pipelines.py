@@ -1,7 +1,10 @@
 """Pipelines: what they give, and in which form."""
 
+import collections
+
 import pytest
 import torch
+from datasets import Dataset
 from pipeline_models import CLASSES, NAMES, family_model, texts_of
 from tiny_generator import SOURCES, tiny_pair
 from tiny_models import tiny_model
@@ -90,6 +93,17 @@ def rows_of_each_batch(made, monkeypatch):
         made, "_forward", lambda inputs, **options: rows.append(inputs["input_ids"].shape) or forward(inputs, **options)
     )
     return rows
+
+
+def test_every_sequence_of_texts_is_a_list(pipe):
+    expected = pipe(SOURCES)
+    column = Dataset.from_dict({"text": SOURCES})["text"]
+    for texts in (tuple(SOURCES), column, collections.UserList(SOURCES)):
+        assert pipe(texts) == expected
+    assert pipe(()) == []
+    for texts in ((SOURCES[0], 3), b"ab"):
+        with pytest.raises(ValueError, match="`inputs` must be a text or a list of texts"):
+            pipe(texts)
 
 
 def test_lists_go_in_batches_of_like_length(pipe, monkeypatch):
@@ -203,6 +217,18 @@ def test_an_assistant_changes_nothing(families):
     plain = pipeline("translation", **parts)(SOURCES, num_beams=1)
     assert pipeline("translation", **parts, assistant_model=family_model("bart"))(SOURCES) == plain
     assert pipeline("translation", **parts)(SOURCES, prompt_lookup_num_tokens=2) == plain
+
+
+def test_an_assistant_may_be_a_folder(model_folders, families, tmp_path):
+    folder = model_folders[True]
+    plain = pipeline("translation", model=str(folder))(SOURCES, num_beams=1)
+    for name in (folder, str(folder)):
+        made = pipeline("translation", model=str(folder), assistant_model=name)
+        assert made(SOURCES, num_beams=1) == plain and made.assistant_model is not made.model
+    families["bart"].save_pretrained(tmp_path)
+    tiny_pair().source.save_pretrained(tmp_path)
+    made = pipeline("translation", model=str(tmp_path), assistant_model=str(tmp_path))
+    assert type(made.assistant_model) is type(families["bart"])
 
 
 def test_a_model_in_training_is_read_without_dropout_and_left_in_training(generators):
