@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from cli_texts import ODD_LINES, as_lines, targets_of
 from tiny_generator import SOURCES, save_generator, tiny_generator
 
@@ -86,6 +87,29 @@ def test_generate_takes_phrases_and_the_searches_that_transformers_dropped(cli_m
         ),
     ):
         assert run_generate(cli_model, text, monkeypatch, *words) == as_lines(targets_of(SOURCES, **options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3, "early_stopping": "never", "length_penalty": -5.0},
+        {"num_beams": 3, "min_new_tokens": 7, "renormalize_logits": True},
+        {"num_beams": 1, "min_new_tokens": 7, "no_repeat_ngram_size": 1, "forced_eos_token_id": 40},
+        {"num_beams": 3, "forced_bos_token_id": 40},
+    ],
+    ids=str,
+)
+def test_options_mean_what_they_mean_to_transformers(cli_model, monkeypatch, options):
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    lines = run_generate(cli_model, ("\n".join(SOURCES) + "\n").encode(), monkeypatch, *words)
+    generator = tiny_generator(kind="byte")
+    expected = []
+    for ids in generator.encode(SOURCES):
+        written = generator.model.generate(torch.tensor([ids]), **options)[:, 1:]
+        end = generator.tokenizers.target.eos_token_id
+        rows = [row[: row.index(end)] if end in row else row for row in written.tolist()]
+        expected += generator.tokenizers.decode_targets(rows)
+    assert lines == as_lines(expected)
 
 
 def test_several_targets_by_the_models_own_settings_are_still_one_line(tmp_path, monkeypatch):
