@@ -9,7 +9,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from metaphrase.inference.decoding import decode, evaluating
+from metaphrase.inference.decoding import evaluating
 from metaphrase.inference.forced_decoding import (
     check_pairs,
     check_texts,
@@ -18,7 +18,7 @@ from metaphrase.inference.forced_decoding import (
     pair_lengths,
 )
 from metaphrase.inference.generator import Generator
-from metaphrase.inference.run import check_single
+from metaphrase.inference.run import Run, check_single
 from metaphrase.modeling.length_batches import batches_by_length
 from metaphrase.tokenization import readable_tokens, words_of_decoded, words_of_source, words_of_target
 
@@ -135,7 +135,7 @@ def cross_attentions(
     tokenizers, prefix = generator.tokenizers, generator.source_prefix
     source_ids = tokenizers.encode_sources([prefix + source for source in sources])
     if targets is None:
-        target_ids, target_texts = _generate(generator, source_ids, show_progress, generation_kwargs)
+        target_ids, target_texts = _generate(generator, sources, show_progress, generation_kwargs)
         find_words = words_of_decoded
     else:
         target_ids, target_texts = encode_forced(tokenizers, targets), list(targets)
@@ -161,12 +161,12 @@ def cross_attentions(
 
 
 def _generate(
-    generator: Generator, source_ids: list[list[int]], show_progress: bool | None, generation_kwargs: dict
+    generator: Generator, sources: Sequence[str], show_progress: bool | None, generation_kwargs: dict
 ) -> tuple[list[list[int]], list[str]]:
     """Ids and texts of the model's own targets: of a beam search those that won."""
-    options = {"batch_size": generator.batch_size, "max_tokens_per_batch": generator.max_tokens_per_batch}
-    options |= {"show_progress": show_progress, "num_return_sequences": 1}
-    hypotheses = [best for [best] in decode(generator.model, source_ids, **options, **generation_kwargs)]
+    run = Run.of(generator, {**generation_kwargs, "num_return_sequences": 1})
+    found = generator._search(run, run.encode(list(sources)), False, show_progress=show_progress)
+    hypotheses = [best for [best] in found]
     generator.num_unfinished += sum(not hypothesis.is_finished for hypothesis in hypotheses)
     ids = [hypothesis.ids for hypothesis in hypotheses]
     return ids, generator.tokenizers.decode_targets(ids)

@@ -192,3 +192,16 @@ def test_byte_level_tokens_are_decoded_one_by_one():
 def test_other_tokens_stay_as_they_are(kind, expected):
     tokenizer = tiny_pair(kind=kind).source
     assert readable_tokens(tokenizer, tokenizer("a cat")["input_ids"])[: len(expected)] == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"must_contain": ["e"]}, {"never_contain": ["e"], "num_beams": 2}, {"assistant_model": tiny_generator(seed=1)}],
+    ids=["must_contain", "never_contain", "assistant_model"],
+)
+def test_targets_are_made_with_every_option_of_a_generator(options):
+    generator = tiny_generator()
+    maps = cross_attentions(generator, SOURCES, **options)
+    assert [attention.target for attention in maps] == generator.generate(SOURCES, **options)
+    if "assistant_model" in options:
+        assert generator.num_drafted > 0
