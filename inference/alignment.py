@@ -19,6 +19,7 @@ from metaphrase.inference.forced_decoding import (
 )
 from metaphrase.inference.generator import Generator
 from metaphrase.inference.run import Run, check_single
+from metaphrase.inference.source_limits import check_sources
 from metaphrase.modeling.length_batches import batches_by_length
 from metaphrase.tokenization import readable_tokens, words_of_decoded, words_of_source, words_of_target
 
@@ -134,6 +135,7 @@ def cross_attentions(
     _check_choice(generator.model, layer, head)
     tokenizers, prefix = generator.tokenizers, generator.source_prefix
     source_ids = tokenizers.encode_sources([prefix + source for source in sources])
+    check_sources(generator.model, source_ids, range(1, len(source_ids) + 1))
     if targets is None:
         target_ids, target_texts = _generate(generator, sources, show_progress, generation_kwargs)
         find_words = words_of_decoded

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from metaphrase.inference.joint_search import Partner, check_partner, check_targ
 from metaphrase.inference.loading import ENGINES, load_parts
 from metaphrase.inference.minimum_bayes_risk import decode_by_risk
 from metaphrase.inference.run import Run, check_single
+from metaphrase.inference.source_limits import counting_on
 from metaphrase.inference.speculative_decoding import SpeculativeSearch
 from metaphrase.inference.window_decoding import decode_windows, line_bar
 from metaphrase.inference.windows import PreparedWindows, read_windows, seed_window
@@ -269,7 +271,13 @@ class Generator:
                 yield from decode_windows(self, lines, window, first_window, bar, **settings, **generation_kwargs)
             return
         run = Run.of(self, generation_kwargs)
-        with bar, PreparedWindows(read_windows(lines, window), run.encode) as windows:
+        numbers = itertools.count(first_window)
+
+        def encode(texts: list[str]) -> list[list[list[int]]]:
+            with counting_on(next(numbers) * window):
+                return run.encode(texts)
+
+        with bar, PreparedWindows(read_windows(lines, window), encode) as windows:
             for number, (texts, sources) in enumerate(windows, start=first_window):
                 if seed is not None:
                     seed_window(seed, number)

@@ -17,6 +17,7 @@ import torch
 
 from metaphrase.inference.generator import Generator, ScoredText
 from metaphrase.inference.loading import default_device, find_device
+from metaphrase.inference.source_limits import counting_on
 from metaphrase.inference.window_decoding import decode_window, line_bar
 from metaphrase.inference.windows import PreparedWindows, read_windows
 
@@ -143,8 +144,9 @@ class GeneratorPool:
         bar = line_bar(show_progress, total, first_window * window)
         prepared = PreparedWindows(read_windows(lines, window), submit, ahead=self.num_processes)
         with bar, _naming_deaths(), prepared as windows:
-            for texts, future in windows:
-                candidates, counts = future.result()
+            for number, (texts, future) in enumerate(windows, start=first_window):
+                with counting_on(number * window):
+                    candidates, counts = future.result()
                 for name, count in counts.items():
                     setattr(self, name, getattr(self, name) + count)
                 bar.update(len(texts))

@@ -8,6 +8,7 @@ from metaphrase.inference.engine import Engine
 from metaphrase.inference.ensemble import EnsembleSearch
 from metaphrase.inference.joint_search import check_partner, check_target_vocabulary, is_metaphrase
 from metaphrase.inference.phrase_constraints import encode_phrases
+from metaphrase.inference.source_limits import check_sources
 from metaphrase.inference.speculative_decoding import DEFAULT_NUM_ASSISTANT_TOKENS, SpeculativeSearch
 
 
@@ -37,9 +38,16 @@ class Run:
         return cls([generator, *partners], search, encode_phrases(generator.tokenizers.target, own, options))
 
     def encode(self, texts: list[str]) -> list[list[list[int]]]:
-        """For each generator the ids of the texts that are not white space."""
-        written = [text for text in texts if text.strip()]
-        return [generator.encode(written) for generator in self.generators]
+        """For each generator the ids of the texts that are not white space.
+
+        Raises:
+            TooLongError: If one is longer than a model can read.
+        """
+        numbers = [number for number, text in enumerate(texts, start=1) if text.strip()]
+        sources = [generator.encode([texts[number - 1] for number in numbers]) for generator in self.generators]
+        for generator, ids in zip(self.generators, sources, strict=True):
+            check_sources(generator.model, ids, numbers)
+        return sources
 
 
 def is_single(generator: Any) -> bool:

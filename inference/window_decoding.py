@@ -5,6 +5,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from metaphrase.inference.source_limits import counting_on
 from metaphrase.inference.windows import read_windows, seed_window
 
 
@@ -41,7 +42,9 @@ def decode_windows(
 ) -> Iterator[list[Any]]:
     """Candidates for each source of a stream, window by window; `settings` are those of `decode_window`."""
     for number, texts in enumerate(read_windows(lines, window), start=first_window):
-        yield from decode_window(generator, number, texts, **settings)
+        with counting_on(number * window):
+            candidates = decode_window(generator, number, texts, **settings)
+        yield from candidates
         bar.update(len(texts))
 
 
