@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from metaphrase.inference.generator import Generator, ScoredText
 from metaphrase.inference.loading import default_device, find_device
@@ -197,6 +198,8 @@ def _start(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(life,), name="metaphrase-life", daemon=True).start()
     torch.set_num_threads(num_threads)
+    # A lock between processes would be left behind, since nothing is closed when this process is ended.
+    tqdm.set_lock(threading.RLock())
     _worker = _Worker(name_or_path, assistant_name, {**options, "device": devices.get()})
 
 
