@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from metaphrase.inference.call_options import plain_options
-from metaphrase.inference.decoding import decode, evaluating
+from metaphrase.inference.decoding import evaluating
 from metaphrase.inference.forced_decoding import (
     check_pairs,
     encode_forced,
@@ -19,7 +19,8 @@ from metaphrase.inference.forced_decoding import (
     read_texts,
 )
 from metaphrase.inference.generator import Generator
-from metaphrase.inference.run import check_single
+from metaphrase.inference.run import Run, check_single
+from metaphrase.inference.source_limits import check_sources
 from metaphrase.modeling.length_batches import batches_by_length
 from metaphrase.tokenization import checked_texts, readable_tokens, words_of_decoded, words_of_source, words_of_target
 
@@ -135,10 +136,12 @@ def cross_attentions(
     if targets is not None:
         targets = list(checked_texts(targets, "targets"))
     sources, targets = read_texts(sources, targets)
+    _check_choice(generator.model, layer, head)
     tokenizers, prefix = generator.tokenizers, generator.source_prefix
     source_ids = tokenizers.encode_sources([prefix + source for source in sources])
+    check_sources(generator.model, source_ids, range(1, len(source_ids) + 1))
     if targets is None:
-        target_ids, target_texts = _generate(generator, source_ids, show_progress, generation_kwargs)
+        target_ids, target_texts = _generate(generator, sources, show_progress, generation_kwargs)
         find_words = words_of_decoded
     else:
         target_ids, target_texts = encode_forced(tokenizers, targets), targets
@@ -164,12 +167,12 @@ def cross_attentions(
 
 
 def _generate(
-    generator: Generator, source_ids: list[list[int]], show_progress: bool | None, generation_kwargs: dict
+    generator: Generator, sources: list[str], show_progress: bool | None, generation_kwargs: dict
 ) -> tuple[list[list[int]], list[str]]:
     """Ids and texts of the model's own targets: of a beam search those that won."""
-    options = {"batch_size": generator.batch_size, "max_tokens_per_batch": generator.max_tokens_per_batch}
-    options |= {"show_progress": show_progress, "num_return_sequences": 1}
-    hypotheses = [best for [best] in decode(generator.model, source_ids, **options, **generation_kwargs)]
+    run = Run.of(generator, {**generation_kwargs, "num_return_sequences": 1}, len(sources))
+    found = generator._search(run, run.encode(sources), list(range(len(sources))), False, show_progress=show_progress)
+    hypotheses = [best for [best] in found]
     generator.num_unfinished += sum(not hypothesis.is_finished for hypothesis in hypotheses)
     ids = [hypothesis.ids for hypothesis in hypotheses]
     return ids, generator.tokenizers.decode_targets(ids)
@@ -226,6 +229,13 @@ def _kernels(config) -> dict | str:
     parts = {name: getattr(config, name, None) for name in config.sub_configs}
     inner = {name: _kernels(part) for name, part in parts.items() if part is not None}
     return {"": config._attn_implementation, **inner} if inner else config._attn_implementation
+
+
+def _check_choice(model: PreTrainedModel, layer: int | None, head: int | None) -> None:
+    """Finds a layer or head that is not there before targets are made: families count them under names of their own."""
+    if layer is not None:
+        layers = _weights_of_layers(model, forced_inputs(model, [[0]], [[0]]))
+        _choose(torch.cat(layers), layer, head)
 
 
 def _choose(heads: torch.Tensor, layer: int | None, head: int | None) -> np.ndarray:

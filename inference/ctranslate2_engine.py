@@ -15,6 +15,7 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from metaphrase.inference.ctranslate2_options import Search, translate_options
 from metaphrase.inference.engine import BatchSearch, Engine, Hypothesis
+from metaphrase.inference.loading import find_device
 
 try:
     import ctranslate2
@@ -52,9 +53,7 @@ class CTranslate2Engine(Engine):
         self.folder = Path(folder)
         if not (self.folder / _MODEL_NAME).is_file():
             raise ValueError(f"A folder of CTranslate2 must hold {_MODEL_NAME}, got none in {self.folder}.")
-        if device is None:
-            device = "cuda" if ctranslate2.get_cuda_device_count() else "cpu"
-        place = torch.device(device)
+        place = _find_place(device)
         self._settings = {
             "device": place.type,
             "device_index": place.index or 0,
@@ -87,6 +86,7 @@ class CTranslate2Engine(Engine):
         Raises:
             ValueError: If CTranslate2 cannot express the model, or cannot compute so.
         """
+        device = _find_place(device)
         compute_type = str(dtype).removeprefix("torch.")
         compute_type = "default" if compute_type == "auto" else compute_type
         if (Path(name_or_path) / _MODEL_NAME).is_file():
@@ -192,3 +192,20 @@ class CTranslate2Engine(Engine):
         rows = [[self._target_ids[token] for token in tokens] for tokens in result.hypotheses]
         scores = result.scores if return_scores else [None] * len(rows)
         return [Hypothesis(ids, score, bool(ids) and ids[-1] in ends) for ids, score in zip(rows, scores, strict=True)]
+
+
+def _find_place(device: str | torch.device | None) -> torch.device:
+    """The device of a name, by default a GPU if there is one.
+
+    Raises:
+        ValueError: If CTranslate2 has no such device here.
+    """
+    count = ctranslate2.get_cuda_device_count()
+    if device is None:
+        device = "cuda" if count else "cpu"
+    place = find_device(device)
+    if place.type != "cpu" and not (place.type == "cuda" and (place.index or 0) < count):
+        raise ValueError(
+            f"`device` must be cpu or, of {count} GPUs that CTranslate2 finds, cuda or its number, got {str(device)!r}."
+        )
+    return place

@@ -225,7 +225,8 @@ def _sampling_options(settings: Mapping[str, Any], vocab_size: int, return_score
     _require("top_k", settings, top_k >= 0, "at least 0")
     if return_scores and (temperature != 1 or 0 < top_k < vocab_size or top_p != 1):
         raise ValueError(
-            "Scores of sampled targets must be those of what was drawn from, but CTranslate2 knows the model's own alone: leave "
-            f"`return_scores` False, or set `temperature` 1, `top_k` 0 and `top_p` 1, got {temperature}, {top_k} and {top_p}."
+            "Scores of sampled targets must be those of what was drawn from, but CTranslate2 knows the model's own alone: set "
+            f"`temperature` 1, `top_k` 0 and `top_p` 1, got {temperature}, {top_k} and {top_p}; or, in Python, leave "
+            "`return_scores` False (the command line needs scores where it writes several targets of a source)."
         )
     return {"sampling_temperature": temperature, "sampling_topk": top_k, "sampling_topp": top_p}

@@ -1,18 +1,29 @@
 """Generation options: those arguments of `generate()` that a command line or a recipe can give, by its own names."""
 
 import argparse
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from transformers.hf_argparser import string_to_bool
 
-GENERATION_OPTIONS: dict[str, tuple[type, str]] = {
+
+def _bool_or_never(word: str) -> bool | str:
+    return word if word == "never" else string_to_bool(word)
+
+
+GENERATION_OPTIONS: dict[str, tuple[Callable, str]] = {
     "max_length": (int, "most tokens of a target"),
     "max_new_tokens": (int, "most tokens of a target, the start token not counted"),
     "min_length": (int, "fewest tokens of a target"),
+    "min_new_tokens": (int, "fewest tokens of a target, the start token not counted"),
     "num_beams": (int, "width of the beam; 1 is greedy search or sampling"),
     "length_penalty": (float, "exponent of the length by which a beam's score is divided"),
     "num_beam_groups": (int, "groups of beams that differ from one another: diverse beam search"),
     "diversity_penalty": (float, "what a token costs that beams of another group have just gone on with"),
-    "early_stopping": (bool, "stop a sentence as soon as it has num_beams candidates"),
+    "early_stopping": (
+        _bool_or_never,
+        "stop a sentence as soon as it has num_beams candidates; never: only when no better one is possible",
+    ),
     "do_sample": (bool, "sample instead of taking the most probable token"),
     "temperature": (float, "divides the logits before sampling"),
     "top_k": (int, "sample among the so many most probable tokens; candidates of contrastive search"),
@@ -20,13 +31,18 @@ GENERATION_OPTIONS: dict[str, tuple[type, str]] = {
     "min_p": (float, "sample among tokens with at least this share of the highest probability"),
     "typical_p": (float, "sample among the most typical tokens that together have this probability"),
     "epsilon_cutoff": (float, "sample among tokens with at least this probability"),
+    "eta_cutoff": (float, "likewise, or with less where the distribution is flat"),
+    "top_h": (float, "sample among the most probable tokens whose entropy has at most this share of that of all"),
     "penalty_alpha": (float, "share of the unlikeness to earlier tokens in the choice: contrastive search, with top_k"),
     "repetition_penalty": (float, "divides the scores of tokens that were generated before"),
     "no_repeat_ngram_size": (int, "no n-gram of this size occurs twice"),
+    "renormalize_logits": (bool, "probabilities add up to 1 again after the other options have changed them"),
+    "forced_bos_token_id": (int, "id of the token that every target begins with, such as a language"),
+    "forced_eos_token_id": (int, "id of the last token of a target that met the length limit"),
     "num_return_sequences": (int, "targets for each source"),
 }
 # Each of these means something only when sampling, so giving one asks for it; but `top_k` belongs to contrastive search too.
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff")
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
 
 
 def add_language_options(parser: argparse.ArgumentParser) -> None:
@@ -40,8 +56,9 @@ def add_generation_options(parser: argparse.ArgumentParser) -> None:
     """Adds a group with all generation options to a parser; what is not given is left to the model's own settings."""
     group = parser.add_argument_group("generation", "the names and meanings are those of transformers' generate()")
     for name, (kind, text) in GENERATION_OPTIONS.items():
-        if kind is bool:
-            group.add_argument(f"--{name}", type=string_to_bool, nargs="?", const=True, metavar="BOOL", help=text)
+        if kind in (bool, _bool_or_never):
+            convert, metavar = (string_to_bool, "BOOL") if kind is bool else (kind, "BOOL|never")
+            group.add_argument(f"--{name}", type=convert, nargs="?", const=True, metavar=metavar, help=text)
         else:
             group.add_argument(f"--{name}", type=kind, metavar=kind.__name__.upper(), help=text)
 
@@ -78,3 +95,15 @@ def complete_sampling(options: dict) -> dict:
     if "do_sample" not in options and any(name in options for name in names):
         return {**options, "do_sample": True}
     return options
+
+
+def check_counts(options: Mapping[str, Any]) -> None:
+    """Checks numbers for which `generate()` takes some others, or fails at last.
+
+    Raises:
+        ValueError: If `num_beams` or `num_return_sequences` is given and not above 0.
+    """
+    for name in ("num_beams", "num_return_sequences"):
+        value = options.get(name)
+        if value is not None and value < 1:
+            raise ValueError(f"`{name}` must be at least 1, got {value}.")

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +16,12 @@ from metaphrase.inference.decoding import decode
 from metaphrase.inference.engine import Engine, Hypothesis
 from metaphrase.inference.ensemble import EnsembleSearch
 from metaphrase.inference.forced_decoding import ForcedScore, encode_forced, read_texts, score_targets
+from metaphrase.inference.generation_options import check_counts
 from metaphrase.inference.joint_search import Partner, check_partner, check_target_vocabulary
 from metaphrase.inference.loading import ENGINES, load_parts
 from metaphrase.inference.minimum_bayes_risk import decode_by_risk
 from metaphrase.inference.run import Run, check_single, written_texts
+from metaphrase.inference.source_limits import counting_on
 from metaphrase.inference.speculative_decoding import SpeculativeSearch
 from metaphrase.inference.text_options import options_of_texts, read_text_options
 from metaphrase.inference.window_decoding import decode_windows, line_bar
@@ -277,7 +280,13 @@ class Generator:
                 yield from decode_windows(self, lines, window, first_window, bar, **settings, **generation_kwargs)
             return
         run = Run.of(self, generation_kwargs)
-        with bar, PreparedWindows(read_windows(lines, window), run.encode) as windows:
+        read = itertools.count(first_window)
+
+        def encode(texts: list[str]) -> list[list[list[int]]]:
+            with counting_on(next(read) * window):
+                return run.encode(texts)
+
+        with bar, PreparedWindows(read_windows(lines, window), encode) as windows:
             for number, (texts, sources) in enumerate(windows, start=first_window):
                 if seed is not None:
                     seed_window(seed, number)
@@ -291,6 +300,7 @@ class Generator:
 
     def num_targets(self, **generation_kwargs) -> int:
         """How many candidates a source has with these options."""
+        check_counts(generation_kwargs)
         own = self.model.generation_config.num_return_sequences or 1
         return plain_options(generation_kwargs).get("num_return_sequences", own)
 

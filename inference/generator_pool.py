@@ -14,9 +14,11 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from metaphrase.inference.generator import Generator, ScoredText
-from metaphrase.inference.loading import default_device
+from metaphrase.inference.loading import default_device, find_device
+from metaphrase.inference.source_limits import counting_on
 from metaphrase.inference.text_options import read_text_options
 from metaphrase.inference.window_decoding import decode_window, line_bar, settings_of_window
 from metaphrase.inference.windows import PreparedWindows, check_seed, read_windows
@@ -150,8 +152,9 @@ class GeneratorPool:
         bar = line_bar(show_progress, total, first_window * window)
         prepared = PreparedWindows(read_windows(lines, window), submit, ahead=self.num_processes)
         with bar, _naming_deaths(), prepared as windows:
-            for texts, future in windows:
-                candidates, counts = future.result()
+            for number, (texts, future) in enumerate(windows, start=first_window):
+                with counting_on(number * window):
+                    candidates, counts = future.result()
                 for name, count in counts.items():
                     setattr(self, name, getattr(self, name) + count)
                 bar.update(len(texts))
@@ -171,7 +174,7 @@ def _naming_deaths() -> Iterator[None]:
 
 def spread_devices(device: str | torch.device | None, num_processes: int) -> list[str | torch.device | None]:
     """A device for each process: accelerators in turn, where no certain one is named."""
-    place = torch.device(default_device() if device is None else device)
+    place = find_device(default_device() if device is None else device)
     if place.type == "cpu" or place.index is not None or not torch.accelerator.is_available():
         return [device] * num_processes
     count = torch.accelerator.device_count()
@@ -202,6 +205,8 @@ def _start(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(life,), name="metaphrase-life", daemon=True).start()
     torch.set_num_threads(num_threads)
+    # A lock between processes would be left behind, since nothing is closed when this process is ended.
+    tqdm.set_lock(threading.RLock())
     _worker = _Worker(name_or_path, assistant_name, {**options, "device": devices.get()})
 
 

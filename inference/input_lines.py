@@ -30,7 +30,7 @@ def read_lines(path: str | None) -> Iterator[str]:
 
 
 def check_files(input_path: str | None, output_path: str | None) -> None:
-    """Fails before any work, and before the output is emptied.
+    """Fails before any work.
 
     Raises:
         ValueError: If both are the same file.

@@ -40,12 +40,57 @@ def default_device() -> str | torch.device:
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
 
 
+def find_device(name: str | torch.device) -> torch.device:
+    """The device of a name, whether it is here or not.
+
+    Raises:
+        ValueError: If torch knows no such name.
+    """
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(
+            f"`device` must be one that torch knows, such as cpu, cuda or cuda:1, got {name!r}."
+        ) from error
+
+
+def _check_device(name: str | torch.device) -> None:
+    """Checks that something can be put on a device.
+
+    Raises:
+        ValueError: If torch knows no such device, or cannot use it here.
+    """
+    try:
+        torch.empty(0, device=find_device(name))
+    except (RuntimeError, AssertionError) as error:
+        # What is said of a device that is not there may go on for pages.
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"`device` must be one that torch can use here, got {str(name)!r}: {reason}") from error
+
+
+def _find_dtype(name: str | torch.dtype) -> str | torch.dtype:
+    """The type of weights of a name; `auto` remains.
+
+    Raises:
+        ValueError: If torch has none of this name that a network can compute in.
+    """
+    found = getattr(torch, str(name).removeprefix("torch."), None)
+    if name != "auto" and not (isinstance(found, torch.dtype) and found.is_floating_point and found.itemsize > 1):
+        raise ValueError(
+            f"`dtype` must be auto, int8 or one of torch's, such as float32, bfloat16 or float16, got {str(name)!r}."
+        )
+    return name if found is None else found
+
+
 def _load_model(
     name_or_path: str | os.PathLike, device: str | torch.device, dtype: str | torch.dtype, trust_remote_code: bool
 ) -> PreTrainedModel:
+    _check_device(device)
     quantization = quantization_of(dtype, device)
     model = AutoModelForSeq2SeqLM.from_pretrained(
-        name_or_path, dtype="float32" if quantization else dtype, trust_remote_code=trust_remote_code
+        name_or_path,
+        dtype=torch.float32 if quantization else _find_dtype(dtype),
+        trust_remote_code=trust_remote_code,
     )
     model = model.to(device).eval()
     if quantization is not None:

@@ -1,8 +1,10 @@
 """Output file: the targets of a run as lines, which a run that was stopped goes on with."""
 
+import io
 import math
 import os
 import stat
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -53,12 +55,49 @@ class OutputStream:
         """Says that there are no more sources."""
 
 
+def standard_output() -> IO[str]:
+    """Standard output in UTF-8 with line feeds, as files are, whatever the locale says: input is read so, too."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8", newline="\n")
+    return sys.stdout
+
+
+class NewFile(OutputStream):
+    """Writes a file anew, in place of what is there, which stays until the first lines are: a mistake costs no old results."""
+
+    def __init__(self, path: str | os.PathLike):
+        """Opens the file, so that one that cannot be written is found before any work."""
+        super().__init__(open(path, "w", encoding="utf-8", newline="\n", opener=_open_untouched))  # noqa: SIM115
+        self._is_emptied = False
+
+    def __enter__(self) -> "NewFile":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stream.close()
+
+    def write(self, lines: str) -> None:
+        self._empty()
+        super().write(lines)
+
+    def finish(self) -> None:
+        # Of no sources at all the output is empty, too.
+        self._empty()
+
+    def _empty(self) -> None:
+        # Pipes and devices have nothing to empty.
+        if not self._is_emptied and stat.S_ISREG(os.fstat(self._stream.fileno()).st_mode):
+            self._stream.truncate(0)
+        self._is_emptied = True
+
+
 class ResumedFile(OutputStream):
     """Goes on with the file of a run that was stopped at any moment.
 
     How far that run came is read from the file alone: whole lines count, and of several targets of a source only all of them.
     Batches depend on the window, so the window of the last source that is done is decoded once more, in full. What comes of it
-    must be what the file holds; the file is changed only then: an unfinished end is cut off, and the missing targets follow.
+    must be what the file holds, and so must the beginning of what comes in place of an unfinished end; the file is changed only
+    then: that end is cut off, and the missing targets follow.
 
     Attributes:
         first_source: Index of the first source of that window.
@@ -106,7 +145,7 @@ class ResumedFile(OutputStream):
         if self._source < self.num_done:
             self._compare(lines)
         else:
-            self._cut()
+            self._cut(lines)
             self._file.write(lines.encode("utf-8"))
             self._file.flush()
         self._source += 1
@@ -146,20 +185,36 @@ class ResumedFile(OutputStream):
         return start, end
 
     def _compare(self, lines: str) -> None:
-        for expected in (line + "\n" for line in lines.split("\n")[:-1]):
+        for expected in _with_ends(lines):
             found = self._file.readline().decode("utf-8", errors="replace")
             if not (found == expected or (self._with_scores and _is_close(found, expected))):
-                raise ValueError(
-                    f"`output` must hold what this command writes, to go on from there, but in {self.path} source "
-                    f"{self._source} has {found.rstrip()!r} in place of {expected.rstrip()!r}: model, input and options must be "
-                    "those of the run that was stopped. Leave --resume out to begin anew."
-                )
+                raise self._refusal(found, expected)
 
-    def _cut(self) -> None:
-        if not self._is_cut:
-            self._file.seek(self._end)
-            self._file.truncate()
-            self._is_cut = True
+    def _cut(self, lines: str) -> None:
+        """Cuts the unfinished end off, if these lines, of the next source, begin with it."""
+        if self._is_cut:
+            return
+        self._file.seek(self._end)
+        for expected in _with_ends(lines):
+            found = self._file.readline()
+            is_begun = expected.encode("utf-8").startswith(found)
+            if not (is_begun or (self._with_scores and _is_close_so_far(found, expected))):
+                raise self._refusal(found.decode("utf-8", errors="replace"), expected)
+        self._file.seek(self._end)
+        self._file.truncate()
+        self._is_cut = True
+
+    def _refusal(self, found: str, expected: str) -> ValueError:
+        return ValueError(
+            f"`output` must hold what this command writes, to go on from there, but in {self.path} source {self._source} has "
+            f"{found.rstrip()!r} in place of {expected.rstrip()!r}: model, input and options must be those of the run that was "
+            "stopped. Leave --resume out to begin anew."
+        )
+
+
+def _open_untouched(path: str, flags: int) -> int:
+    """As `open` does to write, but what is there stays."""
+    return os.open(path, flags & ~os.O_TRUNC, 0o666)
 
 
 def check_regular(path: str | os.PathLike) -> None:
@@ -176,3 +231,16 @@ def _is_close(found: str, expected: str) -> bool:
     except ValueError:
         return False
     return is_close and text == other_text
+
+
+def _is_close_so_far(found: bytes, expected: str) -> bool:
+    """Whether a line, or the beginning of one, differs in the score alone, of which it may have the first digits only."""
+    before_score = expected.rsplit(_SEPARATOR, 1)[0] + _SEPARATOR
+    if found.endswith(b"\n"):
+        return _is_close(found.decode("utf-8", errors="replace"), expected)
+    return found.startswith(before_score.encode("utf-8"))
+
+
+def _with_ends(lines: str) -> list[str]:
+    """The lines, each with its line feed, which alone ends one."""
+    return [line + "\n" for line in lines.split("\n")[:-1]]

@@ -9,6 +9,7 @@ from metaphrase.inference.engine import Engine
 from metaphrase.inference.ensemble import EnsembleSearch
 from metaphrase.inference.joint_search import check_partner, check_target_vocabulary, is_metaphrase
 from metaphrase.inference.phrase_constraints import encode_phrases
+from metaphrase.inference.source_limits import check_sources
 from metaphrase.inference.speculative_decoding import DEFAULT_NUM_ASSISTANT_TOKENS, SpeculativeSearch
 from metaphrase.inference.text_options import read_text_options
 
@@ -45,9 +46,16 @@ class Run:
         return cls([generator, *partners], search, encode_phrases(generator.tokenizers.target, own, options))
 
     def encode(self, texts: list[str]) -> list[list[list[int]]]:
-        """For each generator the ids of the texts that are not white space."""
-        written = [texts[index] for index in written_texts(texts)]
-        return [generator.encode(written) for generator in self.generators]
+        """For each generator the ids of the texts that are not white space.
+
+        Raises:
+            TooLongError: If one is longer than a model can read.
+        """
+        written = written_texts(texts)
+        sources = [generator.encode([texts[index] for index in written]) for generator in self.generators]
+        for generator, ids in zip(self.generators, sources, strict=True):
+            check_sources(generator.model, ids, [index + 1 for index in written])
+        return sources
 
 
 def written_texts(texts: list[str]) -> list[int]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from metaphrase.inference.source_limits import counting_on
 from metaphrase.inference.text_options import options_of_texts
 from metaphrase.inference.windows import read_windows, seed_window
 
@@ -42,7 +43,10 @@ def decode_windows(
 ) -> Iterator[list[Any]]:
     """Candidates for each source of a stream, window by window; `settings` are those of `decode_window`."""
     for number, texts in enumerate(read_windows(lines, window), start=first_window):
-        yield from decode_window(generator, number, texts, **settings_of_window(settings, number * window, len(texts)))
+        first = number * window
+        with counting_on(first):
+            candidates = decode_window(generator, number, texts, **settings_of_window(settings, first, len(texts)))
+        yield from candidates
         bar.update(len(texts))
 
 

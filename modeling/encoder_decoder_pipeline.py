@@ -3,16 +3,24 @@
 import enum
 import os
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save
-from transformers.pipelines.base import Pipeline, load_assistant_model, pad_collate_fn
+from transformers.pipelines.base import Pipeline, pad_collate_fn
 from transformers.tokenization_utils_base import TruncationStrategy
 
 from .length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, batches_by_length
-from .pipeline_options import generation_arguments, generation_settings, is_of_each_text, length_limits
+from .pipeline_assistant import find_assistant
+from .pipeline_options import (
+    generation_arguments,
+    generation_settings,
+    is_of_each_text,
+    length_limits,
+    pad_behind_ends,
+)
 from .pipeline_tasks import CustomPipelines, languages_of, task_settings, translation_tasks
 from .pipeline_tokenizers import find_target_tokenizer, lacks_end_of_sequence, save_tokenizers
 
@@ -50,7 +58,7 @@ class EncoderDecoderPipeline(Pipeline):
         tokenizer: Any = None,
         *args: Any,
         target_tokenizer: PreTrainedTokenizerBase | str | None = None,
-        assistant_model: PreTrainedModel | str | None = None,
+        assistant_model: PreTrainedModel | str | os.PathLike | None = None,
         assistant_tokenizer: PreTrainedTokenizerBase | None = None,
         task: str = "",
         **kwargs: Any,
@@ -63,7 +71,7 @@ class EncoderDecoderPipeline(Pipeline):
             *args: As for transformers' pipelines.
             target_tokenizer: Of the targets, or where it lies. By default the one that was saved with the sources' tokenizer, on
                 the Hub that of the main branch, and the sources' tokenizer itself if there is none.
-            assistant_model: As for `generate()`.
+            assistant_model: As for `generate()`, or where it lies.
             assistant_tokenizer: As for `generate()`.
             task: The name of the task; the model's own settings for it apply.
             **kwargs: As for transformers' pipelines and for a call.
@@ -78,9 +86,7 @@ class EncoderDecoderPipeline(Pipeline):
         if tokenizer is None:
             raise ValueError("`tokenizer` must be given, since the model is not the name of a folder, got None.")
         self.target_tokenizer = find_target_tokenizer(tokenizer, target_tokenizer)
-        self.assistant_model, self.assistant_tokenizer = load_assistant_model(
-            model, assistant_model, assistant_tokenizer
-        )
+        self.assistant_model, self.assistant_tokenizer = find_assistant(model, assistant_model, assistant_tokenizer)
         settings = task_settings(model.config, task)
         self.prefix = settings.pop("prefix", getattr(model.config, "prefix", None)) or ""
         known = generation_settings()
@@ -138,7 +144,8 @@ class EncoderDecoderPipeline(Pipeline):
         """Generates the targets of texts.
 
         Args:
-            inputs: A text, a list of texts, or a data set or generator of them, which is read as results are asked for.
+            inputs: A text, a list of texts or any other sequence of them, such as a column of a data set; or a data set or
+                generator of texts, which is read as results are asked for.
             *args: As for transformers' pipelines, which warn of them.
             **kwargs: `return_text` [unless `return_tensors`] and `return_tensors` [False]: whether results hold texts and token
                 ids; `clean_up_tokenization_spaces` [False]; `truncation` [False]: whether sources are cut at the tokenizer's
@@ -153,8 +160,9 @@ class EncoderDecoderPipeline(Pipeline):
         Raises:
             ValueError: If an input is no text, or an argument does not fit.
         """
-        if not isinstance(inputs, list):
+        if not isinstance(inputs, Sequence) or isinstance(inputs, str):
             return super().__call__(inputs, *args, **kwargs)
+        inputs = list(inputs)
         for text in inputs:
             check_text(text)
         results = self._in_batches(inputs, **kwargs) if self._may_batch(inputs, kwargs) else None
@@ -224,8 +232,9 @@ class EncoderDecoderPipeline(Pipeline):
             output = self.model.generate(**model_inputs, **arguments)
         finally:
             self.model.train(was_training)
-        # (batch * num_return_sequences, target) -> (batch, num_return_sequences, target)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
+        sequences = pad_behind_ends(sequences, self.model, arguments, self.target_tokenizer.pad_token_id)
+        # (batch * num_return_sequences, target) -> (batch, num_return_sequences, target)
         return {"output_ids": sequences.reshape(len(input_ids), -1, sequences.shape[-1])}
 
     def _language_options(self, model_inputs: dict[str, Any]) -> dict[str, int]:

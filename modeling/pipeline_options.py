@@ -4,6 +4,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 # What transformers 4 generated with where nobody had decided.
@@ -83,6 +84,22 @@ def is_of_each_text(model: PreTrainedModel, arguments: Mapping[str, Any]) -> boo
     settings = _settings(model, arguments)
     is_known = arguments.keys() <= generation_settings() | {"generation_config"}
     return is_known and not any(settings.get(name) for name in _OF_A_BATCH)
+
+
+def pad_behind_ends(
+    ids: torch.Tensor, model: PreTrainedModel, arguments: Mapping[str, Any], pad_token_id: int | None
+) -> torch.Tensor:
+    """Targets `(rows, target)` with padding behind their ends, as in every search but that by beams.
+
+    transformers takes a padding of id 0 for none there, and fills up with ends, as many as the batch has room for.
+    """
+    ends = _settings(model, arguments).get("eos_token_id")
+    if ends is None or pad_token_id is None:
+        return ids
+    is_end = torch.isin(ids, torch.as_tensor(ends, device=ids.device))
+    # What the decoder starts with may be one, too.
+    is_end[:, 0] = False
+    return ids.masked_fill(is_end.cumsum(dim=1) > is_end.long(), pad_token_id)
 
 
 def _settings(model: PreTrainedModel, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ if __name__ == "__main__" and not __package__:  # Run as a file: its folder must
 import argparse
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from transformers import set_seed
@@ -22,6 +22,8 @@ from metaphrase.inference.generation_options import (
     chosen_generation_options,
 )
 from metaphrase.inference.input_lines import check_files, read_lines
+from metaphrase.inference.output_file import NewFile, OutputStream, standard_output
+from metaphrase.inference.source_limits import TooLongError
 from metaphrase.scripts.console import run
 
 logger = logging.getLogger(__name__)
@@ -137,13 +139,14 @@ def main(words: Sequence[str]) -> None:
     if form == "pharaoh":
         write_links(generator, sources, targets, output, options)
     else:
-        maps = cross_attentions(
-            generator,
-            [sources[index] for index in written],
-            None if targets is None else [targets[index] for index in written],
-            keep_heads=form == "html",
-            **options,
-        )
+        with naming_lines(written):
+            maps = cross_attentions(
+                generator,
+                [sources[index] for index in written],
+                None if targets is None else [targets[index] for index in written],
+                keep_heads=form == "html",
+                **options,
+            )
         choice = {"layer": arguments.layer, "head": arguments.head}
         if form == "html":
             write_attention_page(maps, output, title=f"Cross-attention of {arguments.model}", **choice)
@@ -165,25 +168,37 @@ def main(words: Sequence[str]) -> None:
         logger.info("Written to %s", output)
 
 
+@contextlib.contextmanager
+def naming_lines(written: Sequence[int]) -> Iterator[None]:
+    """Numbers a source that is too long as its line, where others were left out because they are empty."""
+    try:
+        yield
+    except TooLongError as error:
+        raise TooLongError(written[error.number - 1] + 1, error.num_tokens, error.limit) from None
+
+
 def write_links(
     generator: Generator, sources: list[str], targets: list[str] | None, output: str | None, options: dict
 ) -> None:
     """Writes one line of links for each source, an empty one for an empty source; targets that the model wrote are logged."""
     with contextlib.ExitStack() as stack:
-        file = sys.stdout
-        if output is not None:
+        if output is None:
+            file = OutputStream(standard_output())
+        else:
             Path(output).parent.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(open(output, "w", encoding="utf-8", newline="\n"))
+            file = stack.enter_context(NewFile(output))
         for start in range(0, len(sources), SENTENCES_AT_A_TIME):
             part = range(start, min(start + SENTENCES_AT_A_TIME, len(sources)))
             written = [index for index in part if sources[index].strip()]
             own = None if targets is None else [targets[index] for index in written]
-            maps = cross_attentions(generator, [sources[index] for index in written], own, **options)
+            with naming_lines(written):
+                maps = cross_attentions(generator, [sources[index] for index in written], own, **options)
             lines = dict(zip(written, map(format_pharaoh, map(word_alignment, maps)), strict=True))
-            file.writelines(lines.get(index, "") + "\n" for index in part)
+            file.write("".join(lines.get(index, "") + "\n" for index in part))
             if targets is None:
                 for attention in maps:
                     logger.info("Target: %s", attention.target)
+        file.finish()
 
 
 if __name__ == "__main__":

@@ -25,7 +25,14 @@ from metaphrase.inference.generation_options import (
 from metaphrase.inference.input_lines import check_files, count_lines, read_lines
 from metaphrase.inference.loading_options import add_loading_options, chosen_loading_options, chosen_models
 from metaphrase.inference.minimum_bayes_risk import UTILITIES
-from metaphrase.inference.output_file import OutputStream, ResumedFile, check_regular, format_targets
+from metaphrase.inference.output_file import (
+    NewFile,
+    OutputStream,
+    ResumedFile,
+    check_regular,
+    format_targets,
+    standard_output,
+)
 from metaphrase.scripts.console import run
 
 logger = logging.getLogger(__name__)
@@ -134,15 +141,9 @@ def open_output(arguments: argparse.Namespace, num_targets: int, n_best: bool) -
     """Standard output, a new file, or one to go on with."""
     if not arguments.resume:
         if arguments.output is None:
-            return contextlib.nullcontext(OutputStream(sys.stdout))
-        return new_file(arguments.output)
+            return contextlib.nullcontext(OutputStream(standard_output()))
+        return NewFile(arguments.output)
     return ResumedFile(arguments.output, num_targets=num_targets, with_scores=n_best, window=arguments.window)
-
-
-@contextlib.contextmanager
-def new_file(path: str) -> Iterator[OutputStream]:
-    with open(path, "w", encoding="utf-8", newline="\n") as stream:
-        yield OutputStream(stream)
 
 
 def main(words: Sequence[str]) -> None:
@@ -158,7 +159,7 @@ def main(words: Sequence[str]) -> None:
     n_best = arguments.n_best or options.get("num_return_sequences", 1) > 1
     if not n_best and arguments.mbr_candidates is None:
         # Whatever the model's own settings say, it is one line out per line in.
-        options["num_return_sequences"] = 1
+        options.setdefault("num_return_sequences", 1)
     set_seed(arguments.seed)
     with load(arguments, options) as generator:
         write(generator, arguments, options, n_best)

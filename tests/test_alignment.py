@@ -205,3 +205,16 @@ def test_texts_may_come_from_an_iterator(targets):
     found = cross_attentions(generator, iter(SOURCES[:2]), None if targets is None else iter(targets))
     assert [attention.target for attention in found] == [attention.target for attention in expected]
     assert all(np.array_equal(one.weights, other.weights) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"must_contain": ["e"]}, {"never_contain": ["e"], "num_beams": 2}, {"assistant_model": tiny_generator(seed=1)}],
+    ids=["must_contain", "never_contain", "assistant_model"],
+)
+def test_targets_are_made_with_every_option_of_a_generator(options):
+    generator = tiny_generator()
+    maps = cross_attentions(generator, SOURCES, **options)
+    assert [attention.target for attention in maps] == generator.generate(SOURCES, **options)
+    if "assistant_model" in options:
+        assert generator.num_drafted > 0

@@ -110,3 +110,15 @@ def test_attention_refuses(cli_model, words, message, tmp_path, monkeypatch, cap
 def test_attention_of_a_layer_that_is_not_there(cli_model, capsys):
     assert run(attention.main, "attention", [cli_model, "--device", "cpu", "--source", "the cat", "--layer", "2"]) == 2
     assert "metaphrase attention: error: `layer` must be from -2 to 1, got 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [["--layer", "9"], ["--layer", "0", "--head", "9"], ["--head", "0"], ["--target", "b", "--num_beams", "2"]]
+)
+def test_a_choice_that_does_not_fit_leaves_the_links_of_an_older_run(cli_model, tmp_path, words, monkeypatch):
+    monkeypatch.setattr("metaphrase.inference.alignment._generate", lambda *_: pytest.fail("targets were made"))
+    written = tmp_path / "words.align"
+    written.write_text("0-0\n", encoding="utf-8")
+    words = [cli_model, "--device", "cpu", "--source", "a", "--output", str(written), *words]
+    assert run(attention.main, "attention", words) == 2
+    assert written.read_text(encoding="utf-8") == "0-0\n"

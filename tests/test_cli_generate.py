@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from cli_texts import ODD_LINES, as_lines, targets_of
 from tiny_generator import SOURCES, save_generator, tiny_generator
 
@@ -86,6 +87,29 @@ def test_generate_takes_phrases_and_the_searches_that_transformers_dropped(cli_m
         ),
     ):
         assert run_generate(cli_model, text, monkeypatch, *words) == as_lines(targets_of(SOURCES, **options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3, "early_stopping": "never", "length_penalty": -5.0},
+        {"num_beams": 3, "min_new_tokens": 7, "renormalize_logits": True},
+        {"num_beams": 1, "min_new_tokens": 7, "no_repeat_ngram_size": 1, "forced_eos_token_id": 40},
+        {"num_beams": 3, "forced_bos_token_id": 40},
+    ],
+    ids=str,
+)
+def test_options_mean_what_they_mean_to_transformers(cli_model, monkeypatch, options):
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    lines = run_generate(cli_model, ("\n".join(SOURCES) + "\n").encode(), monkeypatch, *words)
+    generator = tiny_generator(kind="byte")
+    expected = []
+    for ids in generator.encode(SOURCES):
+        written = generator.model.generate(torch.tensor([ids]), **options)[:, 1:]
+        end = generator.tokenizers.target.eos_token_id
+        rows = [row[: row.index(end)] if end in row else row for row in written.tolist()]
+        expected += generator.tokenizers.decode_targets(rows)
+    assert lines == as_lines(expected)
 
 
 def test_several_targets_by_the_models_own_settings_are_still_one_line(tmp_path, monkeypatch):
@@ -178,9 +202,32 @@ def test_mistakes_do_not_empty_the_output(cli_model, tmp_path):
     assert written.read_text(encoding="utf-8") == "a cat\n"
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--num_beams", "2", "--num_return_sequences", "4"],
+        ["--mbr_candidates", "4", "--num_return_sequences", "3"],
+        ["--num_beams", "4", "--diversity_penalty", "0.5"],
+        ["--must_contain", ""],
+        ["--num_beams", "0"],
+        ["--num_return_sequences", "0"],
+        ["--num_return_sequences", "0", "--n_best"],
+        ["--num_return_sequences", "0", "--n_best", "--resume"],
+        ["--mbr_candidates", "3", "--num_beams", "-1"],
+    ],
+)
+def test_options_that_do_not_fit_do_not_empty_the_output(cli_model, tmp_path, words):
+    source, written = tmp_path / "in", tmp_path / "out"
+    source.write_text("a cat\n", encoding="utf-8")
+    written.write_text("an older target\n", encoding="utf-8")
+    files = ["--input", str(source), "--output", str(written)]
+    assert run(generate.main, "generate", [cli_model, "--device", "cpu", *files, *words]) == 2
+    assert written.read_text(encoding="utf-8") == "an older target\n"
+
+
 def test_generate_runs_as_a_file(cli_model):
     """`tokenize.py` and `evaluate.py` in the same folder do not hide the modules of these names."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "ascii"}
     command = [sys.executable, str(SCRIPTS / "generate.py"), cli_model, "--device", "cpu"]
     source = "\n".join(ODD_LINES).encode()
     done = subprocess.run(command, input=source, capture_output=True, env=environment, timeout=120)

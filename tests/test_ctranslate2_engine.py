@@ -349,6 +349,15 @@ def test_unknown_types_are_refused(dtype, folders):
         Generator.from_pretrained(folders[True][1], engine="ctranslate2", device="cpu", dtype=dtype)
 
 
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [("foo", "one that torch knows"), ("mps", "cpu or, of .* GPUs that CTranslate2"), ("cuda:99", "got 'cuda:99'")],
+)
+def test_devices_that_are_not_there_are_refused_before_loading(device, message):
+    with pytest.raises(ValueError, match=f"`device` must be .*{message}"):
+        Generator.from_pretrained("no/such/model", engine="ctranslate2", device=device)
+
+
 def test_unknown_engines_are_refused(folders):
     with pytest.raises(ValueError, match="`engine` must be one of torch, ctranslate2, got 'onnx'"):
         Generator.from_pretrained(folders[True][0], engine="onnx")

@@ -38,13 +38,22 @@ def test_booleans_may_be_bare_or_have_a_value(words, value):
     assert chosen(*words) == {"do_sample": value}
 
 
+def test_early_stopping_may_be_never():
+    values = {word: chosen("--early_stopping", word)["early_stopping"] for word in ("never", "true", "no")}
+    assert (
+        values == {"never": "never", "true": True, "no": False} and chosen("--early_stopping")["early_stopping"] is True
+    )
+
+
 @pytest.mark.parametrize("words", [["--num_beams", "many"], ["--early_stopping", "perhaps"]])
 def test_a_value_of_another_kind_is_refused(words):
     with pytest.raises((argparse.ArgumentError, SystemExit)):
         chosen(*words)
 
 
-@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff"])
+@pytest.mark.parametrize(
+    "name", ["temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"]
+)
 def test_an_option_of_sampling_asks_for_it(name):
     assert chosen(f"--{name}", "1") == {name: 1, "do_sample": True}
     assert complete_sampling({name: 1}) == {name: 1, "do_sample": True}

@@ -132,6 +132,29 @@ def test_sizes_must_be_positive(field):
         tiny_generator(**{field: 0})
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "foo"}, "`device` must be one that torch knows, .* got 'foo'"),
+        ({"device": "cpu:x"}, "`device` must be one that torch knows, .* got 'cpu:x'"),
+        ({"device": "cuda:99"}, "`device` must be one that torch can use here, got 'cuda:99': "),
+        ({"dtype": "foo"}, "`dtype` must be auto, int8 or one of torch's, .* got 'foo'"),
+        ({"dtype": "linspace"}, "`dtype` must be auto, int8 or one of torch's"),
+        ({"dtype": torch.int64}, "`dtype` must be auto, int8 or one of torch's, .* got 'torch.int64'"),
+        ({"dtype": "float8_e4m3fn"}, "`dtype` must be auto, int8 or one of torch's"),
+    ],
+)
+def test_devices_and_types_that_torch_has_not_are_refused_before_loading(options, message):
+    with pytest.raises(ValueError, match=message):
+        Generator.from_pretrained("no/such/model", **{"device": "cpu"} | options)
+
+
+def test_types_have_several_names(tmp_path):
+    save_generator(tiny_generator(), tmp_path)
+    for dtype in ("bfloat16", "torch.bfloat16", torch.bfloat16):
+        assert Generator.from_pretrained(tmp_path, device="cpu", dtype=dtype).model.dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("joint", [True, False])
 def test_loaded_is_saved(joint, tmp_path):
     generator = tiny_generator(joint=joint)

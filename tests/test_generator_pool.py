@@ -237,6 +237,11 @@ def test_devices_without_accelerators(monkeypatch):
     assert spread_devices(None, 2) == [None, None]
 
 
+def test_unknown_devices_are_refused_before_a_process_starts():
+    with pytest.raises(ValueError, match=r"`device` must be one that torch knows, .* got 'foo'"):
+        GeneratorPool("no/such/model", num_processes=2, device="foo")
+
+
 def test_the_command_as_a_file(folder, generator, tmp_path):
     """Each process imports the file that was run; a second one takes up what the first has left."""
     (tmp_path / "in").write_text("".join(f"{line}\n" for line in LINES), encoding="utf-8")
@@ -254,7 +259,7 @@ def test_the_command_as_a_file(folder, generator, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert output.read_text(encoding="utf-8") == expected
-    assert "going on at line" in done.stderr
+    assert "going on at line" in done.stderr and "leaked" not in done.stderr
 
 
 def test_an_interrupt_from_the_terminal_ends_all_and_keeps_what_was_written(folder, generator, tmp_path):

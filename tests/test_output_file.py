@@ -1,14 +1,16 @@
 """Output files: as they come, and after a run that was killed as if it had not been."""
 
+import io
 import os
 import signal
+import sys
 
 import pytest
 from killed_outputs import Server
 from tiny_generator import SOURCES, save_generator, tiny_generator
 
 from metaphrase.inference import ScoredText
-from metaphrase.inference.output_file import OutputStream, ResumedFile, format_targets
+from metaphrase.inference.output_file import NewFile, OutputStream, ResumedFile, format_targets, standard_output
 from metaphrase.scripts import generate
 
 NUM_LINES = 23
@@ -116,6 +118,35 @@ def test_an_output_of_another_command_is_refused_and_stays(words, tmp_path, chan
     assert output.read_bytes() == before
 
 
+@pytest.mark.parametrize("search", ["greedy", "n_best"])
+@pytest.mark.parametrize("notes", [b"my precious notes", b"\xff\xfe", b"0 ||| mine", b"\x00"])
+def test_a_file_without_a_line_feed_is_not_taken_for_an_unfinished_line(words, tmp_path, search, notes):
+    output = tmp_path / "notes"
+    output.write_bytes(notes)
+    with pytest.raises(ValueError, match=r"source 0 has '.*' in place of '.*'"):
+        generate.main([*words, *SEARCHES[search], "--output", str(output), "--resume"])
+    assert output.read_bytes() == notes
+
+
+def test_an_unfinished_end_may_differ_in_the_digits_of_its_score_alone(tmp_path):
+    path, target = tmp_path / "out", ScoredText("ä", -1.234567)
+    lines = format_targets(0, [target, target], True)
+    for begun, fits in (
+        (format_targets(0, [ScoredText("ä", -1.234571)], True) + "0 ||| ä ||| -1.2345", True),
+        ("0 ||| ä ||| -1.2346", True),
+        (format_targets(0, [ScoredText("ä", -1.24)], True) + "0 |||", False),
+        ("0 ||| ö ||| -1.23", False),
+    ):
+        path.write_text(begun, encoding="utf-8")
+        with ResumedFile(path, num_targets=2, with_scores=True, window=4) as output:
+            if fits:
+                output.write(lines)
+            else:
+                with pytest.raises(ValueError, match="source 0 has"):
+                    output.write(lines)
+        assert path.read_text(encoding="utf-8") == (lines if fits else begun)
+
+
 def test_resuming_needs_a_file(words, tmp_path):
     with pytest.raises(ValueError, match="`output` must be given with `resume`, got None and True"):
         generate.main([*words, "--resume"])
@@ -164,3 +195,33 @@ def test_line_breaks_in_targets_are_blanks(tmp_path):
     with open(tmp_path / "out", "w", encoding="utf-8") as stream:
         OutputStream(stream).write("a\n")
         assert (tmp_path / "out").read_text(encoding="utf-8") == "a\n"
+
+
+@pytest.mark.parametrize("lines", [["a\n", "b\n"], []])
+def test_what_is_there_stays_until_something_stands_in_its_place(tmp_path, lines):
+    path = tmp_path / "out"
+    path.write_text("of an older run\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="no such option"), NewFile(path):
+        raise ValueError("no such option")
+    assert path.read_text(encoding="utf-8") == "of an older run\n"
+    with NewFile(path) as output:
+        for count, line in enumerate(lines, start=1):
+            output.write(line)
+            assert path.read_text(encoding="utf-8") == "".join(lines[:count])
+        output.finish()
+    assert path.read_text(encoding="utf-8") == "".join(lines)
+
+
+def test_a_new_file_may_be_a_device():
+    with NewFile(os.devnull) as output:
+        output.write("a\n")
+        output.finish()
+
+
+def test_standard_output_is_utf_8_whatever_the_locale_says(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="latin-1", newline="\r\n"))
+    OutputStream(standard_output()).write("größer, 大\n")
+    assert written.getvalue() == "größer, 大\n".encode()
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert standard_output() is sys.stdout

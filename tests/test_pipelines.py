@@ -1,7 +1,10 @@
 """Pipelines: what they give, and in which form."""
 
+import collections
+
 import pytest
 import torch
+from datasets import Dataset
 from pipeline_models import CLASSES, NAMES, family_model, texts_of
 from tiny_generator import SOURCES, tiny_pair
 from tiny_models import tiny_model
@@ -92,6 +95,17 @@ def rows_of_each_batch(made, monkeypatch):
     return rows
 
 
+def test_every_sequence_of_texts_is_a_list(pipe):
+    expected = pipe(SOURCES)
+    column = Dataset.from_dict({"text": SOURCES})["text"]
+    for texts in (tuple(SOURCES), column, collections.UserList(SOURCES)):
+        assert pipe(texts) == expected
+    assert pipe(()) == []
+    for texts in ((SOURCES[0], 3), b"ab"):
+        with pytest.raises(ValueError, match="`inputs` must be a text or a list of texts"):
+            pipe(texts)
+
+
 def test_lists_go_in_batches_of_like_length(pipe, monkeypatch):
     rows = rows_of_each_batch(pipe, monkeypatch)
     pipe(SOURCES)
@@ -150,6 +164,21 @@ def test_tokens_end_with_the_end_of_sequence(pipe):
     assert pipe._without_padding(torch.tensor([0, 7, 5, 2, 2, 2])).tolist() == [0, 7, 5, 2]
 
 
+@pytest.mark.parametrize("options", [{"eos_token_id": [2, 7, 9]}, {"stop_sequence": "e"}], ids=str)
+def test_ids_and_texts_of_beams_end_where_they_end_alone(families, options):
+    made = pipeline("text2text-generation", model=families["bart"], tokenizer=tiny_pair().source, max_new_tokens=30)
+    options |= {"num_return_sequences": 4, "length_penalty": -3.0, "return_tensors": True, "return_text": True}
+    together, alone = made(SOURCES, **options), [made(source, **options) for source in SOURCES]
+    assert made.model.generation_config.pad_token_id == 0
+    lengths = set()
+    for results, expected in zip(together, alone, strict=True):
+        for result, other in zip(results, expected, strict=True):
+            assert result["generated_text"] == other["generated_text"]
+            assert result["generated_token_ids"].tolist() == other["generated_token_ids"].tolist()
+            lengths.add(len(other["generated_token_ids"]))
+    assert len(lengths) > 1
+
+
 def test_clean_up_reaches_the_tokenizer_of_the_targets(pipe, monkeypatch):
     seen = []
     decode = pipe.target_tokenizer.decode
@@ -188,6 +217,18 @@ def test_an_assistant_changes_nothing(families):
     plain = pipeline("translation", **parts)(SOURCES, num_beams=1)
     assert pipeline("translation", **parts, assistant_model=family_model("bart"))(SOURCES) == plain
     assert pipeline("translation", **parts)(SOURCES, prompt_lookup_num_tokens=2) == plain
+
+
+def test_an_assistant_may_be_a_folder(model_folders, families, tmp_path):
+    folder = model_folders[True]
+    plain = pipeline("translation", model=str(folder))(SOURCES, num_beams=1)
+    for name in (folder, str(folder)):
+        made = pipeline("translation", model=str(folder), assistant_model=name)
+        assert made(SOURCES, num_beams=1) == plain and made.assistant_model is not made.model
+    families["bart"].save_pretrained(tmp_path)
+    tiny_pair().source.save_pretrained(tmp_path)
+    made = pipeline("translation", model=str(tmp_path), assistant_model=str(tmp_path))
+    assert type(made.assistant_model) is type(families["bart"])
 
 
 def test_a_model_in_training_is_read_without_dropout_and_left_in_training(generators):

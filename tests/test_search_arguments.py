@@ -54,6 +54,8 @@ def test_what_a_search_needs_is_filled_in(generator):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"num_beams": 0}, "`num_beams` must be at least 1, got 0"),
+        ({"num_beams": -1}, "`num_beams` must be at least 1, got -1"),
         (DIVERSE | CONTRASTIVE, "ask for one search, got `penalty_alpha` and `num_beam_groups`"),
         (DIVERSE | {"force_words_ids": [[7]]}, "ask for one search, got `force_words_ids` and `num_beam_groups`"),
         ({"diversity_penalty": 0.5, "num_beams": 4}, "`num_beam_groups` must be above 1 .* got None and 0.5"),
@@ -133,3 +135,11 @@ def test_what_never_occurs_is_added_to_the_models_own(generator):
 def test_phrases_that_cannot_be_are_refused(options, message, generator):
     with pytest.raises(ValueError, match=message):
         generator.generate(SOURCES, **options)
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_no_targets_at_all_are_refused(count, generator):
+    with pytest.raises(ValueError, match=f"`num_return_sequences` must be at least 1, got {count}"):
+        generator.generate_n_best(SOURCES, num_return_sequences=count)
+    with pytest.raises(ValueError, match=f"`num_return_sequences` must be at least 1, got {count}"):
+        generator.num_targets(num_return_sequences=count)
