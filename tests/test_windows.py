@@ -74,15 +74,21 @@ def test_nothing_is_prepared_while_the_consumer_is_alone():
         assert [window for window, _ in iterator] == [[1]]
 
 
-@pytest.mark.parametrize("place", ["reader", "tokenizer"])
-def test_errors_come_after_the_windows_before_them(generator, place):
+@pytest.mark.parametrize("place", ["reader", "text", "tokenizer"])
+def test_errors_come_after_the_windows_before_them(generator, place, monkeypatch):
     def lines():
         yield from SOURCES[:4]
         if place == "reader":
             raise OSError("the disk is gone")
-        yield 7
+        yield 7 if place == "text" else "unreadable"
 
-    expected = OSError if place == "reader" else AttributeError
+    def encode(texts):
+        if "unreadable" in texts:
+            raise RuntimeError("no tokens")
+        return type(generator).encode(generator, texts)
+
+    monkeypatch.setattr(generator, "encode", encode)
+    expected = {"reader": OSError, "text": ValueError, "tokenizer": RuntimeError}[place]
     results = []
     with pytest.raises(expected):
         for candidates in generator.generate_stream(lines(), window=2):
