@@ -108,7 +108,7 @@ def test_lengths_that_do_not_fit_are_warned_of(task, options, warning, generator
     assert warning is None or warning in alone[0]
 
 
-@pytest.mark.parametrize("inputs", [4, None, ("a", "b"), ["a", 4], [["a", "b"]], [None]], ids=str)
+@pytest.mark.parametrize("inputs", [4, None, ("a", 4), ["a", 4], [["a", "b"]], [None]], ids=str)
 def test_what_is_no_text_is_refused(inputs, pipe):
     with pytest.raises(ValueError, match="`inputs` must be a text or a list of texts, got"):
         pipe(inputs)
