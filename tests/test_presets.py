@@ -192,9 +192,12 @@ def test_presets_are_the_promised_ones():
     ["t5-small", "t5-v1.1-small", "transformer-iwslt", "transformer-tiny", "bart-base", "marian", "metaphrase-tiny"],
 )
 def test_small_presets_run(name):
-    """With the layers and the widths of the preset, but for a vocabulary that costs nothing."""
-    ids = {"pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 1}
-    config = MetaphraseConfig.from_preset(name, vocab_size=50, encoder_layers=1, decoder_layers=1, **ids)
+    """With the widths of the preset, but few layers and a vocabulary that costs nothing."""
+    fields = {"vocab_size": 50, "pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 1}
+    if name != "t5-small":
+        # Of a single layer T5's output, with embeddings as large as they are, says the token that it reads.
+        fields |= {"encoder_layers": 1, "decoder_layers": 1}
+    config = MetaphraseConfig.from_preset(name, **fields)
     model = MetaphraseForConditionalGeneration(config).train()
     outputs = model(**random_batch(config, with_labels=True), return_logits=True)
     assert outputs.logits.shape == (3, 5, 50)
