@@ -262,7 +262,10 @@ def test_layers_computed_again_have_the_same_dropout(tmp_path):
     assert_same_training(kept, again, folders)
 
 
-@pytest.mark.parametrize("batching", [{}, {"max_tokens_per_batch": 10_000}], ids=["pairs", "tokens"])
+@pytest.mark.parametrize(
+    "batching",
+    [pytest.param({}, marks=pytest.mark.slow, id="pairs"), pytest.param({"max_tokens_per_batch": 10_000}, id="tokens")],
+)
 def test_two_processes_on_a_cpu_train_as_one(batching, tmp_path):
     # Within that budget, one process takes all pairs at once, and each of two takes half of the pairs, not of the tokens.
     folders = [tmp_path / "one", tmp_path / "two"]

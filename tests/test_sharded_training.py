@@ -108,7 +108,8 @@ def skip_without(way):
         pytest.importorskip("deepspeed", reason="needs `pip install .[deepspeed]`")
 
 
-@pytest.mark.parametrize("way", ["fsdp2", *(pytest.param(way, marks=pytest.mark.slow) for way in ("zero2", "zero3"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["fsdp2", "zero2", "zero3"])
 def test_averages_of_checkpoints_are_those_of_one_process(way, data, tmp_path):
     skip_without(way)
     fields = NEW | {"average_last": 2}
