@@ -233,10 +233,10 @@ def decode_by_risk(
         others = options if reference_options is None else reference_options
         references = _draw(generate, texts, own, "num_references", num_references, others)
     chosen = []
-    for own, others in zip(candidates, references, strict=True):
-        utilities = expected_utilities(own.texts, others, utility)
+    for found, others in zip(candidates, references, strict=True):
+        utilities = expected_utilities(found.texts, others, utility)
         best = max(range(len(utilities)), key=utilities.__getitem__)
-        chosen.append((own.texts[best], utilities[best]))
+        chosen.append((found.texts[best], utilities[best]))
     return chosen
 
 

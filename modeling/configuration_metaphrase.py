@@ -94,8 +94,9 @@ class MetaphraseConfig(PreTrainedConfig):
         attention_dropout: Probability for the attention weights.
         activation_dropout: Probability inside the feed-forward.
         initializer_range: Standard deviation of every weight; `None` scales each with its shape: (2 / (in + out)) ** 0.5 for
-            a projection (Glorot and Bengio 2010); an embedding gets `hidden_size` ** -0.5, over `logits_scale` where it is the
-            output projection, too, or 1 where it is neither that nor scaled, as in T5.
+            a projection (Glorot and Bengio 2010), `hidden_size` ** -0.5 for learned positions, and that over `logits_scale`
+            for the output projection and, with `tie_word_embeddings`, for every embedding of tokens. Without it these get 1,
+            as in T5, or `hidden_size` ** -0.5 with `scale_embedding`.
 
     Raises:
         ValueError: If a field is out of its range or two fields contradict each other.

@@ -75,6 +75,22 @@ def plain_run(runs, tmp_path):
     return shutil.copytree(runs["plain"], tmp_path / "plain")
 
 
+@pytest.fixture
+def generator():
+    """A tiny generator that writes arbitrary texts."""
+    from tiny_generator import tiny_generator
+
+    return tiny_generator()
+
+
+@pytest.fixture
+def sources(generator):
+    """The token ids of its sources."""
+    from tiny_generator import SOURCES
+
+    return generator.tokenizers.encode_sources(SOURCES)
+
+
 @pytest.fixture(scope="module")
 def generators():
     """Generators of arbitrary texts, by whether one tokenizer serves both sides."""
@@ -135,3 +151,25 @@ def files(tmp_path):
     source.write_text("\n".join(SOURCES) + "\n", encoding="utf-8")
     target.write_text("\n".join(TARGETS) + "\n", encoding="utf-8")
     return str(source), str(target)
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    """A few made-up pairs of each split."""
+    from metaphrase.training.demo_corpus import make_demo_corpus
+
+    made = make_demo_corpus(num_train=2000, num_validation=20, num_test=20)
+    return {split: pairs[: 60 if split == "train" else 8] for split, pairs in made.items()}
+
+
+@pytest.fixture
+def data(tmp_path, corpus):
+    """A folder with those pairs, as tables and as texts of each side."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for split, pairs in corpus.items():
+        (folder / f"{split}.tsv").write_text("".join(f"{s}\t{t}\n" for s, t in pairs), encoding="utf-8")
+        for column, name in enumerate(("en", "de")):
+            lines = "".join(pair[column] + "\n" for pair in pairs)
+            (folder / f"{split}.{name}").write_text(lines, encoding="utf-8")
+    return folder

@@ -3,23 +3,13 @@
 import logging
 
 import pytest
-from tiny_generator import SOURCES, tiny_generator
+from tiny_generator import SOURCES
 from transformers import GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from metaphrase.inference.alignment import cross_attentions
 from metaphrase.inference.call_options import plain_options
 from metaphrase.inference.decoding import decode
-
-
-@pytest.fixture
-def generator():
-    return tiny_generator()
-
-
-@pytest.fixture
-def sources(generator):
-    return generator.tokenizers.encode_sources(SOURCES)
 
 
 @pytest.fixture

@@ -2,23 +2,13 @@
 
 import pytest
 import torch
-from tiny_generator import SOURCES, tiny_generator
+from tiny_generator import tiny_generator
 from transformers.generation import utils
 
 from metaphrase.inference.decoding import decode
 from metaphrase.modeling.length_batches import batches_by_length
 
 BEAM = {"num_beams": 3, "num_return_sequences": 3}
-
-
-@pytest.fixture
-def generator():
-    return tiny_generator()
-
-
-@pytest.fixture
-def sources(generator):
-    return generator.tokenizers.encode_sources(SOURCES)
 
 
 def log_probability(model, source, target):

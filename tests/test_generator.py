@@ -10,11 +10,6 @@ from metaphrase.inference import generator as generator_module
 WHITE = ["", " ", "\t", "\u2028", "\x85 \u00a0", "\r"]
 
 
-@pytest.fixture
-def generator():
-    return tiny_generator()
-
-
 def test_order_and_number_are_kept_and_batched_is_alone(generator):
     texts = [SOURCES[0], "", *SOURCES, SOURCES[0]]
     targets = generator.generate(texts)

@@ -212,10 +212,15 @@ def test_what_is_there_stays_until_something_stands_in_its_place(tmp_path, lines
     assert path.read_text(encoding="utf-8") == "".join(lines)
 
 
-def test_a_new_file_may_be_a_device():
-    with NewFile(os.devnull) as output:
+def test_a_new_file_may_be_a_pipe(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with NewFile(path) as output:
         output.write("a\n")
+        assert os.read(reader, 100) == b"a\n"
         output.finish()
+    os.close(reader)
 
 
 def test_standard_output_is_utf_8_whatever_the_locale_says(monkeypatch):

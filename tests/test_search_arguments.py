@@ -15,11 +15,6 @@ DIVERSE = {"num_beams": 6, "num_beam_groups": 3, "diversity_penalty": 0.5}
 CONTRASTIVE = {"penalty_alpha": 0.6, "top_k": 4}
 
 
-@pytest.fixture
-def generator():
-    return tiny_generator()
-
-
 @pytest.mark.parametrize(
     ("own", "options", "expected"),
     [

@@ -2,17 +2,12 @@
 
 import pytest
 import torch
-from tiny_generator import SOURCES, tiny_generator
+from tiny_generator import SOURCES
 
 from metaphrase.inference.decoding import decode
 
 TEXTS = [SOURCES[2], "", SOURCES[3], " ", *SOURCES]
 LENGTH = 8
-
-
-@pytest.fixture
-def generator():
-    return tiny_generator()
 
 
 @pytest.fixture

@@ -1,0 +1,97 @@
+"""The folder of a run: what is there is no victim of a new run, and a resumed one goes on as it began."""
+
+import json
+
+import pytest
+from small_experiments import make_recipe
+
+from metaphrase.training.experiment import Experiment
+from metaphrase.training.recipe import load_recipe
+
+
+def test_a_folder_with_another_run_is_left_alone(data, tmp_path):
+    Experiment(make_recipe(data, tmp_path / "run")).train()
+    before = (tmp_path / "run" / "checkpoint-6" / "model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match="`output_dir` must not hold the checkpoints of another run"):
+        Experiment(make_recipe(data, tmp_path / "run"))
+    assert (tmp_path / "run" / "checkpoint-6" / "model.safetensors").read_bytes() == before
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_folder_with_a_model_is_left_alone(data, tmp_path):
+    fields = {"save_strategy": "no", "eval_strategy": "no", "max_steps": 1, "test_file": None, "validation_file": None}
+    run, other = tmp_path / "run", tmp_path / "other"
+    Experiment(make_recipe(data, run, **fields)).train()
+    before = contents(run)
+    with pytest.raises(
+        ValueError, match=r"must not hold a model, got .*run with model.safetensors.*--resume to repeat"
+    ):
+        Experiment(make_recipe(data, run, **fields, joint_vocabulary="false"))
+    # What no run has written is not repeated either, nor does a checkpoint of elsewhere lead there.
+    Experiment(make_recipe(data, other, **fields | {"save_strategy": "steps", "save_steps": 1})).train()
+    (run / "recipe.yaml").rename(tmp_path / "recipe.yaml")
+    for resume in ("false", "true", str(other / "checkpoint-1")):
+        with pytest.raises(
+            ValueError, match=r"must not hold a model, .* with model.safetensors. Choose another folder.$"
+        ):
+            Experiment(make_recipe(data, run, **fields, resume_from_checkpoint=resume))
+    (tmp_path / "recipe.yaml").rename(run / "recipe.yaml")
+    assert contents(run) == before
+
+
+def test_a_run_without_checkpoints_can_be_repeated(data, tmp_path, caplog):
+    fields = {"save_strategy": "no", "eval_strategy": "no", "max_steps": 1, "test_file": None, "validation_file": None}
+    Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    before = (tmp_path / "run" / "model.safetensors").read_bytes()
+    # As if it had been killed while it wrote its model.
+    (tmp_path / "run" / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"must not hold a model, got .*run with config.json"):
+        Experiment(make_recipe(data, tmp_path / "run", **fields))
+    Experiment(make_recipe(data, tmp_path / "run", **fields, resume_from_checkpoint="true")).train()
+    assert "starts from the beginning, and replaces the model that is there" in caplog.text
+    assert (tmp_path / "run" / "model.safetensors").read_bytes() == before
+
+
+def test_a_resumed_run_keeps_what_its_checkpoint_has_settled(data, tmp_path):
+    run = tmp_path / "run"
+    fields = {"max_steps": 1, "save_steps": 1, "eval_strategy": "no", "test_file": None, "freeze": ["decoder"]}
+    Experiment(make_recipe(data, run, **fields)).train()
+    fields |= {"resume_from_checkpoint": "true"}
+    before = contents(run)
+    for changed, said in (
+        ({"model.encoder_layers": 2}, r"`model.encoder_layers` must stay .* got 2, and 1 in .*recipe.yaml"),
+        ({"freeze": ["encoder"]}, r"`freeze` must stay .* got \['encoder'\], and \['decoder'\]"),
+        ({"freeze": None}, r"`freeze` must stay .* got null, and \['decoder'\]"),
+        ({"vocab_size": 700}, "`vocab_size` must stay .* got 700, and 600"),
+        ({"optim": "adafactor"}, "`optim` must stay .* got 'adafactor', and 'adamw_torch_fused'"),
+        ({"learning_rate": 1e-2}, "`learning_rate` must stay .* got 0.01, and 5e-05"),
+        ({"train_file": "test.tsv"}, "`train_file` must stay .* got 'test.tsv', and 'train.tsv'"),
+        ({"seed": 3, "resume_from_checkpoint": str(run / "checkpoint-1")}, "`seed` must stay .* got 3, and 42"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Experiment(make_recipe(data, run, **fields | changed))
+    # This is found out when the checkpoint is loaded.
+    with pytest.raises(ValueError, match="to go on with an exponential average"):
+        Experiment(make_recipe(data, run, **fields, exponential_average_decay=0.5)).train()
+    assert contents(run) == before
+
+
+def test_a_resumed_run_may_change_its_length_batches_and_evaluation(data, tmp_path):
+    fields = {"max_steps": 1, "save_steps": 1, "eval_strategy": "no"}
+    Experiment(make_recipe(data, tmp_path / "first", **fields)).train()
+    # Also moved, together with its data, of which the recipe may name the old place.
+    recipe = tmp_path / "first" / "recipe.yaml"
+    text = recipe.read_text(encoding="utf-8")
+    assert "train_file: train.tsv" in text
+    recipe.write_text(text.replace("train_file: train.tsv", "train_file: /elsewhere/train.tsv"), encoding="utf-8")
+    run = (tmp_path / "first").rename(tmp_path / "moved")
+    fields |= {"max_steps": 3, "save_steps": 2, "logging_steps": 2, "per_device_train_batch_size": 4, "num_beams": 2}
+    fields |= {"test_file": "validation.tsv", "eval_strategy": "steps", "metrics": ["chrf"]}
+    result = Experiment(make_recipe(data, run, **fields, resume_from_checkpoint="true")).train()
+    assert result["scores"].keys() == {"chrf"} and result["generation"]["num_beams"] == 2
+    assert json.loads((run / "trainer_state.json").read_text(encoding="utf-8"))["global_step"] == 3
+    written = load_recipe(run / "recipe.yaml")
+    assert (written.max_steps, written.metrics, written.per_device_train_batch_size) == (3, ["chrf"], 4)
