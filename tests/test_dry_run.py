@@ -1,7 +1,7 @@
 """A dry run says what training would need, and leaves nothing behind."""
 
 import pytest
-from test_experiment import corpus, data, make_recipe  # noqa: F401
+from small_experiments import make_recipe
 
 from metaphrase.training.dry_run import dry_run
 from metaphrase.training.experiment import Experiment
@@ -10,7 +10,7 @@ from metaphrase.training.experiment import Experiment
 @pytest.mark.parametrize(
     "fields", [{}, {"max_tokens_per_batch": 300}, {"gradient_checkpointing": "true", "bf16": "true"}]
 )
-def test_parameters_steps_and_time_are_told_and_nothing_is_written(data, tmp_path, fields):  # noqa: F811
+def test_parameters_steps_and_time_are_told_and_nothing_is_written(data, tmp_path, fields):
     recipe = make_recipe(data, tmp_path / "run", max_steps=None, num_train_epochs=3, **fields)
     estimate = dry_run(Experiment(recipe))
     assert not (tmp_path / "run").exists()
@@ -22,19 +22,19 @@ def test_parameters_steps_and_time_are_told_and_nothing_is_written(data, tmp_pat
     assert figures["parameters"]["total"] == experiment.make_model(experiment.make_tokenizers()).num_parameters()
 
 
-def test_devices_are_planned_for_without_any(data, tmp_path):  # noqa: F811
+def test_devices_are_planned_for_without_any(data, tmp_path):
     estimate = dry_run(Experiment(make_recipe(data, tmp_path / "run", max_tokens_per_batch=300)), devices=8)
     assert "unknown" in str(estimate)
 
 
-def test_a_stream_cannot_be_planned(data, tmp_path):  # noqa: F811
+def test_a_stream_cannot_be_planned(data, tmp_path):
     fields = {"streaming": "true", "max_tokens_per_batch": 300, "max_steps": 5}
     with pytest.raises(ValueError, match="`streaming` must be false for a dry run"):
         dry_run(Experiment(make_recipe(data, tmp_path / "run", **fields)))
 
 
 @pytest.mark.parametrize("technique", [{"freeze": ["encoder"]}, {"lora_rank": 4}])
-def test_only_what_is_trained_has_gradients_and_states(data, tmp_path, technique):  # noqa: F811
+def test_only_what_is_trained_has_gradients_and_states(data, tmp_path, technique):
     if "lora_rank" in technique:
         pytest.importorskip("peft")
     Experiment(make_recipe(data, tmp_path / "base", max_steps=1, save_steps=1, eval_steps=1)).train()
@@ -46,3 +46,14 @@ def test_only_what_is_trained_has_gradients_and_states(data, tmp_path, technique
     model = experiment.make_model(experiment.make_tokenizers())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert part["parameters"]["trainable"] == trained < whole["parameters"]["trainable"]
+
+
+def test_an_exponential_average_is_counted(data, tmp_path):
+    plain, averaged = (
+        dry_run(Experiment(make_recipe(data, tmp_path / "run", exponential_average_decay=decay)))
+        for decay in (None, 0.99)
+    )
+    size = 4 * plain.parameters.trainable
+    assert (plain.state.average, averaged.state.average) == (0, size)
+    assert averaged.peak == plain.peak + size
+    assert "exponential average" in str(averaged) and "exponential average" not in str(plain)

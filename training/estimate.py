@@ -100,6 +100,7 @@ class RunEstimate:
             "gradients": state.gradients,
             "gradients on their way": state.buffers,
             "optimizer": state.optimizer,
+            "exponential average": state.average,
         }
         rows = [("memory of each device", str(self.sharding))]
         rows += [(f"  {name}", format_bytes(size)) for name, size in sizes.items() if size]
@@ -170,6 +171,7 @@ def estimate_run(
     *,
     max_tokens_per_batch: int | None = None,
     r_drop_start_step: int | None = None,
+    is_averaged: bool = False,
     devices: int | None = None,
     on_accelerator: bool | None = None,
     flops_per_second: float | None = None,
@@ -182,6 +184,7 @@ def estimate_run(
         lengths: Tokens of source and target of each training pair, `(pairs, 2)`.
         max_tokens_per_batch: The budget of a batch of one device; `None` for `per_device_train_batch_size` pairs.
         r_drop_start_step: Updates before each batch is passed twice; `None` if that never happens.
+        is_averaged: Whether an exponential average follows what is trained.
         devices: Plans for so many; by default those of this run.
         on_accelerator: Plans for an accelerator; by default, whether the run has one.
         flops_per_second: Rate of one device, stated or measured (`measure_flops_per_second`).
@@ -207,7 +210,9 @@ def estimate_run(
         flops_per_step += flops_per_step * max(0, data.steps - r_drop_start_step) // data.steps
         shapes = [shape.repeated(2) for shape in shapes]
         notes.append("R-Drop passes each batch twice: the largest one is counted with both.")
-    memory = _estimate_memory(model, arguments, shapes, precision, sharding, is_checkpointed, notes)
+    if is_averaged:
+        notes.append("While it evaluates, an exponential average needs as much again as the trained weights do.")
+    memory = _estimate_memory(model, arguments, shapes, precision, sharding, is_checkpointed, is_averaged, notes)
     hours = None
     if flops_per_second is not None:
         hours = data.steps * flops_per_step / (flops_per_second * sharding.devices) / _SECONDS_PER_HOUR
@@ -240,11 +245,13 @@ def _estimate_memory(
     precision: Precision,
     sharding: Sharding,
     is_checkpointed: bool,
+    is_averaged: bool,
     notes: list[str],
 ) -> dict[str, Any]:
     """The fields of `RunEstimate` on memory; adds to `notes` what was assumed."""
     optimizer, remark = optimizer_bytes(model, arguments.optim, arguments.optim_args)
-    state = estimate_states(model, optimizer, precision, sharding, arguments.gradient_accumulation_steps > 1)
+    accumulates = arguments.gradient_accumulation_steps > 1
+    state = estimate_states(model, optimizer, precision, sharding, accumulates, is_averaged)
     notes += [remark] if remark else []
     if sharding.engine == "fsdp" and not precision.on_accelerator:
         notes.append(

@@ -216,6 +216,7 @@ class StateMemory:
         buffers: Of gradients on their way between devices.
         optimizer: Its share.
         gradients_persist: Whether gradients stay while the next batch is computed.
+        average: Of an exponential average of what is trained.
     """
 
     weights: int
@@ -225,10 +226,11 @@ class StateMemory:
     buffers: int
     optimizer: int
     gradients_persist: bool
+    average: int = 0
 
     def peak(self, activations: ActivationEstimate | None) -> int:
         """The most that is needed at a time, together with activations if they are known."""
-        fixed = self.weights + self.gathered_weights + self.buffers + self.optimizer
+        fixed = self.weights + self.gathered_weights + self.buffers + self.optimizer + self.average
         if activations is None:
             return fixed + self.gradients + self.cast_weights
         return fixed + activations.peak(self.gradients, self.gradients_persist, self.cast_weights)
@@ -240,6 +242,7 @@ def estimate_states(
     precision: Precision,
     sharding: Sharding,
     accumulates: bool = False,
+    is_averaged: bool = False,
 ) -> StateMemory:
     """Bytes of weights, gradients and optimizer on one device.
 
@@ -249,6 +252,7 @@ def estimate_states(
         precision: Of the step.
         sharding: Who holds what.
         accumulates: Whether gradients of several batches are added up.
+        is_averaged: Whether an exponential average follows what is trained, each device its own.
     """
     devices, stage = sharding.devices, sharding.stage
 
@@ -257,6 +261,7 @@ def estimate_states(
 
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    average = sum(p.numel() * max(p.element_size(), FLOAT32_BYTES) for p in model.parameters() if p.requires_grad)
     is_deepspeed = sharding.engine == "deepspeed"
     if is_deepspeed and precision.compute_bytes < FLOAT32_BYTES:
         # Weights and gradients are in half precision; the weights that are updated are part of the optimizer.
@@ -272,6 +277,7 @@ def estimate_states(
         buffers=buffers,
         optimizer=0 if sharding.is_offloaded else share(optimizer, 1),
         gradients_persist=accumulates or is_deepspeed,
+        average=average if is_averaged else 0,
     )
 
 
