@@ -17,6 +17,7 @@ import argparse
 import itertools
 import json
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -37,14 +38,14 @@ EARLY_STOPPING = (False, True, "never")
 TIE = 1e-5
 
 
-def settings_of(num_beams: int) -> list[dict]:
+def settings_of(num_beams: int, length_penalties: Iterable[float], early_stopping: Iterable[bool | str]) -> list[dict]:
     """Options of `generate()`; greedy search knows neither penalty nor early stopping."""
     if num_beams == 1:
         return [{"num_beams": 1}]
     names = ("num_beams", "length_penalty", "early_stopping")
     return [
         dict(zip(names, (num_beams, *rest), strict=True))
-        for rest in itertools.product(LENGTH_PENALTIES, EARLY_STOPPING)
+        for rest in itertools.product(length_penalties, early_stopping)
     ]
 
 
@@ -70,6 +71,17 @@ def main() -> None:
     parser.add_argument("--source", type=Path, required=True, help="sentences, one a line")
     parser.add_argument("--peer", required=True, help="family of transformers' class, such as bart, t5 or marian")
     parser.add_argument("--num_beams", type=int, nargs="+", default=list(BEAMS), help="which of them [1 to 8]")
+    parser.add_argument(
+        "--length_penalty", type=float, nargs="+", default=list(LENGTH_PENALTIES), help="which of them [0.6 to 1.4]"
+    )
+    parser.add_argument(
+        "--early_stopping",
+        type=json.loads,
+        nargs="+",
+        default=list(EARLY_STOPPING),
+        metavar="JSON",
+        help='which of them [false true "never"]',
+    )
     parser.add_argument("--lines", type=int, help="only so many, from the beginning")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch [%(default)s]")
     parser.add_argument("--output", type=Path, help="JSON file [benchmarks/results/equality_PEER.json]")
@@ -85,7 +97,8 @@ def main() -> None:
     ours = MetaphraseForConditionalGeneration.from_pretrained(arguments.model, dtype="float32").eval()
     about = {"model": arguments.model.name, "peer": type(theirs).__name__, "sentences": len(lines), "tie": TIE}
     output = arguments.output or RESULTS / f"equality_{arguments.peer}.json"
-    for options in itertools.chain.from_iterable(map(settings_of, arguments.num_beams)):
+    chosen = (settings_of(beams, arguments.length_penalty, arguments.early_stopping) for beams in arguments.num_beams)
+    for options in itertools.chain.from_iterable(chosen):
         name = json.dumps(options)
         if name in read_settings(output, about):
             continue
