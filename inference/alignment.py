@@ -1,6 +1,7 @@
 """Alignment: where the decoder looks in the source when it predicts each token of the target."""
 
 import contextlib
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -138,7 +139,8 @@ def cross_attentions(
     sources, targets = read_texts(sources, targets)
     _check_choice(generator.model, layer, head)
     tokenizers, prefix = generator.tokenizers, generator.source_prefix
-    source_ids = tokenizers.encode_sources([prefix + source for source in sources])
+    whole_ids = generator.encode_whole(sources)
+    source_ids = generator.cut(whole_ids)
     check_sources(generator.model, source_ids, range(1, len(source_ids) + 1))
     if targets is None:
         target_ids, target_texts = _generate(generator, sources, show_progress, generation_kwargs)
@@ -146,6 +148,8 @@ def cross_attentions(
     else:
         target_ids, target_texts = encode_forced(tokenizers, targets), targets
         find_words = words_of_target
+        # Where the model writes targets, they are counted there.
+        generator.num_truncated += sum(map(operator.ne, whole_ids, source_ids))
     maps: list[AttentionMap | None] = [None] * len(source_ids)
     for index, heads in _head_weights(generator, source_ids, target_ids, show_progress):
         ids = source_ids[index], target_ids[index]

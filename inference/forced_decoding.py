@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from metaphrase.inference.decoding import evaluating, pad_sources
 from metaphrase.modeling.length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, batches_by_length
+from metaphrase.modeling.position_limits import longest_source, longest_target
 from metaphrase.tokenization import TokenizerPair, checked_texts
 
 
@@ -63,7 +64,7 @@ def score_targets(
 
     Raises:
         ValueError: If sources and targets are not equally many, one has no tokens, an id is none of the model's, or no start
-            token is configured.
+            token is configured, or a side has more tokens than the model has positions.
     """
     results: list[list[float]] = [[] for _ in sources]
     check_pairs(model, sources, targets)
@@ -100,10 +101,15 @@ def check_pairs(model: PreTrainedModel, sources: Sequence[Sequence[int]], target
         "sources": getattr(model.get_input_embeddings(), "num_embeddings", None),
         "targets": getattr(model.get_output_embeddings(), "out_features", None),
     }
+    limits = {"sources": longest_source(model), "targets": longest_target(model)}
     for name, rows in (("sources", sources), ("targets", targets)):
         for index, ids in enumerate(rows):
             if not ids:
                 raise ValueError(f"`{name}` must have a token each, got none in number {index}.")
+            if (limit := limits[name]) is not None and len(ids) > limit:
+                raise ValueError(
+                    f"`{name}` must not have more tokens than the model has positions, {limit}, got {len(ids)} in number {index}."
+                )
             size = sizes[name]
             if min(ids) < 0 or (size is not None and max(ids) >= size):
                 wrong = min(ids) if min(ids) < 0 else max(ids)

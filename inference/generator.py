@@ -21,13 +21,13 @@ from metaphrase.inference.joint_search import Partner, check_partner, check_targ
 from metaphrase.inference.loading import ENGINES, load_parts
 from metaphrase.inference.minimum_bayes_risk import decode_by_risk
 from metaphrase.inference.run import Run, check_single, written_texts
-from metaphrase.inference.source_limits import counting_on
+from metaphrase.inference.source_limits import check_source_length, counting_on
 from metaphrase.inference.speculative_decoding import SpeculativeSearch
 from metaphrase.inference.text_options import options_of_texts, read_text_options
 from metaphrase.inference.window_decoding import decode_windows, line_bar
 from metaphrase.inference.windows import PreparedWindows, check_seed, read_windows, seed_window
 from metaphrase.modeling.length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
-from metaphrase.tokenization import TokenizerPair, checked_texts, readable_tokens
+from metaphrase.tokenization import TokenizerPair, checked_texts, readable_tokens, shared_end, shorten
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Generator:
 
     Attributes:
         num_unfinished: Hypotheses so far that met the length limit before their end of sequence.
+        num_truncated: Sources so far of which the end was cut off.
         num_drafted: Tokens so far that draft models proposed.
         num_accepted: Those of them that went into a target.
     """
@@ -56,6 +57,7 @@ class Generator:
         tokenizers: TokenizerPair,
         *,
         source_prefix: str = "",
+        max_source_length: int | None = None,
         batch_size: int = DEFAULT_BATCH_SIZE,
         max_tokens_per_batch: int = DEFAULT_MAX_TOKENS_PER_BATCH,
         members: Sequence["Generator"] = (),
@@ -67,6 +69,8 @@ class Generator:
             model: An encoder-decoder with a generation mixin, or an engine.
             tokenizers: Of its source and its target.
             source_prefix: Stands before every source, such as `summarize: `.
+            max_source_length: Most tokens of a source, with prefix and end of sequence; of longer ones the end is cut off. By
+                default none is, and one for which the model has no positions is an error.
             batch_size: Most sources in a batch.
             max_tokens_per_batch: Most source tokens in a batch, padding counted.
             members: Others whose models write each target together with this one, an ensemble. Only their target vocabulary must
@@ -74,17 +78,19 @@ class Generator:
             ensemble_mean: `linear`, the mean of their probabilities, or `log_linear`, that of their log-probabilities.
 
         Raises:
-            ValueError: If a size is not above 0, or the models cannot write a target together.
+            ValueError: If a size is not above 0, or a length not above 1, or the models cannot write a target together.
         """
         for name, value in (("batch_size", batch_size), ("max_tokens_per_batch", max_tokens_per_batch)):
             if value < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {value}.")
+        check_source_length(max_source_length)
         self.model = model
         self.tokenizers = tokenizers
         self.source_prefix = source_prefix
+        self.max_source_length = max_source_length
         self.batch_size = batch_size
         self.max_tokens_per_batch = max_tokens_per_batch
-        self.num_unfinished = self.num_drafted = self.num_accepted = 0
+        self.num_unfinished = self.num_truncated = self.num_drafted = self.num_accepted = 0
         self.members = list(members)
         self.ensemble = EnsembleSearch(ensemble_mean)
         for number, member in enumerate(self.members, start=2):
@@ -139,8 +145,8 @@ class Generator:
         shared |= {"source_lang": source_lang, "target_lang": target_lang}
         first, *others = names
         if others:
-            prefix = {"source_prefix": kwargs.get("source_prefix", "")}
-            kwargs["members"] = [cls(*load_parts(other, **shared), **prefix) for other in others]
+            of_sources = {name: kwargs[name] for name in ("source_prefix", "max_source_length") if name in kwargs}
+            kwargs["members"] = [cls(*load_parts(other, **shared), **of_sources) for other in others]
         return cls(*load_parts(first, **shared), **kwargs)
 
     def generate(self, texts: Iterable[str], *, show_progress: bool | None = False, **generation_kwargs) -> list[str]:
@@ -225,6 +231,7 @@ class Generator:
             ValueError: If a number is not above 0, the beam is narrower than that, the utility is unknown, or options are given
                 for pseudo-references that are not drawn.
         """
+        truncated_before = self.num_truncated
         chosen = decode_by_risk(
             functools.partial(self._generate, show_progress=show_progress),
             list(checked_texts(texts)),
@@ -235,6 +242,9 @@ class Generator:
             options=generation_kwargs,
             reference_options=reference_options,
         )
+        if num_references is not None:
+            # Each source was read twice.
+            self.num_truncated -= (self.num_truncated - truncated_before) // 2
         return [ScoredText(text, expected_utility) for text, expected_utility in chosen]
 
     def generate_stream(
@@ -395,4 +405,15 @@ class Generator:
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """The ids of source texts, as the model reads them."""
+        return self.cut(self.encode_whole(texts))
+
+    def encode_whole(self, texts: list[str]) -> list[list[int]]:
+        """As `encode`, with nothing cut off."""
         return self.tokenizers.encode_sources([self.source_prefix + text for text in texts])
+
+    def cut(self, sources: list[list[int]]) -> list[list[int]]:
+        """Ids of which none has more than `max_source_length`."""
+        if self.max_source_length is None:
+            return sources
+        end = shared_end(self.tokenizers.encode_sources)
+        return [shorten(ids, self.max_source_length, end) for ids in sources]

@@ -25,7 +25,7 @@ from metaphrase.inference.windows import PreparedWindows, check_seed, read_windo
 from metaphrase.tokenization import checked_texts
 
 # What a generator counts.
-_COUNTS = ("num_unfinished", "num_drafted", "num_accepted")
+_COUNTS = ("num_unfinished", "num_truncated", "num_drafted", "num_accepted")
 
 
 class GeneratorPool:
@@ -37,7 +37,8 @@ class GeneratorPool:
 
     Attributes:
         num_processes: How many there are.
-        num_unfinished: See `Generator`; so the next two.
+        num_unfinished: See `Generator`; so the next three.
+        num_truncated: Of all processes.
         num_drafted: Of all processes.
         num_accepted: Of all processes.
     """
@@ -67,7 +68,8 @@ class GeneratorPool:
         if num_processes < 1:
             raise ValueError(f"`num_processes` must be at least 1, got {num_processes}.")
         self.num_processes = num_processes
-        self.num_unfinished = self.num_drafted = self.num_accepted = 0
+        for name in _COUNTS:
+            setattr(self, name, 0)
         # A process that was forked would share the threads of this one, and cannot use a GPU.
         context = multiprocessing.get_context("spawn")
         devices = context.SimpleQueue()

@@ -14,6 +14,7 @@ _NAMES = (
     "trust_remote_code",
     "source_lang",
     "target_lang",
+    "max_source_length",
     "batch_size",
     "max_tokens_per_batch",
 )
@@ -30,6 +31,7 @@ def add_loading_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ensemble_mean", choices=ENSEMBLE_MEANS, help="of what they predict [linear]")
     add_language_options(parser)
+    add_source_length(parser)
     parser.add_argument(
         "--batch_size", type=int, default=DEFAULT_BATCH_SIZE, help="most sources in a batch [%(default)s]"
     )
@@ -52,6 +54,17 @@ def add_loading_options(parser: argparse.ArgumentParser) -> None:
         help="type of the weights [%(default)s: as saved]; int8 and float16 make a CPU faster",
     )
     parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
+
+
+def add_source_length(parser: argparse.ArgumentParser) -> None:
+    """Adds `max_source_length`."""
+    parser.add_argument(
+        "--max_source_length",
+        type=int,
+        metavar="INT",
+        help="most tokens of a source, end of sequence included; of longer ones the end is cut off, and they are counted "
+        "[no limit]",
+    )
 
 
 def chosen_models(arguments: argparse.Namespace) -> list[str]:

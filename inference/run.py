@@ -46,15 +46,19 @@ class Run:
         return cls([generator, *partners], search, encode_phrases(generator.tokenizers.target, own, options))
 
     def encode(self, texts: list[str]) -> list[list[list[int]]]:
-        """For each generator the ids of the texts that are not white space.
+        """For each generator the ids of the texts that are not white space; what is cut off is counted.
 
         Raises:
             TooLongError: If one is longer than a model can read.
         """
         written = written_texts(texts)
-        sources = [generator.encode([texts[index] for index in written]) for generator in self.generators]
+        whole = [generator.encode_whole([texts[index] for index in written]) for generator in self.generators]
+        sources = [generator.cut(ids) for generator, ids in zip(self.generators, whole, strict=True)]
         for generator, ids in zip(self.generators, sources, strict=True):
             check_sources(generator.model, ids, [index + 1 for index in written])
+        # A source is one, however many models read it.
+        by_source = zip(zip(*whole, strict=True), zip(*sources, strict=True), strict=True)
+        self.generators[0].num_truncated += sum(before != after for before, after in by_source)
         return sources
 
 
@@ -99,7 +103,8 @@ def _join(
                 f"`vocab_size` of `assistant_model` must be that of the model, {expected}, got {given}: pass a generator "
                 "with its own tokenizers."
             )
-        assistant = type(generator)(assistant, generator.tokenizers, source_prefix=generator.source_prefix)
+        of_sources = {"source_prefix": generator.source_prefix, "max_source_length": generator.max_source_length}
+        assistant = type(generator)(assistant, generator.tokenizers, **of_sources)
     check_single(assistant, "assistant_model")
     check_target_vocabulary(generator.tokenizers, assistant.tokenizers, "assistant_model")
     check_partner(generator.model, assistant.model, "assistant_model")

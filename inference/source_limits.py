@@ -1,10 +1,10 @@
-"""Source limits: how long a source may be for a model with a table of positions, and which one is too long."""
+"""Source limits: which source is too long for a model with a table of positions."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import nn
+from metaphrase.modeling.position_limits import longest_source
 
 
 class TooLongError(ValueError):
@@ -24,18 +24,18 @@ class TooLongError(ValueError):
     def __str__(self) -> str:
         return (
             f"A source must not have more tokens than the model has positions, {self.limit}, got {self.num_tokens} in number "
-            f"{self.number} (in a file: line {self.number})."
+            f"{self.number} (in a file: line {self.number}): `max_source_length` cuts them."
         )
 
 
-def source_limit(model: Any) -> int | None:
-    """Most tokens of a source, the end of sequence counted; `None` where the model itself sets no limit, or is an engine."""
-    encoder = model.get_encoder() if hasattr(model, "get_encoder") else None
-    table = getattr(encoder, "embed_positions", None)
-    # FSMT's table grows when it must.
-    if not isinstance(table, nn.Embedding) or hasattr(table, "make_weight"):
-        return None
-    return table.num_embeddings - getattr(table, "offset", 0)
+def check_source_length(length: int | None) -> None:
+    """Checks a `max_source_length`.
+
+    Raises:
+        ValueError: If it leaves no place for a token and the end of sequence.
+    """
+    if length is not None and length < 2:
+        raise ValueError(f"`max_source_length` must be at least 2, one token and the end of sequence, got {length}.")
 
 
 def check_sources(model: Any, sources: Sequence[Sequence[int]], numbers: Sequence[int]) -> None:
@@ -49,7 +49,7 @@ def check_sources(model: Any, sources: Sequence[Sequence[int]], numbers: Sequenc
     Raises:
         TooLongError: If one is longer than the model can read.
     """
-    limit = source_limit(model)
+    limit = longest_source(model)
     for number, source in zip(numbers, sources, strict=True):
         if limit is not None and len(source) > limit:
             raise TooLongError(number, len(source), limit)

@@ -23,6 +23,7 @@ from .pipeline_options import (
 )
 from .pipeline_tasks import CustomPipelines, languages_of, task_settings, translation_tasks
 from .pipeline_tokenizers import find_target_tokenizer, lacks_end_of_sequence, save_tokenizers
+from .position_limits import check_length
 
 
 class ReturnType(enum.Enum):
@@ -212,6 +213,7 @@ class EncoderDecoderPipeline(Pipeline):
             ids = encoded["input_ids"][:, :room]
             encoded["input_ids"] = torch.cat([ids, ids.new_full((1, 1), self.tokenizer.eos_token_id)], dim=1)
             encoded["attention_mask"] = torch.ones_like(encoded["input_ids"])
+        check_length(self.model, self.tokenizer, encoded["input_ids"].shape[1])
         return encoded
 
     def _generation_arguments(self, given: dict[str, Any]) -> dict[str, Any]:

@@ -22,9 +22,10 @@ from metaphrase.inference.generation_options import (
     chosen_generation_options,
 )
 from metaphrase.inference.input_lines import check_files, read_lines
+from metaphrase.inference.loading_options import add_source_length
 from metaphrase.inference.output_file import NewFile, OutputStream, standard_output
 from metaphrase.inference.source_limits import TooLongError
-from metaphrase.scripts.console import run
+from metaphrase.scripts.console import run, warn_of_lengths
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--format", choices=list(DEFAULT_OUTPUTS), help="what to write [by the output's suffix, or png]"
     )
     parser.add_argument("--source_prefix", default="", help="stands before the source, such as 'summarize: '")
+    add_source_length(parser)
     add_language_options(parser)
     parser.add_argument("--device", help="where to run; an accelerator by default, if there is one")
     parser.add_argument("--dtype", default="auto", help="type of the weights [%(default)s: as saved]")
@@ -133,6 +135,7 @@ def main(words: Sequence[str]) -> None:
         source_lang=arguments.source_lang,
         target_lang=arguments.target_lang,
         source_prefix=arguments.source_prefix,
+        max_source_length=arguments.max_source_length,
     )
     options = {"layer": arguments.layer, "head": arguments.head, "show_progress": None if len(written) > 1 else False}
     options |= chosen_generation_options(arguments)
@@ -158,12 +161,7 @@ def main(words: Sequence[str]) -> None:
     if len(written) < len(sources):
         empty = "have an empty line" if form == "pharaoh" else "are left out"
         logger.warning("%d of %d sources are empty and %s.", len(sources) - len(written), len(sources), empty)
-    if generator.num_unfinished:
-        logger.warning(
-            "%d of %d targets met the length limit before their end: raise max_length or max_new_tokens.",
-            generator.num_unfinished,
-            len(written),
-        )
+    warn_of_lengths(generator, len(written))
     if output is not None:
         logger.info("Written to %s", output)
 

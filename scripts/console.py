@@ -4,6 +4,12 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from metaphrase.inference import Generator, GeneratorPool
+
+logger = logging.getLogger(__name__)
 
 
 def run(main: Callable[[Sequence[str]], None], verb: str, words: Sequence[str] | None = None) -> int:
@@ -36,3 +42,19 @@ def run(main: Callable[[Sequence[str]], None], verb: str, words: Sequence[str] |
             raise
         return 2
     return 0
+
+
+def warn_of_lengths(generator: "Generator | GeneratorPool", num_sources: int) -> None:
+    """Says how many targets have no end, and how many of the sources lost theirs, if any."""
+    if generator.num_unfinished:
+        logger.warning(
+            "%d targets of %d sources met the length limit before their end: raise max_length or max_new_tokens.",
+            generator.num_unfinished,
+            num_sources,
+        )
+    if generator.num_truncated:
+        logger.warning(
+            "%d of %d sources had more tokens than max_source_length: their ends were cut off.",
+            generator.num_truncated,
+            num_sources,
+        )

@@ -15,7 +15,7 @@ from transformers import set_seed
 from metaphrase.inference import ENGINES, Generator
 from metaphrase.inference.generation_options import add_generation_options, chosen_generation_options
 from metaphrase.inference.loading_options import add_loading_options, chosen_loading_options, chosen_models
-from metaphrase.scripts.console import run
+from metaphrase.scripts.console import run, warn_of_lengths
 from metaphrase.tokenization import join_pieces
 from metaphrase.training.data_report import DataReport
 from metaphrase.training.evaluation import evaluate_generator
@@ -139,12 +139,15 @@ def main(words: Sequence[str]) -> None:
         "dtype": arguments.dtype,
         "models": 1 + len(arguments.ensemble or []),
     }
+    if arguments.max_source_length is not None:
+        result["inference"]["max_source_length"] = arguments.max_source_length
     written = write_metrics(arguments.output or default_output(arguments), result)
     if arguments.predictions is not None:
         lines = (prediction.replace("\r", " ").replace("\n", " ") + "\n" for prediction in predictions)
         Path(arguments.predictions).write_text("".join(lines), encoding="utf-8")
     for name, score in result["scores"].items():
         logger.info("%s: %.2f  %s", name, score["score"], score["signature"])
+    warn_of_lengths(generator, len(references))
     if "loss" in result:
         logger.info("loss: %.4f  perplexity: %.3f", result["loss"], result["perplexity"])
     logger.info("Written to %s", written)

@@ -33,7 +33,7 @@ from metaphrase.inference.output_file import (
     format_targets,
     standard_output,
 )
-from metaphrase.scripts.console import run
+from metaphrase.scripts.console import run, warn_of_lengths
 
 logger = logging.getLogger(__name__)
 
@@ -191,12 +191,7 @@ def write(generator: Generator | GeneratorPool, arguments: argparse.Namespace, o
         output.finish()
     seconds = time.perf_counter() - started
     logger.info("%d lines in %.1f seconds, %.1f lines per second.", count, seconds, count / seconds)
-    if generator.num_unfinished:
-        logger.warning(
-            "%d targets of %d sources met the length limit before their end: raise max_length or max_new_tokens.",
-            generator.num_unfinished,
-            count,
-        )
+    warn_of_lengths(generator, count)
     if generator.num_drafted:
         share = generator.num_accepted / generator.num_drafted
         logger.info("Of %d drafted tokens %.1f %% were accepted.", generator.num_drafted, 100 * share)

@@ -6,62 +6,14 @@ import shutil
 
 import pytest
 import torch
-from small_runs import SMALL
+from small_experiments import make_recipe
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from metaphrase.inference import Generator
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training import metrics, precision
-from metaphrase.training.demo_corpus import make_demo_corpus
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.recipe import load_recipe
-
-BASE = {
-    "preset": "metaphrase-tiny",
-    "vocab_size": 600,
-    "max_steps": 6,
-    "per_device_train_batch_size": 8,
-    "per_device_eval_batch_size": 8,
-    "eval_strategy": "steps",
-    "eval_steps": 3,
-    "save_strategy": "steps",
-    "save_steps": 3,
-    "logging_steps": 1,
-    "generation_max_length": 12,
-    "disable_tqdm": True,
-    "use_cpu": True,
-    "label_smoothing_factor": 0.1,
-}
-
-
-@pytest.fixture(scope="module")
-def corpus():
-    made = make_demo_corpus(num_train=2000, num_validation=20, num_test=20)
-    return {split: pairs[: 60 if split == "train" else 8] for split, pairs in made.items()}
-
-
-@pytest.fixture
-def data(tmp_path, corpus):
-    folder = tmp_path / "data"
-    folder.mkdir()
-    for split, pairs in corpus.items():
-        (folder / f"{split}.tsv").write_text("".join(f"{s}\t{t}\n" for s, t in pairs), encoding="utf-8")
-        for column, name in enumerate(("en", "de")):
-            lines = "".join(pair[column] + "\n" for pair in pairs)
-            (folder / f"{split}.{name}").write_text(lines, encoding="utf-8")
-    return folder
-
-
-def make_recipe(data, output, **fields):
-    fields = {**BASE, "train_file": "train.tsv", "validation_file": "validation.tsv", "test_file": "test.tsv", **fields}
-    words = ["--data_dir", str(data), "--output_dir", str(output)]
-    for name, value in {f"model.{key}": value for key, value in SMALL.items()}.items():
-        if fields.get("model_name_or_path") is None:
-            words += [f"--{name}", str(value)]
-    for name, value in fields.items():
-        if value is not None:
-            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    return load_recipe(None, words)
 
 
 def weights(folder):
@@ -106,94 +58,6 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(data, tmp_path):
     Experiment(make_recipe(data, tmp_path / "parts", resume_from_checkpoint="true")).train()
     whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
-
-
-def test_a_folder_with_another_run_is_left_alone(data, tmp_path):
-    Experiment(make_recipe(data, tmp_path / "run")).train()
-    before = (tmp_path / "run" / "checkpoint-6" / "model.safetensors").read_bytes()
-    with pytest.raises(ValueError, match="`output_dir` must not hold the checkpoints of another run"):
-        Experiment(make_recipe(data, tmp_path / "run"))
-    assert (tmp_path / "run" / "checkpoint-6" / "model.safetensors").read_bytes() == before
-
-
-def contents(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def test_a_folder_with_a_model_is_left_alone(data, tmp_path):
-    fields = {"save_strategy": "no", "eval_strategy": "no", "max_steps": 1, "test_file": None, "validation_file": None}
-    run, other = tmp_path / "run", tmp_path / "other"
-    Experiment(make_recipe(data, run, **fields)).train()
-    before = contents(run)
-    with pytest.raises(
-        ValueError, match=r"must not hold a model, got .*run with model.safetensors.*--resume to repeat"
-    ):
-        Experiment(make_recipe(data, run, **fields, joint_vocabulary="false"))
-    # What no run has written is not repeated either, nor does a checkpoint of elsewhere lead there.
-    Experiment(make_recipe(data, other, **fields | {"save_strategy": "steps", "save_steps": 1})).train()
-    (run / "recipe.yaml").rename(tmp_path / "recipe.yaml")
-    for resume in ("false", "true", str(other / "checkpoint-1")):
-        with pytest.raises(
-            ValueError, match=r"must not hold a model, .* with model.safetensors. Choose another folder.$"
-        ):
-            Experiment(make_recipe(data, run, **fields, resume_from_checkpoint=resume))
-    (tmp_path / "recipe.yaml").rename(run / "recipe.yaml")
-    assert contents(run) == before
-
-
-def test_a_run_without_checkpoints_can_be_repeated(data, tmp_path, caplog):
-    fields = {"save_strategy": "no", "eval_strategy": "no", "max_steps": 1, "test_file": None, "validation_file": None}
-    Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
-    before = (tmp_path / "run" / "model.safetensors").read_bytes()
-    # As if it had been killed while it wrote its model.
-    (tmp_path / "run" / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"must not hold a model, got .*run with config.json"):
-        Experiment(make_recipe(data, tmp_path / "run", **fields))
-    Experiment(make_recipe(data, tmp_path / "run", **fields, resume_from_checkpoint="true")).train()
-    assert "starts from the beginning, and replaces the model that is there" in caplog.text
-    assert (tmp_path / "run" / "model.safetensors").read_bytes() == before
-
-
-def test_a_resumed_run_keeps_what_its_checkpoint_has_settled(data, tmp_path):
-    run = tmp_path / "run"
-    fields = {"max_steps": 1, "save_steps": 1, "eval_strategy": "no", "test_file": None, "freeze": ["decoder"]}
-    Experiment(make_recipe(data, run, **fields)).train()
-    fields |= {"resume_from_checkpoint": "true"}
-    before = contents(run)
-    for changed, said in (
-        ({"model.encoder_layers": 2}, r"`model.encoder_layers` must stay .* got 2, and 1 in .*recipe.yaml"),
-        ({"freeze": ["encoder"]}, r"`freeze` must stay .* got \['encoder'\], and \['decoder'\]"),
-        ({"freeze": None}, r"`freeze` must stay .* got null, and \['decoder'\]"),
-        ({"vocab_size": 700}, "`vocab_size` must stay .* got 700, and 600"),
-        ({"optim": "adafactor"}, "`optim` must stay .* got 'adafactor', and 'adamw_torch_fused'"),
-        ({"learning_rate": 1e-2}, "`learning_rate` must stay .* got 0.01, and 5e-05"),
-        ({"train_file": "test.tsv"}, "`train_file` must stay .* got 'test.tsv', and 'train.tsv'"),
-        ({"seed": 3, "resume_from_checkpoint": str(run / "checkpoint-1")}, "`seed` must stay .* got 3, and 42"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            Experiment(make_recipe(data, run, **fields | changed))
-    # This is found out when the checkpoint is loaded.
-    with pytest.raises(ValueError, match="to go on with an exponential average"):
-        Experiment(make_recipe(data, run, **fields, exponential_average_decay=0.5)).train()
-    assert contents(run) == before
-
-
-def test_a_resumed_run_may_change_its_length_batches_and_evaluation(data, tmp_path):
-    fields = {"max_steps": 1, "save_steps": 1, "eval_strategy": "no"}
-    Experiment(make_recipe(data, tmp_path / "first", **fields)).train()
-    # Also moved, together with its data, of which the recipe may name the old place.
-    recipe = tmp_path / "first" / "recipe.yaml"
-    text = recipe.read_text(encoding="utf-8")
-    assert "train_file: train.tsv" in text
-    recipe.write_text(text.replace("train_file: train.tsv", "train_file: /elsewhere/train.tsv"), encoding="utf-8")
-    run = (tmp_path / "first").rename(tmp_path / "moved")
-    fields |= {"max_steps": 3, "save_steps": 2, "logging_steps": 2, "per_device_train_batch_size": 4, "num_beams": 2}
-    fields |= {"test_file": "validation.tsv", "eval_strategy": "steps", "metrics": ["chrf"]}
-    result = Experiment(make_recipe(data, run, **fields, resume_from_checkpoint="true")).train()
-    assert result["scores"].keys() == {"chrf"} and result["generation"]["num_beams"] == 2
-    assert json.loads((run / "trainer_state.json").read_text(encoding="utf-8"))["global_step"] == 3
-    written = load_recipe(run / "recipe.yaml")
-    assert (written.max_steps, written.metrics, written.per_device_train_batch_size) == (3, ["chrf"], 4)
 
 
 def test_separate_vocabularies(data, tmp_path):
@@ -272,6 +136,21 @@ def test_fine_tuning_starts_from_the_given_weights(data, tmp_path):
     Experiment(make_recipe(data, tmp_path / "second", **fields)).train()
     first, second = weights(tmp_path / "first"), weights(tmp_path / "second")
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_weights_in_half_precision_are_trained_in_float32(data, tmp_path, caplog):
+    base, fields = tmp_path / "base", {"eval_strategy": "no", "test_file": None, "validation_file": None}
+    Experiment(make_recipe(data, base, max_steps=1, save_strategy="no", **fields)).train()
+    AutoModelForSeq2SeqLM.from_pretrained(base).half().save_pretrained(base)
+    assert {weight.dtype for weight in weights(base).values()} == {torch.float16}
+    # A step so small that it is lost in half precision.
+    fields |= {"model_name_or_path": base, "preset": None, "vocab_size": None, "learning_rate": 1e-6}
+    with caplog.at_level("INFO"):
+        Experiment(make_recipe(data, tmp_path / "fine", max_steps=1, save_strategy="no", **fields)).train()
+    assert "which are in torch.float16, are trained in float32" in caplog.text
+    before, after = weights(base), weights(tmp_path / "fine")
+    assert all(weight.dtype == torch.float32 for weight in after.values())
+    assert any(not torch.equal(after[name], weight.float()) for name, weight in before.items())
 
 
 def test_early_stopping_and_best_checkpoint(data, tmp_path):

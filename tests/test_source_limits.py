@@ -1,14 +1,20 @@
 """Source limits: a source that is too long for its model is named before anything is computed."""
 
+import copy
+import json
+
 import pytest
 from pipeline_models import family_model
-from tiny_generator import SOURCES, save_generator, tiny_pair
+from tiny_generator import SOURCES, save_generator, tiny_generator, tiny_pair
 from tiny_models import tiny_model
+from transformers import pipeline
 
 from metaphrase.inference import Generator, GeneratorPool, cross_attentions
-from metaphrase.inference.source_limits import TooLongError, source_limit
-from metaphrase.scripts import attention, generate
+from metaphrase.inference.source_limits import TooLongError
+from metaphrase.modeling.position_limits import longest_source, longest_target
+from metaphrase.scripts import attention, evaluate, generate
 from metaphrase.scripts.console import run
+from metaphrase.training.evaluation import evaluate_generator
 
 LONG = "a dog " * 30
 TEXTS = [*SOURCES[:2], "", "the cat", LONG, "a cat"]
@@ -25,11 +31,12 @@ def generator(request):
 
 @pytest.mark.parametrize(("name", "limit"), [("bart", 64), ("t5", None)])
 def test_limits_of_families(name, limit):
-    assert source_limit(family_model(name)) == limit
+    assert longest_source(family_model(name)) == longest_target(family_model(name)) == limit
 
 
 def test_a_metaphrase_model_without_a_table_has_none():
-    assert source_limit(tiny_model(**tiny_pair().config_fields())) is None
+    model = tiny_model(**tiny_pair().config_fields())
+    assert longest_source(model) is longest_target(model) is None
 
 
 def test_a_source_may_be_as_long_as_the_table(generator):
@@ -77,3 +84,99 @@ def test_another_process_names_it_too(tmp_path):
     pool = GeneratorPool(folder, num_processes=1, device="cpu")
     with pool, pytest.raises(TooLongError, match="got 181 in number 5 "):
         list(pool.generate_stream(iter(TEXTS), window=2, max_new_tokens=2))
+
+
+CUT = {"max_source_length": 6}
+
+
+def test_longer_sources_are_cut_where_that_is_asked_for_and_counted(generator):
+    bounded = Generator(generator.model, generator.tokenizers, **CUT)
+    # Five characters and the end of sequence.
+    expected = generator.generate(["".join(text[:5]) for text in TEXTS])
+    assert bounded.generate(TEXTS) == expected
+    num_cut = sum(len(text) > 5 for text in TEXTS)
+    assert num_cut == 4 and bounded.num_truncated == num_cut
+    assert [row[0].text for row in bounded.generate_stream(TEXTS, window=2)] == expected
+    assert bounded.num_truncated == 2 * num_cut
+    bounded.generate_mbr(TEXTS, num_candidates=2)
+    assert bounded.num_truncated == 3 * num_cut
+    bounded.generate_mbr(TEXTS, num_candidates=2, num_references=2)
+    assert bounded.num_truncated == 4 * num_cut
+    assert bounded.score(["a small dog"], ["ein"]) == generator.score(["a sma"], ["ein"])
+
+
+def test_a_prefix_counts_and_the_limit_leaves_place_for_an_end(generator):
+    bounded = Generator(generator.model, generator.tokenizers, source_prefix="the ", **CUT)
+    assert bounded.generate(["dog"]) == generator.generate(["the d"])
+    with pytest.raises(ValueError, match=r"`max_source_length` must be at least 2, .*got 1"):
+        Generator(generator.model, generator.tokenizers, max_source_length=1)
+
+
+def test_a_source_that_several_models_read_is_cut_once(tmp_path):
+    model, other = tiny_generator(), tiny_generator(seed=1)
+    together = Generator(
+        model.model, model.tokenizers, members=[Generator(other.model, model.tokenizers, **CUT)], **CUT
+    )
+    whole = Generator(model.model, model.tokenizers, members=[other])
+    assert together.generate(TEXTS) == whole.generate([text[:5] for text in TEXTS])
+    assert together.num_truncated == 4
+    folder = save_generator(model, tmp_path)
+    loaded = Generator.from_pretrained([folder, folder], device="cpu", **CUT)
+    assert loaded.max_source_length == loaded.members[0].max_source_length == 6
+    drafted = Generator(model.model, model.tokenizers, **CUT)
+    assert drafted.generate(TEXTS, assistant_model=other.model) == model.generate([text[:5] for text in TEXTS])
+    assert drafted.num_truncated == 4
+
+
+def test_folders_processes_and_the_command_line_cut_as_well(generator, files, tmp_path, capsys, caplog):
+    folder = str(save_generator(generator, tmp_path / "model"))
+    expected = generator.generate([text[:5] for text in TEXTS])
+    with GeneratorPool(folder, num_processes=1, device="cpu", **CUT) as pool:
+        assert [row[0].text for row in pool.generate_stream(iter(TEXTS), window=2)] == expected
+        assert pool.num_truncated == 4
+    source = tmp_path / "in"
+    source.write_text("".join(f"{text}\n" for text in TEXTS), encoding="utf-8")
+    words = [folder, "--device", "cpu", "--max_source_length", "6"]
+    with caplog.at_level("WARNING"):
+        generate.main([*words, "--input", str(source), "--output", str(tmp_path / "out")])
+    assert (tmp_path / "out").read_text(encoding="utf-8") == "".join(f"{text}\n" for text in expected)
+    assert "4 of 6 sources had more tokens than max_source_length: their ends were cut off" in caplog.text
+    evaluate.main([*words, "--source", files[0], "--target", files[1], "--output", str(tmp_path / "m.json")])
+    result = json.loads((tmp_path / "m.json").read_text(encoding="utf-8"))
+    assert result["num_truncated"] == 4 and result["inference"]["max_source_length"] == 6
+    assert "num_truncated_references" not in result
+
+
+def test_the_loss_of_a_reference_that_is_too_long_is_of_what_can_be_read(generator):
+    long, short = (evaluate_generator(generator, ["a cat"], ["a" * num], metrics=["chrf"])[0] for num in (99, 63))
+    assert long["num_truncated_references"] == 1 and "num_truncated_references" not in short
+    assert long["loss"] == short["loss"] and long["num_target_tokens"] == 64
+
+
+def test_targets_and_sources_that_are_scored_have_positions(generator):
+    for pair, name in ((([LONG], ["a"]), "sources"), ((["a"], [LONG]), "targets")):
+        with pytest.raises(
+            ValueError, match=f"`{name}` must not have more tokens .* positions, 64, got 181 in number 0"
+        ):
+            generator.score(*pair)
+    assert len(generator.score(["a"], ["a" * 63])[0].ids) == 64
+
+
+def test_attention_is_of_what_was_read(generator):
+    bounded = Generator(generator.model, generator.tokenizers, **CUT)
+    for targets in (None, ["ein", "die"]):
+        first, second = cross_attentions(bounded, ["the cat", "a cat"], targets)
+        expected = cross_attentions(generator, ["the c", "a cat"], targets)
+        assert (first.weights == expected[0].weights).all() and (second.weights == expected[1].weights).all()
+        assert first.source == "the cat" and first.source_words == ["the", "cat"]
+        assert first.source_word_ids == expected[0].source_word_ids
+    assert bounded.num_truncated == 2
+
+
+def test_a_pipeline_names_what_is_too_long(generator):
+    pipe = pipeline("text2text-generation", model=generator.model, tokenizer=generator.tokenizers.source)
+    with pytest.raises(ValueError, match="than the model has positions, 64, got 181: `truncation=True`"):
+        pipe(LONG)
+    pipe.tokenizer = copy.deepcopy(pipe.tokenizer)
+    pipe.tokenizer.model_max_length = 64
+    assert pipe(LONG, truncation=True) == pipe(LONG[:63])

@@ -8,6 +8,7 @@ from metaphrase.tokenization.texts import checked_texts, iterate_lines, join_pie
 from metaphrase.tokenization.tokenizer_pair import TokenizerPair
 from metaphrase.tokenization.tokenizer_settings import TOKENIZER_KINDS
 from metaphrase.tokenization.tokenizer_trainer import train_tokenizer
+from metaphrase.tokenization.truncation import shared_end, shorten
 from metaphrase.tokenization.words import words_of_decoded, words_of_source, words_of_target
 
 __all__ = [
@@ -21,6 +22,8 @@ __all__ = [
     "readable_tokens",
     "sentinel_tokens",
     "set_languages",
+    "shared_end",
+    "shorten",
     "train_tokenizer",
     "words_of_decoded",
     "words_of_source",

@@ -11,6 +11,7 @@ import numpy as np
 from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
 
+from metaphrase.tokenization import shared_end, shorten
 from metaphrase.training.data_report import DataReport, LengthStatistics
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ FEATURES = {
 }
 KEPT_COLUMNS = ("input_ids", "labels", "source_length", "target_length")
 # Part of every cache key: raise it whenever the same pairs would be encoded into other columns.
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 
 
 class PairEncoder(Protocol):
@@ -127,15 +128,15 @@ def _report_of(dataset: datasets.Dataset, report: DataReport | None) -> DataRepo
     return report
 
 
-def end_ids(tokenizers: PairEncoder) -> tuple[int, int]:
-    """The ids that end a source and a target."""
-    ids = (tokenizers.encode_sources([""])[0], tokenizers.encode_targets([""])[0])
-    for side, probe in zip(("source", "target"), ids, strict=True):
-        if not probe:
+def end_ids(tokenizers: PairEncoder) -> tuple[list[int], list[int]]:
+    """The ids that end every source and every target (see `shared_end`)."""
+    ends = shared_end(tokenizers.encode_sources), shared_end(tokenizers.encode_targets)
+    for side, end in zip(("source", "target"), ends, strict=True):
+        if not end:
             raise ValueError(
-                f"The {side} tokenizer must end each list of ids in the end-of-sequence token, got [] for ''."
+                f"The {side} tokenizer must end each list of ids in the end-of-sequence token, got no end that '' and 'a' share."
             )
-    return ids[0][-1], ids[1][-1]
+    return ends
 
 
 def encode_batch(
@@ -144,7 +145,7 @@ def encode_batch(
     rows: list[int],
     tokenizers: PairEncoder,
     limits: tuple[int | None, int | None],
-    end_ids: tuple[int, int],
+    end_ids: tuple[list[int], list[int]],
     too_long: str,
     empty: str,
 ) -> dict[str, list[Any]]:
@@ -153,19 +154,19 @@ def encode_batch(
     for row, texts, ids in zip(
         rows, zip(sources, targets, strict=True), zip(source_ids, target_ids, strict=True), strict=True
     ):
-        for side, side_ids, end_id in zip(("source", "target"), ids, end_ids, strict=True):
-            if not side_ids or side_ids[-1] != end_id:
+        for side, side_ids, end in zip(("source", "target"), ids, end_ids, strict=True):
+            if side_ids[-len(end) :] != end:
                 raise ValueError(
-                    f"The {side} tokenizer must end each list of ids in {end_id}, got {side_ids[-5:]} as end."
+                    f"The {side} tokenizer must end each list of ids in {end}, got {side_ids[-5:]} as end."
                 )
         is_empty = [not text.strip() or len(side) <= 1 for text, side in zip(texts, ids, strict=True)]
         is_long = [limit is not None and len(side) > limit for limit, side in zip(limits, ids, strict=True)]
         outcome = _outcome(is_empty, is_long, too_long, empty)
         if (too_long == "error" and any(is_long)) or (empty == "error" and any(is_empty)):
             _refuse(row, texts, [len(side) for side in ids], limits, is_empty)
-        kept = (
-            [shorten(side, limit) for side, limit in zip(ids, limits, strict=True)] if outcome == "kept" else [[], []]
-        )
+        kept = [[], []]
+        if outcome == "kept":
+            kept = [shorten(side, limit, end) for side, limit, end in zip(ids, limits, end_ids, strict=True)]
         is_cut = [outcome == "kept" and is_side_long for is_side_long in is_long]
         values = (*kept, *map(len, kept), OUTCOMES.index(outcome), *is_cut)
         for name, value in zip(FEATURES, values, strict=True):
@@ -176,11 +177,6 @@ def encode_batch(
 def _outcome(is_empty: Sequence[bool], is_long: Sequence[bool], too_long: str, empty: str) -> str:
     found = [empty != "keep" and side for side in is_empty] + [too_long != "truncate" and side for side in is_long]
     return next((name for name, holds in zip(OUTCOMES[1:], found, strict=True) if holds), "kept")
-
-
-def shorten(ids: list[int], limit: int | None) -> list[int]:
-    """The first so many ids, of which the last is still the end of sequence; `None` for no limit."""
-    return list(ids) if limit is None or len(ids) <= limit else [*ids[: limit - 1], ids[-1]]
 
 
 def _refuse(

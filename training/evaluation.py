@@ -1,6 +1,7 @@
 """Evaluation: what a trained model scores on a test set, and how that was found."""
 
 import math
+import operator
 import sys
 from collections.abc import Sequence
 
@@ -11,8 +12,9 @@ from metaphrase.inference import Generator
 from metaphrase.inference.run import is_single
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.modeling.length_batches import batches_by_length
+from metaphrase.modeling.position_limits import longest_target
+from metaphrase.tokenization import shared_end, shorten
 from metaphrase.training.batching import PairCollator
-from metaphrase.training.dataset import shorten
 from metaphrase.training.metrics import compute_metrics
 
 
@@ -56,21 +58,6 @@ def corpus_loss(
     return {"loss": loss, "perplexity": perplexity, "num_target_tokens": count}
 
 
-class BoundedGenerator(Generator):
-    """A generator that reads no more tokens of a source than its model can; who makes it has counted what is cut off.
-
-    Attributes:
-        longest: The most tokens of a source, end of sequence included; `None` for no limit.
-    """
-
-    def __init__(self, *args, longest: int | None = None, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.longest = longest
-
-    def encode(self, texts: list[str]) -> list[list[int]]:
-        return [shorten(ids, self.longest) for ids in super().encode(texts)]
-
-
 def evaluate_generator(
     generator: Generator,
     sources: Sequence[str],
@@ -80,7 +67,6 @@ def evaluate_generator(
     metric_options: dict[str, dict] | None = None,
     generation_options: dict | None = None,
     show_progress: bool | None = None,
-    longest: int | None = None,
 ) -> tuple[dict, list[str]]:
     """Decodes a test set and scores it.
 
@@ -92,11 +78,11 @@ def evaluate_generator(
         metric_options: For each metric its options.
         generation_options: Arguments of `generate()`; what is not given is as the model's generation config says.
         show_progress: A progress bar; `None` shows it on a terminal only.
-        longest: The most tokens of a reference that the loss is of; scores are of the whole text.
 
     Returns:
-        What `metrics.json` holds, and the decoded texts. There is a loss where the generator is one model of torch, and none
-        for an ensemble or another engine.
+        What `metrics.json` holds, and the decoded texts. There is a loss where the generator is one model of
+        torch, and none for an ensemble or another engine. Sources that were cut off are counted, if any were, and references
+        of which the loss is of as much as the model can read; scores are of the whole text.
 
     Raises:
         ValueError: If the sides differ in length or are empty.
@@ -106,7 +92,7 @@ def evaluate_generator(
             f"`sources` and `references` must be equally many and not empty, got {len(sources)} and {len(references)}."
         )
     generation_options = dict(generation_options or {})
-    before = generator.num_unfinished
+    before, truncated_before = generator.num_unfinished, generator.num_truncated
     predictions = generator.generate(sources, show_progress=show_progress, **generation_options)
     result = {
         "scores": compute_metrics(predictions, references, metrics, metric_options),
@@ -114,8 +100,14 @@ def evaluate_generator(
         "num_unfinished": generator.num_unfinished - before,
         "generation": generation_settings(generator.model, generation_options),
     }
+    if generator.num_truncated > truncated_before:
+        result["num_truncated"] = generator.num_truncated - truncated_before
     if is_single(generator):
-        labels = [shorten(ids, longest) for ids in generator.tokenizers.encode_targets(list(references))]
+        encode = generator.tokenizers.encode_targets
+        end, limit, whole = shared_end(encode), longest_target(generator.model), encode(list(references))
+        labels = [shorten(ids, limit, end) for ids in whole]
+        if count := sum(map(operator.ne, whole, labels)):
+            result["num_truncated_references"] = count
         result.update(
             corpus_loss(generator.model, generator.encode(list(sources)), labels, batch_size=generator.batch_size)
         )

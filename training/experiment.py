@@ -19,12 +19,13 @@ from transformers import (
     set_seed,
 )
 
+from metaphrase.inference import Generator
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.tokenization import TokenizerPair, set_languages
 from metaphrase.training.adapters import ALL_LINEAR, add_lora, import_peft, is_adapted, merge_lora
 from metaphrase.training.averaging import RECIPE_NAME, average_checkpoints, select_checkpoints
 from metaphrase.training.batching import PairCollator
-from metaphrase.training.evaluation import BoundedGenerator, evaluate_generator
+from metaphrase.training.evaluation import evaluate_generator
 from metaphrase.training.exponential_average import ExponentialAverage
 from metaphrase.training.length_limits import longest_sequence
 from metaphrase.training.metrics import DEFAULT_METRICS, check_metrics, compute_metrics, write_metrics
@@ -152,10 +153,7 @@ class Experiment:
         if recipe.model_name_or_path is not None:
             if recipe.preset is not None or recipe.model:
                 raise ValueError("`preset` and `model` must be left out when `model_name_or_path` is given.")
-            if with_weights:
-                model = AutoModelForSeq2SeqLM.from_pretrained(recipe.model_name_or_path)
-            else:
-                model = AutoModelForSeq2SeqLM.from_config(AutoConfig.from_pretrained(recipe.model_name_or_path))
+            model = self._load_base(with_weights)
             entries, rows = len(tokenizers.source), model.get_input_embeddings().num_embeddings
             if entries > rows:
                 logger.warning("The embedding grows from %d to %d rows, to hold the tokenizer.", rows, entries)
@@ -183,6 +181,16 @@ class Experiment:
             targets = recipe.lora_target_modules or ALL_LINEAR
             model = add_lora(model, recipe.lora_rank, recipe.lora_alpha, recipe.lora_dropout, targets)
         return model
+
+    def _load_base(self, with_weights: bool) -> PreTrainedModel:
+        """The model to fine-tune. In half precision most updates would be lost in rounding: `bf16` and `fp16` compute in it."""
+        name = self.recipe.model_name_or_path
+        config = AutoConfig.from_pretrained(name)
+        if config.dtype not in (None, torch.float32):
+            logger.info("The weights of %s, which are in %s, are trained in float32.", name, config.dtype)
+        if with_weights:
+            return AutoModelForSeq2SeqLM.from_pretrained(name, dtype=torch.float32)
+        return AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32)
 
     def _average(self, trainer: MetaphraseTrainer) -> None:
         """Gives the model the mean of the checkpoints that the recipe names."""
@@ -302,8 +310,8 @@ class Experiment:
                 kept = earlier.rename(earlier.with_name("metrics_of_earlier_weights.json"))
                 logger.warning("Scores that lay here before this run are now in %s.", kept)
             return {}
-        sizes = {"batch_size": self.arguments.per_device_eval_batch_size, "longest": corpus.longest}
-        generator = BoundedGenerator(model.eval(), tokenizers, **sizes)
+        sizes = {"batch_size": self.arguments.per_device_eval_batch_size, "max_source_length": corpus.longest}
+        generator = Generator(model.eval(), tokenizers, **sizes)
         references = tokenizers.as_decoded(corpus.splits[split]["target"])
         result, predictions = evaluate_generator(
             generator,
@@ -313,7 +321,6 @@ class Experiment:
             metrics=self.metrics,
             metric_options=self._metric_options(),
             show_progress=None,
-            longest=corpus.longest,
         )
         result["data"] = {
             "name": self.recipe.dataset_name or Path(self.recipe.output_dir).name,
