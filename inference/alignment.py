@@ -1,7 +1,6 @@
 """Alignment: where the decoder looks in the source when it predicts each token of the target."""
 
 import contextlib
-import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -21,9 +20,17 @@ from metaphrase.inference.forced_decoding import (
 )
 from metaphrase.inference.generator import Generator
 from metaphrase.inference.run import Run, check_single
-from metaphrase.inference.source_limits import check_sources
+from metaphrase.inference.source_limits import check_sources, count_cut
 from metaphrase.modeling.length_batches import batches_by_length
-from metaphrase.tokenization import checked_texts, readable_tokens, words_of_decoded, words_of_source, words_of_target
+from metaphrase.tokenization import (
+    TextFrame,
+    checked_texts,
+    readable_tokens,
+    shorten,
+    words_of_decoded,
+    words_of_source,
+    words_of_target,
+)
 
 # A pass that keeps the weights of all layers and heads, of the encoder too, needs memory for the square of the length.
 MAX_TOKENS_PER_BATCH = 2048
@@ -149,11 +156,14 @@ def cross_attentions(
         target_ids, target_texts = encode_forced(tokenizers, targets), targets
         find_words = words_of_target
         # Where the model writes targets, they are counted there.
-        generator.num_truncated += sum(map(operator.ne, whole_ids, source_ids))
+        generator.num_truncated += count_cut(whole_ids, source_ids)
     maps: list[AttentionMap | None] = [None] * len(source_ids)
+    end = TextFrame.of(tokenizers.encode_sources).end
     for index, heads in _head_weights(generator, source_ids, target_ids, show_progress):
         ids = source_ids[index], target_ids[index]
-        source_words, source_word_ids = words_of_source(tokenizers.source, sources[index], ids[0], prefix)
+        source_words, source_word_ids = words_of_source(tokenizers.source, sources[index], whole_ids[index], prefix)
+        if source_word_ids is not None:
+            source_word_ids = shorten(source_word_ids, len(ids[0]), [None] * len(end))
         target_words, target_word_ids = find_words(tokenizers.target, target_texts[index], ids[1])
         maps[index] = AttentionMap(
             weights=_choose(heads, layer, head),

@@ -1,7 +1,6 @@
 """Generator: texts in, texts out."""
 
 import copy
-import functools
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,14 +19,14 @@ from metaphrase.inference.generation_options import check_counts
 from metaphrase.inference.joint_search import Partner, check_partner, check_target_vocabulary
 from metaphrase.inference.loading import ENGINES, load_parts
 from metaphrase.inference.minimum_bayes_risk import decode_by_risk
-from metaphrase.inference.run import Run, check_single, written_texts
-from metaphrase.inference.source_limits import check_source_length, counting_on
+from metaphrase.inference.run import EncodedSources, Run, check_single, written_texts
+from metaphrase.inference.source_limits import check_source_length, count_cut, counting_on
 from metaphrase.inference.speculative_decoding import SpeculativeSearch
 from metaphrase.inference.text_options import options_of_texts, read_text_options
 from metaphrase.inference.window_decoding import decode_windows, line_bar
 from metaphrase.inference.windows import PreparedWindows, check_seed, read_windows, seed_window
 from metaphrase.modeling.length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
-from metaphrase.tokenization import TokenizerPair, checked_texts, readable_tokens, shared_end, shorten
+from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts, readable_tokens, shorten
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,8 @@ class Generator:
             tokenizers: Of its source and its target.
             source_prefix: Stands before every source, such as `summarize: `.
             max_source_length: Most tokens of a source, with prefix and end of sequence; of longer ones the end is cut off. By
-                default none is, and one for which the model has no positions is an error.
+                default none is, and one for which the model has no positions is an error. Members and assistants have limits of
+                their own.
             batch_size: Most sources in a batch.
             max_tokens_per_batch: Most source tokens in a batch, padding counted.
             members: Others whose models write each target together with this one, an ensemble. Only their target vocabulary must
@@ -78,16 +78,18 @@ class Generator:
             ensemble_mean: `linear`, the mean of their probabilities, or `log_linear`, that of their log-probabilities.
 
         Raises:
-            ValueError: If a size is not above 0, or a length not above 1, or the models cannot write a target together.
+            ValueError: If a size is not above 0, a length leaves no place for a token, or the models cannot write a target
+                together.
         """
         for name, value in (("batch_size", batch_size), ("max_tokens_per_batch", max_tokens_per_batch)):
             if value < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {value}.")
-        check_source_length(max_source_length)
         self.model = model
         self.tokenizers = tokenizers
         self.source_prefix = source_prefix
         self.max_source_length = max_source_length
+        if max_source_length is not None:
+            check_source_length(max_source_length, TextFrame.of(tokenizers.encode_sources))
         self.batch_size = batch_size
         self.max_tokens_per_batch = max_tokens_per_batch
         self.num_unfinished = self.num_truncated = self.num_drafted = self.num_accepted = 0
@@ -164,8 +166,9 @@ class Generator:
                 `prefix_allowed_tokens_fn` is called; in a stream that is the place in the whole stream, and rows are one.
 
         Raises:
-            ValueError: If `texts` is a single string or holds anything but strings, more than one sequence is asked for
-                (`generate_n_best` returns them), or the assistant does not fit; or as `decode` and `encode_phrase` do.
+            ValueError: If `texts` is a single string or holds anything but strings, or one with more tokens than the model has
+                positions, more than one sequence is asked for (`generate_n_best` returns them), or the assistant does not fit; or
+                as `decode` and `encode_phrase` do.
         """
         count = plain_options(generation_kwargs).get("num_return_sequences", 1)
         if count != 1:
@@ -231,9 +234,16 @@ class Generator:
             ValueError: If a number is not above 0, the beam is narrower than that, the utility is unknown, or options are given
                 for pseudo-references that are not drawn.
         """
-        truncated_before = self.num_truncated
+        counts = []
+
+        def draw(texts: list[str], return_scores: bool, options: dict) -> list[list[ScoredText]]:
+            before = self.num_truncated
+            drawn = self._generate(texts, return_scores, options, show_progress)
+            counts.append(self.num_truncated - before)
+            return drawn
+
         chosen = decode_by_risk(
-            functools.partial(self._generate, show_progress=show_progress),
+            draw,
             list(checked_texts(texts)),
             own=self.model.generation_config,
             num_candidates=num_candidates,
@@ -242,9 +252,8 @@ class Generator:
             options=generation_kwargs,
             reference_options=reference_options,
         )
-        if num_references is not None:
-            # Each source was read twice.
-            self.num_truncated -= (self.num_truncated - truncated_before) // 2
+        # For pseudo-references of their own the same sources were read again.
+        self.num_truncated -= sum(counts[1:])
         return [ScoredText(text, expected_utility) for text, expected_utility in chosen]
 
     def generate_stream(
@@ -292,7 +301,7 @@ class Generator:
         run = Run.of(self, generation_kwargs)
         read = itertools.count(first_window)
 
-        def encode(texts: list[str]) -> list[list[list[int]]]:
+        def encode(texts: list[str]) -> EncodedSources:
             with counting_on(next(read) * window):
                 return run.encode(texts)
 
@@ -335,19 +344,21 @@ class Generator:
 
         Raises:
             ValueError: If sources and targets are not equally many, a source is empty or white space, target ids are none or not
-                the model's, or this is an ensemble.
+                the model's, a side has more tokens than the model has positions, or this is an ensemble.
         """
         check_single(self, "generator")
         sources, targets = read_texts(sources, targets)
-        ids = encode_forced(self.tokenizers, targets)
+        ids, whole = encode_forced(self.tokenizers, targets), self.encode_whole(sources)
+        cut = self.cut(whole)
         scores = score_targets(
             self.model,
-            self.encode(sources),
+            cut,
             ids,
             batch_size=self.batch_size,
             max_tokens_per_batch=self.max_tokens_per_batch,
             show_progress=show_progress,
         )
+        self.num_truncated += count_cut(whole, cut)
         tokens = [readable_tokens(self.tokenizers.target, row) for row in ids]
         return [ForcedScore(*parts) for parts in zip(ids, tokens, scores, strict=True)]
 
@@ -362,7 +373,7 @@ class Generator:
     def _search(
         self,
         run: Run,
-        sources: list[list[list[int]]],
+        sources: EncodedSources,
         numbers: list[int],
         return_scores: bool,
         *,
@@ -372,7 +383,8 @@ class Generator:
         """The hypotheses of the sources that were encoded, which have these numbers in the call."""
         # It counts its drafts.
         search = copy.copy(run.search)
-        own, *others = sources
+        self.num_truncated += sources.num_truncated
+        own, *others = sources.ids
         partners = [Partner(each.model, ids) for each, ids in zip(run.generators[1:], others, strict=True)]
         hypotheses = decode(
             self.model,
@@ -415,5 +427,5 @@ class Generator:
         """Ids of which none has more than `max_source_length`."""
         if self.max_source_length is None:
             return sources
-        end = shared_end(self.tokenizers.encode_sources)
+        end = TextFrame.of(self.tokenizers.encode_sources).end
         return [shorten(ids, self.max_source_length, end) for ids in sources]

@@ -9,9 +9,22 @@ from metaphrase.inference.engine import Engine
 from metaphrase.inference.ensemble import EnsembleSearch
 from metaphrase.inference.joint_search import check_partner, check_target_vocabulary, is_metaphrase
 from metaphrase.inference.phrase_constraints import encode_phrases
-from metaphrase.inference.source_limits import check_sources
+from metaphrase.inference.source_limits import check_sources, count_cut
 from metaphrase.inference.speculative_decoding import DEFAULT_NUM_ASSISTANT_TOKENS, SpeculativeSearch
 from metaphrase.inference.text_options import read_text_options
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedSources:
+    """Texts as models read them.
+
+    Attributes:
+        ids: For each generator those of each text.
+        num_truncated: Texts of which the end was cut off.
+    """
+
+    ids: list[list[list[int]]]
+    num_truncated: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,8 +58,8 @@ class Run:
         own = generator.model.generation_config
         return cls([generator, *partners], search, encode_phrases(generator.tokenizers.target, own, options))
 
-    def encode(self, texts: list[str]) -> list[list[list[int]]]:
-        """For each generator the ids of the texts that are not white space; what is cut off is counted.
+    def encode(self, texts: list[str]) -> EncodedSources:
+        """The ids of the texts that are not white space.
 
         Raises:
             TooLongError: If one is longer than a model can read.
@@ -57,9 +70,8 @@ class Run:
         for generator, ids in zip(self.generators, sources, strict=True):
             check_sources(generator.model, ids, [index + 1 for index in written])
         # A source is one, however many models read it.
-        by_source = zip(zip(*whole, strict=True), zip(*sources, strict=True), strict=True)
-        self.generators[0].num_truncated += sum(before != after for before, after in by_source)
-        return sources
+        by_source = (list(zip(*ids, strict=True)) for ids in (whole, sources))
+        return EncodedSources(sources, count_cut(*by_source))
 
 
 def written_texts(texts: list[str]) -> list[int]:

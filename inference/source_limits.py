@@ -1,10 +1,12 @@
 """Source limits: which source is too long for a model with a table of positions."""
 
 import contextlib
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from metaphrase.modeling.position_limits import longest_source
+from metaphrase.tokenization import TextFrame
 
 
 class TooLongError(ValueError):
@@ -24,18 +26,25 @@ class TooLongError(ValueError):
     def __str__(self) -> str:
         return (
             f"A source must not have more tokens than the model has positions, {self.limit}, got {self.num_tokens} in number "
-            f"{self.number} (in a file: line {self.number}): `max_source_length` cuts them."
+            f"{self.number} (in a file: line {self.number}). A `max_source_length` of at most {self.limit} cuts them."
         )
 
 
-def check_source_length(length: int | None) -> None:
+def check_source_length(length: int, frame: TextFrame) -> None:
     """Checks a `max_source_length`.
 
     Raises:
-        ValueError: If it leaves no place for a token and the end of sequence.
+        ValueError: If it leaves no place for a token.
     """
-    if length is not None and length < 2:
-        raise ValueError(f"`max_source_length` must be at least 2, one token and the end of sequence, got {length}.")
+    if length <= frame.length:
+        raise ValueError(
+            f"`max_source_length` must be at least {frame.length + 1}, a token and what stands around every text, got {length}."
+        )
+
+
+def count_cut(whole: Sequence[Sequence[int]], cut: Sequence[Sequence[int]]) -> int:
+    """How many of the sources lost their end."""
+    return sum(map(operator.ne, whole, cut))
 
 
 def check_sources(model: Any, sources: Sequence[Sequence[int]], numbers: Sequence[int]) -> None:

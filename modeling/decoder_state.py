@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from .absorbed_attention import AbsorbedAttention, can_absorb, is_worth_absorbing
 from .attention import fold_copies, unfold_copies
 from .decoder import MetaphraseDecoder
 from .positions import LearnedPositionEmbedding, rotate
@@ -58,6 +59,7 @@ class DecoderState:
             self._memory_bias = bias[:, None, None]
         self.key_value_heads = self._memory.keys.shape[2]
         self._memory_views = self._memory.views(memory.shape[1])
+        self._absorbed = self._absorb()
         self._tokens = self._memory.emptied()
         self._biases: list[torch.Tensor | None] = []
         # Of the step: where each layer puts the new keys and values, what it attends to, and what it adds to the scores.
@@ -88,13 +90,33 @@ class DecoderState:
         if copies > 1:
             rows = torch.arange(self.rows, device=self.device)
             self._tokens.keep_rows(rows.repeat_interleave(copies))
-            self.copies *= copies
+            self._spread_memory(copies)
 
     def keep(self, sources: torch.Tensor) -> None:
         """Goes on with these sources alone, `(sources)`, and their targets."""
         self._keep_memory(sources)
         targets = torch.arange(self.copies, device=sources.device)
         self._tokens.keep_rows((sources[:, None] * self.copies + targets).flatten())
+
+    def _absorb(self) -> list[AbsorbedAttention] | None:
+        """The attention of each layer to a source that is the only one; `None` where that is not worth while."""
+        attentions = [layer.cross_attn for layer in self.decoder.layers]
+        if self._memory.rows != 1 or self.dtype != torch.float32 or not all(map(can_absorb, attentions)):
+            return None
+        if not self._is_worth_absorbing():
+            return None
+        bias = None if self._memory_bias is None else self._memory_bias.flatten()
+        views = zip(attentions, self._memory_views, strict=True)
+        return [AbsorbedAttention(attention, keys, values, bias) for attention, (keys, values) in views]
+
+    def _is_worth_absorbing(self) -> bool:
+        attention = self.decoder.layers[0].cross_attn
+        return is_worth_absorbing(attention, self._memory.capacity, self.copies)
+
+    def _spread_memory(self, copies: int) -> None:
+        self.copies *= copies
+        if not self._is_worth_absorbing():
+            self._absorbed = None
 
     def _keep_memory(self, sources: torch.Tensor) -> None:
         self._memory.keep_rows(sources)
@@ -173,10 +195,10 @@ class DecoderState:
         token_norm, memory_norm, mlp_norm = layer.norms
         if layer.is_pre_norm:
             hidden_states = hidden_states + self._attend_to_tokens(index, layer, token_norm(hidden_states), rotation)
-            hidden_states = hidden_states + self._attend_to_memory(index, layer, memory_norm(hidden_states))
+            hidden_states = self._add_memory(index, layer, hidden_states, memory_norm(hidden_states))
             return hidden_states + layer.feed_forward(mlp_norm(hidden_states))
         hidden_states = token_norm(hidden_states + self._attend_to_tokens(index, layer, hidden_states, rotation))
-        hidden_states = memory_norm(hidden_states + self._attend_to_memory(index, layer, hidden_states))
+        hidden_states = memory_norm(self._add_memory(index, layer, hidden_states, hidden_states))
         return mlp_norm(hidden_states + layer.feed_forward(hidden_states))
 
     def _project_tokens(
@@ -215,6 +237,17 @@ class DecoderState:
         values.copy_(value)
         views, bias = self._token_views[index], self._token_biases[index]
         return layer.token_output(self._ask(query, views, bias, layer.token_scaling, self.token_copies))
+
+    def _add_memory(
+        self, index: int, layer: StepLayer, residual: torch.Tensor, hidden_states: torch.Tensor
+    ) -> torch.Tensor:
+        """What the layer finds in the source, added to the residual, both `(rows, ..., hidden)`."""
+        if self._absorbed is None:
+            return residual + self._attend_to_memory(index, layer, hidden_states)
+        if residual.ndim == 2:
+            return self._absorbed[index].add_to(residual, hidden_states)
+        flat = residual.flatten(0, -2), hidden_states.flatten(0, -2)
+        return self._absorbed[index].add_to(*flat).view(residual.shape)
 
     def _attend_to_memory(self, index: int, layer: StepLayer, hidden_states: torch.Tensor) -> torch.Tensor:
         query, views = self._project_memory_query(layer, hidden_states), self._memory_views[index]

@@ -45,7 +45,7 @@ class TreeDecoderState(DecoderState):
 
     def spread(self, copies: int) -> None:
         self._mask = self._mask.repeat_interleave(copies, dim=1)
-        self.copies *= copies
+        self._spread_memory(copies)
 
     def reorder(self, rows: torch.Tensor) -> None:
         """Lets each row go on from another one of the same source, `(rows)`."""

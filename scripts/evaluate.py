@@ -83,6 +83,7 @@ def metric_options(arguments: argparse.Namespace) -> dict[str, dict]:
 def default_output(arguments: argparse.Namespace) -> Path:
     """The model's folder, whose scores its model card shows; for what is not the model as it is saved, a file here."""
     is_as_saved = arguments.engine == ENGINES[0] and arguments.dtype == "auto" and arguments.ensemble is None
+    is_as_saved = is_as_saved and arguments.max_source_length is None
     folder = Path(arguments.model)
     return folder if is_as_saved and folder.is_dir() else Path("metrics.json")
 

@@ -172,7 +172,7 @@ class WordPair:
 
     def encode_sources(self, texts: list[str]) -> list[list[int]]:
         # The question for what ends a text, which is asked even if the cache answers.
-        type(self).calls += texts != ["", "a"]
+        type(self).calls += texts[:1] != [""]
         return self.source(texts)["input_ids"]
 
     def encode_targets(self, texts: list[str]) -> list[list[int]]:

@@ -4,7 +4,9 @@ import pytest
 import torch
 from tiny_models import CROSSED, DESIGNS, random_batch, tiny_model
 
+from metaphrase.inference.ragged_decoder_state import RaggedDecoderState
 from metaphrase.modeling.decoder_state import DecoderState
+from metaphrase.modeling.tree_decoder_state import TreeDecoderState
 
 LENGTH = 19  # more than the state has room for at first
 
@@ -49,6 +51,52 @@ def test_steps_are_one_pass(design, groups):
     model, memory, mask, targets = setup
     outputs = step_through(make_state(model, memory, mask), targets)
     assert_near(outputs, whole(*setup))
+
+
+@pytest.mark.parametrize("kind", [DecoderState, TreeDecoderState, RaggedDecoderState])
+@pytest.mark.parametrize("fields", [{}, {"attention_bias": False}, {"num_key_value_heads": 1}], ids=str)
+@pytest.mark.parametrize("padding", ["left", "right", None])
+@pytest.mark.parametrize("design", DESIGNS)
+def test_projections_are_absorbed_into_a_single_source(design, padding, fields, kind):
+    model, *batch = setting(padding, **DESIGNS[design] | fields)
+    memory, mask, targets = (part[:1] for part in batch)
+    with torch.inference_mode():
+        state = kind(model.get_decoder(), memory, mask)
+    assert (state._absorbed is None) == model.config.qk_norm
+    expected = whole(model, memory, mask, targets)
+    assert_near(step_through(state, targets), expected)
+    # Without, it is the same but for rounding.
+    with torch.inference_mode():
+        state = kind(model.get_decoder(), memory, mask)
+    state._absorbed = None
+    assert_near(step_through(state, targets), expected)
+
+
+def test_several_tokens_of_a_single_source_are_read_at_a_time():
+    model, *batch = setting(**DESIGNS["sinusoidal"])
+    memory, mask, targets = (part[:1] for part in batch)
+    with torch.inference_mode():
+        state = RaggedDecoderState(model.get_decoder(), memory, mask)
+        assert state._absorbed is not None
+        outputs = torch.cat([state.read(part) for part in targets.split(5, dim=1)], dim=1)
+    assert_near(outputs, whole(model, memory, mask, targets))
+
+
+def test_projections_are_absorbed_into_short_sources_of_few_targets_alone():
+    model = tiny_model(**DESIGNS["sinusoidal"], hidden_size=512, encoder_attention_heads=8, decoder_attention_heads=8)
+    for length, copies, is_absorbed in ((32, 1, True), (32, 50, True), (33, 1, False)):
+        state = make_state(model, torch.randn(1, length, 512), None)
+        with torch.inference_mode():
+            state.spread(copies)
+        assert (state._absorbed is not None) == is_absorbed
+    model = tiny_model(**DESIGNS["sinusoidal"])
+    for copies, is_absorbed in ((8, True), (9, False)):
+        for kind in (DecoderState, TreeDecoderState):
+            with torch.inference_mode():
+                state = kind(model.get_decoder(), torch.randn(1, 30, 32), None)
+                state.spread(copies)
+            assert (state._absorbed is not None) == is_absorbed
+    assert make_state(model, torch.randn(2, 5, 32), None)._absorbed is None
 
 
 @pytest.mark.parametrize("padding", ["left", "right", None])

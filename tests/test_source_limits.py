@@ -6,6 +6,7 @@ import json
 import pytest
 from pipeline_models import family_model
 from tiny_generator import SOURCES, save_generator, tiny_generator, tiny_pair
+from tiny_languages import mbart_tokenizer, nllb_tokenizer
 from tiny_models import tiny_model
 from transformers import pipeline
 
@@ -14,6 +15,7 @@ from metaphrase.inference.source_limits import TooLongError
 from metaphrase.modeling.position_limits import longest_source, longest_target
 from metaphrase.scripts import attention, evaluate, generate
 from metaphrase.scripts.console import run
+from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.evaluation import evaluate_generator
 
 LONG = "a dog " * 30
@@ -96,13 +98,17 @@ def test_longer_sources_are_cut_where_that_is_asked_for_and_counted(generator):
     assert bounded.generate(TEXTS) == expected
     num_cut = sum(len(text) > 5 for text in TEXTS)
     assert num_cut == 4 and bounded.num_truncated == num_cut
-    assert [row[0].text for row in bounded.generate_stream(TEXTS, window=2)] == expected
+    stream = bounded.generate_stream(TEXTS, window=2)
+    # What is read ahead does not count yet.
+    assert next(stream)[0].text == expected[0] and bounded.num_truncated == num_cut + 2
+    assert [row[0].text for row in stream] == expected[1:]
     assert bounded.num_truncated == 2 * num_cut
     bounded.generate_mbr(TEXTS, num_candidates=2)
     assert bounded.num_truncated == 3 * num_cut
     bounded.generate_mbr(TEXTS, num_candidates=2, num_references=2)
     assert bounded.num_truncated == 4 * num_cut
     assert bounded.score(["a small dog"], ["ein"]) == generator.score(["a sma"], ["ein"])
+    assert bounded.num_truncated == 4 * num_cut + 1
 
 
 def test_a_prefix_counts_and_the_limit_leaves_place_for_an_end(generator):
@@ -110,6 +116,9 @@ def test_a_prefix_counts_and_the_limit_leaves_place_for_an_end(generator):
     assert bounded.generate(["dog"]) == generator.generate(["the d"])
     with pytest.raises(ValueError, match=r"`max_source_length` must be at least 2, .*got 1"):
         Generator(generator.model, generator.tokenizers, max_source_length=1)
+    for tokenizer in (mbart_tokenizer(), nllb_tokenizer()):
+        with pytest.raises(ValueError, match=r"`max_source_length` must be at least 3, .*got 2"):
+            Generator(generator.model, TokenizerPair(tokenizer, tokenizer), max_source_length=2)
 
 
 def test_a_source_that_several_models_read_is_cut_once(tmp_path):

@@ -8,12 +8,13 @@ from metaphrase.tokenization.texts import checked_texts, iterate_lines, join_pie
 from metaphrase.tokenization.tokenizer_pair import TokenizerPair
 from metaphrase.tokenization.tokenizer_settings import TOKENIZER_KINDS
 from metaphrase.tokenization.tokenizer_trainer import train_tokenizer
-from metaphrase.tokenization.truncation import shared_end, shorten
+from metaphrase.tokenization.truncation import TextFrame, shorten
 from metaphrase.tokenization.words import words_of_decoded, words_of_source, words_of_target
 
 __all__ = [
     "TOKENIZER_KINDS",
     "SpecialTokens",
+    "TextFrame",
     "TokenizerPair",
     "checked_texts",
     "encode_phrase",
@@ -22,7 +23,6 @@ __all__ = [
     "readable_tokens",
     "sentinel_tokens",
     "set_languages",
-    "shared_end",
     "shorten",
     "train_tokenizer",
     "words_of_decoded",

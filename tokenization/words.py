@@ -26,7 +26,7 @@ def words_of_source(
     Args:
         tokenizer: What made the ids.
         text: Without the prefix.
-        ids: Of prefix and text together, with special tokens; maybe without the last ones of the text.
+        ids: Of prefix and text together, with special tokens.
         prefix: Stands before the text; its tokens belong to no word.
 
     Returns:
@@ -106,11 +106,10 @@ def _ids_by_offsets(
         verbose=False,
     )
     [encoded], [offsets], sequences = encoding["input_ids"], encoding["offset_mapping"], encoding.sequence_ids(0)
-    special = _silent_ids(tokenizer, with_unknown=False)
-    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(encoded, ids, strict=False)))
-    # Behind what was cut off, or without the tokenizer's doing, stands what ends a source.
-    if any(token not in special for token in ids[shared:]):
+    shared = min(len(encoded), len(ids))
+    if list(encoded[:shared]) != list(ids[:shared]):
         return None
+    special = _silent_ids(tokenizer, with_unknown=False)
     starts, words = [start for start, _ in pieces], [word for _, word in pieces]
     found: list[int | None] = []
     for token, (start, end), sequence in zip(ids[:shared], offsets[:shared], sequences[:shared], strict=True):
@@ -123,6 +122,7 @@ def _ids_by_offsets(
         # The piece that the place is inside of; for white space the one behind it.
         piece = bisect_right(starts, place) - 1 if written.strip() else bisect_left(starts, place)
         found.append(words[piece] if piece < len(words) else None)
+    # What stands behind is the end of sequence that the pair of tokenizers puts there.
     found += [None] * (len(ids) - shared)
     return found
 

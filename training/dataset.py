@@ -11,7 +11,7 @@ import numpy as np
 from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
 
-from metaphrase.tokenization import shared_end, shorten
+from metaphrase.tokenization import TextFrame, shorten
 from metaphrase.training.data_report import DataReport, LengthStatistics
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ CACHE_VERSION = 2
 
 
 class PairEncoder(Protocol):
-    """What is asked of a pair of tokenizers: ids for each text, each list ending in the end-of-sequence token."""
+    """What is asked of a pair of tokenizers: ids for each text, each list ending in the same ids (see `TextFrame`)."""
 
     def encode_sources(self, texts: list[str]) -> list[list[int]]: ...
 
@@ -76,14 +76,14 @@ def encode_pairs(
 
     Raises:
         ValueError: If an argument is out of range, a pair is refused by `too_long` or `empty`, a tokenizer does not end
-            its lists in one end-of-sequence token, or no pair is left.
+            all its lists alike, or no pair is left.
     """
     limits = (max_source_length, max_target_length)
     _check_arguments(dataset, limits, too_long, empty)
     report = _report_of(dataset, report)
-    ends = end_ids(tokenizers)
-    arguments = {"tokenizers": tokenizers, "limits": limits, "end_ids": ends, "too_long": too_long, "empty": empty}
-    keys = (limits, ends, too_long, empty, keep_text, CACHE_VERSION)
+    frames = find_frames(tokenizers)
+    arguments = {"tokenizers": tokenizers, "limits": limits, "frames": frames, "too_long": too_long, "empty": empty}
+    keys = (limits, frames, too_long, empty, keep_text, CACHE_VERSION)
     removed = [name for name in dataset.column_names if not (keep_text and name in ("source", "target"))]
     texts = {name: datasets.Value("string") for name in dataset.column_names if name not in removed}
     encoded = dataset.map(
@@ -128,15 +128,15 @@ def _report_of(dataset: datasets.Dataset, report: DataReport | None) -> DataRepo
     return report
 
 
-def end_ids(tokenizers: PairEncoder) -> tuple[list[int], list[int]]:
-    """The ids that end every source and every target (see `shared_end`)."""
-    ends = shared_end(tokenizers.encode_sources), shared_end(tokenizers.encode_targets)
-    for side, end in zip(("source", "target"), ends, strict=True):
-        if not end:
+def find_frames(tokenizers: PairEncoder) -> tuple[TextFrame, TextFrame]:
+    """What stands around every source and every target."""
+    frames = TextFrame.of(tokenizers.encode_sources), TextFrame.of(tokenizers.encode_targets)
+    for side, frame in zip(("source", "target"), frames, strict=True):
+        if not frame.end:
             raise ValueError(
-                f"The {side} tokenizer must end each list of ids in the end-of-sequence token, got no end that '' and 'a' share."
+                f"The {side} tokenizer must end each list of ids in the end-of-sequence token, got none that all texts share."
             )
-    return ends
+    return frames
 
 
 def encode_batch(
@@ -145,7 +145,7 @@ def encode_batch(
     rows: list[int],
     tokenizers: PairEncoder,
     limits: tuple[int | None, int | None],
-    end_ids: tuple[list[int], list[int]],
+    frames: tuple[TextFrame, TextFrame],
     too_long: str,
     empty: str,
 ) -> dict[str, list[Any]]:
@@ -154,19 +154,21 @@ def encode_batch(
     for row, texts, ids in zip(
         rows, zip(sources, targets, strict=True), zip(source_ids, target_ids, strict=True), strict=True
     ):
-        for side, side_ids, end in zip(("source", "target"), ids, end_ids, strict=True):
-            if side_ids[-len(end) :] != end:
+        for side, side_ids, frame in zip(("source", "target"), ids, frames, strict=True):
+            if side_ids[-len(frame.end) :] != frame.end:
                 raise ValueError(
-                    f"The {side} tokenizer must end each list of ids in {end}, got {side_ids[-5:]} as end."
+                    f"The {side} tokenizer must end each list of ids in {frame.end}, got {side_ids[-5:]} as end."
                 )
-        is_empty = [not text.strip() or len(side) <= 1 for text, side in zip(texts, ids, strict=True)]
+        is_empty = [
+            not text.strip() or len(side) <= frame.length for text, side, frame in zip(texts, ids, frames, strict=True)
+        ]
         is_long = [limit is not None and len(side) > limit for limit, side in zip(limits, ids, strict=True)]
         outcome = _outcome(is_empty, is_long, too_long, empty)
         if (too_long == "error" and any(is_long)) or (empty == "error" and any(is_empty)):
             _refuse(row, texts, [len(side) for side in ids], limits, is_empty)
         kept = [[], []]
         if outcome == "kept":
-            kept = [shorten(side, limit, end) for side, limit, end in zip(ids, limits, end_ids, strict=True)]
+            kept = [shorten(side, limit, frame.end) for side, limit, frame in zip(ids, limits, frames, strict=True)]
         is_cut = [outcome == "kept" and is_side_long for is_side_long in is_long]
         values = (*kept, *map(len, kept), OUTCOMES.index(outcome), *is_cut)
         for name, value in zip(FEATURES, values, strict=True):

@@ -13,7 +13,7 @@ from metaphrase.inference.run import is_single
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.modeling.length_batches import batches_by_length
 from metaphrase.modeling.position_limits import longest_target
-from metaphrase.tokenization import shared_end, shorten
+from metaphrase.tokenization import TextFrame, shorten
 from metaphrase.training.batching import PairCollator
 from metaphrase.training.metrics import compute_metrics
 
@@ -104,7 +104,7 @@ def evaluate_generator(
         result["num_truncated"] = generator.num_truncated - truncated_before
     if is_single(generator):
         encode = generator.tokenizers.encode_targets
-        end, limit, whole = shared_end(encode), longest_target(generator.model), encode(list(references))
+        end, limit, whole = TextFrame.of(encode).end, longest_target(generator.model), encode(list(references))
         labels = [shorten(ids, limit, end) for ids in whole]
         if count := sum(map(operator.ne, whole, labels)):
             result["num_truncated_references"] = count

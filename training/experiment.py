@@ -183,14 +183,19 @@ class Experiment:
         return model
 
     def _load_base(self, with_weights: bool) -> PreTrainedModel:
-        """The model to fine-tune. In half precision most updates would be lost in rounding: `bf16` and `fp16` compute in it."""
+        """The model to fine-tune, in float32: in half precision, most updates would be lost in rounding.
+
+        Beside adapters, which are in float32 themselves, it stays as it is saved.
+        """
         name = self.recipe.model_name_or_path
         config = AutoConfig.from_pretrained(name)
-        if config.dtype not in (None, torch.float32):
-            logger.info("The weights of %s, which are in %s, are trained in float32.", name, config.dtype)
+        dtype = config.dtype or torch.float32
+        if dtype != torch.float32 and self.recipe.lora_rank is None:
+            logger.info("The weights of %s, which are in %s, are trained in float32.", name, dtype)
+            dtype = torch.float32
         if with_weights:
-            return AutoModelForSeq2SeqLM.from_pretrained(name, dtype=torch.float32)
-        return AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32)
+            return AutoModelForSeq2SeqLM.from_pretrained(name, dtype=dtype)
+        return AutoModelForSeq2SeqLM.from_config(config, dtype=dtype)
 
     def _average(self, trainer: MetaphraseTrainer) -> None:
         """Gives the model the mean of the checkpoints that the recipe names."""

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from metaphrase.training.data_report import DROP_REASONS, DataReport
-from metaphrase.training.dataset import OUTCOMES, Empty, PairEncoder, TooLong, encode_batch, end_ids
+from metaphrase.training.dataset import OUTCOMES, Empty, PairEncoder, TooLong, encode_batch, find_frames
 from metaphrase.training.pair_files import Column, column_names, read_arrow
 from metaphrase.training.pairs import Policy, as_row, check_place, generate_records
 
@@ -109,7 +109,7 @@ class PairStream:
         self.rules = {
             "tokenizers": tokenizers,
             "limits": (max_source_length, max_target_length),
-            "end_ids": end_ids(tokenizers),
+            "frames": find_frames(tokenizers),
             "too_long": too_long,
             "empty": empty,
         }
