@@ -67,7 +67,7 @@ class TrainedFolder:
     def data_name(self) -> str | None:
         """The name of the data that the scores were measured on."""
         name = ((self.metrics or {}).get("data") or {}).get("name")
-        return None if name is None else str(name)
+        return None if name is None else without_machine_path(str(name))
 
     def split_recipe(self) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
         """Returns (data fields, hyperparameters, names of secret fields that are left out)."""
@@ -147,6 +147,8 @@ def without_machine_path(value: Any) -> Any:
     """Returns an absolute path's last part, since the folders above it are the trainer's own business."""
     if isinstance(value, list):
         return [without_machine_path(item) for item in value]
+    if isinstance(value, dict):
+        return {name: without_machine_path(item) for name, item in value.items()}
     if isinstance(value, str):
         for kind in (PurePosixPath, PureWindowsPath):
             if kind(value).is_absolute():

@@ -356,3 +356,17 @@ def test_lora_trains_adapters_and_leaves_a_plain_model(data, tmp_path):
     assert changed == {"q_proj", "v_proj"}
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
     assert not (tmp_path / "run" / "adapter_model.safetensors").exists()
+
+
+def test_no_token_of_the_hub_lies_in_a_checkpoint(data, tmp_path):
+    fields = {"max_steps": 1, "save_steps": 1, "eval_strategy": "no", "test_file": None, "validation_file": None}
+    Experiment(make_recipe(data, tmp_path / "run", **fields, hub_token="hf_verysecret")).train()
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert any(path.name == "training_args.bin" for path in files)
+    assert not any(b"hf_verysecret" in path.read_bytes() for path in files)
+
+
+def test_targets_without_an_end_are_told_when_they_are_scored(data, tmp_path, caplog):
+    fields = {"max_steps": 1, "save_strategy": "no", "eval_strategy": "no", "generation_max_length": 2}
+    Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    assert "8 of 8 targets met the length limit, 2 tokens, before their end" in caplog.text

@@ -284,6 +284,7 @@ def test_small_helpers():
     assert plain("a|b\n<c>") == r"a\|b &lt;c&gt;"
     assert [number(value) for value in (1234, 0.3, 12345.6, True, "x")] == ["1,234", "0.3", "12,346", "yes", "`x`"]
     assert without_machine_path(["/a/b.txt", r"C:\x\y.txt", "data/c"]) == ["b.txt", "y.txt", "data/c"]
+    assert without_machine_path({"summarize": {"train_file": "/a/b.txt"}}) == {"summarize": {"train_file": "b.txt"}}
 
 
 def test_parameters_are_counted_over_all_shards(full_folder, empty_folder):

@@ -141,3 +141,34 @@ def test_presets_say_what_they_can_read():
     assert longest_sequence(Recipe(), "metaphrase-tiny") is None
     assert longest_sequence(Recipe(preset="bart-base"), "metaphrase-tiny") == 1024
     assert longest_sequence(Recipe(preset="bart-base", model={"position_embedding_type": "alibi"}), "t5-small") is None
+
+
+def test_a_run_whose_limits_were_lowered_goes_on(make):
+    fields = {"max_source_length": None, "max_target_length": None, "save_strategy": "steps", "save_steps": 1}
+    fields |= {"eval_strategy": "no", "max_steps": 1}
+    make(LEARNED, **fields).train()
+    again = make(LEARNED, **fields | {"max_steps": 2, "resume_from_checkpoint": "true"})
+    assert (again.recipe.max_source_length, again.recipe.max_target_length) == (20, 20)
+    again.train()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (20, 20)),
+        ({"max_source_length": 30}, (30, 10)),
+        ({"max_target_length": 8}, (32, 8)),
+        ({"max_source_length": 20, "max_target_length": 20}, (20, 20)),
+        ({"max_source_length": 30, "max_target_length": 20}, None),
+        ({"max_source_length": 39}, None),
+    ],
+)
+def test_a_batch_of_a_stream_can_hold_whatever_pair_comes(make, given, expected):
+    fields = {"max_source_length": None, "max_target_length": None, "streaming": True, "max_tokens_per_batch": 40}
+    fields |= {"per_device_train_batch_size": None, "eval_strategy": "no"} | given
+    if expected is None:
+        with pytest.raises(ValueError, match=r"`max_tokens_per_batch` must be at least .* streamed, .*, got 40, "):
+            make(**fields)
+        return
+    recipe = make(**fields).recipe
+    assert (recipe.max_source_length, recipe.max_target_length) == expected

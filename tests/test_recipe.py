@@ -169,6 +169,9 @@ def test_refused_overrides(words, message):
         ({"num_validation": 5, "validation_file": "a"}, ("num_validation", "validation_file")),
         ({"num_test": 5, "dataset_name": "x", "dataset_test_split": "test"}, ("num_test", "dataset_test_split")),
         ({"num_test": -1}, ("num_test",)),
+        ({"num_validation": 5, "max_validation_samples": 3}, ("num_validation", "max_validation_samples")),
+        ({"objective": "ul2", "train_text_file": "a", "source_prefix": "x "}, ("objective", "source_prefix")),
+        ({"objective": "ul2", "train_text_file": "a", "invalid_utf8": "skip"}, ("objective", "invalid_utf8")),
         ({"max_source_length": 1}, ("max_source_length",)),
         ({"vocab_size": 0}, ("vocab_size",)),
         ({"joint_vocabulary": True, "target_vocab_size": 9}, ("joint_vocabulary", "target_vocab_size")),
@@ -304,6 +307,20 @@ def test_relative_output_folder_is_saved(tmp_path):
 def test_missing_recipe(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"lost\.yaml"):
         load_recipe(tmp_path / "lost.yaml")
+
+
+def test_uploads_are_left_to_push(tmp_path):
+    with pytest.raises(ValueError, match="`push_to_hub` must be left out, got true: `metaphrase push`"):
+        Recipe(train_file="train.tsv", training={"push_to_hub": True})
+    assert Recipe(train_file="train.tsv", training={"push_to_hub": False}).push_to_hub is False
+
+
+@pytest.mark.parametrize("name", ["average_last", "average_best"])
+def test_a_mean_is_no_best_checkpoint(name):
+    training = {"load_best_model_at_end": True, "eval_strategy": "steps", "metric_for_best_model": "bleu"}
+    training |= {"save_strategy": "steps"}
+    with pytest.raises(ValueError, match=f"`load_best_model_at_end` must be false with `{name}`"):
+        Recipe(train_file="train.tsv", training=training, **{name: 2})
 
 
 @pytest.mark.parametrize(

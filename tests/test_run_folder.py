@@ -95,3 +95,29 @@ def test_a_resumed_run_may_change_its_length_batches_and_evaluation(data, tmp_pa
     assert json.loads((run / "trainer_state.json").read_text(encoding="utf-8"))["global_step"] == 3
     written = load_recipe(run / "recipe.yaml")
     assert (written.max_steps, written.metrics, written.per_device_train_batch_size) == (3, ["chrf"], 4)
+
+
+def test_a_checkpoint_of_elsewhere_leads_to_no_folder_with_checkpoints(data, tmp_path):
+    fields = {"max_steps": 1, "save_steps": 1, "eval_strategy": "no", "test_file": None, "validation_file": None}
+    Experiment(make_recipe(data, tmp_path / "first", **fields)).train()
+    Experiment(make_recipe(data, tmp_path / "other", **fields)).train()
+    # As if it had been stopped before its end.
+    for name in ("model.safetensors", "config.json"):
+        (tmp_path / "other" / name).unlink()
+    before = contents(tmp_path / "other")
+    with pytest.raises(
+        ValueError, match=r"must not hold the checkpoints of another run, got .*other with checkpoint-1"
+    ):
+        checkpoint = str(tmp_path / "first" / "checkpoint-1")
+        Experiment(make_recipe(data, tmp_path / "other", **fields, resume_from_checkpoint=checkpoint))
+    assert contents(tmp_path / "other") == before
+
+
+def test_faults_of_the_data_may_be_passed_over_from_now_on_but_not_the_reverse(data, tmp_path):
+    fields = {"max_steps": 1, "save_steps": 1, "eval_strategy": "no", "test_file": None, "validation_file": None}
+    fields |= {"resume_from_checkpoint": "true"}
+    Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    lenient = fields | {"malformed": "skip", "invalid_utf8": "skip", "max_steps": 2}
+    Experiment(make_recipe(data, tmp_path / "run", **lenient)).train()
+    with pytest.raises(ValueError, match=r"`invalid_utf8` must stay .* got 'error', and 'skip'"):
+        Experiment(make_recipe(data, tmp_path / "run", **fields))

@@ -203,3 +203,55 @@ def test_task_that_is_not_scored_is_named(data, tmp_path, caplog):
     caplog.clear()
     loaded(make_recipe(data, tmp_path))
     assert "it is not scored" not in caplog.text
+
+
+def test_the_longest_targets_of_any_task_may_be_written(data, tmp_path):
+    recipe = make_recipe(data, tmp_path / "run", tasks=tasks(summarize={"max_target_length": 300}))
+    recipe.generation_max_length = None
+    experiment = Experiment(recipe)
+    assert experiment.corpus.max_target_length == 300
+    experiment.corpus.load()
+    assert experiment.make_model(experiment.make_tokenizers()).generation_config.max_length == 301
+
+
+def test_scores_are_on_files_and_not_on_a_folder(data, tmp_path):
+    corpus, _, _ = loaded(make_recipe(data, tmp_path))
+    assert corpus.data_name("test") == "translate_test.tsv, summarize_test.tsv"
+    alone = corpus.tasks["translate"]
+    assert alone.data_name("test") == "translate_test.tsv"
+    alone.recipe.test_file = None
+    assert alone.data_name("test") == "translate_train.tsv", "where it is taken out of it"
+    for name, expected in (("wmt16", "wmt16"), ("me/corpus", "me/corpus"), (str(tmp_path / "corpus"), "corpus")):
+        alone.recipe.dataset_name = name
+        assert alone.data_name("test") == expected
+
+
+def test_prefixes_that_a_tokenizer_cannot_tell_apart_are_refused(data, tmp_path):
+    recipe = make_recipe(data, tmp_path)
+    corpus = TaskCorpus(recipe, recipe.training_arguments())
+    corpus.load()
+    pair = TokenizerPair.train(*corpus.sides(), kind="pretokenized", show_progress=False)
+    with pytest.raises(ValueError, match="must tell tasks apart, got 'translate: ' for 'translate' and 'summarize: '"):
+        corpus.encode(pair)
+    # Without any, the texts themselves may tell.
+    recipe = make_recipe(data, tmp_path, tasks=tasks(**{task: {"source_prefix": None} for task in SIZES}))
+    corpus = TaskCorpus(recipe, recipe.training_arguments())
+    corpus.load()
+    corpus.encode(pair)
+
+
+def test_each_task_has_a_score_however_few_pairs_are_decoded(data, tmp_path):
+    fields = {"max_decoded_samples": 1, "metric_for_best_model": "summarize_bleu", "save_strategy": "steps"}
+    Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    log = json.loads((tmp_path / "run" / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+    assert {"eval_translate_bleu", "eval_summarize_bleu"} <= next(entry for entry in log if "eval_bleu" in entry).keys()
+
+
+def test_a_task_without_validation_pairs_chooses_no_checkpoint(data, tmp_path):
+    with pytest.raises(ValueError, match=r"must be evaluated while training, one of .*, got 'summarize_bleu'"):
+        make_recipe(
+            data,
+            tmp_path,
+            tasks=tasks(summarize={"validation_file": None}),
+            metric_for_best_model="summarize_bleu",
+        )

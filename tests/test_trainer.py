@@ -34,7 +34,8 @@ def pairs():
 
 
 def make_trainer(model, pairs, folder, **options):
-    names = ("score", "tokenizers", "generation_options", "max_tokens_per_batch", "r_drop_alpha", "num_best_kept")
+    names = ("score", "tokenizers", "generation_options", "max_tokens_per_batch", "r_drop_alpha")
+    names += ("num_best_kept", "num_last_kept")
     own = {name: options.pop(name) for name in names if name in options}
     settings = {
         "predict_with_generate": True,
@@ -207,3 +208,11 @@ def test_the_best_checkpoints_are_kept_however_old(model, pairs, tmp_path, metri
     }
     make_trainer(model, pairs, tmp_path, score=score, **options).train()
     assert [step_of(path) for path in checkpoints_in(tmp_path)] == kept
+
+
+def test_the_last_checkpoints_are_kept_beside_the_best(model, pairs, tmp_path):
+    scores = iter([9.0, 1.0, 2.0, 3.0, 4.0, 5.0])
+    options = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 6}
+    options |= {"save_total_limit": 3, "num_last_kept": 3, "metric_for_best_model": "bleu", "greater_is_better": True}
+    make_trainer(model, pairs, tmp_path, score=lambda *_: {"bleu": next(scores)}, **options).train()
+    assert [step_of(path) for path in checkpoints_in(tmp_path)] == [1, 4, 5, 6]

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable
+from pathlib import PurePath
 from typing import Any
 
 from transformers import Seq2SeqTrainingArguments
@@ -10,7 +11,7 @@ from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.data_report import DataReport
 from metaphrase.training.dataset import encode_pairs
 from metaphrase.training.denoising import DenoisingDataset, longest_block, make_objective, objective_tokens
-from metaphrase.training.length_limits import fit_limits
+from metaphrase.training.length_limits import fit_budget, fit_limits
 from metaphrase.training.pair_stream import PairStream, TextStream
 from metaphrase.training.pairs import load_pairs, split_pairs
 from metaphrase.training.recipe import Recipe
@@ -139,6 +140,20 @@ class PairCorpus:
         """The sources of a split, with their prefix."""
         return list(self.splits[split]["source"])
 
+    @property
+    def max_target_length(self) -> int:
+        """The most tokens of a target to train on."""
+        return self.recipe.max_target_length
+
+    def data_name(self, split: str) -> str:
+        """What a split comes from: the name of a data set, or of a file without its folder."""
+        recipe = self.recipe
+        if recipe.dataset_name is not None:
+            name = PurePath(recipe.dataset_name)
+            return name.name if name.is_absolute() else recipe.dataset_name
+        places = [f"{name}{kind}" for name in (split, "train") for kind in ("_file", "_source_file")]
+        return next(PurePath(value).name for place in places if (value := getattr(recipe, place)) is not None)
+
     def scored_split(self) -> str | None:
         """The split that the finished model is scored on."""
         return next((name for name in ("test", "validation") if name in self.splits), None)
@@ -152,6 +167,10 @@ class PairCorpus:
 
 class StreamedPairCorpus(PairCorpus):
     """Pairs whose training split is read as it is needed."""
+
+    def _check(self) -> None:
+        super()._check()
+        fit_budget(self.recipe)
 
     def _read(self, split: str, options: dict[str, Any]) -> Any:
         return TextStream(**options) if split == "train" else super()._read(split, options)

@@ -73,6 +73,8 @@ class Experiment:
         # Without `use_cpu`, transformers refuses bf16 where there is no accelerator.
         extra = {} if torch.accelerator.is_available() else {"dataloader_pin_memory": False, "use_cpu": True}
         self.arguments: Seq2SeqTrainingArguments = recipe.training_arguments(**extra)
+        # They are pickled with each checkpoint.
+        self.arguments.hub_token = None
         self.folder = Path(self.arguments.output_dir)
         if recipe.objective != "pairs":
             # There is no text to decode and to compare with.
@@ -81,8 +83,9 @@ class Experiment:
         check_metrics(self.metrics, recipe.bleu_tokenize)
         if recipe.lora_rank is not None:
             import_peft()
-        self.checkpoint = checkpoint_to_resume(recipe, self.folder)
+        # It lowers limits that are defaults and too high, as the recipe of a run that is resumed says.
         self.corpus = make_corpus(recipe, self.arguments, longest_sequence(recipe, DEFAULT_PRESET))
+        self.checkpoint = checkpoint_to_resume(recipe, self.folder)
 
     def train(self) -> dict:
         """Runs everything and returns what `metrics.json` holds."""
@@ -170,7 +173,7 @@ class Experiment:
             config = MetaphraseConfig.from_preset(recipe.preset or DEFAULT_PRESET, **{**fields, **recipe.model})
             model = MetaphraseForConditionalGeneration(config)
         # Without a limit of its own, generate() would stop at 20 tokens.
-        limit = recipe.generation_max_length or recipe.max_target_length + 1
+        limit = recipe.generation_max_length or self.corpus.max_target_length + 1
         model.generation_config.update(max_length=limit, **recipe.generation_options())
         model.generation_config.update(**set_languages(tokenizers, recipe.source_lang, recipe.target_lang))
         if recipe.r_drop_alpha:
@@ -246,6 +249,11 @@ class Experiment:
         decoded_rows, sources, references, tasks = [], [], [], []
         if self.metrics and validation is not None:
             decoded_rows = spread(len(validation), recipe.max_decoded_samples)
+            if recipe.tasks:
+                # Each task has a score, however small its share.
+                first = {task: row for row, task in reversed(list(enumerate(validation[TASK_COLUMN])))}
+                decoded = {validation[row][TASK_COLUMN] for row in decoded_rows}
+                decoded_rows = sorted([*decoded_rows, *(row for task, row in first.items() if task not in decoded)])
             sources = [validation[row]["source"] for row in decoded_rows]
             references = tokenizers.as_decoded(validation[row]["target"] for row in decoded_rows)
             if recipe.tasks:
@@ -278,6 +286,7 @@ class Experiment:
             learning_rate_factors=recipe.learning_rate_factors,
             layer_decay=recipe.layer_decay,
             num_best_kept=recipe.average_best or 0,
+            num_last_kept=recipe.average_last or 0,
             generation_options={"num_beams": arguments.generation_num_beams or 1},
         )
 
@@ -327,8 +336,15 @@ class Experiment:
             metric_options=self._metric_options(),
             show_progress=None,
         )
+        if result["num_unfinished"]:
+            logger.warning(
+                "%d of %d targets met the length limit, %d tokens, before their end: `generation_max_length` raises it.",
+                result["num_unfinished"],
+                result["num_examples"],
+                model.generation_config.max_length,
+            )
         result["data"] = {
-            "name": self.recipe.dataset_name or Path(self.recipe.output_dir).name,
+            "name": corpus.data_name(split),
             "split": split,
             **corpus.sizes(),
         }

@@ -51,6 +51,35 @@ def longest_sequence(recipe: "Recipe", default_preset: str) -> int | None:
     return rows if has_table and isinstance(rows, int) else None
 
 
+def fit_budget(recipe: "Recipe") -> None:
+    """For a stream, whose pairs nobody has seen: none within the limits may be more than a batch can hold.
+
+    Args:
+        recipe: With `max_tokens_per_batch`; of `max_source_length` and `max_target_length` what is a default is lowered.
+
+    Raises:
+        ValueError: If the limits that were given leave no way out.
+    """
+    names, budget = ("max_source_length", "max_target_length"), recipe.max_tokens_per_batch
+    lengths = {name: getattr(recipe, name) for name in names}
+    if sum(lengths.values()) <= budget:
+        return
+    defaults = [name for name in names if not recipe.is_set(name)]
+    room = budget - sum(length for name, length in lengths.items() if name not in defaults)
+    if not defaults or room < 2 * len(defaults):
+        raise ValueError(
+            "`max_tokens_per_batch` must be at least `max_source_length` and `max_target_length` together where pairs are "
+            f"streamed, since a pair of these lengths may come at any time, got {budget}, {lengths[names[0]]} and "
+            f"{lengths[names[1]]}."
+        )
+    for name in defaults:
+        lowered = min(lengths[name], room // len(defaults))
+        logger.info(
+            "`%s` is %d, so that a batch can hold each pair, and not %d, its default.", name, lowered, lengths[name]
+        )
+        setattr(recipe, name, lowered)
+
+
 def fit_limits(recipe: "Recipe", longest: int | None) -> None:
     """Refuses limits of a recipe that allow for more tokens than the model can read, and lowers those that are defaults.
 

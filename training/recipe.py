@@ -28,6 +28,9 @@ TRAINING_DEFAULTS: dict[str, Any] = {
     "remove_unused_columns": False,
     "report_to": "none",
     "save_total_limit": 3,
+    # Seconds: one process reads the corpus and scores the finished model while the others wait, for which half an hour, the
+    # default, may be too short.
+    "ddp_timeout": 6 * 3600,
 }
 TRAINING_FIELDS = {item.name: item for item in dataclasses.fields(Seq2SeqTrainingArguments) if item.init}
 # Of this machine and moment, or secret: never part of a saved recipe.

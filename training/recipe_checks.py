@@ -13,6 +13,8 @@ _EXISTING_TOKENIZER = ("tokenizer_name_or_path", "model_name_or_path")
 # What an existing one has already.
 _OF_A_TRAINED_TOKENIZER = ("tokenizer_kind", "vocab_size", "target_vocab_size", "joint_vocabulary", "lowercase")
 _OF_A_TRAINED_TOKENIZER += ("normalization", "min_frequency", "joiner")
+# Any of these gives a task validation pairs.
+_VALIDATION = ("validation_file", "validation_source_file", "dataset_validation_split", "num_validation")
 
 
 def check_recipe(recipe: "Recipe", minimums: Mapping[str, float | None]) -> None:
@@ -33,6 +35,11 @@ def check_recipe(recipe: "Recipe", minimums: Mapping[str, float | None]) -> None
     _check_tokenizer_and_model(recipe)
     _check_evaluation(recipe)
     _check_technique(recipe)
+    if recipe.push_to_hub:
+        raise ValueError(
+            "`push_to_hub` must be left out, got true: `metaphrase push` uploads what a run has left, scores and all, without "
+            "its states."
+        )
 
 
 def _refuse_together(recipe: "Recipe", first: str, second: str, why: str) -> None:
@@ -60,6 +67,7 @@ def _check_places(recipe: "Recipe") -> None:
         _require_with(recipe, target, source)
         _refuse_together(recipe, one, source, "a split comes from one place")
         if split != "train" and getattr(recipe, f"num_{split}") > 0:
+            _refuse_together(recipe, f"num_{split}", f"max_{split}_samples", "the first says how many there are")
             for name in (one, source, f"dataset_{split}_split"):
                 _refuse_together(recipe, f"num_{split}", name, f"the {split} pairs are given or taken out of train")
 
@@ -93,6 +101,8 @@ def _check_objective(recipe: "Recipe") -> None:
         return
     of_pairs = [f"{split}{kind}" for split in SPLITS for kind in ("_file", "_source_file")]
     of_pairs += ["dataset_name", "streaming", "metrics", "target_vocab_size", "num_validation", "num_test"]
+    of_pairs += ["source_prefix", "source_column", "target_column", "too_long", "empty", "malformed", "invalid_utf8"]
+    of_pairs += ["max_test_samples"]
     for name in of_pairs:
         _refuse_together(recipe, "objective", name, "it is learned from plain text")
     if recipe.is_set("joint_vocabulary") and not recipe.joint_vocabulary:
@@ -162,7 +172,8 @@ def _check_best(recipe: "Recipe") -> None:
     evaluated = ["loss", "perplexity"]
     if recipe.objective == "pairs" and recipe.predict_with_generate:
         names = recipe.metrics or DEFAULT_METRICS
-        evaluated += [*names, *(f"{task}_{name}" for task in recipe.tasks for name in names)]
+        tasks = [task for task, fields in recipe.tasks.items() if any(fields.get(name) for name in _VALIDATION)]
+        evaluated += [*names, *(f"{task}_{name}" for task in tasks for name in names)]
     if (given or DEFAULT_METRICS[0]).removeprefix("eval_") in evaluated:
         return
     what = repr(given) if given is not None else f"{DEFAULT_METRICS[0]!r}, by which `average_best` chooses by default"
@@ -185,6 +196,8 @@ def _check_technique(recipe: "Recipe") -> None:
         limit = recipe.save_total_limit
         if limit is not None and (getattr(recipe, name) or 0) > limit:
             raise ValueError(f"`{name}` must be at most `save_total_limit`, got {getattr(recipe, name)} and {limit}.")
+        if getattr(recipe, name) is not None and recipe.load_best_model_at_end:
+            raise ValueError(f"`load_best_model_at_end` must be false with `{name}`, the finished model, got true.")
         if getattr(recipe, name) is not None and _strategy(recipe.save_strategy) == "no":
             raise ValueError(f"`{name}` must come with `save_strategy` steps, epoch or best, got no.")
     if recipe.average_best is not None and _strategy(recipe.eval_strategy) == "no":

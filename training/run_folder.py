@@ -40,6 +40,8 @@ FREE += ("r_drop_alpha", "r_drop_start_step", "exponential_average_decay", "expo
 SETTLED_TRAINING = ("optim", "optim_args", "optim_target_modules", "learning_rate", "weight_decay")
 SETTLED_TRAINING += ("adam_beta1", "adam_beta2", "adam_epsilon", "lr_scheduler_type", "lr_scheduler_kwargs")
 SETTLED_TRAINING += ("seed", "data_seed")
+# These may become `skip`, when a fault has ended a run.
+FAULTS = ("malformed", "invalid_utf8")
 
 
 def model_file_in(folder: Path) -> str | None:
@@ -68,16 +70,13 @@ def checkpoint_to_resume(recipe: Recipe, folder: Path) -> str | None:
     """
     resume = str(recipe.resume_from_checkpoint or "no")
     if resume.lower() in ("false", "no"):
-        if existing := checkpoints_in(folder):
-            raise ValueError(
-                f"`output_dir` must not hold the checkpoints of another run, got {folder} with {existing[-1].name}. "
-                "Pass --resume to go on from there, or choose another folder."
-            )
+        _refuse_checkpoints(folder)
         _refuse_model(folder)
         return None
     if resume.lower() not in ("true", "yes"):
         check_whole(resume)
         if Path(resume).resolve().parent != folder.resolve():
+            _refuse_checkpoints(folder)
             _refuse_model(folder)
         check_same_run(recipe, Path(resume).resolve().parent)
         return resume
@@ -96,6 +95,14 @@ def checkpoint_to_resume(recipe: Recipe, folder: Path) -> str | None:
         return None
     check_same_run(recipe, folder)
     return last
+
+
+def _refuse_checkpoints(folder: Path) -> None:
+    if existing := checkpoints_in(folder):
+        raise ValueError(
+            f"`output_dir` must not hold the checkpoints of another run, got {folder} with {existing[-1].name}. "
+            "Pass --resume to go on from there, or choose another folder."
+        )
 
 
 def _refuse_model(folder: Path) -> None:
@@ -121,7 +128,9 @@ def check_same_run(recipe: Recipe, folder: Path) -> None:
     before, now = _settled_values(load_recipe(path)), _settled_values(recipe)
     for name in sorted(before.keys() | now.keys()):
         old, new = before.get(name), now.get(name)
-        if _without_place(name, old) != _without_place(name, new):
+        # What has been read so far was without fault, and stays.
+        is_more_lenient = name.rpartition(".")[2] in FAULTS and (old, new) == ("error", "skip")
+        if _without_place(name, old) != _without_place(name, new) and not is_more_lenient:
             raise ValueError(
                 f"`{name}` must stay as it was when a run is resumed, got {_shown(new)}, and {_shown(old)} in {path}. "
                 "To change it, start a new run in another folder."

@@ -51,6 +51,7 @@ class TaskCorpus(PairCorpus):
         return chain.from_iterable(side[0] for side in sides), chain.from_iterable(side[1] for side in sides)
 
     def encode(self, tokenizers: TokenizerPair) -> dict[str, Any]:
+        self._check_prefixes(tokenizers)
         encoded = {}
         for name, corpus in self.tasks.items():
             with _naming(name):
@@ -60,8 +61,32 @@ class TaskCorpus(PairCorpus):
         validation = {name: splits["validation"] for name, splits in encoded.items() if "validation" in splits}
         return parts | ({"validation": _joined(validation)} if validation else {})
 
+    @property
+    def max_target_length(self) -> int:
+        return max(corpus.max_target_length for corpus in self.tasks.values())
+
+    def data_name(self, split: str) -> str:
+        names = [corpus.data_name(split) for corpus in self.tasks.values() if split in corpus.splits]
+        return ", ".join(dict.fromkeys(names))
+
     def sizes(self) -> dict[str, int]:
         return dict(sum((Counter(corpus.sizes()) for corpus in self.tasks.values()), Counter()))
+
+    def _check_prefixes(self, tokenizers: TokenizerPair) -> None:
+        """Refuses prefixes that look the same to the model, such as those of which a vocabulary knows nothing.
+
+        Raises:
+            ValueError: Naming two tasks.
+        """
+        prefixes = {name: corpus.recipe.source_prefix or "" for name, corpus in self.tasks.items()}
+        seen: dict[tuple[int, ...], str] = {}
+        for (name, prefix), ids in zip(prefixes.items(), tokenizers.encode_sources([*prefixes.values()]), strict=True):
+            other = seen.setdefault(tuple(ids), name)
+            if prefixes[other] != prefix:
+                raise ValueError(
+                    f"`source_prefix` must tell tasks apart, got {prefixes[other]!r} for {other!r} and {prefix!r} for {name!r}, "
+                    "which the tokenizer reads alike: `additional_special_tokens` gives it tokens for them."
+                )
 
     def _mixed(self, parts: dict[str, datasets.Dataset]) -> datasets.Dataset:
         recipe, sizes = self.recipe, [len(part) for part in parts.values()]

@@ -70,6 +70,7 @@ class MetaphraseTrainer(
         learning_rate_factors: Mapping[str, float] | None = None,
         layer_decay: float = 1.0,
         num_best_kept: int = 0,
+        num_last_kept: int = 0,
         **kwargs,
     ):
         """Adds to the parent's arguments:
@@ -86,6 +87,7 @@ class MetaphraseTrainer(
             r_drop_start_step: Updates of plain training before that.
             learning_rate_factors: See `parameter_groups`, as for `layer_decay`.
             num_best_kept: So many checkpoints, the best by `metric_for_best_model` (or BLEU), are kept however old they are.
+            num_last_kept: So many checkpoints, the last ones, are kept beside the best.
         """
         super().__init__(*args, **kwargs)
         self.tokenizers = tokenizers
@@ -97,7 +99,7 @@ class MetaphraseTrainer(
         self.r_drop_start_step = r_drop_start_step
         self.learning_rate_factors = learning_rate_factors
         self.layer_decay = layer_decay
-        self.num_best_kept = num_best_kept
+        self.num_best_kept, self.num_last_kept = num_best_kept, num_last_kept
         self.label_smoothing = self.args.label_smoothing_factor
         # The parent's smoother would take the labels away from the model.
         self.label_smoother = None
@@ -122,10 +124,12 @@ class MetaphraseTrainer(
         return gather_model(model) if self.is_fsdp_enabled or is_sharded(model) else model
 
     def _best_checkpoints(self, run: Path) -> list[str | Path | None]:
+        whole = checkpoints_in(run)
         scores = scores_in(self.state.log_history, self.args.metric_for_best_model or DEFAULT_METRIC)
-        scored = [path for path in checkpoints_in(run) if step_of(path) in scores]
+        scored = [path for path in whole if step_of(path) in scores]
         scored.sort(key=lambda path: (scores[step_of(path)], step_of(path)), reverse=True)
-        return [*super()._best_checkpoints(run), *scored[: self.num_best_kept]]
+        last = whole[-self.num_last_kept :] if self.num_last_kept else []
+        return [*super()._best_checkpoints(run), *scored[: self.num_best_kept], *last]
 
     def _get_train_sampler(self, train_dataset=None):
         dataset = self.train_dataset if train_dataset is None else train_dataset
