@@ -29,6 +29,7 @@ from metaphrase.conversion.weight_files import (
     write_weights,
 )
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
+from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 
 logger = logging.getLogger(__name__)
 
@@ -38,15 +39,19 @@ DEFAULT_SHARD_SIZE = "5GB"
 PROVENANCE_NAME = "conversion.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _TOKENIZER_FILES = (
-    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.spm", "*.model"),
-    *("spiece.*", "chat_template*"),
+    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "*vocab*", "merges.txt", "*.spm", "*.model"),
+    *("spiece.*", "chat_template*", "dict.txt"),
 )
 _LICENCES = ("LICENSE*", "NOTICE*")
 # What pipelines read of a task, which is the same for every family.
 _OF_TASKS = ("prefix", "task_specific_params")
 # transformers does not name these where sentencepiece is not installed.
 _NEED_SENTENCEPIECE = {"marian": "MarianTokenizer", "m2m_100": "M2M100Tokenizer"}
-_DOWNLOADED = ("*.json", "*.safetensors", *_TOKENIZER_FILES, *_LICENCES, "target_tokenizer/*")
+_DOWNLOADED = ("*.json", "*.safetensors", *_TOKENIZER_FILES, *_LICENCES, f"{TARGET_SUBFOLDER}/*")
+# A star goes beyond a slash: weights in folders are those of checkpoints, or in formats of others.
+_NOT_DOWNLOADED = ("*/*.safetensors",)
+# With these transformers reads the file of the tokenizer as it is, whatever class a folder names.
+_GENERIC_TOKENIZERS = ("TokenizersBackend", "PythonBackend", "PreTrainedTokenizerFast")
 
 
 def convert(
@@ -113,7 +118,11 @@ def convert(
 
 def _download(name: str, revision: str | None) -> Path:
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(_DOWNLOADED)))
+        return Path(
+            snapshot_download(
+                name, revision=revision, allow_patterns=list(_DOWNLOADED), ignore_patterns=list(_NOT_DOWNLOADED)
+            )
+        )
     except (HFValidationError, LocalEntryNotFoundError) as error:
         raise ValueError(
             f"`source` must be a folder that exists, or a name on the Hub, got {name!r}: {error}"
@@ -178,17 +187,19 @@ def _generation_config(folder: Path) -> GenerationConfig:
 
 
 def _copy_tokenizers(folder: Path, output: Path, model_type: str) -> None:
-    for path in sorted(folder.iterdir()):
-        if path.is_dir() and (path / _TOKENIZER_CONFIG).is_file():
-            shutil.copytree(path, output / path.name)
-        elif path.is_file() and _is_one_of(path.name, (*_TOKENIZER_FILES, *_LICENCES)):
-            shutil.copyfile(path, output / path.name)
+    for name in ("", TARGET_SUBFOLDER):
+        for path in sorted((folder / name).iterdir()) if (folder / name).is_dir() else ():
+            if path.is_file() and _is_one_of(path.name, (*_TOKENIZER_FILES, *_LICENCES)):
+                (output / name).mkdir(exist_ok=True)
+                shutil.copyfile(path, output / name / path.name)
     settings = output / _TOKENIZER_CONFIG
-    tokenizer_class = _tokenizer_class(model_type)
+    content = read_json(settings) if settings.is_file() else {}
+    named = content.get("tokenizer_class") or read_json(folder / CONFIG_NAME).get("tokenizer_class")
+    tokenizer_class = _tokenizer_class(model_type, named)
     has_tokenizer = any(_is_one_of(path.name, _TOKENIZER_FILES) for path in output.iterdir())
     if has_tokenizer and tokenizer_class is not None:
         # Without a name here the class would be looked up by the type of the model, which is another one now.
-        content = {"tokenizer_class": tokenizer_class} | (read_json(settings) if settings.is_file() else {})
+        content["tokenizer_class"] = tokenizer_class
         settings.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -196,6 +207,13 @@ def _is_one_of(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _tokenizer_class(model_type: str) -> str | None:
-    """The tokenizer of a family, also where the library that it needs is not installed."""
-    return TOKENIZER_MAPPING_NAMES.get(model_type) or _NEED_SENTENCEPIECE.get(model_type)
+def _tokenizer_class(model_type: str, named: str | None) -> str | None:
+    """The class of a folder's tokenizer, as transformers finds it.
+
+    Args:
+        model_type: Of the folder's model.
+        named: By the folder itself, if it does.
+    """
+    # Also where the library that it needs is not installed.
+    of_family = TOKENIZER_MAPPING_NAMES.get(model_type) or _NEED_SENTENCEPIECE.get(model_type)
+    return of_family if of_family in _GENERIC_TOKENIZERS else named or of_family

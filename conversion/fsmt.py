@@ -22,7 +22,8 @@ class FSMT(Sinusoidal):
     fixed = Sinusoidal.fixed | {"decoder_start_from_labels": True}
     embedding_names = {
         ENCODER_EMBEDDING: (ENCODER_EMBEDDING, DECODER_EMBEDDING, _PROJECTION),
-        DECODER_EMBEDDING: (DECODER_EMBEDDING, ENCODER_EMBEDDING, _PROJECTION),
+        # transformers 4 left out the embedding that is the projection, too; where all three are one, it kept the encoder's.
+        DECODER_EMBEDDING: (DECODER_EMBEDDING, _PROJECTION, ENCODER_EMBEDDING),
         HEAD: (_PROJECTION, DECODER_EMBEDDING, ENCODER_EMBEDDING),
     }
 

@@ -132,7 +132,10 @@ def write_weights(folder: Path, planned: Mapping[str, Planned], max_shard_bytes:
             # One weight under two names is two weights in the file.
             tensors[name] = made.clone() if made.data_ptr() in places else made
             places.add(made.data_ptr())
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+        try:
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{folder / file} could not be written: {error}") from error
         # Before the next file's tensors are there.
         del tensors, made
         weight_map |= dict.fromkeys(shard, file)

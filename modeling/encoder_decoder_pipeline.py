@@ -20,6 +20,7 @@ from .pipeline_options import (
     is_of_each_text,
     length_limits,
     pad_behind_ends,
+    with_lengths,
 )
 from .pipeline_tasks import CustomPipelines, languages_of, task_settings, translation_tasks
 from .pipeline_tokenizers import find_target_tokenizer, lacks_end_of_sequence, save_tokenizers
@@ -94,7 +95,9 @@ class EncoderDecoderPipeline(Pipeline):
         self.task_options = {name: value for name, value in settings.items() if name in known}
         super().__init__(model, tokenizer, *args, task=task, **kwargs)
         # Not merged into those of the call, which may bring a generation config in their place.
-        self._own_options, self._forward_params = self.task_options | self._forward_params, {}
+        own, self._forward_params = with_lengths(self._forward_params), {}
+        # A generation config of the pipeline stands in place of what the task says.
+        self._own_options = own if "generation_config" in own else with_lengths(self.task_options) | own
         self._lacks_eos = lacks_end_of_sequence(self.model, self.tokenizer)
 
     def _sanitize_parameters(

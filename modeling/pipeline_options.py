@@ -35,15 +35,15 @@ def generation_arguments(
         given: The options of the call.
         pad_token_id: The tokenizer's, for a model that knows none.
     """
-    given = dict(given)
+    given = with_lengths(given)
     config = given.pop("generation_config", None)
     if config is None:
-        given = {**own, **given}
+        given = with_lengths(own) | given
         config = given.pop("generation_config", None)
     if config is not None:
         # In a copy: transformers wants either a config or single settings.
         config = copy.deepcopy(config)
-        rest = config.update(**with_lengths(given))
+        rest = config.update(**given)
         return {"generation_config": config, **rest}
     decided = {name for name, value in model.generation_config.to_diff_dict().items() if value is not None} | set(given)
     defaults: dict[str, Any] = {}
@@ -53,7 +53,7 @@ def generation_arguments(
         defaults["num_beams"] = max(DEFAULT_NUM_BEAMS, given.get("num_return_sequences") or 1)
     if "pad_token_id" not in decided and pad_token_id is not None:
         defaults["pad_token_id"] = pad_token_id
-    return defaults | with_lengths(given)
+    return defaults | given
 
 
 def with_lengths(given: Mapping[str, Any]) -> dict[str, Any]:

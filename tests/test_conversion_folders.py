@@ -8,11 +8,9 @@ import torch
 from converted_models import bart_like, draw, fill_randomly
 from safetensors.torch import load_file, save_file
 from test_hub_code import FLAT_FILES
-from tiny_generator import SOURCES, tiny_pair
 from tiny_models import tiny_model
 from transformers import (
     AutoModelForSeq2SeqLM,
-    AutoTokenizer,
     BartForConditionalGeneration,
     MarianMTModel,
     T5Config,
@@ -24,7 +22,6 @@ from metaphrase.conversion import FAMILIES, convert
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.scripts import convert as verb
 from metaphrase.scripts.console import run
-from metaphrase.tokenization import TokenizerPair
 
 TINY = {
     "vocab_size": 37,
@@ -220,56 +217,6 @@ def test_t5_says_whether_it_is_tied_to_older_versions_too(tmp_path):
     loaded = T5ForConditionalGeneration.from_pretrained(tmp_path / "theirs")
     assert loaded.config.scale_decoder_outputs is False
     assert not torch.equal(loaded.lm_head.weight, loaded.shared.weight)
-
-
-# --- tokenizers and settings --------------------------------------------------------------------------------------
-
-
-def test_tokenizers_and_generation_settings_come_along(bart, tmp_path):
-    folder, _ = bart
-    source = tmp_path / "theirs"
-    shutil.copytree(folder, source)
-    pair = tiny_pair()
-    pair.save_pretrained(source)
-    (source / "LICENSE").write_text("free", encoding="utf-8")
-    settings = json.loads((source / "generation_config.json").read_text(encoding="utf-8"))
-    settings |= {"num_beams": 3, "forced_bos_token_id": 7, "max_length": 11}
-    (source / "generation_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    convert(source, tmp_path / "ours")
-    convert(tmp_path / "ours", tmp_path / "again", to="bart")
-    for name in ("ours", "again"):
-        assert TokenizerPair.from_pretrained(tmp_path / name).encode_sources(SOURCES) == pair.encode_sources(SOURCES)
-        assert (tmp_path / name / "LICENSE").read_text(encoding="utf-8") == "free"
-        written = json.loads((tmp_path / name / "generation_config.json").read_text(encoding="utf-8"))
-        assert written["num_beams"] == 3 and written["forced_bos_token_id"] == 7 and written["max_length"] == 11
-
-
-def test_tokenizer_that_named_no_class_is_that_of_its_family(bart, tmp_path):
-    folder, _ = bart
-    source = tmp_path / "theirs"
-    shutil.copytree(folder, source)
-    pair = tiny_pair()
-    pair.save_pretrained(source)
-    settings = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
-    del settings["tokenizer_class"]
-    (source / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    convert(source, tmp_path / "ours")
-    written = json.loads((tmp_path / "ours" / "tokenizer_config.json").read_text(encoding="utf-8"))
-    assert written["tokenizer_class"] == "RobertaTokenizer"
-    assert type(AutoTokenizer.from_pretrained(tmp_path / "ours")).__name__ == "RobertaTokenizer"
-
-
-def test_settings_of_older_days_are_in_the_configuration(bart, tmp_path):
-    folder, _ = bart
-    source = tmp_path / "theirs"
-    shutil.copytree(folder, source)
-    (source / "generation_config.json").unlink()
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    (source / "config.json").write_text(json.dumps(config | {"num_beams": 4, "max_length": 13}), encoding="utf-8")
-    convert(source, tmp_path / "ours")
-    written = json.loads((tmp_path / "ours" / "generation_config.json").read_text(encoding="utf-8"))
-    assert written["num_beams"] == 4 and written["max_length"] == 13 and written["forced_eos_token_id"] == 2
-    assert "d_model" not in written and "architectures" not in written
 
 
 # --- out ----------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Options of pipelines: who decides one, and what is warned of or refused."""
 
+import copy
 import logging
 
 import pytest
@@ -24,7 +25,9 @@ def options_model(**settings):
         ({"max_length": 30, "num_beams": 2, "pad_token_id": 1}, {}, {}, {}),
         ({}, {"num_beams": 2, "max_length": 9}, {"num_beams": 3}, {"num_beams": 3, "max_length": 9, "max_new_tokens": None}),
         ({"max_new_tokens": 8}, {}, {"max_length": 5}, {"max_length": 5, "max_new_tokens": None, "num_beams": 4}),
-        ({}, {"max_length": 5}, {"max_new_tokens": 6}, {"max_length": 5, "max_new_tokens": 6, "num_beams": 4}),
+        ({}, {"max_length": 5}, {"max_new_tokens": 6}, {"max_length": None, "max_new_tokens": 6, "num_beams": 4}),
+        ({}, {"max_new_tokens": 6}, {"max_length": 5}, {"max_length": 5, "max_new_tokens": None, "num_beams": 4}),
+        ({"max_length": 30, "num_beams": 2}, {"min_new_tokens": 6}, {"min_length": 5}, {"min_length": 5, "min_new_tokens": None}),
         ({}, {}, {"num_return_sequences": 6}, {"num_return_sequences": 6, "num_beams": 6, "max_new_tokens": 256}),
         ({}, {}, {"streamer": "s"}, {"streamer": "s", "max_new_tokens": 256}),
         ({}, {}, {"min_length": 2}, {"min_length": 2, "min_new_tokens": None, "num_beams": 4, "max_new_tokens": 256}),
@@ -51,6 +54,18 @@ def test_a_generation_config_of_the_call_stands_for_the_options_of_the_pipeline(
         {"translation_text": text} for text in generators[True].generate(SOURCES, num_beams=1, max_new_tokens=3)
     ]
     assert made(SOURCES, generation_config=config) == expected != made(SOURCES)
+
+
+def test_a_generation_config_of_the_pipeline_stands_for_the_options_of_the_task(generators):
+    generator = generators[True]
+    model = copy.deepcopy(generator.model)
+    model.config.task_specific_params = {"summarization": {"num_beams": 4, "max_length": 5, "min_length": 4}}
+    config = GenerationConfig(num_beams=1, max_new_tokens=7)
+    made = pipeline("summarization", model=model, tokenizer=generator.tokenizers, generation_config=config)
+    expected = generator.generate(SOURCES, num_beams=1, max_new_tokens=7)
+    assert [each["summary_text"] for each in made(SOURCES)] == expected
+    made = pipeline("summarization", model=model, tokenizer=generator.tokenizers)
+    assert [each["summary_text"] for each in made(SOURCES)] != expected
 
 
 def test_lengths_that_count():
