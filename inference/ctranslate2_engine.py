@@ -131,7 +131,9 @@ class CTranslate2Engine(Engine):
             # Its random numbers are those of a thread, seeded once and for all: only new threads follow the seed of torch.
             ctranslate2.set_random_seed(int(torch.randint(2**31 - 1, ())))
             translator = self._load()
-        yield lambda sources: self._search(translator, sources, asked, prefix, return_scores)
+        suppressed = [[self.targets[index] for index in word] for word in asked.suppressed]
+        options = asked.options | ({"suppress_sequences": suppressed} if suppressed else {})
+        yield lambda sources: self._search(translator, sources, asked, options, prefix, return_scores)
 
     def _prefix(self, asked: Search) -> list[str] | None:
         """What the targets begin with, as far as the folder does not say it itself.
@@ -159,6 +161,7 @@ class CTranslate2Engine(Engine):
         translator: "ctranslate2.Translator",
         sources: list[Sequence[int]],
         asked: Search,
+        options: dict[str, Any],
         prefix: list[str] | None,
         return_scores: bool,
     ) -> list[list[Hypothesis]]:
@@ -177,19 +180,21 @@ class CTranslate2Engine(Engine):
                 return_scores=return_scores,
                 # Nothing is cut off.
                 max_input_length=0,
-                **asked.options,
+                **options,
             )
         except RuntimeError as error:
             if "position encodings" not in str(error):
                 raise
             raise ValueError(f"Texts must not be longer than the exported table of positions: {error}.") from error
-        ends = set(asked.ends)
-        return [self._hypotheses(result, ends, return_scores) for result in results]
+        return [self._hypotheses(result, asked, return_scores) for result in results]
 
     def _hypotheses(
-        self, result: "ctranslate2.TranslationResult", ends: set[int], return_scores: bool
+        self, result: "ctranslate2.TranslationResult", asked: Search, return_scores: bool
     ) -> list[Hypothesis]:
+        ends = set(asked.ends)
         rows = [[self._target_ids[token] for token in tokens] for tokens in result.hypotheses]
+        if asked.forced_end is not None:
+            rows = [ids if not ids or ids[-1] in ends else [*ids[:-1], asked.forced_end] for ids in rows]
         scores = result.scores if return_scores else [None] * len(rows)
         return [Hypothesis(ids, score, bool(ids) and ids[-1] in ends) for ids, score in zip(rows, scores, strict=True)]
 

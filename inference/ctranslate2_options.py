@@ -17,6 +17,7 @@ _UNDERSTOOD = {
     *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "early_stopping", "num_beams", "length_penalty"),
     *("num_return_sequences", "repetition_penalty", "no_repeat_ngram_size", "renormalize_logits", "do_sample"),
     *("temperature", "top_k", "top_p", "forced_bos_token_id", "decoder_start_token_id", "eos_token_id"),
+    *("bad_words_ids", "suppress_tokens", "forced_eos_token_id"),
 }
 # These change no text: what is returned beside it, how caches are kept, and settings of what is not asked for.
 _WITHOUT_EFFECT = {
@@ -55,6 +56,8 @@ class Search:
         start: The id of what each target starts with.
         forced: The ids that each target begins with after that.
         ends: The ids that end a target.
+        suppressed: Ids that no target has in this order.
+        forced_end: The id in place of the last one of a target that meets the length limit, if there is one.
         is_sampling: Whether it draws tokens.
     """
 
@@ -62,6 +65,8 @@ class Search:
     start: int | None
     forced: list[int]
     ends: list[int]
+    suppressed: list[list[int]]
+    forced_end: int | None
     is_sampling: bool
 
 
@@ -77,10 +82,13 @@ def translate_options(
       means to go on to the longest length: the result is the same, the time is not. False with a `length_penalty` above 0
       stops on what goes on at that moment, for which CTranslate2 has no word. Where nothing is set it stops as for True.
     - `length_penalty`: the end of sequence counts in the length, in both.
-    - `min_length`, `no_repeat_ngram_size`: CTranslate2 lets the other tokens share the probability of a token that must not
-      come. To a greedy search it is all one; beams come out the same with `renormalize_logits`.
+    - `min_length`, `no_repeat_ngram_size`, `bad_words_ids`, `suppress_tokens`: CTranslate2 lets the other tokens share the
+      probability of a token that must not come. To a greedy search it is all one; beams come out the same with
+      `renormalize_logits`.
     - `repetition_penalty`: it changes logits here, and in transformers' beam search log-probabilities: only without beams.
     - `repetition_penalty`, `no_repeat_ngram_size`: the token that the decoder starts with is not among those generated before.
+    - `forced_eos_token_id`: of beams, those that meet the length limit are compared, and all targets that do are scored, with
+      the token in the place of which it comes.
     - `forced_bos_token_id` with beams: a target that ends right behind it must be the likeliest there to be kept.
 
     Args:
@@ -108,6 +116,11 @@ def translate_options(
     ends = list(ends) if isinstance(ends, (list, tuple)) else [ends]
     is_known = all(isinstance(end, int) and 0 <= end < vocab_size for end in ends)
     _require("eos_token_id", settings, bool(ends) and is_known, f"ids from 0 to {vocab_size - 1} for CTranslate2")
+    suppressed = _suppressed(settings, ends, vocab_size)
+    forced_end = settings["forced_eos_token_id"]
+    _require(
+        "forced_eos_token_id", settings, forced_end in (None, *ends), f"one of `eos_token_id` {ends} for CTranslate2"
+    )
     options: dict[str, Any] = {
         "beam_size": beams,
         "num_hypotheses": count,
@@ -124,7 +137,7 @@ def translate_options(
     if is_sampling:
         options |= _sampling_options(settings, vocab_size, return_scores)
     forced = [] if settings["forced_bos_token_id"] is None else [settings["forced_bos_token_id"]]
-    return Search(options, settings["decoder_start_token_id"], forced, ends, is_sampling)
+    return Search(options, settings["decoder_start_token_id"], forced, ends, suppressed, forced_end, is_sampling)
 
 
 def _merge(own: GenerationConfig, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,11 +204,24 @@ def _beam_options(settings: Mapping[str, Any], longest: int, shortest: int) -> d
         if shortest > 0:
             name = "min_length" if settings["min_new_tokens"] is None else "min_new_tokens"
             raise ValueError(f"`{name}` is {settings[name]} and `num_beams` {beams}: {what}.")
-        if settings["no_repeat_ngram_size"] > 0:
-            raise ValueError(
-                f"`no_repeat_ngram_size` is {settings['no_repeat_ngram_size']} and `num_beams` {beams}: {what}."
-            )
+        for name in ("no_repeat_ngram_size", "bad_words_ids", "suppress_tokens"):
+            if settings[name]:
+                raise ValueError(f"`{name}` is {settings[name]} and `num_beams` {beams}: {what}.")
     return {"length_penalty": penalty or _ZERO_EXPONENT, "patience": _patience(settings, penalty, longest)}
+
+
+def _suppressed(settings: Mapping[str, Any], ends: list[int], vocab_size: int) -> list[list[int]]:
+    """Ids that must not follow one another, or not come at all; as in transformers, a bad word that is an end does not count."""
+    rows = {
+        "suppress_tokens": [[token] for token in settings["suppress_tokens"] or ()],
+        "bad_words_ids": [
+            list(word) for word in settings["bad_words_ids"] or () if list(word) not in [[end] for end in ends]
+        ],
+    }
+    for name, words in rows.items():
+        is_known = all(word and all(0 <= token < vocab_size for token in word) for word in words)
+        _require(name, settings, is_known, f"ids from 0 to {vocab_size - 1}")
+    return [word for words in rows.values() for word in words]
 
 
 def _patience(settings: Mapping[str, Any], penalty: float, longest: int) -> float:

@@ -67,6 +67,9 @@ SAME = {
     "no_repeat_ngram_size with beams": {**BEAMS, "no_repeat_ngram_size": 2, "renormalize_logits": True},
     "forced_bos_token_id": {"forced_bos_token_id": 9},
     "forced_bos_token_id with beams": {**BEAMS, "forced_bos_token_id": 9},
+    "bad_words_ids": {"bad_words_ids": [[5], [6], [7], [8, 9], [9, 8], [2]]},
+    "bad_words_ids with beams": {**BEAMS, "bad_words_ids": [[5], [8, 9]], "renormalize_logits": True},
+    "suppress_tokens": {"suppress_tokens": [5, 6, 7, 8]},
     "another end": {"eos_token_id": 7},
     "several ends": {"eos_token_id": [2, 5, 9]},
     "beams": BEAMS,
@@ -90,7 +93,11 @@ def test_same_search(name, models):
 
 
 @pytest.mark.parametrize(
-    "name", ["min_new_tokens", "repetition_penalty", "no_repeat_ngram_size", "forced_bos_token_id", "another end"]
+    "name",
+    [
+        *("min_new_tokens", "repetition_penalty", "no_repeat_ngram_size", "forced_bos_token_id", "another end"),
+        *("bad_words_ids", "suppress_tokens"),
+    ],
 )
 def test_the_options_change_something(name, models):
     model, _, sources = models
@@ -127,6 +134,16 @@ def test_unset_early_stopping_is_told_and_is_true(models, caplog):
     assert not caplog.text
 
 
+def test_a_target_that_meets_the_limit_ends_as_it_must(models):
+    model, engine, sources = models
+    options = {"max_new_tokens": 4, "forced_eos_token_id": 2}
+    expected, found = decode(model, sources, **options), decode(engine, sources, **options)
+    assert [[h.ids for h in row] for row in found] == [[h.ids for h in row] for row in expected]
+    assert found != decode(engine, sources, max_new_tokens=4)
+    for row in decode(engine, sources, **BEAMS, **options):
+        assert all(h.ids[-1] == 2 and h.is_finished and len(h.ids) <= 4 for h in row)
+
+
 def test_scores_only_if_asked_for(models):
     _, engine, sources = models
     assert all(h.score is None for row in decode(engine, sources, **BEAMS) for h in row)
@@ -155,13 +172,15 @@ def test_long_sources_are_read_to_their_end(models):
 # refusals
 
 REFUSED = {
-    "`bad_words_ids` \\[\\[3\\]\\]": {"bad_words_ids": [[3]]},
+    "`bad_words_ids` is .* and `num_beams` 4: `renormalize_logits` True": {**BEAMS, "bad_words_ids": [[3]]},
+    "`suppress_tokens` is .* and `num_beams` 4: `renormalize_logits` True": {**BEAMS, "suppress_tokens": [3]},
+    "`bad_words_ids` must be ids from 0 to .*got .*1000": {"bad_words_ids": [[3], [3, 1000]]},
+    "`suppress_tokens` must be ids from 0 to .*got .*-1": {"suppress_tokens": [-1]},
     "`encoder_no_repeat_ngram_size` 2": {"encoder_no_repeat_ngram_size": 2},
     "`encoder_repetition_penalty` 2": {"encoder_repetition_penalty": 2.0},
     "`exponential_decay_length_penalty`": {"exponential_decay_length_penalty": (3, 1.1)},
-    "`forced_eos_token_id` 2": {"forced_eos_token_id": 2},
+    "`forced_eos_token_id` must be one of `eos_token_id` .*got 3": {"forced_eos_token_id": 3},
     "`begin_suppress_tokens` \\[3\\]": {"begin_suppress_tokens": [3]},
-    "`suppress_tokens` \\[3\\]": {"suppress_tokens": [3]},
     "`sequence_bias`": {"sequence_bias": [[[3], 1.0]]},
     "`guidance_scale` 2": {"guidance_scale": 2.0},
     "`penalty_alpha` 0.6": {"penalty_alpha": 0.6},
