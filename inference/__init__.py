@@ -9,13 +9,14 @@ from metaphrase.inference.engine import Engine, Hypothesis
 from metaphrase.inference.ensemble import EnsembleSearch
 from metaphrase.inference.forced_decoding import ForcedScore
 from metaphrase.inference.generation_options import GENERATION_OPTIONS, complete_sampling
-from metaphrase.inference.generator import Generator, ScoredText
+from metaphrase.inference.generator import Generator
 from metaphrase.inference.generator_pool import GeneratorPool
 from metaphrase.inference.joint_search import Partner
 from metaphrase.inference.loading import ENGINES
 from metaphrase.inference.minimum_bayes_risk import expected_utilities
 from metaphrase.inference.pipelines import SummarizationPipeline, Text2TextGenerationPipeline, TranslationPipeline
 from metaphrase.inference.quantization import QUANTIZATIONS, quantize
+from metaphrase.inference.run import ScoredText
 from metaphrase.inference.speculative_decoding import SpeculativeSearch
 from metaphrase.inference.word_alignment import alignment_error_rate, format_pharaoh, word_alignment, word_weights
 

@@ -185,7 +185,7 @@ def _generate(
 ) -> tuple[list[list[int]], list[str]]:
     """Ids and texts of the model's own targets: of a beam search those that won."""
     run = Run.of(generator, {**generation_kwargs, "num_return_sequences": 1}, len(sources))
-    found = generator._search(run, run.encode(sources), list(range(len(sources))), False, show_progress=show_progress)
+    found = run.search(run.encode(sources), list(range(len(sources))), False, show_progress=show_progress)
     hypotheses = [best for [best] in found]
     generator.num_unfinished += sum(not hypothesis.is_finished for hypothesis in hypotheses)
     ids = [hypothesis.ids for hypothesis in hypotheses]

@@ -1,40 +1,28 @@
 """Generator: texts in, texts out."""
 
-import copy
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from metaphrase.inference.call_options import plain_options
-from metaphrase.inference.decoding import decode
-from metaphrase.inference.engine import Engine, Hypothesis
+from metaphrase.inference.engine import Engine
 from metaphrase.inference.ensemble import EnsembleSearch
 from metaphrase.inference.forced_decoding import ForcedScore, encode_forced, read_texts, score_targets
 from metaphrase.inference.generation_options import check_counts
-from metaphrase.inference.joint_search import Partner, check_partner, check_target_vocabulary
+from metaphrase.inference.joint_search import check_partner, check_target_vocabulary
 from metaphrase.inference.loading import ENGINES, load_parts
 from metaphrase.inference.minimum_bayes_risk import decode_by_risk
-from metaphrase.inference.run import EncodedSources, Run, check_single, written_texts
+from metaphrase.inference.run import EncodedSources, Run, ScoredText, check_single, written_texts
 from metaphrase.inference.source_limits import check_source_length, count_cut, counting_on
-from metaphrase.inference.speculative_decoding import SpeculativeSearch
-from metaphrase.inference.text_options import options_of_texts, read_text_options
+from metaphrase.inference.text_options import read_text_options
 from metaphrase.inference.window_decoding import decode_windows, line_bar
 from metaphrase.inference.windows import PreparedWindows, check_seed, read_windows, seed_window
 from metaphrase.modeling.length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
 from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts, readable_tokens, shorten
-
-
-@dataclass(frozen=True)
-class ScoredText:
-    """One target text and its score (see `Hypothesis.score`)."""
-
-    text: str
-    score: float | None
 
 
 class Generator:
@@ -310,9 +298,9 @@ class Generator:
                 if seed is not None:
                     seed_window(seed, number)
                 numbers = [number * window + place for place in written_texts(texts)]
-                found = self._search(run, sources, numbers, return_scores, on_batch=bar.update)
+                found = run.search(sources, numbers, return_scores, on_batch=bar.update)
                 with windows.alone():
-                    candidates = self._candidates(run, texts, found, return_scores)
+                    candidates = run.scored_texts(texts, found, return_scores)
                     bar.update(len(texts) - len(found))
                     yield from candidates
                     del found, candidates
@@ -367,53 +355,8 @@ class Generator:
     ) -> list[list[ScoredText]]:
         run = Run.of(self, generation_kwargs, len(texts))
         numbers = written_texts(texts)
-        found = self._search(run, run.encode(texts), numbers, return_scores, show_progress=show_progress)
-        return self._candidates(run, texts, found, return_scores)
-
-    def _search(
-        self,
-        run: Run,
-        sources: EncodedSources,
-        numbers: list[int],
-        return_scores: bool,
-        *,
-        show_progress: bool | None = False,
-        on_batch: Callable[[int], object] | None = None,
-    ) -> list[list[Hypothesis]]:
-        """The hypotheses of the sources that were encoded, which have these numbers in the call."""
-        # It counts its drafts.
-        search = copy.copy(run.search)
-        self.num_truncated += sources.num_truncated
-        own, *others = sources.ids
-        partners = [Partner(each.model, ids) for each, ids in zip(run.generators[1:], others, strict=True)]
-        hypotheses = decode(
-            self.model,
-            own,
-            batch_size=self.batch_size,
-            max_tokens_per_batch=self.max_tokens_per_batch,
-            return_scores=return_scores,
-            show_progress=show_progress,
-            on_batch=on_batch,
-            partners=partners,
-            search=search,
-            **options_of_texts(run.options, numbers),
-        )
-        if isinstance(search, SpeculativeSearch):
-            self.num_drafted += search.num_drafted
-            self.num_accepted += search.num_accepted
-        return hypotheses
-
-    def _candidates(
-        self, run: Run, texts: list[str], hypotheses: list[list[Hypothesis]], return_scores: bool
-    ) -> list[list[ScoredText]]:
-        """The texts of all sources, those that were not decoded among them."""
-        count = self.num_targets(**run.options)
-        results = [[ScoredText("", 0.0 if return_scores else None)] * count for _ in texts]
-        for index, candidates in zip(written_texts(texts), hypotheses, strict=True):
-            self.num_unfinished += sum(not candidate.is_finished for candidate in candidates)
-            decoded = self.tokenizers.decode_targets([candidate.ids for candidate in candidates])
-            results[index] = [ScoredText(text, c.score) for text, c in zip(decoded, candidates, strict=True)]
-        return results
+        found = run.search(run.encode(texts), numbers, return_scores, show_progress=show_progress)
+        return run.scored_texts(texts, found, return_scores)
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """The ids of source texts, as the model reads them."""

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from metaphrase.inference.generator import Generator, ScoredText
+from metaphrase.inference.generator import Generator
 from metaphrase.inference.loading import default_device, find_device
+from metaphrase.inference.run import ScoredText
 from metaphrase.inference.source_limits import counting_on
 from metaphrase.inference.text_options import read_text_options
 from metaphrase.inference.window_decoding import decode_window, line_bar, settings_of_window

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from metaphrase.inference.generator import ScoredText
+    from metaphrase.inference.run import ScoredText
 
 _SEPARATOR = " ||| "
 # What the same model may say otherwise on another number of threads, where scores have six decimals.

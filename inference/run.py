@@ -1,17 +1,27 @@
-"""Run: what stays the same for all sources of a call, however many windows they come in."""
+"""Run: what stays the same for all sources of a call, however many windows they come in, and what comes of each window."""
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from metaphrase.inference.call_options import plain_options
-from metaphrase.inference.engine import Engine
+from metaphrase.inference.decoding import decode
+from metaphrase.inference.engine import Engine, Hypothesis
 from metaphrase.inference.ensemble import EnsembleSearch
-from metaphrase.inference.joint_search import check_partner, check_target_vocabulary, is_metaphrase
+from metaphrase.inference.joint_search import Partner, check_partner, check_target_vocabulary, is_metaphrase
 from metaphrase.inference.phrase_constraints import encode_phrases
 from metaphrase.inference.source_limits import check_sources, count_cut
 from metaphrase.inference.speculative_decoding import DEFAULT_NUM_ASSISTANT_TOKENS, SpeculativeSearch
-from metaphrase.inference.text_options import read_text_options
+from metaphrase.inference.text_options import options_of_texts, read_text_options
+
+
+@dataclass(frozen=True)
+class ScoredText:
+    """One target text and its score (see `Hypothesis.score`)."""
+
+    text: str
+    score: float | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,12 +43,12 @@ class Run:
 
     Attributes:
         generators: Who reads the sources, the one that was called first.
-        search: What joins them.
+        method: The search that joins them.
         options: What is left for `decode`.
     """
 
     generators: list[Any]
-    search: EnsembleSearch | SpeculativeSearch | None
+    method: EnsembleSearch | SpeculativeSearch | None
     options: dict[str, Any]
 
     @classmethod
@@ -72,6 +82,52 @@ class Run:
         # A source is one, however many models read it.
         by_source = (list(zip(*ids, strict=True)) for ids in (whole, sources))
         return EncodedSources(sources, count_cut(*by_source))
+
+    def search(
+        self,
+        sources: EncodedSources,
+        numbers: list[int],
+        return_scores: bool,
+        *,
+        show_progress: bool | None = False,
+        on_batch: Callable[[int], object] | None = None,
+    ) -> list[list[Hypothesis]]:
+        """The hypotheses of sources, which have these numbers in the call. The generator counts drafts and what was cut off."""
+        generator, *others = self.generators
+        # It counts its drafts.
+        search = copy.copy(self.method)
+        generator.num_truncated += sources.num_truncated
+        own, *rest = sources.ids
+        partners = [Partner(each.model, ids) for each, ids in zip(others, rest, strict=True)]
+        hypotheses = decode(
+            generator.model,
+            own,
+            batch_size=generator.batch_size,
+            max_tokens_per_batch=generator.max_tokens_per_batch,
+            return_scores=return_scores,
+            show_progress=show_progress,
+            on_batch=on_batch,
+            partners=partners,
+            search=search,
+            **options_of_texts(self.options, numbers),
+        )
+        if isinstance(search, SpeculativeSearch):
+            generator.num_drafted += search.num_drafted
+            generator.num_accepted += search.num_accepted
+        return hypotheses
+
+    def scored_texts(
+        self, texts: list[str], hypotheses: list[list[Hypothesis]], return_scores: bool
+    ) -> list[list[ScoredText]]:
+        """What hypotheses say, for all texts, those that were not decoded among them."""
+        generator = self.generators[0]
+        count = generator.num_targets(**self.options)
+        results = [[ScoredText("", 0.0 if return_scores else None)] * count for _ in texts]
+        for index, candidates in zip(written_texts(texts), hypotheses, strict=True):
+            generator.num_unfinished += sum(not candidate.is_finished for candidate in candidates)
+            decoded = generator.tokenizers.decode_targets([candidate.ids for candidate in candidates])
+            results[index] = [ScoredText(text, c.score) for text, c in zip(decoded, candidates, strict=True)]
+        return results
 
 
 def written_texts(texts: list[str]) -> list[int]:

@@ -5,7 +5,7 @@ import torch
 from tiny_generator import SOURCES, save_generator, tiny_generator
 
 from metaphrase.inference import Generator, ScoredText
-from metaphrase.inference import generator as generator_module
+from metaphrase.inference import run as run_module
 
 WHITE = ["", " ", "\t", "\u2028", "\x85 \u00a0", "\r"]
 
@@ -27,9 +27,9 @@ def test_separate_tokenizers_decode_with_the_targets_own(joint):
 
 def test_white_space_gives_empty_texts_without_asking_the_model(generator, monkeypatch):
     seen = []
-    whole = generator_module.decode
+    whole = run_module.decode
     monkeypatch.setattr(
-        generator_module, "decode", lambda model, sources, **k: seen.extend(sources) or whole(model, sources, **k)
+        run_module, "decode", lambda model, sources, **k: seen.extend(sources) or whole(model, sources, **k)
     )
     targets = generator.generate([*WHITE, SOURCES[0], *WHITE])
     assert targets[: len(WHITE)] == targets[-len(WHITE) :] == [""] * len(WHITE)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tiny_generator import SOURCES, save_generator, tiny_generator
 
-from metaphrase.inference import generator as generator_module
+from metaphrase.inference import run as run_module
 from metaphrase.inference.windows import PreparedWindows, read_windows, seed_window
 from metaphrase.scripts import generate
 
@@ -85,9 +85,9 @@ def test_errors_come_after_the_windows_before_them(generator, place, monkeypatch
     def encode(texts):
         if "unreadable" in texts:
             raise RuntimeError("no tokens")
-        return type(generator).encode(generator, texts)
+        return type(generator).encode_whole(generator, texts)
 
-    monkeypatch.setattr(generator, "encode", encode)
+    monkeypatch.setattr(generator, "encode_whole", encode)
     expected = {"reader": OSError, "text": ValueError, "tokenizer": RuntimeError}[place]
     results = []
     with pytest.raises(expected):
@@ -124,7 +124,7 @@ def test_an_error_of_decoding_ends_the_thread(generator, monkeypatch):
     def fail(*arguments, **options):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(generator_module, "decode", fail)
+    monkeypatch.setattr(run_module, "decode", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         list(generator.generate_stream(itertools.cycle(SOURCES), window=3))
     assert wait_for_no_threads()
