@@ -1,5 +1,6 @@
 """The model card: a trained folder's README.md, with metadata that the Hub reads."""
 
+import json
 import logging
 import os
 import re
@@ -23,6 +24,7 @@ from metaphrase.hub_card.sections import (
     describe_training_procedure,
     score_values,
 )
+from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +32,11 @@ TEMPLATE_PATH = Path(__file__).with_name("template.md")
 FIGURE_NAME = "training_curve.png"
 # A card that bears this line may be written anew; a card that does not was made or changed by somebody.
 MARKER = "<!-- Written by Metaphrase from this folder's files. Delete this line to protect your own changes. -->"
+# For a folder whose decoder has a tokenizer of its own.
+LOAD_TARGET_TOKENIZER = (
+    "target_tokenizer = AutoTokenizer.from_pretrained("
+    f'model_id, subfolder="{TARGET_SUBFOLDER}", trust_remote_code=True)\n'
+)
 TASKS = ("translation", "summarization", "text2text-generation")
 # The form of an ISO 639 code with an optional script or region, or of the Hub's special value.
 LANGUAGE_CODE = re.compile(r"[a-z]{2,3}(-[A-Za-z]{2,8})*|multilingual")
@@ -98,6 +105,10 @@ def write_model_card(
         parameters=UNKNOWN if facts.num_parameters is None else number(facts.num_parameters),
         license=plain(license) if license else f"{UNKNOWN}; ask the owner before you use the weights",
         model_id=f'"{repo_id}"' if repo_id else '"path/to/this/folder"',
+        target_tokenizer=LOAD_TARGET_TOKENIZER if facts.has_target_tokenizer else "",
+        # As JSON writes a text, it is one of Python's too.
+        source=json.dumps(f"{facts.source_prefix}Your text here.", ensure_ascii=False),
+        decoder="target_tokenizer" if facts.has_target_tokenizer else "tokenizer",
         scores=describe_scores(facts),
         training_data=describe_training_data(facts),
         training_procedure=describe_training_procedure(facts),
