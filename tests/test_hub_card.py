@@ -272,10 +272,16 @@ def test_a_card_by_another_hand_is_kept(empty_folder):
 
 
 def test_a_run_renews_its_card_but_not_that_of_another_hand(full_folder, caplog):
-    path = renew_model_card(full_folder)
+    given = {"license": "mit", "base_model": "me/base", "datasets": ["me/pairs"], "tags": ["mine"]}
+    path = write_model_card(full_folder, **given, summary="My own summary.", source_language="fr", task="summarization")
     (full_folder / "metrics.json").unlink()
     assert renew_model_card(full_folder) == path
     assert "No scores are known" in path.read_text(encoding="utf-8") and not caplog.records
+    card = ModelCard.load(path)
+    assert "My own summary." in card.text
+    assert {name: card.data[name] for name in given} == given | {"tags": ["metaphrase", "encoder-decoder", "mine"]}
+    # The recipe may be another now.
+    assert (card.data.language, card.data.pipeline_tag) == (["en", "de"], "translation")
     claimed = path.read_text(encoding="utf-8").replace(MARKER, "My own words.")
     path.write_text(claimed, encoding="utf-8")
     (full_folder / FIGURE_NAME).unlink()
