@@ -1,5 +1,6 @@
 """The model card: a trained folder's README.md, with metadata that the Hub reads."""
 
+import json
 import logging
 import os
 import re
@@ -8,12 +9,13 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+import yaml
+from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load
 from huggingface_hub.utils import validate_repo_id
 
 from metaphrase.hub_card.facts import TrainedFolder
 from metaphrase.hub_card.figures import draw_training_curve, has_training_curve
-from metaphrase.hub_card.markdown import number, plain
+from metaphrase.hub_card.markdown import from_plain, number, plain
 from metaphrase.hub_card.sections import (
     UNKNOWN,
     describe_architecture,
@@ -23,6 +25,7 @@ from metaphrase.hub_card.sections import (
     describe_training_procedure,
     score_values,
 )
+from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +33,27 @@ TEMPLATE_PATH = Path(__file__).with_name("template.md")
 FIGURE_NAME = "training_curve.png"
 # A card that bears this line may be written anew; a card that does not was made or changed by somebody.
 MARKER = "<!-- Written by Metaphrase from this folder's files. Delete this line to protect your own changes. -->"
+# For a folder whose decoder has a tokenizer of its own.
+LOAD_TARGET_TOKENIZER = (
+    "target_tokenizer = AutoTokenizer.from_pretrained("
+    f'model_id, subfolder="{TARGET_SUBFOLDER}", trust_remote_code=True)\n'
+)
+OWN_TAGS = ("metaphrase", "encoder-decoder")
 TASKS = ("translation", "summarization", "text2text-generation")
 # The form of an ISO 639 code with an optional script or region, or of the Hub's special value.
 LANGUAGE_CODE = re.compile(r"[a-z]{2,3}(-[A-Za-z]{2,8})*|multilingual")
+
+# In a card: its summary, and its languages.
+_HEAD = re.compile(
+    re.escape(MARKER) + r"\s*(.*?)\n\n- Source language: ([^\n]*)\n- Target language: ([^\n]*)\n- Parameters: ",
+    re.DOTALL,
+)
+# One that `_summarise` may have made.
+_MADE_SUMMARY = re.compile(
+    r"An encoder-decoder Transformer( of the type \S+)? for text, "
+    r"trained to (translate from [^\n]+|summarise|turn one text into another\. Which task that is, its files do not say)\."
+)
+_NO_CODE = " (no ISO 639 code, hence not in the metadata)"
 
 
 def write_model_card(
@@ -98,6 +119,10 @@ def write_model_card(
         parameters=UNKNOWN if facts.num_parameters is None else number(facts.num_parameters),
         license=plain(license) if license else f"{UNKNOWN}; ask the owner before you use the weights",
         model_id=f'"{repo_id}"' if repo_id else '"path/to/this/folder"',
+        target_tokenizer=LOAD_TARGET_TOKENIZER if facts.has_target_tokenizer else "",
+        # As JSON writes a text, it is one of Python's too.
+        source=json.dumps(f"{facts.source_prefix}Your text here.", ensure_ascii=False),
+        decoder="target_tokenizer" if facts.has_target_tokenizer else "tokenizer",
         scores=describe_scores(facts),
         training_data=describe_training_data(facts),
         training_procedure=describe_training_procedure(facts),
@@ -117,6 +142,8 @@ def write_model_card(
 def renew_model_card(folder: str | os.PathLike) -> Path:
     """Writes the card and the picture of the training curves after a run. A card by another hand stays, with a warning.
 
+    What an earlier card of ours was given, and no file of the folder says, stays in it.
+
     Returns:
         The path of the card.
 
@@ -125,7 +152,11 @@ def renew_model_card(folder: str | os.PathLike) -> Path:
     """
     path = Path(folder) / "README.md"
     if not path.exists() or is_own_card(path):
-        return write_model_card(folder)
+        given = earlier_arguments(path)
+        # The recipe of the run decides these.
+        for name in ("task", "source_language", "target_language"):
+            given.pop(name, None)
+        return write_model_card(folder, **given)
     logger.warning("%s was made or changed by somebody: it stays as it is. Delete it to have a new one.", path)
     # The picture that it may show is of this run all the same.
     facts = TrainedFolder.read(folder)
@@ -136,6 +167,47 @@ def renew_model_card(folder: str | os.PathLike) -> Path:
 def is_own_card(path: str | os.PathLike) -> bool:
     """Whether a README.md was written by `write_model_card` and nobody has claimed it since."""
     return MARKER in Path(path).read_text("utf-8", errors="replace")
+
+
+def earlier_arguments(path: str | os.PathLike) -> dict[str, Any]:
+    """What `write_model_card` must be given so that a card that is written anew states what it did.
+
+    Args:
+        path: The README.md of a folder.
+
+    Returns:
+        Arguments by name, none for a card that is not there or was made or changed by somebody: those of `license`,
+        `base_model`, `datasets` and `tags` that it has, the languages that it knows, and its `task` and `summary` where they are
+        not what is made of the rest. A title is not among them, since it may be the name of a folder or of a repository.
+
+    Raises:
+        ValueError: If its metadata cannot be read.
+    """
+    path = Path(path)
+    if not path.exists() or not is_own_card(path):
+        return {}
+    try:
+        data = metadata_load(path) or {}
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(
+            f"The metadata of README.md must be readable, got an error in {str(path)!r}: {error}. Repair or delete it."
+        ) from error
+    datasets, tags = (_as_list(data.get(name)) for name in ("datasets", "tags"))
+    given = {"license": data.get("license"), "base_model": data.get("base_model"), "datasets": datasets}
+    given["tags"] = [tag for tag in tags if tag not in OWN_TAGS]
+    if head := _HEAD.search(path.read_text(encoding="utf-8")):
+        summary, *shown = head.groups()
+        languages = [from_plain(language.removesuffix(_NO_CODE)) for language in shown]
+        languages = [None if language == UNKNOWN else language for language in languages]
+        given |= {"source_language": languages[0], "target_language": languages[1]}
+        task = data.get("pipeline_tag")
+        given["task"] = task if task in TASKS and task != _choose_task(None, tuple(languages)) else None
+        given["summary"] = None if _MADE_SUMMARY.fullmatch(summary) else summary
+    return {name: value for name, value in given.items() if value}
+
+
+def _as_list(value: Any) -> list:
+    return list(value) if isinstance(value, list) else [value] if value else []
 
 
 def _choose_task(task: str | None, languages: tuple[str | None, str | None]) -> str:
@@ -173,7 +245,7 @@ def _metadata(
         license=license,
         library_name="transformers",
         pipeline_tag=task,
-        tags=["metaphrase", "encoder-decoder", *tags],
+        tags=[*OWN_TAGS, *tags],
         base_model=base_model,
         datasets=list(datasets) or None,
         metrics=list(dict.fromkeys(result.metric_type for result in results)) or None,
@@ -189,8 +261,7 @@ def _hub_metric(name: str) -> str:
 def _language(language: str | None) -> str:
     if not language:
         return UNKNOWN
-    note = "" if LANGUAGE_CODE.fullmatch(language) else " (no ISO 639 code, hence not in the metadata)"
-    return plain(language) + note
+    return plain(language) + ("" if LANGUAGE_CODE.fullmatch(language) else _NO_CODE)
 
 
 def _summarise(facts: TrainedFolder, task: str, languages: tuple[str | None, str | None]) -> str:

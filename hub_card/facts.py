@@ -10,6 +10,8 @@ from typing import Any
 import yaml
 from safetensors import SafetensorError, safe_open
 
+from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
+
 # A recipe's fields that say where the texts came from; the rest are hyperparameters.
 DATA_FIELDS = ("data_dir", "dataset", "dataset_name", "dataset_config", "corpus", "files")
 DATA_FIELD_ENDINGS = ("_file", "_files", "_source", "_target", "_dataset", "_corpus")
@@ -20,7 +22,11 @@ SECRET_FIELDS = ("token", "hub_token", "push_to_hub_token", "use_auth_token", "a
 
 @dataclass(frozen=True)
 class TrainedFolder:
-    """The files of a folder, each None where it is absent."""
+    """The files of a folder, each None where it is absent.
+
+    Attributes:
+        has_target_tokenizer: Whether what the decoder writes is read by a tokenizer of its own.
+    """
 
     path: Path
     metrics: dict[str, Any] | None
@@ -28,6 +34,7 @@ class TrainedFolder:
     trainer_state: dict[str, Any] | None
     config: dict[str, Any] | None
     num_parameters: int | None
+    has_target_tokenizer: bool
 
     @classmethod
     def read(cls, folder: str | Path) -> "TrainedFolder":
@@ -46,6 +53,7 @@ class TrainedFolder:
             trainer_state=_read_mapping(path / "trainer_state.json", json.loads),
             config=_read_mapping(path / "config.json", json.loads),
             num_parameters=count_parameters(path),
+            has_target_tokenizer=(path / TARGET_SUBFOLDER).is_dir(),
         )
 
     @property
@@ -68,6 +76,14 @@ class TrainedFolder:
         """The name of the data that the scores were measured on."""
         name = ((self.metrics or {}).get("data") or {}).get("name")
         return None if name is None else without_machine_path(str(name))
+
+    @property
+    def source_prefix(self) -> str:
+        """The text before each source that the model was trained on, of several tasks that of the first; often nothing."""
+        recipe = self.recipe or {}
+        tasks = list(recipe["tasks"].values()) if isinstance(recipe.get("tasks"), Mapping) else []
+        fields = tasks[0] if tasks else recipe
+        return str(fields.get("source_prefix") or "") if isinstance(fields, Mapping) else ""
 
     def split_recipe(self) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
         """Returns (data fields, hyperparameters, names of secret fields that are left out)."""

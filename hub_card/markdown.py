@@ -1,5 +1,6 @@
 """Markdown pieces: text and code that cannot break out of their place, and tables of them."""
 
+import html
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,6 +14,11 @@ def plain(value: Any) -> str:
     """Returns a value as one line of running text, with every character that Markdown or HTML would read escaped."""
     text = _one_line(value).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_\[\]{}#|~!$])", r"\\\1", text)
+
+
+def from_plain(text: str) -> str:
+    """Returns the text that `plain` wrote so."""
+    return html.unescape(re.sub(r"\\(.)", r"\1", text))
 
 
 def code(value: Any) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import yaml
 from huggingface_hub import HfApi
@@ -21,7 +22,7 @@ from huggingface_hub.utils import validate_repo_id
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from metaphrase.hub_card import write_model_card
-from metaphrase.hub_card.card import FIGURE_NAME, is_own_card
+from metaphrase.hub_card.card import FIGURE_NAME, earlier_arguments, is_own_card
 from metaphrase.hub_card.facts import SECRET_FIELDS
 from metaphrase.scripts.console import run
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
@@ -30,6 +31,8 @@ from metaphrase.training.averaging import PROVENANCE_NAME
 logger = logging.getLogger(__name__)
 
 CARD = "README.md"
+# What the command line can say of the card, by the names of `write_model_card`.
+CARD_OPTIONS = ("license", "base_model", "datasets")
 # Names that tokenizers are saved under; the last lines are those of SentencePiece, of families' own kinds, and of templates.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 TOKENIZER_FILES += ("vocab.json", "vocab.txt", "merges.txt", "target_vocab.json", "vocab-src.json", "vocab-tgt.json")
@@ -91,6 +94,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--overwrite_card", action="store_true", help="write a model card in place of a README.md of your own"
     )
+    parser.add_argument("--license", metavar="NAME", help="of the weights, for the card, such as apache-2.0")
+    parser.add_argument("--base_model", metavar="NAME", help="what this one was fine-tuned from, for the card")
+    parser.add_argument("--datasets", nargs="+", metavar="NAME", help="what it was trained on, for the card")
     return parser
 
 
@@ -181,14 +187,32 @@ def writes_card(folder: Path, arguments: argparse.Namespace) -> bool:
     return arguments.overwrite_card or not (folder / CARD).exists() or is_own_card(folder / CARD)
 
 
-def rehearse(folder: Path, arguments: argparse.Namespace) -> None:
-    """Prints what would be done; neither the folder nor the Hub changes."""
+def card_arguments(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the card is written with: what an earlier one of ours was given, unless the command line says otherwise.
+
+    Raises:
+        ValueError: If the command line says something for a card that is not written.
+    """
+    given = {name: getattr(arguments, name) for name in CARD_OPTIONS if getattr(arguments, name) is not None}
+    if given and not writes_card(folder, arguments):
+        name, value = next(iter(given.items()))
+        raise ValueError(
+            f"`{name}` must come with --overwrite_card where {CARD} is of another hand, got {value!r} for {folder / CARD}."
+        )
+    return earlier_arguments(folder / CARD) | given
+
+
+def rehearse(folder: Path, arguments: argparse.Namespace, card: dict[str, Any]) -> None:
+    """Prints what would be done, with the card written from these arguments; neither the folder nor the Hub changes."""
     selection = select_files(folder)
     kind = "private " if arguments.private else ""
     print(f"Dry run: nothing is written or sent. {folder} -> {kind}{arguments.repo_id}, {arguments.revision or 'main'}")
     if writes_card(folder, arguments):
         selection.sizes.pop(CARD, None)
         print(f"  {'written first':>15}  {CARD} (model card, perhaps with a picture of the training curves)")
+        for name, value in card.items():
+            text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            print(f"  {'':>15}  {name}: {' '.join(text.split())}")
     report(selection, print)
 
 
@@ -229,11 +253,13 @@ def main(words: Sequence[str]) -> None:
         raise ValueError(f"`commit_message` must not be empty, got {arguments.commit_message!r}.")
     folder = Path(arguments.folder)
     check_folder(folder)
+    card = card_arguments(folder, arguments)
     if arguments.dry_run:
-        rehearse(folder, arguments)
+        rehearse(folder, arguments, card)
         return
     if writes_card(folder, arguments):
-        logger.info("Wrote %s", write_model_card(folder, repo_id=arguments.repo_id, overwrite=arguments.overwrite_card))
+        path = write_model_card(folder, repo_id=arguments.repo_id, overwrite=arguments.overwrite_card, **card)
+        logger.info("Wrote %s", path)
     upload(folder, arguments)
 
 

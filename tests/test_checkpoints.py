@@ -14,6 +14,7 @@ from metaphrase.training.checkpoint_folders import (
     discard_surplus,
     publish_checkpoint,
     remove_unfinished,
+    set_later_aside,
     unfinished_folder,
 )
 from metaphrase.training.checkpoints import checkpoints_in, discard_checkpoint, is_whole, last_whole_checkpoint
@@ -143,6 +144,30 @@ def test_a_deleted_one_loses_its_name_first(run, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         discard_checkpoint(run / "checkpoint-3")
     assert names(run) == ["checkpoint-1", "checkpoint-2"]
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2, 3])
+@pytest.mark.parametrize("finish", [last_whole_checkpoint, remove_unfinished])
+def test_later_ones_are_all_set_aside_or_the_next_run_does_the_rest(renames, finish, run, monkeypatch):
+    (run / "trainer_state.json").write_text('{"global_step": 3}')
+    rename, done = os.rename, []
+
+    def only_so_many(source, target):
+        if len(done) == renames:
+            raise KeyboardInterrupt
+        done.append(rename(source, target))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", only_so_many)
+        with pytest.raises(KeyboardInterrupt):
+            set_later_aside(run / "checkpoint-1", run)
+    for _ in range(2):
+        finish(run)
+        assert names(run) == ["checkpoint-1"] and all(map(is_whole, checkpoints_in(run / "_abandoned-1")))
+        aside = ["checkpoint-2", "checkpoint-3", "trainer_state.json"]
+        assert sorted(path.name for path in (run / "_abandoned-1").iterdir()) == aside
+        assert sorted(path.name for path in run.iterdir()) == ["_abandoned-1", "checkpoint-1"]
+    assert last_whole_checkpoint(run) == str(run / "checkpoint-1")
 
 
 @pytest.mark.parametrize(

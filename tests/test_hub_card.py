@@ -9,8 +9,10 @@ import warnings
 import numpy as np
 import pytest
 import torch
+import yaml
 from huggingface_hub import ModelCard
 from safetensors.torch import save_file
+from tiny_generator import save_generator, tiny_generator
 
 from metaphrase.hub_card import figures
 from metaphrase.hub_card.card import FIGURE_NAME, MARKER, renew_model_card, write_model_card
@@ -153,6 +155,38 @@ def test_the_code_in_the_card_is_python_and_loads_the_repository(full_folder):
     assert "import metaphrase.modeling" in blocks[1]
 
 
+@pytest.mark.parametrize(
+    ("recipe", "prefix"),
+    [
+        (None, ""),
+        ({"source_prefix": 'say "$it" \\ ä:\n'}, 'say "$it" \\ ä:\n'),
+        (
+            {"tasks": {"translate": {"source_prefix": "to German: "}, "summarize": {"source_prefix": "in short: "}}},
+            "to German: ",
+        ),
+        ({"tasks": {"translate": {"train_file": "train.tsv"}}}, ""),
+    ],
+    ids=["none", "one", "tasks", "task without"],
+)
+@pytest.mark.parametrize("joint", [True, False])
+def test_the_code_in_the_card_reads_with_one_tokenizer_and_writes_with_the_other(
+    joint, recipe, prefix, tmp_path, capsys
+):
+    generator = tiny_generator(joint, kind="byte" if joint else "char")
+    folder = save_generator(generator, tmp_path / "trained")
+    if recipe:
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
+    text = write_model_card(folder).read_text(encoding="utf-8")
+    code_of_card = text.split("```python\n")[1].split("```")[0]
+    exec(compile(code_of_card.replace('"path/to/this/folder"', repr(str(folder))), "card", "exec"), {})
+    tokenizers = generator.tokenizers
+    ids = generator.model.generate(torch.tensor(tokenizers.encode_sources([prefix + "Your text here."])))
+    expected = tokenizers.decode_targets(ids)
+    assert capsys.readouterr().out.splitlines()[-1] == str(expected)
+    assert (expected != tokenizers.source.batch_decode(ids, skip_special_tokens=True)) == (not joint)
+    assert expected[0] and ("target_tokenizer" in text) == (not joint)
+
+
 def test_secrets_and_machine_paths_stay_out(full_folder):
     text = write_model_card(full_folder).read_text(encoding="utf-8")
     assert "hf_verysecret" not in text and "somebody" not in text
@@ -238,10 +272,16 @@ def test_a_card_by_another_hand_is_kept(empty_folder):
 
 
 def test_a_run_renews_its_card_but_not_that_of_another_hand(full_folder, caplog):
-    path = renew_model_card(full_folder)
+    given = {"license": "mit", "base_model": "me/base", "datasets": ["me/pairs"], "tags": ["mine"]}
+    path = write_model_card(full_folder, **given, summary="My own summary.", source_language="fr", task="summarization")
     (full_folder / "metrics.json").unlink()
     assert renew_model_card(full_folder) == path
     assert "No scores are known" in path.read_text(encoding="utf-8") and not caplog.records
+    card = ModelCard.load(path)
+    assert "My own summary." in card.text
+    assert {name: card.data[name] for name in given} == given | {"tags": ["metaphrase", "encoder-decoder", "mine"]}
+    # The recipe may be another now.
+    assert (card.data.language, card.data.pipeline_tag) == (["en", "de"], "translation")
     claimed = path.read_text(encoding="utf-8").replace(MARKER, "My own words.")
     path.write_text(claimed, encoding="utf-8")
     (full_folder / FIGURE_NAME).unlink()

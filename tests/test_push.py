@@ -14,7 +14,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import ModelCard, constants
 from tiny_generator import save_generator, tiny_generator
 
 from metaphrase.hub_card import write_model_card
@@ -209,6 +209,76 @@ def test_card_of_training_is_written_anew_to_name_the_repository(hub, folder):
     push.main(push_words(folder))
     card = hub.commits[0][2]["README.md"].decode()
     assert '"somebody/tiny"' in card and "path/to/this/folder" not in card
+
+
+GIVEN = {"license": "apache-2.0", "base_model": "me/base", "datasets": ["me/pairs", "me/more"], "tags": ["demo"]}
+
+
+def stated(card):
+    """Of a card what no file of its folder says."""
+    data = ModelCard(card.decode()).data
+    return {name: getattr(data, name) for name in GIVEN} | {"tags": data.tags[2:]}
+
+
+def test_what_a_card_was_given_stays_in_it(hub, folder):
+    summary = "Written *by hand*.\n\n- Source language: see below\n- & more"
+    words = {"summary": summary, "task": "summarization", "source_language": "Old_Norse & <Danish>"}
+    write_model_card(folder, **GIVEN, **words)
+    for name in ("tiny", "other"):
+        push.main(push_words(folder, repo_id=f"somebody/{name}"))
+        card = hub.commits[-1][2]["README.md"]
+        text = card.decode()
+        assert stated(card) == GIVEN and ModelCard(text).data.pipeline_tag == "summarization"
+        assert f"{summary}\n\n- Source language: Old\\_Norse &amp; &lt;Danish&gt; (no ISO" in text
+        assert "- Target language: unknown\n" in text and "- Licence: apache-2.0\n" in text
+        assert f"# {name}\n" in text and f'model_id = "somebody/{name}"' in text
+
+
+def test_options_of_the_card_replace_what_it_was_given(hub, folder):
+    write_model_card(folder, **GIVEN)
+    push.main(push_words(folder, "--license", "mit", "--datasets", "me/third"))
+    assert stated(hub.commits[-1][2]["README.md"]) == GIVEN | {"license": "mit", "datasets": ["me/third"]}
+    (folder / "README.md").unlink()
+    push.main(push_words(folder, "--base_model", "me/other"))
+    expected = {"license": None, "base_model": "me/other", "datasets": None, "tags": []}
+    assert stated(hub.commits[-1][2]["README.md"]) == expected
+
+
+def test_what_a_card_says_by_itself_follows_the_files(hub, folder):
+    write_model_card(folder, license="mit")
+    (folder / "recipe.yaml").write_text("source_language: en\ntarget_language: de\n", encoding="utf-8")
+    push.main(push_words(folder))
+    card = ModelCard(hub.commits[0][2]["README.md"].decode())
+    assert "trained to translate from en to de" in card.text and "turn one text into another" not in card.text
+    assert (card.data.pipeline_tag, card.data.language, card.data.license) == ("translation", ["en", "de"], "mit")
+
+
+def test_dry_run_tells_what_the_card_will_state(folder, capsys):
+    write_model_card(folder, **GIVEN)
+    before = content_of(folder)
+    push.main(push_words(folder, "--dry_run", "--license", "mit"))
+    said = capsys.readouterr().out
+    for line in ("license: mit", "base_model: me/base", "datasets: me/pairs, me/more", "tags: demo"):
+        assert re.search(rf"^ +{line}$", said, re.MULTILINE), line
+    assert content_of(folder) == before
+
+
+def test_options_of_the_card_need_a_card_that_is_written(hub, folder):
+    (folder / "README.md").write_text("my own words", encoding="utf-8")
+    for option in ("--license", "--base_model", "--datasets"):
+        with pytest.raises(ValueError, match=f"`{option[2:]}` must come with --overwrite_card where README.md is"):
+            push.main(push_words(folder, option, "mit", "--dry_run"))
+    push.main(push_words(folder, "--license", "mit", "--overwrite_card"))
+    assert stated(hub.commits[0][2]["README.md"])["license"] == "mit"
+
+
+def test_card_whose_metadata_cannot_be_read_is_not_replaced(hub, folder):
+    path = write_model_card(folder)
+    broken = path.read_text(encoding="utf-8").replace("---\n", "---\nlicense: [\n", 1)
+    path.write_text(broken, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"The metadata of README\.md must be readable, got an error in .*README\.md"):
+        push.main(push_words(folder))
+    assert path.read_text(encoding="utf-8") == broken and hub.calls == []
 
 
 def test_existing_repository_and_other_branch(hub, folder):

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 
 import numpy as np
 import pytest
@@ -157,19 +158,35 @@ def test_two_processes_killed_in_the_second_epoch(server, whole_run, tmp_path):
     # Both are there when it is saved, and both are killed when the name is about to be given.
     assert server.run(run, case="processes", processes=2, resume=True, access=("os.rename", 1))[0]
     assert [path.name for path in checkpoints_in(run)] == ["checkpoint-6"]
-    assert not server.run(run, case="processes", processes=2, resume=True)[0]
+    # As if the run had been further and were to go back.
+    shutil.copytree(run / "checkpoint-6", run / "checkpoint-8")
+    killed, log = server.run(run, case="processes", processes=2, resume=str(run / "checkpoint-6"))
+    assert not killed and log.count("what was later, checkpoint-8, now lies in") == 1
+    assert is_whole(run / "_abandoned-1" / "checkpoint-8")
+    shutil.rmtree(run / "_abandoned-1")
     assert_same_run(whole, run)
 
 
 def test_killed_while_a_checkpoint_is_replaced(server, whole_run, tmp_path):
     whole, run = whole_run("accumulation"), tmp_path / "run"
     server.run(run, case="accumulation")
-    # Resumed before the last checkpoint, the run writes that again: the old one has moved away, the new one not yet arrived.
-    killed, log = server.run(run, case="accumulation", resume=str(run / "checkpoint-8"), access=("os.rename", 2))
-    assert killed and "checkpoint-10 are later" in log
-    assert [path.name for path in checkpoints_in(run)] == ["checkpoint-8"]
+    # The same steps from another folder write the last checkpoint again: the old one has moved away, the new one not yet arrived.
+    killed, log = server.run(run, case="accumulation", resume=str(whole / "checkpoint-8"), access=("os.rename", 2))
+    assert killed and [path.name for path in checkpoints_in(run)] == ["checkpoint-8"]
     killed, log = server.run(run, case="accumulation", resume=True)
     assert not killed and "was being replaced" in log
+    assert_same_run(whole, run)
+
+
+def test_killed_while_later_checkpoints_are_set_aside(server, whole_run, tmp_path):
+    whole, run = whole_run("accumulation"), tmp_path / "run"
+    server.run(run, case="accumulation")
+    assert server.run(run, case="accumulation", resume=str(run / "checkpoint-8"), access=("os.rename", 1))[0]
+    assert [path.name for path in checkpoints_in(run)] == ["checkpoint-8", "checkpoint-10"]
+    killed, log = server.run(run, case="accumulation", resume=True)
+    assert not killed and "from step 8: what was later, checkpoint-10, now lies in" in log
+    assert is_whole(run / "_abandoned-1" / "checkpoint-10")
+    shutil.rmtree(run / "_abandoned-1")
     assert_same_run(whole, run)
 
 

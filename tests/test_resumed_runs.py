@@ -3,18 +3,18 @@
 import logging
 import os
 import random
+import shutil
 
 import datasets
 import numpy as np
 import pytest
 import torch
-from small_runs import PAIRS, WholeTrainer, make_trainer, read
+from small_runs import PAIRS, WholeTrainer, make_trainer, names, read
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from metaphrase.training.batching import PairCollator
-from metaphrase.training.checkpoint_folders import later_whole_checkpoints
-from metaphrase.training.checkpoints import WholeCheckpoints, is_whole
+from metaphrase.training.checkpoints import WholeCheckpoints, is_whole, last_whole_checkpoint
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.recipe import load_recipe
 
@@ -54,13 +54,44 @@ def test_an_experiment_takes_the_last_whole_checkpoint_and_refuses_others(run, t
     assert "holds no whole checkpoint to resume from" in caplog.text
 
 
-def test_later_checkpoints_are_pointed_out(run, tmp_path, caplog):
+def test_later_checkpoints_are_set_aside(run, caplog):
+    (run / "trainer_state.json").write_text('{"global_step": 3}', encoding="utf-8")
     os.truncate(run / "checkpoint-2" / "optimizer.pt", 100)
-    assert later_whole_checkpoints(run / "checkpoint-1", run) == ["checkpoint-3"]
-    assert later_whole_checkpoints(run / "checkpoint-1", tmp_path) == []
-    trainer = make_trainer(run, max_steps=2)
-    trainer.train(resume_from_checkpoint=str(run / "checkpoint-1"))
-    assert "checkpoint-3 are later and stay there" in caplog.text
+    later = (run / "checkpoint-3" / "model.safetensors").read_bytes()
+    make_trainer(run, max_steps=2).train(resume_from_checkpoint=str(run / "checkpoint-1"))
+    assert names(run) == ["checkpoint-1", "checkpoint-2"] and is_whole(run / "checkpoint-2")
+    assert last_whole_checkpoint(run) == str(run / "checkpoint-2")
+    aside = run / "_abandoned-1"
+    assert f"from step 1: what was later, checkpoint-2, checkpoint-3, now lies in {aside}." in caplog.text
+    assert (aside / "checkpoint-3" / "model.safetensors").read_bytes() == later
+    assert not (run / "trainer_state.json").exists() and (aside / "trainer_state.json").is_file()
+    # Again, and then on from the last.
+    make_trainer(run).train(resume_from_checkpoint=str(run / "checkpoint-1"))
+    make_trainer(run, max_steps=4).train(resume_from_checkpoint=True)
+    assert names(run) == [f"checkpoint-{step}" for step in (1, 2, 3, 4)]
+    assert (names(aside), names(run / "_abandoned-2")) == (["checkpoint-2", "checkpoint-3"], ["checkpoint-2"])
+    assert not (run / "_abandoned-3").exists()
+
+
+def test_a_checkpoint_of_another_run_sets_nothing_aside(run, tmp_path):
+    shutil.copytree(run / "checkpoint-1", tmp_path / "other" / "checkpoint-1")
+    make_trainer(run, max_steps=2).train(resume_from_checkpoint=str(tmp_path / "other" / "checkpoint-1"))
+    assert names(run) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"] and len(list(run.iterdir())) == 3
+
+
+def test_nothing_is_set_aside_before_training_begins(run):
+    class Refuses(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            raise ValueError("The checkpoint does not fit.")
+
+    with pytest.raises(ValueError, match="does not fit"):
+        make_trainer(run, callbacks=[Refuses()]).train(resume_from_checkpoint=str(run / "checkpoint-1"))
+    assert names(run) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"] and len(list(run.iterdir())) == 3
+
+
+def test_a_run_that_is_done_at_an_earlier_checkpoint_sets_the_later_ones_aside(run):
+    make_trainer(run, max_steps=2).train(resume_from_checkpoint=str(run / "checkpoint-2"))
+    assert names(run) == ["checkpoint-1", "checkpoint-2"] and names(run / "_abandoned-1") == ["checkpoint-3"]
 
 
 def test_a_run_that_is_done_makes_no_further_step_and_more_steps_can_be_asked_for(run):
@@ -248,7 +279,7 @@ def test_nothing_is_pointed_out_where_nothing_is_wrong(tmp_path, caplog):
 
 def test_transformers_has_what_the_mixin_overrides():
     added = {"_read_progress", "_has_same_epochs", "_layout_of_epochs", "_is_over", "_end_epoch", "_restore_totals"}
-    added |= {"_note_callbacks", "_name_best", "_progress", "_best_checkpoints"}
+    added |= {"_note_callbacks", "_name_best", "_progress", "_best_checkpoints", "_set_later_aside"}
     own = {name for name, value in vars(WholeCheckpoints).items() if callable(value)}
     assert added < own
     assert [name for name in sorted(own - added) if not hasattr(Trainer, name)] == []

@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
+from accelerate.data_loader import prepare_data_loader
 from datasets import Dataset
 from tiny_models import tiny_model
+from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, BartConfig, BartForConditionalGeneration, Seq2SeqTrainingArguments
 
 from metaphrase.modeling import IGNORED_LABEL, sequence_loss
@@ -65,6 +67,41 @@ def test_evaluation_loss_is_per_token_and_not_smoothed(model, pairs, tmp_path):
             count += len(pair["labels"])
     assert metrics["eval_loss"] == pytest.approx(total / count, rel=1e-5)
     assert metrics["eval_perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
+
+
+def evaluated_by(trainer, processes, loader_of, monkeypatch):
+    """The sum of the losses and the number of tokens that several processes come to, one after the other in this one."""
+    total = torch.zeros(2, dtype=torch.float64)
+    for rank in range(processes):
+        monkeypatch.setattr(Seq2SeqTrainingArguments, "process_index", rank)
+        monkeypatch.setattr(Seq2SeqTrainingArguments, "world_size", processes)
+        trainer.evaluation_loop(loader_of(rank), "Evaluation", prediction_loss_only=True)
+        total += trainer._evaluation_loss
+    return total
+
+
+@pytest.mark.parametrize("family", ["ours", "other"])
+@pytest.mark.parametrize("processes", [2, 3])
+# Of batches of 5, the last one lacks rows, or processes lack a batch, or there are fewer pairs than processes, or all is even.
+@pytest.mark.parametrize("count", [12, 6, 2, 10])
+def test_several_processes_count_each_pair_once(family, processes, count, model, pairs, tmp_path, monkeypatch):
+    trainer = make_trainer(model if family == "ours" else tiny_bart(), pairs[:count], tmp_path)
+    trainer.evaluate()
+    expected, loader = trainer._evaluation_loss.clone(), DataLoader(pairs[:count], 5, collate_fn=PairCollator(0))
+    assert expected[1] == sum(len(pair["labels"]) for pair in pairs[:count])
+    shares = [prepare_data_loader(loader, num_processes=processes, process_index=rank) for rank in range(processes)]
+    assert len({len(share) for share in shares}) == 1
+    torch.testing.assert_close(evaluated_by(trainer, processes, shares.__getitem__, monkeypatch), expected)
+
+
+def test_several_processes_count_each_pair_of_a_budget_once(model, pairs, tmp_path, monkeypatch):
+    trainer = make_trainer(model, pairs, tmp_path, max_tokens_per_batch=40, prediction_loss_only=True)
+    trainer.evaluate()
+    expected = trainer._evaluation_loss.clone()
+    columns = [{f"{side}_length": len(pair[name]) for side, name in SIDES.items()} | pair for pair in pairs]
+    dataset = Dataset.from_list(columns)
+    total = evaluated_by(trainer, 2, lambda rank: trainer.get_eval_dataloader(dataset), monkeypatch)
+    torch.testing.assert_close(total, expected)
 
 
 def test_training_loss_is_smoothed(model, pairs, tmp_path):

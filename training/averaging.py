@@ -42,6 +42,7 @@ def select_checkpoints(
     last: int | None = None,
     best: int | None = None,
     metric: str | None = None,
+    log_history: Sequence[Mapping] | None = None,
     or_fewer: bool = False,
 ) -> list[Path]:
     """Chooses checkpoints of a run among those that still exist.
@@ -52,6 +53,7 @@ def select_checkpoints(
         best: Or so many by their score, of equals the later ones.
         metric: Name of the score in the trainer's log; `eval_` may be left out. Losses, perplexities and error rates are better
             when they are lower, all else when it is higher.
+        log_history: The trainer's log, where it is at hand; else it is read from the latest `trainer_state.json` of the run.
         or_fewer: Where there are fewer, take those that there are, with a warning.
 
     Returns:
@@ -69,7 +71,10 @@ def select_checkpoints(
         raise ValueError(f"`{field}` must be at least 1, got {number}.")
     run_folder = Path(run_folder)
     by_step = _checkpoints_by_step(run_folder)
-    scores = dict.fromkeys(by_step, 0.0) if best is None else _scores(run_folder, by_step, metric or DEFAULT_METRIC)
+    scores = dict.fromkeys(by_step, 0.0)
+    if best is not None:
+        log = _read_log(run_folder, by_step) if log_history is None else log_history
+        scores = _scores(log, by_step, metric or DEFAULT_METRIC)
     if len(scores) < number:
         what = "checkpoints" if best is None else f"checkpoints with a score in `{metric or DEFAULT_METRIC}`"
         if not or_fewer or not scores:
@@ -90,13 +95,16 @@ def _checkpoints_by_step(run_folder: Path) -> dict[int, Path]:
     return found
 
 
-def _scores(run_folder: Path, by_step: Mapping[int, Path], metric: str) -> dict[int, float]:
-    """What each checkpoint scored, so that more is better."""
+def _read_log(run_folder: Path, by_step: Mapping[int, Path]) -> list[dict]:
     places = [run_folder, *by_step.values()]
     states = [read_json(place / TRAINER_STATE_NAME) for place in places if (place / TRAINER_STATE_NAME).is_file()]
     if not states:
         raise ValueError(f"`best` needs the scores in `{TRAINER_STATE_NAME}`, got none in {run_folder}.")
-    log = max(states, key=lambda state: state.get("global_step", 0)).get("log_history", [])
+    return max(states, key=lambda state: state.get("global_step", 0)).get("log_history", [])
+
+
+def _scores(log: Sequence[Mapping], by_step: Mapping[int, Path], metric: str) -> dict[int, float]:
+    """What each checkpoint scored, so that more is better."""
     if not _logged(log, metric):
         known = sorted({key for entry in log for key in entry if key.startswith("eval_")})
         raise ValueError(f"`metric` must be one that was logged, one of {', '.join(known) or 'none'}, got {metric!r}.")

@@ -22,11 +22,14 @@ logger = logging.getLogger(__name__)
 PROGRESS_NAME = "progress.json"
 # In the run's folder, so on the same file system. The underscore keeps it from being uploaded with the run.
 UNFINISHED_NAME = "_unfinished"
+# Before the number of a folder with what was later than a checkpoint that the run went back to. It is not uploaded either.
+ABANDONED_NAME = "_abandoned"
 # transformers' checkpoint on SIGTERM puts it into the folder while it writes.
 SENTINEL_NAME = "checkpoint-is-incomplete.txt"
 # What a run needs besides weights to go on exactly.
 STATES = ("optimizer", "scheduler", "rng_state")
 _CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
+_ABANDONED = re.compile(rf"({ABANDONED_NAME}-(\d+))(-after-(\d+))?")
 _WEIGHTS = re.compile(r"(.*/)?(model|pytorch_model|adapter_model).*\.(safetensors|bin|distcp)|global_step\d+/.+")
 _ZIP = re.compile(r".+\.pth?|(.*/)?(pytorch_model|adapter_model|optimizer|training_args).*\.bin")
 
@@ -138,9 +141,10 @@ def check_whole(checkpoint: str | Path) -> None:
 def last_whole_checkpoint(run_folder: str | Path) -> str | None:
     """The whole checkpoint of the highest step, if there is one. A warning names each later one that is not whole.
 
-    A checkpoint that was being replaced when its run was killed gets its name back first.
+    A checkpoint that was being replaced when its run was killed gets its name back first, and what was being set aside goes.
     """
     _put_back_replaced(Path(run_folder))
+    _finish_setting_aside(Path(run_folder))
     for checkpoint in reversed(checkpoints_in(run_folder)):
         problems = what_is_missing(checkpoint)
         if not problems:
@@ -149,13 +153,53 @@ def last_whole_checkpoint(run_folder: str | Path) -> str | None:
     return None
 
 
-def later_whole_checkpoints(checkpoint: str | Path, run_folder: str | Path) -> list[str]:
-    """Names of the run's whole checkpoints behind one of them; none for a checkpoint of another run."""
-    checkpoint = Path(checkpoint).resolve()
-    if not _CHECKPOINT.fullmatch(checkpoint.name) or checkpoint.parent != Path(run_folder).resolve():
-        return []
-    later = [other for other in checkpoints_in(run_folder) if step_of(other) > step_of(checkpoint)]
-    return [other.name for other in later if is_whole(other)]
+def set_later_aside(checkpoint: str | Path, run_folder: str | Path) -> None:
+    """Takes the checkpoints that are later than one of a run, which goes on from that, out of the run.
+
+    They, and the log of the run if that is later too, move to a folder of their own, `_abandoned-1` or the next number; a warning
+    names them, and nothing is deleted. For a checkpoint of another run nothing moves. Killed in between, `last_whole_checkpoint`
+    or `remove_unfinished` does the rest.
+    """
+    checkpoint, run_folder = Path(checkpoint).resolve(), Path(run_folder)
+    if not _CHECKPOINT.fullmatch(checkpoint.name) or checkpoint.parent != run_folder.resolve():
+        return
+    step = step_of(checkpoint)
+    if any(step_of(other) > step for other in checkpoints_in(run_folder)):
+        number = max((int(match[2]) for match in _abandoned_in(run_folder)), default=0) + 1
+        # From now on it is settled what moves.
+        (run_folder / f"{ABANDONED_NAME}-{number}-after-{step}").mkdir()
+        _flush(run_folder)
+        _finish_setting_aside(run_folder)
+
+
+def _abandoned_in(run_folder: Path) -> list[re.Match]:
+    names = sorted(path.name for path in run_folder.iterdir()) if run_folder.is_dir() else []
+    return [match for match in map(_ABANDONED.fullmatch, names) if match]
+
+
+def _finish_setting_aside(run_folder: Path) -> None:
+    for match in _abandoned_in(run_folder):
+        if match[4] is None:
+            continue
+        step, moving, aside = int(match[4]), run_folder / match[0], run_folder / match[1]
+        later = [checkpoint for checkpoint in checkpoints_in(run_folder) if step_of(checkpoint) > step]
+        if _has_later_state(run_folder, step):
+            later.append(run_folder / TRAINER_STATE_NAME)
+        # Several processes may come here at once; each move succeeds for one of them.
+        for path in later:
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(path, moving / path.name)
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(moving, aside)
+            _flush(run_folder)
+            names = ", ".join(path.name for path in checkpoints_in(aside))
+            logger.warning("The run goes on from step %d: what was later, %s, now lies in %s.", step, names, aside)
+
+
+def _has_later_state(run_folder: Path, step: int) -> bool:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return json.loads((run_folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))["global_step"] > step
+    return False
 
 
 def unfinished_folder(checkpoint: Path) -> Path:
@@ -209,7 +253,8 @@ def discard_checkpoint(checkpoint: str | Path) -> None:
 def discard_surplus(run_folder: str | Path, limit: int | None, kept: Iterable[str | Path | None]) -> None:
     """Deletes the oldest checkpoints of a run above `limit`, but none of those that are kept.
 
-    Age is that of the folder and not the step: later steps may be those of a run that was given up for an earlier checkpoint.
+    Age is that of the folder and not the step: later steps may be those of an earlier run there, where this one goes on from a
+    checkpoint of another folder.
     """
     if limit is None or limit <= 0:
         return
@@ -226,6 +271,7 @@ def discard_surplus(run_folder: str | Path, limit: int | None, kept: Iterable[st
 def remove_unfinished(run_folder: str | Path) -> None:
     """Removes what a killed run left behind and says so in the log. No other process may be writing there."""
     _put_back_replaced(Path(run_folder))
+    _finish_setting_aside(Path(run_folder))
     folder = Path(run_folder) / UNFINISHED_NAME
     if folder.is_dir():
         names = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"

@@ -24,10 +24,10 @@ from metaphrase.training.checkpoint_folders import (
     discard_surplus,
     is_whole,
     last_whole_checkpoint,
-    later_whole_checkpoints,
     publish_checkpoint,
     remove_folder,
     remove_unfinished,
+    set_later_aside,
     unfinished_folder,
 )
 from metaphrase.training.denoising import announce_epoch
@@ -77,6 +77,8 @@ class WholeCheckpoints:
       an iterable data set. A checkpoint of the last step of an epoch may be older than the end of it: that is made up for.
     - No further step is made if all are done, or if the patience of an `EarlyStoppingCallback` is used up.
     - `eval_on_start` evaluates when the run starts, not when it goes on.
+    - Once training begins, later checkpoints of the same folder, which it does not come from, are set aside, so that neither the
+      next run nor an average takes them for its own.
     - Evaluation leaves the random states as they were. Loading has states of its own, which seed and epoch determine, so that
       the epoch and the number of its batches say all about the place in the data.
 
@@ -114,8 +116,6 @@ class WholeCheckpoints:
                 raise ValueError(f"`output_dir` must hold a whole checkpoint to resume from, got none in {run}.")
         elif resume_from_checkpoint:
             check_whole(resume_from_checkpoint)
-            if later := later_whole_checkpoints(resume_from_checkpoint, run):
-                logger.warning("%s are later and stay there: delete them if they are not wanted.", ", ".join(later))
         if self.args.should_save:
             remove_unfinished(run)
         self.accelerator.wait_for_everyone()
@@ -200,6 +200,7 @@ class WholeCheckpoints:
         self._num_batches = 0 if resumed is None else parts["steps_trained_in_current_epoch"]
         self._num_batches_reported, self._is_exhausted = self._num_batches, False
         if resumed is not None:
+            self._set_later_aside(resumed, parts["trial"])
             self._restore_totals(resumed)
             if self._is_over() or resumed.is_epoch_end_due:
                 return self._end_epoch(resumed, **parts)
@@ -208,6 +209,12 @@ class WholeCheckpoints:
         # With several processes, a loader that skips batches does not tell the sampler.
         announce_epoch(parts["train_dataloader"], parts["epoch"])
         return super()._run_epoch(**parts)
+
+    def _set_later_aside(self, resumed: _Resumed, trial) -> None:
+        # Not before: what refuses the checkpoint, a callback of another run for instance, has seen it by now.
+        if self.args.should_save:
+            set_later_aside(resumed.checkpoint, self._get_output_dir(trial))
+        self.accelerator.wait_for_everyone()
 
     def _is_over(self) -> bool:
         return self.state.global_step >= self.state.max_steps or any(
@@ -245,6 +252,7 @@ class WholeCheckpoints:
     def _finalize_training(self, trial, num_train_samples, start_time):
         if self._resumed is not None:
             # No epoch was left to begin.
+            self._set_later_aside(self._resumed, trial)
             self._restore_totals(self._resumed)
             self._load_rng_state(self._resumed.checkpoint)
             self._resumed = None

@@ -210,8 +210,10 @@ class Experiment:
         folders = [average]
         if trainer.is_world_process_zero():
             numbers = {"last": recipe.average_last, "best": recipe.average_best}
+            # A file in the folder may be of another run.
+            log = trainer.state.log_history
             # A run that ended early is not lost for the checkpoints that it lacks; one is its own mean.
-            folders = select_checkpoints(self.folder, **numbers, metric=metric, or_fewer=True)
+            folders = select_checkpoints(self.folder, **numbers, metric=metric, log_history=log, or_fewer=True)
             if len(folders) > 1:
                 folders = [average_checkpoints(folders, average, overwrite=True)]
         broadcast_object_list(folders)

@@ -52,7 +52,8 @@ class MetaphraseTrainer(
     (`train_sampling_strategy: group_by_length`) come in random order, where the parent's run from the longest to the shortest
     again and again. Label smoothing happens inside the model (for other families, on its logits), so it needs no decoder input
     from the collator, follows `num_items_in_batch`, and leaves the evaluation loss what it says it is. That loss is the mean
-    over all tokens, not over batches, and its exponential is reported as perplexity. Accumulated batches give the gradient of
+    over all tokens, not over batches, of each pair once, however many processes share them (but where a collator packs them
+    without `max_tokens_per_batch`), and its exponential is reported as perplexity. Accumulated batches give the gradient of
     one large batch, with models of other families, too. Checkpoints are whole or not there, and a resumed run ends as one that
     was not stopped. With `predict_with_generate`, the evaluation decodes in batches of like length and hands texts to `score`.
     """
@@ -234,7 +235,12 @@ class MetaphraseTrainer(
         return sequence_loss(outputs["logits"], labels, num_items_in_batch, smoothing)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        is_training = model.training
+        is_training, num_labels = model.training, 0
+        if not is_training:
+            labels = self._without_repeats(inputs["labels"])
+            num_labels = (labels != IGNORED_LABEL).sum().item()
+            # A batch of repeats alone is computed as it stands and not counted: where weights are shared, all must take part.
+            inputs = {**inputs, "labels": labels} if num_labels else inputs
         if self.compute_loss_func == self._loss_of_logits:
             # The parent takes away the labels, of which these models make what their decoder reads.
             inputs, model = dict(inputs), partial(model, labels=inputs["labels"])
@@ -244,10 +250,22 @@ class MetaphraseTrainer(
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._decodes and self._is_packing_model:
             inputs = {**inputs, "return_logits": False}
-        num_labels = (inputs["labels"] != IGNORED_LABEL).sum().item()
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=None)
-        self._evaluation_loss += torch.tensor([loss.item() * num_labels, num_labels], dtype=torch.float64)
+        if num_labels:
+            self._evaluation_loss += torch.tensor([loss.item() * num_labels, num_labels], dtype=torch.float64)
         return (loss, outputs) if return_outputs else loss
+
+    def _without_repeats(self, labels: torch.Tensor) -> torch.Tensor:
+        """Labels `(batch, target)` of a batch to be evaluated, those of repeated pairs ignored.
+
+        So that all processes have equal batches, accelerate fills the last ones up with the first pairs.
+        """
+        state = self.accelerator.gradient_state
+        # As in its `gather_for_metrics`: so many pairs of the last batches, of all processes in order, are no repeats.
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return labels
+        own = max(0, state.remainder - self.args.process_index * len(labels))
+        return torch.cat([labels[:own], torch.full_like(labels[own:], IGNORED_LABEL)])
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
