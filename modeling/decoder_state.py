@@ -115,7 +115,7 @@ class DecoderState:
 
     def _spread_memory(self, copies: int) -> None:
         self.copies *= copies
-        if not self._is_worth_absorbing():
+        if self._absorbed is not None and not self._is_worth_absorbing():
             self._absorbed = None
 
     def _keep_memory(self, sources: torch.Tensor) -> None:
