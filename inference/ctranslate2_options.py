@@ -219,7 +219,9 @@ def _suppressed(settings: Mapping[str, Any], ends: list[int], vocab_size: int) -
         ],
     }
     for name, words in rows.items():
-        is_known = all(word and all(0 <= token < vocab_size for token in word) for word in words)
+        is_known = all(
+            word and all(isinstance(token, int) and 0 <= token < vocab_size for token in word) for word in words
+        )
         _require(name, settings, is_known, f"ids from 0 to {vocab_size - 1}")
     return [word for words in rows.values() for word in words]
 

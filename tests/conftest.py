@@ -173,3 +173,14 @@ def data(tmp_path, corpus):
             lines = "".join(pair[column] + "\n" for pair in pairs)
             (folder / f"{split}.{name}").write_text(lines, encoding="utf-8")
     return folder
+
+
+@pytest.fixture(scope="module")
+def bart(tmp_path_factory):
+    """A folder with a BART, and the model."""
+    from converted_models import bart_like, draw
+
+    folder = tmp_path_factory.mktemp("bart") / "bart"
+    model = bart_like("bart", draw("bart", 100), tie_word_embeddings=True).eval()
+    model.save_pretrained(folder)
+    return folder, model

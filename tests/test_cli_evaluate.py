@@ -36,7 +36,9 @@ def test_evaluate_of_an_ensemble(cli_model, other_cli_model, files, tmp_path, ca
     assert "`ensemble` must be given with `ensemble_mean`, got None and 'linear'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["--dtype", "bfloat16"], ["--ensemble", "MODEL"]], ids=str)
+@pytest.mark.parametrize(
+    "words", [["--dtype", "bfloat16"], ["--ensemble", "MODEL"], ["--max_source_length", "9"]], ids=str
+)
 def test_scores_of_another_model_than_the_saved_one_stay_out_of_its_folder(words, files, tmp_path, monkeypatch):
     folder = save_generator(tiny_generator(), tmp_path / "model")
     (folder / "metrics.json").write_text("{}", encoding="utf-8")

@@ -35,15 +35,6 @@ TINY = {
 }
 
 
-@pytest.fixture(scope="module")
-def bart(tmp_path_factory):
-    """A folder with a BART, and the model."""
-    folder = tmp_path_factory.mktemp("bart") / "bart"
-    model = bart_like("bart", draw("bart", 100), tie_word_embeddings=True).eval()
-    model.save_pretrained(folder)
-    return folder, model
-
-
 def tiny_t5(**fields):
     config = T5Config(
         vocab_size=37, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0, **fields

@@ -4,7 +4,6 @@ import json
 import shutil
 
 import pytest
-from converted_models import bart_like, draw
 from safetensors import SafetensorError
 from tiny_generator import SOURCES, TARGETS, tiny_pair
 from transformers import AutoTokenizer
@@ -16,62 +15,58 @@ from metaphrase.scripts.console import run
 from metaphrase.tokenization import TokenizerPair
 
 
-@pytest.fixture(scope="module")
-def bart(tmp_path_factory):
-    """A folder with a BART, and the model."""
-    folder = tmp_path_factory.mktemp("bart") / "bart"
-    model = bart_like("bart", draw("bart", 100), tie_word_embeddings=True).eval()
-    model.save_pretrained(folder)
-    return folder, model
+@pytest.fixture
+def source(bart, tmp_path):
+    """A folder with a BART and a tokenizer."""
+    folder = shutil.copytree(bart[0], tmp_path / "theirs")
+    tiny_pair().save_pretrained(folder)
+    return folder
 
 
-def test_tokenizers_and_generation_settings_come_along(bart, tmp_path):
-    folder, _ = bart
-    source = tmp_path / "theirs"
-    shutil.copytree(folder, source)
-    pair = tiny_pair()
-    pair.save_pretrained(source)
+def change(path, removed=(), **fields):
+    """Changes some fields of a JSON file."""
+    content = json.loads(path.read_text(encoding="utf-8")) | fields
+    path.write_text(json.dumps({name: content[name] for name in content if name not in removed}), encoding="utf-8")
+
+
+def test_tokenizers_and_generation_settings_come_along(source, tmp_path):
     (source / "LICENSE").write_text("free", encoding="utf-8")
-    settings = json.loads((source / "generation_config.json").read_text(encoding="utf-8"))
-    settings |= {"num_beams": 3, "forced_bos_token_id": 7, "max_length": 11}
-    (source / "generation_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    change(source / "generation_config.json", num_beams=3, forced_bos_token_id=7, max_length=11)
     convert(source, tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "again", to="bart")
     for name in ("ours", "again"):
-        assert TokenizerPair.from_pretrained(tmp_path / name).encode_sources(SOURCES) == pair.encode_sources(SOURCES)
+        pair = TokenizerPair.from_pretrained(tmp_path / name)
+        assert pair.encode_sources(SOURCES) == tiny_pair().encode_sources(SOURCES)
         assert (tmp_path / name / "LICENSE").read_text(encoding="utf-8") == "free"
         written = json.loads((tmp_path / name / "generation_config.json").read_text(encoding="utf-8"))
         assert written["num_beams"] == 3 and written["forced_bos_token_id"] == 7 and written["max_length"] == 11
 
 
-def test_tokenizer_that_named_no_class_is_that_of_its_family(bart, tmp_path):
-    folder, _ = bart
-    source = tmp_path / "theirs"
-    shutil.copytree(folder, source)
-    pair = tiny_pair()
-    pair.save_pretrained(source)
-    settings = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
-    del settings["tokenizer_class"]
-    (source / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+def test_tokenizer_that_named_no_class_is_that_of_its_family(source, tmp_path):
+    change(source / "tokenizer_config.json", removed=["tokenizer_class"])
     convert(source, tmp_path / "ours")
     written = json.loads((tmp_path / "ours" / "tokenizer_config.json").read_text(encoding="utf-8"))
     assert written["tokenizer_class"] == "RobertaTokenizer"
     assert type(AutoTokenizer.from_pretrained(tmp_path / "ours")).__name__ == "RobertaTokenizer"
 
 
-def test_tokenizer_class_may_be_named_in_the_configuration_alone(bart, tmp_path):
-    folder, _ = bart
-    source = tmp_path / "theirs"
-    shutil.copytree(folder, source)
-    tiny_pair().save_pretrained(source)
-    settings = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
-    del settings["tokenizer_class"]
-    (source / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    (source / "config.json").write_text(json.dumps(config | {"tokenizer_class": "BertTokenizer"}), encoding="utf-8")
+def test_tokenizer_class_may_be_named_in_the_configuration_alone(source, tmp_path):
+    change(source / "tokenizer_config.json", removed=["tokenizer_class"])
+    change(source / "config.json", tokenizer_class="BertTokenizer")
     convert(source, tmp_path / "ours")
     written = json.loads((tmp_path / "ours" / "tokenizer_config.json").read_text(encoding="utf-8"))
     assert written["tokenizer_class"] == "BertTokenizer"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "named"),
+    [("bart", None), ("bart", "BertTokenizer"), ("umt5", "T5Tokenizer"), ("umt5", None), ("t5", "TokenizersBackend")],
+)
+def test_tokenizer_class_is_the_one_that_transformers_takes(model_type, named, source):
+    removed = ["tokenizer_class"] if named is None else []
+    change(source / "tokenizer_config.json", removed, **({} if named is None else {"tokenizer_class": named}))
+    change(source / "config.json", model_type=model_type)
+    assert type(AutoTokenizer.from_pretrained(source)).__name__ == _tokenizer_class(model_type, named)
 
 
 @pytest.mark.parametrize(
@@ -86,18 +81,15 @@ def test_tokenizer_class_may_be_named_in_the_configuration_alone(bart, tmp_path)
         ("metaphrase", None, None),
     ],
 )
-def test_tokenizer_class_is_the_one_that_transformers_finds(model_type, named, expected):
+def test_tokenizer_class_of_a_family_is_known_without_its_library_too(model_type, named, expected):
     assert _tokenizer_class(model_type, named) == expected
 
 
-def test_nothing_of_a_training_comes_along(bart, tmp_path):
-    folder, _ = bart
-    source = tmp_path / "theirs"
-    shutil.copytree(folder, source)
+def test_nothing_of_a_training_comes_along(source, bart, tmp_path):
     pair = tiny_pair(False)
     pair.save_pretrained(source)
     (source / "target_vocab.json").write_text("{}", encoding="utf-8")
-    shutil.copytree(folder, source / "checkpoint-5")
+    shutil.copytree(bart[0], source / "checkpoint-5")
     pair.source.save_pretrained(source / "checkpoint-5")
     (source / "target_tokenizer" / "notes.md").write_text("mine", encoding="utf-8")
     convert(source, tmp_path / "ours")
@@ -117,13 +109,9 @@ def test_a_full_disk_is_told_in_a_line(bart, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "ours").exists()
 
 
-def test_settings_of_older_days_are_in_the_configuration(bart, tmp_path):
-    folder, _ = bart
-    source = tmp_path / "theirs"
-    shutil.copytree(folder, source)
+def test_settings_of_older_days_are_in_the_configuration(source, tmp_path):
     (source / "generation_config.json").unlink()
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    (source / "config.json").write_text(json.dumps(config | {"num_beams": 4, "max_length": 13}), encoding="utf-8")
+    change(source / "config.json", num_beams=4, max_length=13)
     convert(source, tmp_path / "ours")
     written = json.loads((tmp_path / "ours" / "generation_config.json").read_text(encoding="utf-8"))
     assert written["num_beams"] == 4 and written["max_length"] == 13 and written["forced_eos_token_id"] == 2

@@ -279,7 +279,7 @@ def test_nothing_is_pointed_out_where_nothing_is_wrong(tmp_path, caplog):
 
 def test_transformers_has_what_the_mixin_overrides():
     added = {"_read_progress", "_has_same_epochs", "_layout_of_epochs", "_is_over", "_end_epoch", "_restore_totals"}
-    added |= {"_note_callbacks", "_name_best", "_progress", "_best_checkpoints", "_set_later_aside"}
+    added |= {"_note_callbacks", "_name_best", "_progress", "_kept_checkpoints", "_set_later_aside"}
     own = {name for name, value in vars(WholeCheckpoints).items() if callable(value)}
     assert added < own
     assert [name for name in sorted(own - added) if not hasattr(Trainer, name)] == []

@@ -2,12 +2,14 @@
 
 import copy
 import json
+from types import SimpleNamespace
 
 import pytest
 from pipeline_models import family_model
 from tiny_generator import SOURCES, save_generator, tiny_generator, tiny_pair
 from tiny_languages import mbart_tokenizer, nllb_tokenizer
 from tiny_models import tiny_model
+from torch import nn
 from transformers import pipeline
 
 from metaphrase.inference import Generator, GeneratorPool, cross_attentions
@@ -39,6 +41,12 @@ def test_limits_of_families(name, limit):
 def test_a_metaphrase_model_without_a_table_has_none():
     model = tiny_model(**tiny_pair().config_fields())
     assert longest_source(model) is longest_target(model) is None
+
+
+def test_each_side_has_a_limit_of_its_own():
+    stacks = [SimpleNamespace(embed_positions=nn.Embedding(rows, 2)) for rows in (9, 7)]
+    model = SimpleNamespace(get_encoder=lambda: stacks[0], get_decoder=lambda: stacks[1])
+    assert (longest_source(model), longest_target(model)) == (9, 7)
 
 
 def test_a_source_may_be_as_long_as_the_table(generator):

@@ -340,9 +340,9 @@ class WholeCheckpoints:
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(checkpoint))
         if self.args.should_save:
-            discard_surplus(run, self.args.save_total_limit, [checkpoint, *self._best_checkpoints(run)])
+            discard_surplus(run, self.args.save_total_limit, [checkpoint, *self._kept_checkpoints(run)])
 
-    def _best_checkpoints(self, run: Path) -> list[str | Path | None]:
+    def _kept_checkpoints(self, run: Path) -> list[str | Path | None]:
         """Those that `save_total_limit` leaves, however old they are."""
         return [self.state.best_model_checkpoint]
 

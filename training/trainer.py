@@ -124,13 +124,13 @@ class MetaphraseTrainer(
         # The first version of FSDP marks its wrapper, which is off here, and not the model.
         return gather_model(model) if self.is_fsdp_enabled or is_sharded(model) else model
 
-    def _best_checkpoints(self, run: Path) -> list[str | Path | None]:
+    def _kept_checkpoints(self, run: Path) -> list[str | Path | None]:
         whole = checkpoints_in(run)
         scores = scores_in(self.state.log_history, self.args.metric_for_best_model or DEFAULT_METRIC)
         scored = [path for path in whole if step_of(path) in scores]
         scored.sort(key=lambda path: (scores[step_of(path)], step_of(path)), reverse=True)
         last = whole[-self.num_last_kept :] if self.num_last_kept else []
-        return [*super()._best_checkpoints(run), *scored[: self.num_best_kept], *last]
+        return [*super()._kept_checkpoints(run), *scored[: self.num_best_kept], *last]
 
     def _get_train_sampler(self, train_dataset=None):
         dataset = self.train_dataset if train_dataset is None else train_dataset
