@@ -85,13 +85,14 @@ def test_checkpoint_on_the_hub_is_converted(hub, tmp_path, options):
     hub.files = {path.name: path.read_bytes() for path in (tmp_path / "theirs").iterdir()}
     hub.files["pytorch_model.bin"] = b"a pickle"
     hub.files["tf_model.h5"] = b"another"
+    hub.files["checkpoint-10/model.safetensors"] = b"of a run"
     verb.main(["somebody/bart", str(tmp_path / "ours"), *options])
     written = load_file(tmp_path / "ours" / "model.safetensors")
     assert torch.equal(written["model.encoder.embed_tokens.weight"], theirs.get_input_embeddings().weight)
     provenance = json.loads((tmp_path / "ours" / "conversion.json").read_text(encoding="utf-8"))
     assert provenance["source"] == "somebody/bart"
-    # What is pickled is not even fetched.
-    assert not any(path.endswith((".bin", ".h5")) for path in hub.asked)
+    # What is pickled, and what a run left behind, is not even fetched.
+    assert not any(path.endswith((".bin", ".h5")) or "checkpoint-10" in path for path in hub.asked)
     assert f"/api/models/somebody/bart/revision/{(options or ['', 'main'])[1]}" in hub.asked
 
 

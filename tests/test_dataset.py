@@ -72,6 +72,18 @@ def test_each_dropped_pair_has_one_reason():
     assert json.loads(json.dumps(report.to_dict()))["source_lengths"]["longest"] == 3
 
 
+def test_a_text_is_empty_where_nothing_is_between_beginning_and_end():
+    class FramedPair(LetterPair):
+        def encode_sources(self, texts: list[str]) -> list[list[int]]:
+            return [[3, *ids] for ids in super().encode_sources(texts)]
+
+    encoded, report = encode_pairs(
+        in_memory(("~", "b"), ("a", "b")), FramedPair(), max_source_length=None, max_target_length=None
+    )
+    assert encoded["input_ids"][:] == [[3, 97, 1]]
+    assert (report.empty_source, report.kept) == (1, 1)
+
+
 def test_truncation_keeps_the_end_and_is_counted():
     encoded, report = encode(("abcdef", "abc"), ("abc", "ab"), ("ab", "xyz"), ("", "abcdef"), too_long="truncate")
     assert encoded["input_ids"][:] == [[97, 98, 99, 1], [97, 98, 99, 1], [97, 98, 1]]

@@ -56,4 +56,4 @@ def test_an_exponential_average_is_counted(data, tmp_path):
     size = 4 * plain.parameters.trainable
     assert (plain.state.average, averaged.state.average) == (0, size)
     assert averaged.peak == plain.peak + size
-    assert "exponential average" in str(averaged) and "exponential average" not in str(plain)
+    assert "\n  exponential average" in str(averaged) and "exponential average" not in str(plain)
