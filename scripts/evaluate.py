@@ -57,8 +57,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--output",
         metavar="FILE",
-        help="where to write [metrics.json: in the model's folder, or here, as for an ensemble, another engine or type, or sources "
-        "that are cut]",
+        help="where to write [metrics.json: in the model's folder, or here, as for an ensemble, another engine or type, or "
+        "sources that are cut]",
     )
     parser.add_argument("--predictions", metavar="FILE", help="where to write the decoded targets, one a line")
     add_generation_options(parser)

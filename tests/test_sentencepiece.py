@@ -1,27 +1,17 @@
 """Tokenizers that need sentencepiece, Marian's and M2M100's, made here and carried along by a conversion."""
 
-import io
 import json
 import sys
 
 import pytest
-import sentencepiece
 from converted_models import bart_like, draw
+from sentencepiece_models import train_model
 from tiny_generator import SOURCES, TARGETS
 from transformers import AutoTokenizer, M2M100Tokenizer, MarianTokenizer, pipeline
 
 from metaphrase.conversion import convert
 from metaphrase.inference import Generator
 from metaphrase.tokenization import TokenizerPair, set_languages
-
-
-def train_model(texts, path):
-    model = io.BytesIO()
-    options = {"vocab_size": 40, "hard_vocab_limit": False, "minloglevel": 2}
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts * 3), model_writer=model, **options)
-    path.write_bytes(model.getvalue())
-    processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    return [processor.id_to_piece(index) for index in range(processor.get_piece_size())]
 
 
 @pytest.fixture

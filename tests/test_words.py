@@ -1,10 +1,9 @@
 """Words: each token belongs to the word that it writes, by offsets, by decoding and by marks alike."""
 
-import io
 import json
 
 import pytest
-import sentencepiece
+from sentencepiece_models import train_model
 from tiny_generator import SOURCES, TARGETS
 from transformers import ByT5Tokenizer, MarianTokenizer, NllbTokenizer
 
@@ -36,12 +35,7 @@ def pair(request):
 def marian(tmp_path_factory):
     """A tokenizer without offsets, with pieces that have marks and without some of the characters of `TEXTS`."""
     folder = tmp_path_factory.mktemp("marian")
-    model = io.BytesIO()
-    options = {"vocab_size": 40, "hard_vocab_limit": False, "minloglevel": 2}
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(SOURCES * 3), model_writer=model, **options)
-    (folder / "source.spm").write_bytes(model.getvalue())
-    processor = sentencepiece.SentencePieceProcessor(model_file=str(folder / "source.spm"))
-    pieces = [processor.id_to_piece(index) for index in range(processor.get_piece_size())]
+    pieces = train_model(SOURCES, folder / "source.spm")
     names = dict.fromkeys(["</s>", "<unk>", *(piece for piece in pieces if piece != "<s>"), "<pad>"])
     vocabulary = {piece: index for index, piece in enumerate(names)}
     (folder / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")

@@ -15,9 +15,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from metaphrase.tokenization.texts import checked_texts, join_pieces
 from metaphrase.tokenization.tokenizer_pipeline import find_joiner
 from metaphrase.tokenization.tokenizer_trainer import train_tokenizer
+from metaphrase.tokenization.two_vocabularies import end_with_separator, split_sides
 
 TARGET_SUBFOLDER = "target_tokenizer"
 IGNORED_LABEL = -100
+
+# What some tokenizers need; each is an extra of its own name.
+_LIBRARIES = ("sentencepiece", "sacremoses")
 
 # The library keeps an object per text beside the ids: encoding in parts bounds what is alive at once.
 TEXTS_PER_CALL = 10_000
@@ -30,6 +34,7 @@ class TokenizerPair:
     Attributes:
         source: Writes the ids that the encoder reads.
         target: Writes the labels and reads what the decoder generates.
+        whole: The one tokenizer that the two were made of, which is saved in their place; `None` if they are two themselves.
 
     Raises:
         ValueError: If a tokenizer lacks a padding or an end-of-sequence token, or if the two differ in the id of the
@@ -38,6 +43,7 @@ class TokenizerPair:
 
     source: PreTrainedTokenizerBase
     target: PreTrainedTokenizerBase
+    whole: PreTrainedTokenizerBase | None = None
 
     def __post_init__(self) -> None:
         for side, tokenizer in (("source", self.source), ("target", self.target)):
@@ -119,23 +125,23 @@ class TokenizerPair:
         Args:
             name_or_path: Folder or Hub name of a saved pair or of the source tokenizer.
             target_name_or_path: Folder or Hub name of the target tokenizer. `None` means the one saved with the source,
-                and the source tokenizer itself if there is none.
+                and the source tokenizer itself if there is none. Of one that holds both vocabularies, as FSMT's, two are made.
             kwargs: Passed to `AutoTokenizer.from_pretrained` for both, such as `revision` or `pad_token`.
 
         Raises:
             ValueError: As the constructor does, or if the target tokenizer of a separate pair is missing.
             OSError: If a tokenizer cannot be found.
-            ImportError: If a tokenizer needs a library that is not installed, as those of Marian and M2M100 do.
+            ImportError: If a tokenizer needs a library that is not installed, as those of Marian, M2M100 and FSMT do.
         """
         source = _load(name_or_path, **kwargs)
         if target_name_or_path is not None:
             if os.fspath(target_name_or_path) == os.fspath(name_or_path):
-                return cls(source, source)
+                return cls._of_one(source)
             return cls(source, _load(target_name_or_path, **kwargs))
         subfolder = os.path.join(kwargs.pop("subfolder", "") or "", TARGET_SUBFOLDER)
         was_saved_apart = TARGET_SUBFOLDER in source.init_kwargs
         if not was_saved_apart and not os.path.isdir(os.path.join(name_or_path, subfolder)):
-            return cls(source, source)
+            return cls._of_one(source)
         try:
             target = _load(name_or_path, subfolder=subfolder, **kwargs)
         except (OSError, ValueError) as error:
@@ -145,24 +151,31 @@ class TokenizerPair:
             ) from error
         return cls(source, target)
 
+    @classmethod
+    def _of_one(cls, tokenizer: PreTrainedTokenizerBase) -> "TokenizerPair":
+        sides = split_sides(tokenizer)
+        return cls(tokenizer, tokenizer) if sides is None else cls(*sides, whole=tokenizer)
+
     def save_pretrained(self, folder: str | os.PathLike) -> None:
         """Saves the source tokenizer into the folder and a separate target tokenizer into `target_tokenizer/` below it.
 
-        `AutoTokenizer.from_pretrained(folder)` loads the source, and the target with `subfolder="target_tokenizer"`.
+        `AutoTokenizer.from_pretrained(folder)` loads the source, and the target with `subfolder="target_tokenizer"`. Where both
+        were made of one tokenizer, this is saved and loaded.
 
         Raises:
-            ValueError: If a joint tokenizer is saved where the target tokenizer of a separate pair lies.
+            ValueError: If one tokenizer is saved where the target tokenizer of a separate pair lies.
         """
         target_folder = os.path.join(folder, TARGET_SUBFOLDER)
-        if self.is_joint and os.path.isdir(target_folder):
+        is_one = self.is_joint or self.whole is not None
+        if is_one and os.path.isdir(target_folder):
             raise ValueError(
-                f"`folder` must not hold `{TARGET_SUBFOLDER}/` when a joint tokenizer is saved, because it would be loaded "
+                f"`folder` must not hold `{TARGET_SUBFOLDER}/` when one tokenizer is saved, because it would be loaded "
                 f"as the target tokenizer, got {os.fspath(folder)!r}. Remove it or choose another folder."
             )
         # A copy carries the mark: a source saved on its own must not ask for a target that is not there.
-        source = copy.copy(self.source)
+        source = copy.copy(self.source if self.whole is None else self.whole)
         source.init_kwargs = {key: value for key, value in source.init_kwargs.items() if key != TARGET_SUBFOLDER}
-        if not self.is_joint:
+        if not is_one:
             # On the Hub there is no folder to look into: the mark tells that a target tokenizer must be loaded.
             source.init_kwargs[TARGET_SUBFOLDER] = TARGET_SUBFOLDER
             self.target.save_pretrained(target_folder)
@@ -238,14 +251,17 @@ class TokenizerPair:
 
 def _load(name_or_path: str | os.PathLike, **kwargs: Any) -> PreTrainedTokenizerBase:
     try:
-        return AutoTokenizer.from_pretrained(name_or_path, **kwargs)
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, **kwargs)
     except ImportError as error:
-        if "sentencepiece" not in str(error).lower():
+        library = next((name for name in _LIBRARIES if name in str(error).lower()), None)
+        if library is None:
             raise
         raise ImportError(
-            f"The tokenizer of {os.fspath(name_or_path)!r} needs sentencepiece, which is not installed: "
-            "pip install metaphrase[sentencepiece]"
+            f"The tokenizer of {os.fspath(name_or_path)!r} needs {library}, which is not installed: "
+            f"pip install metaphrase[{library}]"
         ) from error
+    end_with_separator(tokenizer)
+    return tokenizer
 
 
 def _entry_count(tokenizer: PreTrainedTokenizerBase) -> int:
