@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from sacrebleu.metrics import BLEU, CHRF, TER
 
+from metaphrase.training.error_rates import count_edits
 from metaphrase.training.metrics import (
     METRICS,
     Bleu,
@@ -22,7 +23,6 @@ from metaphrase.training.metrics import (
     Ter,
     WordErrorRate,
     compute_metrics,
-    count_edits,
     write_metrics,
 )
 

@@ -4,113 +4,22 @@ Rates and shares are in percent. Every result holds a `score` and a `signature`;
 their signatures are equal. BLEU, chrF and TER are sacreBLEU's, under its option names (Post 2018, arXiv 1804.08771).
 """
 
-import difflib
 import inspect
 import json
 import os
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
 
-import evaluate
 import numpy as np
-from datasets import Features, List, Value
 from sacrebleu.metrics import BLEU, CHRF, TER
 
-References = Sequence[str] | Sequence[Sequence[str]]
-_COLUMNS = ("predictions", "references")
+from metaphrase.training.corpus_metric import CorpusMetric, References, check_choice, number_of_references
+from metaphrase.training.error_rates import CharacterErrorRate, WordErrorRate
+
 DEFAULT_METRICS = ("bleu", "chrf")
-
-
-def _check_choice(field: str, given: Any, choices: Iterable[str]) -> None:
-    choices = list(choices)
-    if given in choices:
-        return
-    nearest = difflib.get_close_matches(str(given), choices, n=1, cutoff=0.4)
-    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-    raise ValueError(f"{field} must be one of {', '.join(choices)}, got {given!r}.{hint}")
-
-
-def _as_reference_lists(predictions: Sequence[str], references: References) -> list[list[str]]:
-    """Returns one list of references for each prediction, after checking both columns.
-
-    Raises:
-        ValueError: If a column is missing or empty, the lengths differ, or an entry is not text.
-    """
-    for name, column in zip(_COLUMNS, (predictions, references), strict=True):
-        if column is None or isinstance(column, str):
-            raise ValueError(f"`{name}` must be a sequence of texts, got {type(column).__name__}.")
-    if len(predictions) != len(references) or len(predictions) == 0:
-        raise ValueError(
-            "`predictions` and `references` must hold the same number of entries, at least one, "
-            f"got {len(predictions)} and {len(references)}."
-        )
-    is_single = isinstance(references[0], str)
-    for index, (prediction, entry) in enumerate(zip(predictions, references, strict=True)):
-        if not isinstance(prediction, str):
-            raise ValueError(f"`predictions` must hold texts, got {prediction!r} at index {index}.")
-        is_list = isinstance(entry, list | tuple) and len(entry) > 0 and all(isinstance(text, str) for text in entry)
-        if not (isinstance(entry, str) if is_single else is_list):
-            wanted = "texts" if is_single else "non-empty lists of texts"
-            raise ValueError(
-                f"`references` must hold {wanted} only, as its first entry does, got {entry!r} at {index}."
-            )
-    return [[entry] if is_single else list(entry) for entry in references]
-
-
-def _number_of_references(references: list[list[str]]) -> str:
-    counts = {len(texts) for texts in references}
-    return str(counts.pop()) if len(counts) == 1 else "var"
-
-
-class CorpusMetric(evaluate.Metric):
-    """What all scores share: two columns, their checks, and no files.
-
-    `references` holds one text for each prediction, or a list of texts for each. An empty prediction is valid.
-    Everything stays in memory; only with `num_process` above 1 does evaluate's cache folder come into use.
-    """
-
-    def __init__(self, *args, **kwargs):
-        kwargs.setdefault("keep_in_memory", kwargs.get("num_process", 1) == 1)
-        super().__init__(*args, **kwargs)
-
-    @classmethod
-    def option_names(cls) -> list[str]:
-        """Returns the keyword arguments that `compute` takes beside the two columns."""
-        return [name for name in inspect.signature(cls._compute).parameters if name not in ("self", *_COLUMNS)]
-
-    def _info(self) -> evaluate.MetricInfo:
-        return evaluate.MetricInfo(
-            description=inspect.getdoc(type(self)),
-            citation="",
-            inputs_description=inspect.getdoc(CorpusMetric),
-            features=Features({"predictions": Value("string"), "references": List(Value("string"))}),
-        )
-
-    def _build_data_dir(self) -> str:
-        # The base class makes a folder below the user's home even when it keeps everything in memory.
-        if self.keep_in_memory:
-            return os.path.join(self._data_dir_root, self.name, self.config_name)
-        return super()._build_data_dir()
-
-    def compute(self, *, predictions=None, references=None, **kwargs) -> dict[str, Any] | None:
-        """Returns the score of what was added before, together with what is given here."""
-        for name in kwargs:
-            _check_choice(f"An option of `{type(self).__name__}`", name, self.option_names())
-        if predictions is None and references is None and self.writer is None:
-            raise ValueError("`predictions` and `references` must hold at least one entry each, got 0 and 0.")
-        return super().compute(predictions=predictions, references=references, **kwargs)
-
-    def add_batch(self, *, predictions=None, references=None, **kwargs) -> None:
-        """Adds predictions and their references."""
-        references = _as_reference_lists(predictions, references)
-        super().add_batch(predictions=list(predictions), references=references, **kwargs)
-
-    def add(self, *, prediction=None, reference=None, **kwargs) -> None:
-        """Adds one prediction and its reference, or its list of references."""
-        self.add_batch(predictions=[prediction], references=[reference], **kwargs)
 
 
 class SacreBleuMetric(CorpusMetric):
@@ -149,8 +58,8 @@ class Bleu(SacreBleuMetric):
 
     def _compute(self, predictions, references, **options) -> dict[str, Any]:
         if options.get("tokenize") is not None:
-            _check_choice("`tokenize`", options["tokenize"], BLEU.TOKENIZERS)
-        _check_choice("`smooth_method`", options.get("smooth_method", "exp"), BLEU.SMOOTH_DEFAULTS)
+            check_choice("`tokenize`", options["tokenize"], BLEU.TOKENIZERS)
+        check_choice("`smooth_method`", options.get("smooth_method", "exp"), BLEU.SMOOTH_DEFAULTS)
         # sacreBLEU warns of tokenised text, which is no mistake where `tokenize="none"` asks for it.
         options.setdefault("force", options.get("tokenize") == "none")
         return super()._compute(predictions, references, **options)
@@ -195,7 +104,7 @@ class Rouge(CorpusMetric):
     def _compute(self, predictions, references, use_stemmer: bool = False, tokenize: str = "default") -> dict[str, Any]:
         from rouge_score import rouge_scorer, tokenizers  # takes a second to import
 
-        _check_choice("`tokenize`", tokenize, ("default", "none"))
+        check_choice("`tokenize`", tokenize, ("default", "none"))
         if tokenize == "none" and use_stemmer:
             raise ValueError('`use_stemmer` must be False when `tokenize` is "none", got True.')
         tokenizer = _SpaceTokenizer() if tokenize == "none" else tokenizers.DefaultTokenizer(use_stemmer)
@@ -207,7 +116,7 @@ class Rouge(CorpusMetric):
             "score": scores["rougeL"],
             **scores,
             "references_without_tokens": sum(not any(map(tokenizer.tokenize, texts)) for texts in references),
-            "signature": f"nrefs:{_number_of_references(references)}|stem:{stem}|tok:{tokenize}"
+            "signature": f"nrefs:{number_of_references(references)}|stem:{stem}|tok:{tokenize}"
             f"|rouge_score:{version('rouge_score')}",
         }
 
@@ -235,82 +144,8 @@ class ExactMatch(CorpusMetric):
             "score": 100 * matches / len(predictions),
             "matches": matches,
             "num_examples": len(predictions),
-            "signature": f"nrefs:{_number_of_references(references)}|case:{case}|punct:{punctuation}",
+            "signature": f"nrefs:{number_of_references(references)}|case:{case}|punct:{punctuation}",
         }
-
-
-def count_edits(prediction: Sequence, reference: Sequence) -> tuple[int, int, int]:
-    """Returns the substitutions, insertions and deletions that turn a reference into a prediction.
-
-    Their sum is the Levenshtein distance; of the ways with that sum, one with the fewest substitutions is counted. A
-    row of the table is computed at once, insertions being a running minimum. Substitutions ride along as a small
-    surcharge on the cost, and the lengths' difference tells insertions from deletions, so that no table is kept.
-    """
-    numbers: dict[Any, int] = {}
-    row_tokens, column_tokens = (
-        np.fromiter((numbers.setdefault(token, len(numbers)) for token in tokens), dtype=np.int64)
-        for tokens in (reference, prediction)
-    )
-    edit_cost = len(reference) + len(prediction) + 1  # more than all substitutions together
-    insertions = edit_cost * np.arange(len(prediction) + 1)
-    costs = insertions
-    for row_token in row_tokens:
-        candidates = costs + edit_cost
-        replaced = costs[:-1] + (column_tokens != row_token) * (edit_cost + 1)
-        np.minimum(candidates[1:], replaced, out=candidates[1:])
-        costs = np.minimum.accumulate(candidates - insertions) + insertions
-    edits, substitutions = divmod(int(costs[-1]), edit_cost)
-    surplus = len(prediction) - len(reference)
-    return substitutions, (edits - substitutions + surplus) // 2, (edits - substitutions - surplus) // 2
-
-
-class WordErrorRate(CorpusMetric):
-    """Edits on words split at spaces, over all lines, in percent of the references' words.
-
-    Lower is better, and more than 100 is possible. Of several references the one with the fewest edits counts, of
-    equals the longest. An empty reference adds the prediction's words as insertions and nothing to the length;
-    `empty_references` counts them. References without any word at all are refused.
-    """
-
-    unit = "word"
-
-    def _split(self, text: str) -> Sequence[str]:
-        return text.split()
-
-    def _compute(self, predictions, references, lowercase: bool = False) -> dict[str, Any]:
-        totals, length, empty = np.zeros(3, dtype=np.int64), 0, 0
-        for prediction, texts in zip(predictions, references, strict=True):
-            units, *candidates = (self._split(text.lower() if lowercase else text) for text in (prediction, *texts))
-            counted = [(count_edits(units, candidate), len(candidate)) for candidate in candidates]
-            edits, chosen_length = min(counted, key=lambda pair: (sum(pair[0]), -pair[1]))
-            totals, length, empty = totals + edits, length + chosen_length, empty + (chosen_length == 0)
-        if length == 0:
-            raise ValueError(
-                f"`references` must hold at least one {self.unit}, got {len(references)} empty references."
-            )
-        substitutions, insertions, deletions = totals.tolist()
-        case = "lc" if lowercase else "mixed"
-        return {
-            "score": 100 * int(totals.sum()) / length,
-            "substitutions": substitutions,
-            "insertions": insertions,
-            "deletions": deletions,
-            "ref_length": length,
-            "empty_references": empty,
-            "signature": f"nrefs:{_number_of_references(references)}|case:{case}|unit:{self.unit}",
-        }
-
-
-class CharacterErrorRate(WordErrorRate):
-    """Edits on characters (Unicode code points, spaces among them), in percent of the references' characters.
-
-    All else is as in `WordErrorRate`.
-    """
-
-    unit = "character"
-
-    def _split(self, text: str) -> Sequence[str]:
-        return text
 
 
 METRICS: dict[str, type[CorpusMetric]] = {
@@ -336,10 +171,10 @@ def check_metrics(names: Sequence[str], bleu_tokenize: str | None = None) -> Non
         ValueError: If there is no such score or tokenizer, or what the tokenizer needs is not installed.
     """
     for name in names:
-        _check_choice("A name in `metrics`", name, METRICS)
+        check_choice("A name in `metrics`", name, METRICS)
     if bleu_tokenize is None:
         return
-    _check_choice("`bleu_tokenize`", bleu_tokenize, BLEU.TOKENIZERS)
+    check_choice("`bleu_tokenize`", bleu_tokenize, BLEU.TOKENIZERS)
     try:
         BLEU(tokenize=bleu_tokenize)
     except (ImportError, RuntimeError) as error:
@@ -368,10 +203,10 @@ def compute_metrics(
     if isinstance(names, str):
         raise ValueError(f"`names` must be a sequence of names, got the text {names!r}.")
     for name in names:
-        _check_choice("A name in `names`", name, METRICS)
+        check_choice("A name in `names`", name, METRICS)
     options = dict(options or {})
     for name in options:
-        _check_choice("A key of `options`", name, names)
+        check_choice("A key of `options`", name, names)
     return {
         name: METRICS[name]().compute(predictions=predictions, references=references, **options.get(name, {}))
         for name in names

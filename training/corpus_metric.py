@@ -1,0 +1,104 @@
+"""What all scores of a corpus share: their two columns, checks of them, and that they need no files and no network."""
+
+import difflib
+import inspect
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import evaluate
+from datasets import Features, List, Value
+
+References = Sequence[str] | Sequence[Sequence[str]]
+_COLUMNS = ("predictions", "references")
+
+
+def check_choice(field: str, given: Any, choices: Iterable[str]) -> None:
+    """Raises a ValueError, with the nearest choice as a hint, if what was given is none of them."""
+    choices = list(choices)
+    if given in choices:
+        return
+    nearest = difflib.get_close_matches(str(given), choices, n=1, cutoff=0.4)
+    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    raise ValueError(f"{field} must be one of {', '.join(choices)}, got {given!r}.{hint}")
+
+
+def _as_reference_lists(predictions: Sequence[str], references: References) -> list[list[str]]:
+    """Returns one list of references for each prediction, after checking both columns.
+
+    Raises:
+        ValueError: If a column is missing or empty, the lengths differ, or an entry is not text.
+    """
+    for name, column in zip(_COLUMNS, (predictions, references), strict=True):
+        if column is None or isinstance(column, str):
+            raise ValueError(f"`{name}` must be a sequence of texts, got {type(column).__name__}.")
+    if len(predictions) != len(references) or len(predictions) == 0:
+        raise ValueError(
+            "`predictions` and `references` must hold the same number of entries, at least one, "
+            f"got {len(predictions)} and {len(references)}."
+        )
+    is_single = isinstance(references[0], str)
+    for index, (prediction, entry) in enumerate(zip(predictions, references, strict=True)):
+        if not isinstance(prediction, str):
+            raise ValueError(f"`predictions` must hold texts, got {prediction!r} at index {index}.")
+        is_list = isinstance(entry, list | tuple) and len(entry) > 0 and all(isinstance(text, str) for text in entry)
+        if not (isinstance(entry, str) if is_single else is_list):
+            wanted = "texts" if is_single else "non-empty lists of texts"
+            raise ValueError(
+                f"`references` must hold {wanted} only, as its first entry does, got {entry!r} at {index}."
+            )
+    return [[entry] if is_single else list(entry) for entry in references]
+
+
+def number_of_references(references: list[list[str]]) -> str:
+    """As signatures give it."""
+    counts = {len(texts) for texts in references}
+    return str(counts.pop()) if len(counts) == 1 else "var"
+
+
+class CorpusMetric(evaluate.Metric):
+    """What all scores share: two columns, their checks, and no files.
+
+    `references` holds one text for each prediction, or a list of texts for each. An empty prediction is valid.
+    Everything stays in memory; only with `num_process` above 1 does evaluate's cache folder come into use.
+    """
+
+    def __init__(self, *args, **kwargs):
+        kwargs.setdefault("keep_in_memory", kwargs.get("num_process", 1) == 1)
+        super().__init__(*args, **kwargs)
+
+    @classmethod
+    def option_names(cls) -> list[str]:
+        """Returns the keyword arguments that `compute` takes beside the two columns."""
+        return [name for name in inspect.signature(cls._compute).parameters if name not in ("self", *_COLUMNS)]
+
+    def _info(self) -> evaluate.MetricInfo:
+        return evaluate.MetricInfo(
+            description=inspect.getdoc(type(self)),
+            citation="",
+            inputs_description=inspect.getdoc(CorpusMetric),
+            features=Features({"predictions": Value("string"), "references": List(Value("string"))}),
+        )
+
+    def _build_data_dir(self) -> str:
+        # The base class makes a folder below the user's home even when it keeps everything in memory.
+        if self.keep_in_memory:
+            return os.path.join(self._data_dir_root, self.name, self.config_name)
+        return super()._build_data_dir()
+
+    def compute(self, *, predictions=None, references=None, **kwargs) -> dict[str, Any] | None:
+        """Returns the score of what was added before, together with what is given here."""
+        for name in kwargs:
+            check_choice(f"An option of `{type(self).__name__}`", name, self.option_names())
+        if predictions is None and references is None and self.writer is None:
+            raise ValueError("`predictions` and `references` must hold at least one entry each, got 0 and 0.")
+        return super().compute(predictions=predictions, references=references, **kwargs)
+
+    def add_batch(self, *, predictions=None, references=None, **kwargs) -> None:
+        """Adds predictions and their references."""
+        references = _as_reference_lists(predictions, references)
+        super().add_batch(predictions=list(predictions), references=references, **kwargs)
+
+    def add(self, *, prediction=None, reference=None, **kwargs) -> None:
+        """Adds one prediction and its reference, or its list of references."""
+        self.add_batch(predictions=[prediction], references=[reference], **kwargs)
