@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation.utils import GenerateBeamEncoderDecoderOutput
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
-from metaphrase.modeling.search_rules import ROW_CRITERIA, ROW_PROCESSORS
+from metaphrase.modeling.search_rules import unknown_criteria, unknown_processors
 from metaphrase.modeling.tree_decoder_state import TreeDecoderState
 
 # Arguments of the network that a search gives itself, or that change nothing of what it computes.
@@ -136,6 +136,10 @@ def search_inputs(
     if len(memory) != len(prompt):
         # Others than Metaphrase models repeat a source for each of its targets.
         memory, mask = memory[::copies], None if mask is None else mask[::copies]
+    if len(memory) != len(prompt):
+        raise ValueError(
+            f"`decoder_input_ids` must have a row for each source in this search, got {len(prompt)} and {len(memory)}."
+        )
     is_known = getattr(model, "_is_known", None)
     if is_known is not None and is_known(input_ids, processors, criteria, config, **model_kwargs):
         to_logits = model.step_projection()
@@ -186,13 +190,16 @@ def _check(
         )
     # Sources leave the batch when they are done, so that a row's place says nothing.
     others = (
-        ("logits_processor", {type(processor) for processor in processors} - ROW_PROCESSORS),
-        ("stopping_criteria", {type(criterion) for criterion in criteria} - ROW_CRITERIA),
+        ("logits_processor", unknown_processors(processors)),
+        ("stopping_criteria", unknown_criteria(criteria, config)),
     )
-    for name, kinds in others:
-        if kinds:
-            names = ", ".join(sorted(kind.__name__ for kind in kinds))
-            raise ValueError(f"`{name}` must look at each row by itself in this search, as {names} may not do.")
+    for name, unknown in others:
+        if unknown:
+            names = ", ".join(sorted({type(each).__name__ for each in unknown}))
+            raise ValueError(
+                f"`{name}` must look at each row by itself in this search, and follow from the options of generation, "
+                f"as {names} may not do."
+            )
     unknown = sorted(name for name, value in model_kwargs.items() if value is not None and name not in _KNOWN)
     if unknown:
         raise ValueError(f"`model_kwargs` must be among {sorted(_KNOWN)} in this search, got {unknown}.")

@@ -95,14 +95,15 @@ class Beams:
     """
 
     def __init__(self, prompt: torch.Tensor, beams: int):
-        sources, length = prompt.shape
+        sources = len(prompt)
         self.indices = torch.arange(sources, device=prompt.device)
         self.is_over = torch.zeros_like(self.indices, dtype=torch.bool)
         self.ids = prompt[:, None].expand(-1, beams, -1)
         self.scores = torch.zeros(sources, beams, device=prompt.device)
         # All are the same at first: so only the first one goes on.
         self.scores[:, 1:] = WORST
-        self.ended_ids = self.ids.new_empty(sources, beams, length)
+        # Where none comes to an end, the prompt is what there is.
+        self.ended_ids = self.ids.clone()
         self.ended_scores = torch.full_like(self.scores, WORST)
         self.ended_lengths = torch.zeros_like(self.scores, dtype=torch.long)
 

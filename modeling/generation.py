@@ -17,12 +17,14 @@ from transformers.utils.output_capturing import capture_outputs
 from .beam_search import beam_search
 from .decoder_state import DecoderState
 from .sampling import sample
-from .search_rules import ROW_CRITERIA, ROW_PROCESSORS
+from .search_rules import unknown_criteria, unknown_processors
 from .step_layer import step_head
 from .tree_decoder_state import TreeDecoderState
 
-# What the loops here know of the arguments of the network.
-_KNOWN = {"attention_mask", "encoder_outputs", "logits_to_keep", "past_key_values", "use_cache"}
+# What the loops here know of the arguments of the network; a Trainer hands labels on, which are not read.
+_KNOWN = {"attention_mask", "encoder_outputs", "labels", "logits_to_keep", "past_key_values", "use_cache"}
+# Those of torch and transformers attend alike; what a user registered is for transformers' loops to call.
+_KERNELS = {"eager", "sdpa", "flex_attention"}
 
 
 class SharedSourceCache(EncoderDecoderCache):
@@ -31,6 +33,14 @@ class SharedSourceCache(EncoderDecoderCache):
     def reorder_cache(self, beam_idx: torch.LongTensor):
         """Hypotheses change places within their source, whose keys and values stay."""
         self.self_attention_cache.reorder_cache(beam_idx)
+
+    def spread(self) -> EncoderDecoderCache:
+        """A cache as transformers has it, with a row of the source for each hypothesis."""
+        keys = self.cross_attention_cache.layers[0].keys if self.cross_attention_cache.layers else None
+        copies = 1 if keys is None else len(self.self_attention_cache.layers[0].keys) // len(keys)
+        if copies > 1:
+            self.cross_attention_cache.batch_repeat_interleave(copies)
+        return EncoderDecoderCache(self.self_attention_cache, self.cross_attention_cache)
 
 
 class MetaphraseGenerationMixin(GenerationMixin):
@@ -44,8 +54,7 @@ class MetaphraseGenerationMixin(GenerationMixin):
         **model_kwargs,
     ) -> tuple[torch.LongTensor, dict[str, Any]]:
         shares = is_encoder_decoder and expand_size > 1 and model_kwargs.get("past_key_values") is None
-        # Flash attention takes a padding mask for that of the last queries.
-        if not shares or "flash" in self.config._attn_implementation:
+        if not shares or not self._can_share_sources():
             return super()._expand_inputs_for_generation(expand_size, is_encoder_decoder, input_ids, **model_kwargs)
         shared = {
             name: model_kwargs.pop(name) for name in ("encoder_outputs", "attention_mask") if name in model_kwargs
@@ -55,7 +64,7 @@ class MetaphraseGenerationMixin(GenerationMixin):
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         is_given = model_kwargs.get("past_key_values") is not None
-        shares = not is_given and "flash" not in self.config._attn_implementation
+        shares = not is_given and self._can_share_sources()
         is_plain = generation_config.use_cache is not False and not generation_config.is_assistant
         if shares and is_plain and generation_config.cache_implementation in (None, "dynamic"):
             # transformers copies the model's configuration for each cache, to look for windows in it, which are not there.
@@ -75,13 +84,13 @@ class MetaphraseGenerationMixin(GenerationMixin):
     def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
         arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
         if generation_config.return_dict_in_generate or not self._is_known(*arguments, **kwargs):
-            return super()._sample(*arguments, **kwargs)
+            return _with_plain_cache(super()._sample(*arguments, **kwargs))
         return self._search(input_ids, logits_processor, generation_config, kwargs)[0]
 
     def _beam_search(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
         arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
         if generation_config.return_dict_in_generate or not self._is_known(*arguments, **kwargs):
-            return super()._beam_search(*arguments, **kwargs)
+            return _with_plain_cache(super()._beam_search(*arguments, **kwargs))
         return self._search(input_ids, logits_processor, generation_config, kwargs)[0]
 
     @staticmethod
@@ -116,7 +125,7 @@ class MetaphraseGenerationMixin(GenerationMixin):
         model_kwargs: dict[str, Any],
         with_scores: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        memory, mask = model_kwargs["encoder_outputs"].last_hidden_state, model_kwargs.get("attention_mask")
+        memory, mask = model_kwargs["encoder_outputs"][0], model_kwargs.get("attention_mask")
         copies = len(input_ids) // len(memory)
         prompt, project = input_ids[::copies], self.step_projection()
         if config.num_beams > 1:
@@ -140,36 +149,68 @@ class MetaphraseGenerationMixin(GenerationMixin):
         **model_kwargs,
     ) -> bool:
         """Whether the loops here can do what is asked for."""
-        cache = model_kwargs.get("past_key_values")
+        cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+        copies = max(config.num_beams, config.num_return_sequences)
         return (
             not (synced_gpus or config.low_memory or config.is_assistant)
             and not (config.do_sample and config.num_beams > 1)
             and streamer is None
             and config.prefill_chunk_size is None
-            and {type(processor) for processor in processors} <= ROW_PROCESSORS
-            and {type(criterion) for criterion in criteria} <= ROW_CRITERIA
+            and not unknown_processors(processors)
+            and not unknown_criteria(criteria, config)
             and {name for name, value in model_kwargs.items() if value is not None} <= _KNOWN
             and type(cache) is SharedSourceCache
             and type(cache.self_attention_cache) is DynamicCache
+            and not cache.self_attention_cache.offloading
+            and self.config._attn_implementation in _KERNELS
             and not self.training
             and self._computing_dtype() in (torch.float32, torch.bfloat16)
-            and len(input_ids) % len(model_kwargs["encoder_outputs"].last_hidden_state) == 0
+            # Each source has the prompt that came with it.
+            and len(input_ids) == copies * len(model_kwargs["encoder_outputs"][0])
+            # What a row without a token attends to is the kernel's to say.
+            and (mask is None or bool(mask.any(dim=1).all()))
             and self._calls_are_plain()
         )
+
+    def _can_share_sources(self) -> bool:
+        # Flash attention takes a padding mask for that of the last queries; and what is hooked to the decoder, as peft's choice
+        # of an adapter for each row, may count on a row of the source for each hypothesis.
+        is_hooked = any(module._forward_pre_hooks for module in self.get_decoder().modules())
+        return not is_hooked and "flash" not in self.config._attn_implementation
 
     def _computing_dtype(self) -> torch.dtype:
         kind = self.device.type
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.dtype
 
     def _calls_are_plain(self) -> bool:
-        """Whether nothing is hooked to the decoder that a call of it as a whole would have to meet."""
-        return not any(
+        """Whether a call of this model, or of its decoder, would meet nothing that a user put in its way."""
+        own = vars(self)
+        is_own = (
+            "prepare_inputs_for_generation" not in own
+            # accelerate casts around the forward pass that it keeps beside its own.
+            and ("forward" not in own or "_original_forward" in own)
+            and all(_is_of_package(getattr(type(self), name)) for name in ("forward", "prepare_inputs_for_generation"))
+        )
+        return is_own and not any(
             module._forward_pre_hooks
             # `hasattr` asks a module for parameters, buffers and modules of that name first.
             or "_hf_hook" in vars(module)
             or any(map(_counts, module._forward_hooks.values()))
-            for module in self.get_decoder().modules()
+            for module in (self, self.base_model, *self.get_decoder().modules())
         )
+
+
+def _is_of_package(method: Callable) -> bool:
+    """Whether it is defined beside this module, and not by a subclass elsewhere."""
+    return method.__module__.rpartition(".")[0] == __name__.rpartition(".")[0]
+
+
+def _with_plain_cache(output: torch.Tensor | GenerateEncoderDecoderOutput | GenerateBeamEncoderDecoderOutput):
+    """What transformers' loops return, with a cache that fits sources which are repeated for each hypothesis."""
+    cache = getattr(output, "past_key_values", None)
+    if isinstance(cache, SharedSourceCache):
+        output.past_key_values = cache.spread()
+    return output
 
 
 def _counts(hook: Callable) -> bool:

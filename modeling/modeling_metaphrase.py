@@ -240,10 +240,11 @@ class MetaphraseForConditionalGeneration(_EncoderDecoderEmbeddings, MetaphraseGe
         return hidden_states if self.config.logits_scale == 1.0 else hidden_states * self.config.logits_scale
 
     def _loss_is_chunked(self, hidden_states: torch.Tensor) -> bool:
-        # A head that is no plain projection any more (an adapter's, a quantized one) knows itself how it is applied; float16
-        # needs its logits clamped; and a compiler splits and fuses the plain loss by itself.
-        is_plain = type(self.lm_head) is nn.Linear and hidden_states.dtype != torch.float16
-        return is_plain and not torch.compiler.is_compiling()
+        # A head that is no plain projection any more (an adapter's, a quantized, pruned or offloaded one) knows itself how it is
+        # applied; float16 needs its logits clamped; and a compiler splits and fuses the plain loss by itself.
+        head = self.lm_head
+        is_plain = type(head) is nn.Linear and "weight" in head._parameters and "_hf_hook" not in vars(head)
+        return is_plain and hidden_states.dtype != torch.float16 and not torch.compiler.is_compiling()
 
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, *args, **kwargs) -> dict:
         mask = kwargs.get("decoder_attention_mask")

@@ -144,6 +144,15 @@ class RotaryPositionEmbedding(nn.Module):
         self.register_buffer("inv_freq", inverse_frequencies, persistent=False)
         self.register_buffer("original_inv_freq", inverse_frequencies.clone(), persistent=False)
 
+    def _apply(self, fn, recurse=True):
+        # A model that is cast as a whole, by `.to(torch.bfloat16)`, is the one that is loaded in that type.
+        kept = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)
+        for name, buffer in self.named_buffers(recurse=False):
+            if buffer.dtype != kept[name].dtype:
+                setattr(self, name, kept[name].to(buffer.device))
+        return self
+
     def make_frequencies(self, device: torch.device | None = None) -> tuple[torch.Tensor, float]:
         """The frequencies `(rotated / 2)` and the factor on cosine and sine."""
         if self.rope_type != "default":

@@ -37,7 +37,8 @@ def sample(
     ends, prompt_length = config._eos_token_tensor, prompt.shape[1]
     padding = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
     ids = prompt.repeat_interleave(copies, dim=0)
-    result = torch.full((len(ids), config.max_length), padding, device=ids.device)
+    # What has ended: rows of the result, and their ids.
+    done: list[tuple[torch.Tensor, torch.Tensor]] = []
     totals = torch.zeros(len(ids), device=ids.device) if with_scores else None
     # Where in the result the rows of the batch belong.
     rows = torch.arange(len(ids), device=ids.device)
@@ -68,11 +69,17 @@ def sample(
         # A source leaves with the last of its targets.
         is_left = is_ended.view(-1, copies).all(dim=1)
         if bool(is_left.any()) or length + 1 == config.max_length:
-            result[rows, : length + 1] = ids
-            if bool(is_left.all()):
-                return result[:, : length + 1], totals
+            is_leaving = is_left.repeat_interleave(copies) | (length + 1 == config.max_length)
+            done.append((rows[is_leaving], ids[is_leaving]))
+            if bool(is_leaving.all()):
+                break
             sources = (~is_left).nonzero()[:, 0]
-            kept = (copies * sources[:, None] + torch.arange(copies, device=ids.device)).flatten()
-            ids, rows, is_ended = ids[kept], rows[kept], is_ended[kept]
+            ids, rows, is_ended = ids[~is_leaving], rows[~is_leaving], is_ended[~is_leaving]
             state.keep(sources)
+    if not done:
+        # The prompt is as long as anything may be.
+        return ids, totals
+    result = ids.new_full((sum(len(part) for part, _ in done), done[-1][1].shape[1]), padding)
+    for part, ended in done:
+        result[part, : ended.shape[1]] = ended
     return result, totals

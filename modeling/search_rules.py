@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 import torch
-from transformers import LogitsProcessor
+from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 from transformers.generation import logits_process, stopping_criteria
 
 # Those that look at each row by itself, so that rows may leave the batch.
-ROW_PROCESSORS = {
+_ROW_PROCESSORS = {
     getattr(logits_process, name, None)
     for name in (
         *("EpsilonLogitsWarper", "EtaLogitsWarper", "ExponentialDecayLengthPenalty", "ForcedBOSTokenLogitsProcessor"),
@@ -18,7 +18,30 @@ ROW_PROCESSORS = {
         *("TemperatureLogitsWarper", "TopHLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper"),
     )
 }
-ROW_CRITERIA = {stopping_criteria.MaxLengthCriteria, stopping_criteria.EosTokenCriteria}
+
+
+def unknown_processors(processors: Sequence[LogitsProcessor]) -> list[LogitsProcessor]:
+    """Those that may need more than one row at a time, or whose rows may not leave the batch."""
+    return [
+        processor
+        for processor in processors
+        # One length for each row of the batch as it was at first.
+        if type(processor) not in _ROW_PROCESSORS
+        or isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor)
+    ]
+
+
+def unknown_criteria(criteria: Sequence[StoppingCriteria], config: GenerationConfig) -> list[StoppingCriteria]:
+    """Those that do not follow from the configuration: a caller's own take the place of those that do."""
+    return [criterion for criterion in criteria if not _is_of_config(criterion, config)]
+
+
+def _is_of_config(criterion: StoppingCriteria, config: GenerationConfig) -> bool:
+    if type(criterion) is stopping_criteria.MaxLengthCriteria:
+        return criterion.max_length == config.max_length
+    ends = config._eos_token_tensor
+    is_end = type(criterion) is stopping_criteria.EosTokenCriteria and ends is not None
+    return is_end and (criterion.eos_token_id is ends or criterion.eos_token_id.tolist() == ends.tolist())
 
 
 def process(processors: Sequence[LogitsProcessor], ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """LoRA: what is trained, evaluated and saved, that accumulation stays exact, and that merging changes nothing that is said."""
 
+import contextlib
 import json
 import sys
 
@@ -370,3 +371,25 @@ def test_what_cannot_be_merged_is_refused(base_folder, tmp_path):
         merge_lora(tmp_path / "nameless", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert is_adapted(load_lora(tmp_path / "nameless", tiny_model()))
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_each_source_may_have_an_adapter_of_its_own(beams):
+    model = moved_lora(tiny_model(**UNTIED), target_modules=["q_proj", "v_proj"])
+    model.add_adapter("other", model.peft_config["default"])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B.other" in name:
+                parameter.normal_(generator=torch.Generator().manual_seed(3))
+    inputs = random_batch(model.config)
+    del inputs["decoder_input_ids"]
+    options = {"num_beams": beams, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    names = ["other", "__base__", "default"]
+    found = model.generate(**inputs, **options, adapter_names=names)
+    alone = []
+    for row, name in enumerate(names):
+        with model.disable_adapter() if name == "__base__" else contextlib.nullcontext():
+            if name != "__base__":
+                model.set_adapter(name)
+            alone.append(model.generate(**inputs, **options)[row].tolist())
+    assert found.tolist() == alone and alone[0] != alone[1]

@@ -120,3 +120,17 @@ def test_finished_sources_are_not_computed(monkeypatch):
             0
         ].tolist()
         assert together[row, : len(alone)].tolist() == alone
+
+
+@pytest.mark.parametrize(
+    "options", [{"suppress_tokens": [t for t in range(37) if t != 3]}, {"forced_eos_token_id": 2}], ids=str
+)
+def test_where_too_few_come_to_an_end_the_prompt_is_what_there_is(options):
+    model = tiny_model()
+    options |= {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 1, "do_sample": False}
+    expected = model.generate(**sources(model.config), **options, custom_generate=GenerationMixin._beam_search)
+    # What is not written is whatever memory held.
+    for _ in range(3):
+        scratch = torch.full((10_000,), 2**40)
+        del scratch
+        assert model.generate(**sources(model.config), **options).tolist() == expected.tolist()

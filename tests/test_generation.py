@@ -341,3 +341,27 @@ def test_assistance_with_two_vocabularies(sizes):
     expected = model.generate(**inputs, **options)
     assert torch.equal(model.generate(**inputs, **options, prompt_lookup_num_tokens=3), expected)
     assert torch.equal(model.generate(**inputs, **options, assistant_model=model), expected)
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}], ids=str)
+def test_a_cache_that_was_returned_goes_on_with_repeated_sources(options):
+    model = tiny_model()
+    inputs = random_batch(model.config)
+    del inputs["decoder_input_ids"]
+    first = model.generate(
+        **inputs, **options, max_new_tokens=4, eos_token_id=None, return_dict_in_generate=True, early_stopping=True
+    )
+    rows = 2 * len(inputs["input_ids"])
+    cache = first.past_key_values
+    assert {len(layer.keys) for layer in cache.cross_attention_cache.layers} == {rows}
+    cache.batch_select_indices(torch.arange(rows)[::2])
+    with torch.inference_mode():
+        mask = inputs["attention_mask"]
+        token = torch.full((len(mask), 1), 7)
+        outputs = model(
+            encoder_outputs=model.get_encoder()(**inputs),
+            attention_mask=mask,
+            decoder_input_ids=token,
+            past_key_values=cache,
+        )
+    assert outputs.logits.shape[:2] == (len(mask), 1)

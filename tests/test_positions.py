@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from tiny_models import tiny_config
+from tiny_models import DESIGNS, tiny_config, tiny_model
 from transformers import LlamaConfig
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
@@ -371,3 +371,14 @@ def test_alibi_bias_is_minus_slope_times_distance_on_both_sides():
     assert bias.shape == (1, 8, 2, 4)
     assert bias[0, 0].tolist() == [[-0.5, 0.0, -0.5, -1.0], [-1.0, -0.5, 0.0, -0.5]]
     assert bias[0, 2].tolist() == [[-0.125, 0.0, -0.125, -0.25], [-0.25, -0.125, 0.0, -0.125]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_that_is_cast_keeps_its_angles_exact(dtype):
+    model = tiny_model(**DESIGNS["rotary"])
+    tables = [module for module in model.modules() if isinstance(module, RotaryPositionEmbedding)]
+    expected = [table.inv_freq.clone() for table in tables]
+    model.to(dtype)
+    assert tables and all(torch.equal(table.inv_freq, kept) for table, kept in zip(tables, expected, strict=True))
+    assert model.dtype == dtype
+    assert all(table.to("meta").inv_freq.device.type == "meta" for table in tables)

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from largest_tensor import LargestTensor
 from live_bytes import LiveBytes
 from tiny_models import random_batch, tiny_model
 from torch import nn
+from torch.nn.utils import prune
 
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.modeling import projected_loss as module
@@ -123,6 +125,34 @@ def test_training_never_holds_all_logits():
     assert model.lm_head.weight.grad.abs().max() > 0
     model(**batch, return_logits=True)
     assert calls == [1]
+
+
+def test_a_head_with_a_weight_that_is_computed_anew_each_time_is_called():
+    """A pruned one, which the loss cannot read past: its weight is the product of the step before."""
+    model = tiny_model(tie_word_embeddings=False).train()
+    prune.l1_unstructured(model.lm_head, "weight", 0.3)
+    batch = random_batch(model.config, with_labels=True)
+    for _ in range(2):
+        loss = model(**batch).loss
+        torch.testing.assert_close(loss, model(**batch, return_logits=True).loss)
+        loss.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(0.1 * parameter.grad)
+
+
+def test_a_head_that_accelerate_brings_from_elsewhere_is_called():
+    model = tiny_model().train()
+    called = []
+
+    class Watch(ModelHook):
+        def pre_forward(self, module, *args, **kwargs):
+            called.append(module)
+            return args, kwargs
+
+    add_hook_to_module(model.lm_head, Watch())
+    model(**random_batch(model.config, with_labels=True)).loss.backward()
+    assert called == [model.lm_head]
 
 
 @pytest.mark.parametrize("alpha", [0.0, 3.0])

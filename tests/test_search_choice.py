@@ -13,7 +13,14 @@ from transformers import (
     StoppingCriteriaList,
     TextStreamer,
 )
-from transformers.generation import MaxTimeCriteria
+from transformers.generation import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    RepetitionPenaltyLogitsProcessor,
+)
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from metaphrase.inference.decoding import decode
 from metaphrase.modeling import generation
@@ -59,6 +66,8 @@ OF_TRANSFORMERS = {
     "static cache": {"cache_implementation": "static"},
     "processor of the caller": {"logits_processor": LogitsProcessorList([Twice()])},
     "criterion of the caller": {"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(max_time=1e4)])},
+    "length of the caller": {"stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(max_length=4)])},
+    "end of the caller": {"stopping_criteria": StoppingCriteriaList([EosTokenCriteria(eos_token_id=[7, 8, 9])])},
     "time limit": {"max_time": 1e4},
     "allowed tokens": {"prefix_allowed_tokens_fn": lambda row, ids: [4, 6, 7 + row, 11]},
     "looks at the source": {"encoder_repetition_penalty": 1.5},
@@ -84,6 +93,157 @@ def test_what_is_not_known_is_left_to_transformers(case, beams, states, monkeypa
         assert texts.keys() == expected.keys()
         texts, expected = texts.sequences, expected.sequences
     assert texts.tolist() == expected.tolist()
+
+
+def of_transformers(model, **options):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generation.MetaphraseGenerationMixin, "_is_known", lambda *_, **__: False)
+        return model.generate(**options)
+
+
+def test_a_processor_with_a_length_for_each_row_is_left_to_transformers(states):
+    model = tiny_model()
+    processor = RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=torch.tensor([1, 0, 1, 0]))
+    options = sources(model) | OPTIONS | {"logits_processor": LogitsProcessorList([processor])}
+    assert model.generate(**options).tolist() == of_transformers(model, **options).tolist()
+    assert not states
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="moves keys and values only where there is a GPU")
+def test_a_cache_on_the_host_is_left_to_transformers(states):
+    model = tiny_model()
+    # It asks for a stream of the GPU.
+    with pytest.raises((AssertionError, RuntimeError)):
+        model.generate(**sources(model), **OPTIONS, cache_implementation="offloaded")
+    assert not states
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_several_prompts_of_one_source_are_several(beams, states):
+    model = tiny_model()
+    options = OPTIONS | {"input_ids": sources(model)["input_ids"][:1], "num_beams": beams}
+    start = model.config.decoder_start_token_id
+    prompts = torch.tensor([[start, 7], [start, 9], [start, 4]])
+    found = model.generate(**options, decoder_input_ids=prompts)
+    assert found[:, :2].tolist() == prompts.tolist() and not states
+    for row, prompt in zip(found, prompts, strict=True):
+        [alone] = model.generate(**options, decoder_input_ids=prompt[None])
+        assert row[: len(alone)].tolist() == alone.tolist()
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_source_without_a_token_is_left_to_transformers(beams, states):
+    model = tiny_model()
+    inputs = sources(model)
+    inputs["attention_mask"][2] = 0
+    found = model.generate(**inputs, **OPTIONS, num_beams=beams)
+    assert not states
+    assert found.tolist() == of_transformers(model, **inputs, **OPTIONS, num_beams=beams).tolist()
+
+
+def test_an_encoded_source_may_come_as_a_tuple(states):
+    model = tiny_model()
+    inputs = sources(model)
+    expected = model.generate(**inputs, **OPTIONS)
+    encoded = model.get_encoder()(**inputs, return_dict=False)
+    assert isinstance(encoded, tuple)
+    mask = inputs["attention_mask"]
+    for given in (encoded, BaseModelOutput(encoded[0])):
+        assert model.generate(encoder_outputs=given, attention_mask=mask, **OPTIONS).tolist() == expected.tolist()
+    assert len(states) == 3
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_labels_of_a_trainer_change_nothing(beams, states):
+    model = tiny_model()
+    batch = random_batch(model.config, batch=4, with_labels=True)
+    labels = batch.pop("labels")
+    expected = model.generate(**batch, **OPTIONS, num_beams=beams)
+    assert model.generate(**batch, labels=labels, **OPTIONS, num_beams=beams).tolist() == expected.tolist()
+    assert len(states) == 2
+
+
+class Doubled(type(tiny_model())):
+    def forward(self, *arguments, **options):
+        output = super().forward(*arguments, **options)
+        output.logits = output.logits.roll(1, dims=-1)
+        return output
+
+
+class Forgetful(type(tiny_model())):
+    def prepare_inputs_for_generation(self, *arguments, **options):
+        prepared = super().prepare_inputs_for_generation(*arguments, **options)
+        return prepared | {"attention_mask": torch.ones_like(prepared["attention_mask"])}
+
+
+def roll(module, arguments, output):
+    output.logits = output.logits.roll(1, dims=-1)
+    return output
+
+
+def hook_the_model(model):
+    model.register_forward_hook(roll)
+
+
+def hook_what_is_inside(model):
+    model.model.register_forward_hook(lambda module, arguments, output: output)
+
+
+def put_a_forward_in_place(model):
+    model.forward = functools.partial(model.forward, smoothing=0.0)
+
+
+def put_a_preparation_in_place(model):
+    prepare = model.prepare_inputs_for_generation
+    model.prepare_inputs_for_generation = lambda *arguments, **options: prepare(*arguments, **options)
+
+
+def attend_in_a_way_of_its_own(model):
+    def attend(module, query, key, value, attention_mask, scaling, **options):
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](
+            module, query, key, value, attention_mask, scaling=3 * scaling, **options
+        )
+
+    ALL_ATTENTION_FUNCTIONS.register("sharp", attend)
+    model.set_attn_implementation("sharp")
+
+
+def subclass(kind):
+    def change(model):
+        model.__class__ = kind
+
+    change.__name__ = kind.__name__
+    return change
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize(
+    "change",
+    [
+        hook_the_model,
+        hook_what_is_inside,
+        put_a_forward_in_place,
+        put_a_preparation_in_place,
+        attend_in_a_way_of_its_own,
+        subclass(Doubled),
+        subclass(Forgetful),
+    ],
+    ids=lambda change: change.__name__,
+)
+def test_a_model_that_was_changed_by_hand_is_left_to_transformers(change, beams, states):
+    model = tiny_model()
+    change(model)
+    found = model.generate(**sources(model), **OPTIONS, num_beams=beams)
+    assert not states
+    assert found.tolist() == of_transformers(model, **sources(model), **OPTIONS, num_beams=beams).tolist()
+
+
+def test_a_model_that_accelerate_casts_searches_here(states):
+    model = tiny_model()
+    model._original_forward = model.forward
+    model.forward = functools.partial(model.forward)
+    model.generate(**sources(model), **OPTIONS)
+    assert len(states) == 1
 
 
 def test_a_cache_a_streamer_and_sampled_beams_are_left_to_transformers(states):

@@ -91,6 +91,16 @@ def write_past_the_version(model):
         weight.data.mul_(2)
 
 
+def silence_heads(model):
+    for layer in model.get_decoder().layers:
+        layer.self_attn.o_proj.weight.data[:, 8:] = 0
+
+
+def write_some_rows(model):
+    for layer in model.get_decoder().layers:
+        layer.mlp.down_proj.weight.data[16:] = 0.5
+
+
 def load(model):
     model.load_state_dict({name: weight * 2 for name, weight in model.state_dict().items()})
 
@@ -138,7 +148,7 @@ def drop_a_layer(model):
 
 
 CHANGES = [
-    *(double_in_place, double_one_number, write_past_the_version, load),
+    *(double_in_place, double_one_number, write_past_the_version, silence_heads, write_some_rows, load),
     *(put_others_in_place, put_weights_in_place, put_norm_weights_in_place, put_biases_in_place),
     *(write_past_the_version_of_a_single_weight, put_a_layer_in_place, train, drop_a_layer),
 ]
