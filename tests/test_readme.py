@@ -27,6 +27,8 @@ COMMANDS = [
     for line in text.splitlines()
     if line.startswith("metaphrase ")
 ]
+# Verbs that would take their time.
+TRAINING = ("train", "demo")
 
 
 @pytest.fixture
@@ -39,6 +41,8 @@ def project(tmp_path, monkeypatch):
     paths["test"].write_text("".join(few), encoding="utf-8")
     for step in range(5):
         save_generator(tiny_generator(), tmp_path / "runs" / "multi30k" / f"checkpoint-{step + 1}")
+    for side in ("en", "de"):
+        (tmp_path / f"train.{side}").write_text("the cat sleeps\neine Katze schläft\n", encoding="utf-8")
     (tmp_path / "input.txt").write_text("the cat sleeps\na dog\n", encoding="utf-8")
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 37}
     T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(tmp_path / "models" / "t5-small")
@@ -62,7 +66,7 @@ def test_python_runs(code, project, capsys):
     assert bool(capsys.readouterr().out.strip()) == ("print(" in code)
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if command.split()[1] != "train"])
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command.split()[1] not in TRAINING])
 def test_command_runs(command, project, monkeypatch, capsys):
     words, _, target = command.partition(" > ")
     words, _, source = words.partition(" < ")
@@ -78,9 +82,10 @@ def test_command_runs(command, project, monkeypatch, capsys):
         assert len(capsys.readouterr().out.splitlines()) == 2
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if command.split()[1] == "train"])
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command.split()[1] in TRAINING])
 def test_training_command_is_understood(command, project, monkeypatch):
-    from metaphrase.scripts import train
+    verb, *words = shlex.split(command)[1:]
+    module = importlib.import_module(f"metaphrase.scripts.{verb}")
 
     class Understood(Exception):
         pass
@@ -88,10 +93,10 @@ def test_training_command_is_understood(command, project, monkeypatch):
     def stop(recipe):
         raise Understood(recipe.output_dir)
 
-    monkeypatch.setattr(train, "Experiment", stop)
-    monkeypatch.setattr(train, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(module, "Experiment", stop)
+    monkeypatch.setattr(module, "keep_freed_memory", lambda: None)
     with pytest.raises(Understood, match="runs/"):
-        train.main(shlex.split(command)[2:])
+        module.main(words)
 
 
 def test_recipe_is_one(project):

@@ -34,14 +34,13 @@ from metaphrase.training.precision import warn_of_slow_bfloat16
 from metaphrase.training.processes import check_processes
 from metaphrase.training.r_drop import check_r_drop
 from metaphrase.training.recipe import Recipe
+from metaphrase.training.recipe_fields import DEFAULT_PRESET
 from metaphrase.training.run_folder import checkpoint_to_resume
 from metaphrase.training.sharded_weights import load_whole_weights
 from metaphrase.training.task_corpus import TASK_COLUMN, make_corpus
 from metaphrase.training.trainer import MetaphraseTrainer, spread
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_PRESET = "metaphrase-small"
 
 
 class _AtBeginning(TrainerCallback):

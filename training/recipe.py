@@ -35,6 +35,8 @@ TRAINING_DEFAULTS: dict[str, Any] = {
 TRAINING_FIELDS = {item.name: item for item in dataclasses.fields(Seq2SeqTrainingArguments) if item.init}
 # Of this machine and moment, or secret: never part of a saved recipe.
 NEVER_SAVED = ("data_dir", "hub_token", "resume_from_checkpoint", "local_rank")
+# Of no use in a run: `metaphrase push` uploads.
+_OF_UPLOADS = ("push_to_hub", "hub_")
 
 
 @dataclass(kw_only=True)
@@ -279,6 +281,8 @@ def format_help() -> str:
         groups.setdefault(item.metadata["group"], []).append(_describe(name, item.default, item.metadata["help"]))
     title = "training (fields of transformers.Seq2SeqTrainingArguments)"
     for name, item in TRAINING_FIELDS.items():
+        if name.startswith(_OF_UPLOADS):
+            continue
         words = " ".join(str(item.metadata.get("help", "")).split())
         default = TRAINING_DEFAULTS.get(name, item.default)
         groups.setdefault(title, []).append(_describe(name, default, words.partition(". ")[0].removesuffix(".") + "."))

@@ -3,6 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from metaphrase.modeling import MetaphraseConfig
+from metaphrase.tokenization import TOKENIZER_KINDS
+from metaphrase.training.metrics import DEFAULT_METRICS, METRICS
+
+DEFAULT_PRESET = "metaphrase-small"
+
 
 def _about(group: str, words: str, minimum: float | None = None) -> dict[str, Any]:
     return {"group": group, "help": words, "minimum": minimum}
@@ -33,8 +39,11 @@ class RecipeFields:
     dataset_train_split: str = _setting("data", "Its split for training.", "train")
     dataset_validation_split: str | None = _setting("data", "Its split for validation, if it has one.")
     dataset_test_split: str | None = _setting("data", "Its split for the test, if it has one.")
-    source_column: str | int | None = _setting("data", "Column of sources: a name, or a number from 0 in a .tsv file.")
-    target_column: str | int | None = _setting("data", "Column of targets, likewise.")
+    source_column: str | int | None = _setting(
+        "data",
+        "Column of sources: a name [source], or in a .tsv file a number from 0 [0, where no line names columns].",
+    )
+    target_column: str | int | None = _setting("data", "Column of targets, likewise [target, or 1].")
     source_language: str | None = _setting("data", "Language code of the sources, for the model card.")
     target_language: str | None = _setting("data", "Language code of the targets, for the model card.")
     source_prefix: str | None = _setting("data", "Text put before each source, such as `summarize: `.")
@@ -106,22 +115,28 @@ class RecipeFields:
         "Code of the sources' language that the tokenizer knows: eng_Latn (NLLB), en_XX (mBART), en (M2M100).",
     )
     target_lang: str | None = _setting("tokenizer", "Likewise, of the targets; decoding starts as it asks.")
-    tokenizer_kind: str | None = _setting("tokenizer", "Kind of the tokenizer to train.")
-    vocab_size: int | None = _setting("tokenizer", "Its number of entries.", minimum=1)
+    tokenizer_kind: str | None = _setting(
+        "tokenizer", f"Kind of the tokenizer to train: {', '.join(TOKENIZER_KINDS)} [byte_bpe]."
+    )
+    vocab_size: int | None = _setting(
+        "tokenizer", "Its number of entries [8000 where pieces are learned, else as many as there are].", minimum=1
+    )
     target_vocab_size: int | None = _setting(
         "tokenizer", "That of the target tokenizer, if it is not joint.", minimum=1
     )
-    joint_vocabulary: bool | None = _setting("tokenizer", "Whether one tokenizer serves both sides.")
+    joint_vocabulary: bool | None = _setting("tokenizer", "Whether one tokenizer serves both sides [true].")
     lowercase: bool = _setting("tokenizer", "Lower-case all text.", False)
-    normalization: str | None = _setting("tokenizer", "Unicode normalization of all text.")
+    normalization: str | None = _setting("tokenizer", "Unicode normalization of all text: nfc or nfkc [none].")
     min_frequency: int | None = _setting("tokenizer", "How often a piece must occur to be learned.", minimum=1)
-    joiner: str | None = _setting("tokenizer", "Mark of a split word in pretokenized text.")
+    joiner: str | None = _setting("tokenizer", "Mark of a split word in pretokenized text [@@].")
     additional_special_tokens: list[str] | None = field(
         default=None, metadata=_about("tokenizer", "More special tokens, such as language codes.")
     )
 
     model_name_or_path: str | None = _setting("model", "A model to fine-tune.")
-    preset: str | None = _setting("model", "Named dimensions of a new model.")
+    preset: str | None = _setting(
+        "model", f"Named dimensions of a new model: {', '.join(MetaphraseConfig.presets())} [{DEFAULT_PRESET}]."
+    )
     model: dict[str, Any] = field(
         default_factory=dict,
         metadata=_about("model", "Fields of MetaphraseConfig over those of the preset (--model.hidden_size 256)."),
@@ -170,7 +185,11 @@ class RecipeFields:
     )
 
     metrics: list[str] | None = field(
-        default=None, metadata=_about("evaluation", "Scores to compute on validation and test.")
+        default=None,
+        metadata=_about(
+            "evaluation",
+            f"Scores to compute on validation and test, of {', '.join(METRICS)} [{' '.join(DEFAULT_METRICS)}].",
+        ),
     )
     bleu_tokenize: str | None = _setting(
         "evaluation", "sacreBLEU's tokenizer, such as 13a, or none for tokenized text."
