@@ -343,6 +343,16 @@ def test_training_curve_has_a_panel_for_the_score(full_folder, tmp_path):
     assert lower < height
 
 
+def test_training_curve_shows_all_steps_whatever_the_last_one_with_a_score(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(figures, "_save", lambda figure, path, **options: drawn.append(figure) or path)
+    unscored = [{"step": step, "loss": 1.0} for step in (40, 50)]
+    draw_training_curve([*LOG, *unscored], tmp_path / "curve.png")
+    draw_training_curve([*LOG, {"step": 60, "eval_bleu": 9.5}], tmp_path / "curve.png")
+    limits = [[panel.get_xlim() for panel in figure.axes] for figure in drawn]
+    assert limits == [[(0, pytest.approx(51))] * 2, [(0, pytest.approx(61.2))] * 2]
+
+
 def test_best_entry_follows_the_score_and_its_direction():
     assert best_entry(LOG) == ("eval_bleu", 20, 9)
     assert best_entry([{"step": 1, "eval_wer": 9.0}, {"step": 2, "eval_wer": 4.0}]) == ("eval_wer", 2, 4)
