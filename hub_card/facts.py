@@ -2,15 +2,16 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-import yaml
 from safetensors import SafetensorError, safe_open
 
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
+from metaphrase.training.averaging import RECIPE_NAME
+from metaphrase.training.recipe_values import load_yaml
 
 # A recipe's fields that say where the texts came from; the rest are hyperparameters.
 DATA_FIELDS = ("data_dir", "dataset", "dataset_name", "dataset_config", "corpus", "files")
@@ -48,10 +49,10 @@ class TrainedFolder:
             raise ValueError(f"`folder` must be an existing folder, got {str(folder)!r}.")
         return cls(
             path=path,
-            metrics=_check_metrics(_read_mapping(path / "metrics.json", json.loads)),
-            recipe=_check_recipe(_read_mapping(path / "recipe.yaml", yaml.safe_load)),
-            trainer_state=_read_mapping(path / "trainer_state.json", json.loads),
-            config=_read_mapping(path / "config.json", json.loads),
+            metrics=_check_metrics(read_mapping(path / "metrics.json")),
+            recipe=read_recipe(path),
+            trainer_state=read_mapping(path / "trainer_state.json"),
+            config=read_mapping(path / "config.json"),
             num_parameters=count_parameters(path),
             has_target_tokenizer=(path / TARGET_SUBFOLDER).is_dir(),
         )
@@ -98,16 +99,43 @@ class TrainedFolder:
         return data, hyperparameters, secrets
 
 
-def _read_mapping(path: Path, parse) -> dict[str, Any] | None:
+def read_mapping(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[str, Any] | None:
+    """Returns the fields of a file, or None where it is absent.
+
+    Raises:
+        ValueError: If the file cannot be read, or holds something else.
+    """
     if not path.is_file():
         return None
     try:
         content = parse(path.read_text(encoding="utf-8"))
-    except (ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"`{path.name}` must be readable, got an error in {str(path)!r}: {error}") from error
+    except ValueError as error:
+        # Of YAML it has several lines.
+        text = " ".join(str(error).split())
+        raise ValueError(f"`{path.name}` must be readable, got an error in {str(path)!r}: {text}") from error
     if not isinstance(content, dict):
         raise ValueError(f"`{path.name}` must hold fields with values, got {type(content).__name__} in {str(path)!r}.")
     return content
+
+
+def read_recipe(folder: Path) -> dict[str, Any] | None:
+    """Returns the fields of a folder's recipe, with the values that a run would read, or None where it is absent.
+
+    Raises:
+        ValueError: If the file cannot be read, or a language is no text.
+    """
+    recipe = read_mapping(folder / RECIPE_NAME, _parse_recipe)
+    for name in LANGUAGE_FIELDS:
+        value = (recipe or {}).get(name)
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f"`{name}` in `{RECIPE_NAME}` must be text, got {value!r}.")
+    return recipe
+
+
+def _parse_recipe(text: str) -> Any:
+    fields = load_yaml(text, "it")
+    # An empty file is a recipe that leaves all as it is.
+    return {} if fields is None else fields
 
 
 def _check_metrics(metrics: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -128,18 +156,6 @@ def _check_metrics(metrics: dict[str, Any] | None) -> dict[str, Any] | None:
                     f"`{group}.{name}` in `metrics.json` must hold a finite number as `score`, got {result!r}."
                 )
     return metrics
-
-
-def _check_recipe(recipe: dict[str, Any] | None) -> dict[str, Any] | None:
-    for name in recipe or {}:
-        if not isinstance(name, str):
-            raise ValueError(f"The fields of `recipe.yaml` must be texts, got {name!r}.")
-    for name in LANGUAGE_FIELDS:
-        value = (recipe or {}).get(name)
-        if value is not None and not isinstance(value, str):
-            # YAML reads the code of Norwegian, `no`, as False.
-            raise ValueError(f"`{name}` in `recipe.yaml` must be text, in quotes where YAML needs it, got {value!r}.")
-    return recipe
 
 
 def count_parameters(folder: Path) -> int | None:

@@ -15,7 +15,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import yaml
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from huggingface_hub.utils import validate_repo_id
@@ -23,10 +22,10 @@ from transformers.dynamic_module_utils import get_relative_import_files
 
 from metaphrase.hub_card import write_model_card
 from metaphrase.hub_card.card import FIGURE_NAME, earlier_arguments, is_own_card
-from metaphrase.hub_card.facts import SECRET_FIELDS
+from metaphrase.hub_card.facts import SECRET_FIELDS, read_mapping, read_recipe
 from metaphrase.scripts.console import run
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
-from metaphrase.training.averaging import PROVENANCE_NAME
+from metaphrase.training.averaging import PROVENANCE_NAME, RECIPE_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +45,7 @@ TOKENIZER_FILES += (
 )
 SCORE_FILES = ("metrics.json", "data_report.json", "test_predictions.txt", "validation_predictions.txt", FIGURE_NAME)
 MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors", "model*.safetensors.index.json")
-MODEL_FILES += (CARD, "recipe.yaml", PROVENANCE_NAME, *SCORE_FILES, *TOKENIZER_FILES)
+MODEL_FILES += (CARD, RECIPE_NAME, PROVENANCE_NAME, *SCORE_FILES, *TOKENIZER_FILES)
 # Why a file or folder stays here; the first pattern that fits decides.
 REASONS = {
     ".*": "hidden",
@@ -117,11 +116,14 @@ def select_files(folder: Path) -> Selection:
 
 
 def code_files(folder: Path) -> list[str]:
-    """The modules that the configurations name, and those that these import from the folder."""
+    """The modules that the configurations name, and those that these import from the folder.
+
+    Raises:
+        ValueError: If a configuration cannot be read.
+    """
     modules = set()
     for name in ("config.json", "tokenizer_config.json"):
-        if (folder / name).is_file():
-            fields = json.loads((folder / name).read_text(encoding="utf-8"))
+        if (fields := read_mapping(folder / name)) is not None:
             places = [fields.get("auto_map") or {}, fields.get("custom_pipelines") or {}]
             entries = [entry for place in places if isinstance(place, dict) for entry in place.values()]
             for entry in entries:
@@ -144,7 +146,8 @@ def check_folder(folder: Path) -> None:
     """Makes sure that a folder holds a whole model and no secret.
 
     Raises:
-        ValueError: If there is no `config.json`, no safetensors file, a shard is missing, or the recipe holds a secret.
+        ValueError: If there is no `config.json`, no safetensors file, a shard is missing, or the recipe cannot be read or holds
+            a secret.
     """
     if not folder.is_dir():
         raise ValueError(f"`folder` must be an existing folder, got {str(folder)!r}.")
@@ -159,12 +162,11 @@ def check_folder(folder: Path) -> None:
         missing += sorted(shards - weights)
     if missing:
         raise ValueError(f"`folder` must hold a whole model, but {', '.join(missing)} is missing in {str(folder)!r}.")
-    recipe = folder / "recipe.yaml"
-    fields = (yaml.safe_load(recipe.read_text(encoding="utf-8")) or {}) if recipe.is_file() else {}
+    fields = read_recipe(folder) or {}
     secrets = [name for name in SECRET_FIELDS if fields.get(name)]
     if secrets:
         raise ValueError(
-            f"`recipe.yaml` must hold no secret before it is shared, got {', '.join(secrets)} in {recipe}."
+            f"`{RECIPE_NAME}` must hold no secret before it is shared, got {', '.join(secrets)} in {folder / RECIPE_NAME}."
         )
 
 

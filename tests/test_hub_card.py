@@ -136,7 +136,7 @@ def test_sections_of_a_full_folder(full_folder):
     assert "| sizes: train | 29,000 |" in section(card, "Training data")
     procedure = section(card, "Training procedure")
     assert "30 optimizer steps, 3 epochs" in procedure and "step 20 was the best, with 9." in procedure
-    assert "| `learning_rate` | `5e-3` |" in procedure and "| `max_tokens_per_batch` | `8192` |" in procedure
+    assert "| `learning_rate` | `0.005` |" in procedure and "| `max_tokens_per_batch` | `8192` |" in procedure
     assert "| `note` | `` pipe \\| and `tick` `` |" in procedure
     assert "train_file" not in procedure and "source_language" not in procedure
     architecture = section(card, "Architecture")
@@ -249,6 +249,15 @@ def test_languages_decide_the_task_and_enter_the_metadata_only_as_codes(empty_fo
     assert "Source language: Old Norse (no ISO 639 code" in named.text
 
 
+def test_card_reads_a_recipe_as_a_run_does(empty_folder):
+    (empty_folder / "recipe.yaml").write_text("source_language: en\ntarget_language: no\neval_strategy: no\n")
+    card = ModelCard.load(write_model_card(empty_folder))
+    assert card.data.language == ["en", "no"] and "from en to no." in card.text
+    assert "| `eval_strategy` | `no` |" in section(card, "Training procedure")
+    (empty_folder / "recipe.yaml").write_text("# nothing is changed\n")
+    assert "hyperparameters are unknown" in write_model_card(empty_folder).read_text(encoding="utf-8")
+
+
 def test_special_characters_cannot_break_the_card(empty_folder):
     title = 'A*b*_c_ <script>|`x` $summary\n---\nkey: "value'
     (empty_folder / "metrics.json").write_text(json.dumps({"scores": {"my|score": {"score": 1.0}}}))
@@ -299,7 +308,9 @@ def test_a_run_renews_its_card_but_not_that_of_another_hand(full_folder, caplog)
         ("metrics.json", '{"scores": {"bleu": {"score": NaN}}}', "`scores.bleu`"),
         ("metrics.json", '{"data": "Multi30k"}', "`data` in `metrics.json`"),
         ("recipe.yaml", "a: [", "`recipe.yaml` must be readable"),
-        ("recipe.yaml", "target_language: no", "`target_language` in `recipe.yaml` must be text"),
+        ("recipe.yaml", "seed: 1\nseed: 2", "`recipe.yaml` must be readable.*the key `seed` occurs twice"),
+        ("recipe.yaml", "- a", "`recipe.yaml` must hold fields with values, got list"),
+        ("recipe.yaml", "target_language: [de]", "`target_language` in `recipe.yaml` must be text, got"),
         ("model.safetensors", "damaged", "`model.safetensors` must be a whole safetensors file"),
     ],
 )

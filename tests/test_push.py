@@ -344,6 +344,31 @@ def test_missing_shard_missing_folder_and_secret_are_refused(folder, tmp_path):
         push.main(push_words(folder))
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        (
+            "recipe.yaml",
+            "a: [\n",
+            "`recipe.yaml` must be readable, got an error in '.*recipe.yaml': it must be valid YAML",
+        ),
+        ("recipe.yaml", "- a\n", "`recipe.yaml` must hold fields with values, got list in '.*recipe.yaml'"),
+        ("config.json", "{", "`config.json` must be readable, got an error in '.*config.json'"),
+        ("tokenizer_config.json", "[]", "`tokenizer_config.json` must hold fields with values, got list in"),
+    ],
+    ids=["no YAML", "a list", "no JSON", "a list of a tokenizer"],
+)
+@pytest.mark.parametrize("options", [[], ["--dry_run"]], ids=["push", "dry run"])
+def test_file_that_cannot_be_read_is_one_line(hub, folder, name, content, expected, options, capsys):
+    # With a card of another hand no other fact of the folder is asked for.
+    (folder / "README.md").write_text("my own words", encoding="utf-8")
+    (folder / name).write_text(content, encoding="utf-8")
+    assert run(push.main, "push", push_words(folder, *options)) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert [line for line in said if re.match(f"metaphrase push: error: {expected}", line)] == said[-1:]
+    assert hub.calls == []
+
+
 @pytest.mark.parametrize("repo_id", ["tiny", "a/b/c", "some body/tiny", "somebody/tiny--x", "somebody/.tiny"])
 def test_names_that_the_hub_would_not_take_are_refused(hub, folder, repo_id):
     with pytest.raises(ValueError):
