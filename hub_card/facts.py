@@ -17,6 +17,8 @@ from metaphrase.training.recipe_values import load_yaml
 DATA_FIELDS = ("data_dir", "dataset", "dataset_name", "dataset_config", "corpus", "files")
 DATA_FIELD_ENDINGS = ("_file", "_files", "_source", "_target", "_dataset", "_corpus")
 LANGUAGE_FIELDS = ("source_language", "target_language")
+# Texts that are no paths, whatever they begin with.
+TEXT_FIELDS = ("source_prefix", "joiner", "additional_special_tokens")
 # What must never be published, whatever a recipe holds.
 SECRET_FIELDS = ("token", "hub_token", "push_to_hub_token", "use_auth_token", "api_key", "password", "secret")
 
@@ -87,9 +89,9 @@ class TrainedFolder:
         return str(fields.get("source_prefix") or "") if isinstance(fields, Mapping) else ""
 
     def split_recipe(self) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-        """Returns (data fields, hyperparameters, names of secret fields that are left out)."""
+        """Returns (data fields, hyperparameters, names of secret fields that are left out), without machine paths."""
         data, hyperparameters, secrets = {}, {}, []
-        for name, value in (self.recipe or {}).items():
+        for name, value in without_machine_path(self.recipe or {}).items():
             if name in SECRET_FIELDS:
                 secrets.append(name)
             elif name in DATA_FIELDS or name.endswith(DATA_FIELD_ENDINGS):
@@ -176,13 +178,18 @@ def count_parameters(folder: Path) -> int | None:
 
 
 def without_machine_path(value: Any) -> Any:
-    """Returns an absolute path's last part, since the folders above it are the trainer's own business."""
+    """Returns of a path that is absolute, or begins in a home folder, the last part; anything else as it is.
+
+    The folders above are the trainer's own business. Lists and mappings are gone through, but for their `TEXT_FIELDS`.
+    """
     if isinstance(value, list):
         return [without_machine_path(item) for item in value]
     if isinstance(value, dict):
-        return {name: without_machine_path(item) for name, item in value.items()}
+        return {name: item if name in TEXT_FIELDS else without_machine_path(item) for name, item in value.items()}
     if isinstance(value, str):
         for kind in (PurePosixPath, PureWindowsPath):
-            if kind(value).is_absolute():
-                return kind(value).name or value
+            path = kind(value)
+            is_below_home = value.startswith("~") and len(path.parts) > 1
+            if path.is_absolute() or is_below_home:
+                return path.name or value
     return value

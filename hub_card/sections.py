@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from metaphrase.hub_card.facts import TrainedFolder, without_machine_path
+from metaphrase.hub_card.facts import TrainedFolder
 from metaphrase.hub_card.figures import LOWER_IS_BETTER, SCORE_LABELS
 from metaphrase.hub_card.markdown import bullets, code, number, plain, table
 
@@ -99,7 +99,6 @@ def _score_remarks(scores: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _field(value: Any) -> str:
-    value = without_machine_path(value)
     return ", ".join(map(code, value)) if isinstance(value, list) else code(value)
 
 

@@ -15,17 +15,18 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi
+from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from huggingface_hub.utils import validate_repo_id
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from metaphrase.hub_card import write_model_card
 from metaphrase.hub_card.card import FIGURE_NAME, earlier_arguments, is_own_card
-from metaphrase.hub_card.facts import SECRET_FIELDS, read_mapping, read_recipe
+from metaphrase.hub_card.facts import SECRET_FIELDS, read_mapping, read_recipe, without_machine_path
 from metaphrase.scripts.console import run
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 from metaphrase.training.averaging import PROVENANCE_NAME, RECIPE_NAME
+from metaphrase.training.recipe_values import dump_yaml
 
 logger = logging.getLogger(__name__)
 
@@ -69,10 +70,12 @@ class Selection:
 
     Attributes:
         sizes: Bytes of each file that goes up, by its path in the folder.
+        rewritten: What goes up in place of a file that says more of this machine than others need to know.
         left_out: The reason for each file or folder that stays.
     """
 
     sizes: dict[str, int] = field(default_factory=dict)
+    rewritten: dict[str, bytes] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
 
 
@@ -80,7 +83,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="metaphrase push",
         description="Uploads a trained folder to the Hub: the model, its code, tokenizers, card, recipe, scores "
-        "and predictions, nothing else.",
+        "and predictions, nothing else. Absolute paths in the recipe are cut to their last part.",
         allow_abbrev=False,
     )
     parser.add_argument("folder", help="folder with a trained model")
@@ -112,7 +115,22 @@ def select_files(folder: Path) -> Selection:
             elif name != TARGET_SUBFOLDER:
                 reason = next(REASONS[pattern] for pattern in REASONS if fnmatch(path.name, pattern))
                 selection.left_out[name + "/" * path.is_dir()] = reason
+    if RECIPE_NAME in selection.sizes and (recipe := recipe_to_share(folder)) is not None:
+        selection.rewritten[RECIPE_NAME], selection.sizes[RECIPE_NAME] = recipe, len(recipe)
     return selection
+
+
+def recipe_to_share(folder: Path) -> bytes | None:
+    """The recipe with absolute paths cut to their last part; None where it has none and can go up as it is.
+
+    The folder's own keeps them: the run goes on from it, and needs its files.
+
+    Raises:
+        ValueError: If the recipe cannot be read.
+    """
+    recipe = read_recipe(folder)
+    shared = without_machine_path(recipe)
+    return None if shared == recipe else dump_yaml(shared).encode()
 
 
 def code_files(folder: Path) -> list[str]:
@@ -178,7 +196,7 @@ def check_repo_id(repo_id: str) -> None:
 
 def report(selection: Selection, show) -> None:
     for name, size in selection.sizes.items():
-        show(f"  {size:>15,}  {name}")
+        show(f"  {size:>15,}  {name}" + " (absolute paths cut to their last part)" * (name in selection.rewritten))
     show(f"  {sum(selection.sizes.values()):>15,}  bytes in {len(selection.sizes)} files")
     for name, reason in selection.left_out.items():
         show(f"  {'left out':>15}  {name} ({reason})")
@@ -227,11 +245,10 @@ def upload(folder: Path, arguments: argparse.Namespace) -> None:
         repository = api.create_repo(arguments.repo_id, private=arguments.private or None, exist_ok=True)
         if arguments.revision is not None and not arguments.revision.startswith("refs/"):
             api.create_branch(repository.repo_id, branch=arguments.revision, exist_ok=True)
-        commit = api.upload_folder(
-            repo_id=repository.repo_id,
-            folder_path=folder,
-            # Exact paths: what was reported is what is sent.
-            allow_patterns=[glob.escape(name) for name in selection.sizes],
+        commit = api.create_commit(
+            repository.repo_id,
+            # What was reported is what is sent.
+            [CommitOperationAdd(name, selection.rewritten.get(name, folder / name)) for name in selection.sizes],
             commit_message=arguments.commit_message,
             revision=arguments.revision,
         )

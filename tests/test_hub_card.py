@@ -335,6 +335,15 @@ def test_small_helpers():
     assert plain("a|b\n<c>") == r"a\|b &lt;c&gt;"
     assert [number(value) for value in (1234, 0.3, 12345.6, True, "x")] == ["1,234", "0.3", "12,346", "yes", "`x`"]
     assert without_machine_path(["/a/b.txt", r"C:\x\y.txt", "data/c"]) == ["b.txt", "y.txt", "data/c"]
+    assert without_machine_path(["~/a/b.txt", r"~jane\x\y.txt", "~", "/", "a/~/b"]) == [
+        "b.txt",
+        "y.txt",
+        "~",
+        "/",
+        "a/~/b",
+    ]
+    texts = {"source_prefix": "/home: ", "joiner": "/@", "additional_special_tokens": ["/s"]}
+    assert without_machine_path({**texts, "tasks": {"summarize": texts}}) == {**texts, "tasks": {"summarize": texts}}
     assert without_machine_path({"summarize": {"train_file": "/a/b.txt"}}) == {"summarize": {"train_file": "b.txt"}}
 
 
