@@ -60,6 +60,11 @@ class TrainedFolder:
         )
 
     @property
+    def has_own_code(self) -> bool:
+        """Whether the Auto classes load the model by code that comes with it, and so by `trust_remote_code` alone."""
+        return bool((self.config or {}).get("auto_map"))
+
+    @property
     def log_history(self) -> list[dict[str, Any]]:
         """The training log, empty where there is none."""
         return list((self.trainer_state or {}).get("log_history") or [])

@@ -53,6 +53,7 @@ note: "pipe | and `tick`"
 """
 CONFIG = {
     "model_type": "metaphrase",
+    "auto_map": {"AutoModelForSeq2SeqLM": "modeling_metaphrase.MetaphraseForConditionalGeneration"},
     "encoder_layers": 4,
     "decoder_layers": 3,
     "hidden_size": 128,
@@ -153,6 +154,30 @@ def test_the_code_in_the_card_is_python_and_loads_the_repository(full_folder):
         compile(block, "card", "exec")
     assert 'model_id = "me/tiny"' in blocks[0] and "trust_remote_code=True" in blocks[0]
     assert "import metaphrase.modeling" in blocks[1]
+
+
+@pytest.mark.parametrize("joint", [True, False])
+def test_card_of_a_model_without_own_code_speaks_of_none(full_folder, joint):
+    (full_folder / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    if not joint:
+        (full_folder / "target_tokenizer").mkdir()
+    text = ModelCard.load(write_model_card(full_folder, repo_id="me/tiny")).text
+    for words in ("trust_remote_code", "metaphrase.modeling", "stored beside the weights"):
+        assert words not in text
+    [block] = [block.split("```", 1)[0] for block in text.split("```python\n")[1:]]
+    compile(block, "card", "exec")
+    assert block.count(".from_pretrained(model_id)") == 2
+    assert ('AutoTokenizer.from_pretrained(model_id, subfolder="target_tokenizer")\n' in block) == (not joint)
+    assert "```\n\n## Scores\n" in text
+
+
+def test_card_of_a_model_with_code_of_another_kind_names_that_code_alone(full_folder):
+    config = {"model_type": "other", "auto_map": {"AutoModelForSeq2SeqLM": "modeling_other.Other"}}
+    (full_folder / "config.json").write_text(json.dumps(config))
+    text = ModelCard.load(write_model_card(full_folder)).text
+    assert text.count("from_pretrained(model_id, trust_remote_code=True)") == 2
+    assert "runs the model code that is stored beside the weights.\n\n## Scores\n" in text
+    assert "import metaphrase" not in text
 
 
 @pytest.mark.parametrize(
