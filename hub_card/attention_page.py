@@ -39,7 +39,7 @@ def write_attention_page(
     """Writes a page that shows, for each word that is pointed at, how much it attends to the words of the other side.
 
     Where the maps carry their `head_weights`, the page offers all heads of all layers. If these would exceed the limit, it offers
-    the mean of each layer, and if these would too, the maps' own weights; the page and a warning say what was left out.
+    the mean of each layer, and if these would too, the maps' own weights; the page and a warning say what is shown then.
 
     Args:
         maps: One for each sentence, of one model.
@@ -55,18 +55,28 @@ def write_attention_page(
     check_sentences(len(maps))
     detail = _affordable_detail(maps, max_weight_bytes)
     num_layers, num_heads = (0, 0) if maps[0].head_weights is None else maps[0].head_weights.shape[:2]
+    if num_layers:
+        # -1 is the last
+        layer = None if layer is None else layer % num_layers
+        head = None if head is None else head % num_heads
     shown = {
-        "choice": "mean of all" if layer is None else f"{layer}",
+        # What the menus name where there is nothing to choose.
+        "choice": {
+            "layer": "mean of all" if layer is None else f"{layer}",
+            "head": "mean" if layer is None or head is None else f"{head}",
+        },
         "layers": num_layers if detail in ("heads", "layers") else 0,
         "heads": num_heads if detail == "heads" else 0,
-        "layer": layer % num_layers if layer is not None and detail in ("heads", "layers") else None,
-        "head": head % num_heads if head is not None and detail == "heads" else None,
+        "layer": layer if detail in ("heads", "layers") else None,
+        "head": head if detail == "heads" else None,
     }
     note = ""
     if maps[0].head_weights is not None and detail != "heads":
-        rest = "the mean of each layer" if detail == "layers" else "one mean"
-        note = f"Single heads would exceed {max_weight_bytes:,} bytes: this is {rest}."
-        logger.warning("%s: %d sentences, %d layers of %d heads.", note, len(maps), num_layers, num_heads)
+        rest = describe_choice(layer, head)
+        if detail == "layers":
+            rest = "the mean of each layer" + (f", not head {head} alone" if head is not None else "")
+        note = f"All heads would exceed {max_weight_bytes:,} bytes: this is {rest}."
+        logger.warning("%s %d sentences, %d layers of %d heads.", note, len(maps), num_layers, num_heads)
     sentences = [_describe(attention) for attention in maps]
     for sentence, attention in zip(sentences, maps, strict=True):
         sentence["weights"] = _pack(attention, detail)
@@ -81,6 +91,13 @@ def write_attention_page(
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8", newline="\n")
     return path
+
+
+def describe_choice(layer: int | None, head: int | None) -> str:
+    """Returns what the weights of a map are of, which `cross_attention` was asked for by the same arguments."""
+    if layer is None:
+        return "the mean over all layers and heads"
+    return f"layer {layer}, " + ("the mean over its heads" if head is None else f"head {head}")
 
 
 def check_sentences(count: int) -> None:

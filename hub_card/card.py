@@ -19,6 +19,7 @@ from metaphrase.hub_card.markdown import from_plain, number, plain
 from metaphrase.hub_card.sections import (
     UNKNOWN,
     describe_architecture,
+    describe_code,
     describe_limits,
     describe_scores,
     describe_training_data,
@@ -33,10 +34,11 @@ TEMPLATE_PATH = Path(__file__).with_name("template.md")
 FIGURE_NAME = "training_curve.png"
 # A card that bears this line may be written anew; a card that does not was made or changed by somebody.
 MARKER = "<!-- Written by Metaphrase from this folder's files. Delete this line to protect your own changes. -->"
+# For a folder with code of its own.
+TRUST = ", trust_remote_code=True"
 # For a folder whose decoder has a tokenizer of its own.
 LOAD_TARGET_TOKENIZER = (
-    "target_tokenizer = AutoTokenizer.from_pretrained("
-    f'model_id, subfolder="{TARGET_SUBFOLDER}", trust_remote_code=True)\n'
+    f'target_tokenizer = AutoTokenizer.from_pretrained(model_id, subfolder="{TARGET_SUBFOLDER}"%s)\n'
 )
 OWN_TAGS = ("metaphrase", "encoder-decoder")
 TASKS = ("translation", "summarization", "text2text-generation")
@@ -110,6 +112,7 @@ def write_model_card(
     title = title or (repo_id.split("/")[-1] if repo_id else facts.path.resolve().name)
     task = _choose_task(task, languages)
     data = _metadata(facts, title, task, languages, license, base_model, datasets, tags)
+    trust = TRUST if facts.has_own_code else ""
     body = Template(TEMPLATE_PATH.read_text(encoding="utf-8")).substitute(
         title=plain(title),
         marker=MARKER,
@@ -119,7 +122,9 @@ def write_model_card(
         parameters=UNKNOWN if facts.num_parameters is None else number(facts.num_parameters),
         license=plain(license) if license else f"{UNKNOWN}; ask the owner before you use the weights",
         model_id=f'"{repo_id}"' if repo_id else '"path/to/this/folder"',
-        target_tokenizer=LOAD_TARGET_TOKENIZER if facts.has_target_tokenizer else "",
+        target_tokenizer=LOAD_TARGET_TOKENIZER % trust if facts.has_target_tokenizer else "",
+        trust=trust,
+        code=describe_code(facts),
         # As JSON writes a text, it is one of Python's too.
         source=json.dumps(f"{facts.source_prefix}Your text here.", ensure_ascii=False),
         decoder="target_tokenizer" if facts.has_target_tokenizer else "tokenizer",

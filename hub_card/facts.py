@@ -2,20 +2,23 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-import yaml
 from safetensors import SafetensorError, safe_open
 
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
+from metaphrase.training.averaging import RECIPE_NAME
+from metaphrase.training.recipe_values import load_yaml
 
 # A recipe's fields that say where the texts came from; the rest are hyperparameters.
 DATA_FIELDS = ("data_dir", "dataset", "dataset_name", "dataset_config", "corpus", "files")
 DATA_FIELD_ENDINGS = ("_file", "_files", "_source", "_target", "_dataset", "_corpus")
 LANGUAGE_FIELDS = ("source_language", "target_language")
+# Texts that are no paths, whatever they begin with.
+TEXT_FIELDS = ("source_prefix", "joiner", "additional_special_tokens")
 # What must never be published, whatever a recipe holds.
 SECRET_FIELDS = ("token", "hub_token", "push_to_hub_token", "use_auth_token", "api_key", "password", "secret")
 
@@ -48,13 +51,18 @@ class TrainedFolder:
             raise ValueError(f"`folder` must be an existing folder, got {str(folder)!r}.")
         return cls(
             path=path,
-            metrics=_check_metrics(_read_mapping(path / "metrics.json", json.loads)),
-            recipe=_check_recipe(_read_mapping(path / "recipe.yaml", yaml.safe_load)),
-            trainer_state=_read_mapping(path / "trainer_state.json", json.loads),
-            config=_read_mapping(path / "config.json", json.loads),
+            metrics=_check_metrics(read_mapping(path / "metrics.json")),
+            recipe=read_recipe(path),
+            trainer_state=read_mapping(path / "trainer_state.json"),
+            config=read_mapping(path / "config.json"),
             num_parameters=count_parameters(path),
             has_target_tokenizer=(path / TARGET_SUBFOLDER).is_dir(),
         )
+
+    @property
+    def has_own_code(self) -> bool:
+        """Whether the Auto classes load the model by code that comes with it, and so by `trust_remote_code` alone."""
+        return bool((self.config or {}).get("auto_map"))
 
     @property
     def log_history(self) -> list[dict[str, Any]]:
@@ -86,9 +94,9 @@ class TrainedFolder:
         return str(fields.get("source_prefix") or "") if isinstance(fields, Mapping) else ""
 
     def split_recipe(self) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-        """Returns (data fields, hyperparameters, names of secret fields that are left out)."""
+        """Returns (data fields, hyperparameters, names of secret fields that are left out), without machine paths."""
         data, hyperparameters, secrets = {}, {}, []
-        for name, value in (self.recipe or {}).items():
+        for name, value in without_machine_path(self.recipe or {}).items():
             if name in SECRET_FIELDS:
                 secrets.append(name)
             elif name in DATA_FIELDS or name.endswith(DATA_FIELD_ENDINGS):
@@ -98,16 +106,43 @@ class TrainedFolder:
         return data, hyperparameters, secrets
 
 
-def _read_mapping(path: Path, parse) -> dict[str, Any] | None:
+def read_mapping(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[str, Any] | None:
+    """Returns the fields of a file, or None where it is absent.
+
+    Raises:
+        ValueError: If the file cannot be read, or holds something else.
+    """
     if not path.is_file():
         return None
     try:
         content = parse(path.read_text(encoding="utf-8"))
-    except (ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"`{path.name}` must be readable, got an error in {str(path)!r}: {error}") from error
+    except ValueError as error:
+        # Of YAML it has several lines.
+        text = " ".join(str(error).split())
+        raise ValueError(f"`{path.name}` must be readable, got an error in {str(path)!r}: {text}") from error
     if not isinstance(content, dict):
         raise ValueError(f"`{path.name}` must hold fields with values, got {type(content).__name__} in {str(path)!r}.")
     return content
+
+
+def read_recipe(folder: Path) -> dict[str, Any] | None:
+    """Returns the fields of a folder's recipe, with the values that a run would read, or None where it is absent.
+
+    Raises:
+        ValueError: If the file cannot be read, or a language is no text.
+    """
+    recipe = read_mapping(folder / RECIPE_NAME, _parse_recipe)
+    for name in LANGUAGE_FIELDS:
+        value = (recipe or {}).get(name)
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f"`{name}` in `{RECIPE_NAME}` must be text, got {value!r}.")
+    return recipe
+
+
+def _parse_recipe(text: str) -> Any:
+    fields = load_yaml(text, "it")
+    # An empty file is a recipe that leaves all as it is.
+    return {} if fields is None else fields
 
 
 def _check_metrics(metrics: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -130,18 +165,6 @@ def _check_metrics(metrics: dict[str, Any] | None) -> dict[str, Any] | None:
     return metrics
 
 
-def _check_recipe(recipe: dict[str, Any] | None) -> dict[str, Any] | None:
-    for name in recipe or {}:
-        if not isinstance(name, str):
-            raise ValueError(f"The fields of `recipe.yaml` must be texts, got {name!r}.")
-    for name in LANGUAGE_FIELDS:
-        value = (recipe or {}).get(name)
-        if value is not None and not isinstance(value, str):
-            # YAML reads the code of Norwegian, `no`, as False.
-            raise ValueError(f"`{name}` in `recipe.yaml` must be text, in quotes where YAML needs it, got {value!r}.")
-    return recipe
-
-
 def count_parameters(folder: Path) -> int | None:
     """Returns how many numbers the folder's safetensors files hold, or None where there are none. Loads no weights.
 
@@ -160,13 +183,18 @@ def count_parameters(folder: Path) -> int | None:
 
 
 def without_machine_path(value: Any) -> Any:
-    """Returns an absolute path's last part, since the folders above it are the trainer's own business."""
+    """Returns of a path that is absolute, or begins in a home folder, the last part; anything else as it is.
+
+    The folders above are the trainer's own business. Lists and mappings are gone through, but for their `TEXT_FIELDS`.
+    """
     if isinstance(value, list):
         return [without_machine_path(item) for item in value]
     if isinstance(value, dict):
-        return {name: without_machine_path(item) for name, item in value.items()}
+        return {name: item if name in TEXT_FIELDS else without_machine_path(item) for name, item in value.items()}
     if isinstance(value, str):
         for kind in (PurePosixPath, PureWindowsPath):
-            if kind(value).is_absolute():
-                return kind(value).name or value
+            path = kind(value)
+            is_below_home = value.startswith("~") and len(path.parts) > 1
+            if path.is_absolute() or is_below_home:
+                return path.name or value
     return value

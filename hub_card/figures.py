@@ -189,7 +189,8 @@ def _finish_panels(panels, log_history: Sequence[Mapping[str, Any]], best: tuple
         if best is not None:
             panel.axvline(best[1], color=BEST_COLOR, linewidth=0.9, linestyle=(0, (3, 3)), zorder=1)
     bottom = panels[-1]
-    bottom.set_xlim(0, 1.02 * bottom.dataLim.x1)
+    # The panels share their steps, and the last one that was scored need not be the last one that was trained.
+    bottom.set_xlim(0, 1.02 * max(panel.dataLim.x1 for panel in panels))
     bottom.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True, steps=(1, 2, 5, 10)))
     bottom.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
     epochs = [entry["epoch"] for entry in log_history if _is_number(entry.get("epoch"))]

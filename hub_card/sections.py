@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from metaphrase.hub_card.facts import TrainedFolder, without_machine_path
+from metaphrase.hub_card.facts import TrainedFolder
 from metaphrase.hub_card.figures import LOWER_IS_BETTER, SCORE_LABELS
 from metaphrase.hub_card.markdown import bullets, code, number, plain, table
+from metaphrase.modeling import MetaphraseConfig
 
 # (row, fields that may hold it, whether it is worth a row when unknown)
 ARCHITECTURE_ROWS = (
@@ -32,6 +33,16 @@ ARCHITECTURE_ROWS = (
     ("Stored as", ("dtype", "torch_dtype"), False),
 )
 UNKNOWN = "unknown"
+# Of a model whose code comes with it.
+OWN_CODE = "`trust_remote_code=True` runs the model code that is stored beside the weights."
+INSTALLED_CODE = """\
+Where Metaphrase is installed, its own copy takes that place and the flag is not needed:
+
+```python
+import metaphrase.modeling  # registers the architecture with the Auto classes
+
+model = AutoModelForSeq2SeqLM.from_pretrained(model_id)
+```"""
 
 
 def score_values(scores: dict[str, dict[str, Any]]) -> list[tuple[str, str, float, str | None]]:
@@ -43,6 +54,14 @@ def score_values(scores: dict[str, dict[str, Any]]) -> list[tuple[str, str, floa
             label = SCORE_LABELS.get(name if part == "score" else part, name)
             values.append((name, label, result[part], result.get("signature")))
     return values
+
+
+def describe_code(folder: TrainedFolder) -> str:
+    """Returns what is to know of the code that comes with a model; nothing of one that transformers' own code runs."""
+    if not folder.has_own_code:
+        return ""
+    is_ours = folder.config.get("model_type") == MetaphraseConfig.model_type
+    return f"\n{OWN_CODE}{f' {INSTALLED_CODE}' if is_ours else ''}\n"
 
 
 def describe_scores(folder: TrainedFolder) -> str:
@@ -99,7 +118,6 @@ def _score_remarks(scores: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _field(value: Any) -> str:
-    value = without_machine_path(value)
     return ", ".join(map(code, value)) if isinstance(value, list) else code(value)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from transformers import set_seed
 
 from metaphrase.hub_card import draw_attention_map, write_attention_page
-from metaphrase.hub_card.attention_page import MAX_SENTENCES, MAX_WEIGHT_BYTES, check_sentences
+from metaphrase.hub_card.attention_page import MAX_SENTENCES, MAX_WEIGHT_BYTES, check_sentences, describe_choice
 from metaphrase.inference import Generator, cross_attentions, format_pharaoh, word_alignment
 from metaphrase.inference.generation_options import (
     add_generation_options,
@@ -71,12 +71,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
     add_generation_options(parser)
     return parser
-
-
-def describe_choice(layer: int | None, head: int | None) -> str:
-    if layer is None:
-        return "Cross-attention, mean over all layers and heads"
-    return f"Cross-attention of layer {layer}, " + ("mean over its heads" if head is None else f"head {head}")
 
 
 def choose_format(output: str | None, name: str | None) -> str:
@@ -156,7 +150,7 @@ def main(words: Sequence[str]) -> None:
         else:
             [given] = maps
             tokens = given.source_tokens, given.target_tokens
-            draw_attention_map(given.weights, *tokens, output, title=describe_choice(**choice))
+            draw_attention_map(given.weights, *tokens, output, title=f"Cross-attention: {describe_choice(**choice)}")
             logger.info("Target: %s", given.target)
     if len(written) < len(sources):
         empty = "have an empty line" if form == "pharaoh" else "are left out"

@@ -15,18 +15,18 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import yaml
-from huggingface_hub import HfApi
+from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from huggingface_hub.utils import validate_repo_id
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from metaphrase.hub_card import write_model_card
 from metaphrase.hub_card.card import FIGURE_NAME, earlier_arguments, is_own_card
-from metaphrase.hub_card.facts import SECRET_FIELDS
+from metaphrase.hub_card.facts import SECRET_FIELDS, read_mapping, read_recipe, without_machine_path
 from metaphrase.scripts.console import run
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
-from metaphrase.training.averaging import PROVENANCE_NAME
+from metaphrase.training.averaging import PROVENANCE_NAME, RECIPE_NAME
+from metaphrase.training.recipe_values import dump_yaml
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ TOKENIZER_FILES += (
 )
 SCORE_FILES = ("metrics.json", "data_report.json", "test_predictions.txt", "validation_predictions.txt", FIGURE_NAME)
 MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors", "model*.safetensors.index.json")
-MODEL_FILES += (CARD, "recipe.yaml", PROVENANCE_NAME, *SCORE_FILES, *TOKENIZER_FILES)
+MODEL_FILES += (CARD, RECIPE_NAME, PROVENANCE_NAME, *SCORE_FILES, *TOKENIZER_FILES)
 # Why a file or folder stays here; the first pattern that fits decides.
 REASONS = {
     ".*": "hidden",
@@ -70,10 +70,12 @@ class Selection:
 
     Attributes:
         sizes: Bytes of each file that goes up, by its path in the folder.
+        rewritten: What goes up in place of a file that says more of this machine than others need to know.
         left_out: The reason for each file or folder that stays.
     """
 
     sizes: dict[str, int] = field(default_factory=dict)
+    rewritten: dict[str, bytes] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
 
 
@@ -81,7 +83,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="metaphrase push",
         description="Uploads a trained folder to the Hub: the model, its code, tokenizers, card, recipe, scores "
-        "and predictions, nothing else.",
+        "and predictions, nothing else. Absolute paths in the recipe are cut to their last part.",
         allow_abbrev=False,
     )
     parser.add_argument("folder", help="folder with a trained model")
@@ -113,15 +115,33 @@ def select_files(folder: Path) -> Selection:
             elif name != TARGET_SUBFOLDER:
                 reason = next(REASONS[pattern] for pattern in REASONS if fnmatch(path.name, pattern))
                 selection.left_out[name + "/" * path.is_dir()] = reason
+    if RECIPE_NAME in selection.sizes and (recipe := recipe_to_share(folder)) is not None:
+        selection.rewritten[RECIPE_NAME], selection.sizes[RECIPE_NAME] = recipe, len(recipe)
     return selection
 
 
+def recipe_to_share(folder: Path) -> bytes | None:
+    """The recipe with absolute paths cut to their last part; None where it has none and can go up as it is.
+
+    The folder's own keeps them: the run goes on from it, and needs its files.
+
+    Raises:
+        ValueError: If the recipe cannot be read.
+    """
+    recipe = read_recipe(folder)
+    shared = without_machine_path(recipe)
+    return None if shared == recipe else dump_yaml(shared).encode()
+
+
 def code_files(folder: Path) -> list[str]:
-    """The modules that the configurations name, and those that these import from the folder."""
+    """The modules that the configurations name, and those that these import from the folder.
+
+    Raises:
+        ValueError: If a configuration cannot be read.
+    """
     modules = set()
     for name in ("config.json", "tokenizer_config.json"):
-        if (folder / name).is_file():
-            fields = json.loads((folder / name).read_text(encoding="utf-8"))
+        if (fields := read_mapping(folder / name)) is not None:
             places = [fields.get("auto_map") or {}, fields.get("custom_pipelines") or {}]
             entries = [entry for place in places if isinstance(place, dict) for entry in place.values()]
             for entry in entries:
@@ -144,7 +164,8 @@ def check_folder(folder: Path) -> None:
     """Makes sure that a folder holds a whole model and no secret.
 
     Raises:
-        ValueError: If there is no `config.json`, no safetensors file, a shard is missing, or the recipe holds a secret.
+        ValueError: If there is no `config.json`, no safetensors file, a shard is missing, or the recipe cannot be read or holds
+            a secret.
     """
     if not folder.is_dir():
         raise ValueError(f"`folder` must be an existing folder, got {str(folder)!r}.")
@@ -159,12 +180,11 @@ def check_folder(folder: Path) -> None:
         missing += sorted(shards - weights)
     if missing:
         raise ValueError(f"`folder` must hold a whole model, but {', '.join(missing)} is missing in {str(folder)!r}.")
-    recipe = folder / "recipe.yaml"
-    fields = (yaml.safe_load(recipe.read_text(encoding="utf-8")) or {}) if recipe.is_file() else {}
+    fields = read_recipe(folder) or {}
     secrets = [name for name in SECRET_FIELDS if fields.get(name)]
     if secrets:
         raise ValueError(
-            f"`recipe.yaml` must hold no secret before it is shared, got {', '.join(secrets)} in {recipe}."
+            f"`{RECIPE_NAME}` must hold no secret before it is shared, got {', '.join(secrets)} in {folder / RECIPE_NAME}."
         )
 
 
@@ -176,7 +196,7 @@ def check_repo_id(repo_id: str) -> None:
 
 def report(selection: Selection, show) -> None:
     for name, size in selection.sizes.items():
-        show(f"  {size:>15,}  {name}")
+        show(f"  {size:>15,}  {name}" + " (absolute paths cut to their last part)" * (name in selection.rewritten))
     show(f"  {sum(selection.sizes.values()):>15,}  bytes in {len(selection.sizes)} files")
     for name, reason in selection.left_out.items():
         show(f"  {'left out':>15}  {name} ({reason})")
@@ -225,11 +245,10 @@ def upload(folder: Path, arguments: argparse.Namespace) -> None:
         repository = api.create_repo(arguments.repo_id, private=arguments.private or None, exist_ok=True)
         if arguments.revision is not None and not arguments.revision.startswith("refs/"):
             api.create_branch(repository.repo_id, branch=arguments.revision, exist_ok=True)
-        commit = api.upload_folder(
-            repo_id=repository.repo_id,
-            folder_path=folder,
-            # Exact paths: what was reported is what is sent.
-            allow_patterns=[glob.escape(name) for name in selection.sizes],
+        commit = api.create_commit(
+            repository.repo_id,
+            # What was reported is what is sent.
+            [CommitOperationAdd(name, selection.rewritten.get(name, folder / name)) for name in selection.sizes],
             commit_message=arguments.commit_message,
             revision=arguments.revision,
         )

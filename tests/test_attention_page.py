@@ -133,7 +133,7 @@ def test_what_exceeds_the_limit_is_left_out_and_said(maps, tmp_path, caplog):
     path = tmp_path / "page.html"
     write_attention_page(maps, path)
     _, sizes = weights_of(path)
-    assert "Single heads" not in path.read_text(encoding="utf-8") and not caplog.records
+    assert "would exceed" not in path.read_text(encoding="utf-8") and not caplog.records
     write_attention_page(maps, path, max_weight_bytes=sum(sizes))
     assert weights_of(path)[1] == sizes
     layers, heads = maps[0].head_weights.shape[:2]
@@ -143,22 +143,54 @@ def test_what_exceeds_the_limit_is_left_out_and_said(maps, tmp_path, caplog):
     packed = np.frombuffer(base64.b64decode(data["sentences"][0]["weights"]), dtype=np.uint8)
     expected = maps[0].head_weights.mean(1)
     np.testing.assert_allclose(packed.reshape(expected.shape) / 255, expected, atol=0.002)
-    assert f"would exceed {sum(sizes) - 1:,} bytes: this is the mean of each layer" in path.read_text(encoding="utf-8")
+    said = f"would exceed {sum(sizes) - 1:,} bytes: this is the mean of each layer, not head 1 alone."
+    assert said in path.read_text(encoding="utf-8")
     assert f"{layers} layers of {heads} heads" in caplog.text
     write_attention_page(maps, path, max_weight_bytes=sum(fewer) - 1)
     data, fewest = weights_of(path)
-    assert (data["layers"], data["heads"]) == (0, 0) and "this is one mean" in path.read_text(encoding="utf-8")
+    assert (data["layers"], data["heads"]) == (0, 0)
     packed = np.frombuffer(base64.b64decode(data["sentences"][1]["weights"]), dtype=np.uint8)
     np.testing.assert_allclose(packed.reshape(maps[1].weights.shape) / 255, maps[1].weights, atol=0.002)
     with pytest.raises(ValueError, match=rf"at most {sum(fewest) - 1:,} bytes in one page, got 4 sentences that take"):
         write_attention_page(maps, path, max_weight_bytes=sum(fewest) - 1)
 
 
+CHOICES = {
+    "all": (None, None, "the mean over all layers and heads", ["mean of all", "mean"]),
+    "layer": (-1, None, "layer 1, the mean over its heads", ["1", "mean"]),
+    "head": (0, -2, "layer 0, head 2", ["0", "2"]),
+}
+
+
+@pytest.mark.parametrize(("layer", "head", "name", "menus"), CHOICES.values(), ids=CHOICES)
+def test_page_of_the_chosen_weights_alone_names_them(maps, tmp_path, caplog, layer, head, name, menus):
+    assert maps[0].head_weights.shape[:2] == (2, 4)
+    limit = sum(4 * -(-attention.weights.size // 3) for attention in maps)
+    options = {"layer": layer, "head": head, "max_weight_bytes": limit}
+    text = write_attention_page(maps, tmp_path / "page.html", **options).read_text(encoding="utf-8")
+    assert f"All heads would exceed {limit:,} bytes: this is {name}." in text
+    assert f"bytes: this is {name}. 4 sentences, 2 layers of 4 heads." in caplog.text
+    scripts = Page(text).scripts
+    assert list(json.loads(scripts[0])["choice"].values()) == menus
+    if shutil.which("node") is None:
+        return
+    [function] = re.findall(r"^function fillControls\(.*?^}$", scripts[1], re.DOTALL | re.MULTILINE)
+    program = f"""
+        const data = {scripts[0]}, shown = [], controls = {{ layer: {{}}, head: {{}} }};
+        const addOption = (select, value, text) => shown.push(text);
+        {function}
+        fillControls();
+        console.log(JSON.stringify(shown));
+    """
+    done = subprocess.run(["node", "-e", program], capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(done.stdout) == menus
+
+
 def test_maps_without_heads_or_words(maps, tmp_path):
     bare = dataclasses.replace(maps[0], head_weights=None, source_word_ids=None)
-    path = write_attention_page([bare], tmp_path / "page.html", layer=1)
+    path = write_attention_page([bare], tmp_path / "page.html", layer=1, head=3)
     data, _ = weights_of(path)
-    assert (data["layers"], data["heads"], data["choice"]) == (0, 0, "1")
+    assert (data["layers"], data["heads"], data["choice"]) == (0, 0, {"layer": "1", "head": "3"})
     [sentence] = data["sentences"]
     assert sentence["source"]["words"] == bare.source_tokens and sentence["target"]["words"] == bare.target_words
     assert sentence["source"]["ids"] == list(range(len(bare.source_tokens)))

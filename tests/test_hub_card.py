@@ -53,6 +53,7 @@ note: "pipe | and `tick`"
 """
 CONFIG = {
     "model_type": "metaphrase",
+    "auto_map": {"AutoModelForSeq2SeqLM": "modeling_metaphrase.MetaphraseForConditionalGeneration"},
     "encoder_layers": 4,
     "decoder_layers": 3,
     "hidden_size": 128,
@@ -136,7 +137,7 @@ def test_sections_of_a_full_folder(full_folder):
     assert "| sizes: train | 29,000 |" in section(card, "Training data")
     procedure = section(card, "Training procedure")
     assert "30 optimizer steps, 3 epochs" in procedure and "step 20 was the best, with 9." in procedure
-    assert "| `learning_rate` | `5e-3` |" in procedure and "| `max_tokens_per_batch` | `8192` |" in procedure
+    assert "| `learning_rate` | `0.005` |" in procedure and "| `max_tokens_per_batch` | `8192` |" in procedure
     assert "| `note` | `` pipe \\| and `tick` `` |" in procedure
     assert "train_file" not in procedure and "source_language" not in procedure
     architecture = section(card, "Architecture")
@@ -153,6 +154,30 @@ def test_the_code_in_the_card_is_python_and_loads_the_repository(full_folder):
         compile(block, "card", "exec")
     assert 'model_id = "me/tiny"' in blocks[0] and "trust_remote_code=True" in blocks[0]
     assert "import metaphrase.modeling" in blocks[1]
+
+
+@pytest.mark.parametrize("joint", [True, False])
+def test_card_of_a_model_without_own_code_speaks_of_none(full_folder, joint):
+    (full_folder / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    if not joint:
+        (full_folder / "target_tokenizer").mkdir()
+    text = ModelCard.load(write_model_card(full_folder, repo_id="me/tiny")).text
+    for words in ("trust_remote_code", "metaphrase.modeling", "stored beside the weights"):
+        assert words not in text
+    [block] = [block.split("```", 1)[0] for block in text.split("```python\n")[1:]]
+    compile(block, "card", "exec")
+    assert block.count(".from_pretrained(model_id)") == 2
+    assert ('AutoTokenizer.from_pretrained(model_id, subfolder="target_tokenizer")\n' in block) == (not joint)
+    assert "```\n\n## Scores\n" in text
+
+
+def test_card_of_a_model_with_code_of_another_kind_names_that_code_alone(full_folder):
+    config = {"model_type": "other", "auto_map": {"AutoModelForSeq2SeqLM": "modeling_other.Other"}}
+    (full_folder / "config.json").write_text(json.dumps(config))
+    text = ModelCard.load(write_model_card(full_folder)).text
+    assert text.count("from_pretrained(model_id, trust_remote_code=True)") == 2
+    assert "runs the model code that is stored beside the weights.\n\n## Scores\n" in text
+    assert "import metaphrase" not in text
 
 
 @pytest.mark.parametrize(
@@ -249,6 +274,15 @@ def test_languages_decide_the_task_and_enter_the_metadata_only_as_codes(empty_fo
     assert "Source language: Old Norse (no ISO 639 code" in named.text
 
 
+def test_card_reads_a_recipe_as_a_run_does(empty_folder):
+    (empty_folder / "recipe.yaml").write_text("source_language: en\ntarget_language: no\neval_strategy: no\n")
+    card = ModelCard.load(write_model_card(empty_folder))
+    assert card.data.language == ["en", "no"] and "from en to no." in card.text
+    assert "| `eval_strategy` | `no` |" in section(card, "Training procedure")
+    (empty_folder / "recipe.yaml").write_text("# nothing is changed\n")
+    assert "hyperparameters are unknown" in write_model_card(empty_folder).read_text(encoding="utf-8")
+
+
 def test_special_characters_cannot_break_the_card(empty_folder):
     title = 'A*b*_c_ <script>|`x` $summary\n---\nkey: "value'
     (empty_folder / "metrics.json").write_text(json.dumps({"scores": {"my|score": {"score": 1.0}}}))
@@ -299,7 +333,9 @@ def test_a_run_renews_its_card_but_not_that_of_another_hand(full_folder, caplog)
         ("metrics.json", '{"scores": {"bleu": {"score": NaN}}}', "`scores.bleu`"),
         ("metrics.json", '{"data": "Multi30k"}', "`data` in `metrics.json`"),
         ("recipe.yaml", "a: [", "`recipe.yaml` must be readable"),
-        ("recipe.yaml", "target_language: no", "`target_language` in `recipe.yaml` must be text"),
+        ("recipe.yaml", "seed: 1\nseed: 2", "`recipe.yaml` must be readable.*the key `seed` occurs twice"),
+        ("recipe.yaml", "- a", "`recipe.yaml` must hold fields with values, got list"),
+        ("recipe.yaml", "target_language: [de]", "`target_language` in `recipe.yaml` must be text, got"),
         ("model.safetensors", "damaged", "`model.safetensors` must be a whole safetensors file"),
     ],
 )
@@ -324,6 +360,15 @@ def test_small_helpers():
     assert plain("a|b\n<c>") == r"a\|b &lt;c&gt;"
     assert [number(value) for value in (1234, 0.3, 12345.6, True, "x")] == ["1,234", "0.3", "12,346", "yes", "`x`"]
     assert without_machine_path(["/a/b.txt", r"C:\x\y.txt", "data/c"]) == ["b.txt", "y.txt", "data/c"]
+    assert without_machine_path(["~/a/b.txt", r"~jane\x\y.txt", "~", "/", "a/~/b"]) == [
+        "b.txt",
+        "y.txt",
+        "~",
+        "/",
+        "a/~/b",
+    ]
+    texts = {"source_prefix": "/home: ", "joiner": "/@", "additional_special_tokens": ["/s"]}
+    assert without_machine_path({**texts, "tasks": {"summarize": texts}}) == {**texts, "tasks": {"summarize": texts}}
     assert without_machine_path({"summarize": {"train_file": "/a/b.txt"}}) == {"summarize": {"train_file": "b.txt"}}
 
 
@@ -341,6 +386,16 @@ def test_training_curve_has_a_panel_for_the_score(full_folder, tmp_path):
     losses = [{key: value for key, value in entry.items() if key != "eval_bleu"} for entry in LOG]
     width, lower = png_size(draw_training_curve(losses, tmp_path / "loss.png", title=r"100 % $\frac$ _y_ 日本"))
     assert lower < height
+
+
+def test_training_curve_shows_all_steps_whatever_the_last_one_with_a_score(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(figures, "_save", lambda figure, path, **options: drawn.append(figure) or path)
+    unscored = [{"step": step, "loss": 1.0} for step in (40, 50)]
+    draw_training_curve([*LOG, *unscored], tmp_path / "curve.png")
+    draw_training_curve([*LOG, {"step": 60, "eval_bleu": 9.5}], tmp_path / "curve.png")
+    limits = [[panel.get_xlim() for panel in figure.axes] for figure in drawn]
+    assert limits == [[(0, pytest.approx(51))] * 2, [(0, pytest.approx(61.2))] * 2]
 
 
 def test_best_entry_follows_the_score_and_its_direction():

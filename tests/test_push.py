@@ -20,6 +20,7 @@ from tiny_generator import save_generator, tiny_generator
 from metaphrase.hub_card import write_model_card
 from metaphrase.scripts import push
 from metaphrase.scripts.console import run
+from metaphrase.training.recipe import load_recipe
 
 FORBIDDEN = {
     "optimizer.pt": "not safetensors",
@@ -187,6 +188,41 @@ def test_exactly_the_model_goes_up_byte_for_byte(hub, folder, capsys):
     assert re.fullmatch(r"somebody/tiny [0-9a-f]{40}\n", capsys.readouterr().out)
 
 
+RECIPE_WITH_PATHS = r"""
+tokenizer_name_or_path: /home/jane/clients/acme/tokenizer
+resume_from_checkpoint: /home/jane/runs/acme/checkpoint-10
+learning_rate: 1e-3
+target_language: no
+tasks:
+  translate: {train_file: ~/clients/acme/train.tsv, source_prefix: "/translate "}
+  summarize: {train_file: C:\clients\acme\all.tsv, source_prefix: "/summarize ", validation_file: data/dev.tsv}
+"""
+
+
+def test_recipe_goes_up_without_the_folders_of_this_machine(hub, folder, tmp_path, capsys):
+    (folder / "recipe.yaml").write_text(RECIPE_WITH_PATHS, encoding="utf-8")
+    push.main(push_words(folder, "--dry_run"))
+    said = capsys.readouterr().out
+    push.main(push_words(folder))
+    files = hub.commits[0][2]
+    shared = tmp_path / "shared.yaml"
+    shared.write_bytes(files["recipe.yaml"])
+    assert load_recipe(shared).to_dict() == {
+        "tokenizer_name_or_path": "tokenizer",
+        "learning_rate": 1e-3,
+        "target_language": "no",
+        "tasks": {
+            "translate": {"train_file": "train.tsv", "source_prefix": "/translate "},
+            "summarize": {"train_file": "all.tsv", "source_prefix": "/summarize ", "validation_file": "data/dev.tsv"},
+        },
+    }
+    assert not any(word in content for content in files.values() for word in (b"jane", b"clients"))
+    cut = rf"^ +{shared.stat().st_size}  recipe.yaml \(absolute paths cut to their last part\)$"
+    assert re.search(cut, said, re.MULTILINE) and b"checkpoint-10" in files["recipe.yaml"]
+    # The run goes on from the folder's own.
+    assert (folder / "recipe.yaml").read_text(encoding="utf-8") == RECIPE_WITH_PATHS
+
+
 def test_card_is_written_for_the_repository_where_there_is_none(hub, folder):
     push.main(push_words(folder))
     card = hub.commits[0][2]["README.md"].decode()
@@ -342,6 +378,31 @@ def test_missing_shard_missing_folder_and_secret_are_refused(folder, tmp_path):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     with pytest.raises(ValueError, match=r"but model-2\.safetensors is missing"):
         push.main(push_words(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        (
+            "recipe.yaml",
+            "a: [\n",
+            "`recipe.yaml` must be readable, got an error in '.*recipe.yaml': it must be valid YAML",
+        ),
+        ("recipe.yaml", "- a\n", "`recipe.yaml` must hold fields with values, got list in '.*recipe.yaml'"),
+        ("config.json", "{", "`config.json` must be readable, got an error in '.*config.json'"),
+        ("tokenizer_config.json", "[]", "`tokenizer_config.json` must hold fields with values, got list in"),
+    ],
+    ids=["no YAML", "a list", "no JSON", "a list of a tokenizer"],
+)
+@pytest.mark.parametrize("options", [[], ["--dry_run"]], ids=["push", "dry run"])
+def test_file_that_cannot_be_read_is_one_line(hub, folder, name, content, expected, options, capsys):
+    # With a card of another hand no other fact of the folder is asked for.
+    (folder / "README.md").write_text("my own words", encoding="utf-8")
+    (folder / name).write_text(content, encoding="utf-8")
+    assert run(push.main, "push", push_words(folder, *options)) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert [line for line in said if re.match(f"metaphrase push: error: {expected}", line)] == said[-1:]
+    assert hub.calls == []
 
 
 @pytest.mark.parametrize("repo_id", ["tiny", "a/b/c", "some body/tiny", "somebody/tiny--x", "somebody/.tiny"])

@@ -182,7 +182,11 @@ class Recipe(RecipeFields):
         return values
 
     def save(self, path: str | Path) -> None:
-        """Writes what was set as YAML, which `load_recipe` reads. Data and output folders of this machine are left out."""
+        """Writes what was set as YAML, which `load_recipe` reads and a run can go on from.
+
+        `data_dir`, an absolute `output_dir` and `hub_token` are left out; data files below `data_dir` are named from there. Any
+        other path stays as it is: cut it, as `metaphrase push` does, before others are to see the file.
+        """
         Path(path).write_text(dump_yaml(self.to_dict()), encoding="utf-8")
 
 
