@@ -118,17 +118,20 @@ def main(words: Sequence[str]) -> None:
     )
     if arguments.predictions is not None:
         make_place(Path(arguments.predictions))
-    references = list(pairs["target"])
+    targets = list(pairs["target"])
     set_seed(arguments.seed)
     generator = Generator.from_pretrained(chosen_models(arguments), **chosen_loading_options(arguments))
-    if arguments.joiner is None:
-        references = generator.tokenizers.as_decoded(references)
-    else:
-        references = [join_pieces(text, arguments.joiner) for text in references]
+    references = None
+    if arguments.joiner is not None:
+        references = [join_pieces(text, arguments.joiner) for text in targets]
+        if generator.tokenizers.target_joiner is None:
+            # The model learned whole words, which are split in this file alone.
+            targets = references
     result, predictions = evaluate_generator(
         generator,
         list(pairs["source"]),
-        references,
+        targets,
+        references=references,
         metrics=arguments.metrics,
         metric_options=metric_options(arguments),
         generation_options=chosen_generation_options(arguments),
@@ -149,7 +152,7 @@ def main(words: Sequence[str]) -> None:
         Path(arguments.predictions).write_text("".join(lines), encoding="utf-8")
     for name, score in result["scores"].items():
         logger.info("%s: %.2f  %s", name, score["score"], score["signature"])
-    warn_of_lengths(generator, len(references))
+    warn_of_lengths(generator, len(targets))
     if "loss" in result:
         logger.info("loss: %.4f  perplexity: %.3f", result["loss"], result["perplexity"])
     logger.info("Written to %s", written)

@@ -5,11 +5,12 @@ import json
 import pytest
 from cli_texts import as_lines, targets_of
 from sacrebleu.metrics import BLEU
-from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
+from tiny_generator import PIECES, SOURCES, TARGETS, save_generator, tiny_generator
 
 from metaphrase.inference import Generator
 from metaphrase.scripts import evaluate
 from metaphrase.scripts.console import run
+from metaphrase.training.evaluation import evaluate_generator
 
 
 def test_evaluate_writes_scores_and_predictions(cli_model, files, tmp_path):
@@ -62,13 +63,25 @@ def test_evaluate_options_reach_the_metrics_and_the_folder(files, tmp_path):
 def test_evaluate_joins_references_but_not_predictions(files, tmp_path):
     folder = save_generator(tiny_generator(), tmp_path / "model")
     pieces = tmp_path / "pieces.de"
-    pieces.write_text("\n".join(target[:2] + "@@ " + target[2:] for target in TARGETS) + "\n", encoding="utf-8")
+    pieces.write_text("\n".join(PIECES), encoding="utf-8")
     results = []
     for words in (["--target", files[1]], ["--target", str(pieces), "--joiner", "@@"], ["--target", str(pieces)]):
         evaluate.main([str(folder), "--device", "cpu", "--source", files[0], *words, "--metrics", "chrf"])
         results.append(json.loads((folder / "metrics.json").read_text(encoding="utf-8")))
     assert results[0]["scores"] == results[1]["scores"] and results[0]["loss"] == results[1]["loss"]
     assert results[2]["loss"] != results[0]["loss"]
+
+
+@pytest.mark.parametrize("words", [[], ["--joiner", "@@"]], ids=str)
+def test_loss_of_a_pretokenized_model_is_of_its_pieces(words, files, tmp_path):
+    generator = tiny_generator(kind="pretokenized")
+    folder = save_generator(generator, tmp_path / "model")
+    pieces = tmp_path / "pieces.de"
+    pieces.write_text("\n".join(PIECES), encoding="utf-8")
+    evaluate.main([str(folder), "--device", "cpu", "--source", files[0], "--target", str(pieces), *words])
+    result = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+    expected, _ = evaluate_generator(generator, SOURCES, PIECES, metrics=["bleu", "chrf"])
+    assert result["loss"] == pytest.approx(expected["loss"]) and result["scores"] == expected["scores"]
 
 
 def test_evaluate_reads_files_as_training_does(cli_model, files, tmp_path, capsys):

@@ -86,6 +86,8 @@ def test_pretokenized_text_is_scored_joined(data, tmp_path, monkeypatch):
     )
     result = Experiment(recipe).train()
     assert "tok:none" in result["scores"]["bleu"]["signature"]
+    pieces = TokenizerPair.from_pretrained(tmp_path / "run").encode_targets((data / "test.de").read_text().splitlines())
+    assert result["num_target_tokens"] == sum(map(len, pieces))
     # A model that was there before knows the joiner too.
     fields |= {"tokenizer_kind": None, "preset": None, "model": None, "model_name_or_path": str(tmp_path / "run")}
     Experiment(make_recipe(data, tmp_path / "again", **fields)).train()

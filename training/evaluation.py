@@ -61,8 +61,9 @@ def corpus_loss(
 def evaluate_generator(
     generator: Generator,
     sources: Sequence[str],
-    references: Sequence[str],
+    targets: Sequence[str],
     *,
+    references: Sequence[str] | None = None,
     metrics: Sequence[str],
     metric_options: dict[str, dict] | None = None,
     generation_options: dict | None = None,
@@ -73,7 +74,9 @@ def evaluate_generator(
     Args:
         generator: Model and tokenizers.
         sources: Source texts.
-        references: One reference for each.
+        targets: One target for each, as the model is trained on them: the loss is of these.
+        references: What the decoded texts are compared with; by default the targets as decoding writes them, the pieces of a
+            `pretokenized` text joined.
         metrics: Names of scores (see `metaphrase.training.metrics`).
         metric_options: For each metric its options.
         generation_options: Arguments of `generate()`; what is not given is as the model's generation config says.
@@ -81,16 +84,19 @@ def evaluate_generator(
 
     Returns:
         What `metrics.json` holds, and the decoded texts. There is a loss where the generator is one model of
-        torch, and none for an ensemble or another engine. Sources that were cut off are counted, if any were, and references
-        of which the loss is of as much as the model can read; scores are of the whole text.
+        torch, and none for an ensemble or another engine. Sources that were cut off are counted, if any were, and targets
+        (`num_truncated_references`) of which the loss is of as much as the model can read; scores are of the whole text.
 
     Raises:
         ValueError: If the sides differ in length or are empty.
     """
-    if len(sources) != len(references) or not sources:
+    if len(sources) != len(targets) or not sources:
         raise ValueError(
-            f"`sources` and `references` must be equally many and not empty, got {len(sources)} and {len(references)}."
+            f"`sources` and `targets` must be equally many and not empty, got {len(sources)} and {len(targets)}."
         )
+    references = generator.tokenizers.as_decoded(targets) if references is None else references
+    if len(references) != len(targets):
+        raise ValueError(f"`references` must be as many as `targets`, got {len(references)} and {len(targets)}.")
     generation_options = dict(generation_options or {})
     before, truncated_before = generator.num_unfinished, generator.num_truncated
     predictions = generator.generate(sources, show_progress=show_progress, **generation_options)
@@ -104,7 +110,7 @@ def evaluate_generator(
         result["num_truncated"] = generator.num_truncated - truncated_before
     if is_single(generator):
         encode = generator.tokenizers.encode_targets
-        end, limit, whole = TextFrame.of(encode).end, longest_target(generator.model), encode(list(references))
+        end, limit, whole = TextFrame.of(encode).end, longest_target(generator.model), encode(list(targets))
         labels = [shorten(ids, limit, end) for ids in whole]
         if count := sum(map(operator.ne, whole, labels)):
             result["num_truncated_references"] = count

@@ -328,12 +328,14 @@ class Experiment:
             return {}
         sizes = {"batch_size": self.arguments.per_device_eval_batch_size, "max_source_length": corpus.longest}
         generator = Generator(model.eval(), tokenizers, **sizes)
-        references = tokenizers.as_decoded(corpus.splits[split]["target"])
+        targets = list(corpus.splits[split]["target"])
+        references = tokenizers.as_decoded(targets)
         result, predictions = evaluate_generator(
             generator,
             # The prefix stands before the sources already.
             corpus.sources(split),
-            references,
+            targets,
+            references=references,
             metrics=self.metrics,
             metric_options=self._metric_options(),
             show_progress=None,
