@@ -6,20 +6,24 @@ if __name__ == "__main__" and not __package__:  # Run as a file: its folder must
     sys.path.pop(0)
 
 import argparse
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
+from datasets import Dataset
 from transformers import set_seed
 
 from metaphrase.inference import ENGINES, Generator
 from metaphrase.inference.generation_options import add_generation_options, chosen_generation_options
 from metaphrase.inference.loading_options import add_loading_options, chosen_loading_options, chosen_models
+from metaphrase.inference.output_file import NewFile, OutputStream, as_lines
 from metaphrase.scripts.console import run, warn_of_lengths
 from metaphrase.tokenization import join_pieces
 from metaphrase.training.data_report import DataReport
 from metaphrase.training.evaluation import evaluate_generator
-from metaphrase.training.metrics import DEFAULT_METRICS, METRICS, check_metrics, write_metrics
+from metaphrase.training.metrics import DEFAULT_METRICS, METRICS, check_metrics, check_place, is_folder, write_metrics
 from metaphrase.training.pairs import load_pairs
 
 logger = logging.getLogger(__name__)
@@ -89,23 +93,23 @@ def default_output(arguments: argparse.Namespace) -> Path:
     return folder if is_as_saved and folder.is_dir() else Path("metrics.json")
 
 
-def make_place(predictions: Path) -> None:
-    """Makes the folder of a file, as `write_metrics` does, before the work whose result it shall hold.
+def open_predictions(path: str | None) -> AbstractContextManager[OutputStream | None]:
+    """The file of the decoded targets, opened before the work whose result it shall hold; what is there stays until then.
 
     Raises:
         ValueError: If the place of the file is taken by a folder.
     """
-    if predictions.is_dir():
-        raise ValueError(f"`predictions` must be a file, got the folder {predictions}.")
-    predictions.parent.mkdir(parents=True, exist_ok=True)
+    if path is None:
+        return contextlib.nullcontext()
+    if is_folder(path):
+        raise ValueError(f"`predictions` must be a file, got the folder {path}.")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    return NewFile(path)
 
 
-def main(words: Sequence[str]) -> None:
-    arguments = make_parser().parse_args(words)
-    check_metrics(arguments.metrics, arguments.bleu_tokenize)
-    report = DataReport()
-    # An empty side is a legitimate test case: such pairs are never dropped here.
-    pairs = load_pairs(
+def read_pairs(arguments: argparse.Namespace, report: DataReport) -> Dataset:
+    """The test pairs. An empty side is a legitimate test case: such pairs are never dropped here."""
+    return load_pairs(
         file=arguments.file,
         source_file=arguments.source,
         target_file=arguments.target,
@@ -116,18 +120,37 @@ def main(words: Sequence[str]) -> None:
         invalid_utf8=arguments.invalid_utf8,
         report=report,
     )
-    if arguments.predictions is not None:
-        make_place(Path(arguments.predictions))
-    targets = list(pairs["target"])
-    set_seed(arguments.seed)
-    generator = Generator.from_pretrained(chosen_models(arguments), **chosen_loading_options(arguments))
-    references = None
+
+
+def describe(arguments: argparse.Namespace, report: DataReport) -> dict[str, dict]:
+    """What `metrics.json` says of the data and of what decoded it."""
+    data = {"name": Path(arguments.source or arguments.file).name}
+    # A score of fewer pairs than the file holds says so.
+    data |= {name: getattr(report, name) for name in ("malformed", "invalid_utf8") if getattr(report, name)}
+    inference = {
+        "engine": arguments.engine,
+        "dtype": arguments.dtype,
+        "models": 1 + len(arguments.ensemble or []),
+    }
+    if arguments.max_source_length is not None:
+        inference["max_source_length"] = arguments.max_source_length
+    return {"data": data, "inference": inference}
+
+
+def evaluate(
+    generator: Generator,
+    pairs: Dataset,
+    arguments: argparse.Namespace,
+    on_decoded: Callable[[list[str]], object] | None,
+) -> dict:
+    """Decodes the pairs' sources and scores what comes of them (see `evaluate_generator`)."""
+    targets, references = list(pairs["target"]), None
     if arguments.joiner is not None:
         references = [join_pieces(text, arguments.joiner) for text in targets]
         if generator.tokenizers.target_joiner is None:
             # The model learned whole words, which are split in this file alone.
             targets = references
-    result, predictions = evaluate_generator(
+    result, _ = evaluate_generator(
         generator,
         list(pairs["source"]),
         targets,
@@ -135,27 +158,31 @@ def main(words: Sequence[str]) -> None:
         metrics=arguments.metrics,
         metric_options=metric_options(arguments),
         generation_options=chosen_generation_options(arguments),
+        on_decoded=on_decoded,
     )
-    result["data"] = {"name": Path(arguments.source or arguments.file).name}
-    # A score of fewer pairs than the file holds says so.
-    result["data"] |= {name: getattr(report, name) for name in ("malformed", "invalid_utf8") if getattr(report, name)}
-    result["inference"] = {
-        "engine": arguments.engine,
-        "dtype": arguments.dtype,
-        "models": 1 + len(arguments.ensemble or []),
-    }
-    if arguments.max_source_length is not None:
-        result["inference"]["max_source_length"] = arguments.max_source_length
-    written = write_metrics(arguments.output or default_output(arguments), result)
-    if arguments.predictions is not None:
-        lines = (prediction.replace("\r", " ").replace("\n", " ") + "\n" for prediction in predictions)
-        Path(arguments.predictions).write_text("".join(lines), encoding="utf-8")
+    return result
+
+
+def main(words: Sequence[str]) -> None:
+    arguments = make_parser().parse_args(words)
+    check_metrics(arguments.metrics, arguments.bleu_tokenize)
+    place = check_place(arguments.output or default_output(arguments))
+    report = DataReport()
+    pairs = read_pairs(arguments, report)
+    with open_predictions(arguments.predictions) as file:
+        set_seed(arguments.seed)
+        generator = Generator.from_pretrained(chosen_models(arguments), **chosen_loading_options(arguments))
+        # At once: a mistake in what follows must not cost what took the longest.
+        keep = None if file is None else lambda texts: file.write(as_lines(texts))
+        result = evaluate(generator, pairs, arguments, keep) | describe(arguments, report)
+    write_metrics(place, result)
     for name, score in result["scores"].items():
         logger.info("%s: %.2f  %s", name, score["score"], score["signature"])
-    warn_of_lengths(generator, len(targets))
-    if "loss" in result:
-        logger.info("loss: %.4f  perplexity: %.3f", result["loss"], result["perplexity"])
-    logger.info("Written to %s", written)
+    warn_of_lengths(generator, len(pairs))
+    figures = [f"{name}: {result[name]:.4f}" for name in ("loss", "perplexity") if result.get(name) is not None]
+    if figures:
+        logger.info("%s", "  ".join(figures))
+    logger.info("Written to %s", place)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,19 @@
 """The command line: `metaphrase evaluate` on tiny models."""
 
+import errno
 import json
+import os
+import tempfile
 
 import pytest
 from cli_texts import as_lines, targets_of
 from sacrebleu.metrics import BLEU
-from tiny_generator import PIECES, SOURCES, TARGETS, save_generator, tiny_generator
+from tiny_generator import PIECES, SOURCES, TARGETS, diverged_generator, save_generator, tiny_generator
 
 from metaphrase.inference import Generator
 from metaphrase.scripts import evaluate
 from metaphrase.scripts.console import run
+from metaphrase.training import evaluation
 from metaphrase.training.evaluation import evaluate_generator
 
 
@@ -115,14 +119,68 @@ def refuse(*args, **kwargs):
         (["--metrics", "blue"], "A name in `metrics` must be one of bleu, .*, got 'blue'. Did you mean 'bleu'?"),
         (["--bleu_tokenize", "nosuch"], "`bleu_tokenize` must be one of none, .*, got 'nosuch'."),
         (["--predictions", "FOLDER"], "`predictions` must be a file, got the folder "),
+        (["--predictions", "FOLDER/new/"], "`predictions` must be a file, got the folder .*new/"),
+        (["--output", "FOLDER/test.en/m.json"], "`output` must be in a folder that can be written to, got .*m.json: "),
+        (
+            ["--output", "FOLDER/taken"],
+            "`output` must be a file, or a folder for metrics.json, got .*metrics.json, which",
+        ),
     ],
     ids=str,
 )
 def test_evaluate_finds_mistakes_before_any_work(words, said, cli_model, files, tmp_path, monkeypatch):
     monkeypatch.setattr(Generator, "from_pretrained", refuse)
-    words = [str(tmp_path) if word == "FOLDER" else word for word in words]
+    (tmp_path / "taken" / "metrics.json").mkdir(parents=True)
+    words = [word.replace("FOLDER", str(tmp_path)) for word in words]
     with pytest.raises(ValueError, match=said):
         evaluate.main([cli_model, "--source", files[0], "--target", files[1], *words])
+
+
+def test_evaluate_finds_a_folder_that_it_cannot_write_to_before_any_work(files, tmp_path, monkeypatch):
+    folder = save_generator(tiny_generator(), tmp_path / "model")
+    make_file = tempfile.TemporaryFile
+
+    def refuse_there(*args, dir=None, **kwargs):
+        if dir == folder:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), dir)
+        return make_file(*args, dir=dir, **kwargs)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse_there)
+    words = [str(folder), "--device", "cpu", "--source", files[0], "--target", files[1], "--metrics", "chrf"]
+    evaluate.main([*words, "--output", str(tmp_path)])
+    assert (tmp_path / "metrics.json").is_file()
+    monkeypatch.setattr(Generator, "from_pretrained", refuse)
+    with pytest.raises(ValueError, match=r"`output` must be in a folder .*, got .*model/metrics.json: .*Read-only"):
+        evaluate.main(words)
+
+
+def test_evaluate_keeps_what_was_decoded_when_it_cannot_be_scored(cli_model, files, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluation, "compute_metrics", lambda *_: 1 / 0)
+    words = [cli_model, "--device", "cpu", "--source", files[0], "--target", files[1], "--output", str(tmp_path)]
+    predictions = tmp_path / "p.txt"
+    with pytest.raises(ZeroDivisionError):
+        evaluate.main([*words, "--predictions", str(predictions)])
+    assert predictions.read_text(encoding="utf-8").split("\n")[:-1] == as_lines(targets_of(SOURCES))
+
+
+def test_evaluate_keeps_old_predictions_until_there_are_new_ones(cli_model, files, tmp_path, monkeypatch):
+    predictions = tmp_path / "p.txt"
+    predictions.write_text("an older target\n", encoding="utf-8")
+    monkeypatch.setattr(Generator, "generate", lambda *_, **__: 1 / 0)
+    words = [cli_model, "--device", "cpu", "--source", files[0], "--target", files[1], "--output", str(tmp_path)]
+    with pytest.raises(ZeroDivisionError):
+        evaluate.main([*words, "--predictions", str(predictions)])
+    assert predictions.read_text(encoding="utf-8") == "an older target\n"
+
+
+def test_scores_of_a_model_that_diverged_are_written(files, tmp_path, caplog):
+    folder = save_generator(diverged_generator(), tmp_path / "model")
+    with caplog.at_level("INFO"):
+        evaluate.main([str(folder), "--device", "cpu", "--source", files[0], "--target", files[1]])
+    result = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+    assert result["loss"] is None and result["perplexity"] is None and result["scores"].keys() == {"bleu", "chrf"}
+    assert "The loss must be a finite number to be written down, got nan: it becomes null." in caplog.text
+    assert "Written to" in caplog.text
 
 
 def test_evaluate_makes_the_folder_of_predictions_before_any_work(cli_model, files, tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import torch
 from sacrebleu.metrics import BLEU, CHRF
 from tiny_generator import PIECES, SOURCES, TARGETS, tiny_generator
 from transformers import T5Config, T5ForConditionalGeneration
+from transformers.modeling_outputs import Seq2SeqLMOutput
 
 from metaphrase.training.evaluation import corpus_loss, evaluate_generator, generation_settings
 
@@ -33,6 +34,23 @@ def test_loss_is_that_of_every_pair_by_itself(generator, limits):
     assert result["loss"] == pytest.approx(loss_one_by_one(generator.model, sources, targets), rel=1e-5)
     assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
     assert result["num_target_tokens"] == sum(len(target) + 1 for target in TARGETS)
+
+
+@pytest.mark.parametrize(
+    ("loss", "named"), [(math.nan, ["loss", "perplexity"]), (math.inf, ["loss", "perplexity"]), (1e3, ["perplexity"])]
+)
+def test_a_figure_that_is_no_finite_number_is_none(loss, named, generator, monkeypatch, caplog):
+    monkeypatch.setattr(generator.model, "forward", lambda **_: Seq2SeqLMOutput(loss=torch.tensor(loss)))
+    result = corpus_loss(generator.model, [[5, 1]], [[6, 1]])
+    assert [name for name in result if result[name] is None] == named and result["num_target_tokens"] == 2
+    assert [record.args[0] for record in caplog.records] == named
+
+
+def test_texts_are_handed_over_before_they_are_scored(generator):
+    handed = []
+    with pytest.raises(ValueError, match="A name in `names`"):
+        evaluate_generator(generator, SOURCES, TARGETS, metrics=["none"], on_decoded=handed.extend)
+    assert handed == generator.generate(SOURCES)
 
 
 def test_loss_of_a_model_of_transformers(generator):

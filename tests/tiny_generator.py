@@ -30,6 +30,13 @@ def tiny_generator(joint: bool = True, kind: str = "char", seed: int = 0, **gene
     return Generator(model, pair, **generator_options)
 
 
+def diverged_generator() -> Generator:
+    """One whose every logit is no number, as after a training that diverged."""
+    generator = tiny_generator()
+    generator.model.lm_head.weight.data.fill_(float("nan"))
+    return generator
+
+
 def save_generator(generator: Generator, folder: Path) -> Path:
     """Saves model and tokenizers as training does."""
     generator.model.save_pretrained(folder)

@@ -1,9 +1,10 @@
 """Evaluation: what a trained model scores on a test set, and how that was found."""
 
+import logging
 import math
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers import PreTrainedModel
@@ -16,6 +17,8 @@ from metaphrase.modeling.position_limits import longest_target
 from metaphrase.tokenization import TextFrame, shorten
 from metaphrase.training.batching import PairCollator
 from metaphrase.training.metrics import compute_metrics
+
+logger = logging.getLogger(__name__)
 
 
 def corpus_loss(
@@ -36,7 +39,8 @@ def corpus_loss(
         max_tokens_per_batch: Most tokens of both sides in a batch, padding counted.
 
     Returns:
-        `loss` in nats, its exponential `perplexity` (`None` where it overflows), and `num_target_tokens`.
+        `loss` in nats, its exponential `perplexity`, and `num_target_tokens`. A figure that is no finite number is `None`, and a
+        warning says so.
 
     Raises:
         ValueError: If there are no pairs.
@@ -53,9 +57,17 @@ def corpus_loss(
             num_labels = int((inputs["labels"] != IGNORED_LABEL).sum())
             total, count = total + loss.item() * num_labels, count + num_labels
     loss = total / count
-    # Beyond that the exponential is no float any more, and JSON has no infinity.
-    perplexity = math.exp(loss) if loss < math.log(sys.float_info.max) else None
-    return {"loss": loss, "perplexity": perplexity, "num_target_tokens": count}
+    # Beyond that the exponential is no float any more.
+    perplexity = math.inf if loss >= math.log(sys.float_info.max) else math.exp(loss)
+    return {"loss": _finite("loss", loss), "perplexity": _finite("perplexity", perplexity), "num_target_tokens": count}
+
+
+def _finite(name: str, value: float) -> float | None:
+    """A figure as JSON can hold it, which has neither NaN nor infinity: a score must not be lost for them."""
+    if math.isfinite(value):
+        return value
+    logger.warning("The %s must be a finite number to be written down, got %s: it becomes null.", name, value)
+    return None
 
 
 def evaluate_generator(
@@ -68,6 +80,7 @@ def evaluate_generator(
     metric_options: dict[str, dict] | None = None,
     generation_options: dict | None = None,
     show_progress: bool | None = None,
+    on_decoded: Callable[[list[str]], object] | None = None,
 ) -> tuple[dict, list[str]]:
     """Decodes a test set and scores it.
 
@@ -81,6 +94,7 @@ def evaluate_generator(
         metric_options: For each metric its options.
         generation_options: Arguments of `generate()`; what is not given is as the model's generation config says.
         show_progress: A progress bar; `None` shows it on a terminal only.
+        on_decoded: Called with the decoded texts before they are scored, so that they can be kept whatever comes after.
 
     Returns:
         What `metrics.json` holds, and the decoded texts. There is a loss where the generator is one model of
@@ -100,6 +114,8 @@ def evaluate_generator(
     generation_options = dict(generation_options or {})
     before, truncated_before = generator.num_unfinished, generator.num_truncated
     predictions = generator.generate(sources, show_progress=show_progress, **generation_options)
+    if on_decoded is not None:
+        on_decoded(predictions)
     result = {
         "scores": compute_metrics(predictions, references, metrics, metric_options),
         "num_examples": len(sources),

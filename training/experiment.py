@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from metaphrase.inference import Generator
+from metaphrase.inference.output_file import as_lines
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.tokenization import TokenizerPair, set_languages
 from metaphrase.training.adapters import ALL_LINEAR, add_lora, import_peft, is_adapted, merge_lora
@@ -339,6 +340,7 @@ class Experiment:
             metrics=self.metrics,
             metric_options=self._metric_options(),
             show_progress=None,
+            on_decoded=lambda texts: (self.folder / f"{split}_predictions.txt").write_text(as_lines(texts), "utf-8"),
         )
         if result["num_unfinished"]:
             logger.warning(
@@ -358,7 +360,4 @@ class Experiment:
                 values = ", ".join(f"{name} {score['score']:.2f}" for name, score in part["scores"].items())
                 logger.info("%s: %s", task, values)
         write_metrics(self.folder, result)
-        (self.folder / f"{split}_predictions.txt").write_text(
-            "".join(prediction.replace("\n", " ") + "\n" for prediction in predictions), encoding="utf-8"
-        )
         return result
