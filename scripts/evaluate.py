@@ -17,6 +17,7 @@ from transformers import set_seed
 
 from metaphrase.inference import ENGINES, Generator
 from metaphrase.inference.generation_options import add_generation_options, chosen_generation_options
+from metaphrase.inference.input_lines import check_files
 from metaphrase.inference.loading_options import add_loading_options, chosen_loading_options, chosen_models
 from metaphrase.inference.output_file import NewFile, OutputStream, as_lines
 from metaphrase.scripts.console import run, warn_of_lengths
@@ -93,6 +94,25 @@ def default_output(arguments: argparse.Namespace) -> Path:
     return folder if is_as_saved and folder.is_dir() else Path("metrics.json")
 
 
+def check_outputs(arguments: argparse.Namespace, place: Path) -> None:
+    """Checks before any work that nothing is written over what is read, nor two things to one place.
+
+    Args:
+        arguments: Of the command line.
+        place: Where metrics.json goes.
+
+    Raises:
+        ValueError: If two files are one.
+        OSError: If an input cannot be read.
+    """
+    for name in ("source", "target", "file"):
+        for output_name, path in (("output", place), ("predictions", arguments.predictions)):
+            check_files(getattr(arguments, name), path, name, output_name)
+    # Neither of them needs to be there yet.
+    if arguments.predictions is not None and Path(arguments.predictions).resolve() == place.resolve():
+        raise ValueError(f"`predictions` must be another file than `output`, got {str(place)!r} for both.")
+
+
 def open_predictions(path: str | None) -> AbstractContextManager[OutputStream | None]:
     """The file of the decoded targets, opened before the work whose result it shall hold; what is there stays until then.
 
@@ -167,6 +187,7 @@ def main(words: Sequence[str]) -> None:
     arguments = make_parser().parse_args(words)
     check_metrics(arguments.metrics, arguments.bleu_tokenize)
     place = check_place(arguments.output or default_output(arguments))
+    check_outputs(arguments, place)
     report = DataReport()
     pairs = read_pairs(arguments, report)
     with open_predictions(arguments.predictions) as file:

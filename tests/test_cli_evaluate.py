@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import tempfile
+from pathlib import Path
 
 import pytest
 from cli_texts import as_lines, targets_of
@@ -134,6 +135,29 @@ def test_evaluate_finds_mistakes_before_any_work(words, said, cli_model, files, 
     words = [word.replace("FOLDER", str(tmp_path)) for word in words]
     with pytest.raises(ValueError, match=said):
         evaluate.main([cli_model, "--source", files[0], "--target", files[1], *words])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--predictions", "test.de"], "`predictions` must be another file than `target`, got 'test.de' for both"),
+        (["--output", "test.en"], "`output` must be another file than `source`, got 'test.en' for both"),
+        (["--output", "link"], "`output` must be another file than `target`, got 'link' for both"),
+        (["--output", "m.json", "--predictions", "./m.json"], "`predictions` must be another file than `output`"),
+        (["--output", "./", "--predictions", "metrics.json"], "`predictions` must be another file than `output`"),
+    ],
+    ids=str,
+)
+def test_evaluate_writes_over_nothing_that_it_reads(words, said, cli_model, files, tmp_path, monkeypatch):
+    monkeypatch.setattr(Generator, "from_pretrained", refuse)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("test.de")
+    with pytest.raises(ValueError, match=said):
+        evaluate.main([cli_model, "--source", files[0], "--target", files[1], *words])
+    (tmp_path / "test.tsv").write_text("a cat\teine Katze\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"`predictions` must be another file than `file`, got 'test.tsv' for both"):
+        evaluate.main([cli_model, "--file", "test.tsv", "--output", "m.json", "--predictions", "test.tsv"])
+    assert [Path(path).read_text(encoding="utf-8").splitlines() for path in files] == [SOURCES, TARGETS]
 
 
 def test_evaluate_finds_a_folder_that_it_cannot_write_to_before_any_work(files, tmp_path, monkeypatch):
