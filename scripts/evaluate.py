@@ -20,7 +20,7 @@ from metaphrase.inference.generation_options import add_generation_options, chos
 from metaphrase.inference.input_lines import check_files
 from metaphrase.inference.loading_options import add_loading_options, chosen_loading_options, chosen_models
 from metaphrase.inference.output_file import NewFile, OutputStream, as_lines
-from metaphrase.scripts.console import run, warn_of_lengths
+from metaphrase.scripts.console import check_dependents, run, warn_of_lengths
 from metaphrase.tokenization import join_pieces
 from metaphrase.training.data_report import DataReport
 from metaphrase.training.evaluation import evaluate_generator
@@ -28,6 +28,9 @@ from metaphrase.training.metrics import DEFAULT_METRICS, METRICS, check_metrics,
 from metaphrase.training.pairs import load_pairs
 
 logger = logging.getLogger(__name__)
+
+# Options that mean nothing without another one.
+NEEDS = {"source_column": "file", "target_column": "file"}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -76,13 +79,27 @@ def column(word: str) -> str | int:
 
 
 def metric_options(arguments: argparse.Namespace) -> dict[str, dict]:
+    """For each score its options.
+
+    Raises:
+        ValueError: If an option is given that none of the scores has.
+    """
     options: dict[str, dict] = {}
-    if arguments.bleu_tokenize is not None and "bleu" in arguments.metrics:
+    if arguments.bleu_tokenize is not None:
+        if "bleu" not in arguments.metrics:
+            raise ValueError(
+                f"`metrics` must hold bleu with `bleu_tokenize`, got {arguments.metrics} and {arguments.bleu_tokenize!r}."
+            )
         options["bleu"] = {"tokenize": arguments.bleu_tokenize}
     if arguments.lowercase:
-        for name in arguments.metrics:
-            known = METRICS[name]().option_names() if name in METRICS else ()
-            options.setdefault(name, {}).update({key: True for key in ("lowercase", "ignore_case") if key in known})
+        folding = {"lowercase", "ignore_case"}
+        known = {name: folding.intersection(METRICS[name]().option_names()) for name in arguments.metrics}
+        if not any(known.values()):
+            raise ValueError(
+                f"`metrics` must hold a score that regards case with `lowercase`, got {arguments.metrics}."
+            )
+        for name, keys in known.items():
+            options.setdefault(name, {}).update(dict.fromkeys(keys, True))
     return {name: values for name, values in options.items() if values}
 
 
@@ -185,7 +202,9 @@ def evaluate(
 
 def main(words: Sequence[str]) -> None:
     arguments = make_parser().parse_args(words)
+    check_dependents(arguments, NEEDS)
     check_metrics(arguments.metrics, arguments.bleu_tokenize)
+    metric_options(arguments)
     place = check_place(arguments.output or default_output(arguments))
     check_outputs(arguments, place)
     report = DataReport()

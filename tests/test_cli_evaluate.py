@@ -119,6 +119,16 @@ def refuse(*args, **kwargs):
     [
         (["--metrics", "blue"], "A name in `metrics` must be one of bleu, .*, got 'blue'. Did you mean 'bleu'?"),
         (["--bleu_tokenize", "nosuch"], "`bleu_tokenize` must be one of none, .*, got 'nosuch'."),
+        (
+            ["--metrics", "chrf", "--bleu_tokenize", "none"],
+            "`metrics` must hold bleu with `bleu_tokenize`, got .*chrf.* 'none'",
+        ),
+        (
+            ["--metrics", "ter", "rouge", "--lowercase"],
+            "`metrics` must hold a score that regards case with `lowercase`",
+        ),
+        (["--source_column", "zz"], "`file` must be given with `source_column`, got None and 'zz'"),
+        (["--target_column", "1"], "`file` must be given with `target_column`, got None and 1"),
         (["--predictions", "FOLDER"], "`predictions` must be a file, got the folder "),
         (["--predictions", "FOLDER/new/"], "`predictions` must be a file, got the folder .*new/"),
         (["--output", "FOLDER/test.en/m.json"], "`output` must be in a folder that can be written to, got .*m.json: "),
