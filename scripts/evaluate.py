@@ -7,6 +7,8 @@ if __name__ == "__main__" and not __package__:  # Run as a file: its folder must
 
 import argparse
 import contextlib
+import hashlib
+import json
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -23,8 +25,17 @@ from metaphrase.inference.output_file import NewFile, OutputStream, as_lines
 from metaphrase.scripts.console import check_dependents, run, warn_of_lengths
 from metaphrase.tokenization import join_pieces
 from metaphrase.training.data_report import DataReport
-from metaphrase.training.evaluation import evaluate_generator
-from metaphrase.training.metrics import DEFAULT_METRICS, METRICS, check_metrics, check_place, is_folder, write_metrics
+from metaphrase.training.evaluation import evaluate_generator, generation_settings
+from metaphrase.training.metrics import (
+    DEFAULT_METRICS,
+    METRICS,
+    check_metrics,
+    check_writable,
+    is_folder,
+    metrics_path,
+    to_json,
+    write_metrics,
+)
 from metaphrase.training.pairs import load_pairs
 
 logger = logging.getLogger(__name__)
@@ -65,8 +76,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--output",
         metavar="FILE",
-        help="where to write [metrics.json: in the model's folder, or here, as for an ensemble, another engine or type, or "
-        "sources that are cut]",
+        help="where to write, in place of what is there; a folder is for metrics.json in it [metrics.json: in the model's "
+        "folder, unless that holds the scores of the training run, of other pairs or of other settings; then here, and so for "
+        "an ensemble, another engine or type, or sources that are cut]",
     )
     parser.add_argument("--predictions", metavar="FILE", help="where to write the decoded targets, one a line")
     add_generation_options(parser)
@@ -103,12 +115,46 @@ def metric_options(arguments: argparse.Namespace) -> dict[str, dict]:
     return {name: values for name, values in options.items() if values}
 
 
-def default_output(arguments: argparse.Namespace) -> Path:
-    """The model's folder, whose scores its model card shows; for what is not the model as it is saved, a file here."""
+def own_scores(arguments: argparse.Namespace) -> Path | None:
+    """The metrics.json that the model's card shows; `None` for what is not the model as it is saved in a folder."""
     is_as_saved = arguments.engine == ENGINES[0] and arguments.dtype == "auto" and arguments.ensemble is None
     is_as_saved = is_as_saved and arguments.max_source_length is None
-    folder = Path(arguments.model)
-    return folder if is_as_saved and folder.is_dir() else Path("metrics.json")
+    return metrics_path(arguments.model) if is_as_saved and Path(arguments.model).is_dir() else None
+
+
+def holds_others(path: Path, measured: dict[str, dict]) -> bool:
+    """Whether a file holds other scores than those of such data and settings, such as those of the training run."""
+    if not path.is_file():
+        return False
+    try:
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return True
+    return not isinstance(earlier, dict) or any(earlier.get(name) != value for name, value in measured.items())
+
+
+def choose_place(arguments: argparse.Namespace, measured: dict[str, dict]) -> Path:
+    """Where metrics.json goes: as the command line says, else to the model, else to this folder. It can be written there.
+
+    Args:
+        arguments: Of the command line.
+        measured: What the scores are of, as far as it is known: earlier ones of the same are replaced, no others.
+
+    Raises:
+        ValueError: If it cannot be written there, or is to be nowhere but in a model's folder that it does not belong to.
+        OSError: If an input cannot be read.
+    """
+    place, own = arguments.output, own_scores(arguments)
+    if place is None and own is not None and not holds_others(own, measured):
+        place = own
+    if place is None and Path("config.json").exists():
+        raise ValueError(
+            "`output` must be given in a model's folder for scores that are not to be those of its card, got None: in "
+            f"{Path.cwd()} metrics.json would be these."
+        )
+    place = check_writable("metrics.json" if place is None else place)
+    check_outputs(arguments, place)
+    return place
 
 
 def check_outputs(arguments: argparse.Namespace, place: Path) -> None:
@@ -159,9 +205,13 @@ def read_pairs(arguments: argparse.Namespace, report: DataReport) -> Dataset:
     )
 
 
-def describe(arguments: argparse.Namespace, report: DataReport) -> dict[str, dict]:
-    """What `metrics.json` says of the data and of what decoded it."""
-    data = {"name": Path(arguments.source or arguments.file).name}
+def describe(arguments: argparse.Namespace, pairs: Dataset, report: DataReport) -> dict[str, dict]:
+    """What `metrics.json` says of the data and of what decodes it."""
+    digest = hashlib.sha256()
+    for pair in zip(pairs["source"], pairs["target"], strict=True):
+        digest.update(json.dumps(pair).encode() + b"\n")
+    # Many test sets have the same name, and as many pairs.
+    data = {"name": Path(arguments.source or arguments.file).name, "sha256": digest.hexdigest()}
     # A score of fewer pairs than the file holds says so.
     data |= {name: getattr(report, name) for name in ("malformed", "invalid_utf8") if getattr(report, name)}
     inference = {
@@ -169,8 +219,9 @@ def describe(arguments: argparse.Namespace, report: DataReport) -> dict[str, dic
         "dtype": arguments.dtype,
         "models": 1 + len(arguments.ensemble or []),
     }
-    if arguments.max_source_length is not None:
-        inference["max_source_length"] = arguments.max_source_length
+    for name in ("max_source_length", "source_lang", "target_lang"):
+        if getattr(arguments, name) is not None:
+            inference[name] = getattr(arguments, name)
     return {"data": data, "inference": inference}
 
 
@@ -205,16 +256,27 @@ def main(words: Sequence[str]) -> None:
     check_dependents(arguments, NEEDS)
     check_metrics(arguments.metrics, arguments.bleu_tokenize)
     metric_options(arguments)
-    place = check_place(arguments.output or default_output(arguments))
-    check_outputs(arguments, place)
     report = DataReport()
     pairs = read_pairs(arguments, report)
+    measured = describe(arguments, pairs, report)
+    choose_place(arguments, measured)
     with open_predictions(arguments.predictions) as file:
         set_seed(arguments.seed)
         generator = Generator.from_pretrained(chosen_models(arguments), **chosen_loading_options(arguments))
+        settings = generation_settings(generator.model, chosen_generation_options(arguments))
+        # As they are written, so that they can be compared with what was, and what cannot be written is found now.
+        place = choose_place(arguments, measured | json.loads(to_json({"generation": settings})))
+        own = own_scores(arguments)
+        if arguments.output is None and own not in (None, place):
+            logger.warning(
+                "%s is of the training run, or of other pairs or settings, and stays as it is: these scores go to %s. "
+                "--output says where else.",
+                own,
+                place,
+            )
         # At once: a mistake in what follows must not cost what took the longest.
         keep = None if file is None else lambda texts: file.write(as_lines(texts))
-        result = evaluate(generator, pairs, arguments, keep) | describe(arguments, report)
+        result = evaluate(generator, pairs, arguments, keep) | measured
     write_metrics(place, result)
     for name, score in result["scores"].items():
         logger.info("%s: %.2f  %s", name, score["score"], score["signature"])

@@ -28,7 +28,7 @@ def test_evaluate_writes_scores_and_predictions(cli_model, files, tmp_path):
     assert result["scores"]["bleu"]["score"] == pytest.approx(expected)
     assert result["scores"].keys() == {"bleu", "chrf"} and "tok:13a" in result["scores"]["bleu"]["signature"]
     assert result["generation"]["num_beams"] == 2 and result["num_examples"] == 5
-    assert result["data"] == {"name": "test.en"}
+    assert result["data"]["name"] == "test.en"
 
 
 def test_evaluate_of_an_ensemble(cli_model, other_cli_model, files, tmp_path, capsys):
@@ -55,6 +55,75 @@ def test_scores_of_another_model_than_the_saved_one_stay_out_of_its_folder(words
     assert json.loads((tmp_path / "metrics.json").read_text(encoding="utf-8"))["num_examples"] == 5
 
 
+@pytest.fixture
+def scored_folder(files, tmp_path, monkeypatch):
+    """A model with scores of its own, beside the current folder; and the words that measured them."""
+    folder = save_generator(tiny_generator(), tmp_path / "model")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    words = [str(folder), "--device", "cpu", "--metrics", "chrf", "--source", files[0], "--target"]
+    evaluate.main([*words, files[1]])
+    return folder, [*words, files[1]]
+
+
+def test_evaluate_again_replaces_what_it_measured(scored_folder):
+    folder, words = scored_folder
+    earlier = (folder / "metrics.json").read_text(encoding="utf-8")
+    assert json.loads(earlier)["scores"].keys() == {"chrf"}
+    evaluate.main([*words, "--metrics", "bleu", "chrf"])
+    assert json.loads((folder / "metrics.json").read_text(encoding="utf-8"))["scores"].keys() == {"bleu", "chrf"}
+    assert not Path("metrics.json").exists()
+
+
+@pytest.mark.parametrize(
+    "words", [["--target", "TURNED"], ["--num_beams", "2"], ["--source_prefix", "a "], ["--length_penalty", "2.5"]]
+)
+def test_scores_of_other_pairs_or_settings_stay_in_the_folder(words, scored_folder, files, tmp_path, caplog):
+    folder, same = scored_folder
+    earlier = (folder / "metrics.json").read_text(encoding="utf-8")
+    (tmp_path / "other").mkdir()
+    turned = tmp_path / "other" / "test.de"
+    turned.write_text("\n".join(reversed(TARGETS)), encoding="utf-8")
+    words = [str(turned) if word == "TURNED" else word for word in words]
+    evaluate.main([*same, *words])
+    assert (folder / "metrics.json").read_text(encoding="utf-8") == earlier
+    assert json.loads(Path("metrics.json").read_text(encoding="utf-8"))["num_examples"] == 5
+    assert f"{folder}/metrics.json is of the training run, or of other pairs or settings, and stays" in caplog.text
+    evaluate.main([*same, *words, "--output", str(folder)])
+    assert (folder / "metrics.json").read_text(encoding="utf-8") != earlier
+
+
+@pytest.mark.parametrize("change", [{"tasks": {}, "data": {"name": "test.en", "split": "test", "num_train": 9}}, None])
+def test_scores_of_the_training_run_stay_in_the_folder(change, scored_folder):
+    folder, words = scored_folder
+    path = folder / "metrics.json"
+    own = json.loads(path.read_text(encoding="utf-8"))
+    earlier = "no JSON" if change is None else json.dumps(own | change)
+    path.write_text(earlier, encoding="utf-8")
+    evaluate.main(words)
+    assert path.read_text(encoding="utf-8") == earlier
+    assert json.loads(Path("metrics.json").read_text(encoding="utf-8")) == own
+
+
+def test_scores_that_are_not_the_models_do_not_become_so_from_within_its_folder(scored_folder, monkeypatch):
+    folder, words = scored_folder
+    earlier = (folder / "metrics.json").read_text(encoding="utf-8")
+    monkeypatch.chdir(folder)
+    for more in (["--num_beams", "2"], ["--dtype", "bfloat16"]):
+        with pytest.raises(
+            ValueError, match="`output` must be given in a model's folder for scores that are not to be"
+        ):
+            evaluate.main([*words, *more])
+    assert (folder / "metrics.json").read_text(encoding="utf-8") == earlier
+
+
+def test_settings_that_cannot_be_written_are_found_before_decoding(cli_model, files, tmp_path, monkeypatch):
+    monkeypatch.setattr(Generator, "generate", refuse)
+    words = [cli_model, "--device", "cpu", "--source", files[0], "--target", files[1], "--output", str(tmp_path)]
+    with pytest.raises(ValueError, match="`metrics` must hold finite numbers"):
+        evaluate.main([*words, "--length_penalty", "inf"])
+
+
 def test_evaluate_options_reach_the_metrics_and_the_folder(files, tmp_path):
     folder = save_generator(tiny_generator(), tmp_path / "model")
     pair = ["--source", files[0], "--target", files[1]]
@@ -69,10 +138,11 @@ def test_evaluate_joins_references_but_not_predictions(files, tmp_path):
     folder = save_generator(tiny_generator(), tmp_path / "model")
     pieces = tmp_path / "pieces.de"
     pieces.write_text("\n".join(PIECES), encoding="utf-8")
-    results = []
+    results, output = [], tmp_path / "m.json"
+    words_of_all = [str(folder), "--device", "cpu", "--source", files[0], "--metrics", "chrf", "--output", str(output)]
     for words in (["--target", files[1]], ["--target", str(pieces), "--joiner", "@@"], ["--target", str(pieces)]):
-        evaluate.main([str(folder), "--device", "cpu", "--source", files[0], *words, "--metrics", "chrf"])
-        results.append(json.loads((folder / "metrics.json").read_text(encoding="utf-8")))
+        evaluate.main([*words_of_all, *words])
+        results.append(json.loads(output.read_text(encoding="utf-8")))
     assert results[0]["scores"] == results[1]["scores"] and results[0]["loss"] == results[1]["loss"]
     assert results[2]["loss"] != results[0]["loss"]
 
@@ -101,13 +171,13 @@ def test_evaluate_reads_files_as_training_does(cli_model, files, tmp_path, capsy
     named.write_text("\n".join(["id\tde\ten", *rows, "no pair"]), encoding="utf-8")
     evaluate.main([*words, "--file", str(numbered), "--source_column", "2", "--target_column", "1"])
     result = json.loads((tmp_path / "m.json").read_text(encoding="utf-8"))
-    assert result == expected | {"data": {"name": "numbered.tsv"}}
+    assert result == expected | {"data": expected["data"] | {"name": "numbered.tsv"}}
     words += ["--file", str(named), "--source_column", "en", "--target_column", "de"]
     assert run(evaluate.main, "evaluate", words) == 2
     assert "3 tab-separated columns, got 1 in line 7. `malformed: skip`" in capsys.readouterr().err
     evaluate.main([*words, "--malformed", "skip"])
     result = json.loads((tmp_path / "m.json").read_text(encoding="utf-8"))
-    assert result == expected | {"data": {"name": "named.tsv", "malformed": 1}}
+    assert result == expected | {"data": expected["data"] | {"name": "named.tsv", "malformed": 1}}
 
 
 def refuse(*args, **kwargs):

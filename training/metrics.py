@@ -214,6 +214,18 @@ def compute_metrics(
     }
 
 
+def to_json(metrics: Mapping[str, Any]) -> str:
+    """The text that `write_metrics` writes.
+
+    Raises:
+        ValueError: If a value is no JSON, as are NaN and infinity.
+    """
+    try:
+        return json.dumps(metrics, indent=2, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"`metrics` must hold finite numbers, texts, lists and dicts only: {error}.") from error
+
+
 def is_folder(path: str | os.PathLike) -> bool:
     """Whether a path is that of a folder, one that is there or one that a slash at its end says to be one."""
     return Path(path).is_dir() or os.fspath(path).endswith(("/", os.sep))
@@ -224,7 +236,7 @@ def metrics_path(path: str | os.PathLike) -> Path:
     return Path(path) / "metrics.json" if is_folder(path) else Path(path)
 
 
-def check_place(path: str | os.PathLike) -> Path:
+def check_writable(path: str | os.PathLike) -> Path:
     """Finds out before any work whether `write_metrics` can write what comes of it, and returns the file's path.
 
     Folders that are missing are made.
@@ -253,11 +265,7 @@ def write_metrics(path: str | os.PathLike, metrics: Mapping[str, Any]) -> Path:
     Raises:
         ValueError: If a value is no JSON, as are NaN and infinity; the file is then left as it was.
     """
-    path = metrics_path(path)
-    try:
-        text = json.dumps(metrics, indent=2, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"`metrics` must hold finite numbers, texts, lists and dicts only: {error}.") from error
+    path, text = metrics_path(path), to_json(metrics)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
