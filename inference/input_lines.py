@@ -29,8 +29,19 @@ def read_lines(path: str | None) -> Iterator[str]:
             raise ValueError(f"Standard input must be UTF-8, but line {number} is not ({error}).") from error
 
 
-def check_files(input_path: str | None, output_path: str | None) -> None:
+def check_files(
+    input_path: str | None,
+    output_path: str | os.PathLike | None,
+    input_name: str = "input",
+    output_name: str = "output",
+) -> None:
     """Fails before any work.
+
+    Args:
+        input_path: What is read.
+        output_path: What is written.
+        input_name: Of the option that says so, for messages.
+        output_name: Likewise.
 
     Raises:
         ValueError: If both are the same file.
@@ -42,7 +53,9 @@ def check_files(input_path: str | None, output_path: str | None) -> None:
         with open(input_path, "rb"):
             pass
     if output_path is not None and os.path.exists(output_path) and os.path.samefile(input_path, output_path):
-        raise ValueError(f"`output` must be another file than `input`, got {output_path!r} for both.")
+        raise ValueError(
+            f"`{output_name}` must be another file than `{input_name}`, got {os.fspath(output_path)!r} for both."
+        )
 
 
 def count_lines(path: str | None) -> int | None:

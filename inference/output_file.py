@@ -5,7 +5,7 @@ import math
 import os
 import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -27,10 +27,15 @@ def format_targets(index: int, candidates: Sequence["ScoredText"], with_scores: 
     """
     lines = []
     for candidate in candidates:
-        # A target may hold a line break of its own; it must not become a second line.
-        text = candidate.text.replace("\r", " ").replace("\n", " ")
-        lines.append(_SEPARATOR.join([str(index), text, f"{candidate.score:.6f}"]) if with_scores else text)
-    return "".join(line + "\n" for line in lines)
+        lines.append(
+            _SEPARATOR.join([str(index), candidate.text, f"{candidate.score:.6f}"]) if with_scores else candidate.text
+        )
+    return as_lines(lines)
+
+
+def as_lines(texts: Iterable[str]) -> str:
+    """One line for each text: a line break of its own must not become a second line."""
+    return "".join(text.replace("\r", " ").replace("\n", " ") + "\n" for text in texts)
 
 
 class OutputStream:

@@ -112,8 +112,8 @@ def main(words: Sequence[str]) -> None:
     arguments = make_parser().parse_args(words)
     form = choose_format(arguments.output, arguments.format)
     output = arguments.output or DEFAULT_OUTPUTS[form]
-    for path in (arguments.input, arguments.target_input):
-        check_files(path, output)
+    for name in ("input", "target_input"):
+        check_files(getattr(arguments, name), output, name)
     sources, targets = read_pairs(arguments)
     written = [index for index, source in enumerate(sources) if source.strip()]
     if form == "png" and len(written) != 1:

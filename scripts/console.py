@@ -1,9 +1,10 @@
 """The console: what all verbs do alike when they are run from a terminal."""
 
+import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -42,6 +43,22 @@ def run(main: Callable[[Sequence[str]], None], verb: str, words: Sequence[str] |
             raise
         return 2
     return 0
+
+
+def check_dependents(arguments: argparse.Namespace, needs: Mapping[str, str]) -> None:
+    """Checks that no option is given that means nothing without another one.
+
+    Args:
+        arguments: Of the command line; what is not given is `None`.
+        needs: For each such option the one that it needs.
+
+    Raises:
+        ValueError: If an option is given without the one that it needs.
+    """
+    for name, needed in needs.items():
+        value = getattr(arguments, name)
+        if value is not None and getattr(arguments, needed) is None:
+            raise ValueError(f"`{needed}` must be given with `{name}`, got None and {value!r}.")
 
 
 def warn_of_lengths(generator: "Generator | GeneratorPool", num_sources: int) -> None:

@@ -33,9 +33,17 @@ from metaphrase.inference.output_file import (
     format_targets,
     standard_output,
 )
-from metaphrase.scripts.console import run, warn_of_lengths
+from metaphrase.scripts.console import check_dependents, run, warn_of_lengths
 
 logger = logging.getLogger(__name__)
+
+# Options that mean nothing without another one.
+NEEDS = {
+    "mbr_references": "mbr_candidates",
+    "mbr_utility": "mbr_candidates",
+    "num_assistant_tokens": "assistant_model",
+    "resume": "output",
+}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -92,20 +100,6 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check_dependents(arguments: argparse.Namespace) -> None:
-    """Raises `ValueError` for an option that means nothing without another one."""
-    needs = {
-        "mbr_references": "mbr_candidates",
-        "mbr_utility": "mbr_candidates",
-        "num_assistant_tokens": "assistant_model",
-        "resume": "output",
-    }
-    for name, needed in needs.items():
-        value = getattr(arguments, name)
-        if value is not None and getattr(arguments, needed) is None:
-            raise ValueError(f"`{needed}` must be given with `{name}`, got None and {value!r}.")
-
-
 @contextlib.contextmanager
 def load(arguments: argparse.Namespace, options: dict) -> Iterator[Generator | GeneratorPool]:
     """A generator of one model or, of several, of an ensemble; or several such in processes of their own.
@@ -151,7 +145,7 @@ def main(words: Sequence[str]) -> None:
     for name in ("window", "num_processes"):
         if getattr(arguments, name) < 1:
             raise ValueError(f"`{name}` must be at least 1, got {getattr(arguments, name)}.")
-    check_dependents(arguments)
+    check_dependents(arguments, NEEDS)
     check_files(arguments.input, arguments.output)
     if arguments.resume:
         check_regular(arguments.output)

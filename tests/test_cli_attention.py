@@ -107,6 +107,15 @@ def test_attention_refuses(cli_model, words, message, tmp_path, monkeypatch, cap
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", ["input", "target_input"])
+def test_attention_does_not_write_over_what_it_reads(cli_model, name, tmp_path, capsys):
+    (tmp_path / "in.txt").write_text("the cat\n", encoding="utf-8")
+    words = [cli_model, "--device", "cpu", f"--{name}", str(tmp_path / "in.txt"), "--output", str(tmp_path / "in.txt")]
+    assert run(attention.main, "attention", words) == 2
+    assert f"`output` must be another file than `{name}`, got " in capsys.readouterr().err
+    assert (tmp_path / "in.txt").read_text(encoding="utf-8") == "the cat\n"
+
+
 def test_attention_of_a_layer_that_is_not_there(cli_model, capsys):
     assert run(attention.main, "attention", [cli_model, "--device", "cpu", "--source", "the cat", "--layer", "2"]) == 2
     assert "metaphrase attention: error: `layer` must be from -2 to 1, got 2" in capsys.readouterr().err

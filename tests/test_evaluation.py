@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 from sacrebleu.metrics import BLEU, CHRF
-from tiny_generator import SOURCES, TARGETS, tiny_generator
+from tiny_generator import PIECES, SOURCES, TARGETS, tiny_generator
 from transformers import T5Config, T5ForConditionalGeneration
+from transformers.modeling_outputs import Seq2SeqLMOutput
 
 from metaphrase.training.evaluation import corpus_loss, evaluate_generator, generation_settings
 
@@ -33,6 +34,23 @@ def test_loss_is_that_of_every_pair_by_itself(generator, limits):
     assert result["loss"] == pytest.approx(loss_one_by_one(generator.model, sources, targets), rel=1e-5)
     assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
     assert result["num_target_tokens"] == sum(len(target) + 1 for target in TARGETS)
+
+
+@pytest.mark.parametrize(
+    ("loss", "named"), [(math.nan, ["loss", "perplexity"]), (math.inf, ["loss", "perplexity"]), (1e3, ["perplexity"])]
+)
+def test_a_figure_that_is_no_finite_number_is_none(loss, named, generator, monkeypatch, caplog):
+    monkeypatch.setattr(generator.model, "forward", lambda **_: Seq2SeqLMOutput(loss=torch.tensor(loss)))
+    result = corpus_loss(generator.model, [[5, 1]], [[6, 1]])
+    assert [name for name in result if result[name] is None] == named and result["num_target_tokens"] == 2
+    assert [record.args[0] for record in caplog.records] == named
+
+
+def test_texts_are_handed_over_before_they_are_scored(generator):
+    handed = []
+    with pytest.raises(ValueError, match="A name in `names`"):
+        evaluate_generator(generator, SOURCES, TARGETS, metrics=["none"], on_decoded=handed.extend)
+    assert handed == generator.generate(SOURCES)
 
 
 def test_loss_of_a_model_of_transformers(generator):
@@ -74,13 +92,32 @@ def test_loss_sees_the_prefix_that_decoding_sees():
     assert result["loss"] != evaluate_generator(plain, SOURCES, TARGETS, metrics=["bleu"])[0]["loss"]
 
 
+def test_loss_is_of_the_pieces_that_a_model_learned_and_scores_are_of_whole_words():
+    generator = tiny_generator(kind="pretokenized")
+    # Encoded again, words that were joined would be unknown, and fewer.
+    labels = generator.tokenizers.encode_targets(PIECES)
+    expected = loss_one_by_one(generator.model, generator.tokenizers.encode_sources(SOURCES), labels)
+    result, predictions = evaluate_generator(generator, SOURCES, PIECES, metrics=["chrf"])
+    assert result["loss"] == pytest.approx(expected, rel=1e-5)
+    assert result["num_target_tokens"] == sum(map(len, labels))
+    assert result["scores"]["chrf"]["score"] == CHRF().corpus_score(predictions, [TARGETS]).score
+    other, _ = evaluate_generator(generator, SOURCES, PIECES, references=SOURCES, metrics=["chrf"])
+    assert other["loss"] == result["loss"]
+    assert other["scores"]["chrf"]["score"] == CHRF().corpus_score(predictions, [SOURCES]).score
+
+
 def test_settings_are_the_models_own_under_those_given(generator):
     generator.model.generation_config.num_beams = 4
     assert {"num_beams": 4, "max_new_tokens": 8}.items() <= generation_settings(generator.model, {}).items()
     assert generation_settings(generator.model, {"num_beams": 1})["num_beams"] == 1
 
 
-@pytest.mark.parametrize(("sources", "references"), [(SOURCES, TARGETS[1:]), ([], [])])
-def test_sides_must_be_equally_many_and_not_empty(generator, sources, references):
-    with pytest.raises(ValueError, match=f"equally many and not empty, got {len(sources)} and {len(references)}"):
-        evaluate_generator(generator, sources, references, metrics=["bleu"])
+@pytest.mark.parametrize(("sources", "targets"), [(SOURCES, TARGETS[1:]), ([], [])])
+def test_sides_must_be_equally_many_and_not_empty(generator, sources, targets):
+    with pytest.raises(ValueError, match=f"equally many and not empty, got {len(sources)} and {len(targets)}"):
+        evaluate_generator(generator, sources, targets, metrics=["bleu"])
+
+
+def test_there_must_be_a_reference_for_each_target(generator):
+    with pytest.raises(ValueError, match="`references` must be as many as `targets`, got 1 and 5"):
+        evaluate_generator(generator, SOURCES, TARGETS, references=["one"], metrics=["bleu"])

@@ -11,7 +11,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from metaphrase.inference import Generator
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.training import metrics, precision
+from metaphrase.training import evaluation, metrics, precision
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.recipe import load_recipe
 
@@ -86,11 +86,21 @@ def test_pretokenized_text_is_scored_joined(data, tmp_path, monkeypatch):
     )
     result = Experiment(recipe).train()
     assert "tok:none" in result["scores"]["bleu"]["signature"]
+    pieces = TokenizerPair.from_pretrained(tmp_path / "run").encode_targets((data / "test.de").read_text().splitlines())
+    assert result["num_target_tokens"] == sum(map(len, pieces))
     # A model that was there before knows the joiner too.
     fields |= {"tokenizer_kind": None, "preset": None, "model": None, "model_name_or_path": str(tmp_path / "run")}
     Experiment(make_recipe(data, tmp_path / "again", **fields)).train()
     assert len(joined) == 4 and joined[:2] == joined[2:]
     assert not any("@@" in text for texts in joined for text in texts)
+
+
+def test_what_was_decoded_is_kept_when_it_cannot_be_scored(data, tmp_path, monkeypatch):
+    fields = {"max_steps": 1, "eval_strategy": "no", "save_strategy": "no"}
+    monkeypatch.setattr(evaluation, "compute_metrics", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    assert len((tmp_path / "run" / "test_predictions.txt").read_text(encoding="utf-8").splitlines()) == 8
 
 
 def test_task_prefix_reaches_the_model_but_not_the_vocabulary(data, tmp_path):

@@ -22,7 +22,9 @@ from metaphrase.training.metrics import (
     Rouge,
     Ter,
     WordErrorRate,
+    check_writable,
     compute_metrics,
+    metrics_path,
     write_metrics,
 )
 
@@ -266,6 +268,15 @@ def test_write_metrics_replaces_in_one_step(tmp_path):
     write_metrics(path, {"loss": 1.0})
     assert json.loads(path.read_text(encoding="utf-8")) == {"loss": 1.0}
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.json"]
+
+
+def test_a_path_that_ends_in_a_slash_is_a_folder(tmp_path):
+    place = check_writable(f"{tmp_path}/new/")
+    assert place == metrics_path(f"{tmp_path}/new/") == tmp_path / "new" / "metrics.json"
+    # There is nothing but the folder yet.
+    assert [path.name for path in tmp_path.rglob("*")] == ["new"]
+    assert write_metrics(f"{tmp_path}/other/", {"loss": 1.0}) == tmp_path / "other" / "metrics.json"
+    assert check_writable(tmp_path / "file") == tmp_path / "file"
 
 
 def test_write_metrics_keeps_the_old_file_when_the_replacement_fails(tmp_path, monkeypatch):

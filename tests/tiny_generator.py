@@ -11,12 +11,15 @@ from metaphrase.tokenization import TokenizerPair
 
 SOURCES = ["a small dog runs", "the cat sleeps", "a cat", "two dogs and the small cat run", "the dog"]
 TARGETS = ["ein kleiner Hund läuft", "die Katze schläft", "eine Katze", "zwei Hunde und die Katze laufen", "der Hund"]
+# The targets as other tools split them into subwords.
+PIECES = [target[:2] + "@@ " + target[2:] for target in TARGETS]
 
 
 @functools.cache
 def tiny_pair(joint: bool = True, kind: str = "char") -> TokenizerPair:
-    """Tokenizers of both sides' texts, or one of each side's."""
-    return TokenizerPair.train(SOURCES * 3, TARGETS * 3, joint=joint, kind=kind, show_progress=False)
+    """Tokenizers of both sides' texts, or one of each side's; `pretokenized` ones are of `PIECES`."""
+    targets = PIECES if kind == "pretokenized" else TARGETS
+    return TokenizerPair.train(SOURCES * 3, targets * 3, joint=joint, kind=kind, show_progress=False)
 
 
 def tiny_generator(joint: bool = True, kind: str = "char", seed: int = 0, **generator_options: Any) -> Generator:
@@ -25,6 +28,13 @@ def tiny_generator(joint: bool = True, kind: str = "char", seed: int = 0, **gene
     model = tiny_model(seed=seed, share_embeddings=joint, **pair.config_fields())
     model.generation_config.max_new_tokens = 8
     return Generator(model, pair, **generator_options)
+
+
+def diverged_generator() -> Generator:
+    """One whose every logit is no number, as after a training that diverged."""
+    generator = tiny_generator()
+    generator.model.lm_head.weight.data.fill_(float("nan"))
+    return generator
 
 
 def save_generator(generator: Generator, folder: Path) -> Path:

@@ -226,10 +226,15 @@ class TokenizerPair:
         padded = [[pad_token_id if index == IGNORED_LABEL else index for index in row] for row in rows]
         return [self.target.decode(row, skip_special_tokens=True) for row in padded]
 
+    @property
+    def target_joiner(self) -> str | None:
+        """What ends each piece of the target texts that the next one continues; `None` if they are not split into pieces."""
+        backend = getattr(self.target, "backend_tokenizer", None)
+        return None if backend is None else find_joiner(backend)
+
     def as_decoded(self, texts: Iterable[str]) -> list[str]:
         """Target texts as decoding writes them, for scoring: those of a `pretokenized` tokenizer with their pieces joined."""
-        backend = getattr(self.target, "backend_tokenizer", None)
-        joiner = None if backend is None else find_joiner(backend)
+        joiner = self.target_joiner
         return list(texts) if joiner is None else [join_pieces(text, joiner) for text in texts]
 
     def config_fields(self) -> dict[str, int | None]:

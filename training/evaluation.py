@@ -1,9 +1,10 @@
 """Evaluation: what a trained model scores on a test set, and how that was found."""
 
+import logging
 import math
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers import PreTrainedModel
@@ -16,6 +17,8 @@ from metaphrase.modeling.position_limits import longest_target
 from metaphrase.tokenization import TextFrame, shorten
 from metaphrase.training.batching import PairCollator
 from metaphrase.training.metrics import compute_metrics
+
+logger = logging.getLogger(__name__)
 
 
 def corpus_loss(
@@ -36,7 +39,8 @@ def corpus_loss(
         max_tokens_per_batch: Most tokens of both sides in a batch, padding counted.
 
     Returns:
-        `loss` in nats, its exponential `perplexity` (`None` where it overflows), and `num_target_tokens`.
+        `loss` in nats, its exponential `perplexity`, and `num_target_tokens`. A figure that is no finite number is `None`, and a
+        warning says so.
 
     Raises:
         ValueError: If there are no pairs.
@@ -53,47 +57,65 @@ def corpus_loss(
             num_labels = int((inputs["labels"] != IGNORED_LABEL).sum())
             total, count = total + loss.item() * num_labels, count + num_labels
     loss = total / count
-    # Beyond that the exponential is no float any more, and JSON has no infinity.
-    perplexity = math.exp(loss) if loss < math.log(sys.float_info.max) else None
-    return {"loss": loss, "perplexity": perplexity, "num_target_tokens": count}
+    # Beyond that the exponential is no float any more.
+    perplexity = math.inf if loss >= math.log(sys.float_info.max) else math.exp(loss)
+    return {"loss": _finite("loss", loss), "perplexity": _finite("perplexity", perplexity), "num_target_tokens": count}
+
+
+def _finite(name: str, value: float) -> float | None:
+    """A figure as JSON can hold it, which has neither NaN nor infinity: a score must not be lost for them."""
+    if math.isfinite(value):
+        return value
+    logger.warning("The %s must be a finite number to be written down, got %s: it becomes null.", name, value)
+    return None
 
 
 def evaluate_generator(
     generator: Generator,
     sources: Sequence[str],
-    references: Sequence[str],
+    targets: Sequence[str],
     *,
+    references: Sequence[str] | None = None,
     metrics: Sequence[str],
     metric_options: dict[str, dict] | None = None,
     generation_options: dict | None = None,
     show_progress: bool | None = None,
+    on_decoded: Callable[[list[str]], object] | None = None,
 ) -> tuple[dict, list[str]]:
     """Decodes a test set and scores it.
 
     Args:
         generator: Model and tokenizers.
         sources: Source texts.
-        references: One reference for each.
+        targets: One target for each, as the model is trained on them: the loss is of these.
+        references: What the decoded texts are compared with; by default the targets as decoding writes them, the pieces of a
+            `pretokenized` text joined.
         metrics: Names of scores (see `metaphrase.training.metrics`).
         metric_options: For each metric its options.
         generation_options: Arguments of `generate()`; what is not given is as the model's generation config says.
         show_progress: A progress bar; `None` shows it on a terminal only.
+        on_decoded: Called with the decoded texts before they are scored, so that they can be kept whatever comes after.
 
     Returns:
         What `metrics.json` holds, and the decoded texts. There is a loss where the generator is one model of
-        torch, and none for an ensemble or another engine. Sources that were cut off are counted, if any were, and references
-        of which the loss is of as much as the model can read; scores are of the whole text.
+        torch, and none for an ensemble or another engine. Sources that were cut off are counted, if any were, and targets
+        (`num_truncated_references`) of which the loss is of as much as the model can read; scores are of the whole text.
 
     Raises:
         ValueError: If the sides differ in length or are empty.
     """
-    if len(sources) != len(references) or not sources:
+    if len(sources) != len(targets) or not sources:
         raise ValueError(
-            f"`sources` and `references` must be equally many and not empty, got {len(sources)} and {len(references)}."
+            f"`sources` and `targets` must be equally many and not empty, got {len(sources)} and {len(targets)}."
         )
+    references = generator.tokenizers.as_decoded(targets) if references is None else references
+    if len(references) != len(targets):
+        raise ValueError(f"`references` must be as many as `targets`, got {len(references)} and {len(targets)}.")
     generation_options = dict(generation_options or {})
     before, truncated_before = generator.num_unfinished, generator.num_truncated
     predictions = generator.generate(sources, show_progress=show_progress, **generation_options)
+    if on_decoded is not None:
+        on_decoded(predictions)
     result = {
         "scores": compute_metrics(predictions, references, metrics, metric_options),
         "num_examples": len(sources),
@@ -104,7 +126,7 @@ def evaluate_generator(
         result["num_truncated"] = generator.num_truncated - truncated_before
     if is_single(generator):
         encode = generator.tokenizers.encode_targets
-        end, limit, whole = TextFrame.of(encode).end, longest_target(generator.model), encode(list(references))
+        end, limit, whole = TextFrame.of(encode).end, longest_target(generator.model), encode(list(targets))
         labels = [shorten(ids, limit, end) for ids in whole]
         if count := sum(map(operator.ne, whole, labels)):
             result["num_truncated_references"] = count

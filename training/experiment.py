@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from metaphrase.inference import Generator
+from metaphrase.inference.output_file import as_lines
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.tokenization import TokenizerPair, set_languages
 from metaphrase.training.adapters import ALL_LINEAR, add_lora, import_peft, is_adapted, merge_lora
@@ -327,15 +328,18 @@ class Experiment:
             return {}
         sizes = {"batch_size": self.arguments.per_device_eval_batch_size, "max_source_length": corpus.longest}
         generator = Generator(model.eval(), tokenizers, **sizes)
-        references = tokenizers.as_decoded(corpus.splits[split]["target"])
+        targets = list(corpus.splits[split]["target"])
+        references = tokenizers.as_decoded(targets)
         result, predictions = evaluate_generator(
             generator,
             # The prefix stands before the sources already.
             corpus.sources(split),
-            references,
+            targets,
+            references=references,
             metrics=self.metrics,
             metric_options=self._metric_options(),
             show_progress=None,
+            on_decoded=lambda texts: (self.folder / f"{split}_predictions.txt").write_text(as_lines(texts), "utf-8"),
         )
         if result["num_unfinished"]:
             logger.warning(
@@ -355,7 +359,4 @@ class Experiment:
                 values = ", ".join(f"{name} {score['score']:.2f}" for name, score in part["scores"].items())
                 logger.info("%s: %s", task, values)
         write_metrics(self.folder, result)
-        (self.folder / f"{split}_predictions.txt").write_text(
-            "".join(prediction.replace("\n", " ") + "\n" for prediction in predictions), encoding="utf-8"
-        )
         return result

@@ -7,6 +7,7 @@ their signatures are equal. BLEU, chrF and TER are sacreBLEU's, under its option
 import inspect
 import json
 import os
+import tempfile
 import unicodedata
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -213,20 +214,58 @@ def compute_metrics(
     }
 
 
+def to_json(metrics: Mapping[str, Any]) -> str:
+    """The text that `write_metrics` writes.
+
+    Raises:
+        ValueError: If a value is no JSON, as are NaN and infinity.
+    """
+    try:
+        return json.dumps(metrics, indent=2, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"`metrics` must hold finite numbers, texts, lists and dicts only: {error}.") from error
+
+
+def is_folder(path: str | os.PathLike) -> bool:
+    """Whether a path is that of a folder, one that is there or one that a slash at its end says to be one."""
+    return Path(path).is_dir() or os.fspath(path).endswith(("/", os.sep))
+
+
+def metrics_path(path: str | os.PathLike) -> Path:
+    """The file that `write_metrics` writes: a folder stands for `metrics.json` in it."""
+    return Path(path) / "metrics.json" if is_folder(path) else Path(path)
+
+
+def check_writable(path: str | os.PathLike) -> Path:
+    """Finds out before any work whether `write_metrics` can write what comes of it, and returns the file's path.
+
+    Folders that are missing are made.
+
+    Raises:
+        ValueError: If something other than a file is there, or the folder cannot be made or written to.
+    """
+    path = metrics_path(path)
+    if path.exists() and not path.is_file():
+        raise ValueError(f"`output` must be a file, or a folder for metrics.json, got {path}, which is neither.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Permissions say too little: a file system may be read-only, and some users may write everywhere.
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ValueError(f"`output` must be in a folder that can be written to, got {path}: {error}") from error
+    return path
+
+
 def write_metrics(path: str | os.PathLike, metrics: Mapping[str, Any]) -> Path:
     """Writes `metrics` as JSON in one step, so that a reader finds the old file or the new one, and returns its path.
 
-    A folder stands for `metrics.json` in it.
+    A folder stands for `metrics.json` in it (see `metrics_path`).
 
     Raises:
         ValueError: If a value is no JSON, as are NaN and infinity; the file is then left as it was.
     """
-    path = Path(path)
-    path = path / "metrics.json" if path.is_dir() else path
-    try:
-        text = json.dumps(metrics, indent=2, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"`metrics` must hold finite numbers, texts, lists and dicts only: {error}.") from error
+    path, text = metrics_path(path), to_json(metrics)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
