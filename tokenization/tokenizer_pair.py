@@ -12,6 +12,7 @@ import torch
 from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from metaphrase.tokenization.languages import check_target_language
 from metaphrase.tokenization.texts import checked_texts, join_pieces
 from metaphrase.tokenization.tokenizer_pipeline import find_joiner
 from metaphrase.tokenization.tokenizer_trainer import train_tokenizer
@@ -205,8 +206,9 @@ class TokenizerPair:
         """As `encode_sources`, for the target side. Tokenizers with a mode of their own for targets are put into it.
 
         Raises:
-            ValueError: If `texts` is not a list of strings.
+            ValueError: If `texts` is not a list of strings, or the tokenizer marks targets with a language and has none.
         """
+        check_target_language(self.target)
         return _encode(self.target, texts, "text_target")
 
     def decode_targets(self, ids: torch.Tensor | np.ndarray | list) -> list[str]:
