@@ -128,7 +128,7 @@ def export_ctranslate2(
     # Another kind of model is refused before its weights are read.
     config = MetaphraseConfig.from_pretrained(source)
     with torch.inference_mode():
-        model = AutoModelForSeq2SeqLM.from_pretrained(source, config=config, dtype="auto")
+        model = AutoModelForSeq2SeqLM.from_pretrained(source, config=config, dtype="auto", trust_remote_code=False)
         tokenizers = TokenizerPair.from_pretrained(source)
         spec = MetaphraseLoader().read(model, tokenizers)
         spec.validate()

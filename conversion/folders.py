@@ -131,7 +131,7 @@ def _download(name: str, revision: str | None) -> Path:
 
 def _known_family(model_type: str | None, folder: Path) -> Family:
     if model_type == "t5gemma":
-        reasons = "; ".join(obstacles_of_t5gemma(AutoConfig.from_pretrained(folder)))
+        reasons = "; ".join(obstacles_of_t5gemma(AutoConfig.from_pretrained(folder, trust_remote_code=False)))
         raise ValueError(f"A t5gemma does not fit: {reasons}.")
     if model_type not in FAMILIES:
         raise ValueError(f"`model_type` must be one of {', '.join(FAMILIES)}, got {model_type!r} in {folder}.")

@@ -45,7 +45,7 @@ def export_onnx(source: str | os.PathLike, output: str | os.PathLike, *, force: 
         raise ValueError(f"ONNX cannot express {'; '.join(found)}.")
     # The kernel that is written out leaves every step to the runtime, and always has a mask.
     model = AutoModelForSeq2SeqLM.from_pretrained(
-        source, config=config, dtype=torch.float32, attn_implementation="eager"
+        source, config=config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
     ).eval()
     tokenizers = TokenizerPair.from_pretrained(source)
     with folder_in_one_step(output) as partial:

@@ -146,7 +146,8 @@ def read_texts(sources: Iterable[str], targets: Iterable | None) -> tuple[list[s
 def encode_forced(tokenizers: TokenizerPair, targets: Sequence[str | Sequence[int]]) -> list[list[int]]:
     """Ids of targets to force: texts are encoded up to their end of sequence, ids are taken as they are."""
     texts = [target for target in targets if isinstance(target, str)]
-    encoded = iter(tokenizers.encode_targets(texts))
+    # A tokenizer of many languages may not know that of the targets, which ids do not need.
+    encoded = iter(tokenizers.encode_targets(texts) if texts else [])
     end = tokenizers.target.eos_token_id
     rows = []
     for target in targets:

@@ -113,7 +113,8 @@ class Generator:
             dtype: Type of the weights; `auto` takes that of the checkpoint. On a CPU `int8` and `float16` are those of the linear
                 layers alone, around which computing is in float32 (see `quantize`). For `ctranslate2` also one of its compute
                 types.
-            trust_remote_code: Whether code in the folder may run. Metaphrase models do not need it here.
+            trust_remote_code: Whether code that comes with model or tokenizers may run. Metaphrase models do not need it here;
+                others are refused without it.
             source_lang: For a model of many languages (mBART, M2M100, NLLB), the code of the sources' language that its tokenizer
                 knows, such as eng_Latn; by default the tokenizer's own.
             target_lang: Likewise, of the language to write; by default as the model's generation config says.

@@ -30,7 +30,7 @@ def load_parts(
         model = CTranslate2Engine.from_pretrained(name_or_path, device=device, dtype=dtype)
     else:
         model = _load_model(name_or_path, default_device() if device is None else device, dtype, trust_remote_code)
-    tokenizers = TokenizerPair.from_pretrained(name_or_path)
+    tokenizers = TokenizerPair.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
     model.generation_config.update(**set_languages(tokenizers, source_lang, target_lang))
     return model, tokenizers
 

@@ -53,7 +53,9 @@ def add_loading_options(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="type of the weights [%(default)s: as saved]; int8 and float16 make a CPU faster",
     )
-    parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
+    parser.add_argument(
+        "--trust_remote_code", action="store_true", help="run code that comes with the model or its tokenizer"
+    )
 
 
 def add_source_length(parser: argparse.ArgumentParser) -> None:

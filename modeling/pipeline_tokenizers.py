@@ -58,8 +58,13 @@ def has_languages(tokenizer: PreTrainedTokenizerBase) -> bool:
     return hasattr(tokenizer, "_build_translation_inputs")
 
 
-def check_language(tokenizer: PreTrainedTokenizerBase, field: str, code: str | None) -> None:
-    """Makes sure that a tokenizer of many languages knows a code.
+def language_id(tokenizer: PreTrainedTokenizerBase, field: str, code: str | None) -> int:
+    """The id of the token that marks a language.
+
+    Args:
+        tokenizer: Of many languages.
+        field: How the user calls the code.
+        code: Of the language, as the tokenizer's class has it.
 
     Raises:
         ValueError: If the code is missing or unknown, for which the tokenizer would write its unknown token.
@@ -67,11 +72,20 @@ def check_language(tokenizer: PreTrainedTokenizerBase, field: str, code: str | N
     name = type(tokenizer).__name__
     if code is None:
         raise ValueError(f"`{field}` must be given for a {name}, which has many languages, got None.")
-    # A piece of a word may look like a code: it must be one of the tokens that stand outside texts.
-    known = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
-    known |= {
-        own for own, index in getattr(tokenizer, "lang_code_to_id", {}).items() if index != tokenizer.unk_token_id
-    }
-    # Some write their codes with underscores around them.
-    if not known & {code, f"__{code}__"}:
+    marked = getattr(tokenizer, "lang_code_to_token", None)
+    if marked is not None:
+        # M2M100's, which fails for all but these.
+        token = marked.get(code)
+    else:
+        # A piece of a word may look like a code: it must be one of the tokens that stand outside texts.
+        known = {
+            *tokenizer.all_special_tokens,
+            *tokenizer.get_added_vocab(),
+            *getattr(tokenizer, "lang_code_to_id", {}),
+        }
+        # Some write their codes with underscores around them.
+        token = next((each for each in (code, f"__{code}__") if each in known), None)
+    index = None if token is None else tokenizer.convert_tokens_to_ids(token)
+    if index is None or index == tokenizer.unk_token_id:
         raise ValueError(f"`{field}` must be a language that the {name} knows, got {code!r}.")
+    return index

@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from .encoder_decoder_pipeline import EncoderDecoderPipeline, check_text
 from .pipeline_tasks import languages_of, translation_tasks
-from .pipeline_tokenizers import check_language, has_languages
+from .pipeline_tokenizers import has_languages, language_id
 
 logger = logging.get_logger(__name__)
 
@@ -95,7 +95,7 @@ class TranslationPipeline(EncoderDecoderPipeline):
         if not has_languages(tokenizer) or (src_lang is tgt_lang is None and has_own_target):
             return super().preprocess(inputs, truncation, prefix)
         for name, code in (("src_lang", src_lang), ("tgt_lang", tgt_lang)):
-            check_language(tokenizer, name, code)
+            language_id(tokenizer, name, code)
         encoded = tokenizer._build_translation_inputs(
             (prefix or "") + inputs, return_tensors="pt", truncation=truncation, src_lang=src_lang, tgt_lang=tgt_lang
         )

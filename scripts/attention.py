@@ -68,7 +68,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", help="where to run; an accelerator by default, if there is one")
     parser.add_argument("--dtype", default="auto", help="type of the weights [%(default)s: as saved]")
     parser.add_argument("--seed", type=int, default=42, help="of sampling [%(default)s]")
-    parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
+    parser.add_argument(
+        "--trust_remote_code", action="store_true", help="run code that comes with the model or its tokenizer"
+    )
     add_generation_options(parser)
     return parser
 

@@ -7,6 +7,8 @@ if __name__ == "__main__" and not __package__:  # Run as a file: its folder must
 
 import argparse
 import logging
+import shutil
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +36,10 @@ DECODINGS = {
 }
 NUM_SAMPLES = 4
 
+# No other verb writes it: what lies beside it may be made anew.
+MARKER_NAME = "made_by_demo.txt"
+MARKER_TEXT = "`metaphrase demo` made this folder. It replaces data, checkpoints and model in it whenever it runs.\n"
+
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
@@ -41,7 +47,12 @@ def make_parser() -> argparse.ArgumentParser:
         description="Trains and shows a small English-German model. Fields of the recipe can be given: --num_train_epochs 2.",
         allow_abbrev=False,
     )
-    parser.add_argument("--output_dir", default="runs/demo", help="folder of the run [%(default)s]")
+    parser.add_argument(
+        "--output_dir",
+        "--output-dir",
+        default="runs/demo",
+        help="folder of the run, a new one or that of an earlier demo, which is replaced [%(default)s]",
+    )
     parser.add_argument("--num_train", type=int, default=30000, help="training pairs to make [%(default)s]")
     parser.add_argument(
         "--resume", action="store_true", help="go on from the last checkpoint of a run that was stopped"
@@ -54,22 +65,18 @@ def main(words: Sequence[str]) -> None:
     arguments, overrides = make_parser().parse_known_args(words)
     folder = Path(arguments.output_dir)
     data = folder / "data"
-    if not arguments.resume:
-        discard_earlier_demo(folder, data)
-    if arguments.resume and last_whole_checkpoint(folder) is not None:
-        # A run that has a checkpoint has its corpus and its recipe too.
-        paths, source = {split: data / f"{split}.tsv" for split in SPLITS}, folder / "recipe.yaml"
-    else:
-        logger.info("Making the corpus ...")
-        paths, source = write_demo_corpus(data, num_train=arguments.num_train), RECIPES / "demo.yaml"
-        # For `text_to_text`, which learns both.
-        write_demo_summaries(data, num_train=max(1, arguments.num_train // 2))
-    tests = [line.split("\t") for line in paths["test"].read_text(encoding="utf-8").splitlines()]
+    goes_on = arguments.resume and last_whole_checkpoint(folder) is not None
+    # A run that has a checkpoint has its corpus and its recipe too.
+    source = folder / "recipe.yaml" if goes_on else RECIPES / "demo.yaml"
+    fields = ["--data_dir", str(data), "--output_dir", str(folder), *overrides]
+    if arguments.resume:
+        fields += ["--resume_from_checkpoint", "true"]
+    if not goes_on:
+        prepare(folder, data, source, fields, arguments)
+    tests = [line.split("\t") for line in (data / "test.tsv").read_text(encoding="utf-8").splitlines()]
 
     keep_freed_memory()
-    recipe = load_recipe(source, ["--data_dir", str(data), "--output_dir", str(folder), *overrides])
-    if arguments.resume:
-        recipe.resume_from_checkpoint = "true"
+    recipe = load_recipe(source, fields)
     result = Experiment(recipe).train()
     card = renew_model_card(folder)
     generator = Generator.from_pretrained(folder)
@@ -87,16 +94,46 @@ def main(words: Sequence[str]) -> None:
     print(f"Took {time.monotonic() - start:.0f} seconds.")
 
 
-def discard_earlier_demo(folder: Path, data: Path) -> None:
-    """Deletes checkpoints and model of an earlier demo, which is known by its corpus: it is made anew each time.
+def check_run(source: Path, fields: Sequence[str]) -> None:
+    """Checks a run before its corpus is made, in place of which it is shown empty files.
 
-    Those of another run are left alone; the run itself then refuses their folder.
+    Raises:
+        ValueError: If the recipe is wrong, or may not be carried out in its folder.
     """
-    if not all((data / f"{split}.tsv").is_file() for split in SPLITS):
-        return
-    for checkpoint in checkpoints_in(folder):
-        discard_checkpoint(checkpoint)
-    discard_model(folder)
+    with tempfile.TemporaryDirectory() as data:
+        for split in SPLITS:
+            (Path(data) / f"{split}.tsv").touch()
+        Experiment(load_recipe(source, [*fields, "--data_dir", data]))
+
+
+def prepare(folder: Path, data: Path, source: Path, fields: Sequence[str], arguments: argparse.Namespace) -> None:
+    """Makes the corpus, and room for the run. Nothing in the folder changes before all is known to be right.
+
+    Raises:
+        ValueError: If the recipe or the numbers of pairs are wrong, or the folder holds what no demo has made.
+    """
+    is_demo = (folder / MARKER_NAME).is_file()
+    if not is_demo and (others := sorted(data.glob("*.tsv"))):
+        raise ValueError(
+            f"`output_dir` must be a new folder or that of an earlier demo, got {folder}, where {others[0]} is and no "
+            f"{MARKER_NAME}. Choose another folder, or remove what is there."
+        )
+    with tempfile.TemporaryDirectory() as made:
+        # The model of an earlier demo, which is made anew each time, would be in the way: the run is checked beside it.
+        is_replaced = is_demo and not arguments.resume
+        check_run(source, [*fields, "--output_dir", made] if is_replaced else fields)
+        logger.info("Making the corpus ...")
+        write_demo_corpus(made, num_train=arguments.num_train)
+        # For `text_to_text`, which learns both.
+        write_demo_summaries(made, num_train=max(1, arguments.num_train // 2))
+        if is_replaced:
+            for checkpoint in checkpoints_in(folder):
+                discard_checkpoint(checkpoint)
+            discard_model(folder)
+        data.mkdir(parents=True, exist_ok=True)
+        (folder / MARKER_NAME).write_text(MARKER_TEXT, encoding="utf-8")
+        for path in Path(made).iterdir():
+            shutil.copyfile(path, data / path.name)
 
 
 def show_translations(generator: Generator, pairs: Sequence[Sequence[str]]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from metaphrase.conversion.weight_files import folder_in_one_step
 from metaphrase.scripts.console import run
 from metaphrase.tokenization import TOKENIZER_KINDS, TokenizerPair, iterate_lines, train_tokenizer
+from metaphrase.tokenization.tokenizer_settings import DEFAULT_VOCAB_SIZE, KINDS_THAT_FILL_A_VOCABULARY
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--target_files", nargs="+", metavar="FILE", help="texts for a tokenizer of the target alone")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to save it in")
     parser.add_argument("--kind", default="byte_bpe", help=f"one of {', '.join(TOKENIZER_KINDS)} [%(default)s]")
-    parser.add_argument("--vocab_size", type=int, help="entries, special tokens included [8000]")
+    parser.add_argument(
+        "--vocab_size",
+        type=int,
+        help=f"most entries, special tokens included [{DEFAULT_VOCAB_SIZE} for {', '.join(KINDS_THAT_FILL_A_VOCABULARY)}; "
+        "the others take all that there are]",
+    )
     parser.add_argument("--min_frequency", type=int, help="how often a piece must occur to be learned")
     parser.add_argument("--normalization", help="nfc or nfkc; none by default")
     parser.add_argument("--lowercase", action="store_true", help="lower-case all text")
@@ -60,6 +66,24 @@ def check_output(output: Path, overwrite: bool) -> None:
         raise ValueError(f"`output` must not hold a tokenizer, got {output}. Pass --overwrite to replace it.")
 
 
+def check_files(files: Sequence[str], kind: str) -> None:
+    """Refuses files that are not there before any is read; for bytes, which need no texts, also what is no text.
+
+    Raises:
+        FileNotFoundError: If one is missing.
+        ValueError: If one is a folder, or not UTF-8.
+        EOFError: If a compressed one was cut short.
+    """
+    for name in files:
+        if not Path(name).exists():
+            raise FileNotFoundError(f"`files` must be files that exist, got {name!r}.")
+        if Path(name).is_dir():
+            raise ValueError(f"`files` must be files, got the folder {name!r}.")
+    if kind == "byte":
+        for _ in iterate_lines(files):
+            pass
+
+
 def main(words: Sequence[str]) -> None:
     arguments = make_parser().parse_args(words)
     given = [files is not None for files in (arguments.files, arguments.source_files, arguments.target_files)]
@@ -70,6 +94,9 @@ def main(words: Sequence[str]) -> None:
     check_output(output, arguments.overwrite)
     names = ("kind", "vocab_size", "min_frequency", "normalization", "lowercase", "joiner", "additional_special_tokens")
     options = {name: getattr(arguments, name) for name in names}
+    check_files(
+        [*(arguments.files or ()), *(arguments.source_files or ()), *(arguments.target_files or ())], arguments.kind
+    )
     if is_separate:
         sides = (iterate_lines(arguments.source_files), iterate_lines(arguments.target_files))
         pair = TokenizerPair.train(*sides, joint=False, **options)

@@ -41,6 +41,7 @@ def find_recipe(name: str) -> Path:
 def main(words: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="metaphrase train",
+        usage="%(prog)s [-h] [--resume] [--dry_run] [recipe] [--field value ...]",
         description="Carries out a recipe. Every field can be given on the command line too: --field value.",
         epilog=format_help(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -49,11 +50,12 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("recipe", nargs="?", help="a YAML file, or the name of a recipe of the package")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in output_dir")
     parser.add_argument("--dry_run", action="store_true", help="print what the run would need, and do not train")
-    # What stands before the first option is the recipe; all options but these are fields of it.
-    first = list(words[:1]) if words and not words[0].startswith("--") else []
-    ours = first + [word for word in words[len(first) :] if word in (*OPTIONS, "-h", "--help")]
+    ours, overrides = [], []
+    for before, word in zip((None, *words), words, strict=False):
+        # What stands first, or behind an option that takes no value, is the recipe; all other options are fields of it.
+        is_recipe = not word.startswith("--") and before in (None, *OPTIONS)
+        (ours if is_recipe or word in (*OPTIONS, "-h", "--help") else overrides).append(word)
     arguments = parser.parse_args(ours)
-    overrides = [word for word in words[len(first) :] if word not in OPTIONS]
     recipe = load_recipe(find_recipe(arguments.recipe) if arguments.recipe else None, overrides)
     if arguments.resume:
         recipe.resume_from_checkpoint = "true"

@@ -1,6 +1,7 @@
 """The command line: finding verbs, their options and errors, and `metaphrase tokenize`."""
 
 import ast
+import gzip
 import sys
 from pathlib import Path
 
@@ -9,7 +10,8 @@ from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
 
 from metaphrase.scripts import __main__ as command_line
 from metaphrase.scripts import attention, evaluate, generate, tokenize
-from metaphrase.tokenization import TokenizerPair, train_tokenizer
+from metaphrase.tokenization import TOKENIZER_KINDS, TokenizerPair, train_tokenizer
+from metaphrase.tokenization.tokenizer_settings import TokenizerSettings
 
 SCRIPTS = Path(generate.__file__).parent
 
@@ -39,6 +41,28 @@ def test_tokenize_wants_one_way_of_naming_files(sides, files, tmp_path):
     with pytest.raises(ValueError, match="Either `--files`, or both"):
         tokenize.main([*words, "--output", str(tmp_path / "t")])
     assert not (tmp_path / "t").exists()
+
+
+@pytest.mark.parametrize("kind", TOKENIZER_KINDS)
+@pytest.mark.parametrize("sides", ["--files", "--source_files"])
+def test_tokenize_refuses_what_is_no_text_whatever_the_kind(sides, kind, files, tmp_path):
+    whole = gzip.compress(("the cat\n" * 50).encode())
+    (tmp_path / "cut.gz").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "utf_16").write_text("the cat\n", encoding="utf-16")
+    wrong = {"missing": FileNotFoundError, "cut.gz": EOFError, "utf_16": ValueError, "": ValueError}
+    rest = ["--output", str(tmp_path / "t"), "--kind", kind, *(["--target_files", files[1]] * (sides != "--files"))]
+    for name, error in wrong.items():
+        with pytest.raises(error):
+            tokenize.main([sides, files[0], str(tmp_path / name), *rest])
+        assert not (tmp_path / "t").exists()
+
+
+def test_tokenize_says_which_kinds_have_a_limit(capsys):
+    with pytest.raises(SystemExit):
+        tokenize.main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    limited = [kind for kind in TOKENIZER_KINDS if TokenizerSettings(kind=kind).vocab_size is not None]
+    assert f"[8000 for {', '.join(limited)}; the others take all that there are]" in said
 
 
 def contents(folder):

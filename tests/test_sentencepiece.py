@@ -7,11 +7,12 @@ import pytest
 from converted_models import bart_like, draw
 from sentencepiece_models import train_model
 from tiny_generator import SOURCES, TARGETS
-from transformers import AutoTokenizer, M2M100Tokenizer, MarianTokenizer, pipeline
+from transformers import AutoTokenizer, M2M100Tokenizer, MarianTokenizer, PLBartTokenizer, pipeline
 
 from metaphrase.conversion import convert
-from metaphrase.inference import Generator
+from metaphrase.inference import Generator, cross_attention
 from metaphrase.tokenization import TokenizerPair, set_languages
+from metaphrase.training.evaluation import evaluate_generator
 
 
 @pytest.fixture
@@ -53,7 +54,9 @@ def test_marian_tokenizer_comes_along(opus_mt, tmp_path):
         assert [result["translation_text"] for result in piped] == written
 
 
-def test_m2m_100_tokenizer_knows_its_languages(tmp_path):
+@pytest.fixture
+def m2m_100(tmp_path):
+    """The folder of a converted model of many languages, and the tokenizer that it was converted with."""
     folder = tmp_path / "theirs"
     folder.mkdir()
     pieces = ["<s>", "<pad>", "</s>", "<unk>"]
@@ -67,19 +70,53 @@ def test_m2m_100_tokenizer_knows_its_languages(tmp_path):
     theirs.save_pretrained(folder)
     # Without a configuration of its own: the class is then known by the family alone.
     convert(folder, tmp_path / "ours")
-    pair = TokenizerPair.from_pretrained(tmp_path / "ours")
+    return tmp_path / "ours", tokenizer
+
+
+def test_m2m_100_tokenizer_knows_its_languages(m2m_100):
+    folder, tokenizer = m2m_100
+    pair = TokenizerPair.from_pretrained(folder)
     assert type(pair.source) is M2M100Tokenizer
     options = set_languages(pair, "en", "de")
     english, german = tokenizer.get_lang_id("en"), tokenizer.get_lang_id("de")
     assert options == {"forced_bos_token_id": german}
     assert pair.encode_sources(["the dog"])[0][0] == english and pair.encode_targets(["der"])[0][0] == german
-    generator = Generator.from_pretrained(tmp_path / "ours", device="cpu", source_lang="en", target_lang="de")
+    generator = Generator.from_pretrained(folder, device="cpu", source_lang="en", target_lang="de")
     written = generator.generate(SOURCES, num_beams=2, max_new_tokens=4)
-    piped = pipeline("translation_en_to_de", model=str(tmp_path / "ours"), num_beams=2, max_new_tokens=4)
+    piped = pipeline("translation_en_to_de", model=str(folder), num_beams=2, max_new_tokens=4)
     assert [result["translation_text"] for result in piped(SOURCES)] == written
     assert [result["translation_text"] for result in piped(SOURCES, tgt_lang="fr", src_lang="en")] != written
     with pytest.raises(ValueError, match="`tgt_lang` must be a language that the M2M100Tokenizer knows, got 'd'"):
         piped(SOURCES, tgt_lang="d", src_lang="en")
+    for code in ("d", "__de__", "xx"):
+        with pytest.raises(ValueError, match=f"`source_lang` must be a language that the .* knows, got '{code}'"):
+            set_languages(pair, source_lang=code)
+
+
+def test_m2m_100_needs_the_language_of_targets_before_any_work(m2m_100, monkeypatch):
+    generator = Generator.from_pretrained(m2m_100[0], device="cpu", source_lang="en")
+    assert len(generator.generate(SOURCES, max_new_tokens=2)) == len(SOURCES)
+    assert len(cross_attention(generator, SOURCES[0], max_new_tokens=2).target_tokens) == 2
+    said = "`target_lang` must be given for a M2M100Tokenizer, which has many languages, got None"
+    with pytest.raises(ValueError, match=said):
+        generator.tokenizers.encode_targets(TARGETS)
+    monkeypatch.setattr(Generator, "generate", lambda *arguments, **options: pytest.fail("sources were decoded"))
+    with pytest.raises(ValueError, match=said):
+        evaluate_generator(generator, SOURCES, TARGETS, metrics=["chrf"])
+
+
+def test_plbart_tokenizer_knows_its_languages(tmp_path):
+    """It writes the codes of programming languages with underscores around them."""
+    train_model([*SOURCES, "java en"], tmp_path / "sentencepiece.bpe.model")
+    tokenizer = PLBartTokenizer(str(tmp_path / "sentencepiece.bpe.model"))
+    codes = tokenizer.lang_code_to_id
+    assert set_languages(TokenizerPair(tokenizer, tokenizer), "java", "en_XX") == {
+        "decoder_start_token_id": codes["__en_XX__"]
+    }
+    assert tokenizer("a dog")["input_ids"][-1] == codes["__java__"]
+    piece = next(piece for piece in map(tokenizer.sp_model.id_to_piece, range(5, 20)) if piece.isalpha())
+    with pytest.raises(ValueError, match=f"`source_lang` must be a language that the .* knows, got '{piece}'"):
+        set_languages(TokenizerPair(tokenizer, tokenizer), source_lang=piece)
 
 
 def test_without_sentencepiece_the_error_names_the_extra(opus_mt, tmp_path, monkeypatch):

@@ -52,3 +52,41 @@ def test_a_run_without_scores_has_a_card_and_a_curve_and_says_where_it_lies(obje
     assert "No scores are known" in card and f"({FIGURE_NAME})" in card
     # What was scored before belongs to other weights.
     assert not (folder / "metrics.json").exists() and (folder / "metrics_of_earlier_weights.json").is_file()
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        ["demo.yaml", "--dry_run", "--resume", "--seed", "7"],
+        ["--dry_run", "--resume", "demo.yaml", "--seed", "7"],
+        ["--resume", "--seed", "7", "--dry_run", "demo.yaml"],
+        ["--seed", "7", "--dry_run", "demo.yaml", "--resume"],
+    ],
+    ids=" ".join,
+)
+def test_recipe_stands_before_or_behind_the_options_without_a_value(order, tmp_path, monkeypatch):
+    read = []
+    (tmp_path / "demo.yaml").write_text("learning_rate: 0.5\n", encoding="utf-8")
+
+    class Read:
+        def __init__(self, recipe):
+            read.append(recipe)
+            self.arguments = recipe.training_arguments(use_cpu=True)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "Experiment", Read)
+    monkeypatch.setattr(train, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(train, "dry_run", lambda experiment: "estimated")
+    train.main(order)
+    [recipe] = read
+    assert (recipe.learning_rate, recipe.seed, recipe.resume_from_checkpoint) == (0.5, 7, "true")
+
+
+@pytest.mark.parametrize(
+    "words", [["demo", "--dry_run", "demo"], ["--dry_run", "demo", "--resume", "demo"]], ids=" ".join
+)
+def test_two_recipes_are_refused(words, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        train.main(words)
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and "[--field value ...]" in said and "unrecognized arguments: demo" in said

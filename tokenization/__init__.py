@@ -1,6 +1,6 @@
 """Text to ids and back: special tokens, training a tokenizer, and the pair of tokenizers of a model."""
 
-from metaphrase.tokenization.languages import set_languages
+from metaphrase.tokenization.languages import check_target_language, set_languages
 from metaphrase.tokenization.phrases import encode_phrase
 from metaphrase.tokenization.readable_tokens import readable_tokens
 from metaphrase.tokenization.special_tokens import SpecialTokens, sentinel_tokens
@@ -16,6 +16,7 @@ __all__ = [
     "SpecialTokens",
     "TextFrame",
     "TokenizerPair",
+    "check_target_language",
     "checked_texts",
     "encode_phrase",
     "iterate_lines",

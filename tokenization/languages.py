@@ -27,11 +27,11 @@ def set_languages(
         ValueError: If the tokenizer has no languages, or does not know the code.
     """
     if source_lang is not None:
-        code_id(tokenizers.source, "source_lang", "src_lang", source_lang)
+        _known_language(tokenizers.source, "source_lang", "src_lang", source_lang)
         tokenizers.source.src_lang = source_lang
     if target_lang is None:
         return {}
-    code = code_id(tokenizers.target, "target_lang", "tgt_lang", target_lang)
+    code = _known_language(tokenizers.target, "target_lang", "tgt_lang", target_lang)
     tokenizers.target.tgt_lang = target_lang
     [ids] = tokenizers.encode_targets(["a"])
     if code not in (ids[0], ids[-1]):
@@ -39,18 +39,25 @@ def set_languages(
     return {"forced_bos_token_id" if ids[0] == code else "decoder_start_token_id": code}
 
 
-def code_id(tokenizer: PreTrainedTokenizerBase, field: str, attribute: str, code: str) -> int:
-    """The id of a code of a language.
+def check_target_language(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Makes sure that a tokenizer can encode targets: that of M2M100 cannot unless it was told their language.
 
     Raises:
-        ValueError: As `set_languages`.
+        ValueError: If it was not.
     """
-    name = type(tokenizer).__name__
+    if hasattr(tokenizer, "lang_code_to_token"):
+        _language_id(tokenizer, "target_lang", tokenizer.tgt_lang)
+
+
+def _known_language(tokenizer: PreTrainedTokenizerBase, field: str, attribute: str, code: str) -> int:
     if not hasattr(tokenizer, attribute):
+        name = type(tokenizer).__name__
         raise ValueError(f"`{field}` must be left out for a {name}, which has no languages, got {code!r}.")
-    # M2M100's writes its codes with underscores around them.
-    token = getattr(tokenizer, "lang_code_to_token", {}).get(code, code)
-    index = tokenizer.convert_tokens_to_ids(token)
-    if index is None or index == tokenizer.unk_token_id:
-        raise ValueError(f"`{field}` must be a language that the {name} knows, got {code!r}.")
-    return index
+    return _language_id(tokenizer, field, code)
+
+
+def _language_id(tokenizer: PreTrainedTokenizerBase, field: str, code: str | None) -> int:
+    # It lies with the code that goes to the Hub, and brings the whole network, for which most tokenizers have no use.
+    from metaphrase.modeling.pipeline_tokenizers import language_id
+
+    return language_id(tokenizer, field, code)

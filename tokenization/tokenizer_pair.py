@@ -12,6 +12,7 @@ import torch
 from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from metaphrase.tokenization.languages import check_target_language
 from metaphrase.tokenization.texts import checked_texts, join_pieces
 from metaphrase.tokenization.tokenizer_pipeline import find_joiner
 from metaphrase.tokenization.tokenizer_trainer import train_tokenizer
@@ -118,7 +119,12 @@ class TokenizerPair:
 
     @classmethod
     def from_pretrained(
-        cls, name_or_path: str | os.PathLike, target_name_or_path: str | os.PathLike | None = None, **kwargs: Any
+        cls,
+        name_or_path: str | os.PathLike,
+        target_name_or_path: str | os.PathLike | None = None,
+        *,
+        trust_remote_code: bool = False,
+        **kwargs: Any,
     ) -> "TokenizerPair":
         """Loads a saved pair, or any tokenizers that `AutoTokenizer` can load.
 
@@ -126,13 +132,16 @@ class TokenizerPair:
             name_or_path: Folder or Hub name of a saved pair or of the source tokenizer.
             target_name_or_path: Folder or Hub name of the target tokenizer. `None` means the one saved with the source,
                 and the source tokenizer itself if there is none. Of one that holds both vocabularies, as FSMT's, two are made.
+            trust_remote_code: Whether code that comes with the tokenizers may run. Nobody is asked.
             kwargs: Passed to `AutoTokenizer.from_pretrained` for both, such as `revision` or `pad_token`.
 
         Raises:
-            ValueError: As the constructor does, or if the target tokenizer of a separate pair is missing.
+            ValueError: As the constructor does, or if the target tokenizer of a separate pair is missing, or a tokenizer is code
+                of its own that is not trusted.
             OSError: If a tokenizer cannot be found.
             ImportError: If a tokenizer needs a library that is not installed, as those of Marian, M2M100 and FSMT do.
         """
+        kwargs["trust_remote_code"] = trust_remote_code
         source = _load(name_or_path, **kwargs)
         if target_name_or_path is not None:
             if os.fspath(target_name_or_path) == os.fspath(name_or_path):
@@ -145,6 +154,8 @@ class TokenizerPair:
         try:
             target = _load(name_or_path, subfolder=subfolder, **kwargs)
         except (OSError, ValueError) as error:
+            if "trust_remote_code" in str(error):
+                raise
             raise ValueError(
                 f"`name_or_path` must hold the target tokenizer in `{subfolder}/`, because its source tokenizer belongs to a "
                 f"separate pair, got {os.fspath(name_or_path)!r}. Pass `target_name_or_path` if it lies elsewhere."
@@ -205,8 +216,9 @@ class TokenizerPair:
         """As `encode_sources`, for the target side. Tokenizers with a mode of their own for targets are put into it.
 
         Raises:
-            ValueError: If `texts` is not a list of strings.
+            ValueError: If `texts` is not a list of strings, or the tokenizer marks targets with a language and has none.
         """
+        check_target_language(self.target)
         return _encode(self.target, texts, "text_target")
 
     def decode_targets(self, ids: torch.Tensor | np.ndarray | list) -> list[str]:
@@ -254,9 +266,10 @@ class TokenizerPair:
         }
 
 
-def _load(name_or_path: str | os.PathLike, **kwargs: Any) -> PreTrainedTokenizerBase:
+def _load(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **kwargs: Any) -> PreTrainedTokenizerBase:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path, **kwargs)
+        # Unless it is told, transformers asks on standard output, and takes a text on standard input for the answer.
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code, **kwargs)
     except ImportError as error:
         library = next((name for name in _LIBRARIES if name in str(error).lower()), None)
         if library is None:

@@ -14,7 +14,7 @@ from metaphrase.inference.run import is_single
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.modeling.length_batches import batches_by_length
 from metaphrase.modeling.position_limits import longest_target
-from metaphrase.tokenization import TextFrame, shorten
+from metaphrase.tokenization import TextFrame, check_target_language, shorten
 from metaphrase.training.batching import PairCollator
 from metaphrase.training.metrics import compute_metrics
 
@@ -102,7 +102,7 @@ def evaluate_generator(
         (`num_truncated_references`) of which the loss is of as much as the model can read; scores are of the whole text.
 
     Raises:
-        ValueError: If the sides differ in length or are empty.
+        ValueError: If the sides differ in length or are empty, or the references cannot be encoded without their language.
     """
     if len(sources) != len(targets) or not sources:
         raise ValueError(
@@ -111,6 +111,9 @@ def evaluate_generator(
     references = generator.tokenizers.as_decoded(targets) if references is None else references
     if len(references) != len(targets):
         raise ValueError(f"`references` must be as many as `targets`, got {len(references)} and {len(targets)}.")
+    if is_single(generator):
+        # Before the sources are decoded, which takes long.
+        check_target_language(generator.tokenizers.target)
     generation_options = dict(generation_options or {})
     before, truncated_before = generator.num_unfinished, generator.num_truncated
     predictions = generator.generate(sources, show_progress=show_progress, **generation_options)

@@ -191,14 +191,14 @@ class Experiment:
         Beside adapters, which are in float32 themselves, it stays as it is saved.
         """
         name = self.recipe.model_name_or_path
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         dtype = config.dtype or torch.float32
         if dtype != torch.float32 and self.recipe.lora_rank is None:
             logger.info("The weights of %s, which are in %s, are trained in float32.", name, dtype)
             dtype = torch.float32
         if with_weights:
-            return AutoModelForSeq2SeqLM.from_pretrained(name, dtype=dtype)
-        return AutoModelForSeq2SeqLM.from_config(config, dtype=dtype)
+            return AutoModelForSeq2SeqLM.from_pretrained(name, dtype=dtype, trust_remote_code=False)
+        return AutoModelForSeq2SeqLM.from_config(config, dtype=dtype, trust_remote_code=False)
 
     def _average(self, trainer: MetaphraseTrainer) -> None:
         """Gives the model the mean of the checkpoints that the recipe names."""

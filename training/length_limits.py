@@ -44,7 +44,7 @@ def longest_sequence(recipe: "Recipe", default_preset: str) -> int | None:
         kind, rows = (recipe.model.get(name, getattr(preset, name)) for name in names)
         has_table = kind == "learned"
     else:
-        config = AutoConfig.from_pretrained(recipe.model_name_or_path)
+        config = AutoConfig.from_pretrained(recipe.model_name_or_path, trust_remote_code=False)
         rows = getattr(config, "max_position_embeddings", None)
         kind = config.model_type
         has_table = kind in TABLED_FAMILIES or (kind == "metaphrase" and config.position_embedding_type == "learned")
