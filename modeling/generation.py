@@ -35,7 +35,9 @@ class SharedSourceCache(EncoderDecoderCache):
         self.self_attention_cache.reorder_cache(beam_idx)
 
     def spread(self) -> EncoderDecoderCache:
-        """A cache as transformers has it, with a row of the source for each hypothesis."""
+        """A cache as transformers has it, with a row of the source for each hypothesis; itself, if it is static."""
+        if type(self.cross_attention_cache) is not DynamicCache:
+            return self
         keys = self.cross_attention_cache.layers[0].keys if self.cross_attention_cache.layers else None
         copies = 1 if keys is None else len(self.self_attention_cache.layers[0].keys) // len(keys)
         if copies > 1:

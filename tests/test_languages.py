@@ -51,6 +51,20 @@ def test_codes_stand_where_the_family_has_them(converted):
     assert pair.encode_sources(["the cat"])[0][0 if name == "nllb" else -1] == ids[german]
 
 
+def test_targets_without_a_language_of_their_own_are_told_of_once(converted, caplog):
+    name, folder, _, _ = converted
+    pair, (english, german, _) = TokenizerPair.from_pretrained(folder), CODES[name]
+    set_languages(pair, source_lang=english)
+    for _ in range(2):
+        pair.encode_targets(["die"])
+    assert caplog.text.count(f"targets are marked with the language of sources, {english}.") == 1
+    caplog.clear()
+    pair = TokenizerPair.from_pretrained(folder)
+    set_languages(pair, english, german)
+    pair.encode_targets(["die"])
+    assert not caplog.text
+
+
 def test_generation_starts_with_the_language_as_in_their_class(converted):
     name, folder, theirs, _ = converted
     english, german, romanian = CODES[name]

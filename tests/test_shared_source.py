@@ -74,17 +74,29 @@ def test_targets_must_be_a_multiple_of_the_sources():
         model(**shared)
 
 
+@pytest.fixture
+def caches(monkeypatch):
+    """Rows of the hypotheses and of the sources in the caches of searches, at their end."""
+    seen = []
+    spread = SharedSourceCache.spread
+
+    def spy(cache):
+        parts = (cache.self_attention_cache, cache.cross_attention_cache)
+        seen.append([layers.layers[0].keys.shape[0] for layers in parts])
+        return spread(cache)
+
+    monkeypatch.setattr(SharedSourceCache, "spread", spy)
+    return seen
+
+
 @pytest.mark.parametrize("implementation", ["dynamic", "static"])
 @pytest.mark.parametrize("design", DESIGNS)
-def test_beams_find_the_same_as_with_a_source_each(design, implementation, monkeypatch):
+def test_beams_find_the_same_as_with_a_source_each(design, implementation, monkeypatch, caches):
     model = tiny_model(**DESIGNS[design])
     inputs = {name: tensor for name, tensor in random_batch(model.config).items() if name != "decoder_input_ids"}
     options = SEARCH | {"cache_implementation": implementation, "return_dict_in_generate": True, "output_scores": True}
     outputs = model.generate(**inputs, **options)
-    cache = outputs.past_key_values
-    assert type(cache) is SharedSourceCache
-    rows = [layers.layers[0].keys.shape[0] for layers in (cache.self_attention_cache, cache.cross_attention_cache)]
-    assert rows == [COPIES * 3, 3]
+    assert caches == [[COPIES * 3, 3]]
 
     vars(model).pop("_cache", None)  # which older transformers would use again
     for name in ("_expand_inputs_for_generation", "_prepare_cache_for_generation"):
@@ -116,13 +128,14 @@ def test_a_cache_of_the_caller_keeps_a_source_for_each_hypothesis():
     assert outputs.tolist() == model.generate(**inputs, **SEARCH).tolist()
 
 
-def test_samples_of_a_source_share_it():
+def test_samples_of_a_source_share_it(caches):
     model = tiny_model()
     inputs = {name: tensor for name, tensor in random_batch(model.config).items() if name != "decoder_input_ids"}
     options = {"do_sample": True, "num_return_sequences": COPIES, "max_new_tokens": 6, "return_dict_in_generate": True}
     torch.manual_seed(0)
     outputs = model.generate(**inputs, **options)
-    assert outputs.past_key_values.cross_attention_cache.layers[0].keys.shape[0] == 3
+    assert caches == [[COPIES * 3, 3]]
+    assert outputs.past_key_values.cross_attention_cache.layers[0].keys.shape[0] == COPIES * 3
     cache = EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
     torch.manual_seed(0)
     assert outputs.sequences.tolist() == model.generate(**inputs, **options, past_key_values=cache).sequences.tolist()

@@ -1,11 +1,14 @@
 """Languages: tokenizers that mark each text with the code of its language, as those of mBART, M2M100 and NLLB."""
 
+import logging
 from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
 if TYPE_CHECKING:
     from metaphrase.tokenization.tokenizer_pair import TokenizerPair
+
+logger = logging.getLogger(__name__)
 
 
 def set_languages(
@@ -42,11 +45,17 @@ def set_languages(
 def check_target_language(tokenizer: PreTrainedTokenizerBase) -> None:
     """Makes sure that a tokenizer can encode targets: that of M2M100 cannot unless it was told their language.
 
+    Those of mBART and NLLB take the language of sources for that of targets then, of which a warning tells, once.
+
     Raises:
         ValueError: If it was not.
     """
     if hasattr(tokenizer, "lang_code_to_token"):
         _language_id(tokenizer, "target_lang", tokenizer.tgt_lang)
+    elif getattr(tokenizer, "tgt_lang", "") is None and getattr(tokenizer, "src_lang", None) is not None:
+        logger.warning(
+            "`target_lang` is not given: targets are marked with the language of sources, %s.", tokenizer.src_lang
+        )
 
 
 def _known_language(tokenizer: PreTrainedTokenizerBase, field: str, attribute: str, code: str) -> int:
