@@ -90,6 +90,15 @@ def test_one_step_of_eight_batches_equals_one_step_of_one(label_smoothing_factor
     assert moved > 1e-2
 
 
+def test_every_label_is_counted(tokenizer, tmp_path):
+    """By each version of transformers: the loss of a run is the one that the model has of the batch by itself."""
+    model = tiny_model()
+    trainer = make_trainer(model, tokenizer, tmp_path, max_steps=1, per_device_train_batch_size=8)
+    [batch] = trainer.get_train_dataloader()
+    expected = model.eval()(**batch).loss
+    assert trainer.train().training_loss == pytest.approx(expected.item(), abs=1e-5)
+
+
 def test_fine_tuning_lowers_the_loss_and_evaluation_generates(tokenizer, tmp_path):
     model = tiny_model(initializer_range=None)
     seen = {}

@@ -104,6 +104,8 @@ class MetaphraseTrainer(
         self.label_smoothing = self.args.label_smoothing_factor
         # The parent's smoother would take the labels away from the model.
         self.label_smoother = None
+        # Earlier versions of transformers count labels of an encoder-decoder as those of a decoder, which shifts them.
+        self._loss_shifts_labels = False
         if self.compute_loss_func is None and not _smooths(self.model):
             if r_drop_alpha:
                 raise ValueError(
