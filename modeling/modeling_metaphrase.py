@@ -193,8 +193,8 @@ class MetaphraseForConditionalGeneration(_EncoderDecoderEmbeddings, MetaphraseGe
 
     def __init__(self, config: MetaphraseConfig):
         super().__init__(config)
-        # By the name of the class, earlier versions of transformers take the loss for one that shifts labels, and leave the first of
-        # each row out of the count by which it is divided.
+        # By the name of the class, earlier versions of transformers take the loss for one that shifts labels, and leave the first
+        # of each row out of the count by which it is divided.
         self.loss_type = None
         self.model = MetaphraseModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.decoder_vocab_size, bias=config.logits_bias)
