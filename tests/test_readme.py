@@ -4,6 +4,7 @@ import importlib
 import io
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -31,24 +32,32 @@ COMMANDS = [
 TRAINING = ("train", "demo")
 
 
-@pytest.fixture
-def project(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory):
     """A folder as the README takes it for granted: a trained model in runs/demo, a recipe, some input."""
+    folder = tmp_path_factory.mktemp("project")
     for name in ("demo", "demo_seed_2", "demo_small", "text_to_text"):
-        save_generator(tiny_generator(), tmp_path / "runs" / name)
-    paths = write_demo_corpus(tmp_path / "runs" / "demo" / "data", num_train=2000, num_validation=20, num_test=20)
+        save_generator(tiny_generator(), folder / "runs" / name)
+    paths = write_demo_corpus(folder / "runs" / "demo" / "data", num_train=2000, num_validation=20, num_test=20)
     few = paths["test"].read_text(encoding="utf-8").splitlines(keepends=True)[:3]
     paths["test"].write_text("".join(few), encoding="utf-8")
     for step in range(5):
-        save_generator(tiny_generator(), tmp_path / "runs" / "multi30k" / f"checkpoint-{step + 1}")
+        save_generator(tiny_generator(), folder / "runs" / "multi30k" / f"checkpoint-{step + 1}")
     for side in ("en", "de"):
-        (tmp_path / f"train.{side}").write_text("the cat sleeps\neine Katze schläft\n", encoding="utf-8")
-    (tmp_path / "input.txt").write_text("the cat sleeps\na dog\n", encoding="utf-8")
+        (folder / f"train.{side}").write_text("the cat sleeps\neine Katze schläft\n", encoding="utf-8")
+    (folder / "input.txt").write_text("the cat sleeps\na dog\n", encoding="utf-8")
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 37}
-    T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(tmp_path / "models" / "t5-small")
-    convert(tmp_path / "models" / "t5-small", tmp_path / "runs" / "my-t5")
+    T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(folder / "models" / "t5-small")
+    convert(folder / "models" / "t5-small", folder / "runs" / "my-t5")
     recipe = next(text for language, text in BLOCKS if language == "yaml")
-    (tmp_path / "my_recipe.yaml").write_text(recipe, encoding="utf-8")
+    (folder / "my_recipe.yaml").write_text(recipe, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def project(untouched, tmp_path, monkeypatch):
+    """A copy of it, from which commands are called."""
+    shutil.copytree(untouched, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
