@@ -5,7 +5,8 @@
         --max_tokens_per_batch 4096 --num_train_epochs 5
     python benchmarks/equality.py runs/multi30k_bart --peer bart --source FOLDER/test_2016_flickr.en
 
-The model's options must fit the peer's family, into which it is converted. Both get the same batches, in float32, for greedy
+The model's options must fit the peer's family, into which it is converted: `--preset marian`, or `--preset t5-small`, of fewer
+dimensions, make models for `--peer marian` and `--peer t5`. Both get the same batches, in float32, for greedy
 search and each number of beams, length penalty and way of stopping. Settings that the file of results holds are not run again,
 so that several of these may share the work: `--num_beams 1 2 3`.
 
