@@ -1,15 +1,11 @@
-"""Tests of `metaphrase.hub_card`: the card and its metadata, what it says of missing pieces, and the pictures."""
+"""Tests of `metaphrase.hub_card`: the card and its metadata, and what it says of missing pieces."""
 
 import json
-import struct
-import subprocess
-import sys
-import warnings
 
-import numpy as np
 import pytest
 import torch
 import yaml
+from figure_files import LOG, png_size
 from huggingface_hub import ModelCard
 from safetensors.torch import save_file
 from tiny_generator import save_generator, tiny_generator
@@ -17,7 +13,7 @@ from tiny_generator import save_generator, tiny_generator
 from metaphrase.hub_card import figures
 from metaphrase.hub_card.card import FIGURE_NAME, MARKER, renew_model_card, write_model_card
 from metaphrase.hub_card.facts import TrainedFolder, count_parameters, without_machine_path
-from metaphrase.hub_card.figures import best_entry, draw_attention_map, draw_training_curve
+from metaphrase.hub_card.figures import draw_training_curve
 from metaphrase.hub_card.markdown import code, number, plain
 
 SIGNATURE = "nrefs:1|case:lc|eff:no|tok:none|smooth:exp|version:2.6.0"
@@ -61,14 +57,6 @@ CONFIG = {
     "max_position_embeddings": 512,
     "dropout": 0.3,
 }
-LOG = [
-    {"step": 10, "epoch": 1.0, "loss": 8.0},
-    {"step": 10, "epoch": 1.0, "eval_loss": 7.0, "eval_bleu": 3.0},
-    {"step": 20, "epoch": 2.0, "loss": 5.0},
-    {"step": 20, "epoch": 2.0, "eval_loss": 5.5, "eval_bleu": 9.0},
-    {"step": 30, "epoch": 3.0, "eval_loss": 5.0, "eval_bleu": 8.0},
-    {"step": 30, "train_runtime": 1.0, "train_loss": 6.0},
-]
 
 
 @pytest.fixture
@@ -91,12 +79,6 @@ def empty_folder(tmp_path):
     folder = tmp_path / "bare"
     folder.mkdir()
     return folder
-
-
-def png_size(path):
-    content = path.read_bytes()
-    assert content[:8] == b"\x89PNG\r\n\x1a\n"
-    return struct.unpack(">II", content[16:24])
 
 
 def section(card, heading):
@@ -386,93 +368,3 @@ def test_training_curve_has_a_panel_for_the_score(full_folder, tmp_path):
     losses = [{key: value for key, value in entry.items() if key != "eval_bleu"} for entry in LOG]
     width, lower = png_size(draw_training_curve(losses, tmp_path / "loss.png", title=r"100 % $\frac$ _y_ 日本"))
     assert lower < height
-
-
-def test_training_curve_shows_all_steps_whatever_the_last_one_with_a_score(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(figures, "_save", lambda figure, path, **options: drawn.append(figure) or path)
-    unscored = [{"step": step, "loss": 1.0} for step in (40, 50)]
-    draw_training_curve([*LOG, *unscored], tmp_path / "curve.png")
-    draw_training_curve([*LOG, {"step": 60, "eval_bleu": 9.5}], tmp_path / "curve.png")
-    limits = [[panel.get_xlim() for panel in figure.axes] for figure in drawn]
-    assert limits == [[(0, pytest.approx(51))] * 2, [(0, pytest.approx(61.2))] * 2]
-
-
-def test_best_entry_follows_the_score_and_its_direction():
-    assert best_entry(LOG) == ("eval_bleu", 20, 9)
-    assert best_entry([{"step": 1, "eval_wer": 9.0}, {"step": 2, "eval_wer": 4.0}]) == ("eval_wer", 2, 4)
-    assert best_entry([{"step": 1, "eval_loss": 2.0}, {"step": 2, "eval_loss": 3.0}]) == ("eval_loss", 1, 2)
-    assert best_entry([{"step": 1, "eval_bleu": float("nan")}, {"step": 1, "loss": 2.0}]) is None
-
-
-def test_what_a_resumed_run_logs_twice_counts_once():
-    log = [{"step": 1, "loss": 5.0}, {"step": 2, "loss": 4.0}, {"step": 2, "loss": 3.0}, {"step": 3, "loss": None}]
-    steps, values = figures._series(log, "loss")
-    assert (steps.tolist(), values.tolist()) == ([1, 2], [5, 3])
-
-
-@pytest.mark.parametrize("log", [[], [{"step": 1, "learning_rate": 0.1}], [{"step": 1, "loss": float("nan")}]])
-def test_a_log_without_values_is_refused(log, tmp_path):
-    with pytest.raises(ValueError, match="`log_history` must hold an entry"):
-        draw_training_curve(log, tmp_path / "curve.png")
-
-
-def test_a_long_noisy_log_is_drawn(tmp_path):
-    noise = np.random.default_rng(0).normal(3, 0.1, 400)
-    log = [{"step": step, "loss": float(loss)} for step, loss in enumerate(noise)]
-    assert png_size(draw_training_curve(log, tmp_path / "curve.png"))[0] == 8 * figures.DOTS_PER_INCH
-
-
-def test_attention_map_grows_with_its_tokens(tmp_path):
-    def draw(rows, columns):
-        weights = torch.eye(rows, columns, requires_grad=True)  # one scale, hence one width of the colour bar
-        return png_size(draw_attention_map(weights, ["s"] * columns, ["t"] * rows, tmp_path / "map.png"))
-
-    square, wide, tall = draw(15, 15), draw(15, 30), draw(30, 15)
-    cell = 0.34 * figures.DOTS_PER_INCH
-    assert wide[0] - square[0] == pytest.approx(15 * cell, abs=3) and wide[1] == pytest.approx(square[1], abs=3)
-    assert tall[1] - square[1] == pytest.approx(15 * cell, abs=3) and tall[0] == pytest.approx(square[0], abs=3)
-
-
-def test_attention_map_keeps_long_labels_whole(tmp_path):
-    weights = np.eye(2)
-    short = png_size(draw_attention_map(weights, ["a", "b"], ["c", "d"], tmp_path / "short.png"))
-    label = "a_rather_long_token_indeed"
-    longer = png_size(draw_attention_map(weights, ["a", "b"], [label, "d"], tmp_path / "long.png", title="Layer 1"))
-    assert longer[0] > short[0] + 8 * len(label) and longer[1] > short[1]
-
-
-def test_attention_map_takes_any_token_without_a_warning(tmp_path):
-    tokens = ["日本", "🙂", "$x$", "^_{", "a\nb", "", " ", r"$\frac$", "▁the", "\u200d"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        path = draw_attention_map(np.eye(10), tokens, tokens, tmp_path / "map.png", title=r"日本 $\frac$")
-    assert min(png_size(path)) > 10 * 0.34 * figures.DOTS_PER_INCH
-    assert [figures._readable(token) for token in tokens[4:7]] == ["a\\nb", "''", "' '"]
-
-
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        (np.ones((2, 3)) / 3, r"got \(2, 3\) for 3 target and 2 source tokens"),
-        (np.full((3, 2), 2.0), "must lie between 0 and 1"),
-        (np.full((3, 2), np.nan), "must lie between 0 and 1"),
-    ],
-)
-def test_unfit_attention_weights_are_refused(weights, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        draw_attention_map(weights, ["a", "b"], ["x", "y", "z"], tmp_path / "map.png")
-
-
-def test_an_attention_map_too_large_to_draw_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="at most 1250 tokens a side, got 2000 and 1"):
-        draw_attention_map(np.full((1, 2000), 0.0005), ["s"] * 2000, ["t"], tmp_path / "map.png")
-
-
-def test_figures_leave_pyplot_alone(tmp_path):
-    program = (
-        "import sys; from metaphrase.hub_card.figures import draw_training_curve\n"
-        f"draw_training_curve([{{'step': 1, 'loss': 2.0}}], {str(tmp_path / 'curve.png')!r})\n"
-        "assert 'matplotlib.pyplot' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,7 +1,5 @@
 """Pushing to the Hub: what goes up and what never does, against a server on this machine that answers as the Hub does."""
 
-import base64
-import hashlib
 import json
 import os
 import pickle
@@ -9,11 +7,11 @@ import re
 import subprocess
 import sys
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import huggingface_hub
 import pytest
+from hub_stand_in import StandIn
 from huggingface_hub import ModelCard, constants
 from tiny_generator import save_generator, tiny_generator
 
@@ -43,95 +41,6 @@ FORBIDDEN = {
     "target_tokenizer/merges.bin": "not safetensors",
     "target_tokenizer/model.safetensors": "not a file of the model",
 }
-
-
-class HubHandler(BaseHTTPRequestHandler):
-    """Answers the calls that uploading makes; what was asked and stored lies in the server object."""
-
-    def log_message(self, *arguments):
-        pass
-
-    def answer(self, status, content=None, **headers):
-        body = json.dumps(content if content is not None else {}).encode()
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def read(self):
-        hub, body = self.server, self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        hub.calls.append((self.command, self.path, self.headers.get("Authorization"), body))
-        return hub, body
-
-    def do_HEAD(self):
-        self.read()
-        self.answer(404, X_Error_Code="EntryNotFound")
-
-    def do_GET(self):
-        self.read()
-        self.answer(404, {"error": "Repository not found"}, X_Error_Code="RepoNotFound")
-
-    def do_PUT(self):
-        hub, body = self.read()
-        hub.objects[self.path.rsplit("/", 1)[1]] = body
-        self.answer(200)
-
-    def do_POST(self):
-        hub, body = self.read()
-        if hub.refusal is not None:
-            status, message = hub.refusal
-            return self.answer(status, {"error": message}, X_Error_Message=message)
-        if self.path == "/api/repos/create":
-            asked = json.loads(body)
-            repo_id = f"{asked['organization']}/{asked['name']}"
-            status = 409 if repo_id in hub.repositories else 200
-            hub.repositories.setdefault(repo_id, asked)
-            return self.answer(status, {"url": f"{hub.url}/{repo_id}"})
-        if self.path == "/api/validate-yaml":
-            return self.answer(200, {"errors": [], "warnings": []})
-        if "/preupload/" in self.path:
-            names = [file["path"] for file in json.loads(body)["files"]]
-            modes = {name: "lfs" if hub.lfs and name.endswith(".safetensors") else "regular" for name in names}
-            files = [{"path": name, "uploadMode": modes[name], "shouldIgnore": False} for name in names]
-            return self.answer(200, {"files": files})
-        if self.path.endswith("/info/lfs/objects/batch"):
-            objects = json.loads(body)["objects"]
-            return self.answer(200, {"transfer": "basic", "objects": [self.lfs_object(entry) for entry in objects]})
-        if "/branch/" in self.path:
-            hub.branches.append(self.path.rsplit("/", 1)[1])
-            return self.answer(201)
-        if "/commit/" in self.path:
-            lines = [json.loads(line) for line in body.splitlines()]
-            repo_id, branch = self.path.removeprefix("/api/models/").split("/commit/")
-            return self.answer(200, hub.commit(lines, repo_id, branch))
-        return self.answer(404)
-
-    def lfs_object(self, entry):
-        actions = {"upload": {"href": f"{self.server.url}/store/{entry['oid']}", "header": {}}}
-        return {"oid": entry["oid"], "size": entry["size"], "actions": actions}
-
-
-class StandIn(ThreadingHTTPServer):
-    """A Hub that keeps what it is sent in memory."""
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), HubHandler)
-        self.url = f"http://127.0.0.1:{self.server_port}"
-        self.calls, self.repositories, self.commits, self.branches, self.objects = [], {}, [], [], {}
-        self.refusal, self.lfs = None, False
-
-    def commit(self, lines, repo_id, branch):
-        files = {}
-        for line in lines[1:]:
-            value = line["value"]
-            is_lfs = line["key"] == "lfsFile"
-            files[value["path"]] = self.objects[value["oid"]] if is_lfs else base64.b64decode(value["content"])
-        self.commits.append((branch, lines[0]["value"]["summary"], files))
-        oid = hashlib.sha1(repr(sorted(files)).encode()).hexdigest()
-        return {"commitUrl": f"{self.url}/{repo_id}/commit/{oid}", "commitOid": oid}
 
 
 @pytest.fixture

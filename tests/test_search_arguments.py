@@ -4,7 +4,10 @@ import logging
 import warnings
 
 import pytest
+import torch
 from tiny_generator import SOURCES, tiny_generator
+from transformers import StoppingCriteriaList
+from transformers.generation import MaxLengthCriteria
 from transformers.utils import logging as transformers_logging
 
 from metaphrase.inference import constrained_beam_search, contrastive_search, diverse_beam_search
@@ -138,3 +141,16 @@ def test_no_targets_at_all_are_refused(count, generator):
         generator.generate_n_best(SOURCES, num_return_sequences=count)
     with pytest.raises(ValueError, match=f"`num_return_sequences` must be at least 1, got {count}"):
         generator.num_targets(num_return_sequences=count)
+
+
+@pytest.mark.parametrize("options", [DIVERSE, CONTRASTIVE, {"force_words_ids": [[7]], "num_beams": 3}], ids=str)
+def test_what_a_search_would_not_obey_is_refused(options, generator):
+    search, options = choose_search(generator.model, options)
+    source = torch.tensor(generator.encode(SOURCES[:1]))
+    start = generator.model.config.decoder_start_token_id
+    for extra, message in (
+        ({"stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(max_length=3)])}, "`stopping_criteria` must"),
+        ({"decoder_input_ids": torch.tensor([[start, 5], [start, 6]])}, "`decoder_input_ids` must have a row for each"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            generator.model.generate(source, **options, **extra, max_new_tokens=4, custom_generate=search)
