@@ -93,7 +93,7 @@ def write_past_the_version(model):
 
 def silence_heads(model):
     for layer in model.get_decoder().layers:
-        layer.self_attn.o_proj.weight.data[:, 8:] = 0
+        layer.self_attn.o_proj.weight.data[:, 1:8] = 0
 
 
 def write_some_rows(model):

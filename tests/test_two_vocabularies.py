@@ -1,6 +1,7 @@
 """Tokenizers with the vocabularies of both sides in one: each side is encoded, decoded and read as itself."""
 
 import json
+import pickle
 import sys
 
 import pytest
@@ -119,6 +120,23 @@ def test_marian_with_two_vocabularies_is_two_tokenizers(tmp_path):
         assert pair.target.get_vocab() == theirs.target_encoder
     # What was read is as it was.
     assert MarianTokenizer.from_pretrained(tmp_path / "saved")(text_target=TARGETS)["input_ids"] == targets
+
+
+def test_a_side_is_a_tokenizer_by_itself(fsmt, tmp_path):
+    marian = write_marian_tokenizer(tmp_path / "marian", {"source": 20, "target": 20})
+    for name, place in (("fsmt", fsmt), ("marian", marian)):
+        pair = TokenizerPair.from_pretrained(place)
+        for tokenizer, texts, language in ((pair.source, SOURCES, "en"), (pair.target, TARGETS, "de")):
+            expected = tokenizer(texts)["input_ids"]
+            tokenizer.save_pretrained(tmp_path / f"{name}_{language}")
+            for other in (
+                pickle.loads(pickle.dumps(tokenizer)),
+                AutoTokenizer.from_pretrained(tmp_path / f"{name}_{language}"),
+            ):
+                assert other(texts)["input_ids"] == expected and other.get_vocab() == tokenizer.get_vocab()
+                assert other.decode(expected[0]) == tokenizer.decode(expected[0])
+                if name == "fsmt":
+                    assert other.src_lang == other.tgt_lang == language
 
 
 def test_marian_with_two_ids_for_padding_stays_one_with_its_own_mode_for_targets(tmp_path):

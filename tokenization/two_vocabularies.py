@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 def split_sides(tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None:
     """The tokenizers of source and target within one; `None` where it has one vocabulary.
 
-    Each encodes and decodes its side, so that neither can be saved in the place of the whole.
+    Each encodes and decodes its side alone, so that neither stands for the whole where a model's tokenizer is saved.
 
     Raises:
         ValueError: If FSMT's has special tokens with other ids in one vocabulary than in the other.
