@@ -1,21 +1,19 @@
 """Quantization: linear layers whose weights are kept in fewer bits, for decoding on a CPU."""
 
 import logging
-import warnings
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from metaphrase.modeling.int8_product import has_int8_kernels, multiply_int8, pack_int8, round_weight, scale_rows
+
 logger = logging.getLogger(__name__)
 
 QUANTIZATIONS = ("int8", "float16")
 # A smaller matrix stays in the processor's cache, where the steps around its product cost more than they save.
 _LEAST_SIZE = 2**17
-# Activations have 7 bits: two products of theirs with 8-bit weights add up in 16 bits without overflow.
-_ACTIVATION_LEVELS, _ACTIVATION_ZERO = 63, 64
-_WEIGHT_LEVELS = 127
 
 
 class _PackedLinear(nn.Module):
@@ -57,15 +55,12 @@ class Int8Linear(_PackedLinear):
     """
 
     def __init__(self, linear: nn.Linear):
-        weight = linear.weight.detach().float()
-        # A row of zeros has no scale; any will do.
-        scale = (weight.abs().amax(dim=1) / _WEIGHT_LEVELS).clamp_min(torch.finfo(torch.float32).tiny)
         bias = None if linear.bias is None else linear.bias.detach().float()
-        self._set((weight / scale[:, None]).round().to(torch.int8), scale, bias)
+        self._set(*round_weight(linear.weight.detach().float()), bias)
 
     def _set(self, levels: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__(levels.shape[1], levels.shape[0])
-        self._packed, self._bias = _pack_int8(levels, scale), bias
+        self._packed, self._bias = pack_int8(levels, scale), bias
 
     @classmethod
     def join(cls, layers: Sequence["Int8Linear"]) -> "Int8Linear":
@@ -79,12 +74,8 @@ class Int8Linear(_PackedLinear):
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """(..., in_features) -> (..., out_features)"""
-        rows = states.reshape(-1, self.in_features)
-        # `vector_norm` of infinity, in one call, takes many times as long where there are many rows.
-        scale = rows.abs().amax(dim=1, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny)
-        output = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
-            rows / scale, 1.0 / _ACTIVATION_LEVELS, _ACTIVATION_ZERO, self._packed
-        )
+        rows, scale = scale_rows(states.reshape(-1, self.in_features))
+        output = multiply_int8(rows, self._packed)
         output = output.mul_(scale) if self._bias is None else torch.addcmul(self._bias, output, scale)
         return output.view(*states.shape[:-1], self.out_features)
 
@@ -173,22 +164,4 @@ def quantize(model: PreTrainedModel, quantization: str) -> int:
 
 def has_kernels() -> bool:
     """Whether torch can multiply with packed weights on this processor."""
-    return "fbgemm" in torch.backends.quantized.supported_engines and all(
-        hasattr(torch.ops.quantized, name)
-        for name in ("linear_with_input_q_dq_qweight_dq_output_fp32", "linear_prepack_fp16")
-    )
-
-
-def _pack_int8(levels: torch.Tensor, scale: torch.Tensor) -> torch.ScriptObject:
-    """Whole numbers `(out_features, in_features)` with a scale for each row."""
-    engine = torch.backends.quantized.engine
-    torch.backends.quantized.engine = "fbgemm"
-    try:
-        with warnings.catch_warnings():
-            # torch will take these away some day: `has_kernels` looks whether they are there.
-            warnings.simplefilter("ignore")
-            zeros = torch.zeros(len(scale), dtype=torch.long)
-            weight = torch._make_per_channel_quantized_tensor(levels, scale.double(), zeros, 0)
-            return torch.ops.quantized.linear_prepack(weight, None)
-    finally:
-        torch.backends.quantized.engine = engine
+    return has_int8_kernels() and hasattr(torch.ops.quantized, "linear_prepack_fp16")

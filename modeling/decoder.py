@@ -14,7 +14,8 @@ from .layers import MetaphraseDecoderLayer
 from .packing import Segments
 from .positions import positions_from_mask
 from .stacks import Stack, bound_of, indices, is_padding_mask, packed_segments
-from .step_layer import forget
+from .step_head import forget_head
+from .step_layer import forget_layers
 
 
 class MetaphraseDecoder(Stack):
@@ -34,7 +35,8 @@ class MetaphraseDecoder(Stack):
     def train(self, mode: bool = True) -> "MetaphraseDecoder":
         if mode:
             # What is trained needs the memory, and has other weights soon.
-            forget(self)
+            forget_layers(self)
+            forget_head(self)
         return super().train(mode)
 
     @merge_with_config_defaults

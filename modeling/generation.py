@@ -18,7 +18,8 @@ from .beam_search import beam_search
 from .decoder_state import DecoderState
 from .sampling import sample
 from .search_rules import unknown_criteria, unknown_processors
-from .step_layer import step_head
+from .shortlist import Shortlist
+from .step_head import step_head, step_shortlist
 from .tree_decoder_state import TreeDecoderState
 
 # What the loops here know of the arguments of the network; a Trainer hands labels on, which are not read.
@@ -134,11 +135,19 @@ class MetaphraseGenerationMixin(GenerationMixin):
             state = TreeDecoderState(self.get_decoder(), memory, mask)
             return beam_search(project, state, prompt, processors, config)
         state = DecoderState(self.get_decoder(), memory, mask)
-        return sample(project, state, prompt, copies, processors, config, with_scores)
+        # Probabilities are of all tokens.
+        shorten = None if config.do_sample or with_scores else self._step_shortlist()
+        return sample(project, state, prompt, copies, processors, config, with_scores, shorten)
 
     def step_projection(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """`project`, made ready for the decoder's steps: as the weights are now."""
         return functools.partial(self.project, head=step_head(self.get_decoder(), self.get_output_embeddings()))
+
+    def _step_shortlist(self) -> Callable[[torch.Tensor], Shortlist | None] | None:
+        shorten = step_shortlist(self.get_decoder(), self.get_output_embeddings())
+        if shorten is None or not _is_of_package(type(self).project):
+            return None
+        return lambda hidden_states: shorten(self._scale(hidden_states))
 
     def _is_known(
         self,

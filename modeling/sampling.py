@@ -7,7 +7,8 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList
 
 from .decoder_state import DecoderState
-from .search_rules import are_ends, process
+from .search_rules import are_ends, only_lower, process
+from .shortlist import Shortlist
 
 
 def sample(
@@ -18,6 +19,7 @@ def sample(
     processors: LogitsProcessorList,
     config: GenerationConfig,
     with_scores: bool = False,
+    shorten: Callable[[torch.Tensor], Shortlist | None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Goes on with the most probable token, or with one drawn at random.
 
@@ -29,6 +31,7 @@ def sample(
         processors: Change logits, each row by itself.
         config: With all special ids and limits set, as `generate()` prepares it.
         with_scores: Whether scores are wanted.
+        shorten: From the decoder's output to the tokens that may be the most probable ones, for greedy search without scores.
 
     Returns:
         Ids `(sources * copies, length)`, padded behind their ends, and the sum of the log-probabilities of each,
@@ -43,19 +46,24 @@ def sample(
     # Where in the result the rows of the batch belong.
     rows = torch.arange(len(ids), device=ids.device)
     is_ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+    if not only_lower(processors) or copies > 1:
+        shorten = None
     for length in range(prompt_length, config.max_length):
         is_first = length == prompt_length
         for token in prompt.unbind(1) if is_first else [ids[:, -1]]:
             hidden_states = state.step(token)
-        scores = project(hidden_states).float()
-        if is_first:
-            state.spread(copies)
-            scores = scores.repeat_interleave(copies, dim=0)
-        scores = process(processors, ids, scores)
-        if config.do_sample:
-            tokens = torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1)[:, 0]
-        else:
-            tokens = scores.argmax(dim=-1)
+        shortlist = None if shorten is None else shorten(hidden_states)
+        tokens = None if shortlist is None else _best_of(shortlist, processors, ids)
+        if tokens is None:
+            scores = project(hidden_states).float()
+            if is_first:
+                state.spread(copies)
+                scores = scores.repeat_interleave(copies, dim=0)
+            scores = process(processors, ids, scores)
+            if config.do_sample:
+                tokens = torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1)[:, 0]
+            else:
+                tokens = scores.argmax(dim=-1)
         if totals is not None:
             log_probs = nn.functional.log_softmax(scores, dim=-1).take_along_dim(tokens[:, None], dim=1)[:, 0]
             totals[rows] += log_probs.masked_fill(is_ended, 0.0)
@@ -83,3 +91,19 @@ def sample(
     for part, ended in done:
         result[part, : ended.shape[1]] = ended
     return result, totals
+
+
+def _best_of(shortlist: Shortlist, processors: LogitsProcessorList, ids: torch.Tensor) -> torch.Tensor | None:
+    """The most probable token of each row, `(rows)`; `None` if it may be one that is not on the list.
+
+    Args:
+        shortlist: Of the rows.
+        processors: Lower logits, if they do anything.
+        ids: What the rows are so far, `(rows, length)`.
+    """
+    if not processors:
+        return shortlist.tokens[shortlist.logits.argmax(dim=-1)]
+    scores = shortlist.logits.new_full((len(ids), shortlist.vocab_size), -torch.inf)
+    scores[:, shortlist.tokens] = shortlist.logits
+    highest, tokens = process(processors, ids, scores).max(dim=-1)
+    return tokens if bool((highest >= shortlist.floor).all()) else None

@@ -19,6 +19,16 @@ _ROW_PROCESSORS = {
     )
 }
 
+# Those that take away tokens.
+_REMOVERS = {
+    getattr(logits_process, name, None)
+    for name in (
+        *("ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor", "MinLengthLogitsProcessor"),
+        *("MinNewTokensLengthLogitsProcessor", "NoBadWordsLogitsProcessor", "NoRepeatNGramLogitsProcessor"),
+        *("SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor"),
+    )
+}
+
 
 def unknown_processors(processors: Sequence[LogitsProcessor]) -> list[LogitsProcessor]:
     """Those that may need more than one row at a time, or whose rows may not leave the batch."""
@@ -29,6 +39,18 @@ def unknown_processors(processors: Sequence[LogitsProcessor]) -> list[LogitsProc
         if type(processor) not in _ROW_PROCESSORS
         or isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor)
     ]
+
+
+def only_lower(processors: Sequence[LogitsProcessor]) -> bool:
+    """Whether they leave no token's logit higher than it was, but for tokens that they force.
+
+    So of some tokens one that still has the highest logit of all has it among all that the processors leave.
+    """
+    return all(
+        type(processor) in _REMOVERS
+        or (type(processor) is logits_process.RepetitionPenaltyLogitsProcessor and processor.penalty >= 1)
+        for processor in processors
+    )
 
 
 def unknown_criteria(criteria: Sequence[StoppingCriteria], config: GenerationConfig) -> list[StoppingCriteria]:

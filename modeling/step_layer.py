@@ -10,7 +10,7 @@ from torch import nn
 from .attention import MetaphraseAttention
 from .layers import MetaphraseDecoderLayer
 from .normalization import MetaphraseRMSNorm
-from .step_linear import LARGEST_SIZE, StepLinear
+from .step_linear import StepLinear
 from .weight_record import WeightRecord
 
 
@@ -108,20 +108,8 @@ class _Ready:
         )
 
 
-class _ReadyHead:
-    """The projection to logits, made ready."""
-
-    def __init__(self, head: nn.Module):
-        self.head, self.linear = head, StepLinear([head], largest_transposed=LARGEST_SIZE)
-        self._record = WeightRecord(self.linear.copied)
-
-    def is_current(self, head: nn.Module) -> bool:
-        return head is self.head and self.linear.is_current() and self._record.is_current()
-
-
 # What was made ready, for as long as the decoder is there; not in the decoder, which is copied and saved.
 _ready: weakref.WeakKeyDictionary[nn.Module, _Ready] = weakref.WeakKeyDictionary()
-_ready_heads: weakref.WeakKeyDictionary[nn.Module, _ReadyHead] = weakref.WeakKeyDictionary()
 
 
 def step_layers(decoder: nn.Module) -> list[StepLayer]:
@@ -135,18 +123,6 @@ def step_layers(decoder: nn.Module) -> list[StepLayer]:
     return ready.layers
 
 
-def step_head(decoder: nn.Module, head: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The projection of a decoder's output to logits, `(..., hidden)` -> `(..., vocab)`, likewise."""
-    is_hooked = head._forward_hooks or head._forward_pre_hooks or hasattr(head, "_hf_hook")
-    if is_hooked or torch.is_autocast_enabled(decoder.device.type):
-        return head
-    ready = _ready_heads.get(decoder)
-    if ready is None or not ready.is_current(head):
-        ready = _ready_heads[decoder] = _ReadyHead(head)
-    return ready.linear
-
-
-def forget(decoder: nn.Module) -> None:
-    """Frees the copies of a decoder's weights, and of the weight behind it."""
+def forget_layers(decoder: nn.Module) -> None:
+    """Frees the copies of a decoder's weights."""
     _ready.pop(decoder, None)
-    _ready_heads.pop(decoder, None)

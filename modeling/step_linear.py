@@ -24,12 +24,19 @@ class StepLinear:
         copied: Weights and biases that were copied.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], copies: bool = True, largest_transposed: int = _LARGEST_TRANSPOSED):
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        copies: bool = True,
+        largest: int | None = None,
+        largest_transposed: int = _LARGEST_TRANSPOSED,
+    ):
         """Copies what helps.
 
         Args:
             layers: Of one input width, all with a bias or none.
             copies: Whether weights may be copied.
+            largest: Entries of the largest weight to be copied at all, if not of that of a layer.
             largest_transposed: Entries of the largest weight of a layer by itself to be copied.
         """
         self.layers, self.copied = list(layers), []
@@ -38,7 +45,8 @@ class StepLinear:
         if copies and len(layers) > 1 and hasattr(kind, "join") and all(type(layer) is kind for layer in layers):
             # Packed already, in a way that only the layers know.
             self.layers = [kind.join(layers)]
-        if not (copies and all(_is_small(layer) for layer in layers)):
+        largest = LARGEST_SIZE if largest is None else largest
+        if not (copies and all(_is_small(layer, largest) for layer in layers)):
             return
         self._sources = [(layer, layer.weight, layer.bias) for layer in layers]
         first, *others = layers
@@ -77,8 +85,8 @@ class StepLinear:
         )
 
 
-def _is_small(layer: nn.Module) -> bool:
-    if type(layer) is not nn.Linear or layer.weight.numel() > LARGEST_SIZE or not layer.weight.is_contiguous():
+def _is_small(layer: nn.Module, largest: int) -> bool:
+    if type(layer) is not nn.Linear or layer.weight.numel() > largest or not layer.weight.is_contiguous():
         return False
     # A tensor that was made under inference mode has no version.
     return not any(part.is_inference() for part in layer.parameters())

@@ -1,0 +1,297 @@
+"""Tests of `metaphrase.modeling.shortlist`: the most probable token is on it, and greedy search writes the same with it."""
+
+import pytest
+import torch
+from tiny_models import DESIGNS, random_batch, tiny_model
+from torch import nn
+
+from metaphrase.modeling import MetaphraseForConditionalGeneration, shortlist, step_head
+from metaphrase.modeling.int8_product import has_int8_kernels, multiply_int8, pack_int8, round_weight, scale_rows
+from metaphrase.modeling.shortlist import Shortlist, ShortlistProjection
+
+pytestmark = pytest.mark.skipif(not has_int8_kernels(), reason="this build of torch has no kernels of FBGEMM")
+VOCAB, HIDDEN = 5000, 64
+# A large vocabulary, for a tiny model.
+FIELDS = {"vocab_size": 600, "decoder_vocab_size": None, "share_embeddings": True}
+
+
+def plain_head(bias=False, vocab=VOCAB):
+    head = nn.Linear(HIDDEN, vocab, bias=bias)
+    with torch.no_grad():
+        # Tokens that are rare have short embeddings.
+        head.weight.normal_().mul_(torch.rand(vocab, 1) + 0.1)
+        if bias:
+            head.bias.normal_()
+    return head
+
+
+def states_towards(head, rows, strength=0.5):
+    """States as of a decoder that is more or less sure of some token."""
+    tokens = torch.randint(len(head.weight), (rows,))
+    return torch.randn(rows, HIDDEN) + strength * head.weight.detach()[tokens]
+
+
+def check(head, states):
+    made = ShortlistProjection(head, patience=0)(states)
+    logits = head(states)
+    assert made is not None and made.vocab_size == len(head.weight)
+    torch.testing.assert_close(made.logits, logits[:, made.tokens], atol=1e-4, rtol=1e-5)
+    assert made.tokens[made.logits.argmax(dim=1)].tolist() == logits.argmax(dim=1).tolist()
+    logits[:, made.tokens] = -torch.inf
+    assert (logits <= made.floor[:, None]).all() and (made.floor <= made.logits.amax(dim=1) + 1e-4).all()
+    assert made.tokens.diff().gt(0).all()
+    return made
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 2, 7, 32])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("strength", [0.5, 2.0])
+def test_the_most_probable_is_on_it_and_nothing_else_comes_near(strength, bias, rows):
+    head = plain_head(bias)
+    check(head, states_towards(head, rows, strength))
+
+
+@torch.no_grad()
+def test_a_sure_state_has_a_list_of_one():
+    head = plain_head()
+    assert len(check(head, 100 * head.weight[17:18]).tokens) == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scale", [1e-20, 1e-3, 1e6])
+def test_any_scale_will_do(scale):
+    head = plain_head()
+    states = states_towards(head, 3, strength=2.0)
+    assert check(head, scale * states).tokens.tolist() == check(head, states).tokens.tolist()
+
+
+@torch.no_grad()
+def test_an_entry_much_larger_than_others_makes_the_list_longer_but_not_wrong():
+    head = plain_head()
+    states = states_towards(head, 4, strength=2.0)
+    few = len(check(head, states).tokens)
+    states[:, 5] = 25.0
+    assert len(check(head, states).tokens) > few
+
+
+@torch.no_grad()
+def test_tokens_that_rounding_would_confuse_are_all_on_it():
+    """Half of them by 0.3 of a step better, half worse: the product of rounded weights alone would choose wrong ones."""
+    wrong = 0
+    for seed in range(20):
+        torch.manual_seed(seed)
+        head = plain_head()
+        head.weight[100:140] = head.weight[100] + 0.3 / 127 * head.weight[100].abs().max() * torch.randn(40, HIDDEN)
+        states = 3 * head.weight[100:101] + 0.3 * torch.randn(1, HIDDEN)
+        best = int(check(head, states).tokens[check(head, states).logits.argmax()])
+        scaled, _ = scale_rows(states)
+        wrong += int(multiply_int8(scaled, pack_int8(*round_weight(head.weight))).argmax()) != best
+    assert wrong > 5
+
+
+def check_confused(better, worse, state):
+    """Two tokens, of which the rounded product chooses the worse one."""
+    head = nn.Linear(HIDDEN, VOCAB, bias=False)
+    head.weight.zero_()
+    head.weight[1000], head.weight[2000] = worse, better
+    scaled, _ = scale_rows(state[None])
+    assert int(multiply_int8(scaled, pack_int8(*round_weight(head.weight))).argmax()) == 1000
+    assert int(head(state[None]).argmax()) == 2000
+    check(head, state[None])
+
+
+@torch.no_grad()
+def test_weights_whose_rounding_all_points_one_way():
+    """The bound is reached: each entry is rounded by nearly half a step, along the state."""
+    state = torch.ones(HIDDEN)
+    worse, better = torch.full((HIDDEN,), 60 - 0.49), torch.full((HIDDEN,), 59 + 0.49)
+    worse[0] = better[0] = 127
+    worse[1] -= 10
+    check_confused(better, worse, state)
+
+
+@torch.no_grad()
+def test_a_state_whose_rounding_all_points_one_way():
+    state = torch.full((HIDDEN,), 10.49 / 63)
+    state[0] = 1
+    better, worse = torch.full((HIDDEN,), 127.0), torch.zeros(HIDDEN)
+    better[0], worse[0] = 0, 1300
+    check_confused(better, worse, state)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("value", [0.0, torch.nan, torch.inf])
+def test_what_says_nothing_has_no_list(value):
+    head = plain_head()
+    states = states_towards(head, 2, strength=2.0)
+    states[1] = value
+    assert ShortlistProjection(head, patience=0)(states) is None
+
+
+@torch.no_grad()
+def test_many_rows_have_no_list():
+    head = plain_head()
+    assert ShortlistProjection(head, patience=0)(states_towards(head, 33)) is None
+
+
+@torch.no_grad()
+def test_weights_are_packed_once_they_have_been_asked_for_often():
+    head = plain_head()
+    project, states = ShortlistProjection(head, patience=3), states_towards(head, 1)
+    assert [project(states) is None for _ in range(5)] == [True, True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("change", "can"),
+    [
+        (lambda head: head, True),
+        (lambda head: head.to(torch.bfloat16), False),
+        (lambda head: nn.Linear(HIDDEN, shortlist.LEAST_SIZE // HIDDEN), False),
+        (lambda head: head.to("meta"), False),
+        (lambda head: type("Own", (nn.Linear,), {})(HIDDEN, shortlist.LEAST_SIZE // HIDDEN + 1), False),
+    ],
+    ids=["plain", "half precision", "small", "elsewhere", "own"],
+)
+def test_a_large_plain_projection_can_have_one(change, can):
+    assert shortlist.can_shortlist(change(nn.Linear(HIDDEN, shortlist.LEAST_SIZE // HIDDEN + 1))) is can
+
+
+def test_without_kernels_there_is_none(monkeypatch):
+    monkeypatch.setattr(shortlist, "has_int8_kernels", lambda: False)
+    assert not shortlist.can_shortlist(nn.Linear(HIDDEN, shortlist.LEAST_SIZE // HIDDEN + 1))
+
+
+@pytest.fixture
+def lists(monkeypatch):
+    """What is made for heads of any size; `with_lists` sees to it that something is."""
+    made = []
+
+    def recorded(project, states, call=ShortlistProjection.__call__):
+        made.append(call(project, states))
+        return made[-1]
+
+    monkeypatch.setattr(shortlist, "LEAST_SIZE", 0)
+    monkeypatch.setattr(ShortlistProjection.__init__, "__defaults__", (0,))
+    monkeypatch.setattr(ShortlistProjection, "__call__", recorded)
+    return made
+
+
+def greedy(model, **options):
+    batch = random_batch(model.config)
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    settings = {"max_new_tokens": 12, "do_sample": False, "num_beams": 1, "eos_token_id": 3} | options
+    return model.generate(**inputs, **settings).tolist()
+
+
+def without_lists(monkeypatch, model, **options):
+    with monkeypatch.context() as patch:
+        patch.setattr(step_head, "can_shortlist", lambda head: False)
+        step_head.forget_head(model.get_decoder())
+        ids = greedy(model, **options)
+    step_head.forget_head(model.get_decoder())
+    return ids
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_greedy_search_writes_the_same(design, lists, monkeypatch):
+    model = tiny_model(**DESIGNS[design] | FIELDS)
+    expected = without_lists(monkeypatch, model)
+    assert not lists
+    assert greedy(model) == expected
+    assert any(isinstance(each, Shortlist) for each in lists)
+
+
+def test_the_bias_is_added_to_scaled_logits(lists, monkeypatch):
+    model = tiny_model(**FIELDS, logits_bias=True, logits_scale=0.1)
+    torch.nn.init.normal_(model.lm_head.bias)
+    assert greedy(model) == without_lists(monkeypatch, model)
+    assert any(isinstance(each, Shortlist) for each in lists)
+
+
+PROCESSORS = {
+    "least length": {"min_new_tokens": 8},
+    "least length with the prompt": {"min_length": 9},
+    "no word twice": {"no_repeat_ngram_size": 1},
+    "no phrase twice": {"no_repeat_ngram_size": 2},
+    "words that must not be": {"bad_words_ids": [[7], [11, 12], [5]]},
+    "tokens that must not be": {"suppress_tokens": list(range(0, 600, 2))},
+    "tokens that must not begin": {"begin_suppress_tokens": list(range(300))},
+    "first token": {"forced_bos_token_id": 41},
+    "last token": {"forced_eos_token_id": 3, "eos_token_id": None},
+    "penalty": {"repetition_penalty": 1.7},
+    "several": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 8, "bad_words_ids": [[9]]},
+}
+
+
+@pytest.mark.parametrize("options", PROCESSORS.values(), ids=PROCESSORS)
+@pytest.mark.parametrize("design", ["sinusoidal", "learned"])
+def test_what_takes_tokens_away_takes_them_from_all(design, options, lists, monkeypatch):
+    model = tiny_model(**DESIGNS[design] | FIELDS)
+    expected = without_lists(monkeypatch, model, **options)
+    assert greedy(model, **options) == expected
+    assert any(isinstance(each, Shortlist) for each in lists)
+
+
+def test_the_best_that_is_left_may_not_be_on_the_list(lists, monkeypatch):
+    """Every token that any list holds is suppressed: the first choice of what is left is no list's."""
+    model = tiny_model(**FIELDS)
+    greedy(model)
+    listed = sorted({token for each in lists if each is not None for token in each.tokens.tolist()} - {3})
+    expected = without_lists(monkeypatch, model, suppress_tokens=listed)
+    assert greedy(model, suppress_tokens=listed) == expected
+    assert not {token for row in expected for token in row[1:]} & set(listed) - {0}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 0.7},
+        {"exponential_decay_length_penalty": (2, 1.5)},
+        {"sequence_bias": [[[9], 4.0]]},
+        {"renormalize_logits": True},
+        {"do_sample": True, "top_k": 5},
+        {"num_beams": 3},
+    ],
+    ids=["reward", "hurry", "bias", "normalization", "sampling", "beams"],
+)
+def test_what_may_raise_a_logit_or_needs_all_of_them_asks_for_no_list(options, lists):
+    greedy(tiny_model(**FIELDS), **options)
+    assert not lists
+
+
+def test_scores_are_of_all_logits(lists):
+    model, search = tiny_model(**FIELDS), MetaphraseForConditionalGeneration.search_with_scores
+    batch = random_batch(model.config)
+    output = model.generate(batch["input_ids"], custom_generate=search, max_new_tokens=4, do_sample=False)
+    assert output.sequences_scores is not None and not lists
+
+
+def test_weights_that_changed_are_read_anew(lists):
+    model = tiny_model(**FIELDS)
+    before = greedy(model)
+    with torch.no_grad():
+        model.lm_head.weight[40:80] *= 3
+    after = greedy(model)
+    assert after != before and lists[-1] is not None
+    fresh = tiny_model(**FIELDS)
+    fresh.load_state_dict(model.state_dict())
+    assert greedy(fresh) == after
+    model.train()
+    assert model.get_decoder() not in step_head._ready
+
+
+def test_a_projection_of_ones_own_is_called(lists):
+    class Favouring(MetaphraseForConditionalGeneration):
+        def project(self, hidden_states, head=None):
+            return super().project(hidden_states, head) + 1e4 * nn.functional.one_hot(torch.tensor(9), 600)
+
+    model = Favouring(tiny_model(**FIELDS).config).eval()
+    assert all(set(row[1:]) == {9} for row in greedy(model)) and not lists
+
+
+def test_under_autocast_there_is_none(lists):
+    model = tiny_model(**FIELDS)
+    with torch.autocast("cpu", torch.bfloat16):
+        greedy(model)
+    assert not lists

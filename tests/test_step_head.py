@@ -1,0 +1,57 @@
+"""Tests of `metaphrase.modeling.step_head`: the projection that was made ready is that of the weights as they are."""
+
+import pytest
+import torch
+from tiny_models import random_batch, tiny_model
+from torch import nn
+
+from metaphrase.modeling import step_head as step_head_module
+from metaphrase.modeling.step_head import step_head
+
+
+def head_of(model):
+    return step_head(model.get_decoder(), model.lm_head)
+
+
+def test_the_head_is_copied_and_its_changes_are_seen():
+    model, states = tiny_model(tie_word_embeddings=False), torch.randn(3, 32)
+    first = head_of(model)
+    assert first is not model.lm_head and head_of(model) is first and first._transposed is not None
+    torch.testing.assert_close(first(states), model.lm_head(states))
+    for change in (
+        lambda: model.lm_head.weight.data.mul_(2),
+        lambda: setattr(model.lm_head, "weight", nn.Parameter(model.lm_head.weight + 1)),
+        lambda: setattr(model, "lm_head", nn.Linear(32, 50, bias=False)),
+    ):
+        before = head_of(model)
+        with torch.no_grad():
+            change()
+        assert head_of(model) is not before
+        torch.testing.assert_close(head_of(model)(states), model.lm_head(states))
+    model.train()
+    assert model.get_decoder() not in step_head_module._ready
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_what_is_hooked_to_the_head_is_called(beams):
+    model = tiny_model()
+    inputs = {name: tensor for name, tensor in random_batch(model.config).items() if name != "decoder_input_ids"}
+    options = {"max_new_tokens": 5, "num_beams": beams, "do_sample": False, "eos_token_id": None}
+    before = model.generate(**inputs, **options)
+    calls = []
+
+    def favour(module, given, logits):
+        calls.append(len(logits))
+        return logits + 1e4 * nn.functional.one_hot(torch.tensor(9), logits.shape[-1])
+
+    handle = model.lm_head.register_forward_hook(favour)
+    assert (model.generate(**inputs, **options)[:, 1:] == 9).all() and calls
+    handle.remove()
+    assert torch.equal(model.generate(**inputs, **options), before)
+
+
+def test_a_large_head_is_called_itself(monkeypatch):
+    monkeypatch.setattr(step_head_module, "_LARGEST_COPY", 32)
+    model = tiny_model()
+    assert head_of(model)._transposed is None
+    torch.testing.assert_close(head_of(model)(torch.ones(2, 32)), model.lm_head(torch.ones(2, 32)))
