@@ -13,6 +13,9 @@
 The model's options must fit the peer's family, into which it is converted. Contestants take turns, setting by setting, so that
 what else the machine does meets them alike; each round starts with another one. What counts for one thread is processor time,
 for more the clock. With `--reference` each is scored as well; in any case it is said how many outputs are those of the first.
+
+`--vocab_size` gives the model a larger vocabulary, of tokens that no text has: it writes what it wrote, at the cost of a model
+with so many tokens, as those trained on much text have.
 """
 
 import argparse
@@ -117,9 +120,9 @@ def measure(
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     outputs: dict[str, list[list[int]]] = {}
     names = list(contestants)
-    # The first batches warm up.
+    # The first batches warm up: weights are packed once a model has been asked for some.
     for name in names:
-        contestants[name](sources[: 2 * batch_size], num_beams, batch_size)
+        contestants[name](sources[: max(16, 2 * batch_size)], num_beams, batch_size)
     for number in range(rounds):
         for name in names[number % len(names) :] + names[: number % len(names)]:
             start = clock()
@@ -150,10 +153,22 @@ def show(setting: str, report: dict[str, dict]) -> None:
         print(f"  {name:26} {result['sentences_per_second']:9.2f} sentences/s {ratio} {score}", flush=True)
 
 
+def with_vocabulary(folder: Path, vocab_size: int, target: Path) -> Path:
+    """The folder of the same model with so many tokens."""
+    model = load(MetaphraseForConditionalGeneration, folder)
+    torch.manual_seed(0)
+    # As transformers does it: the new embeddings have the mean and the covariance of the old ones.
+    model.resize_token_embeddings(vocab_size)
+    model.save_pretrained(target)
+    TokenizerPair.from_pretrained(folder).save_pretrained(target)
+    return target
+
+
 def peak_of(name: str, arguments: argparse.Namespace) -> int:
     """Peak memory in MiB of a process with one contestant, in the setting with most beams."""
     command = [sys.executable, __file__, str(arguments.model), "--source", str(arguments.source)]
     command += ["--peer", arguments.peer, "--lines", str(min(arguments.lines, 128)), "--memory_of", name]
+    command += ["--vocab_size", str(arguments.vocab_size)] if arguments.vocab_size else []
     answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return round(json.loads(answer.splitlines()[-1])["peak_bytes"] / 2**20)
 
@@ -167,10 +182,13 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=256, help="sentences, spread over the file [%(default)s]")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
+    parser.add_argument(
+        "--vocab_size", type=int, help="tokens of the model, with some that no text has [as many as it has]"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="turns of each [%(default)s]")
     parser.add_argument("--threads", type=int, default=1, help="threads of each [%(default)s]")
     parser.add_argument("--memory_of", choices=CONTESTANTS, help=argparse.SUPPRESS)
-    parser.add_argument("--output", type=Path, help="JSON file [benchmarks/results/generation_MODEL.json]")
+    parser.add_argument("--output", type=Path, help="JSON file [benchmarks/results/generation_MODEL(_VOCAB_SIZE).json]")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     transformers.logging.set_verbosity_error()
@@ -182,9 +200,12 @@ def main() -> None:
     sources = tokenizers.encode_sources([texts[index] for index in chosen])
     names = [arguments.memory_of] if arguments.memory_of else arguments.contestants
     with tempfile.TemporaryDirectory() as folder:
-        peer = Path(folder) / "peer"
-        convert(arguments.model, peer, to=arguments.peer)
-        contestants = {name: CONTESTANTS[name](arguments.model, peer) for name in names}
+        ours, peer = arguments.model, Path(folder) / "peer"
+        if arguments.vocab_size:
+            ours = with_vocabulary(arguments.model, arguments.vocab_size, Path(folder) / "ours")
+        convert(ours, peer, to=arguments.peer)
+        contestants = {name: CONTESTANTS[name](ours, peer) for name in names}
+        parameters = load(MetaphraseForConditionalGeneration, ours).num_parameters()
     if arguments.memory_of:
         contestants[arguments.memory_of](sources, *SETTINGS["beam 5, batch 32"])
         print(json.dumps({"peak_bytes": peak_bytes()}))
@@ -204,7 +225,8 @@ def main() -> None:
         show(setting, results[setting])
     report = {
         "model": arguments.model.name,
-        "parameters": sum(p.numel() for p in load(MetaphraseForConditionalGeneration, arguments.model).parameters()),
+        "vocab_size": arguments.vocab_size or tokenizers.target.vocab_size,
+        "parameters": parameters,
         "peer": arguments.peer,
         "sentences": len(sources),
         "rounds": arguments.rounds,
@@ -212,7 +234,8 @@ def main() -> None:
         "peak_mib": {name: peak_of(name, arguments) for name in names},
         "settings": results,
     }
-    output = arguments.output or RESULTS / f"generation_{arguments.model.name}.json"
+    size = f"_{arguments.vocab_size}" if arguments.vocab_size else ""
+    output = arguments.output or RESULTS / f"generation_{arguments.model.name}{size}.json"
     output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 

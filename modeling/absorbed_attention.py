@@ -7,9 +7,9 @@ Source: absorbing a projection into the next one is that of DeepSeek-AI 2024, se
 """
 
 import torch
-from torch import nn
 
 from .attention import MetaphraseAttention
+from .packed_weight import is_plain
 
 # With so few entries of a product, and rows, it is calls that count, not what is read or multiplied.
 _FEW_ENTRIES, _FEW_ROWS = 2**17, 8
@@ -63,7 +63,7 @@ class AbsorbedAttention:
 
 def can_absorb(attention: MetaphraseAttention) -> bool:
     """Whether a cross-attention is one of plain projections alone, in float32 on a CPU."""
-    return not attention.config.qk_norm and all(map(_is_plain, (attention.q_proj, attention.o_proj)))
+    return not attention.config.qk_norm and all(map(is_plain, (attention.q_proj, attention.o_proj)))
 
 
 def is_worth_absorbing(attention: MetaphraseAttention, length: int, rows: int) -> bool:
@@ -71,14 +71,3 @@ def is_worth_absorbing(attention: MetaphraseAttention, length: int, rows: int) -
     size = attention.q_proj.weight.numel()
     entries = length * size // attention.head_dim
     return entries <= size // 2 or (entries <= _FEW_ENTRIES and rows <= _FEW_ROWS)
-
-
-def _is_plain(layer: nn.Module) -> bool:
-    weight = getattr(layer, "weight", None)
-    return (
-        type(layer) is nn.Linear
-        # A quantized one may be in the place of a plain weight.
-        and type(weight.data) is torch.Tensor
-        and weight.dtype == torch.float32
-        and weight.device.type == "cpu"
-    )

@@ -46,9 +46,7 @@ class DecoderState:
         self.length, self.copies = 0, 1
         attention = decoder.layers[0].self_attn
         self.head_dim, self.groups = attention.head_dim, attention.num_key_value_groups
-        self._memory = StepCache.of(
-            layer.cross_attn._keys_and_values(memory, rotation=None) for layer in decoder.layers
-        )
+        self._memory = StepCache.of(self._project_memory(layer, memory) for layer in self.layers)
         # Under autocast projections have another type than the memory.
         self.device, self.dtype = memory.device, self._memory.values.dtype
         self._memory_bias = None
@@ -213,6 +211,12 @@ class DecoderState:
             query_norm, key_norm = layer.token_norms
             query, key = query_norm(query), key_norm(key)
         return query, key, value
+
+    def _project_memory(self, layer: StepLayer, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(sources, source, hidden) -> keys and values (sources, key_value_heads, source, head_dim)"""
+        states = layer.memory_projection(memory).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        keys, values = states.chunk(2, dim=1)
+        return keys if layer.memory_norms is None else layer.memory_norms[1](keys), values
 
     def _project_memory_query(self, layer: StepLayer, hidden_states: torch.Tensor) -> torch.Tensor:
         """(..., hidden) -> (..., heads, head_dim)"""

@@ -10,6 +10,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .attention import MetaphraseAttention
 from .configuration_metaphrase import MetaphraseConfig
 from .layers import MetaphraseEncoderLayer
+from .packed_stack import forget_packed, packed_weights
 from .packing import Segments
 from .positions import positions_from_mask
 from .stacks import Stack, bound_of, indices, is_padding_mask, packed_segments
@@ -27,6 +28,12 @@ class MetaphraseEncoder(Stack):
         super().__init__(config, config.vocab_size, config.encoder_attention_heads, is_causal=False)
         self.layers = nn.ModuleList([MetaphraseEncoderLayer(config, index) for index in range(config.encoder_layers)])
         self.post_init()
+
+    def train(self, mode: bool = True) -> "MetaphraseEncoder":
+        if mode:
+            # What is trained needs the memory, and has other weights soon.
+            forget_packed(self)
+        return super().train(mode)
 
     @merge_with_config_defaults
     @capture_outputs
@@ -57,6 +64,18 @@ class MetaphraseEncoder(Stack):
             ValueError: If the lengths do not fit the row.
         """
         embeddings = self._embed(input_ids, inputs_embeds)
+        with packed_weights(self):
+            return self._encode(embeddings, attention_mask, position_ids, lengths, longest, **kwargs)
+
+    def _encode(
+        self,
+        embeddings: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.LongTensor | None,
+        lengths: torch.LongTensor | None,
+        longest: int | None,
+        **kwargs,
+    ) -> BaseModelOutput:
         if lengths is not None:
             given = {"attention_mask": attention_mask, "position_ids": position_ids}
             segments = packed_segments(lengths, longest, embeddings, "source_lengths", **given)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from .int8_product import has_int8_kernels, multiply_int8, pack_int8, round_weight, rounded, scale_rows
+from .packed_weight import is_plain
 
 # With fewer entries of the projection, or with more rows, a shortlist costs what it saves.
 LEAST_SIZE, _MOST_ROWS = 2**22, 32
@@ -91,13 +92,4 @@ class ShortlistProjection:
 
 def can_shortlist(head: nn.Module) -> bool:
     """Whether a projection to logits is plain and large, in float32 on a CPU with the kernels for it."""
-    weight = getattr(head, "weight", None)
-    return (
-        type(head) is nn.Linear
-        # A quantized one may be in the place of a plain weight.
-        and type(weight.data) is torch.Tensor
-        and weight.dtype == torch.float32
-        and weight.device.type == "cpu"
-        and weight.numel() > LEAST_SIZE
-        and has_int8_kernels()
-    )
+    return is_plain(head) and head.weight.numel() > LEAST_SIZE and has_int8_kernels()

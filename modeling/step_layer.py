@@ -20,6 +20,7 @@ class StepLayer:
     Attributes:
         token_projection: To queries, keys and values of the self-attention, one behind the other.
         memory_query: To the queries of the cross-attention.
+        memory_projection: To its keys and values, one behind the other.
         inner_projection: To the feed-forward's inner width: the gate, if there is one, and what it lets through.
     """
 
@@ -35,6 +36,7 @@ class StepLayer:
         self.token_projection = StepLinear([tokens.q_proj, tokens.k_proj, tokens.v_proj], copies)
         self.token_output = StepLinear([tokens.o_proj], copies)
         self.memory_query, self.memory_output = StepLinear([memory.q_proj], copies), StepLinear([memory.o_proj], copies)
+        self.memory_projection = StepLinear([memory.k_proj, memory.v_proj], copies)
         self.inner_projection = StepLinear([mlp.gate_proj, mlp.up_proj] if mlp.is_gated else [mlp.up_proj], copies)
         self.inner_output, self.activation, self.is_gated = (
             StepLinear([mlp.down_proj], copies),

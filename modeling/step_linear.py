@@ -1,13 +1,16 @@
-"""Linear layers for a decoder's step, of few rows: one product for those that read the same input, over a packed weight."""
+"""Linear layers for few rows, as in a decoder's step: one product for those that read the same input, over a packed weight."""
 
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
+from .packed_weight import PackedWeight, can_pack, is_plain
+
 # A larger matrix takes so long that one call more does not count, and its copy would be much to hold.
 LARGEST_SIZE = 2**22
-# A larger one, of a layer by itself, is not worth a second copy, of which each layer of the decoder would need one.
+# A larger one, of a layer by itself, is not worth a transposed copy, of which each layer of the decoder would need one.
 _LARGEST_TRANSPOSED = 2**20
 # A CPU multiplies so few rows by a transposed weight, which it reads in the order in which it lies, up to twice as fast.
 _FEW_ROWS = 64
@@ -16,12 +19,12 @@ _FEW_ROWS = 64
 class StepLinear:
     """Some layers as one.
 
-    Where they are plain and small their weights are copied, side by side and, for float32 on a CPU, transposed; where they know
-    how to be one, they are; others are called one by one.
+    Where they are plain and small their weights are copied, side by side and, for float32 on a CPU, in the order in which a
+    product of one row, or of several, reads them; where they know how to be one, they are; others are called one by one.
 
     Attributes:
         layers: The layers, in order.
-        copied: Weights and biases that were copied.
+        copied: Weights and biases that are copied as soon as they are needed.
     """
 
     def __init__(
@@ -31,55 +34,72 @@ class StepLinear:
         largest: int | None = None,
         largest_transposed: int = _LARGEST_TRANSPOSED,
     ):
-        """Copies what helps.
+        """Looks what may be copied.
 
         Args:
             layers: Of one input width, all with a bias or none.
             copies: Whether weights may be copied.
             largest: Entries of the largest weight to be copied at all, if not of that of a layer.
-            largest_transposed: Entries of the largest weight of a layer by itself to be copied.
+            largest_transposed: Entries of the largest weight of a layer by itself to be transposed.
         """
         self.layers, self.copied = list(layers), []
-        self._weight = self._bias = self._transposed = None
         kind = type(layers[0])
         if copies and len(layers) > 1 and hasattr(kind, "join") and all(type(layer) is kind for layer in layers):
             # Packed already, in a way that only the layers know.
             self.layers = [kind.join(layers)]
         largest = LARGEST_SIZE if largest is None else largest
-        if not (copies and all(_is_small(layer, largest) for layer in layers)):
+        self._is_one = copies and all(_is_small(layer, largest) for layer in layers)
+        if not self._is_one:
             return
         self._sources = [(layer, layer.weight, layer.bias) for layer in layers]
-        first, *others = layers
-        packs = first.weight.device.type == "cpu" and first.weight.dtype == torch.float32
-        if others:
-            weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-            self._weight = torch.cat([weight.detach() for weight in weights])
-            if first.bias is not None:
-                self._bias = torch.cat([bias.detach() for bias in biases])
-            self.copied = weights + [bias for bias in biases if bias is not None]
-        else:
-            packs = packs and first.weight.numel() <= largest_transposed
-            self._weight, self._bias = first.weight, first.bias
-            self.copied = [first.weight] if packs else []
-        if packs:
-            self._transposed = self._weight.detach().t().contiguous()
-            # One copy is enough.
-            self._weight = self._transposed.t() if others else self._weight
+        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+        is_single, is_plain_one = len(layers) == 1, all(map(is_plain, layers))
+        shape = sum(len(weight) for weight in weights), weights[0].shape[1]
+        self._is_packed = is_plain_one and can_pack(*shape)
+        self._is_transposed = is_plain_one and not (is_single and weights[0].numel() > largest_transposed)
+        self._bias = biases[0]
+        if not is_single and biases[0] is not None:
+            self._bias = torch.cat([bias.detach() for bias in biases])
+            self.copied += biases
+        if not is_single or self._is_packed or self._is_transposed:
+            self.copied += weights
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """(..., in_features) -> (..., out_features of all)"""
-        if self._weight is None:
+        if not self._is_one:
             outputs = [layer(states) for layer in self.layers]
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
-        if self._transposed is None or states.dim() > 2 or states.size(0) > _FEW_ROWS:
+        rows = states.numel() // states.shape[-1]
+        if rows > 1 and self._is_packed:
+            return self._packed(states)
+        if rows > _FEW_ROWS or states.dim() > 2 or not self._is_transposed:
             return nn.functional.linear(states, self._weight, self._bias)
         if self._bias is None:
             return torch.mm(states, self._transposed)
         return torch.addmm(self._bias, states, self._transposed)
 
+    @functools.cached_property
+    def _weight(self) -> torch.Tensor:
+        """All weights as one, `(out_features, in_features)`; of several that are transposed one copy is enough."""
+        if self._is_transposed and len(self.layers) > 1:
+            return self._transposed.t()
+        return self._side_by_side()
+
+    @functools.cached_property
+    def _transposed(self) -> torch.Tensor:
+        return self._side_by_side().t().contiguous()
+
+    @functools.cached_property
+    def _packed(self) -> PackedWeight:
+        return PackedWeight(self._side_by_side(), self._bias)
+
+    def _side_by_side(self) -> torch.Tensor:
+        weights = [weight.detach() for _, weight, _ in self._sources]
+        return weights[0] if len(weights) == 1 else torch.cat(weights)
+
     def is_current(self) -> bool:
         """Whether the layers are still plain, with the weights and biases that they had; not whether these have changed."""
-        return self._weight is None or all(
+        return not self._is_one or all(
             type(layer) is nn.Linear and layer.weight is weight and layer.bias is bias
             for layer, weight, bias in self._sources
         )

@@ -16,7 +16,7 @@ def head_of(model):
 def test_the_head_is_copied_and_its_changes_are_seen():
     model, states = tiny_model(tie_word_embeddings=False), torch.randn(3, 32)
     first = head_of(model)
-    assert first is not model.lm_head and head_of(model) is first and first._transposed is not None
+    assert first is not model.lm_head and head_of(model) is first and first._is_transposed
     torch.testing.assert_close(first(states), model.lm_head(states))
     for change in (
         lambda: model.lm_head.weight.data.mul_(2),
@@ -53,5 +53,5 @@ def test_what_is_hooked_to_the_head_is_called(beams):
 def test_a_large_head_is_called_itself(monkeypatch):
     monkeypatch.setattr(step_head_module, "_LARGEST_COPY", 32)
     model = tiny_model()
-    assert head_of(model)._transposed is None
+    assert not head_of(model)._is_one
     torch.testing.assert_close(head_of(model)(torch.ones(2, 32)), model.lm_head(torch.ones(2, 32)))

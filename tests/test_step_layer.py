@@ -201,7 +201,7 @@ def test_copies_do_not_travel(tmp_path):
 def test_large_layers_are_not_copied(monkeypatch):
     monkeypatch.setattr("metaphrase.modeling.step_linear.LARGEST_SIZE", 4 * 6)
     layers = linears(4, 5)
-    assert StepLinear(layers)._weight is None
+    assert not StepLinear(layers)._is_one
     assert StepLinear(linears(4, 3))._weight.shape == (7, 6)
     assert StepLinear(layers)(torch.ones(1, 6)).shape == (1, 9)
 
@@ -221,5 +221,5 @@ def test_parts_under_autocast_are_the_layers_own(design):
     model = tiny_model(**DESIGNS[design])
     with torch.autocast("cpu", torch.bfloat16):
         layers = step_layers(model.get_decoder())
-    assert all(layer.token_projection._weight is None for layer in layers)
-    assert step_layers(model.get_decoder())[0].token_projection._weight is not None
+    assert not any(layer.token_projection._is_one for layer in layers)
+    assert step_layers(model.get_decoder())[0].token_projection._is_one

@@ -1,0 +1,97 @@
+"""The layers of an encoder with packed weights, for inference on a CPU."""
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from .packed_weight import PackedWeight, can_pack, is_plain
+from .step_linear import LARGEST_SIZE
+from .weight_record import WeightRecord
+
+# What is run but a few times need not be held twice.
+_PATIENCE = 8
+
+
+class _Ready:
+    """The linear layers of a stack that gain by it, and their packed weights as soon as these have been asked for often."""
+
+    def __init__(self, layers: nn.Module):
+        self._linears = [layer for layer in layers.modules() if _gains(layer)]
+        self._sources = [(layer, layer.weight, layer.bias) for layer in self._linears]
+        self._record = WeightRecord([part for layer in self._linears for part in layer.parameters()])
+        self._packed: list[PackedWeight] = []
+        self._patience = _PATIENCE
+
+    def is_current(self) -> bool:
+        return (
+            all(
+                type(layer) is nn.Linear and layer.weight is weight and layer.bias is bias
+                for layer, weight, bias in self._sources
+            )
+            and self._record.is_current()
+        )
+
+    def lend(self) -> list[nn.Linear]:
+        """Lets the layers multiply by packed weights, and returns them."""
+        self._patience -= 1
+        if self._patience >= 0:
+            return []
+        if not self._packed:
+            self._packed = [PackedWeight(layer.weight, layer.bias) for layer in self._linears]
+        for layer, packed in zip(self._linears, self._packed, strict=True):
+            # Past `nn.Module`, whose hooks go on to be called around it.
+            vars(layer)["forward"] = packed
+        return self._linears
+
+
+# What was made ready, for as long as the stack is there; not in the stack, which is copied and saved.
+_ready: weakref.WeakKeyDictionary[nn.Module, _Ready] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def packed_weights(stack: nn.Module) -> Iterator[None]:
+    """Lets the layers of a stack multiply by packed weights meanwhile, where they gain by it."""
+    lent = _ready_layers(stack).lend() if _may_pack(stack) else []
+    try:
+        yield
+    finally:
+        for layer in lent:
+            vars(layer).pop("forward", None)
+
+
+def _ready_layers(stack: nn.Module) -> _Ready:
+    ready = _ready.get(stack)
+    if ready is None or not ready.is_current():
+        ready = _ready[stack] = _Ready(stack.layers)
+    return ready
+
+
+def _may_pack(stack: nn.Module) -> bool:
+    is_inference = not (stack.training or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
+    return (
+        is_inference
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
+        and stack.dtype == torch.float32
+    )
+
+
+def _gains(layer: nn.Module) -> bool:
+    return (
+        is_plain(layer)
+        and layer.weight.numel() <= LARGEST_SIZE
+        and layer.weight.is_contiguous()
+        # A tensor that was made under inference mode has no version.
+        and not any(part.is_inference() for part in layer.parameters())
+        # What accelerate puts in its place loads weights first.
+        and "forward" not in vars(layer)
+        and can_pack(*layer.weight.shape)
+    )
+
+
+def forget_packed(stack: nn.Module) -> None:
+    """Frees the packed weights of a stack."""
+    _ready.pop(stack, None)
