@@ -41,10 +41,13 @@ class _Ready:
             return []
         if not self._packed:
             self._packed = [PackedWeight(layer.weight, layer.bias) for layer in self._linears]
+        lent = []
         for layer, packed in zip(self._linears, self._packed, strict=True):
-            # Past `nn.Module`, whose hooks go on to be called around it.
-            vars(layer)["forward"] = packed
-        return self._linears
+            if not _is_replaced(layer):
+                # Past `nn.Module`, whose hooks go on to be called around it.
+                vars(layer)["forward"] = packed
+                lent.append(layer)
+        return lent
 
 
 # What was made ready, for as long as the stack is there; not in the stack, which is copied and saved.
@@ -86,10 +89,13 @@ def _gains(layer: nn.Module) -> bool:
         and layer.weight.is_contiguous()
         # A tensor that was made under inference mode has no version.
         and not any(part.is_inference() for part in layer.parameters())
-        # What accelerate puts in its place loads weights first.
-        and "forward" not in vars(layer)
         and can_pack(*layer.weight.shape)
     )
+
+
+def _is_replaced(layer: nn.Module) -> bool:
+    """Whether somebody put something in the place of what a layer does, as accelerate does to load its weights first."""
+    return not isinstance(vars(layer).get("forward"), PackedWeight | None)
 
 
 def forget_packed(stack: nn.Module) -> None:

@@ -150,6 +150,17 @@ def test_hooks_are_called_around_packed_layers(products):
     torch.testing.assert_close(encode(model), before)
 
 
+def test_what_a_user_put_in_the_place_of_a_layer_is_called_and_stays(products):
+    model = tiny_model()
+    before = encode(model)
+    layer = model.get_encoder().layers[0].mlp.up_proj
+    layer.forward = lambda states: 2 * type(layer).forward(layer, states)
+    for _ in range(2):
+        assert not torch.allclose(encode(model), before, atol=1e-3) and "forward" in vars(layer)
+    del layer.forward
+    torch.testing.assert_close(encode(model), before)
+
+
 CHANGES = {
     "in place": lambda layer: layer.weight.data.mul_(2),
     "bias": lambda layer: layer.bias.data.add_(1),
