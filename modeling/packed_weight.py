@@ -10,7 +10,7 @@ _LEAST_SIZE, _LEAST_WIDTH = 2**18, 256
 # MKL packs with a number of rows in mind. What it packs for many serves few as well; what it packs for few is slow with many.
 _ROWS_IN_MIND = 512
 # Of each kind of blocks that kernels work in, and what is left over from them.
-_CHECKED_ROWS, _CHECKED_OUTPUTS = (2, 5, 16, 37, 130), 4096
+_CHECKED_ROWS, _CHECKED_OUTPUTS = (2, 5, 16, 37, 130), 1024
 
 
 class PackedWeight:
