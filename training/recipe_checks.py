@@ -154,6 +154,13 @@ def _check_tokenizer_and_model(recipe: "Recipe") -> None:
 def _check_evaluation(recipe: "Recipe") -> None:
     if recipe.metrics and not recipe.predict_with_generate:
         raise ValueError(f"`metrics` must come with true `predict_with_generate`, got {recipe.metrics} and false.")
+    penalty = recipe.length_penalty
+    # A model to fine-tune may bring its beams along.
+    has_beams = (recipe.num_beams or 1) > 1 or (recipe.num_beams is None and recipe.model_name_or_path is not None)
+    if penalty not in (None, 1) and not has_beams:
+        raise ValueError(
+            f"`length_penalty` must come with `num_beams` above 1, got {penalty} and {recipe.num_beams or 1}."
+        )
     _check_best(recipe)
     _require_with(recipe, "early_stopping_threshold", "early_stopping_patience")
     if recipe.early_stopping_patience is None:
