@@ -134,6 +134,13 @@ class MetaphraseTrainer(
         last = whole[-self.num_last_kept :] if self.num_last_kept else []
         return [*super()._kept_checkpoints(run), *scored[: self.num_best_kept], *last]
 
+    def _layout_of_epochs(self) -> dict[str, int | None]:
+        pairs_in_buffer = getattr(self.train_dataset, "pairs_in_buffer", None)
+        return super()._layout_of_epochs() | {
+            "max_tokens_per_batch": self.max_tokens_per_batch,
+            "pairs_in_buffer": pairs_in_buffer,
+        }
+
     def _get_train_sampler(self, train_dataset=None):
         dataset = self.train_dataset if train_dataset is None else train_dataset
         column = self.args.length_column_name
