@@ -20,7 +20,7 @@ from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.adafactor_options import AdafactorOptionsMixin
 from metaphrase.training.adapters import is_adapted
 from metaphrase.training.averaging import DEFAULT_METRIC, scores_in
-from metaphrase.training.batching import LengthGroupedSampler
+from metaphrase.training.batching import LengthGroupedSampler, with_decoder_inputs
 from metaphrase.training.checkpoint_folders import checkpoints_in, step_of
 from metaphrase.training.checkpoints import WholeCheckpoints
 from metaphrase.training.exponential_average import ExponentialAverageMixin
@@ -252,7 +252,8 @@ class MetaphraseTrainer(
             inputs = {**inputs, "labels": labels} if num_labels else inputs
         if self.compute_loss_func == self._loss_of_logits:
             # The parent takes away the labels, of which these models make what their decoder reads.
-            inputs, model = dict(inputs), partial(model, labels=inputs["labels"])
+            inputs = with_decoder_inputs(self.model, inputs)
+            model = partial(model, labels=inputs["labels"])
         elif is_training:
             inputs = {**inputs, "smoothing": self.label_smoothing}
         if is_training:
