@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from small_experiments import make_recipe
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, Seq2SeqTrainingArguments
 
 from metaphrase.inference import Generator
 from metaphrase.tokenization import TokenizerPair
@@ -176,6 +176,16 @@ def test_early_stopping_and_best_checkpoint(data, tmp_path):
     # Nothing is learned, so the second evaluation is no better than the first, and that is the end.
     assert state["global_step"] == 6
     assert state["best_model_checkpoint"].endswith("checkpoint-3")
+
+
+def test_several_gpus_need_a_process_each(data, tmp_path, monkeypatch):
+    experiment = Experiment(make_recipe(data, tmp_path / "run"))
+    monkeypatch.setattr(Seq2SeqTrainingArguments, "n_gpu", 2)
+    with pytest.raises(
+        ValueError, match=r"got one process with 2 GPUs. .*torchrun --nproc_per_node 2 .*accelerate launch"
+    ):
+        experiment.train()
+    assert not (tmp_path / "run").exists()
 
 
 def test_unknown_field_of_the_network_is_refused(data, tmp_path):

@@ -106,6 +106,19 @@ def test_several_processes_count_each_pair_of_a_budget_once(model, pairs, tmp_pa
     torch.testing.assert_close(total, expected)
 
 
+def test_fewer_pairs_than_processes_are_evaluated_with_a_budget_too(model, pairs, tmp_path, monkeypatch):
+    trainer = make_trainer(model, pairs, tmp_path, max_tokens_per_batch=40, prediction_loss_only=True)
+    columns = [{f"{side}_length": len(pair[name]) for side, name in SIDES.items()} | pair for pair in pairs[:2]]
+    dataset = Dataset.from_list(columns)
+    expected = trainer.evaluate(dataset)["eval_loss"]
+    monkeypatch.setattr(Seq2SeqTrainingArguments, "world_size", 3)
+    loader = trainer.get_eval_dataloader(dataset)
+    [batch] = list(loader)
+    assert len(batch["labels"]) == 2
+    monkeypatch.undo()
+    assert model.eval()(**batch).loss.item() == pytest.approx(expected, rel=1e-5)
+
+
 def test_training_loss_is_smoothed(model, pairs, tmp_path):
     trainer = make_trainer(model, pairs, tmp_path, label_smoothing_factor=0.3)
     batch = PairCollator(0)(pairs[:4])

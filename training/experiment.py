@@ -32,7 +32,7 @@ from metaphrase.training.length_limits import longest_sequence
 from metaphrase.training.metrics import DEFAULT_METRICS, check_metrics, compute_metrics, write_metrics
 from metaphrase.training.parameter_groups import freeze
 from metaphrase.training.precision import warn_of_slow_bfloat16
-from metaphrase.training.processes import check_processes
+from metaphrase.training.processes import check_devices, check_processes
 from metaphrase.training.r_drop import check_r_drop
 from metaphrase.training.recipe import Recipe
 from metaphrase.training.recipe_fields import DEFAULT_PRESET
@@ -88,7 +88,13 @@ class Experiment:
         self.checkpoint = checkpoint_to_resume(recipe, self.folder)
 
     def train(self) -> dict:
-        """Runs everything and returns what `metrics.json` holds."""
+        """Runs everything and returns what `metrics.json` holds.
+
+        Raises:
+            ValueError: If this one process has several GPUs, or the data, the base model or the checkpoint do not fit.
+        """
+        # Not before: a dry run needs none.
+        check_devices(self.arguments.n_gpu)
         set_seed(self.arguments.seed)
         with self.arguments.main_process_first(desc="reading the corpus"):
             self.corpus.load()

@@ -169,6 +169,9 @@ class MetaphraseTrainer(
         is_loss_alone = self.args.prediction_loss_only or self._decodes
         if self.max_tokens_per_batch is None or not is_loss_alone or not hasattr(dataset, "column_names"):
             return super().get_eval_dataloader(eval_dataset)
+        if len(dataset) < self.args.world_size:
+            # Some processes have no pair of their own: the parent's loader gives them one that is not counted.
+            return super().get_eval_dataloader(eval_dataset)
         return self._budget_loader(dataset, is_training=False)
 
     @property
