@@ -1,5 +1,7 @@
 """Base models: one to fine-tune gets the vocabulary and the special ids of the tokenizers that are given with it."""
 
+import copy
+
 import pytest
 import torch
 from other_families import other_model
@@ -136,7 +138,8 @@ def test_a_target_tokenizer_that_is_larger_lets_its_side_grow():
 def test_larger_targets_are_refused_beside_an_adapter():
     model = tiny_generator(joint=False).model
     rows = model.lm_head.out_features
-    pair = tiny_pair(joint=False)
+    # That of the other tests stays as it is.
+    pair = copy.deepcopy(tiny_pair(joint=False))
     pair.target.add_tokens([f"<{number}>" for number in range(9)])
     recipe = Recipe(train_file="a", model_name_or_path="x", lora_rank=2)
     with pytest.raises(
