@@ -7,6 +7,7 @@ if __name__ == "__main__" and not __package__:  # Run as a file: its folder must
 
 import argparse
 import logging
+import os
 import shutil
 import tempfile
 import time
@@ -62,6 +63,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(words: Sequence[str]) -> None:
     start = time.monotonic()
+    if "WORLD_SIZE" not in os.environ:
+        # So small a model trains on one GPU, however many there are.
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     arguments, overrides = make_parser().parse_known_args(words)
     folder = Path(arguments.output_dir)
     data = folder / "data"

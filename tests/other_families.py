@@ -5,6 +5,8 @@ from tiny_generator import tiny_generator, tiny_pair
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
+    FSMTConfig,
+    FSMTForConditionalGeneration,
     MarianConfig,
     MarianMTModel,
     PreTrainedModel,
@@ -16,7 +18,7 @@ from metaphrase.inference import Generator
 
 
 def other_model(family: str) -> PreTrainedModel:
-    """A model of `t5`, `bart` or `marian`, always the same."""
+    """A model of `t5`, `bart`, `marian` or `fsmt`, always the same."""
     fields = tiny_pair().config_fields()
     fields.pop("decoder_vocab_size")
     torch.manual_seed(0)
@@ -35,6 +37,10 @@ def other_model(family: str) -> PreTrainedModel:
         "decoder_attention_heads": 2,
         "forced_eos_token_id": None,
     }
+    if family == "fsmt":
+        vocabulary = fields.pop("vocab_size")
+        sizes |= {"langs": ["en", "de"], "src_vocab_size": vocabulary, "tgt_vocab_size": vocabulary}
+        return FSMTForConditionalGeneration(FSMTConfig(**fields, **sizes)).eval()
     if family == "marian":
         return MarianMTModel(MarianConfig(**fields, **sizes)).eval()
     return BartForConditionalGeneration(BartConfig(**fields, **sizes)).eval()

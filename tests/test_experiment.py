@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from small_experiments import make_recipe
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, Seq2SeqTrainingArguments
 
 from metaphrase.inference import Generator
 from metaphrase.tokenization import TokenizerPair
@@ -178,6 +178,16 @@ def test_early_stopping_and_best_checkpoint(data, tmp_path):
     assert state["best_model_checkpoint"].endswith("checkpoint-3")
 
 
+def test_several_gpus_need_a_process_each(data, tmp_path, monkeypatch):
+    experiment = Experiment(make_recipe(data, tmp_path / "run"))
+    monkeypatch.setattr(Seq2SeqTrainingArguments, "n_gpu", 2)
+    with pytest.raises(
+        ValueError, match=r"got one process with 2 GPUs. .*torchrun --nproc_per_node 2 .*accelerate launch"
+    ):
+        experiment.train()
+    assert not (tmp_path / "run").exists()
+
+
 def test_unknown_field_of_the_network_is_refused(data, tmp_path):
     with pytest.raises(ValueError, match="Did you mean 'hidden_size'"):
         Experiment(make_recipe(data, tmp_path / "run", **{"model.hiden_size": 8})).train()
@@ -207,6 +217,29 @@ def test_streamed_training_resumes_to_the_weights_of_one_that_did_not_stop(data,
         assert torch.equal(tensor, expected[name]), name
 
 
+def test_another_place_in_a_stream_or_among_batches_is_pointed_out(data, tmp_path, caplog):
+    fields = {
+        "max_tokens_per_batch": 200,
+        "per_device_train_batch_size": None,
+        "eval_strategy": "no",
+        "test_file": None,
+    }
+    fields |= {"max_steps": 2, "save_steps": 1}
+    for streaming in (
+        {"streaming": "true", "pairs_in_buffer": 25, "max_source_length": 90, "max_target_length": 90},
+        {},
+    ):
+        run = tmp_path / f"run{len(streaming)}"
+        Experiment(make_recipe(data, run, **fields, **streaming)).train()
+        changes = {"max_tokens_per_batch": 240} | ({"pairs_in_buffer": 30} if streaming else {})
+        going_on = {**fields, **streaming, **changes, "max_steps": 3, "resume_from_checkpoint": "true"}
+        Experiment(make_recipe(data, run, **going_on)).train()
+        assert "same place in the data: before, it had" in caplog.text
+        assert "max_tokens_per_batch 200, now 240" in caplog.text
+        assert ("pairs_in_buffer 25, now 30" in caplog.text) is bool(streaming)
+        caplog.clear()
+
+
 @pytest.mark.parametrize("missing", ["max_tokens_per_batch", "max_steps"])
 def test_streaming_needs_a_budget_and_an_end(data, tmp_path, missing):
     fields = {"streaming": "true", "max_tokens_per_batch": 200, "max_steps": 6, missing: None}
@@ -234,6 +267,25 @@ def test_plain_text_trains_by_a_denoising_objective(data, tmp_path, objective):
     assert account["train"]["documents"] == 60
     tokenizers = TokenizerPair.from_pretrained(tmp_path / "run")
     assert ("<mask>" if objective == "text_infilling" else "<extra_id_0>") in tokenizers.source.get_vocab()
+
+
+@pytest.mark.parametrize("objective", ["span_corruption", "ul2"])
+def test_a_single_token_behind_the_last_block_of_text_stops_no_run(data, tmp_path, objective):
+    fields = {"objective": objective, "train_text_file": "text.txt", "remainder": "keep", "tokenizer_kind": "byte"}
+    fields |= {"train_file": None, "validation_file": None, "test_file": None, "vocab_size": None}
+    fields |= {"max_source_length": 24, "max_target_length": 24}
+
+    def report_of(characters):
+        (data / "text.txt").write_text("a" * characters + "\n", encoding="utf-8")
+        experiment = Experiment(make_recipe(data, tmp_path / "run", **fields))
+        experiment.corpus.load()
+        experiment.corpus.encode(experiment.make_tokenizers())
+        return experiment.corpus.reports["train"]
+
+    length = report_of(300).block_length
+    report = report_of(3 * length)
+    assert (report.remainder_tokens, report.blocks) == (1, 3)
+    assert "1 tokens behind the last block not used" in str(report)
 
 
 def test_fields_of_text_and_fields_of_pairs_exclude_each_other(data, tmp_path):

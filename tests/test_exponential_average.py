@@ -324,6 +324,31 @@ def test_checkpoint_must_hold_the_same_average(tmp_path, caplog):
         ExponentialAverage(0.9).load(checkpoint)
 
 
+def test_an_average_begins_at_a_checkpoint_of_a_run_without(tmp_path, caplog):
+    make_trainer(tmp_path, max_steps=3).train()
+    average, recorder = ExponentialAverage(0.9), Recorder()
+    trainer = make_trainer(tmp_path, average, recorder)
+    start = load_file(tmp_path / "checkpoint-3" / "model.safetensors")
+    trainer.train(resume_from_checkpoint=True)
+    assert f"{tmp_path / 'checkpoint-3'} holds no exponential average: it begins with the weights there." in caplog.text
+    assert average.num_updates == len(recorder.steps) == 3
+    steps = [{name: step[name] for name in start} for step in recorder.steps]
+    assert_close({name: weights_of(trainer.model)[name] for name in start}, average_by_hand(start, steps, 0.9, True))
+
+
+def test_the_best_checkpoint_may_be_from_before_the_average(tmp_path):
+    options = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 0.02}
+    # The highest loss counts as the best one, which is that of the first checkpoint.
+    options |= {"greater_is_better": True, "eval_steps": 1, "save_steps": 1}
+    make_trainer(tmp_path, max_steps=1, **options).train()
+    trainer = make_trainer(tmp_path, ExponentialAverage(0.0), **options, max_steps=3)
+    trainer.train(resume_from_checkpoint=True)
+    best = trainer.state.best_model_checkpoint
+    assert best.endswith("checkpoint-1")
+    expected = load_file(f"{best}/model.safetensors")
+    assert all(torch.equal(weight, weights_of(trainer.model)[name]) for name, weight in expected.items())
+
+
 # Errors
 
 

@@ -8,7 +8,9 @@ import yaml
 from transformers import Seq2SeqTrainingArguments
 
 from metaphrase.scripts.train import find_recipe
-from metaphrase.training.recipe import TRAINING_DEFAULTS, Recipe, format_help, load_recipe
+from metaphrase.training.recipe import OWN_FIELDS, TRAINING_DEFAULTS, Recipe, format_help, load_recipe
+
+STREAM = {"train_file": "a", "streaming": True, "max_tokens_per_batch": 600}
 
 
 @pytest.fixture
@@ -194,6 +196,24 @@ def test_refused_overrides(words, message):
             ("r_drop_start_step", "max_steps"),
         ),
         ({"training": {"learnin_rate": 1}}, ("learnin_rate", "learning_rate")),
+        *(
+            ({**STREAM, "training": {"max_steps": 5, name: "epoch"}}, (name, "streaming"))
+            for name in ("save_strategy", "eval_strategy", "logging_strategy")
+        ),
+        ({"tasks": {"a": {}}, "mixing_temperature": 3.0}, ("mixing_temperature", "task_mixing")),
+        (
+            {"tasks": {"a": {}}, "mixing_temperature": 3.0, "task_mixing": "equal"},
+            ("mixing_temperature", "task_mixing"),
+        ),
+        ({"tasks": {"a": {}}, "mixing_limit": 3, "task_mixing": "equal"}, ("mixing_limit", "task_mixing")),
+        (
+            {"max_tokens_per_batch": 9, "training": {"train_sampling_strategy": "sequential"}},
+            ("train_sampling_strategy", "max_tokens_per_batch"),
+        ),
+        (
+            {"max_tokens_per_batch": 9, "training": {"dataloader_drop_last": True}},
+            ("dataloader_drop_last", "max_tokens_per_batch"),
+        ),
     ],
 )
 def test_contradictions_are_refused(fields, names):
@@ -202,7 +222,38 @@ def test_contradictions_are_refused(fields, names):
     assert all(f"`{name}`" in str(caught.value) for name in names)
 
 
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("label_smoothing_factor", (0.0, 0.9), (1.0, 10.0, -0.1)),
+        ("exponential_average_decay", (0.0, 0.999), (1.0, 2.0)),
+        ("layer_decay", (0.5, 1.0), (0.0, 1.1, -1.0)),
+        ("noise_density", (0.15,), (0.0, 1.0)),
+        ("lora_dropout", (0.0, 0.1), (1.0,)),
+    ],
+)
+def test_shares_have_their_bounds_at_the_entrance(name, good, bad):
+    others = {"noise_density": {"objective": "span_corruption"}}
+    others |= {"lora_dropout": {"lora_rank": 2, "model_name_or_path": "x"}}
+    for value in (*good, *bad):
+        is_ours = name in OWN_FIELDS
+        fields = {name: value} if is_ours else {"training": {name: value}}
+        fields |= others.get(name, {})
+        if value in good:
+            assert getattr(Recipe(**fields), name) == value
+            continue
+        with pytest.raises(
+            ValueError, match=rf"`{name}` must be (at least|above) 0 and (below|at most) 1, got {value}"
+        ):
+            Recipe(**fields)
+
+
 def test_consistent_fields_are_accepted():
+    Recipe(**STREAM, training={"max_steps": 5, "save_strategy": "steps", "eval_strategy": "no"})
+    Recipe(tasks={"a": {}}, mixing_temperature=3.0, task_mixing="temperature", mixing_limit=3)
+    Recipe(tasks={"a": {}}, mixing_temperature=2.0)
+    Recipe(training={"train_sampling_strategy": "sequential", "dataloader_drop_last": True})
+    Recipe(max_tokens_per_batch=9, training={"train_sampling_strategy": "group_by_length"})
     recipe = Recipe(
         dataset_name="x",
         dataset_config_name="y",
@@ -337,6 +388,23 @@ def test_the_better_direction_of_a_metric_is_known(metric, given, expected):
         train_file="train.tsv", training={name: value for name, value in options.items() if value is not None}
     )
     assert recipe.training_arguments().greater_is_better is expected
+
+
+@pytest.mark.parametrize(
+    ("metric", "given", "mode"), [("bleu", None, "max"), ("loss", None, None), ("bleu", {"mode": "min"}, "min")]
+)
+def test_the_rate_falls_where_the_metric_gets_no_better(metric, given, mode):
+    training = {"output_dir": "run", "use_cpu": True, "metric_for_best_model": metric, "eval_strategy": "steps"}
+    training |= {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_steps": 1}
+    training |= {} if given is None else {"lr_scheduler_kwargs": given}
+    recipe = Recipe(train_file="train.tsv", training=training)
+    assert (recipe.training_arguments().lr_scheduler_kwargs or {}).get("mode") == mode
+    # That is no part of what was set.
+    assert recipe.to_dict().get("lr_scheduler_kwargs") == given
+    training |= {"lr_scheduler_type": "linear"}
+    assert (Recipe(training=training).training_arguments().lr_scheduler_kwargs or {}).get("mode") == (given or {}).get(
+        "mode"
+    )
 
 
 def test_a_mere_name_is_that_of_a_recipe_of_the_package(tmp_path, monkeypatch):

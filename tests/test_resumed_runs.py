@@ -1,5 +1,6 @@
 """What a resumed run takes from its checkpoint."""
 
+import json
 import logging
 import os
 import random
@@ -187,6 +188,51 @@ def test_the_place_in_the_data_is_not_counted_from_the_steps_alone(kind, saving,
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
+@pytest.mark.parametrize("steps", [3, 4, 6, 8])
+def test_a_stream_whose_run_is_made_longer_keeps_its_place(steps, tmp_path):
+    """A pass has four steps."""
+
+    def train(folder, steps, resume=None):
+        trainer = make_trainer(folder, max_steps=steps, lr_scheduler_type="constant")
+        trainer.train_dataset = Stream()
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer.model.state_dict()
+
+    whole = train(tmp_path / "whole", 10)
+    train(tmp_path / "parts", steps)
+    parts = train(tmp_path / "parts", 10, resume=True)
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_other_pairs_are_refused_when_a_run_goes_on(tmp_path, caplog):
+    pairs = [{**pair, "source_length": 3, "target_length": 3} for pair in PAIRS]
+    # One token differs, and one pair is missing.
+    others = ([*pairs[:-1], {**pairs[-1], "labels": [9, 13, 2]}], pairs[:-1])
+
+    def train(pairs, resume=True, **options):
+        trainer = make_trainer(tmp_path, **{"max_steps": 4, **options})
+        trainer.train_dataset = datasets.Dataset.from_list(pairs)
+        return trainer.train(resume_from_checkpoint=resume).global_step
+
+    train(pairs, resume=None, max_steps=2)
+    before = (tmp_path / "checkpoint-2" / "progress.json").read_bytes()
+    for other in others:
+        with pytest.raises(
+            ValueError, match=f"training pairs must stay as they were .* got {len(other)} pairs, .* before, 8"
+        ):
+            train(other)
+    assert names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
+    assert (tmp_path / "checkpoint-2" / "progress.json").read_bytes() == before
+    assert train(others[0], ignore_data_skip=True) == 4
+    # A checkpoint of an earlier version says nothing of them.
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    for path in tmp_path.glob("checkpoint-*/progress.json"):
+        path.write_text(json.dumps({k: v for k, v in read(path).items() if k not in ("data", "is_exhausted")}))
+    shutil.rmtree(tmp_path / "checkpoint-3")
+    assert train(others[0]) == 4
+    assert "must stay" not in caplog.text
+
+
 def test_the_best_checkpoint_is_found_where_the_run_was_moved(tmp_path):
     options = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "learning_rate": 0.1}
     make_trainer(tmp_path / "before", max_steps=2, **options).train()
@@ -227,7 +273,7 @@ def test_callbacks_get_back_what_they_keep_and_stay_what_they_are(tmp_path, capl
     assert "Counter goes on with other settings: {'step': 100}, before {'step': 10}" in caplog.text
 
 
-def test_more_patience_lets_a_run_go_on(tmp_path):
+def test_more_patience_lets_a_run_train(tmp_path):
     options = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "learning_rate": 0.0}
     options |= {"max_steps": 6, "metric_for_best_model": "loss"}
 
@@ -279,7 +325,7 @@ def test_nothing_is_pointed_out_where_nothing_is_wrong(tmp_path, caplog):
 
 def test_transformers_has_what_the_mixin_overrides():
     added = {"_read_progress", "_has_same_epochs", "_layout_of_epochs", "_is_over", "_end_epoch", "_restore_totals"}
-    added |= {"_note_callbacks", "_name_best", "_progress", "_kept_checkpoints", "_set_later_aside"}
+    added |= {"_check_data", "_note_callbacks", "_name_best", "_progress", "_kept_checkpoints", "_set_later_aside"}
     own = {name for name, value in vars(WholeCheckpoints).items() if callable(value)}
     assert added < own
     assert [name for name in sorted(own - added) if not hasattr(Trainer, name)] == []

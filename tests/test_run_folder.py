@@ -73,10 +73,17 @@ def test_a_resumed_run_keeps_what_its_checkpoint_has_settled(data, tmp_path):
     ):
         with pytest.raises(ValueError, match=said):
             Experiment(make_recipe(data, run, **fields | changed))
-    # This is found out when the checkpoint is loaded.
-    with pytest.raises(ValueError, match="to go on with an exponential average"):
-        Experiment(make_recipe(data, run, **fields, exponential_average_decay=0.5)).train()
     assert contents(run) == before
+
+
+def test_a_resumed_run_may_begin_an_average(data, tmp_path, caplog):
+    fields = {"max_steps": 1, "save_steps": 1, "eval_strategy": "no", "test_file": None, "validation_file": None}
+    Experiment(make_recipe(data, tmp_path, **fields)).train()
+    fields |= {"max_steps": 2, "resume_from_checkpoint": "true", "exponential_average_decay": 0.5}
+    Experiment(make_recipe(data, tmp_path, **fields)).train()
+    assert "checkpoint-1 holds no exponential average: it begins with the weights there." in caplog.text
+    assert (tmp_path / "checkpoint-2" / "exponential_average.safetensors").is_file()
+    assert load_recipe(tmp_path / "recipe.yaml").exponential_average_decay == 0.5
 
 
 def test_a_resumed_run_may_change_its_length_batches_and_evaluation(data, tmp_path):
@@ -121,3 +128,15 @@ def test_faults_of_the_data_may_be_passed_over_from_now_on_but_not_the_reverse(d
     Experiment(make_recipe(data, tmp_path / "run", **lenient)).train()
     with pytest.raises(ValueError, match=r"`invalid_utf8` must stay .* got 'error', and 'skip'"):
         Experiment(make_recipe(data, tmp_path / "run", **fields))
+
+
+def test_a_run_whose_recipe_newer_rules_refuse_can_go_on(data, tmp_path):
+    fields = {"max_steps": 1, "save_steps": 1, "eval_strategy": "no", "test_file": None, "max_tokens_per_batch": 300}
+    Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    with (tmp_path / "run" / "recipe.yaml").open("a", encoding="utf-8") as file:
+        file.write("train_sampling_strategy: sequential\n")
+    fields |= {"max_steps": 2, "resume_from_checkpoint": "true"}
+    with pytest.raises(ValueError, match="`train_sampling_strategy` must not be sequential"):
+        make_recipe(data, tmp_path / "run", **fields, train_sampling_strategy="sequential")
+    Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    assert (tmp_path / "run" / "checkpoint-2").is_dir()

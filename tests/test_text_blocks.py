@@ -74,6 +74,15 @@ def test_the_report_says_what_is_not_used():
     assert str(report).endswith("1 tokens behind the last block kept as a shorter block.")
 
 
+def test_a_remainder_too_short_for_a_block_is_left_out_and_counted():
+    for remainder, kept in ((3, False), (2, True), (1, True)):
+        rows, report = text_blocks(dataset_of(["abcdefghi"]), Letters(), 8, remainder="keep", least_length=remainder)
+        assert (len(rows), report.blocks, report.remainder_tokens) == (1 + kept, 1 + kept, 2)
+        assert ("2 tokens behind the last block not used" in str(report)) is not kept
+    with pytest.raises(ValueError, match="must fill at least one block"):
+        text_blocks(dataset_of(["a"]), Letters(), 8, remainder="keep", least_length=3)
+
+
 def test_blocks_run_on_over_batches_of_documents(monkeypatch):
     monkeypatch.setattr(module, "TEXTS_PER_CALL", 3)
     texts = ["abc" * (number % 4) for number in range(50)]

@@ -50,6 +50,23 @@ def test_an_epoch_of_more_batches_than_planned_is_formed_anew_from_all_pairs():
     assert all(padded_cost(*lengths[batch].T) <= 600 for batch in batches)
 
 
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_no_pair_of_a_small_heavy_tailed_corpus_is_lost_in_any_epoch(processes):
+    generator = np.random.default_rng(6)
+    is_long, long = generator.random((300, 2)) < 0.1, generator.integers(50, 100, (300, 2))
+    lengths = np.where(is_long, long, generator.integers(2, 8, (300, 2)))
+    budget = int(lengths.sum(axis=1).max())
+    sampler = TokenBudgetSampler(lengths, budget, 42, processes)
+    orders = set()
+    for epoch in range(24):
+        batches = sampler.epoch_batches(epoch)
+        assert len(batches) == len(sampler) * processes
+        assert sorted(index for batch in batches for index in batch) == list(range(300)), epoch
+        assert all(padded_cost(*lengths[batch].T) <= budget for batch in batches)
+        orders.add(str(batches))
+    assert len(orders) == 24
+
+
 def test_order_depends_on_seed_and_epoch_alone():
     lengths = random_lengths()
 

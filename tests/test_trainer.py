@@ -6,11 +6,13 @@ import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
 from datasets import Dataset
+from other_families import other_model
+from tiny_generator import SOURCES, TARGETS, tiny_pair
 from tiny_models import tiny_model
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, BartConfig, BartForConditionalGeneration, Seq2SeqTrainingArguments
 
-from metaphrase.modeling import IGNORED_LABEL, sequence_loss
+from metaphrase.modeling import IGNORED_LABEL, sequence_loss, shift_right
 from metaphrase.tokenization import TokenizerPair, train_tokenizer
 from metaphrase.training.batching import PairCollator
 from metaphrase.training.checkpoint_folders import checkpoints_in, step_of
@@ -104,6 +106,19 @@ def test_several_processes_count_each_pair_of_a_budget_once(model, pairs, tmp_pa
     torch.testing.assert_close(total, expected)
 
 
+def test_fewer_pairs_than_processes_are_evaluated_with_a_budget_too(model, pairs, tmp_path, monkeypatch):
+    trainer = make_trainer(model, pairs, tmp_path, max_tokens_per_batch=40, prediction_loss_only=True)
+    columns = [{f"{side}_length": len(pair[name]) for side, name in SIDES.items()} | pair for pair in pairs[:2]]
+    dataset = Dataset.from_list(columns)
+    expected = trainer.evaluate(dataset)["eval_loss"]
+    monkeypatch.setattr(Seq2SeqTrainingArguments, "world_size", 3)
+    loader = trainer.get_eval_dataloader(dataset)
+    [batch] = list(loader)
+    assert len(batch["labels"]) == 2
+    monkeypatch.undo()
+    assert model.eval()(**batch).loss.item() == pytest.approx(expected, rel=1e-5)
+
+
 def test_training_loss_is_smoothed(model, pairs, tmp_path):
     trainer = make_trainer(model, pairs, tmp_path, label_smoothing_factor=0.3)
     batch = PairCollator(0)(pairs[:4])
@@ -137,6 +152,21 @@ def test_other_families_have_their_labels_smoothed(pairs, tmp_path):
             total += model.eval()(**PairCollator(0)([pair])).loss.item() * len(pair["labels"])
             count += len(pair["labels"])
     assert metrics["eval_loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_a_family_that_does_not_shift_labels_learns_them(tmp_path):
+    """FSMT's class would let its decoder read the sources."""
+    pair = tiny_pair()
+    sides = zip(pair.encode_sources(SOURCES), pair.encode_targets(TARGETS), strict=True)
+    pairs = [{"input_ids": source, "labels": target} for source, target in sides]
+    model = other_model("fsmt")
+    trainer = make_trainer(model, pairs, tmp_path)
+    batch = PairCollator(model.config.pad_token_id)(pairs)
+    shifted = shift_right(batch["labels"], model.config.pad_token_id, model.config.decoder_start_token_id)
+    expected = sequence_loss(model.eval()(**batch, decoder_input_ids=shifted).logits, batch["labels"])
+    assert trainer.compute_loss(model, dict(batch)).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.item(), rel=1e-5)
+    trainer.train()
 
 
 def test_other_families_accumulate_to_the_same_weights(pairs, tmp_path):

@@ -4,8 +4,29 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch.utils.data import Sampler
+from transformers import PreTrainedModel
 
-from metaphrase.modeling import IGNORED_LABEL
+from metaphrase.modeling import IGNORED_LABEL, shift_right
+
+# Families whose own class makes what the decoder reads of the sources, where it is given labels alone.
+_NOT_SHIFTING = ("fsmt",)
+
+
+def with_decoder_inputs(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A batch with `decoder_input_ids`, the labels shifted to the right, for a model that does not shift them by itself.
+
+    Args:
+        model: Any encoder-decoder; for most the batch stays as it is.
+        inputs: With `labels`, `(batch, target)`.
+
+    Raises:
+        ValueError: If the model has no start token.
+    """
+    config, labels = model.config, inputs.get("labels")
+    if config.model_type not in _NOT_SHIFTING or labels is None or "decoder_input_ids" in inputs:
+        return dict(inputs)
+    shifted = shift_right(labels, config.pad_token_id, config.decoder_start_token_id)
+    return {**inputs, "decoder_input_ids": shifted}
 
 
 class PairCollator:

@@ -5,6 +5,7 @@ import logging
 import os
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from metaphrase.training.checkpoint_folders import (
     set_later_aside,
     unfinished_folder,
 )
+from metaphrase.training.data_fingerprint import data_fingerprint
 from metaphrase.training.denoising import announce_epoch
 from metaphrase.training.random_states import (
     are_equal_states,
@@ -140,9 +142,14 @@ class WholeCheckpoints:
         self._name_best(run if folder.resolve() == run.resolve() else folder)
         progress = self._read_progress(Path(resume_from_checkpoint))
         self._resumed = _Resumed(resume_from_checkpoint, progress)
+        if progress is not None and not self.args.ignore_data_skip:
+            self._check_data(progress)
         if progress is None or self.args.ignore_data_skip or not self._has_same_epochs(progress):
             return epoch, batches
         is_done = progress["num_batches"] >= progress["batches_per_epoch"]
+        if self._steps_per_epoch is None:
+            # The steps of a run, which may be more now, are not the end of a stream.
+            is_done = progress.get("is_exhausted", False)
         if progress["is_epoch_end_reported"] and (is_done or not progress["is_training_stopped"]):
             return progress["epoch"] + 1, 0
         self._resumed.is_epoch_end_due = is_done or progress["is_epoch_stopped"]
@@ -156,8 +163,24 @@ class WholeCheckpoints:
             return None
         return json.loads((checkpoint / PROGRESS_NAME).read_text(encoding="utf-8"))
 
+    def _check_data(self, progress: dict[str, Any]) -> None:
+        # Earlier versions noted nothing, and a stream has none.
+        before, present = progress.get("data"), self._data_fingerprint
+        if before is not None and present is not None and before != present:
+            raise ValueError(
+                "The training pairs must stay as they were when a run is resumed, since it goes on at a place among them, got "
+                f"{present['num_pairs']} pairs, of which some are not the same as those before, {before['num_pairs']}. "
+                "Bring back the data as it was, or start a new run from the weights by `model_name_or_path`; with "
+                "`ignore_data_skip: true` this one goes on with an epoch of the pairs that are there now."
+            )
+
+    @cached_property
+    def _data_fingerprint(self) -> dict[str, Any] | None:
+        return data_fingerprint(self.train_dataset)
+
     def _has_same_epochs(self, progress: dict[str, Any]) -> bool:
-        present = self._layout_of_epochs()
+        # What earlier versions did not note counts as the same.
+        present = {name: value for name, value in self._layout_of_epochs().items() if name in progress}
         if different := [
             f"{name} {progress[name]}, now {present[name]}" for name in present if progress[name] != present[name]
         ]:
@@ -167,6 +190,7 @@ class WholeCheckpoints:
         return not different
 
     def _layout_of_epochs(self) -> dict[str, int | None]:
+        """What decides where a number of batches leads in the data."""
         return {
             "num_processes": self.args.world_size,
             "gradient_accumulation_steps": self.args.gradient_accumulation_steps,
@@ -371,6 +395,8 @@ class WholeCheckpoints:
             "epoch": self._epoch,
             "num_batches": self._num_batches_reported if is_mid_step else self._num_batches,
             "batches_per_epoch": self._batches_per_epoch,
+            "is_exhausted": self._is_exhausted,
+            "data": self._data_fingerprint,
             "is_epoch_end_reported": is_reported and self._is_epoch_end,
             "is_epoch_stopped": self.control.should_epoch_stop,
             "is_training_stopped": self.control.should_training_stop,

@@ -15,6 +15,7 @@ from metaphrase.training.length_limits import fit_budget, fit_limits
 from metaphrase.training.pair_stream import PairStream, TextStream
 from metaphrase.training.pairs import load_pairs, split_pairs
 from metaphrase.training.recipe import Recipe
+from metaphrase.training.span_corruption import MIN_BLOCK_LENGTH
 from metaphrase.training.text_blocks import load_texts, text_blocks
 from metaphrase.training.token_stream import TokenBudgetStream
 
@@ -223,7 +224,12 @@ class TextCorpus(PairCorpus):
         )
         length = longest_block(objective, recipe.max_source_length, recipe.max_target_length)
         blocks, self.reports[split] = text_blocks(
-            self.splits[split], tokenizers, length, end_documents=recipe.end_documents, remainder=recipe.remainder
+            self.splits[split],
+            tokenizers,
+            length,
+            end_documents=recipe.end_documents,
+            remainder=recipe.remainder,
+            least_length=1 if recipe.objective == "text_infilling" else MIN_BLOCK_LENGTH,
         )
         logger.info("%s: %s", split, self.reports[split])
         return DenoisingDataset(blocks, objective, self.seed)

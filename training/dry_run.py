@@ -7,7 +7,7 @@ import torch
 from transformers import set_seed
 
 from metaphrase.training.adapters import is_adapted
-from metaphrase.training.batching import PairCollator
+from metaphrase.training.batching import PairCollator, with_decoder_inputs
 from metaphrase.training.compute_estimate import measure_flops_per_second
 from metaphrase.training.estimate import RunEstimate, estimate_run
 from metaphrase.training.experiment import Experiment
@@ -76,6 +76,7 @@ def _measured_rate(experiment: Experiment, model, train, lengths: np.ndarray) ->
     collate = PackedCollator() if is_packed else PairCollator(model.config.pad_token_id or 0)
     names = ("input_ids", "labels")
     batches = [collate([{name: train[row][name] for name in names} for row in batch]) for batch in rows]
+    batches = [with_decoder_inputs(model, batch) for batch in batches]
     device = arguments.device
     batches = [
         {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}

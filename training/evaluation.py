@@ -15,7 +15,7 @@ from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.modeling.length_batches import batches_by_length
 from metaphrase.modeling.position_limits import longest_target
 from metaphrase.tokenization import TextFrame, check_target_language, shorten
-from metaphrase.training.batching import PairCollator
+from metaphrase.training.batching import PairCollator, with_decoder_inputs
 from metaphrase.training.metrics import compute_metrics
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ def corpus_loss(
     with torch.inference_mode():
         for batch in batches_by_length(lengths, batch_size, max_tokens_per_batch):
             inputs = collate([{"input_ids": sources[index], "labels": targets[index]} for index in batch])
+            inputs = with_decoder_inputs(model, inputs)
             loss = model(**{name: tensor.to(model.device) for name, tensor in inputs.items()}).loss
             num_labels = int((inputs["labels"] != IGNORED_LABEL).sum())
             total, count = total + loss.item() * num_labels, count + num_labels

@@ -10,8 +10,6 @@ import datasets
 import torch
 from accelerate.utils import broadcast_object_list
 from transformers import (
-    AutoConfig,
-    AutoModelForSeq2SeqLM,
     EarlyStoppingCallback,
     PreTrainedModel,
     Seq2SeqTrainingArguments,
@@ -25,14 +23,16 @@ from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGenera
 from metaphrase.tokenization import TokenizerPair, set_languages
 from metaphrase.training.adapters import ALL_LINEAR, add_lora, import_peft, is_adapted, merge_lora
 from metaphrase.training.averaging import RECIPE_NAME, average_checkpoints, select_checkpoints
+from metaphrase.training.base_model import fit_special_ids, fit_vocabulary, load_base
 from metaphrase.training.batching import PairCollator
+from metaphrase.training.decoding_settings import length_limit, settle_decoding
 from metaphrase.training.evaluation import evaluate_generator
 from metaphrase.training.exponential_average import ExponentialAverage
 from metaphrase.training.length_limits import longest_sequence
 from metaphrase.training.metrics import DEFAULT_METRICS, check_metrics, compute_metrics, write_metrics
 from metaphrase.training.parameter_groups import freeze
 from metaphrase.training.precision import warn_of_slow_bfloat16
-from metaphrase.training.processes import check_processes
+from metaphrase.training.processes import check_devices, check_processes
 from metaphrase.training.r_drop import check_r_drop
 from metaphrase.training.recipe import Recipe
 from metaphrase.training.recipe_fields import DEFAULT_PRESET
@@ -88,7 +88,13 @@ class Experiment:
         self.checkpoint = checkpoint_to_resume(recipe, self.folder)
 
     def train(self) -> dict:
-        """Runs everything and returns what `metrics.json` holds."""
+        """Runs everything and returns what `metrics.json` holds.
+
+        Raises:
+            ValueError: If this one process has several GPUs, or the data, the base model or the checkpoint do not fit.
+        """
+        # Not before: a dry run needs none.
+        check_devices(self.arguments.n_gpu)
         set_seed(self.arguments.seed)
         with self.arguments.main_process_first(desc="reading the corpus"):
             self.corpus.load()
@@ -153,19 +159,14 @@ class Experiment:
             with_weights: Whether a model to fine-tune has its weights, or only its shape.
         """
         recipe = self.recipe
+        languages = set_languages(tokenizers, recipe.source_lang, recipe.target_lang)
         if recipe.model_name_or_path is not None:
             if recipe.preset is not None or recipe.model:
                 raise ValueError("`preset` and `model` must be left out when `model_name_or_path` is given.")
-            model = self._load_base(with_weights)
-            entries, rows = len(tokenizers.source), model.get_input_embeddings().num_embeddings
-            if entries > rows:
-                logger.warning("The embedding grows from %d to %d rows, to hold the tokenizer.", rows, entries)
-                if recipe.lora_rank is not None:
-                    raise ValueError(
-                        "`lora_rank` must come with a tokenizer that the model's embedding holds, because an adapter trains no "
-                        f"new rows, got {entries} entries and {rows} rows."
-                    )
-                model.resize_token_embeddings(entries, mean_resizing=with_weights)
+            model = load_base(recipe, with_weights)
+            fit_vocabulary(model, recipe, tokenizers, with_weights)
+            if recipe.tokenizer_name_or_path is not None:
+                fit_special_ids(model, tokenizers, languages)
         else:
             fields = dict(tokenizers.config_fields())
             if not tokenizers.is_joint:
@@ -174,8 +175,7 @@ class Experiment:
             model = MetaphraseForConditionalGeneration(config)
         # Without a limit of its own, generate() would stop at 20 tokens.
         limit = recipe.generation_max_length or self.corpus.max_target_length + 1
-        model.generation_config.update(max_length=limit, **recipe.generation_options())
-        model.generation_config.update(**set_languages(tokenizers, recipe.source_lang, recipe.target_lang))
+        settle_decoding(model, recipe, limit, languages)
         if recipe.r_drop_alpha:
             check_r_drop(model, recipe.lora_dropout if recipe.lora_rank is not None else 0.0)
         if recipe.freeze:
@@ -184,21 +184,6 @@ class Experiment:
             targets = recipe.lora_target_modules or ALL_LINEAR
             model = add_lora(model, recipe.lora_rank, recipe.lora_alpha, recipe.lora_dropout, targets)
         return model
-
-    def _load_base(self, with_weights: bool) -> PreTrainedModel:
-        """The model to fine-tune, in float32: in half precision, most updates would be lost in rounding.
-
-        Beside adapters, which are in float32 themselves, it stays as it is saved.
-        """
-        name = self.recipe.model_name_or_path
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        dtype = config.dtype or torch.float32
-        if dtype != torch.float32 and self.recipe.lora_rank is None:
-            logger.info("The weights of %s, which are in %s, are trained in float32.", name, dtype)
-            dtype = torch.float32
-        if with_weights:
-            return AutoModelForSeq2SeqLM.from_pretrained(name, dtype=dtype, trust_remote_code=False)
-        return AutoModelForSeq2SeqLM.from_config(config, dtype=dtype, trust_remote_code=False)
 
     def _average(self, trainer: MetaphraseTrainer) -> None:
         """Gives the model the mean of the checkpoints that the recipe names."""
@@ -346,7 +331,7 @@ class Experiment:
                 "%d of %d targets met the length limit, %d tokens, before their end: `generation_max_length` raises it.",
                 result["num_unfinished"],
                 result["num_examples"],
-                model.generation_config.max_length,
+                length_limit(model.generation_config),
             )
         result["data"] = {
             "name": corpus.data_name(split),

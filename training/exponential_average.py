@@ -58,14 +58,9 @@ class ExponentialAverage(TrainerCallback):
         return min(self.decay, (1 + num_updates) / (10 + num_updates)) if self.warmup else self.decay
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self.num_updates = 0
-        self.averages = {
-            name: parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad
-        }
+        self.begin(model)
         if self.resumed_folder is not None:
-            self.load(self.resumed_folder)
+            self.load_or_begin(self.resumed_folder, model)
             self.resumed_folder = None
 
     def on_optimizer_step(self, args, state, control, model=None, optimizer=None, **kwargs):
@@ -76,6 +71,27 @@ class ExponentialAverage(TrainerCallback):
     def on_train_end(self, args, state, control, model=None, **kwargs):
         _copy_into(_parameters(model, self.averages), self.averages)
         self.averages = {}
+
+    def begin(self, model: nn.Module) -> None:
+        """Starts a new average at the weights of a model."""
+        self.num_updates = 0
+        self.averages = {
+            name: parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
+
+    def load_or_begin(self, folder: str | os.PathLike, model: nn.Module) -> None:
+        """Goes on from the averages of a checkpoint, or starts at its weights, which the model has, if it holds none.
+
+        Raises:
+            ValueError: If it holds those of other parameters.
+        """
+        if (Path(folder) / EXPONENTIAL_AVERAGE_NAME).is_file():
+            self.load(folder)
+            return
+        logger.warning("%s holds no exponential average: it begins with the weights there.", folder)
+        self.begin(model)
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
@@ -196,5 +212,5 @@ class ExponentialAverageMixin:
         super()._load_best_model()
         average = self._exponential_average()
         if average is not None:
-            # It was the average that did best.
-            average.load(self.state.best_model_checkpoint)
+            # It was the average that did best, unless there was none yet.
+            average.load_or_begin(self.state.best_model_checkpoint, self.model)

@@ -1,4 +1,4 @@
-"""Processes: whether as many were started as were asked for."""
+"""Processes: whether as many were started as were asked for, one for each device."""
 
 import os
 
@@ -19,4 +19,23 @@ def check_processes() -> None:
         raise ValueError(
             "`accelerate launch` must start several processes on a CPU by `--multi_gpu --num_processes N`, got `--cpu`, "
             "with which it starts one. `torchrun --nproc_per_node N` starts them too."
+        )
+
+
+def check_devices(num_devices: int) -> None:
+    """Refuses one process with several GPUs, among which transformers would share out each batch by `torch.nn.DataParallel`.
+
+    That cuts packed rows and the two passes of R-Drop in pieces.
+
+    Args:
+        num_devices: GPUs of this process.
+
+    Raises:
+        ValueError: If they are several.
+    """
+    if num_devices > 1:
+        raise ValueError(
+            f"Each GPU must have a process of its own, got one process with {num_devices} GPUs. Start one for each by `torchrun "
+            f"--nproc_per_node {num_devices} scripts/train.py ...` or `accelerate launch scripts/train.py ...`, or train on one: "
+            "`CUDA_VISIBLE_DEVICES=0`."
         )

@@ -10,11 +10,11 @@ import enum
 import textwrap
 import typing
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import Seq2SeqTrainingArguments
+from transformers import SchedulerType, Seq2SeqTrainingArguments
 
 from metaphrase.training.averaging import is_better_lower
 from metaphrase.training.recipe_checks import check_recipe
@@ -51,11 +51,14 @@ class Recipe(RecipeFields):
     """
 
     training: dict[str, Any] = field(default_factory=dict, repr=False)
+    # False for the recipe of an earlier run, which newer rules need not allow.
+    is_checked: InitVar[bool] = True
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, is_checked: bool) -> None:
         if unknown := sorted(set(self.training) - set(TRAINING_FIELDS)):
             raise ValueError(_unknown(unknown[0], "`training`"))
-        check_recipe(self, {name: item.metadata["minimum"] for name, item in OWN_FIELDS.items()})
+        if is_checked:
+            check_recipe(self, {name: item.metadata["minimum"] for name, item in OWN_FIELDS.items()})
 
     def __getattr__(self, name: str) -> Any:
         if name in TRAINING_FIELDS:
@@ -73,8 +76,8 @@ class Recipe(RecipeFields):
             raise AttributeError(_unknown(name, "an assignment"))
 
     @classmethod
-    def from_mapping(cls, mapping: dict[str, Any], where: str) -> "Recipe":
-        """Makes a recipe of flat keys, which are `where`.
+    def from_mapping(cls, mapping: dict[str, Any], where: str, is_checked: bool = True) -> "Recipe":
+        """Makes a recipe of flat keys, which are `where`; one that is not checked may contradict itself.
 
         Raises:
             ValueError: If a key is unknown, a value is of a wrong type, or the fields contradict each other.
@@ -83,7 +86,7 @@ class Recipe(RecipeFields):
         training = {name: value for name, value in values.items() if name in TRAINING_FIELDS}
         # An empty value of our own field means that it is not set.
         own = {name: value for name, value in values.items() if name not in TRAINING_FIELDS and value is not None}
-        recipe = cls(training=training, **own)
+        recipe = cls(training=training, is_checked=is_checked, **own)
         # Given with its default value counts as given too, so that a saved recipe outlives a change of defaults.
         recipe.__dict__["given"] = frozenset(own)
         return recipe
@@ -163,7 +166,11 @@ class Recipe(RecipeFields):
         if metric is not None and arguments.get("greater_is_better") is None:
             # transformers knows losses alone.
             arguments["greater_is_better"] = not is_better_lower(metric)
-        return Seq2SeqTrainingArguments(**arguments)
+        made = Seq2SeqTrainingArguments(**arguments)
+        if made.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU and made.greater_is_better:
+            # By default torch takes a higher score for no progress.
+            made.lr_scheduler_kwargs = {"mode": "max", **(made.lr_scheduler_kwargs or {})}
+        return made
 
     def to_dict(self) -> dict[str, Any]:
         """Returns what was set, without what belongs to this machine alone, as flat keys."""
@@ -211,7 +218,7 @@ def _unknown(name: str, where: str) -> str:
     return f"Every field must be one that a recipe has, got `{name}` in {where}. {hint}"
 
 
-def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: str | Path | None, overrides: Sequence[str] = (), is_checked: bool = True) -> Recipe:
     """Reads a recipe and applies what the command line changes in it.
 
     Args:
@@ -219,6 +226,7 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
         overrides: Words of the command line: `--field value`, `--field=value`, `--flag` and `--no_flag` for true and false,
             `--model.hidden_size 256` for one key of a mapping, several words for a list. `null` unsets a field. The
             last of equal options holds.
+        is_checked: Whether fields that are out of range or contradict each other are refused.
 
     Raises:
         ValueError: If the file is not a YAML mapping with each key once, a field is unknown or of a wrong type, or the
@@ -241,7 +249,7 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
             if not isinstance(inner, dict):
                 raise ValueError(f"`{key}` must be a mapping to have keys, got {inner!r} for --{option} on {where}.")
         inner[keys[-1]] = parse_words(words)
-    return Recipe.from_mapping(mapping, where if path is None else str(path))
+    return Recipe.from_mapping(mapping, where if path is None else str(path), is_checked)
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:

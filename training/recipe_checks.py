@@ -13,6 +13,10 @@ _EXISTING_TOKENIZER = ("tokenizer_name_or_path", "model_name_or_path")
 # What an existing one has already.
 _OF_A_TRAINED_TOKENIZER = ("tokenizer_kind", "vocab_size", "target_vocab_size", "joint_vocabulary", "lowercase")
 _OF_A_TRAINED_TOKENIZER += ("normalization", "min_frequency", "joiner")
+# Shares, and which of 0 and 1 they may be.
+_FROM_0, _ABOVE_0, _TO_1 = "at least 0 and below 1", "above 0 and below 1", "above 0 and at most 1"
+_BOUNDS = {"label_smoothing_factor": _FROM_0, "exponential_average_decay": _FROM_0, "lora_dropout": _FROM_0}
+_BOUNDS |= {"noise_density": _ABOVE_0, "layer_decay": _TO_1}
 # Any of these gives a task validation pairs.
 _VALIDATION = ("validation_file", "validation_source_file", "dataset_validation_split", "num_validation")
 
@@ -27,11 +31,13 @@ def check_recipe(recipe: "Recipe", minimums: Mapping[str, float | None]) -> None
         value = getattr(recipe, name)
         if minimum is not None and value is not None and value < minimum:
             raise ValueError(f"`{name}` must be at least {minimum}, got {value}.")
+    _check_shares(recipe)
     _check_places(recipe)
     _check_dataset(recipe)
     _check_streaming(recipe)
     _check_objective(recipe)
     _check_tasks(recipe)
+    _check_batches(recipe)
     _check_tokenizer_and_model(recipe)
     _check_evaluation(recipe)
     _check_technique(recipe)
@@ -58,6 +64,31 @@ def _strategy(value: object) -> str:
 def _require_with(recipe: "Recipe", name: str, needed: str) -> None:
     if recipe.is_set(name) and not recipe.is_set(needed):
         raise ValueError(f"`{name}` must come with `{needed}`, got {getattr(recipe, name)!r} without.")
+
+
+def _check_shares(recipe: "Recipe") -> None:
+    for name, bounds in _BOUNDS.items():
+        if (value := getattr(recipe, name)) is None:
+            continue
+        may_be_0, may_be_1 = bounds == _FROM_0, bounds == _TO_1
+        if not (0 < value < 1 or (value == 0 and may_be_0) or (value == 1 and may_be_1)):
+            raise ValueError(f"`{name}` must be {bounds}, got {value}.")
+
+
+def _check_batches(recipe: "Recipe") -> None:
+    """What a budget of tokens decides by itself."""
+    if recipe.max_tokens_per_batch is None:
+        return
+    if _strategy(recipe.train_sampling_strategy) == "sequential":
+        raise ValueError(
+            "`train_sampling_strategy` must not be sequential with `max_tokens_per_batch`, by which pairs of like length share a "
+            f"batch, got {recipe.max_tokens_per_batch}."
+        )
+    if recipe.dataloader_drop_last:
+        raise ValueError(
+            "`dataloader_drop_last` must be false with `max_tokens_per_batch`, by which every pair comes once an epoch, got true "
+            f"and {recipe.max_tokens_per_batch}."
+        )
 
 
 def _check_places(recipe: "Recipe") -> None:
@@ -91,6 +122,9 @@ def _check_streaming(recipe: "Recipe") -> None:
             )
     for name in ("num_validation", "num_test"):
         _refuse_together(recipe, "streaming", name, "pairs cannot be taken out of a stream")
+    for name in ("save_strategy", "eval_strategy", "logging_strategy"):
+        if _strategy(getattr(recipe, name)) == "epoch":
+            raise ValueError(f"`{name}` must be steps or no with `streaming`, since a stream ends no epoch, got epoch.")
 
 
 def _check_objective(recipe: "Recipe") -> None:
@@ -116,6 +150,15 @@ def _check_tasks(recipe: "Recipe") -> None:
         for name in ("task_mixing", "mixing_temperature", "mixing_limit"):
             _require_with(recipe, name, "tasks")
         return
+    mixing = recipe.task_mixing
+    if recipe.mixing_temperature != 2 and mixing != "temperature":
+        raise ValueError(
+            f"`mixing_temperature` must come with `task_mixing` temperature, got {recipe.mixing_temperature} and {mixing}."
+        )
+    if recipe.mixing_limit is not None and mixing == "equal":
+        raise ValueError(
+            f"`mixing_limit` must come with `task_mixing` proportional or temperature, got {recipe.mixing_limit} and equal."
+        )
     of_one = [f"{split}{kind}" for split in SPLITS for kind in ("_file", "_source_file")]
     of_one += ["dataset_name", "source_prefix", "source_column", "target_column", "num_validation", "num_test"]
     of_one += ["streaming", "objective", *(f"max_{split}_samples" for split in SPLITS)]
@@ -154,6 +197,13 @@ def _check_tokenizer_and_model(recipe: "Recipe") -> None:
 def _check_evaluation(recipe: "Recipe") -> None:
     if recipe.metrics and not recipe.predict_with_generate:
         raise ValueError(f"`metrics` must come with true `predict_with_generate`, got {recipe.metrics} and false.")
+    penalty = recipe.length_penalty
+    # A model to fine-tune may bring its beams along.
+    has_beams = (recipe.num_beams or 1) > 1 or (recipe.num_beams is None and recipe.model_name_or_path is not None)
+    if penalty not in (None, 1) and not has_beams:
+        raise ValueError(
+            f"`length_penalty` must come with `num_beams` above 1, got {penalty} and {recipe.num_beams or 1}."
+        )
     _check_best(recipe)
     _require_with(recipe, "early_stopping_threshold", "early_stopping_patience")
     if recipe.early_stopping_patience is None:

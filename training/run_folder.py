@@ -125,7 +125,7 @@ def check_same_run(recipe: Recipe, folder: Path) -> None:
     path = folder / RECIPE_NAME
     if not path.is_file():
         return
-    before, now = _settled_values(load_recipe(path)), _settled_values(recipe)
+    before, now = _settled_values(load_recipe(path, is_checked=False)), _settled_values(recipe)
     for name in sorted(before.keys() | now.keys()):
         old, new = before.get(name), now.get(name)
         # What has been read so far was without fault, and stays.

@@ -44,6 +44,7 @@ class BlockReport:
         full_blocks: Blocks of so many tokens.
         remainder_tokens: Tokens behind the last full block.
         remainder: What became of these: left out ("drop") or made a shorter block ("keep").
+        least_length: Tokens that a shorter block must have; fewer are left out.
     """
 
     documents: int = 0
@@ -52,6 +53,7 @@ class BlockReport:
     full_blocks: int = 0
     remainder_tokens: int = 0
     remainder: Remainder = "drop"
+    least_length: int = 1
 
     @property
     def tokens(self) -> int:
@@ -61,7 +63,12 @@ class BlockReport:
     @property
     def blocks(self) -> int:
         """All blocks, with the shorter one if the remainder is kept."""
-        return self.full_blocks + (self.remainder == "keep" and self.remainder_tokens > 0)
+        return self.full_blocks + self.keeps_remainder
+
+    @property
+    def keeps_remainder(self) -> bool:
+        """Whether the tokens behind the last full block are a shorter one."""
+        return self.remainder == "keep" and self.remainder_tokens >= max(1, self.least_length)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all counts as plain values, ready for JSON."""
@@ -76,7 +83,7 @@ class BlockReport:
         if self.empty_documents:
             parts[0] += f", not used: {self.empty_documents} empty"
         if self.remainder_tokens:
-            fate = "kept as a shorter block" if self.remainder == "keep" else "not used"
+            fate = "kept as a shorter block" if self.keeps_remainder else "not used"
             parts.append(f"{self.remainder_tokens} tokens behind the last block {fate}")
         return "; ".join(parts) + "."
 
@@ -141,6 +148,7 @@ def text_blocks(
     *,
     end_documents: bool = True,
     remainder: Remainder = "drop",
+    least_length: int = 1,
 ) -> tuple[datasets.Dataset, BlockReport]:
     """Joins all documents in their order and cuts them into blocks, so that no token is padding and few are lost.
 
@@ -154,6 +162,7 @@ def text_blocks(
         end_documents: Keep the end of sequence behind each document, so that a model sees where one ends. T5 joined
             documents without.
         remainder: What becomes of the tokens behind the last full block: "drop", or "keep" as a shorter block.
+        least_length: Tokens that such a block must have; fewer are left out, and counted.
 
     Returns:
         The column `input_ids`, and the report.
@@ -198,6 +207,7 @@ def text_blocks(
         full_blocks=len(rows) - 1,
         remainder_tokens=len(last["input_ids"]),
         remainder=remainder,
+        least_length=least_length,
     )
     if report.blocks == 0:
         raise ValueError(f"The texts must fill at least one block of {block_length} tokens. {report}")

@@ -152,7 +152,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
         self.pairs_per_window = max(1, int(batches_per_window * max_tokens_per_batch / mean))
         self.epoch = 0
         most = max(len(self._form(epoch)) for epoch in range(self._PROBED_EPOCHS))
-        # Sorted as a whole, pairs of any order make nearly the same batches: that always fits.
+        # Sorted as a whole, pairs of any order make nearly the same batches: that fits nearly always.
         least = len(self._form(0, is_whole=True))
         planned = max(math.ceil(most * (1 + self._SPARE)), least + 1) if most > 1 else most
         planned = min(planned, len(self.lengths))
@@ -179,7 +179,11 @@ class TokenBudgetSampler(Sampler[list[int]]):
         batches = self._form(epoch)
         if len(batches) > count:
             batches = self._form(epoch, is_whole=True)
+        if len(batches) > count:
+            # A few pairs of very unequal length may need more in any form: these batches the number was made for.
+            batches = self._form(0)
         batches = split_to_count(batches, count)
+        assert len(batches) == count, f"An epoch must have {count} batches, got {len(batches)}."
         generator = self._generator(epoch)
         # Batches of one step are neighbours, so that no process waits long for another.
         steps = torch.randperm(self.batches_per_process, generator=generator).tolist()

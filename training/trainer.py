@@ -20,7 +20,7 @@ from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.adafactor_options import AdafactorOptionsMixin
 from metaphrase.training.adapters import is_adapted
 from metaphrase.training.averaging import DEFAULT_METRIC, scores_in
-from metaphrase.training.batching import LengthGroupedSampler
+from metaphrase.training.batching import LengthGroupedSampler, with_decoder_inputs
 from metaphrase.training.checkpoint_folders import checkpoints_in, step_of
 from metaphrase.training.checkpoints import WholeCheckpoints
 from metaphrase.training.exponential_average import ExponentialAverageMixin
@@ -134,6 +134,13 @@ class MetaphraseTrainer(
         last = whole[-self.num_last_kept :] if self.num_last_kept else []
         return [*super()._kept_checkpoints(run), *scored[: self.num_best_kept], *last]
 
+    def _layout_of_epochs(self) -> dict[str, int | None]:
+        pairs_in_buffer = getattr(self.train_dataset, "pairs_in_buffer", None)
+        return super()._layout_of_epochs() | {
+            "max_tokens_per_batch": self.max_tokens_per_batch,
+            "pairs_in_buffer": pairs_in_buffer,
+        }
+
     def _get_train_sampler(self, train_dataset=None):
         dataset = self.train_dataset if train_dataset is None else train_dataset
         column = self.args.length_column_name
@@ -161,6 +168,9 @@ class MetaphraseTrainer(
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         is_loss_alone = self.args.prediction_loss_only or self._decodes
         if self.max_tokens_per_batch is None or not is_loss_alone or not hasattr(dataset, "column_names"):
+            return super().get_eval_dataloader(eval_dataset)
+        if len(dataset) < self.args.world_size:
+            # Some processes have no pair of their own: the parent's loader gives them one that is not counted.
             return super().get_eval_dataloader(eval_dataset)
         return self._budget_loader(dataset, is_training=False)
 
@@ -245,7 +255,8 @@ class MetaphraseTrainer(
             inputs = {**inputs, "labels": labels} if num_labels else inputs
         if self.compute_loss_func == self._loss_of_logits:
             # The parent takes away the labels, of which these models make what their decoder reads.
-            inputs, model = dict(inputs), partial(model, labels=inputs["labels"])
+            inputs = with_decoder_inputs(self.model, inputs)
+            model = partial(model, labels=inputs["labels"])
         elif is_training:
             inputs = {**inputs, "smoothing": self.label_smoothing}
         if is_training:

@@ -1,0 +1,151 @@
+"""Base models: a model to fine-tune, loaded and fitted to the tokenizers that it is to have."""
+
+import logging
+from collections.abc import Mapping
+
+import torch
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedModel
+
+from metaphrase.tokenization import TokenizerPair
+from metaphrase.training.recipe import Recipe
+
+logger = logging.getLogger(__name__)
+
+# Lists of ids of the vocabulary that a model had.
+_OF_OLD_IDS = ("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "forced_decoder_ids")
+
+
+def load_base(recipe: Recipe, with_weights: bool = True) -> PreTrainedModel:
+    """The model to fine-tune, in float32: in half precision, most updates would be lost in rounding.
+
+    Beside adapters, which are in float32 themselves, it stays as it is saved.
+
+    Args:
+        recipe: Names it.
+        with_weights: Whether it has its weights, or only its shape.
+    """
+    name = recipe.model_name_or_path
+    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    dtype = config.dtype or torch.float32
+    if dtype != torch.float32 and recipe.lora_rank is None:
+        logger.info("The weights of %s, which are in %s, are trained in float32.", name, dtype)
+        dtype = torch.float32
+    if with_weights:
+        return AutoModelForSeq2SeqLM.from_pretrained(name, dtype=dtype, trust_remote_code=False)
+    model = AutoModelForSeq2SeqLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(name)
+    except OSError:
+        logger.debug("%s has no generation config of its own.", name)
+    return model
+
+
+def fit_vocabulary(
+    model: PreTrainedModel, recipe: Recipe, tokenizers: TokenizerPair, with_weights: bool = True
+) -> None:
+    """Lets the embeddings of a model grow to hold its tokenizers.
+
+    Raises:
+        ValueError: If they had to grow beside an adapter, or the model cannot hold the targets.
+    """
+    fields = tokenizers.config_fields()
+    source = fields["vocab_size"]
+    target = fields["decoder_vocab_size"] or source
+    if not _has_two_vocabularies(model):
+        source = target = max(source, target)
+    rows = model.get_input_embeddings().num_embeddings
+    if source > rows:
+        _announce_growth(recipe, "embedding", source, rows)
+        model.resize_token_embeddings(source, mean_resizing=with_weights)
+    head = model.get_output_embeddings()
+    rows = target if head is None else head.weight.shape[0]
+    if target <= rows:
+        return
+    if not hasattr(model, "resize_decoder_token_embeddings"):
+        name = "target_tokenizer_name_or_path" if recipe.target_tokenizer_name_or_path else "tokenizer_name_or_path"
+        raise ValueError(f"`{name}` must have at most the {rows} target entries of the model, got {target}.")
+    _announce_growth(recipe, "embedding of targets", target, rows)
+    # The method of other families knows no options.
+    options = {} if with_weights else {"mean_resizing": False}
+    model.resize_decoder_token_embeddings(target, **options)
+
+
+def _has_two_vocabularies(model: PreTrainedModel) -> bool:
+    return model.get_decoder().get_input_embeddings().weight is not model.get_input_embeddings().weight
+
+
+def _announce_growth(recipe: Recipe, what: str, entries: int, rows: int) -> None:
+    logger.warning("The %s grows from %d to %d rows, to hold the tokenizer.", what, rows, entries)
+    if recipe.lora_rank is not None:
+        raise ValueError(
+            "`lora_rank` must come with a tokenizer that the model's embedding holds, because an adapter trains no "
+            f"new rows, got {entries} entries and {rows} rows."
+        )
+
+
+def fit_special_ids(model: PreTrainedModel, tokenizers: TokenizerPair, languages: Mapping[str, int]) -> None:
+    """Gives a model the special ids of other tokenizers than its own; without them, decoding would never end.
+
+    A token that had a part keeps it: a decoder that started with the end of sequence starts with the new one. Where the ids are
+    those that the model has, nothing changes.
+
+    Args:
+        model: Whose configurations are changed.
+        tokenizers: Given in place of the model's own.
+        languages: What `set_languages` said.
+
+    Raises:
+        ValueError: If a token of the model has no part that the tokenizers know, or its positions are counted from its padding.
+    """
+    config, fields = model.config, tokenizers.config_fields()
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    olds = {name: _as_list(getattr(config, name, None)) for name in names}
+    # Many models have no beginning of sequence where their tokenizer has one, and the other way round.
+    compared = [name for name in names if name != "bos_token_id" or (olds[name] and fields[name] is not None)]
+    if all(fields[name] in olds[name] for name in compared):
+        return
+    # Where one id has two parts, the last counts.
+    parts = {old: name for name in names for old in olds[name]}
+    _move_padding(model, config.pad_token_id, fields["pad_token_id"])
+    [example] = tokenizers.encode_targets(["a"])
+    for owner in (config, model.generation_config):
+        changed = {name: fields[name] for name in names}
+        for name in ("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"):
+            old = _as_list(getattr(owner, name, None))
+            if not old or name in languages:
+                continue
+            if old[0] not in parts:
+                raise ValueError(
+                    f"`{name}` of the model must be one of its special tokens, pad, bos or eos, where `tokenizer_name_or_path` "
+                    f"names another tokenizer, got {old[0]}. Choose another tokenizer, or give `target_lang`."
+                )
+            changed[name] = fields[parts[old[0]]]
+        if changed.get("decoder_start_token_id", 0) is None:
+            changed["decoder_start_token_id"] = fields["decoder_start_token_id"]
+        if changed.get("forced_bos_token_id") not in (None, example[0]):
+            # The targets of these tokenizers do not begin with it.
+            changed["forced_bos_token_id"] = None
+        changed |= {name: None for name in _OF_OLD_IDS if getattr(owner, name, None) is not None}
+        different = {name: value for name, value in changed.items() if getattr(owner, name, None) != value}
+        for name, value in different.items():
+            logger.warning("`%s` is %s, as the tokenizer has it, not %s.", name, value, getattr(owner, name, None))
+            setattr(owner, name, value)
+
+
+def _as_list(ids: int | list[int] | None) -> list[int]:
+    return [] if ids is None else ids if isinstance(ids, list) else [ids]
+
+
+def _move_padding(model: PreTrainedModel, old: int | None, new: int) -> None:
+    """The row of the padding token does not learn, and the row that was its own is to."""
+    if old is None or old == new:
+        return
+    for name, module in model.named_modules():
+        if getattr(module, "padding_idx", None) is None:
+            continue
+        if "position" in name:
+            raise ValueError(
+                f"`pad_token_id` of the tokenizer must be {old}, from which this model counts its positions, got {new}. "
+                "Convert the model first (`metaphrase convert`), or choose another tokenizer."
+            )
+        module.padding_idx = new
