@@ -16,6 +16,7 @@ from transformers.trainer_callback import ExportableState
 
 from metaphrase.training.batching import PairCollator
 from metaphrase.training.checkpoints import WholeCheckpoints, is_whole, last_whole_checkpoint
+from metaphrase.training.data_place import DataPlace
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.recipe import load_recipe
 
@@ -326,7 +327,7 @@ def test_nothing_is_pointed_out_where_nothing_is_wrong(tmp_path, caplog):
 def test_transformers_has_what_the_mixin_overrides():
     added = {"_read_progress", "_has_same_epochs", "_layout_of_epochs", "_is_over", "_end_epoch", "_restore_totals"}
     added |= {"_check_data", "_note_callbacks", "_name_best", "_progress", "_kept_checkpoints", "_set_later_aside"}
-    own = {name for name, value in vars(WholeCheckpoints).items() if callable(value)}
+    own = {name for kind in (WholeCheckpoints, DataPlace) for name, value in vars(kind).items() if callable(value)}
     assert added < own
     assert [name for name in sorted(own - added) if not hasattr(Trainer, name)] == []
     assert [name for name in sorted(added) if hasattr(Trainer, name)] == []

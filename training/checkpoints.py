@@ -5,7 +5,6 @@ import logging
 import os
 import time
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length
 
 from metaphrase.training.checkpoint_folders import (
-    PROGRESS_NAME,
     UNFINISHED_NAME,
     check_whole,
     checkpoint_of_step,
@@ -31,7 +29,7 @@ from metaphrase.training.checkpoint_folders import (
     set_later_aside,
     unfinished_folder,
 )
-from metaphrase.training.data_fingerprint import data_fingerprint
+from metaphrase.training.data_place import DataPlace
 from metaphrase.training.denoising import announce_epoch
 from metaphrase.training.random_states import (
     are_equal_states,
@@ -62,7 +60,7 @@ class _Resumed:
     is_epoch_end_due: bool = False
 
 
-class WholeCheckpoints:
+class WholeCheckpoints(DataPlace):
     """For a Trainer, before its parents: checkpoints that are whole, and a resumed run that ends as one never stopped.
 
     A checkpoint is written below `_unfinished` and gets its name as the last act, when all of it is on the disk. What is replaced
@@ -92,7 +90,6 @@ class WholeCheckpoints:
     _start = 0.0
     _seconds_before = 0.0
     _epoch = 0
-    _steps_per_epoch: int | None = None
     _batches_per_epoch = 0
     _num_batches = 0
     _num_batches_reported = 0
@@ -154,48 +151,6 @@ class WholeCheckpoints:
             return progress["epoch"] + 1, 0
         self._resumed.is_epoch_end_due = is_done or progress["is_epoch_stopped"]
         return progress["epoch"], progress["num_batches"]
-
-    def _read_progress(self, checkpoint: Path) -> dict[str, Any] | None:
-        if not any(checkpoint.glob("optimizer*")) and not any(checkpoint.glob("global_step*")):
-            logger.warning("%s holds no optimizer: that and the schedule begin anew.", checkpoint)
-        if not (checkpoint / PROGRESS_NAME).is_file():
-            logger.warning("%s holds no %s: the run goes on, but not bit for bit.", checkpoint, PROGRESS_NAME)
-            return None
-        return json.loads((checkpoint / PROGRESS_NAME).read_text(encoding="utf-8"))
-
-    def _check_data(self, progress: dict[str, Any]) -> None:
-        # Earlier versions noted nothing, and a stream has none.
-        before, present = progress.get("data"), self._data_fingerprint
-        if before is not None and present is not None and before != present:
-            raise ValueError(
-                "The training pairs must stay as they were when a run is resumed, since it goes on at a place among them, got "
-                f"{present['num_pairs']} pairs, of which some are not the same as those before, {before['num_pairs']}. "
-                "Bring back the data as it was, or start a new run from the weights by `model_name_or_path`; with "
-                "`ignore_data_skip: true` this one goes on with an epoch of the pairs that are there now."
-            )
-
-    @cached_property
-    def _data_fingerprint(self) -> dict[str, Any] | None:
-        return data_fingerprint(self.train_dataset)
-
-    def _has_same_epochs(self, progress: dict[str, Any]) -> bool:
-        # What earlier versions did not note counts as the same.
-        present = {name: value for name, value in self._layout_of_epochs().items() if name in progress}
-        if different := [
-            f"{name} {progress[name]}, now {present[name]}" for name in present if progress[name] != present[name]
-        ]:
-            logger.warning(
-                "The run does not go on at the same place in the data: before, it had %s.", "; ".join(different)
-            )
-        return not different
-
-    def _layout_of_epochs(self) -> dict[str, int | None]:
-        """What decides where a number of batches leads in the data."""
-        return {
-            "num_processes": self.args.world_size,
-            "gradient_accumulation_steps": self.args.gradient_accumulation_steps,
-            "steps_per_epoch": self._steps_per_epoch,
-        }
 
     def _load_callback_state(self):
         for name, states in self.state.stateful_callbacks.items():
