@@ -73,13 +73,10 @@ def _ready_layers(stack: nn.Module) -> _Ready:
 
 
 def _may_pack(stack: nn.Module) -> bool:
-    is_inference = not (stack.training or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
-    return (
-        is_inference
-        and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
-        and stack.dtype == torch.float32
-    )
+    if stack.training or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        return False
+    # What is recorded is to have the layers as they are.
+    return not (torch.compiler.is_compiling() or torch.jit.is_tracing())
 
 
 def _gains(layer: nn.Module) -> bool:

@@ -210,6 +210,14 @@ def test_other_precisions_have_none(products):
     assert not products
 
 
+def test_a_traced_encoder_has_its_layers(products):
+    model, ids = tiny_model().requires_grad_(False), torch.randint(3, 20, (2, 5))
+    with torch.no_grad():
+        traced = torch.jit.trace(lambda ids: model.get_encoder()(ids).last_hidden_state, ids, check_trace=False)
+        assert not products
+        torch.testing.assert_close(traced(ids), model.get_encoder()(ids).last_hidden_state)
+
+
 def test_weights_without_versions_are_not_packed(products):
     with torch.inference_mode():
         encode(tiny_model())
