@@ -193,10 +193,11 @@ class CTranslate2Engine(Engine):
     ) -> list[Hypothesis]:
         ends = set(asked.ends)
         rows = [[self._target_ids[token] for token in tokens] for tokens in result.hypotheses]
+        are_finished = [bool(ids) and ids[-1] in ends for ids in rows]
         if asked.forced_end is not None:
             rows = [ids if not ids or ids[-1] in ends else [*ids[:-1], asked.forced_end] for ids in rows]
         scores = result.scores if return_scores else [None] * len(rows)
-        return [Hypothesis(ids, score, bool(ids) and ids[-1] in ends) for ids, score in zip(rows, scores, strict=True)]
+        return [Hypothesis(*parts) for parts in zip(rows, scores, are_finished, strict=True)]
 
 
 def _find_place(device: str | torch.device | None) -> torch.device:

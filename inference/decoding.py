@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
 from metaphrase.inference.call_options import plain_options
@@ -23,6 +23,7 @@ from metaphrase.inference.text_options import (
     with_start,
 )
 from metaphrase.modeling.length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, batches_by_length
+from metaphrase.modeling.pipeline_options import length_limits, settings_of
 
 
 def decode(
@@ -197,7 +198,8 @@ def _generate(
     ends = model.generation_config.eos_token_id if "eos_token_id" not in generation_kwargs else None
     ends = generation_kwargs.get("eos_token_id") if ends is None else ends
     ends = set(ends if isinstance(ends, (list, tuple)) else [ends])
-    rows = [_cut(row, ends, prompt_length - 1) for row in output.sequences[:, 1:].tolist()]
+    forced_end = _forced_end(model, generation_kwargs, prompt_length)
+    rows = [_cut(row, ends, prompt_length - 1, forced_end) for row in output.sequences[:, 1:].tolist()]
     lengths = [len(ids) + 1 - prompt_length for ids, _ in rows]
     scores = _scores(model, output, lengths) if return_scores else [None] * len(rows)
     for (ids, is_finished), score in zip(rows, scores, strict=True):
@@ -212,11 +214,25 @@ def _is_plain(model: PreTrainedModel, generation_kwargs: dict) -> bool:
     return known >= given and model.generation_config.get_generation_mode() in modes
 
 
-def _cut(row: list[int], ends: set[int | None], num_given: int) -> tuple[list[int], bool]:
-    """The ids up to the first end of sequence behind those that were given, and whether there is one."""
+def _forced_end(model: PreTrainedModel, generation_kwargs: dict, prompt_length: int) -> int | None:
+    """Place, the start token not counted, of an end that is forced where the length limit is met; `None` if there is none."""
+    if settings_of(model, generation_kwargs).get("forced_eos_token_id") is None:
+        return None
+    _, most = length_limits(model, generation_kwargs, prompt_length)
+    if most is None:
+        # As `generate()` does where nobody has said anything.
+        most = GenerationConfig._get_default_generation_params()["max_length"] + prompt_length
+        most = min(most, getattr(model.config, "max_position_embeddings", None) or most)
+    return most - 2
+
+
+def _cut(
+    row: list[int], ends: set[int | None], num_given: int, forced_end: int | None = None
+) -> tuple[list[int], bool]:
+    """The ids up to the first end of sequence behind those that were given, and whether there is one that was not forced."""
     for place, token in enumerate(row):
         if place >= num_given and token in ends:
-            return row[: place + 1], True
+            return row[: place + 1], place != forced_end
     return row, False
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from tiny_generator import tiny_generator
+from other_families import generator_of
+from tiny_generator import SOURCES, tiny_generator, tiny_pair
 from transformers.generation import utils
 
 from metaphrase.inference.decoding import decode
@@ -133,3 +134,23 @@ def test_what_other_processes_decode_is_not_waited_for(generator, sources, monke
     monkeypatch.setattr(utils.dist, "all_reduce", lambda *_, **__: wanted.append(True))
     assert decode(generator.model, sources) == expected
     assert not wanted
+
+
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
+@pytest.mark.parametrize("family", ["metaphrase", "bart"])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_an_end_that_is_forced_at_the_limit_is_none(family, beams):
+    model, end = generator_of(family).model, 2
+    sources = tiny_pair().encode_sources(SOURCES)
+    own = decode(model, sources, num_beams=beams, max_new_tokens=8)
+    model.generation_config.forced_eos_token_id = end
+    for limits in ({"max_new_tokens": 8}, {"max_length": 9}, {"max_new_tokens": 7, "decoder_input_ids": [[1, 5]]}, {}):
+        model.generation_config.max_new_tokens = None if limits else 8
+        found = [h for [h] in decode(model, sources, num_beams=beams, **limits)]
+        assert any(len(h.ids) == 8 and not h.is_finished for h in found)
+        assert all(h.ids[-1] == end and h.is_finished == (len(h.ids) < 8) for h in found)
+    # With nothing to force, nothing has changed; and without any limit there are 20 tokens, as transformers has it.
+    assert own == decode(model, sources, num_beams=beams, max_new_tokens=8, forced_eos_token_id=None)
+    model.generation_config.max_new_tokens = None
+    lengths = {h.is_finished: len(h.ids) for [h] in decode(model, sources, num_beams=beams)}
+    assert lengths[False] == 20
