@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from tqdm.auto import tqdm
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerationMode
 
 from metaphrase.inference.call_options import plain_options
@@ -22,6 +22,7 @@ from metaphrase.inference.text_options import (
     read_text_options,
     with_start,
 )
+from metaphrase.modeling.chosen_scores import ChosenScores, totals_of_steps
 from metaphrase.modeling.length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, batches_by_length
 from metaphrase.modeling.pipeline_options import length_limits, settings_of
 
@@ -193,6 +194,11 @@ def _generate(
     prompt = generation_kwargs.get("decoder_input_ids")
     prompt_length = 1 if prompt is None else prompt.shape[1]
     generation_kwargs = _with_one_fewest(model, generation_kwargs, prompt_length)
+    chosen = None
+    if generation_kwargs.get("output_scores") and generation_kwargs.get("custom_generate") is None:
+        others = generation_kwargs.get("stopping_criteria") or []
+        chosen = ChosenScores(empties=not others)
+        generation_kwargs = {**generation_kwargs, "stopping_criteria": StoppingCriteriaList([*others, chosen])}
     # In a run whose weights are shared out, it would else wait for what the other processes decode.
     output = model.generate(**inputs, **{"synced_gpus": False} | generation_kwargs)
     ends = model.generation_config.eos_token_id if "eos_token_id" not in generation_kwargs else None
@@ -200,8 +206,7 @@ def _generate(
     ends = set(ends if isinstance(ends, (list, tuple)) else [ends])
     forced_end = _forced_end(model, generation_kwargs, prompt_length)
     rows = [_cut(row, ends, prompt_length - 1, forced_end) for row in output.sequences[:, 1:].tolist()]
-    lengths = [len(ids) + 1 - prompt_length for ids, _ in rows]
-    scores = _scores(model, output, lengths) if return_scores else [None] * len(rows)
+    scores = _scores(output, prompt_length, ends, chosen) if return_scores else [None] * len(rows)
     for (ids, is_finished), score in zip(rows, scores, strict=True):
         yield Hypothesis(ids, score, is_finished)
 
@@ -236,13 +241,12 @@ def _cut(
     return row, False
 
 
-def _scores(model: PreTrainedModel, output, lengths: list[int]) -> list[float]:
-    """The score of each row, of which so many tokens were chosen."""
+def _scores(output, prompt_length: int, ends: set[int | None], chosen: ChosenScores | None) -> list[float]:
+    """The score of each row."""
     sequences_scores = getattr(output, "sequences_scores", None)
     if sequences_scores is not None:
         return sequences_scores.tolist()
-    per_token = model.compute_transition_scores(output.sequences, output.scores, normalize_logits=True)
-    # What stands after the end of sequence is padding and was never chosen.
-    place = torch.arange(per_token.shape[1], device=per_token.device)
-    chosen = place[None, :] < torch.tensor(lengths, device=per_token.device)[:, None]
-    return per_token.masked_fill(~chosen, 0.0).sum(dim=1).tolist()
+    ends = torch.tensor([end for end in ends if end is not None], dtype=torch.long, device=output.sequences.device)
+    # A caller's own loop may ask no criteria.
+    totals = functools.partial(totals_of_steps, output.scores) if chosen is None else chosen.totals
+    return totals(output.sequences, prompt_length, ends).tolist()
