@@ -162,7 +162,9 @@ class Generator:
         count = plain_options(generation_kwargs).get("num_return_sequences", 1)
         if count != 1:
             raise ValueError(f"`num_return_sequences` must be 1 for `generate`, got {count}: use `generate_n_best`.")
-        candidates = self._generate(list(checked_texts(texts)), False, generation_kwargs, show_progress)
+        # The model's own settings may ask for more.
+        options = {**generation_kwargs, "num_return_sequences": 1}
+        candidates = self._generate(list(checked_texts(texts)), False, options, show_progress)
         return [scored[0].text for scored in candidates]
 
     def generate_n_best(
