@@ -89,13 +89,9 @@ class CTranslate2Engine(Engine):
         device = _find_place(device)
         compute_type = str(dtype).removeprefix("torch.")
         compute_type = "default" if compute_type == "auto" else compute_type
-        if (Path(name_or_path) / _MODEL_NAME).is_file():
+        if is_exported(name_or_path):
             return cls(name_or_path, device=device, compute_type=compute_type)
-        # Here alone what decodes needs what converts.
-        from metaphrase.conversion.ctranslate2 import export_ctranslate2
-
-        copy = tempfile.TemporaryDirectory(prefix="metaphrase_ctranslate2_")
-        folder = export_ctranslate2(name_or_path, Path(copy.name) / "model")
+        folder, copy = converted_copy(name_or_path)
         engine = cls(folder, device=device, compute_type=compute_type)
         engine._copy = copy
         return engine
@@ -198,6 +194,29 @@ class CTranslate2Engine(Engine):
             rows = [ids if not ids or ids[-1] in ends else [*ids[:-1], asked.forced_end] for ids in rows]
         scores = result.scores if return_scores else [None] * len(rows)
         return [Hypothesis(*parts) for parts in zip(rows, scores, are_finished, strict=True)]
+
+
+def is_exported(name_or_path: str | os.PathLike) -> bool:
+    """Whether it is a folder of CTranslate2."""
+    return (Path(name_or_path) / _MODEL_NAME).is_file()
+
+
+def converted_copy(name_or_path: str | os.PathLike) -> tuple[Path, tempfile.TemporaryDirectory]:
+    """The folder of CTranslate2 that is made of a Metaphrase model, and what it lasts as long as.
+
+    Raises:
+        ValueError: If CTranslate2 cannot express the model.
+        OSError: If there is no such model.
+    """
+    # Here alone what decodes needs what converts.
+    from metaphrase.conversion.ctranslate2 import export_ctranslate2
+
+    copy = tempfile.TemporaryDirectory(prefix="metaphrase_ctranslate2_")
+    try:
+        return export_ctranslate2(name_or_path, Path(copy.name) / "model"), copy
+    except BaseException:
+        copy.cleanup()
+        raise
 
 
 def _find_place(device: str | torch.device | None) -> torch.device:

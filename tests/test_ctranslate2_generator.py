@@ -4,6 +4,7 @@ import builtins
 import importlib
 import json
 import sys
+import tempfile
 
 import pytest
 
@@ -13,7 +14,7 @@ import torch
 from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
 
 from metaphrase.conversion.ctranslate2 import export_ctranslate2
-from metaphrase.inference import Generator, cross_attention
+from metaphrase.inference import Generator, GeneratorPool, cross_attention
 from metaphrase.inference.ctranslate2_engine import CTranslate2Engine
 from metaphrase.scripts import evaluate, generate
 
@@ -56,6 +57,19 @@ def test_the_converted_copy_lasts_as_long_as_the_generator(folders):
     assert len(generator.generate(SOURCES, do_sample=True)) == len(SOURCES)
     del generator
     assert not copy.exists()
+
+
+def test_processes_share_one_converted_copy_which_goes_with_the_pool(folders, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with GeneratorPool(folders[True][0], num_processes=2, engine="ctranslate2", device="cpu") as pool:
+        assert len(list(tmp_path.glob("metaphrase_ctranslate2_*"))) == 1
+        found = [row[0].text for row in pool.generate_stream(SOURCES, window=2)]
+    assert not list(tmp_path.glob("metaphrase_ctranslate2_*"))
+    assert found == tiny_generator(True).generate(SOURCES)
+    with pytest.raises(OSError, match="not_there"):
+        GeneratorPool(tmp_path / "not_there", num_processes=2, engine="ctranslate2", device="cpu")
+    assert not list(tmp_path.glob("metaphrase_ctranslate2_*"))
 
 
 @pytest.mark.parametrize(
