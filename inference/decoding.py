@@ -201,9 +201,8 @@ def _generate(
         generation_kwargs = {**generation_kwargs, "stopping_criteria": StoppingCriteriaList([*others, chosen])}
     # In a run whose weights are shared out, it would else wait for what the other processes decode.
     output = model.generate(**inputs, **{"synced_gpus": False} | generation_kwargs)
-    ends = model.generation_config.eos_token_id if "eos_token_id" not in generation_kwargs else None
-    ends = generation_kwargs.get("eos_token_id") if ends is None else ends
-    ends = set(ends if isinstance(ends, (list, tuple)) else [ends])
+    ends = generation_kwargs.get("eos_token_id", model.generation_config.eos_token_id)
+    ends = set() if ends is None else set(torch.as_tensor(ends).flatten().tolist())
     forced_end = _forced_end(model, generation_kwargs, prompt_length)
     rows = [_cut(row, ends, prompt_length - 1, forced_end) for row in output.sequences[:, 1:].tolist()]
     scores = _scores(output, prompt_length, ends, chosen) if return_scores else [None] * len(rows)
@@ -232,7 +231,7 @@ def _forced_end(model: PreTrainedModel, generation_kwargs: dict, prompt_length: 
 
 
 def _cut(
-    row: list[int], ends: set[int | None], num_given: int, forced_end: int | None = None
+    row: list[int], ends: set[int], num_given: int, forced_end: int | None = None
 ) -> tuple[list[int], bool]:
     """The ids up to the first end of sequence behind those that were given, and whether there is one that was not forced."""
     for place, token in enumerate(row):
@@ -241,12 +240,12 @@ def _cut(
     return row, False
 
 
-def _scores(output, prompt_length: int, ends: set[int | None], chosen: ChosenScores | None) -> list[float]:
+def _scores(output, prompt_length: int, ends: set[int], chosen: ChosenScores | None) -> list[float]:
     """The score of each row."""
     sequences_scores = getattr(output, "sequences_scores", None)
     if sequences_scores is not None:
         return sequences_scores.tolist()
-    ends = torch.tensor([end for end in ends if end is not None], dtype=torch.long, device=output.sequences.device)
+    ends = torch.tensor(sorted(ends), dtype=torch.long, device=output.sequences.device)
     # A caller's own loop may ask no criteria.
     totals = functools.partial(totals_of_steps, output.scores) if chosen is None else chosen.totals
     return totals(output.sequences, prompt_length, ends).tolist()

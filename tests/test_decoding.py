@@ -84,14 +84,18 @@ def test_scores_only_where_asked_for(generator, sources):
         assert all(h.score is None for hypotheses in decode(generator.model, sources, **options) for h in hypotheses)
 
 
-@pytest.mark.parametrize("form", ["int", "list", "configured list"])
+@pytest.mark.parametrize("form", ["int", "list", "tensor", "number in a tensor", "configured list", "configured tensor"])
 def test_any_end_of_sequence_ends_a_target(generator, sources, form):
     end = ends_early(generator.model, sources)
     options = {}
     if form == "configured list":
         generator.model.generation_config.eos_token_id = [generator.model.config.eos_token_id, end]
+    elif form == "configured tensor":
+        generator.model.generation_config.eos_token_id = torch.tensor([generator.model.config.eos_token_id, end])
     else:
-        options["eos_token_id"] = end if form == "int" else [generator.model.config.eos_token_id, end]
+        both = [generator.model.config.eos_token_id, end]
+        forms = {"int": end, "list": both, "tensor": torch.tensor(both), "number in a tensor": torch.tensor(end)}
+        options["eos_token_id"] = forms[form]
     full = [hypothesis.ids for [hypothesis] in decode(generator.model, sources, eos_token_id=-1)]
     results = [hypothesis for [hypothesis] in decode(generator.model, sources, **options)]
     assert {hypothesis.is_finished for hypothesis in results} == {True, False}
