@@ -230,9 +230,7 @@ def _forced_end(model: PreTrainedModel, generation_kwargs: dict, prompt_length: 
     return most - 2
 
 
-def _cut(
-    row: list[int], ends: set[int], num_given: int, forced_end: int | None = None
-) -> tuple[list[int], bool]:
+def _cut(row: list[int], ends: set[int], num_given: int, forced_end: int | None = None) -> tuple[list[int], bool]:
     """The ids up to the first end of sequence behind those that were given, and whether there is one that was not forced."""
     for place, token in enumerate(row):
         if place >= num_given and token in ends:

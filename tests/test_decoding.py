@@ -84,7 +84,9 @@ def test_scores_only_where_asked_for(generator, sources):
         assert all(h.score is None for hypotheses in decode(generator.model, sources, **options) for h in hypotheses)
 
 
-@pytest.mark.parametrize("form", ["int", "list", "tensor", "number in a tensor", "configured list", "configured tensor"])
+@pytest.mark.parametrize(
+    "form", ["int", "list", "tensor", "number in a tensor", "configured list", "configured tensor"]
+)
 def test_any_end_of_sequence_ends_a_target(generator, sources, form):
     end = ends_early(generator.model, sources)
     options = {}
