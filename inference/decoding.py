@@ -25,6 +25,7 @@ from metaphrase.inference.text_options import (
 from metaphrase.modeling.chosen_scores import ChosenScores, totals_of_steps
 from metaphrase.modeling.length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, batches_by_length
 from metaphrase.modeling.pipeline_options import length_limits, settings_of
+from metaphrase.modeling.position_limits import checking_targets
 
 
 def decode(
@@ -124,7 +125,7 @@ def _searching(
         count = len(hypotheses) // len(read[0])
         return [hypotheses[start : start + count] for start in range(0, len(hypotheses), count)]
 
-    with evaluating(models), torch.inference_mode():
+    with evaluating(models), checking_targets(models[0]), torch.inference_mode():
         yield search_batch
 
 

@@ -10,9 +10,17 @@ from tiny_generator import SOURCES, save_generator, tiny_generator, tiny_pair
 from tiny_languages import mbart_tokenizer, nllb_tokenizer
 from tiny_models import tiny_model
 from torch import nn
-from transformers import pipeline
+from transformers import (
+    BertConfig,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
+    GPT2Config,
+    RobertaConfig,
+    pipeline,
+)
 
 from metaphrase.inference import Generator, GeneratorPool, cross_attentions
+from metaphrase.inference.decoding import decode
 from metaphrase.inference.source_limits import TooLongError
 from metaphrase.modeling.position_limits import longest_source, longest_target
 from metaphrase.scripts import attention, evaluate, generate
@@ -36,6 +44,61 @@ def generator(request):
 @pytest.mark.parametrize(("name", "limit"), [("bart", 64), ("t5", None)])
 def test_limits_of_families(name, limit):
     assert longest_source(family_model(name)) == longest_target(family_model(name)) == limit
+
+
+def joined(kind):
+    """An encoder-decoder of an encoder and a decoder of `bert`, or of `roberta`, or of BERT's encoder and GPT-2's decoder."""
+    sizes = {"vocab_size": 28, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 16, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2}
+    encoder = (RobertaConfig if kind == "roberta" else BertConfig)(**sizes, pad_token_id=0)
+    decoder = copy.deepcopy(encoder)
+    if kind == "gpt2":
+        decoder = GPT2Config(
+            vocab_size=28, n_embd=16, n_layer=1, n_head=2, n_positions=32, bos_token_id=1, eos_token_id=2
+        )
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    config.decoder_start_token_id, config.pad_token_id = 1, 0
+    model = EncoderDecoderModel(config).eval()
+    model.generation_config.update(decoder_start_token_id=1, pad_token_id=0, eos_token_id=27, max_new_tokens=4)
+    return model
+
+
+@pytest.mark.parametrize(("kind", "limits"), [("bert", (64, 64)), ("roberta", (63, 63)), ("gpt2", (64, 32))])
+def test_what_was_joined_of_other_kinds_has_limits_too(kind, limits):
+    model = joined(kind)
+    assert (longest_source(model), longest_target(model)) == limits
+    generator = Generator(model, tiny_pair())
+    generator.generate(["a" * (limits[0] - 1)])
+    with pytest.raises(
+        TooLongError, match=f"than the model has positions, {limits[0]}, got {limits[0] + 1} in number 1 "
+    ):
+        generator.generate(["a" * limits[0]])
+    model.generation_config.update(eos_token_id=None)
+    found = generator.generate(SOURCES[:2], max_new_tokens=limits[1])
+    assert len(found) == 2
+    with pytest.raises(ValueError, match=f"`max_new_tokens` must not let a target .* {limits[1]}, got a target of "):
+        generator.generate(SOURCES[:2], max_new_tokens=limits[1] + 1)
+
+
+SEARCHES = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "groups": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+    "contrastive": {"penalty_alpha": 0.6, "top_k": 4},
+    "phrases": {"force_words_ids": [[7, 8]]},
+    "samples": {"do_sample": True},
+}
+
+
+@pytest.mark.parametrize("options", SEARCHES.values(), ids=SEARCHES)
+def test_a_target_may_be_as_long_as_the_table(options, generator):
+    options = options | {"eos_token_id": None}
+    [[hypothesis]] = decode(generator.model, generator.encode(["a cat"]), max_new_tokens=64, **options)
+    assert len(hypothesis.ids) == 64
+    with pytest.raises(ValueError, match=r"`max_(new_tokens|position_embeddings)`.* 6[45]"):
+        generator.generate(["a cat"], max_new_tokens=65, **options)
+    # Nothing stays hooked.
+    assert not generator.model.get_decoder()._forward_pre_hooks
 
 
 def test_a_metaphrase_model_without_a_table_has_none():
