@@ -23,6 +23,7 @@ from metaphrase.inference.text_options import (
     with_start,
 )
 from metaphrase.modeling.chosen_scores import ChosenScores, totals_of_steps
+from metaphrase.modeling.evaluation_mode import evaluating
 from metaphrase.modeling.length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, batches_by_length
 from metaphrase.modeling.pipeline_options import length_limits, settings_of
 from metaphrase.modeling.position_limits import checking_targets
@@ -127,19 +128,6 @@ def _searching(
 
     with evaluating(models), checking_targets(models[0]), torch.inference_mode():
         yield search_batch
-
-
-@contextlib.contextmanager
-def evaluating(models: Sequence[PreTrainedModel]) -> Iterator[None]:
-    """Evaluation mode; the modes that were there before are put back."""
-    were_training = [model.training for model in models]
-    for model in models:
-        model.eval()
-    try:
-        yield
-    finally:
-        for model, was_training in zip(models, were_training, strict=True):
-            model.train(was_training)
 
 
 def pad_sources(sources: list[Sequence[int]], model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -7,7 +7,8 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from metaphrase.inference.decoding import evaluating, pad_sources
+from metaphrase.inference.decoding import pad_sources
+from metaphrase.modeling.evaluation_mode import evaluating
 from metaphrase.modeling.length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, batches_by_length
 from metaphrase.modeling.position_limits import longest_source, longest_target
 from metaphrase.tokenization import TokenizerPair, checked_texts

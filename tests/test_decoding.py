@@ -116,6 +116,18 @@ def test_mode_is_left_as_it_was_even_after_an_error(generator, sources):
         assert generator.model.training is was_training
 
 
+def test_modes_of_parts_are_left_as_they_were(generator, sources):
+    model = generator.model
+    for of_model, of_encoder in ((True, False), (False, True)):
+        model.train(of_model)
+        model.get_encoder().train(of_encoder)
+        before = [module.training for module in model.modules()]
+        assert len(set(before)) == 2
+        decode(model, sources[:1])
+        generator.score(["a cat"], ["eine Katze"])
+        assert [module.training for module in model.modules()] == before
+
+
 def test_dropout_is_off(sources):
     generator = tiny_generator()
     expected = decode(generator.model, sources)
