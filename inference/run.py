@@ -11,7 +11,7 @@ from metaphrase.inference.engine import Engine, Hypothesis
 from metaphrase.inference.ensemble import EnsembleSearch
 from metaphrase.inference.joint_search import Partner, check_partner, check_target_vocabulary, is_metaphrase
 from metaphrase.inference.phrase_constraints import encode_phrases
-from metaphrase.inference.source_limits import check_sources, count_cut
+from metaphrase.inference.source_limits import check_sources, count_cut, cut_to_positions
 from metaphrase.inference.speculative_decoding import DEFAULT_NUM_ASSISTANT_TOKENS, SpeculativeSearch
 from metaphrase.inference.text_options import options_of_texts, read_text_options
 
@@ -77,11 +77,16 @@ class Run:
         written = written_texts(texts)
         whole = [generator.encode_whole([texts[index] for index in written]) for generator in self.generators]
         sources = [generator.cut(ids) for generator, ids in zip(self.generators, whole, strict=True)]
-        for generator, ids in zip(self.generators, sources, strict=True):
-            check_sources(generator.model, ids, [index + 1 for index in written])
         # A source is one, however many models read it.
         by_source = (list(zip(*ids, strict=True)) for ids in (whole, sources))
-        return EncodedSources(sources, count_cut(*by_source))
+        num_truncated = count_cut(*by_source)
+        if isinstance(self.method, SpeculativeSearch):
+            # What a draft model reads decides over the time alone, so that it may be the beginning.
+            first, *drafts = sources
+            sources = [first, *map(cut_to_positions, self.generators[1:], drafts)]
+        for generator, ids in zip(self.generators, sources, strict=True):
+            check_sources(generator.model, ids, [index + 1 for index in written])
+        return EncodedSources(sources, num_truncated)
 
     def search(
         self,

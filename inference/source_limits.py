@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from metaphrase.modeling.position_limits import longest_source
-from metaphrase.tokenization import TextFrame
+from metaphrase.tokenization import TextFrame, shorten
 
 
 class TooLongError(ValueError):
@@ -45,6 +45,15 @@ def check_source_length(length: int, frame: TextFrame) -> None:
 def count_cut(whole: Sequence[Sequence[int]], cut: Sequence[Sequence[int]]) -> int:
     """How many of the sources lost their end."""
     return sum(map(operator.ne, whole, cut))
+
+
+def cut_to_positions(generator: Any, sources: Sequence[list[int]]) -> list[list[int]]:
+    """Ids of which none has more than a generator's model has positions."""
+    limit = longest_source(generator.model)
+    if limit is None or all(len(source) <= limit for source in sources):
+        return list(sources)
+    end = TextFrame.of(generator.tokenizers.encode_sources).end
+    return [shorten(source, limit, end) for source in sources]
 
 
 def check_sources(model: Any, sources: Sequence[Sequence[int]], numbers: Sequence[int]) -> None:

@@ -120,6 +120,19 @@ def test_a_source_may_be_as_long_as_the_table(generator):
         generator.generate(["a" * 64])
 
 
+def test_a_draft_model_with_fewer_positions_reads_the_beginning():
+    fields = tiny_pair().config_fields() | {"position_embedding_type": "learned"}
+    generator, draft = (
+        Generator(tiny_model(**fields, max_position_embeddings=count), tiny_pair()) for count in (64, 12)
+    )
+    expected = generator.generate(SOURCES, max_new_tokens=8)
+    for assistant in (draft, draft.model):
+        assert generator.generate(SOURCES, max_new_tokens=8, assistant_model=assistant) == expected
+    assert generator.num_drafted > 0 and generator.num_truncated == 0
+    with pytest.raises(TooLongError, match="than the model has positions, 64, got"):
+        generator.generate(TEXTS, assistant_model=draft)
+
+
 def test_what_is_too_long_is_numbered_among_all(generator):
     message = r"has positions, 64, got 181 in number 5 \(in a file: line 5\)"
     with pytest.raises(ValueError, match=message):
