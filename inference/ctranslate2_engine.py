@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from metaphrase.inference.ctranslate2_options import Search, translate_options
 from metaphrase.inference.engine import BatchSearch, Engine, Hypothesis
 from metaphrase.inference.loading import find_device
+from metaphrase.inference.source_limits import TooLongError
 
 try:
     import ctranslate2
@@ -181,6 +183,11 @@ class CTranslate2Engine(Engine):
         except RuntimeError as error:
             if "position encodings" not in str(error):
                 raise
+            # The table is inside the model: its length is told here alone.
+            limit = re.search(r">= (\d+)", str(error))
+            for number, source in enumerate(sources if limit else [], start=1):
+                if len(source) > int(limit[1]):
+                    raise TooLongError(number, len(source), int(limit[1])) from error
             raise ValueError(f"Texts must not be longer than the exported table of positions: {error}.") from error
         return [self._hypotheses(result, asked, return_scores) for result in results]
 

@@ -15,6 +15,7 @@ from metaphrase.inference.engine import BatchSearch, Engine, Hypothesis
 from metaphrase.inference.generation_options import GENERATION_OPTIONS
 from metaphrase.inference.joint_search import Partner
 from metaphrase.inference.search_arguments import choose_search
+from metaphrase.inference.source_limits import numbering
 from metaphrase.inference.text_options import (
     FUNCTION_OPTION,
     ROW_OPTIONS,
@@ -88,7 +89,8 @@ def decode(
     with searching as search_batch, bar:
         for batch in batches_by_length(lengths, batch_size, max_tokens_per_batch):
             of_batch = options_of_texts(of_texts, batch, copies) if of_texts else {}
-            found = search_batch(*([ids[index] for index in batch] for ids in read), **of_batch)
+            with numbering([index + 1 for index in batch]):
+                found = search_batch(*([ids[index] for index in batch] for ids in read), **of_batch)
             for index, hypotheses in zip(batch, found, strict=True):
                 results[index] = hypotheses
             bar.update(len(batch))

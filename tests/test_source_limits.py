@@ -25,7 +25,7 @@ from metaphrase.inference.source_limits import TooLongError
 from metaphrase.modeling.position_limits import longest_source, longest_target
 from metaphrase.scripts import attention, evaluate, generate
 from metaphrase.scripts.console import run
-from metaphrase.tokenization import TokenizerPair
+from metaphrase.tokenization import TokenizerPair, shorten
 from metaphrase.training.evaluation import evaluate_generator
 
 LONG = "a dog " * 30
@@ -203,6 +203,26 @@ def test_a_prefix_counts_and_the_limit_leaves_place_for_an_end(generator):
     for tokenizer in (mbart_tokenizer(), nllb_tokenizer()):
         with pytest.raises(ValueError, match=r"`max_source_length` must be at least 3, .*got 2"):
             Generator(generator.model, TokenizerPair(tokenizer, tokenizer), max_source_length=2)
+
+
+@pytest.mark.parametrize("kind", ["char", "byte_bpe", "unigram", "wordpiece"])
+def test_a_limit_leaves_place_for_a_text_behind_the_prefix(kind):
+    generator = tiny_generator(kind=kind)
+    options = {"source_prefix": "the cat sleeps: "}
+    needed = next(n for n in range(2, 40) if len(set(map(tuple, cut_sources(generator, n, **options)))) > 1)
+    for length in range(2, needed):
+        with pytest.raises(
+            ValueError, match=rf"`max_source_length` must leave a token .* `source_prefix`, got {length} "
+        ):
+            Generator(generator.model, generator.tokenizers, max_source_length=length, **options)
+    bounded = Generator(generator.model, generator.tokenizers, max_source_length=needed, **options)
+    assert len(set(map(tuple, bounded.encode(["a dog", "1 dog", ". dog"])))) > 1
+
+
+def cut_sources(generator, length, source_prefix):
+    """Ids of some sources with a prefix, as a generator would cut them that does not look."""
+    whole = generator.tokenizers.encode_sources([source_prefix + text for text in ("a dog", "1 dog", ". dog")])
+    return [shorten(ids, length, ids[-1:]) for ids in whole]
 
 
 def test_a_source_that_several_models_read_is_cut_once(tmp_path):
