@@ -10,7 +10,6 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from metaphrase.inference.call_options import plain_options
-from metaphrase.inference.decoding import evaluating
 from metaphrase.inference.forced_decoding import (
     check_pairs,
     encode_forced,
@@ -21,6 +20,7 @@ from metaphrase.inference.forced_decoding import (
 from metaphrase.inference.generator import Generator
 from metaphrase.inference.run import Run, check_single
 from metaphrase.inference.source_limits import check_sources, count_cut
+from metaphrase.modeling.evaluation_mode import evaluating
 from metaphrase.modeling.length_batches import batches_by_length
 from metaphrase.tokenization import (
     TextFrame,

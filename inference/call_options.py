@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from transformers import GenerationConfig
 
 from metaphrase.modeling.pipeline_options import generation_settings, with_lengths
@@ -38,4 +39,8 @@ def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
         options = with_lengths(settings) | options
     if options.get("num_return_sequences", 1) is None:
         options["num_return_sequences"] = 1
+    for name, value in options.items():
+        # `generate()` takes tensors, too.
+        if name.endswith("_token_id") and isinstance(value, torch.Tensor):
+            options[name] = value.tolist()
     return options

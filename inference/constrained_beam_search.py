@@ -5,12 +5,14 @@ hypotheses compete only with those that have met as many tokens of the phrases. 
 Decoding with Dynamic Beam Allocation, section 3 (arXiv 1804.06609): they share one beam of fixed width.
 """
 
+from collections.abc import Sequence
+
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.utils import GenerateBeamEncoderDecoderOutput
 
 from metaphrase.inference.phrase_automaton import PhraseAutomaton
-from metaphrase.inference.phrase_constraints import check_constraints, num_places, read_constraints
+from metaphrase.inference.phrase_constraints import check_constraints, ids_without_text, num_places, read_constraints
 from metaphrase.inference.search_state import search_inputs, search_output
 from metaphrase.modeling.beam_search import WORST, Beams, Candidates, Selection, beam_search
 from metaphrase.modeling.search_rules import are_ends
@@ -24,11 +26,13 @@ def constrained_beam_search(
     generation_config: GenerationConfig,
     force_words_ids: list | None = None,
     first_words_ids: list | None = None,
+    special_ids: Sequence[int] = (),
     **model_kwargs,
 ) -> torch.LongTensor | GenerateBeamEncoderDecoderOutput:
     """For `generate(custom_generate=constrained_beam_search, num_beams=..., force_words_ids=...)`.
 
-    Phrases may overlap in the target, and one that occurs by itself counts. What must not occur is `bad_words_ids`.
+    Phrases may overlap in the target, and one that occurs by itself, or in what the target is given to begin with, counts. What
+    must not occur is `bad_words_ids`.
 
     Args:
         model: Any encoder-decoder.
@@ -38,6 +42,8 @@ def constrained_beam_search(
         generation_config: Gives what is not given here.
         force_words_ids: For each constraint the ids of a phrase, or several such lists, of which one must occur.
         first_words_ids: For each constraint further lists of ids, which meet it only where the target begins with them.
+        special_ids: Tokens that are no text, such as the codes of languages, behind which alone a target still begins; the start,
+            the end, padding and a forced first token are none either way.
         **model_kwargs: From `generate()`.
 
     Returns:
@@ -53,14 +59,15 @@ def constrained_beam_search(
     constraints = read_constraints(force_words_ids, first_words_ids)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     check_constraints(constraints, vocab_size, generation_config)
-    automaton = PhraseAutomaton(constraints, vocab_size, input_ids.device)
-    num_tokens, room = automaton.num_tokens, num_places(input_ids.shape[1], generation_config)
+    special_ids = ids_without_text(special_ids, generation_config)
+    automaton = PhraseAutomaton(constraints, vocab_size, input_ids.device, special_ids)
+    inputs = search_inputs(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+    selection = ConstrainedSelection(generation_config, automaton, inputs.prompt)
+    num_tokens, room = selection.num_missing, num_places(input_ids.shape[1], generation_config)
     if num_tokens > room:
         raise ValueError(
             f"`max_new_tokens` must leave room for the phrases of `force_words_ids`, got {num_tokens} tokens for {room} places."
         )
-    inputs = search_inputs(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
-    selection = ConstrainedSelection(generation_config, automaton)
     ids, scores = beam_search(
         inputs.project, inputs.state, inputs.prompt, logits_processor, generation_config, selection
     )
@@ -78,27 +85,31 @@ class ConstrainedSelection(Selection):
     """The best continuations among those that have met as many tokens of the phrases: each number of them is a bank.
 
     A hypothesis may end when all constraints are met, and is given up when they do not fit any more.
+
+    Attributes:
+        num_missing: With how many tokens all targets can meet all constraints.
     """
 
-    def __init__(self, config: GenerationConfig, automaton: PhraseAutomaton):
+    def __init__(self, config: GenerationConfig, automaton: PhraseAutomaton, prompt: torch.Tensor):
+        """Reads the prompts, `(sources, length)`, behind their start token."""
         super().__init__(config)
         self._automaton = automaton
         # The last place is taken.
         self._num_reserved = int(config.forced_eos_token_id is not None)
-        # Of the hypotheses: (sources, beams) and (sources, beams, constraints)
-        self._states: torch.Tensor | None = None
-        self._is_met: torch.Tensor | None = None
+        # Of the hypotheses, which are the same at first: (sources, beams) and (sources, beams, constraints)
+        self._states = torch.full_like(prompt[:, :1], automaton.start).expand(-1, config.num_beams)
+        self._is_met = self._states.new_zeros((*self._states.shape, automaton.num_constraints), dtype=torch.bool)
+        for tokens in prompt.unbind(1)[1:]:
+            self._states, self._is_met = automaton.read(self._states, self._is_met, tokens[:, None])
+        # Where nothing is read yet, the first token may be one that is forced and begins nothing.
+        behind = self._states if prompt.shape[1] > 1 else torch.zeros_like(self._states)
+        self.num_missing = int(automaton.num_missing(behind, self._is_met).max())
 
     def keep(self, places: torch.Tensor) -> None:
         self._states, self._is_met = self._states[places], self._is_met[places]
 
     def choose(self, log_probs: torch.Tensor, beams: Beams, num_left: int) -> Candidates:
         num_beams, vocab_size = log_probs.shape[1:]
-        if self._states is None:
-            self._states = torch.full_like(beams.scores, self._automaton.start, dtype=torch.long)
-            self._is_met = self._states.new_zeros(
-                (*self._states.shape, self._automaton.num_constraints), dtype=torch.bool
-            )
         log_probs = self._ruled_out(log_probs, max(num_left - self._num_reserved, 0))
         scores, places = self._pool(log_probs + beams.scores[:, :, None])
         parents, tokens = places // vocab_size, places % vocab_size

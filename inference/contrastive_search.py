@@ -9,6 +9,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.utils import GenerateBeamEncoderDecoderOutput
 
 from metaphrase.inference.search_state import SearchInputs, search_inputs, search_output
+from metaphrase.modeling.position_limits import longest_target
 from metaphrase.modeling.search_rules import process
 
 
@@ -26,7 +27,7 @@ def contrastive_search(
 
     Of the `top_k` most probable tokens that one is taken for which `(1 - penalty_alpha) * probability - penalty_alpha *
     similarity` is highest. Similarity is the highest cosine between the decoder's output for it and for any token before it,
-    the prompt's included.
+    the prompt's included. A last token for which the decoder has no position, so that it cannot be read, is the most probable.
 
     Args:
         model: Any encoder-decoder.
@@ -58,14 +59,20 @@ def contrastive_search(
     inputs = search_inputs(
         model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, with_hidden_states=True
     )
-    ids, scores = _search(inputs, logits_processor, generation_config, alpha, top_k)
+    limit = longest_target(model)
+    ids, scores = _search(inputs, logits_processor, generation_config, alpha, top_k, limit)
     return search_output(ids, scores, generation_config)
 
 
 def _search(
-    inputs: SearchInputs, processors: LogitsProcessorList, config: GenerationConfig, alpha: float, top_k: int
+    inputs: SearchInputs,
+    processors: LogitsProcessorList,
+    config: GenerationConfig,
+    alpha: float,
+    top_k: int,
+    limit: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids `(sources, length)`, padded behind their ends, and scores `(sources)`."""
+    """Ids `(sources, length)`, padded behind their ends, and scores `(sources)`; the decoder reads `limit` tokens at most."""
     project, state, ids = inputs.project, inputs.state, inputs.prompt
     ends, device = config._eos_token_tensor, ids.device
     padding = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
@@ -82,12 +89,14 @@ def _search(
         scores = process(processors, ids, logits)
         log_probs = nn.functional.log_softmax(scores, dim=-1)
         candidate_log_probs, candidates = log_probs.topk(top_k)
-        step = state.step(candidates.flatten())
-        # (sources * top_k, hidden) -> (sources, top_k, hidden)
-        present = _directions(inputs.hidden_of(step)).unflatten(0, (-1, top_k))
-        # (sources, top_k, tokens) -> (sources, top_k)
-        similarity = torch.bmm(present, past.transpose(1, 2)).amax(dim=-1)
-        values = (1.0 - alpha) * candidate_log_probs.exp() - alpha * similarity
+        values = candidate_log_probs
+        if length != limit or length + 1 < config.max_length:
+            step = state.step(candidates.flatten())
+            # (sources * top_k, hidden) -> (sources, top_k, hidden)
+            present = _directions(inputs.hidden_of(step)).unflatten(0, (-1, top_k))
+            # (sources, top_k, tokens) -> (sources, top_k)
+            similarity = torch.bmm(present, past.transpose(1, 2)).amax(dim=-1)
+            values = (1.0 - alpha) * candidate_log_probs.exp() - alpha * similarity
         # Fewer than `top_k` tokens may be left by the processors.
         chosen = values.masked_fill(candidate_log_probs == -torch.inf, -torch.inf).argmax(dim=1, keepdim=True)
         tokens = candidates.take_along_dim(chosen, dim=1)

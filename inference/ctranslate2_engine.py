@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from metaphrase.inference.ctranslate2_options import Search, translate_options
 from metaphrase.inference.engine import BatchSearch, Engine, Hypothesis
 from metaphrase.inference.loading import find_device
+from metaphrase.inference.source_limits import TooLongError
 
 try:
     import ctranslate2
@@ -89,13 +91,9 @@ class CTranslate2Engine(Engine):
         device = _find_place(device)
         compute_type = str(dtype).removeprefix("torch.")
         compute_type = "default" if compute_type == "auto" else compute_type
-        if (Path(name_or_path) / _MODEL_NAME).is_file():
+        if is_exported(name_or_path):
             return cls(name_or_path, device=device, compute_type=compute_type)
-        # Here alone what decodes needs what converts.
-        from metaphrase.conversion.ctranslate2 import export_ctranslate2
-
-        copy = tempfile.TemporaryDirectory(prefix="metaphrase_ctranslate2_")
-        folder = export_ctranslate2(name_or_path, Path(copy.name) / "model")
+        folder, copy = converted_copy(name_or_path)
         engine = cls(folder, device=device, compute_type=compute_type)
         engine._copy = copy
         return engine
@@ -185,6 +183,11 @@ class CTranslate2Engine(Engine):
         except RuntimeError as error:
             if "position encodings" not in str(error):
                 raise
+            # The table is inside the model: its length is told here alone.
+            limit = re.search(r">= (\d+)", str(error))
+            for number, source in enumerate(sources if limit else [], start=1):
+                if len(source) > int(limit[1]):
+                    raise TooLongError(number, len(source), int(limit[1])) from error
             raise ValueError(f"Texts must not be longer than the exported table of positions: {error}.") from error
         return [self._hypotheses(result, asked, return_scores) for result in results]
 
@@ -193,10 +196,34 @@ class CTranslate2Engine(Engine):
     ) -> list[Hypothesis]:
         ends = set(asked.ends)
         rows = [[self._target_ids[token] for token in tokens] for tokens in result.hypotheses]
+        are_finished = [bool(ids) and ids[-1] in ends for ids in rows]
         if asked.forced_end is not None:
             rows = [ids if not ids or ids[-1] in ends else [*ids[:-1], asked.forced_end] for ids in rows]
         scores = result.scores if return_scores else [None] * len(rows)
-        return [Hypothesis(ids, score, bool(ids) and ids[-1] in ends) for ids, score in zip(rows, scores, strict=True)]
+        return [Hypothesis(*parts) for parts in zip(rows, scores, are_finished, strict=True)]
+
+
+def is_exported(name_or_path: str | os.PathLike) -> bool:
+    """Whether it is a folder of CTranslate2."""
+    return (Path(name_or_path) / _MODEL_NAME).is_file()
+
+
+def converted_copy(name_or_path: str | os.PathLike) -> tuple[Path, tempfile.TemporaryDirectory]:
+    """The folder of CTranslate2 that is made of a Metaphrase model, and what it lasts as long as.
+
+    Raises:
+        ValueError: If CTranslate2 cannot express the model.
+        OSError: If there is no such model.
+    """
+    # Here alone what decodes needs what converts.
+    from metaphrase.conversion.ctranslate2 import export_ctranslate2
+
+    copy = tempfile.TemporaryDirectory(prefix="metaphrase_ctranslate2_")
+    try:
+        return export_ctranslate2(name_or_path, Path(copy.name) / "model"), copy
+    except BaseException:
+        copy.cleanup()
+        raise
 
 
 def _find_place(device: str | torch.device | None) -> torch.device:

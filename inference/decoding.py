@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerationMode
 
 from metaphrase.inference.call_options import plain_options
@@ -15,6 +15,7 @@ from metaphrase.inference.engine import BatchSearch, Engine, Hypothesis
 from metaphrase.inference.generation_options import GENERATION_OPTIONS
 from metaphrase.inference.joint_search import Partner
 from metaphrase.inference.search_arguments import choose_search
+from metaphrase.inference.source_limits import numbering
 from metaphrase.inference.text_options import (
     FUNCTION_OPTION,
     ROW_OPTIONS,
@@ -22,7 +23,11 @@ from metaphrase.inference.text_options import (
     read_text_options,
     with_start,
 )
+from metaphrase.modeling.chosen_scores import ChosenScores, totals_of_steps
+from metaphrase.modeling.evaluation_mode import evaluating
 from metaphrase.modeling.length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, batches_by_length
+from metaphrase.modeling.pipeline_options import length_limits, settings_of
+from metaphrase.modeling.position_limits import checking_targets
 
 
 def decode(
@@ -84,7 +89,8 @@ def decode(
     with searching as search_batch, bar:
         for batch in batches_by_length(lengths, batch_size, max_tokens_per_batch):
             of_batch = options_of_texts(of_texts, batch, copies) if of_texts else {}
-            found = search_batch(*([ids[index] for index in batch] for ids in read), **of_batch)
+            with numbering([index + 1 for index in batch]):
+                found = search_batch(*([ids[index] for index in batch] for ids in read), **of_batch)
             for index, hypotheses in zip(batch, found, strict=True):
                 results[index] = hypotheses
             bar.update(len(batch))
@@ -122,21 +128,8 @@ def _searching(
         count = len(hypotheses) // len(read[0])
         return [hypotheses[start : start + count] for start in range(0, len(hypotheses), count)]
 
-    with evaluating(models), torch.inference_mode():
+    with evaluating(models), checking_targets(models[0]), torch.inference_mode():
         yield search_batch
-
-
-@contextlib.contextmanager
-def evaluating(models: Sequence[PreTrainedModel]) -> Iterator[None]:
-    """Evaluation mode; the modes that were there before are put back."""
-    were_training = [model.training for model in models]
-    for model in models:
-        model.eval()
-    try:
-        yield
-    finally:
-        for model, was_training in zip(models, were_training, strict=True):
-            model.train(was_training)
 
 
 def pad_sources(sources: list[Sequence[int]], model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -192,14 +185,18 @@ def _generate(
     prompt = generation_kwargs.get("decoder_input_ids")
     prompt_length = 1 if prompt is None else prompt.shape[1]
     generation_kwargs = _with_one_fewest(model, generation_kwargs, prompt_length)
+    chosen = None
+    if generation_kwargs.get("output_scores") and generation_kwargs.get("custom_generate") is None:
+        others = generation_kwargs.get("stopping_criteria") or []
+        chosen = ChosenScores(empties=not others)
+        generation_kwargs = {**generation_kwargs, "stopping_criteria": StoppingCriteriaList([*others, chosen])}
     # In a run whose weights are shared out, it would else wait for what the other processes decode.
     output = model.generate(**inputs, **{"synced_gpus": False} | generation_kwargs)
-    ends = model.generation_config.eos_token_id if "eos_token_id" not in generation_kwargs else None
-    ends = generation_kwargs.get("eos_token_id") if ends is None else ends
-    ends = set(ends if isinstance(ends, (list, tuple)) else [ends])
-    rows = [_cut(row, ends, prompt_length - 1) for row in output.sequences[:, 1:].tolist()]
-    lengths = [len(ids) + 1 - prompt_length for ids, _ in rows]
-    scores = _scores(model, output, lengths) if return_scores else [None] * len(rows)
+    ends = generation_kwargs.get("eos_token_id", model.generation_config.eos_token_id)
+    ends = set() if ends is None else set(torch.as_tensor(ends).flatten().tolist())
+    forced_end = _forced_end(model, generation_kwargs, prompt_length)
+    rows = [_cut(row, ends, prompt_length - 1, forced_end) for row in output.sequences[:, 1:].tolist()]
+    scores = _scores(output, prompt_length, ends, chosen) if return_scores else [None] * len(rows)
     for (ids, is_finished), score in zip(rows, scores, strict=True):
         yield Hypothesis(ids, score, is_finished)
 
@@ -212,21 +209,32 @@ def _is_plain(model: PreTrainedModel, generation_kwargs: dict) -> bool:
     return known >= given and model.generation_config.get_generation_mode() in modes
 
 
-def _cut(row: list[int], ends: set[int | None], num_given: int) -> tuple[list[int], bool]:
-    """The ids up to the first end of sequence behind those that were given, and whether there is one."""
+def _forced_end(model: PreTrainedModel, generation_kwargs: dict, prompt_length: int) -> int | None:
+    """Place, the start token not counted, of an end that is forced where the length limit is met; `None` if there is none."""
+    if settings_of(model, generation_kwargs).get("forced_eos_token_id") is None:
+        return None
+    _, most = length_limits(model, generation_kwargs, prompt_length)
+    if most is None:
+        # As `generate()` does where nobody has said anything.
+        most = GenerationConfig._get_default_generation_params()["max_length"] + prompt_length
+        most = min(most, getattr(model.config, "max_position_embeddings", None) or most)
+    return most - 2
+
+
+def _cut(row: list[int], ends: set[int], num_given: int, forced_end: int | None = None) -> tuple[list[int], bool]:
+    """The ids up to the first end of sequence behind those that were given, and whether there is one that was not forced."""
     for place, token in enumerate(row):
         if place >= num_given and token in ends:
-            return row[: place + 1], True
+            return row[: place + 1], place != forced_end
     return row, False
 
 
-def _scores(model: PreTrainedModel, output, lengths: list[int]) -> list[float]:
-    """The score of each row, of which so many tokens were chosen."""
+def _scores(output, prompt_length: int, ends: set[int], chosen: ChosenScores | None) -> list[float]:
+    """The score of each row."""
     sequences_scores = getattr(output, "sequences_scores", None)
     if sequences_scores is not None:
         return sequences_scores.tolist()
-    per_token = model.compute_transition_scores(output.sequences, output.scores, normalize_logits=True)
-    # What stands after the end of sequence is padding and was never chosen.
-    place = torch.arange(per_token.shape[1], device=per_token.device)
-    chosen = place[None, :] < torch.tensor(lengths, device=per_token.device)[:, None]
-    return per_token.masked_fill(~chosen, 0.0).sum(dim=1).tolist()
+    ends = torch.tensor(sorted(ends), dtype=torch.long, device=output.sequences.device)
+    # A caller's own loop may ask no criteria.
+    totals = functools.partial(totals_of_steps, output.scores) if chosen is None else chosen.totals
+    return totals(output.sequences, prompt_length, ends).tolist()

@@ -16,7 +16,8 @@ class Hypothesis:
     Attributes:
         ids: Token ids without the start token and without padding; the last one is the end of sequence if it was reached.
         score: For beam search its length-normalized score, else the sum of the log-probabilities; `None` if not asked for.
-        is_finished: Whether the end of sequence was reached within the length limit.
+        is_finished: Whether the end of sequence was reached within the length limit, and not forced there by
+            `forced_eos_token_id`.
     """
 
     ids: list[int]

@@ -85,11 +85,16 @@ class EnsembleSearch(JointSearch):
         return_scores: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `JointSearch`."""
+        # Of beams they have log-probabilities.
+        takes_logits = bool(processors) and config.num_beams == 1
 
         def project(hidden_states: Sequence[torch.Tensor]) -> torch.Tensor:
-            return mean_log_probs(
-                [head(hidden) for head, hidden in zip(projections, hidden_states, strict=True)], self.mean
-            )
+            logits = [head(hidden) for head, hidden in zip(projections, hidden_states, strict=True)]
+            mean = mean_log_probs(logits, self.mean)
+            if not takes_logits:
+                return mean
+            # As large as logits are: some processors, such as a penalty of repetitions, go by more than differences.
+            return mean + torch.stack([each.float().logsumexp(dim=-1, keepdim=True) for each in logits]).mean(dim=0)
 
         copies = len(prompt) // states[0].rows
         arguments = (project, EnsembleState(states), prompt[::copies])

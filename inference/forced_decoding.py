@@ -7,10 +7,11 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from metaphrase.inference.decoding import evaluating, pad_sources
+from metaphrase.inference.decoding import pad_sources
+from metaphrase.modeling.evaluation_mode import evaluating
 from metaphrase.modeling.length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, batches_by_length
 from metaphrase.modeling.position_limits import longest_source, longest_target
-from metaphrase.tokenization import TokenizerPair, checked_texts
+from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts
 
 
 @dataclass(frozen=True)
@@ -148,13 +149,22 @@ def encode_forced(tokenizers: TokenizerPair, targets: Sequence[str | Sequence[in
     texts = [target for target in targets if isinstance(target, str)]
     # A tokenizer of many languages may not know that of the targets, which ids do not need.
     encoded = iter(tokenizers.encode_targets(texts) if texts else [])
-    end = tokenizers.target.eos_token_id
+    # Some tokenizers put the code of the language behind the end, with which the decoder starts.
+    num_behind = _num_behind_end(tokenizers) if texts else 0
     rows = []
     for target in targets:
-        ids = next(encoded) if isinstance(target, str) else [int(token) for token in target]
-        # Some tokenizers put the code of the language behind the end, with which the decoder starts.
-        rows.append(ids[: ids.index(end) + 1] if isinstance(target, str) and end in ids else ids)
+        if isinstance(target, str):
+            ids = next(encoded)
+            rows.append(ids[: len(ids) - num_behind])
+        else:
+            rows.append([int(token) for token in target])
     return rows
+
+
+def _num_behind_end(tokenizers: TokenizerPair) -> int:
+    """Ids that the tokenizer of the targets puts behind the end of sequence. One inside the text is the text's own."""
+    frame_end, end = TextFrame.of(tokenizers.encode_targets).end, tokenizers.target.eos_token_id
+    return len(frame_end) - 1 - frame_end.index(end) if end in frame_end else 0
 
 
 def forced_inputs(

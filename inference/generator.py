@@ -66,8 +66,8 @@ class Generator:
             ensemble_mean: `linear`, the mean of their probabilities, or `log_linear`, that of their log-probabilities.
 
         Raises:
-            ValueError: If a size is not above 0, a length leaves no place for a token, or the models cannot write a target
-                together.
+            ValueError: If a size is not above 0, a length leaves no place for a token of the text, or the models cannot write a
+                target together.
         """
         for name, value in (("batch_size", batch_size), ("max_tokens_per_batch", max_tokens_per_batch)):
             if value < 1:
@@ -77,7 +77,7 @@ class Generator:
         self.source_prefix = source_prefix
         self.max_source_length = max_source_length
         if max_source_length is not None:
-            check_source_length(max_source_length, TextFrame.of(tokenizers.encode_sources))
+            check_source_length(max_source_length, tokenizers.encode_sources, source_prefix)
         self.batch_size = batch_size
         self.max_tokens_per_batch = max_tokens_per_batch
         self.num_unfinished = self.num_truncated = self.num_drafted = self.num_accepted = 0
@@ -162,7 +162,9 @@ class Generator:
         count = plain_options(generation_kwargs).get("num_return_sequences", 1)
         if count != 1:
             raise ValueError(f"`num_return_sequences` must be 1 for `generate`, got {count}: use `generate_n_best`.")
-        candidates = self._generate(list(checked_texts(texts)), False, generation_kwargs, show_progress)
+        # The model's own settings may ask for more.
+        options = {**generation_kwargs, "num_return_sequences": 1}
+        candidates = self._generate(list(checked_texts(texts)), False, options, show_progress)
         return [scored[0].text for scored in candidates]
 
     def generate_n_best(

@@ -8,9 +8,10 @@ import os
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import CancelledError, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection, wait
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -69,6 +70,8 @@ class GeneratorPool:
         if num_processes < 1:
             raise ValueError(f"`num_processes` must be at least 1, got {num_processes}.")
         self.num_processes = num_processes
+        self._is_closed = False
+        name_or_path, self._copy = _converted_once(name_or_path, kwargs.get("engine"))
         for name in _COUNTS:
             setattr(self, name, 0)
         # A process that was forked would share the threads of this one, and cannot use a GPU.
@@ -86,7 +89,7 @@ class GeneratorPool:
             initargs=(reader, devices, num_threads, name_or_path, assistant_model, kwargs),
         )
         try:
-            with _naming_deaths():
+            with self._naming_deaths():
                 for loaded in [self._executor.submit(_num_targets, {}) for _ in range(num_processes)]:
                     loaded.result()
         except BaseException:
@@ -101,12 +104,20 @@ class GeneratorPool:
 
     def close(self) -> None:
         """Ends the processes, whatever they do."""
+        self._is_closed = True
         self._life.close()
         self._executor.shutdown(cancel_futures=True)
+        if self._copy is not None:
+            self._copy.cleanup()
 
     def num_targets(self, **generation_kwargs) -> int:
-        """How many candidates a source has with these options."""
-        with _naming_deaths():
+        """How many candidates a source has with these options.
+
+        Raises:
+            ChildProcessError: If a process has died.
+            ValueError: If the pool is closed.
+        """
+        with self._naming_deaths():
             return self._executor.submit(_num_targets, generation_kwargs).result()
 
     def generate_stream(
@@ -139,7 +150,8 @@ class GeneratorPool:
 
         Raises:
             ChildProcessError: If a process has died.
-            ValueError: If `window` is not above 0 or `seed` is negative, or as `Generator.generate_n_best` does.
+            ValueError: If `window` is not above 0, `seed` is negative or the pool is closed, or as `Generator.generate_n_best`
+                does.
         """
         lines = checked_texts(lines, "lines")
         check_seed(seed)
@@ -154,7 +166,7 @@ class GeneratorPool:
 
         bar = line_bar(show_progress, total, first_window * window)
         prepared = PreparedWindows(read_windows(lines, window), submit, ahead=self.num_processes)
-        with bar, _naming_deaths(), prepared as windows:
+        with bar, self._naming_deaths(), prepared as windows:
             for number, (texts, future) in enumerate(windows, start=first_window):
                 with counting_on(number * window):
                     candidates, counts = future.result()
@@ -164,15 +176,28 @@ class GeneratorPool:
                 yield from candidates
                 del future, candidates
 
+    @contextlib.contextmanager
+    def _naming_deaths(self) -> Iterator[None]:
+        """Says what became of the processes, where they cannot be asked."""
+        try:
+            yield
+        except (BrokenProcessPool, CancelledError, RuntimeError) as error:
+            if self._is_closed:
+                raise ValueError("A generator pool must be used before it is closed, got a call after that.") from error
+            if not isinstance(error, BrokenProcessPool):
+                raise
+            raise ChildProcessError(
+                "One of the processes that decode has died. If memory was short: fewer of them, or smaller batches, need less."
+            ) from error
 
-@contextlib.contextmanager
-def _naming_deaths() -> Iterator[None]:
-    try:
-        yield
-    except BrokenProcessPool as error:
-        raise ChildProcessError(
-            "One of the processes that decode has died. If memory was short: fewer of them, or smaller batches, need less."
-        ) from error
+
+def _converted_once(name_or_path: Any, engine: str | None) -> tuple[Any, TemporaryDirectory | None]:
+    """What the processes load, and, if that is a converted copy, what it lasts as long as: they are ended, and remove nothing."""
+    if engine != "ctranslate2" or not isinstance(name_or_path, str | os.PathLike):
+        return name_or_path, None
+    from metaphrase.inference.ctranslate2_engine import converted_copy, is_exported  # An extra.
+
+    return (name_or_path, None) if is_exported(name_or_path) else converted_copy(name_or_path)
 
 
 def spread_devices(device: str | torch.device | None, num_processes: int) -> list[str | torch.device | None]:

@@ -44,9 +44,13 @@ def check_files(
         output_name: Likewise.
 
     Raises:
-        ValueError: If both are the same file.
+        ValueError: If both are the same file, or the output's name says that it is compressed.
         OSError: If the input cannot be read.
     """
+    if output_path is not None and os.fspath(output_path).endswith(".gz"):
+        raise ValueError(
+            f"`{output_name}` must not end in .gz, as it is written without compression, got {os.fspath(output_path)!r}."
+        )
     if input_path is None:
         return
     if not Path(input_path).is_fifo():  # Opening and closing a pipe would stop its writer.

@@ -5,7 +5,7 @@ knows the longest other beginning of a phrase that the text ends with. So phrase
 target came to contain it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +36,7 @@ class Phrase:
 class PhraseAutomaton:
     """Follows targets token by token.
 
-    A constraint is a set of phrases, one of which must occur. States are numbers; `start` is that of an empty target.
+    A constraint is a set of phrases, one of which must occur. States are numbers; `start` is that of a target without text.
 
     Attributes:
         alphabet: All tokens of the phrases, `(alphabet)`.
@@ -45,13 +45,20 @@ class PhraseAutomaton:
         most_progress: Progress where all of them are met.
     """
 
-    def __init__(self, constraints: Sequence[Sequence[Phrase]], vocab_size: int, device: torch.device | str = "cpu"):
+    def __init__(
+        self,
+        constraints: Sequence[Sequence[Phrase]],
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+        special_ids: Iterable[int] = (),
+    ):
         """Builds the tables.
 
         Args:
             constraints: Phrases of each constraint, at least one of them with `is_first` false.
             vocab_size: Tokens there are.
             device: Where the tables are to be.
+            special_ids: Tokens that are no text, such as the code of a language: behind them alone a target still begins.
         """
         shortest = [min(len(phrase.ids) for phrase in phrases if not phrase.is_first) for phrases in constraints]
         longest = [max(len(phrase.ids) for phrase in phrases) for phrases in constraints]
@@ -59,8 +66,10 @@ class PhraseAutomaton:
         alphabet = sorted({token for phrases in constraints for phrase in phrases for token in phrase.ids})
         # Tokens that are in no phrase are all the same: symbol 0.
         symbols = torch.zeros(vocab_size, dtype=torch.long)
+        special = len(alphabet) + 1
+        symbols[[token for token in special_ids if 0 <= token < vocab_size]] = special
         symbols[alphabet] = torch.arange(1, len(alphabet) + 1)
-        follow = torch.zeros(len(tree), len(alphabet) + 1, dtype=torch.long)
+        follow = torch.zeros(len(tree), special + 1, dtype=torch.long)
         meets = torch.zeros(len(tree), len(constraints), dtype=torch.bool)
         savings = torch.zeros(len(tree), len(constraints), dtype=torch.long)
         parts = torch.zeros_like(savings)
@@ -79,6 +88,7 @@ class PhraseAutomaton:
                 savings[node, constraint] = max(int(savings[node, constraint]), shortest[constraint] - num_left)
                 parts[node, constraint] = max(int(parts[node, constraint]), part)
         self.start = tree[0].children.get(None, 0)
+        follow[self.start, special] = self.start
         self.num_constraints, self.num_tokens, self.most_progress = len(constraints), sum(shortest), sum(longest)
         self._distances = None
         if 0 < len(constraints) <= MOST_EXACT_CONSTRAINTS:

@@ -71,8 +71,19 @@ def check_constraints(constraints: Sequence[Sequence[Phrase]], vocab_size: int, 
 
 def num_places(prompt_length: int, config: GenerationConfig) -> int:
     """How many tokens of a target are free, where some are forced by other settings."""
-    num_taken = sum(token is not None for token in (config.forced_bos_token_id, config.forced_eos_token_id))
+    # A first token is forced behind the start token alone.
+    first = config.forced_bos_token_id if prompt_length == 1 else None
+    num_taken = sum(token is not None for token in (first, config.forced_eos_token_id))
     return config.max_length - prompt_length - num_taken
+
+
+def ids_without_text(special_ids: Iterable[int], config: GenerationConfig) -> set[int]:
+    """Ids behind which alone a target still begins: those given, and those of the config."""
+    forced, names = config.forced_bos_token_id, ("bos", "decoder_start", "pad", "eos")
+    found = {*special_ids, *([] if forced is None else [forced])}
+    for tensor in (getattr(config, f"_{name}_token_tensor") for name in names):
+        found |= set() if tensor is None else set(tensor.flatten().tolist())
+    return found
 
 
 def _checked_ids(ids: Iterable[int], name: str) -> tuple[int, ...]:
@@ -97,7 +108,7 @@ def encode_phrases(
         options: Arguments of a search; `must_contain` and `never_contain` hold texts.
 
     Returns:
-        The arguments with `force_words_ids` and `bad_words_ids` instead.
+        The arguments with `force_words_ids` and what belongs to it, and `bad_words_ids` instead.
 
     Raises:
         ValueError: If either is no list of phrases, or phrases are given as ids besides; or as `encode_phrase` does.
@@ -117,6 +128,7 @@ def encode_phrases(
             encoded = [encode_phrase(tokenizer, phrase) for phrase in phrases]
             options["force_words_ids"].append([ids for inside, _ in encoded for ids in inside])
             options["first_words_ids"].append([ids for _, first in encoded for ids in first])
+        options["special_ids"] = sorted({*tokenizer.all_special_ids} - {tokenizer.unk_token_id})
     if never_contain:
         encoded = [encode_phrase(tokenizer, phrase) for phrase in never_contain]
         forbidden = options.get("bad_words_ids") or own.bad_words_ids or []

@@ -11,7 +11,7 @@ from metaphrase.inference.engine import Engine, Hypothesis
 from metaphrase.inference.ensemble import EnsembleSearch
 from metaphrase.inference.joint_search import Partner, check_partner, check_target_vocabulary, is_metaphrase
 from metaphrase.inference.phrase_constraints import encode_phrases
-from metaphrase.inference.source_limits import check_sources, count_cut
+from metaphrase.inference.source_limits import check_sources, count_cut, cut_to_positions, numbering
 from metaphrase.inference.speculative_decoding import DEFAULT_NUM_ASSISTANT_TOKENS, SpeculativeSearch
 from metaphrase.inference.text_options import options_of_texts, read_text_options
 
@@ -77,11 +77,16 @@ class Run:
         written = written_texts(texts)
         whole = [generator.encode_whole([texts[index] for index in written]) for generator in self.generators]
         sources = [generator.cut(ids) for generator, ids in zip(self.generators, whole, strict=True)]
-        for generator, ids in zip(self.generators, sources, strict=True):
-            check_sources(generator.model, ids, [index + 1 for index in written])
         # A source is one, however many models read it.
         by_source = (list(zip(*ids, strict=True)) for ids in (whole, sources))
-        return EncodedSources(sources, count_cut(*by_source))
+        num_truncated = count_cut(*by_source)
+        if isinstance(self.method, SpeculativeSearch):
+            # What a draft model reads decides over the time alone, so that it may be the beginning.
+            first, *drafts = sources
+            sources = [first, *map(cut_to_positions, self.generators[1:], drafts)]
+        for generator, ids in zip(self.generators, sources, strict=True):
+            check_sources(generator.model, ids, [index + 1 for index in written])
+        return EncodedSources(sources, num_truncated)
 
     def search(
         self,
@@ -99,18 +104,19 @@ class Run:
         generator.num_truncated += sources.num_truncated
         own, *rest = sources.ids
         partners = [Partner(each.model, ids) for each, ids in zip(others, rest, strict=True)]
-        hypotheses = decode(
-            generator.model,
-            own,
-            batch_size=generator.batch_size,
-            max_tokens_per_batch=generator.max_tokens_per_batch,
-            return_scores=return_scores,
-            show_progress=show_progress,
-            on_batch=on_batch,
-            partners=partners,
-            search=search,
-            **options_of_texts(self.options, numbers),
-        )
+        with numbering([number + 1 for number in numbers]):
+            hypotheses = decode(
+                generator.model,
+                own,
+                batch_size=generator.batch_size,
+                max_tokens_per_batch=generator.max_tokens_per_batch,
+                return_scores=return_scores,
+                show_progress=show_progress,
+                on_batch=on_batch,
+                partners=partners,
+                search=search,
+                **options_of_texts(self.options, numbers),
+            )
         if isinstance(search, SpeculativeSearch):
             generator.num_drafted += search.num_drafted
             generator.num_accepted += search.num_accepted
@@ -177,5 +183,6 @@ def _join(
     check_target_vocabulary(generator.tokenizers, assistant.tokenizers, "assistant_model")
     check_partner(generator.model, assistant.model, "assistant_model")
     del options["assistant_model"]
-    search = SpeculativeSearch(options.pop("num_assistant_tokens", DEFAULT_NUM_ASSISTANT_TOKENS))
+    count = options.pop("num_assistant_tokens", None)
+    search = SpeculativeSearch(DEFAULT_NUM_ASSISTANT_TOKENS if count is None else count)
     return [assistant], search, options

@@ -8,7 +8,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation.utils import GenerateBeamEncoderDecoderOutput
-from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
+from transformers.modeling_outputs import ModelOutput, Seq2SeqLMOutput
 
 from metaphrase.modeling.search_rules import unknown_criteria, unknown_processors
 from metaphrase.modeling.tree_decoder_state import TreeDecoderState
@@ -41,6 +41,7 @@ class CachedState:
     def __init__(
         self,
         model: PreTrainedModel,
+        output_class: type[ModelOutput],
         memory: torch.Tensor,
         memory_mask: torch.Tensor | None,
         with_hidden_states: bool = False,
@@ -49,11 +50,12 @@ class CachedState:
 
         Args:
             model: Whose forward pass takes a cache.
+            output_class: What the encoder's output is: that of a mixture of experts has parts that a model looks for.
             memory: What the encoder made of the sources, `(sources, source, hidden)`.
             memory_mask: 1 for a token, 0 for padding, `(sources, source)`.
             with_hidden_states: Whether steps also give the decoder's output.
         """
-        self._model, self._memory, self._mask = model, memory, memory_mask
+        self._model, self._output_class, self._memory, self._mask = model, output_class, memory, memory_mask
         self._with_hidden_states = with_hidden_states
         self._cache = EncoderDecoderCache(
             DynamicCache(config=model.config.get_text_config(decoder=True)), DynamicCache()
@@ -62,7 +64,7 @@ class CachedState:
 
     def step(self, input_ids: torch.Tensor) -> Seq2SeqLMOutput:
         return self._model(
-            encoder_outputs=BaseModelOutput(last_hidden_state=self._memory),
+            encoder_outputs=self._output_class(last_hidden_state=self._memory),
             attention_mask=self._mask,
             decoder_input_ids=input_ids[:, None],
             past_key_values=self._cache,
@@ -152,7 +154,7 @@ def search_inputs(
     def project(step: Seq2SeqLMOutput, rows: torch.Tensor | None = None) -> torch.Tensor:
         return step.logits[:, -1] if rows is None else step.logits[rows, -1]
 
-    state = CachedState(model, memory, mask, with_hidden_states)
+    state = CachedState(model, type(model_kwargs["encoder_outputs"]), memory, mask, with_hidden_states)
     return SearchInputs(project, lambda step: step.decoder_hidden_states[-1][:, -1], state, prompt)
 
 

@@ -1,12 +1,13 @@
 """Source limits: which source is too long for a model with a table of positions."""
 
 import contextlib
+import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from metaphrase.modeling.position_limits import longest_source
-from metaphrase.tokenization import TextFrame
+from metaphrase.tokenization import TextFrame, shorten
 
 
 class TooLongError(ValueError):
@@ -30,21 +31,44 @@ class TooLongError(ValueError):
         )
 
 
-def check_source_length(length: int, frame: TextFrame) -> None:
+def check_source_length(length: int, encode: Callable[[list[str]], list[list[int]]], prefix: str) -> None:
     """Checks a `max_source_length`.
 
+    Args:
+        length: To check.
+        encode: From source texts to the ids of each.
+        prefix: Stands before every source.
+
     Raises:
-        ValueError: If it leaves no place for a token.
+        ValueError: If it leaves no place for a token, or none behind the prefix.
     """
+    frame = TextFrame.of(encode)
     if length <= frame.length:
         raise ValueError(
             f"`max_source_length` must be at least {frame.length + 1}, a token and what stands around every text, got {length}."
+        )
+    # What texts with the prefix begin with, whatever follows.
+    texts = encode([prefix + text for text in ("a", "1", ".")])
+    num_shared = sum(1 for _ in itertools.takewhile(lambda ids: len(set(ids)) == 1, zip(*texts, strict=False)))
+    if prefix and num_shared < min(map(len, texts)) - len(frame.end) and length <= num_shared + len(frame.end):
+        raise ValueError(
+            f"`max_source_length` must leave a token for the text behind `source_prefix`, got {length} for a prefix that takes "
+            f"{num_shared + len(frame.end)} with what stands around every text."
         )
 
 
 def count_cut(whole: Sequence[Sequence[int]], cut: Sequence[Sequence[int]]) -> int:
     """How many of the sources lost their end."""
     return sum(map(operator.ne, whole, cut))
+
+
+def cut_to_positions(generator: Any, sources: Sequence[list[int]]) -> list[list[int]]:
+    """Ids of which none has more than a generator's model has positions."""
+    limit = longest_source(generator.model)
+    if limit is None or all(len(source) <= limit for source in sources):
+        return list(sources)
+    end = TextFrame.of(generator.tokenizers.encode_sources).end
+    return [shorten(source, limit, end) for source in sources]
 
 
 def check_sources(model: Any, sources: Sequence[Sequence[int]], numbers: Sequence[int]) -> None:
@@ -62,6 +86,15 @@ def check_sources(model: Any, sources: Sequence[Sequence[int]], numbers: Sequenc
     for number, source in zip(numbers, sources, strict=True):
         if limit is not None and len(source) > limit:
             raise TooLongError(number, len(source), limit)
+
+
+@contextlib.contextmanager
+def numbering(numbers: Sequence[int]) -> Iterator[None]:
+    """Numbers sources of a selection, which an engine has found too long, as those of the whole."""
+    try:
+        yield
+    except TooLongError as error:
+        raise TooLongError(numbers[error.number - 1], error.num_tokens, error.limit) from None
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.pipelines.base import Pipeline, pad_collate_fn
 from transformers.tokenization_utils_base import TruncationStrategy
 
+from .evaluation_mode import evaluating
 from .length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, batches_by_length
 from .pipeline_assistant import find_assistant
 from .pipeline_options import (
@@ -231,12 +232,8 @@ class EncoderDecoderPipeline(Pipeline):
         least, most = length_limits(self.model, arguments)
         for length in lengths if most is not None else ():
             self.check_inputs(length, least, most)
-        was_training = self.model.training
-        self.model.eval()
-        try:
+        with evaluating([self.model]):
             output = self.model.generate(**model_inputs, **arguments)
-        finally:
-            self.model.train(was_training)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         sequences = pad_behind_ends(sequences, self.model, arguments, self.target_tokenizer.pad_token_id)
         # (batch * num_return_sequences, target) -> (batch, num_return_sequences, target)

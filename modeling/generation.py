@@ -15,6 +15,7 @@ from transformers.generation.utils import GenerateBeamEncoderDecoderOutput, Gene
 from transformers.utils.output_capturing import capture_outputs
 
 from .beam_search import beam_search
+from .chosen_scores import ChosenScores
 from .decoder_state import DecoderState
 from .sampling import sample
 from .search_rules import unknown_criteria, unknown_processors
@@ -105,20 +106,26 @@ class MetaphraseGenerationMixin(GenerationMixin):
         generation_config: GenerationConfig,
         return_scores: bool = True,
         **kwargs,
-    ) -> GenerateBeamEncoderDecoderOutput | GenerateEncoderDecoderOutput:
+    ) -> GenerateBeamEncoderDecoderOutput:
         """For `generate(custom_generate=...)`: `sequences` and what they scored, without what was thought of on the way.
 
         Returns:
-            `sequences_scores` `(rows)`: for beam search as transformers has them, else sums of log-probabilities; or, for what
-            only transformers' loops can do, their own output, with `scores` if these are wanted.
+            `sequences_scores` `(rows)`: for beam search as transformers has them, else sums of log-probabilities.
         """
         arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
         if model._is_known(*arguments, **kwargs):
             ids, scores = model._search(input_ids, logits_processor, generation_config, kwargs, return_scores)
             return GenerateBeamEncoderDecoderOutput(sequences=ids, sequences_scores=scores)
+        # What only transformers' loops can do.
         generation_config.return_dict_in_generate, generation_config.output_scores = True, return_scores
         loop = GenerationMixin._sample if generation_config.num_beams == 1 else GenerationMixin._beam_search
-        return loop(model, *arguments, **kwargs)
+        chosen = ChosenScores()
+        criteria = StoppingCriteriaList([*stopping_criteria, *([chosen] if return_scores else [])])
+        output = loop(model, input_ids, logits_processor, criteria, generation_config, **kwargs)
+        scores = getattr(output, "sequences_scores", None)
+        if return_scores and scores is None:
+            scores = chosen.totals(output.sequences, input_ids.shape[1], generation_config._eos_token_tensor)
+        return GenerateBeamEncoderDecoderOutput(sequences=output.sequences, sequences_scores=scores)
 
     def _search(
         self,

@@ -69,19 +69,21 @@ def with_lengths(given: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
-def length_limits(model: PreTrainedModel, arguments: Mapping[str, Any]) -> tuple[int, int | None]:
+def length_limits(
+    model: PreTrainedModel, arguments: Mapping[str, Any], prompt_length: int = 1
+) -> tuple[int, int | None]:
     """Fewest and most tokens of a target, the start token counted, by the arguments of `generate()`."""
-    settings = _settings(model, arguments)
+    settings = settings_of(model, arguments)
     limits = []
     for length, new_tokens in (("min_length", "min_new_tokens"), ("max_length", "max_new_tokens")):
         new = settings.get(new_tokens)
-        limits.append(settings.get(length) if new is None else new + 1)
+        limits.append(settings.get(length) if new is None else new + prompt_length)
     return limits[0] or 0, limits[1]
 
 
 def is_of_each_text(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:
     """Whether these arguments of `generate()` lead to the same targets however the texts are put into batches."""
-    settings = _settings(model, arguments)
+    settings = settings_of(model, arguments)
     is_known = arguments.keys() <= generation_settings() | {"generation_config"}
     return is_known and not any(settings.get(name) for name in _OF_A_BATCH)
 
@@ -93,7 +95,7 @@ def pad_behind_ends(
 
     transformers takes a padding of id 0 for none there, and fills up with ends, as many as the batch has room for.
     """
-    ends = _settings(model, arguments).get("eos_token_id")
+    ends = settings_of(model, arguments).get("eos_token_id")
     if ends is None or pad_token_id is None:
         return ids
     is_end = torch.isin(ids, torch.as_tensor(ends, device=ids.device))
@@ -102,7 +104,7 @@ def pad_behind_ends(
     return ids.masked_fill(is_end.cumsum(dim=1) > is_end.long(), pad_token_id)
 
 
-def _settings(model: PreTrainedModel, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def settings_of(model: PreTrainedModel, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """What `generate()` goes by: its arguments, a generation config among them, and the model's own."""
     config = arguments.get("generation_config")
     return model.generation_config.to_dict() | ({} if config is None else config.to_diff_dict()) | dict(arguments)

@@ -1,9 +1,13 @@
 """Position limits: how many tokens a model with tables of positions can read and write."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
+
+_PLAIN_TABLES = {"position_embeddings", "wpe"}
 
 
 def longest_source(model: Any) -> int | None:
@@ -30,9 +34,43 @@ def check_length(model: Any, tokenizer: PreTrainedTokenizerBase, num_tokens: int
         )
 
 
+@contextlib.contextmanager
+def checking_targets(model: Any) -> Iterator[None]:
+    """Refuses a target that grows past the table of a family that does not look: Metaphrase models do so themselves.
+
+    Raises:
+        ValueError: If the decoder would read more tokens than it has positions.
+    """
+    limit = None if hasattr(model, "search_with_scores") else longest_target(model)
+    if limit is None:
+        yield
+        return
+
+    def check(decoder: nn.Module, arguments: tuple, named: dict[str, Any]) -> None:
+        ids, past = named.get("input_ids"), named.get("past_key_values")
+        length = 0 if ids is None else ids.shape[1] + (0 if past is None else int(past.get_seq_length()))
+        if length > limit:
+            raise ValueError(
+                f"`max_new_tokens` must not let a target have more tokens than the decoder has positions, {limit}, "
+                f"got a target of {length} that goes on."
+            )
+
+    handle = model.get_decoder().register_forward_pre_hook(check, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def _rows(stack: nn.Module | None) -> int | None:
     table = getattr(stack, "embed_positions", None)
+    if table is None and stack is not None:
+        # As BERT and GPT-2 have it, which may be joined to an encoder-decoder.
+        named = ((name.rpartition(".")[2], module) for name, module in stack.named_modules())
+        table = next((m for name, m in named if name in _PLAIN_TABLES and type(m) is nn.Embedding), None)
     # FSMT's table grows when it must.
     if not isinstance(table, nn.Embedding) or hasattr(table, "make_weight"):
         return None
-    return table.num_embeddings - getattr(table, "offset", 0)
+    # RoBERTa's positions begin behind that of padding.
+    first = 0 if type(table) is not nn.Embedding or table.padding_idx is None else table.padding_idx + 1
+    return table.num_embeddings - getattr(table, "offset", first)

@@ -12,3 +12,8 @@ def targets_of(texts, **options):
 
 def as_lines(texts):
     return [text.replace("\r", " ").replace("\n", " ") for text in texts]
+
+
+def damaged(compressed):
+    """A compressed file of which a byte was changed, so that the rest cannot be told any more."""
+    return compressed[:12] + bytes([compressed[12] ^ 0xFF]) + compressed[13:]

@@ -10,7 +10,11 @@ from transformers import (
     BartForConditionalGeneration,
     MarianConfig,
     MarianMTModel,
+    NllbMoeConfig,
+    NllbMoeForConditionalGeneration,
     PreTrainedModel,
+    SwitchTransformersConfig,
+    SwitchTransformersForConditionalGeneration,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -29,13 +33,20 @@ MODELS = {
     "marian": (MarianMTModel, MarianConfig(**_BART, forced_eos_token_id=None)),
     "t5": (T5ForConditionalGeneration, T5Config(**_T5, pad_token_id=0, eos_token_id=2, decoder_start_token_id=0)),
 }
+# Mixtures of experts, whose encoders also say which expert had which token.
+_SWITCH = _T5 | {"num_experts": 2, "pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0}
+_EXPERTS = {"num_experts": 2, "encoder_sparse_step": 2, "decoder_sparse_step": 2, "expert_capacity": 64}
+MODELS_OF_EXPERTS = {
+    "switch": (SwitchTransformersForConditionalGeneration, SwitchTransformersConfig(**_SWITCH)),
+    "nllb-moe": (NllbMoeForConditionalGeneration, NllbMoeConfig(**_BART, **_EXPERTS, forced_eos_token_id=None)),
+}
 OURS = ["sinusoidal", "relative"]
 
 
 @functools.cache
 def search_model(name: str, is_reference: bool = False) -> PreTrainedModel:
     """A model that is not to be changed, with no settings of its own; references are other copies, whose layers get hooks."""
-    made = MODELS[name]
+    made = (MODELS | MODELS_OF_EXPERTS)[name]
     if isinstance(made, dict):
         dtype = made.get("dtype")
         model = tiny_model(**{key: value for key, value in made.items() if key != "dtype"})

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cli_texts import damaged
 from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
 
 from metaphrase.scripts import __main__ as command_line
@@ -48,8 +49,15 @@ def test_tokenize_wants_one_way_of_naming_files(sides, files, tmp_path):
 def test_tokenize_refuses_what_is_no_text_whatever_the_kind(sides, kind, files, tmp_path):
     whole = gzip.compress(("the cat\n" * 50).encode())
     (tmp_path / "cut.gz").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "damaged.gz").write_bytes(damaged(whole))
     (tmp_path / "utf_16").write_text("the cat\n", encoding="utf-16")
-    wrong = {"missing": FileNotFoundError, "cut.gz": EOFError, "utf_16": ValueError, "": ValueError}
+    wrong = {
+        "missing": FileNotFoundError,
+        "cut.gz": EOFError,
+        "damaged.gz": OSError,
+        "utf_16": ValueError,
+        "": ValueError,
+    }
     rest = ["--output", str(tmp_path / "t"), "--kind", kind, *(["--target_files", files[1]] * (sides != "--files"))]
     for name, error in wrong.items():
         with pytest.raises(error):

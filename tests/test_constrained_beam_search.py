@@ -82,9 +82,8 @@ def test_without_phrases_the_selection_is_that_of_beam_search(name, options):
         made = search_state_module.search_inputs(
             model, input_ids, logits_processor, stopping_criteria, generation_config, kwargs
         )
-        selection = ConstrainedSelection(
-            generation_config, PhraseAutomaton([], model.config.get_text_config(decoder=True).vocab_size)
-        )
+        automaton = PhraseAutomaton([], model.config.get_text_config(decoder=True).vocab_size)
+        selection = ConstrainedSelection(generation_config, automaton, made.prompt)
         made = (made.project, made.state, made.prompt, logits_processor, generation_config, selection)
         return search_state_module.search_output(*beam_search(*made), generation_config)
 
@@ -182,18 +181,77 @@ def test_phrases_find_room_beside_what_other_settings_force(forced):
         assert row[9] == 4 or "forced_eos_token_id" not in forced
 
 
+def text_of(row, special):
+    """The ids without those in front that are no text."""
+    return list(itertools.dropwhile(lambda token: token in special, until_end(row)))
+
+
+def own_special(model):
+    """What the model's settings say is no text."""
+    settings = model.generation_config
+    return {settings.bos_token_id, settings.decoder_start_token_id, settings.pad_token_id, *ENDS}
+
+
 def test_a_phrase_of_the_beginning_counts_only_there():
     model = search_model("sinusoidal")
     inputs = search_sources(model, batch=8)
     options = {"num_beams": 10}
     firsts = set()
-    for token in (20, 1, 2, 36):
+    for token in (20, 5, 2, 36):
         found = constrained(model, inputs, [[7, 8, 10]], first_words_ids=[[[token, 3]]], **options).sequences.tolist()
-        for ids in map(until_end, found):
-            begins = ids[:2] == [token, 3]
-            assert begins or contains(ids, [7, 8, 10])
+        for row in found:
+            begins = text_of(row, own_special(model))[:2] == [token, 3]
+            assert begins or contains(row, [7, 8, 10])
             firsts.add(begins)
     assert firsts == {True, False}
+
+
+BEGINNINGS = {
+    "a forced token": ({"forced_bos_token_id": 6}, [], True),
+    "the code of a language": ({"special_ids": [6]}, [6], True),
+    "a code, behind which no token is forced": ({"special_ids": [6], "forced_bos_token_id": 8}, [6, 6], True),
+    "text": ({}, [6], False),
+}
+
+
+@pytest.mark.parametrize(("options", "front", "may_begin"), BEGINNINGS.values(), ids=BEGINNINGS)
+@pytest.mark.parametrize("name", ["sinusoidal", "bart"])
+def test_a_target_still_begins_behind_what_is_no_text(name, options, front, may_begin):
+    model = search_model(name)
+    inputs = search_sources(model, batch=8)
+    if front:
+        prompt = torch.tensor([[model.generation_config.decoder_start_token_id, *front]] * 8)
+        options = options | {"decoder_input_ids": prompt}
+    special = own_special(model) | ({6} if may_begin else set())
+    firsts = set()
+    for token in (20, 5, 2, 36):
+        arguments = options | {"num_beams": 10, "first_words_ids": [[[token, 3]]]}
+        for row in constrained(model, inputs, [[7, 8, 10]], **arguments).sequences.tolist():
+            assert row[1] == 6
+            begins = text_of(row, special)[:2] == [token, 3]
+            assert begins or contains(row, [7, 8, 10])
+            firsts.add(begins)
+    assert (True in firsts) == may_begin
+
+
+@pytest.mark.parametrize("name", ["sinusoidal", "bart"])
+def test_what_a_prompt_contains_is_met_and_what_it_begins_goes_on(name):
+    model = search_model(name)
+    inputs, start = search_sources(model, batch=2), model.generation_config.decoder_start_token_id
+    prompts = torch.tensor([[start, 7, 8], [start, 9, 7]])
+    room = {"max_new_tokens": 1}
+    for row in constrained(model, inputs, [[7, 8]], decoder_input_ids=prompts, **room).sequences.tolist():
+        assert contains(row, [7, 8])
+    # The first one has all of it already, and goes on as it would.
+    free = model.generate(
+        **one_of(inputs, 0), decoder_input_ids=prompts[:1], **OPTIONS | {"num_beams": 10, "max_new_tokens": 3}
+    )
+    found = constrained(
+        model, one_of(inputs, 0), [[7, 8]], decoder_input_ids=prompts[:1], num_beams=10, max_new_tokens=3
+    )
+    assert found.sequences.tolist() == free.sequences.tolist()
+    with pytest.raises(ValueError, match=r"`max_new_tokens` must leave room .* got 2 tokens for 1 places"):
+        constrained(model, inputs, [[8, 10]], decoder_input_ids=prompts[:, [0, 2, 1]], **room)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from metaphrase.conversion.ctranslate2 import QUANTIZATIONS, export_ctranslate2,
 from metaphrase.conversion.ctranslate2_spec import SINUSOIDAL_POSITIONS, make_spec, obstacles
 from metaphrase.inference import Generator, decode
 from metaphrase.inference.ctranslate2_engine import CTranslate2Engine
+from metaphrase.inference.source_limits import TooLongError
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.scripts import export
 from metaphrase.tokenization import TokenizerPair
@@ -205,8 +206,10 @@ def test_a_source_beyond_the_table_of_positions_is_refused(tmp_path):
     _, folder = saved(tmp_path / "model", position_embedding_type="learned", max_position_embeddings=16)
     engine = CTranslate2Engine(export_ctranslate2(folder, tmp_path / "exported"), device="cpu")
     assert decode(engine, [[5] * 16])
+    with pytest.raises(TooLongError, match="than the model has positions, 16, got 17 in number 3 "):
+        decode(engine, [[5], [6] * 16, [5] * 17, [7] * 3], max_new_tokens=4)
     with pytest.raises(ValueError, match="must not be longer than the exported table of positions"):
-        decode(engine, [[5] * 17])
+        decode(engine, [[5]], max_new_tokens=30, min_new_tokens=30)
 
 
 # refusals

@@ -139,9 +139,11 @@ def test_a_target_that_meets_the_limit_ends_as_it_must(models):
     options = {"max_new_tokens": 4, "forced_eos_token_id": 2}
     expected, found = decode(model, sources, **options), decode(engine, sources, **options)
     assert [[h.ids for h in row] for row in found] == [[h.ids for h in row] for row in expected]
+    assert [[h.is_finished for h in row] for row in found] == [[h.is_finished for h in row] for row in expected]
     assert found != decode(engine, sources, max_new_tokens=4)
-    for row in decode(engine, sources, **BEAMS, **options):
-        assert all(h.ids[-1] == 2 and h.is_finished and len(h.ids) <= 4 for h in row)
+    hypotheses = [h for row in decode(engine, sources, **BEAMS, **options) for h in row]
+    assert all(h.ids[-1] == 2 and len(h.ids) <= 4 for h in hypotheses)
+    assert any(not h.is_finished for h in hypotheses)
 
 
 def test_scores_only_if_asked_for(models):

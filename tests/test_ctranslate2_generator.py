@@ -4,17 +4,20 @@ import builtins
 import importlib
 import json
 import sys
+import tempfile
 
 import pytest
 
 pytest.importorskip("ctranslate2")
 
 import torch
-from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
+from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator, tiny_pair
+from tiny_models import tiny_model
 
 from metaphrase.conversion.ctranslate2 import export_ctranslate2
-from metaphrase.inference import Generator, cross_attention
+from metaphrase.inference import Generator, GeneratorPool, cross_attention
 from metaphrase.inference.ctranslate2_engine import CTranslate2Engine
+from metaphrase.inference.source_limits import TooLongError
 from metaphrase.scripts import evaluate, generate
 
 BEAMS = {"num_beams": 4, "num_return_sequences": 4, "early_stopping": True}
@@ -56,6 +59,19 @@ def test_the_converted_copy_lasts_as_long_as_the_generator(folders):
     assert len(generator.generate(SOURCES, do_sample=True)) == len(SOURCES)
     del generator
     assert not copy.exists()
+
+
+def test_processes_share_one_converted_copy_which_goes_with_the_pool(folders, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with GeneratorPool(folders[True][0], num_processes=2, engine="ctranslate2", device="cpu") as pool:
+        assert len(list(tmp_path.glob("metaphrase_ctranslate2_*"))) == 1
+        found = [row[0].text for row in pool.generate_stream(SOURCES, window=2)]
+    assert not list(tmp_path.glob("metaphrase_ctranslate2_*"))
+    assert found == tiny_generator(True).generate(SOURCES)
+    with pytest.raises(OSError, match="not_there"):
+        GeneratorPool(tmp_path / "not_there", num_processes=2, engine="ctranslate2", device="cpu")
+    assert not list(tmp_path.glob("metaphrase_ctranslate2_*"))
 
 
 @pytest.mark.parametrize(
@@ -181,3 +197,17 @@ def test_without_the_package_the_error_says_what_to_install(folders, monkeypatch
     ):
         with pytest.raises(ImportError, match=r"pip install metaphrase\[ctranslate2\]"):
             call()
+
+
+def test_a_line_beyond_the_table_of_positions_is_named(tmp_path):
+    pair = tiny_pair()
+    model = tiny_model(position_embedding_type="learned", max_position_embeddings=24, **pair.config_fields())
+    folder = save_generator(Generator(model, pair), tmp_path / "model")
+    generator = Generator.from_pretrained(folder, engine="ctranslate2", device="cpu")
+    lines = ["a", "", "a cat", "", "a dog", "a cat " * 9, "a"]
+    message = "than the model has positions, 24, got 55 in number 6 .*line 6"
+    with pytest.raises(TooLongError, match=message):
+        generator.generate(lines, max_new_tokens=4)
+    for risk in (None, {"num_candidates": 2}):
+        with pytest.raises(TooLongError, match=message):
+            list(generator.generate_stream(lines, window=2, max_new_tokens=4, risk=risk))

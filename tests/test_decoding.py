@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from tiny_generator import tiny_generator
+from other_families import generator_of
+from tiny_generator import SOURCES, tiny_generator, tiny_pair
 from transformers.generation import utils
 
 from metaphrase.inference.decoding import decode
@@ -83,14 +84,20 @@ def test_scores_only_where_asked_for(generator, sources):
         assert all(h.score is None for hypotheses in decode(generator.model, sources, **options) for h in hypotheses)
 
 
-@pytest.mark.parametrize("form", ["int", "list", "configured list"])
+@pytest.mark.parametrize(
+    "form", ["int", "list", "tensor", "number in a tensor", "configured list", "configured tensor"]
+)
 def test_any_end_of_sequence_ends_a_target(generator, sources, form):
     end = ends_early(generator.model, sources)
     options = {}
     if form == "configured list":
         generator.model.generation_config.eos_token_id = [generator.model.config.eos_token_id, end]
+    elif form == "configured tensor":
+        generator.model.generation_config.eos_token_id = torch.tensor([generator.model.config.eos_token_id, end])
     else:
-        options["eos_token_id"] = end if form == "int" else [generator.model.config.eos_token_id, end]
+        both = [generator.model.config.eos_token_id, end]
+        forms = {"int": end, "list": both, "tensor": torch.tensor(both), "number in a tensor": torch.tensor(end)}
+        options["eos_token_id"] = forms[form]
     full = [hypothesis.ids for [hypothesis] in decode(generator.model, sources, eos_token_id=-1)]
     results = [hypothesis for [hypothesis] in decode(generator.model, sources, **options)]
     assert {hypothesis.is_finished for hypothesis in results} == {True, False}
@@ -107,6 +114,18 @@ def test_mode_is_left_as_it_was_even_after_an_error(generator, sources):
         with pytest.raises(ValueError, match="num_return_sequences"):
             decode(generator.model, sources[:1], num_return_sequences=2)
         assert generator.model.training is was_training
+
+
+def test_modes_of_parts_are_left_as_they_were(generator, sources):
+    model = generator.model
+    for of_model, of_encoder in ((True, False), (False, True)):
+        model.train(of_model)
+        model.get_encoder().train(of_encoder)
+        before = [module.training for module in model.modules()]
+        assert len(set(before)) == 2
+        decode(model, sources[:1])
+        generator.score(["a cat"], ["eine Katze"])
+        assert [module.training for module in model.modules()] == before
 
 
 def test_dropout_is_off(sources):
@@ -133,3 +152,23 @@ def test_what_other_processes_decode_is_not_waited_for(generator, sources, monke
     monkeypatch.setattr(utils.dist, "all_reduce", lambda *_, **__: wanted.append(True))
     assert decode(generator.model, sources) == expected
     assert not wanted
+
+
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
+@pytest.mark.parametrize("family", ["metaphrase", "bart"])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_an_end_that_is_forced_at_the_limit_is_none(family, beams):
+    model, end = generator_of(family).model, 2
+    sources = tiny_pair().encode_sources(SOURCES)
+    own = decode(model, sources, num_beams=beams, max_new_tokens=8)
+    model.generation_config.forced_eos_token_id = end
+    for limits in ({"max_new_tokens": 8}, {"max_length": 9}, {"max_new_tokens": 7, "decoder_input_ids": [[1, 5]]}, {}):
+        model.generation_config.max_new_tokens = None if limits else 8
+        found = [h for [h] in decode(model, sources, num_beams=beams, **limits)]
+        assert any(len(h.ids) == 8 and not h.is_finished for h in found)
+        assert all(h.ids[-1] == end and h.is_finished == (len(h.ids) < 8) for h in found)
+    # With nothing to force, nothing has changed; and without any limit there are 20 tokens, as transformers has it.
+    assert own == decode(model, sources, num_beams=beams, max_new_tokens=8, forced_eos_token_id=None)
+    model.generation_config.max_new_tokens = None
+    lengths = {h.is_finished: len(h.ids) for [h] in decode(model, sources, num_beams=beams)}
+    assert lengths[False] == 20

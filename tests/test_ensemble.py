@@ -101,12 +101,24 @@ def test_samples_are_those_of_whole_passes(models, mean, monkeypatch):
     assert len({tuple(row) for row in expected}) == 3 * len(TEXTS)
 
 
-@pytest.mark.parametrize("options", [{}, BEAMS], ids=["greedy", "beams"])
+PENALTIES = {"repetition_penalty": 2.5, "exponential_decay_length_penalty": (2, 1.5)}
+ALONE = {
+    "greedy": {},
+    "beams": BEAMS,
+    "penalties": PENALTIES,
+    "penalties of beams": BEAMS | PENALTIES,
+    "penalties of samples": PENALTIES | {"do_sample": True, "num_return_sequences": 2},
+}
+
+
+@pytest.mark.parametrize("options", ALONE.values(), ids=ALONE)
 @pytest.mark.parametrize("mean", ["linear", "log_linear"])
 def test_a_model_with_itself_is_that_model(models, mean, options):
     one, _ = models
     options = {"max_new_tokens": 9, "eos_token_id": ENDS, "return_scores": True} | options
+    torch.manual_seed(0)
     alone = decode(one, TEXTS, **options)
+    torch.manual_seed(0)
     search = EnsembleSearch(mean)
     together = decode(one, TEXTS, partners=[Partner(one, TEXTS), Partner(one, TEXTS)], search=search, **options)
     for row, expected in zip(together, alone, strict=True):

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from tiny_generator import SOURCES, save_generator, tiny_generator
+from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
 
 from metaphrase.inference import Generator, ScoredText
 from metaphrase.inference import run as run_module
+from metaphrase.training.evaluation import evaluate_generator
 
 WHITE = ["", " ", "\t", "\u2028", "\x85 \u00a0", "\r"]
 
@@ -49,6 +50,14 @@ def test_n_best_is_as_many_as_asked_for_best_first(generator):
 def test_number_of_targets_may_come_from_the_models_own_settings(generator):
     generator.model.generation_config.update(num_beams=2, num_return_sequences=2)
     assert [len(candidates) for candidates in generator.generate_n_best([SOURCES[0], ""])] == [2, 2]
+
+
+def test_generate_and_evaluate_write_one_target_whatever_the_models_own_settings_say(generator):
+    greedy, beams = generator.generate(SOURCES), generator.generate(SOURCES, num_beams=3)
+    generator.model.generation_config.update(num_beams=3, num_return_sequences=3)
+    assert generator.generate(SOURCES) == beams and generator.generate(SOURCES, num_beams=1) == greedy
+    _, predictions = evaluate_generator(generator, SOURCES, TARGETS, metrics=["chrf"])
+    assert predictions == beams
 
 
 def test_generate_refuses_several_targets(generator):

@@ -304,3 +304,16 @@ def processes_of_session(session):
             if int(path.read_text().rsplit(")", 1)[1].split()[3]) == session:
                 found.append(int(path.parent.name))
     return found
+
+
+def test_a_closed_pool_says_so(folder):
+    pool = GeneratorPool(folder, num_processes=1, device="cpu")
+    stream = pool.generate_stream(LINES, window=2)
+    next(stream)
+    pool.close()
+    with pytest.raises(ValueError, match="must be used before it is closed"):
+        list(stream)
+    for call in (pool.num_targets, lambda: list(pool.generate_stream(LINES))):
+        with pytest.raises(ValueError, match="must be used before it is closed"):
+            call()
+    pool.close()

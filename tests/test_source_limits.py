@@ -10,14 +10,22 @@ from tiny_generator import SOURCES, save_generator, tiny_generator, tiny_pair
 from tiny_languages import mbart_tokenizer, nllb_tokenizer
 from tiny_models import tiny_model
 from torch import nn
-from transformers import pipeline
+from transformers import (
+    BertConfig,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
+    GPT2Config,
+    RobertaConfig,
+    pipeline,
+)
 
 from metaphrase.inference import Generator, GeneratorPool, cross_attentions
+from metaphrase.inference.decoding import decode
 from metaphrase.inference.source_limits import TooLongError
 from metaphrase.modeling.position_limits import longest_source, longest_target
 from metaphrase.scripts import attention, evaluate, generate
 from metaphrase.scripts.console import run
-from metaphrase.tokenization import TokenizerPair
+from metaphrase.tokenization import TokenizerPair, shorten
 from metaphrase.training.evaluation import evaluate_generator
 
 LONG = "a dog " * 30
@@ -38,6 +46,61 @@ def test_limits_of_families(name, limit):
     assert longest_source(family_model(name)) == longest_target(family_model(name)) == limit
 
 
+def joined(kind):
+    """An encoder-decoder of an encoder and a decoder of `bert`, or of `roberta`, or of BERT's encoder and GPT-2's decoder."""
+    sizes = {"vocab_size": 28, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 16, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2}
+    encoder = (RobertaConfig if kind == "roberta" else BertConfig)(**sizes, pad_token_id=0)
+    decoder = copy.deepcopy(encoder)
+    if kind == "gpt2":
+        decoder = GPT2Config(
+            vocab_size=28, n_embd=16, n_layer=1, n_head=2, n_positions=32, bos_token_id=1, eos_token_id=2
+        )
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    config.decoder_start_token_id, config.pad_token_id = 1, 0
+    model = EncoderDecoderModel(config).eval()
+    model.generation_config.update(decoder_start_token_id=1, pad_token_id=0, eos_token_id=27, max_new_tokens=4)
+    return model
+
+
+@pytest.mark.parametrize(("kind", "limits"), [("bert", (64, 64)), ("roberta", (63, 63)), ("gpt2", (64, 32))])
+def test_what_was_joined_of_other_kinds_has_limits_too(kind, limits):
+    model = joined(kind)
+    assert (longest_source(model), longest_target(model)) == limits
+    generator = Generator(model, tiny_pair())
+    generator.generate(["a" * (limits[0] - 1)])
+    with pytest.raises(
+        TooLongError, match=f"than the model has positions, {limits[0]}, got {limits[0] + 1} in number 1 "
+    ):
+        generator.generate(["a" * limits[0]])
+    model.generation_config.update(eos_token_id=None)
+    found = generator.generate(SOURCES[:2], max_new_tokens=limits[1])
+    assert len(found) == 2
+    with pytest.raises(ValueError, match=f"`max_new_tokens` must not let a target .* {limits[1]}, got a target of "):
+        generator.generate(SOURCES[:2], max_new_tokens=limits[1] + 1)
+
+
+SEARCHES = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "groups": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+    "contrastive": {"penalty_alpha": 0.6, "top_k": 4},
+    "phrases": {"force_words_ids": [[7, 8]]},
+    "samples": {"do_sample": True},
+}
+
+
+@pytest.mark.parametrize("options", SEARCHES.values(), ids=SEARCHES)
+def test_a_target_may_be_as_long_as_the_table(options, generator):
+    options = options | {"eos_token_id": None}
+    [[hypothesis]] = decode(generator.model, generator.encode(["a cat"]), max_new_tokens=64, **options)
+    assert len(hypothesis.ids) == 64
+    with pytest.raises(ValueError, match=r"`max_(new_tokens|position_embeddings)`.* 6[45]"):
+        generator.generate(["a cat"], max_new_tokens=65, **options)
+    # Nothing stays hooked.
+    assert not generator.model.get_decoder()._forward_pre_hooks
+
+
 def test_a_metaphrase_model_without_a_table_has_none():
     model = tiny_model(**tiny_pair().config_fields())
     assert longest_source(model) is longest_target(model) is None
@@ -55,6 +118,19 @@ def test_a_source_may_be_as_long_as_the_table(generator):
     generator.generate(["a" * 63])
     with pytest.raises(TooLongError, match="than the model has positions, 64, got 65 in number 1 "):
         generator.generate(["a" * 64])
+
+
+def test_a_draft_model_with_fewer_positions_reads_the_beginning():
+    fields = tiny_pair().config_fields() | {"position_embedding_type": "learned"}
+    generator, draft = (
+        Generator(tiny_model(**fields, max_position_embeddings=count), tiny_pair()) for count in (64, 12)
+    )
+    expected = generator.generate(SOURCES, max_new_tokens=8)
+    for assistant in (draft, draft.model):
+        assert generator.generate(SOURCES, max_new_tokens=8, assistant_model=assistant) == expected
+    assert generator.num_drafted > 0 and generator.num_truncated == 0
+    with pytest.raises(TooLongError, match="than the model has positions, 64, got"):
+        generator.generate(TEXTS, assistant_model=draft)
 
 
 def test_what_is_too_long_is_numbered_among_all(generator):
@@ -127,6 +203,26 @@ def test_a_prefix_counts_and_the_limit_leaves_place_for_an_end(generator):
     for tokenizer in (mbart_tokenizer(), nllb_tokenizer()):
         with pytest.raises(ValueError, match=r"`max_source_length` must be at least 3, .*got 2"):
             Generator(generator.model, TokenizerPair(tokenizer, tokenizer), max_source_length=2)
+
+
+@pytest.mark.parametrize("kind", ["char", "byte_bpe", "unigram", "wordpiece"])
+def test_a_limit_leaves_place_for_a_text_behind_the_prefix(kind):
+    generator = tiny_generator(kind=kind)
+    options = {"source_prefix": "the cat sleeps: "}
+    needed = next(n for n in range(2, 40) if len(set(map(tuple, cut_sources(generator, n, **options)))) > 1)
+    for length in range(2, needed):
+        with pytest.raises(
+            ValueError, match=rf"`max_source_length` must leave a token .* `source_prefix`, got {length} "
+        ):
+            Generator(generator.model, generator.tokenizers, max_source_length=length, **options)
+    bounded = Generator(generator.model, generator.tokenizers, max_source_length=needed, **options)
+    assert len(set(map(tuple, bounded.encode(["a dog", "1 dog", ". dog"])))) > 1
+
+
+def cut_sources(generator, length, source_prefix):
+    """Ids of some sources with a prefix, as a generator would cut them that does not look."""
+    whole = generator.tokenizers.encode_sources([source_prefix + text for text in ("a dog", "1 dog", ". dog")])
+    return [shorten(ids, length, ids[-1:]) for ids in whole]
 
 
 def test_a_source_that_several_models_read_is_cut_once(tmp_path):

@@ -284,6 +284,13 @@ def test_texts_are_those_without_an_assistant(draft):
     assert 0 < generator.num_accepted < generator.num_drafted
 
 
+def test_no_number_of_drafted_tokens_is_the_default(generator, draft):
+    expected = generator.generate(SOURCES, assistant_model=draft)
+    assert generator.generate(SOURCES, assistant_model=draft, num_assistant_tokens=None) == expected
+    with pytest.raises(ValueError, match="`num_assistant_tokens` must be at least 1, got 0"):
+        generator.generate(SOURCES, assistant_model=draft, num_assistant_tokens=0)
+
+
 def test_a_draft_that_reads_by_its_own_tokenizer(generator):
     other_pair = type(generator.tokenizers)(tiny_pair(kind="byte").source, generator.tokenizers.target)
     small = tiny_model(seed=4, share_embeddings=False, **other_pair.config_fields())

@@ -4,15 +4,35 @@ import codecs
 import gzip
 import os
 import re
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO
 
 from metaphrase.tokenization.tokenizer_settings import DEFAULT_JOINER
 
 
+class _CompressedFile(gzip.GzipFile):
+    """A `.gz` file to read, of which a damaged one is an `OSError` that names it, as one that was never compressed is."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        return self._whole(super().read, size)
+
+    def read1(self, size: int = -1) -> bytes:
+        return self._whole(super().read1, size)
+
+    def readline(self, size: int = -1) -> bytes:
+        return self._whole(super().readline, size)
+
+    def _whole(self, read: Callable[[int | None], bytes], size: int | None) -> bytes:
+        try:
+            return read(size)
+        except zlib.error as error:
+            raise gzip.BadGzipFile(f"`{self.name}` must be a compressed file that is whole, got: {error}.") from error
+
+
 def open_bytes(path: str | os.PathLike) -> BinaryIO:
     """Opens a file for reading, decompressing `.gz`."""
-    return gzip.open(path, "rb") if os.fspath(path).endswith(".gz") else open(path, "rb")
+    return _CompressedFile(path, "rb") if os.fspath(path).endswith(".gz") else open(path, "rb")
 
 
 def iterate_lines(paths: str | os.PathLike | Iterable[str | os.PathLike]) -> Iterator[str]:
