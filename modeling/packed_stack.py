@@ -9,7 +9,7 @@ from torch import nn
 
 from .packed_weight import PackedWeight, can_pack, is_plain
 from .step_linear import LARGEST_SIZE
-from .weight_record import WeightRecord
+from .weight_record import LayerRecord, WeightRecord, can_record
 
 # What is run but a few times need not be held twice.
 _PATIENCE = 8
@@ -20,19 +20,13 @@ class _Ready:
 
     def __init__(self, layers: nn.Module):
         self._linears = [layer for layer in layers.modules() if _gains(layer)]
-        self._sources = [(layer, layer.weight, layer.bias) for layer in self._linears]
-        self._record = WeightRecord([part for layer in self._linears for part in layer.parameters()])
+        self._layers = LayerRecord(self._linears)
+        self._weights = WeightRecord([part for layer in self._linears for part in layer.parameters()])
         self._packed: list[PackedWeight] = []
         self._patience = _PATIENCE
 
     def is_current(self) -> bool:
-        return (
-            all(
-                type(layer) is nn.Linear and layer.weight is weight and layer.bias is bias
-                for layer, weight, bias in self._sources
-            )
-            and self._record.is_current()
-        )
+        return self._layers.is_current() and self._weights.is_current()
 
     def lend(self) -> list[nn.Linear]:
         """Lets the layers multiply by packed weights, and returns them."""
@@ -76,18 +70,17 @@ def _may_pack(stack: nn.Module) -> bool:
     if stack.training or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
         return False
     # What is recorded is to have the layers as they are.
-    return not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    # No layer gains elsewhere, and none that is moved here later would be looked at again.
+    place = next(stack.parameters())
+    return place.dtype == torch.float32 and place.device.type == "cpu"
 
 
 def _gains(layer: nn.Module) -> bool:
-    return (
-        is_plain(layer)
-        and layer.weight.numel() <= LARGEST_SIZE
-        and layer.weight.is_contiguous()
-        # A tensor that was made under inference mode has no version.
-        and not any(part.is_inference() for part in layer.parameters())
-        and can_pack(*layer.weight.shape)
-    )
+    if not (is_plain(layer) and can_record(layer)):
+        return False
+    return layer.weight.numel() <= LARGEST_SIZE and can_pack(*layer.weight.shape)
 
 
 def _is_replaced(layer: nn.Module) -> bool:

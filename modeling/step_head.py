@@ -1,7 +1,6 @@
 """The projection of a decoder's output to logits, made ready for steps of one token."""
 
 import functools
-import operator
 import weakref
 from collections.abc import Callable
 
@@ -9,8 +8,8 @@ import torch
 from torch import nn
 
 from .shortlist import ShortlistProjection, can_shortlist
-from .step_linear import StepLinear
-from .weight_record import WeightRecord
+from .step_linear import LARGEST_SIZE, StepLinear
+from .weight_record import LayerRecord, WeightRecord, can_record
 
 # There is one head, and it takes a good part of a step: it may be larger than a layer's weight and still be worth a copy.
 _LARGEST_COPY = 2**26
@@ -20,14 +19,13 @@ class _ReadyHead:
     """A head, and what was made of its weights, as soon as it was asked for."""
 
     def __init__(self, head: nn.Module):
-        self.head, self._kind, self._weights = head, type(head), list(head.parameters())
-        self._can_copy = self._kind is nn.Linear and not any(weight.is_inference() for weight in self._weights)
-        self._can_copy = self._can_copy and head.weight.device.type == "cpu" and head.weight.is_contiguous()
-        self._record = WeightRecord(self._weights if self._can_copy else [])
+        self.head, self._can_copy = head, _can_copy(head)
+        self._layers = LayerRecord([head] if self._can_copy else [])
+        self._weights = WeightRecord(list(head.parameters()) if self._can_copy else [])
 
     @functools.cached_property
     def linear(self) -> StepLinear:
-        return StepLinear([self.head], self._can_copy, largest=_LARGEST_COPY, largest_transposed=_LARGEST_COPY)
+        return StepLinear([self.head], self._can_copy, _LARGEST_COPY, LARGEST_SIZE)
 
     @functools.cached_property
     def shortlist(self) -> ShortlistProjection | None:
@@ -35,11 +33,8 @@ class _ReadyHead:
 
     def is_current(self, head: nn.Module) -> bool:
         """Whether the head is the same, with the same weights."""
-        if head is not self.head or type(head) is not self._kind:
-            return False
-        weights = list(head.parameters())
-        is_same = len(weights) == len(self._weights) and all(map(operator.is_, weights, self._weights))
-        return is_same and self._record.is_current()
+        is_same = head is self.head and self._can_copy == _can_copy(head) and self._layers.is_current()
+        return is_same and self._weights.is_current()
 
 
 # What was made ready, for as long as the decoder is there; not in the decoder, which is copied and saved.
@@ -67,6 +62,10 @@ def _ready_head(decoder: nn.Module, head: nn.Module) -> _ReadyHead | None:
     if ready is None or not ready.is_current(head):
         ready = _ready[decoder] = _ReadyHead(head)
     return ready
+
+
+def _can_copy(head: nn.Module) -> bool:
+    return can_record(head) and head.weight.device.type == "cpu"
 
 
 def forget_head(decoder: nn.Module) -> None:

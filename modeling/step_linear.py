@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from .packed_weight import PackedWeight, can_pack, is_plain
+from .weight_record import LayerRecord, can_record
 
 # A larger matrix takes so long that one call more does not count, and its copy would be much to hold.
 LARGEST_SIZE = 2**22
@@ -48,11 +49,11 @@ class StepLinear:
             # Packed already, in a way that only the layers know.
             self.layers = [kind.join(layers)]
         largest = LARGEST_SIZE if largest is None else largest
-        self._is_one = copies and all(_is_small(layer, largest) for layer in layers)
+        self._is_one = copies and all(can_record(layer) and layer.weight.numel() <= largest for layer in layers)
+        self._record = LayerRecord(layers if self._is_one else [])
         if not self._is_one:
             return
-        self._sources = [(layer, layer.weight, layer.bias) for layer in layers]
-        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+        weights, biases = self._record.weights, self._record.biases
         is_single, is_plain_one = len(layers) == 1, all(map(is_plain, layers))
         shape = sum(len(weight) for weight in weights), weights[0].shape[1]
         self._is_packed = is_plain_one and can_pack(*shape)
@@ -87,26 +88,17 @@ class StepLinear:
 
     @functools.cached_property
     def _transposed(self) -> torch.Tensor:
-        return self._side_by_side().t().contiguous()
+        return self._side_by_side().detach().t().contiguous()
 
     @functools.cached_property
     def _packed(self) -> PackedWeight:
         return PackedWeight(self._side_by_side(), self._bias)
 
     def _side_by_side(self) -> torch.Tensor:
-        weights = [weight.detach() for _, weight, _ in self._sources]
-        return weights[0] if len(weights) == 1 else torch.cat(weights)
+        weights = self._record.weights
+        # One by itself is the parameter, which may be moved to another place or precision.
+        return weights[0] if len(weights) == 1 else torch.cat([weight.detach() for weight in weights])
 
     def is_current(self) -> bool:
         """Whether the layers are still plain, with the weights and biases that they had; not whether these have changed."""
-        return not self._is_one or all(
-            type(layer) is nn.Linear and layer.weight is weight and layer.bias is bias
-            for layer, weight, bias in self._sources
-        )
-
-
-def _is_small(layer: nn.Module, largest: int) -> bool:
-    if type(layer) is not nn.Linear or layer.weight.numel() > largest or not layer.weight.is_contiguous():
-        return False
-    # A tensor that was made under inference mode has no version.
-    return not any(part.is_inference() for part in layer.parameters())
+        return self._record.is_current()

@@ -1,9 +1,10 @@
-"""A record of weights that were copied, which tells whether they are still what was copied."""
+"""Records of layers and weights that were copied, which tell whether they are still what was copied."""
 
 import math
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 # A read takes as long as a hundred additions, and there is one for each entry.
 _SAMPLED_ENTRIES = 64
@@ -35,6 +36,34 @@ class WeightRecord:
 
     def _take_entries(self) -> torch.Tensor:
         return torch.cat(self._views) if self._views else torch.empty(0)
+
+
+def can_record(layer: nn.Module) -> bool:
+    """Whether a layer is a linear one of torch's own, and changes of its weights can be seen."""
+    if type(layer) is not nn.Linear or not layer.weight.is_contiguous():
+        return False
+    # A tensor that was made under inference mode has no version.
+    return not any(part.is_inference() for part in layer.parameters())
+
+
+class LayerRecord:
+    """Linear layers of torch's own, and which weights and biases they have.
+
+    Attributes:
+        weights: Of each layer, `(out_features, in_features)`.
+        biases: Of each layer, `(out_features)`, or `None`.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear]):
+        self._layers = list(layers)
+        self.weights, self.biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+
+    def is_current(self) -> bool:
+        """Whether the layers are still plain, with the weights and biases that they had; not whether these have changed."""
+        return all(
+            type(layer) is nn.Linear and layer.weight is weight and layer.bias is bias
+            for layer, weight, bias in zip(self._layers, self.weights, self.biases, strict=True)
+        )
 
 
 def _stride(weight: torch.Tensor) -> int:

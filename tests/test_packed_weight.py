@@ -210,6 +210,14 @@ def test_other_precisions_have_none(products):
     assert not products
 
 
+def test_a_model_that_comes_to_float32_has_them(products):
+    model = tiny_model().to(torch.bfloat16)
+    encode(model)
+    model.float()
+    torch.testing.assert_close(encode(model), encode_plainly(model), atol=1e-5, rtol=1e-5)
+    assert products
+
+
 def test_a_traced_encoder_has_its_layers(products):
     model, ids = tiny_model().requires_grad_(False), torch.randint(3, 20, (2, 5))
     with torch.no_grad():

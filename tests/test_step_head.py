@@ -50,6 +50,24 @@ def test_what_is_hooked_to_the_head_is_called(beams):
     assert torch.equal(model.generate(**inputs, **options), before)
 
 
+def test_a_head_that_could_not_be_copied_before_is():
+    # As after a move from a GPU: the parameter is the same, and its memory is another.
+    model, states = tiny_model(tie_word_embeddings=False), torch.randn(3, 32)
+    weight = model.lm_head.weight
+    weight.data = weight.data.t().contiguous().t()
+    assert not head_of(model)._is_one
+    weight.data = weight.data.contiguous()
+    assert head_of(model)._is_one
+    torch.testing.assert_close(head_of(model)(states), model.lm_head(states))
+
+
+def test_a_head_of_some_size_has_no_copy_for_one_row(monkeypatch):
+    model, states = tiny_model(tie_word_embeddings=False), torch.randn(1, 32)
+    monkeypatch.setattr(step_head_module, "LARGEST_SIZE", model.lm_head.weight.numel() - 1)
+    assert head_of(model)._is_one and not head_of(model)._is_transposed
+    torch.testing.assert_close(head_of(model)(states), model.lm_head(states))
+
+
 def test_a_large_head_is_called_itself(monkeypatch):
     monkeypatch.setattr(step_head_module, "_LARGEST_COPY", 32)
     model = tiny_model()
