@@ -6,14 +6,15 @@ import json
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
-class HubHandler(BaseHTTPRequestHandler):
-    """Answers the calls that uploading makes; what was asked and stored lies in the server object."""
+class QuietHandler(BaseHTTPRequestHandler):
+    """Answers as a Hub does, and says nothing of it."""
 
     def log_message(self, *arguments):
         pass
 
     def answer(self, status, content=None, **headers):
-        body = json.dumps(content if content is not None else {}).encode()
+        """Of bytes, which go as they are, or of what JSON can say."""
+        body = content if isinstance(content, bytes) else json.dumps(content if content is not None else {}).encode()
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name.replace("_", "-"), value)
@@ -21,6 +22,10 @@ class HubHandler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
+
+
+class HubHandler(QuietHandler):
+    """Answers the calls that uploading makes; what was asked and stored lies in the server object."""
 
     def read(self):
         hub, body = self.server, self.rfile.read(int(self.headers.get("Content-Length") or 0))

@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+import torch
 from small_runs import SMALL
+from transformers import AutoModelForSeq2SeqLM
 
 from metaphrase.training.recipe import Recipe, load_recipe
 
@@ -36,3 +38,8 @@ def make_recipe(data: Path, output: Path, **fields: Any) -> Recipe:
         if value is not None:
             words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
     return load_recipe(None, words)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Those of the model that a run left in a folder."""
+    return AutoModelForSeq2SeqLM.from_pretrained(folder).state_dict()

@@ -3,12 +3,13 @@
 import hashlib
 import json
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 
 import huggingface_hub
 import pytest
 import torch
 from converted_models import bart_like, draw
+from hub_stand_in import QuietHandler
 from huggingface_hub import constants
 from safetensors.torch import load_file
 
@@ -18,20 +19,8 @@ from metaphrase.scripts.console import run
 COMMIT = "a" * 40
 
 
-class HubHandler(BaseHTTPRequestHandler):
+class DownloadHandler(QuietHandler):
     """Answers the calls that downloading makes."""
-
-    def log_message(self, *arguments):
-        pass
-
-    def answer(self, status, body=b"", **headers):
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
 
     def do_GET(self):
         hub, path = self.server, self.path.partition("?")[0]
@@ -39,16 +28,16 @@ class HubHandler(BaseHTTPRequestHandler):
         if path in ("/api/models/somebody/bart/revision/main", "/api/models/somebody/bart/revision/v1"):
             siblings = [{"rfilename": name} for name in hub.files]
             content = {"id": "somebody/bart", "sha": COMMIT, "siblings": siblings}
-            return self.answer(200, json.dumps(content).encode())
+            return self.answer(200, content)
         if path == f"/api/models/somebody/bart/tree/{COMMIT}":
             files = [
                 {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
                 for name, content in hub.files.items()
             ]
-            return self.answer(200, json.dumps(files).encode())
+            return self.answer(200, files)
         name = path.removeprefix(f"/somebody/bart/resolve/{COMMIT}/")
         if name not in hub.files:
-            return self.answer(404, b"{}", X_Error_Code="RepoNotFound")
+            return self.answer(404, {}, X_Error_Code="RepoNotFound")
         content = hub.files[name]
         tag = hashlib.sha1(content).hexdigest()
         self.answer(200, content, ETag=f'"{tag}"', X_Repo_Commit=COMMIT)
@@ -63,7 +52,7 @@ def hub(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    with ThreadingHTTPServer(("127.0.0.1", 0), HubHandler) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), DownloadHandler) as server:
         server.files, server.asked = {}, []
         url = f"http://127.0.0.1:{server.server_port}"
         monkeypatch.setattr(constants, "ENDPOINT", url)

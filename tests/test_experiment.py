@@ -2,11 +2,10 @@
 
 import json
 import logging
-import shutil
 
 import pytest
 import torch
-from small_experiments import make_recipe
+from small_experiments import make_recipe, weights
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, Seq2SeqTrainingArguments
 
 from metaphrase.inference import Generator
@@ -14,10 +13,6 @@ from metaphrase.tokenization import TokenizerPair
 from metaphrase.training import evaluation, metrics, precision
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.recipe import load_recipe
-
-
-def weights(folder):
-    return AutoModelForSeq2SeqLM.from_pretrained(folder).state_dict()
 
 
 def test_a_recipe_becomes_a_folder_that_transformers_loads(data, tmp_path):
@@ -140,29 +135,6 @@ def test_pairs_with_an_empty_side_are_scored_but_not_trained_on_and_counted_so(d
         Experiment(make_recipe(data, tmp_path / "other", **fields | {"train_file": "train.tsv"}, empty="error")).train()
 
 
-def test_fine_tuning_starts_from_the_given_weights(data, tmp_path):
-    Experiment(make_recipe(data, tmp_path / "first")).train()
-    fields = {"model_name_or_path": str(tmp_path / "first"), "preset": None, "vocab_size": None, "learning_rate": 0.0}
-    Experiment(make_recipe(data, tmp_path / "second", **fields)).train()
-    first, second = weights(tmp_path / "first"), weights(tmp_path / "second")
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_weights_in_half_precision_are_trained_in_float32(data, tmp_path, caplog):
-    base, fields = tmp_path / "base", {"eval_strategy": "no", "test_file": None, "validation_file": None}
-    Experiment(make_recipe(data, base, max_steps=1, save_strategy="no", **fields)).train()
-    AutoModelForSeq2SeqLM.from_pretrained(base).half().save_pretrained(base)
-    assert {weight.dtype for weight in weights(base).values()} == {torch.float16}
-    # A step so small that it is lost in half precision.
-    fields |= {"model_name_or_path": base, "preset": None, "vocab_size": None, "learning_rate": 1e-6}
-    with caplog.at_level("INFO"):
-        Experiment(make_recipe(data, tmp_path / "fine", max_steps=1, save_strategy="no", **fields)).train()
-    assert "which are in torch.float16, are trained in float32" in caplog.text
-    before, after = weights(base), weights(tmp_path / "fine")
-    assert all(weight.dtype == torch.float32 for weight in after.values())
-    assert any(not torch.equal(after[name], weight.float()) for name, weight in before.items())
-
-
 def test_early_stopping_and_best_checkpoint(data, tmp_path):
     fields = {
         "early_stopping_patience": 1,
@@ -193,152 +165,6 @@ def test_unknown_field_of_the_network_is_refused(data, tmp_path):
         Experiment(make_recipe(data, tmp_path / "run", **{"model.hiden_size": 8})).train()
     with pytest.raises(ValueError, match="must name its training pairs"):
         Experiment(make_recipe(data, tmp_path / "run", train_file=None, validation_file=None, test_file=None))
-
-
-def test_streamed_training_resumes_to_the_weights_of_one_that_did_not_stop(data, tmp_path):
-    fields = {
-        "streaming": "true",
-        "max_tokens_per_batch": 200,
-        "pairs_in_buffer": 25,
-        "per_device_train_batch_size": None,
-    }
-    fields |= {"max_steps": 30, "save_steps": 20, "eval_strategy": "no"}
-    result = Experiment(make_recipe(data, tmp_path / "whole", **fields)).train()
-    assert result["num_examples"] == 8
-    account = json.loads((tmp_path / "whole" / "data_report.json").read_text(encoding="utf-8"))
-    assert 0 < account["train"]["read"] <= 60
-    expected = weights(tmp_path / "whole")
-    Experiment(make_recipe(data, tmp_path / "cut", **fields | {"max_train_samples": None})).train()
-    # As if it had been stopped after step 20, in the second or third pass over the pairs.
-    for checkpoint in (tmp_path / "cut").glob("checkpoint-30"):
-        shutil.rmtree(checkpoint)
-    Experiment(make_recipe(data, tmp_path / "cut", **fields, resume_from_checkpoint="true")).train()
-    for name, tensor in weights(tmp_path / "cut").items():
-        assert torch.equal(tensor, expected[name]), name
-
-
-def test_another_place_in_a_stream_or_among_batches_is_pointed_out(data, tmp_path, caplog):
-    fields = {
-        "max_tokens_per_batch": 200,
-        "per_device_train_batch_size": None,
-        "eval_strategy": "no",
-        "test_file": None,
-    }
-    fields |= {"max_steps": 2, "save_steps": 1}
-    for streaming in (
-        {"streaming": "true", "pairs_in_buffer": 25, "max_source_length": 90, "max_target_length": 90},
-        {},
-    ):
-        run = tmp_path / f"run{len(streaming)}"
-        Experiment(make_recipe(data, run, **fields, **streaming)).train()
-        changes = {"max_tokens_per_batch": 240} | ({"pairs_in_buffer": 30} if streaming else {})
-        going_on = {**fields, **streaming, **changes, "max_steps": 3, "resume_from_checkpoint": "true"}
-        Experiment(make_recipe(data, run, **going_on)).train()
-        assert "same place in the data: before, it had" in caplog.text
-        assert "max_tokens_per_batch 200, now 240" in caplog.text
-        assert ("pairs_in_buffer 25, now 30" in caplog.text) is bool(streaming)
-        caplog.clear()
-
-
-@pytest.mark.parametrize("missing", ["max_tokens_per_batch", "max_steps"])
-def test_streaming_needs_a_budget_and_an_end(data, tmp_path, missing):
-    fields = {"streaming": "true", "max_tokens_per_batch": 200, "max_steps": 6, missing: None}
-    with pytest.raises(ValueError, match=f"`streaming` must come with `{missing}`"):
-        make_recipe(data, tmp_path / "run", **fields)
-
-
-@pytest.mark.parametrize("objective", ["span_corruption", "ul2", "text_infilling"])
-def test_plain_text_trains_by_a_denoising_objective(data, tmp_path, objective):
-    fields = {"objective": objective, "train_text_file": "train.de", "validation_text_file": "validation.de"}
-    fields |= {
-        "train_file": None,
-        "validation_file": None,
-        "test_file": None,
-        "max_source_length": 48,
-        "num_sentinels": 60,
-    }
-    fields |= {"max_tokens_per_batch": 400, "max_target_length": 60, "save_strategy": "no"}
-    experiment = Experiment(make_recipe(data, tmp_path / "run", **fields))
-    assert experiment.train() == {}
-    history = json.loads((tmp_path / "run" / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
-    losses = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
-    assert len(losses) == 2 and losses[1] < losses[0]
-    account = json.loads((tmp_path / "run" / "data_report.json").read_text(encoding="utf-8"))
-    assert account["train"]["documents"] == 60
-    tokenizers = TokenizerPair.from_pretrained(tmp_path / "run")
-    assert ("<mask>" if objective == "text_infilling" else "<extra_id_0>") in tokenizers.source.get_vocab()
-
-
-@pytest.mark.parametrize("objective", ["span_corruption", "ul2"])
-def test_a_single_token_behind_the_last_block_of_text_stops_no_run(data, tmp_path, objective):
-    fields = {"objective": objective, "train_text_file": "text.txt", "remainder": "keep", "tokenizer_kind": "byte"}
-    fields |= {"train_file": None, "validation_file": None, "test_file": None, "vocab_size": None}
-    fields |= {"max_source_length": 24, "max_target_length": 24}
-
-    def report_of(characters):
-        (data / "text.txt").write_text("a" * characters + "\n", encoding="utf-8")
-        experiment = Experiment(make_recipe(data, tmp_path / "run", **fields))
-        experiment.corpus.load()
-        experiment.corpus.encode(experiment.make_tokenizers())
-        return experiment.corpus.reports["train"]
-
-    length = report_of(300).block_length
-    report = report_of(3 * length)
-    assert (report.remainder_tokens, report.blocks) == (1, 3)
-    assert "1 tokens behind the last block not used" in str(report)
-
-
-def test_fields_of_text_and_fields_of_pairs_exclude_each_other(data, tmp_path):
-    with pytest.raises(ValueError, match="`objective` and `train_file` must not both be given"):
-        make_recipe(data, tmp_path / "run", objective="ul2")
-    with pytest.raises(ValueError, match="`train_text_file` must come with `objective`"):
-        make_recipe(data, tmp_path / "run", train_text_file="train.de")
-
-
-@pytest.mark.parametrize("choice", ["last", "best"])
-def test_the_finished_model_is_the_mean_of_checkpoints(data, tmp_path, choice):
-    fields = {f"average_{choice}": 2, "max_steps": 9, "metric_for_best_model": "loss", "learning_rate": 1e-2}
-    Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
-    assert not (tmp_path / "run" / "average").exists()
-    kept = [weights(tmp_path / "run" / f"checkpoint-{step}") for step in (6, 9)]
-    for name, tensor in weights(tmp_path / "run").items():
-        torch.testing.assert_close(tensor, (kept[0][name] + kept[1][name]) / 2, msg=name)
-        assert kept[0][name].ndim == 1 or not torch.equal(kept[0][name], kept[1][name])
-
-
-@pytest.mark.parametrize("choice", ["last", "best"])
-def test_a_run_that_went_back_is_averaged_without_what_it_left(data, tmp_path, choice):
-    fields = {f"average_{choice}": 2, "metric_for_best_model": "loss", "learning_rate": 1e-2}
-    Experiment(make_recipe(data, tmp_path / "run", **fields, max_steps=9)).train()
-    left = weights(tmp_path / "run" / "checkpoint-9")
-    fields["resume_from_checkpoint"] = tmp_path / "run" / "checkpoint-3"
-    Experiment(make_recipe(data, tmp_path / "run", **fields, max_steps=6)).train()
-    kept = [weights(tmp_path / "run" / f"checkpoint-{step}") for step in (3, 6)]
-    for name, tensor in weights(tmp_path / "run").items():
-        torch.testing.assert_close(tensor, (kept[0][name] + kept[1][name]) / 2, msg=name)
-    assert all(
-        torch.equal(left[name], tensor)
-        for name, tensor in weights(tmp_path / "run" / "_abandoned-1" / "checkpoint-9").items()
-    )
-
-
-def test_the_best_are_chosen_by_the_scores_of_this_run(data, tmp_path):
-    (tmp_path / "run").mkdir()
-    log = [{"step": step, "eval_loss": float(step)} for step in (3, 6, 9)]
-    (tmp_path / "run" / "trainer_state.json").write_text(json.dumps({"global_step": 300, "log_history": log}))
-    fields = {"average_best": 2, "max_steps": 9, "metric_for_best_model": "loss", "learning_rate": 1e-2}
-    Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
-    kept = [weights(tmp_path / "run" / f"checkpoint-{step}") for step in (6, 9)]
-    for name, tensor in weights(tmp_path / "run").items():
-        torch.testing.assert_close(tensor, (kept[0][name] + kept[1][name]) / 2, msg=name)
-
-
-def test_averages_need_checkpoints_that_are_kept(data, tmp_path):
-    with pytest.raises(ValueError, match="`average_last` must be at most `save_total_limit`, got 4 and 2"):
-        make_recipe(data, tmp_path / "run", average_last=4, save_total_limit=2)
-    for choice, field in (("last", "save_strategy"), ("best", "save_strategy"), ("best", "eval_strategy")):
-        with pytest.raises(ValueError, match=f"`average_{choice}` must come with `{field}` .*, got no"):
-            make_recipe(data, tmp_path / "run", **{f"average_{choice}": 2, field: "no"})
 
 
 @pytest.mark.parametrize(
@@ -373,16 +199,6 @@ def test_a_tokenizer_of_bleu_that_is_not_installed_is_found_before_any_work(data
         Experiment(make_recipe(data, tmp_path / "run", bleu_tokenize="ja-mecab"))
 
 
-@pytest.mark.parametrize(("steps", "kept"), [(7, [6, 7]), (3, [3])])
-def test_a_run_too_short_for_its_average_is_not_lost(data, tmp_path, caplog, steps, kept):
-    with caplog.at_level(logging.WARNING):
-        Experiment(make_recipe(data, tmp_path / "run", average_last=3, max_steps=steps, save_steps=6)).train()
-    assert f"The last 3 checkpoints were to be taken, but {tmp_path / 'run'} has only {len(kept)}" in caplog.text
-    checkpoints = [weights(tmp_path / "run" / f"checkpoint-{step}") for step in kept]
-    for name, tensor in weights(tmp_path / "run").items():
-        torch.testing.assert_close(tensor, sum(checkpoint[name] for checkpoint in checkpoints) / len(kept), msg=name)
-
-
 @pytest.mark.parametrize("bf16", ["true", "false"])
 def test_run_in_bfloat16_says_where_it_is_slow(data, tmp_path, monkeypatch, caplog, bf16):
     monkeypatch.setattr(precision, "speed_of_bfloat16", lambda: 0.5)
@@ -404,47 +220,10 @@ def test_techniques_of_training_act(data, tmp_path):
         assert Experiment(make_recipe(data, tmp_path / name, **fields)).train()["loss"] != plain["loss"], name
 
 
-def test_fine_tuning_adds_special_tokens(data, tmp_path):
-    Experiment(make_recipe(data, tmp_path / "first", max_steps=1, save_steps=1, eval_steps=1)).train()
-    fields = {"model_name_or_path": tmp_path / "first", "preset": None, "vocab_size": None, "max_steps": 1}
-    fields |= {"additional_special_tokens": ["<2de>", "<2fr>"], "source_prefix": "<2de> "}
-    Experiment(make_recipe(data, tmp_path / "second", save_steps=1, eval_steps=1, **fields)).train()
-    first, second = (TokenizerPair.from_pretrained(tmp_path / name) for name in ("first", "second"))
-    assert len(second.source) == len(first.source) + 2
-    [ids] = second.encode_sources(["<2de> the cat"])
-    assert ids[0] == second.source.convert_tokens_to_ids("<2de>") == len(first.source)
-    assert second.decode_targets([ids]) == ["<2de> the cat"]
-    assert weights(tmp_path / "second")["lm_head.weight"].shape[0] == len(second.source)
-
-
 def test_r_drop_without_dropout_is_refused_before_training(data, tmp_path):
     recipe = make_recipe(data, tmp_path / "run", **{"r_drop_alpha": 3, "model.dropout": 0})
     with pytest.raises(ValueError, match="`r_drop_alpha` must come with a model whose dropout"):
         Experiment(recipe).train()
-
-
-def test_frozen_parts_stay(data, tmp_path):
-    Experiment(make_recipe(data, tmp_path / "first", max_steps=1, save_steps=1, eval_steps=1)).train()
-    fields = {"freeze": ["encoder.layers", "decoder.layers.0"], "model_name_or_path": tmp_path / "first"}
-    Experiment(make_recipe(data, tmp_path / "second", **fields | {"preset": None, "vocab_size": None})).train()
-    before, after = weights(tmp_path / "first"), weights(tmp_path / "second")
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed
-    assert not any("encoder.layers" in name or "decoder.layers.0" in name for name in changed)
-
-
-def test_lora_trains_adapters_and_leaves_a_plain_model(data, tmp_path):
-    pytest.importorskip("peft")
-    Experiment(make_recipe(data, tmp_path / "base", max_steps=1, save_steps=1, eval_steps=1)).train()
-    fields = {"model_name_or_path": tmp_path / "base", "preset": None, "vocab_size": None, "lora_rank": 4}
-    fields |= {"learning_rate": 1e-2, "lora_target_modules": ["q_proj", "v_proj"]}
-    result = Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
-    assert result["num_examples"] == 8
-    before, after = weights(tmp_path / "base"), weights(tmp_path / "run")
-    changed = {name.split(".")[-2] for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {"q_proj", "v_proj"}
-    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
-    assert not (tmp_path / "run" / "adapter_model.safetensors").exists()
 
 
 def test_no_token_of_the_hub_lies_in_a_checkpoint(data, tmp_path):

@@ -1,0 +1,111 @@
+"""The experiment on what is streamed or plain text."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from small_experiments import make_recipe, weights
+
+from metaphrase.tokenization import TokenizerPair
+from metaphrase.training.experiment import Experiment
+
+
+def test_streamed_training_resumes_to_the_weights_of_one_that_did_not_stop(data, tmp_path):
+    fields = {
+        "streaming": "true",
+        "max_tokens_per_batch": 200,
+        "pairs_in_buffer": 25,
+        "per_device_train_batch_size": None,
+    }
+    fields |= {"max_steps": 30, "save_steps": 20, "eval_strategy": "no"}
+    result = Experiment(make_recipe(data, tmp_path / "whole", **fields)).train()
+    assert result["num_examples"] == 8
+    account = json.loads((tmp_path / "whole" / "data_report.json").read_text(encoding="utf-8"))
+    assert 0 < account["train"]["read"] <= 60
+    expected = weights(tmp_path / "whole")
+    Experiment(make_recipe(data, tmp_path / "cut", **fields | {"max_train_samples": None})).train()
+    # As if it had been stopped after step 20, in the second or third pass over the pairs.
+    for checkpoint in (tmp_path / "cut").glob("checkpoint-30"):
+        shutil.rmtree(checkpoint)
+    Experiment(make_recipe(data, tmp_path / "cut", **fields, resume_from_checkpoint="true")).train()
+    for name, tensor in weights(tmp_path / "cut").items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_another_place_in_a_stream_or_among_batches_is_pointed_out(data, tmp_path, caplog):
+    fields = {
+        "max_tokens_per_batch": 200,
+        "per_device_train_batch_size": None,
+        "eval_strategy": "no",
+        "test_file": None,
+    }
+    fields |= {"max_steps": 2, "save_steps": 1}
+    for streaming in (
+        {"streaming": "true", "pairs_in_buffer": 25, "max_source_length": 90, "max_target_length": 90},
+        {},
+    ):
+        run = tmp_path / f"run{len(streaming)}"
+        Experiment(make_recipe(data, run, **fields, **streaming)).train()
+        changes = {"max_tokens_per_batch": 240} | ({"pairs_in_buffer": 30} if streaming else {})
+        going_on = {**fields, **streaming, **changes, "max_steps": 3, "resume_from_checkpoint": "true"}
+        Experiment(make_recipe(data, run, **going_on)).train()
+        assert "same place in the data: before, it had" in caplog.text
+        assert "max_tokens_per_batch 200, now 240" in caplog.text
+        assert ("pairs_in_buffer 25, now 30" in caplog.text) is bool(streaming)
+        caplog.clear()
+
+
+@pytest.mark.parametrize("missing", ["max_tokens_per_batch", "max_steps"])
+def test_streaming_needs_a_budget_and_an_end(data, tmp_path, missing):
+    fields = {"streaming": "true", "max_tokens_per_batch": 200, "max_steps": 6, missing: None}
+    with pytest.raises(ValueError, match=f"`streaming` must come with `{missing}`"):
+        make_recipe(data, tmp_path / "run", **fields)
+
+
+@pytest.mark.parametrize("objective", ["span_corruption", "ul2", "text_infilling"])
+def test_plain_text_trains_by_a_denoising_objective(data, tmp_path, objective):
+    fields = {"objective": objective, "train_text_file": "train.de", "validation_text_file": "validation.de"}
+    fields |= {
+        "train_file": None,
+        "validation_file": None,
+        "test_file": None,
+        "max_source_length": 48,
+        "num_sentinels": 60,
+    }
+    fields |= {"max_tokens_per_batch": 400, "max_target_length": 60, "save_strategy": "no"}
+    experiment = Experiment(make_recipe(data, tmp_path / "run", **fields))
+    assert experiment.train() == {}
+    history = json.loads((tmp_path / "run" / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+    losses = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
+    assert len(losses) == 2 and losses[1] < losses[0]
+    account = json.loads((tmp_path / "run" / "data_report.json").read_text(encoding="utf-8"))
+    assert account["train"]["documents"] == 60
+    tokenizers = TokenizerPair.from_pretrained(tmp_path / "run")
+    assert ("<mask>" if objective == "text_infilling" else "<extra_id_0>") in tokenizers.source.get_vocab()
+
+
+@pytest.mark.parametrize("objective", ["span_corruption", "ul2"])
+def test_a_single_token_behind_the_last_block_of_text_stops_no_run(data, tmp_path, objective):
+    fields = {"objective": objective, "train_text_file": "text.txt", "remainder": "keep", "tokenizer_kind": "byte"}
+    fields |= {"train_file": None, "validation_file": None, "test_file": None, "vocab_size": None}
+    fields |= {"max_source_length": 24, "max_target_length": 24}
+
+    def report_of(characters):
+        (data / "text.txt").write_text("a" * characters + "\n", encoding="utf-8")
+        experiment = Experiment(make_recipe(data, tmp_path / "run", **fields))
+        experiment.corpus.load()
+        experiment.corpus.encode(experiment.make_tokenizers())
+        return experiment.corpus.reports["train"]
+
+    length = report_of(300).block_length
+    report = report_of(3 * length)
+    assert (report.remainder_tokens, report.blocks) == (1, 3)
+    assert "1 tokens behind the last block not used" in str(report)
+
+
+def test_fields_of_text_and_fields_of_pairs_exclude_each_other(data, tmp_path):
+    with pytest.raises(ValueError, match="`objective` and `train_file` must not both be given"):
+        make_recipe(data, tmp_path / "run", objective="ul2")
+    with pytest.raises(ValueError, match="`train_text_file` must come with `objective`"):
+        make_recipe(data, tmp_path / "run", train_text_file="train.de")
