@@ -25,6 +25,13 @@ def seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def frozen():
+    """What was imported stays. A Trainer collects garbage when it begins: to look at that too takes longer than a small run."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def uncompiled_flex(monkeypatch):
     """transformers compiles flex attention, which takes seconds for each shape; written out, it computes the same."""
@@ -40,15 +47,6 @@ def same_environment():
     """transformers writes its FSDP settings into the environment."""
     with patch.dict(os.environ):
         yield
-
-
-@pytest.fixture(scope="module")
-def frozen():
-    """A Trainer collects garbage when it begins, which takes longer than a small run with all that was imported."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

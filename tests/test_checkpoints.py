@@ -19,8 +19,6 @@ from metaphrase.training.checkpoint_folders import (
 )
 from metaphrase.training.checkpoints import checkpoints_in, discard_checkpoint, is_whole, last_whole_checkpoint
 
-pytestmark = pytest.mark.usefixtures("frozen")
-
 
 @pytest.fixture
 def watch(monkeypatch):

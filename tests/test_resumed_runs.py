@@ -20,8 +20,6 @@ from metaphrase.training.data_place import DataPlace
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.recipe import load_recipe
 
-pytestmark = pytest.mark.usefixtures("frozen")
-
 
 def test_only_a_whole_checkpoint_is_resumed(run, tmp_path):
     os.truncate(run / "checkpoint-3" / "model.safetensors", 100)

@@ -13,7 +13,6 @@ from metaphrase.training.checkpoint_folders import what_is_missing
 from metaphrase.training.checkpoints import is_whole, last_whole_checkpoint
 
 NEEDED = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")
-pytestmark = pytest.mark.usefixtures("frozen")
 
 
 @pytest.mark.parametrize("kind", ["plain", "whole"])
