@@ -102,7 +102,7 @@ def _name_special_tokens(
 
 
 def export_ctranslate2(
-    source: str | os.PathLike, output: str | os.PathLike, *, quantization: str | None = None, force: bool = False
+    source: str | os.PathLike, output: str | os.PathLike, *, quantization: str | None = None, overwrite: bool = False
 ) -> Path:
     """Writes a Metaphrase model as a folder of CTranslate2, with tokenizers and generation settings.
 
@@ -112,7 +112,7 @@ def export_ctranslate2(
         source: Folder or Hub id of a Metaphrase model.
         output: The folder to write.
         quantization: Type of the weights, one of `QUANTIZATIONS`; `None` keeps that of the checkpoint.
-        force: Replace `output` if it exists and was written here.
+        overwrite: Replace `output` if it exists and was written here.
 
     Returns:
         The path of the folder.
@@ -124,7 +124,7 @@ def export_ctranslate2(
     if quantization is not None and quantization not in QUANTIZATIONS:
         raise ValueError(f"`quantization` must be one of {', '.join(QUANTIZATIONS)}, got {quantization!r}.")
     source, output = os.fspath(source), Path(output)
-    check_output(output, [Path(source)] if os.path.isdir(source) else [], force, PROVENANCE_NAME, "exported", "--force")
+    check_output(output, [Path(source)] if os.path.isdir(source) else [], overwrite, PROVENANCE_NAME, "exported")
     # Another kind of model is refused before its weights are read.
     config = MetaphraseConfig.from_pretrained(source)
     with torch.inference_mode():

@@ -17,7 +17,7 @@ from metaphrase.tokenization import TokenizerPair
 PROVENANCE_NAME = "export.json"
 
 
-def export_onnx(source: str | os.PathLike, output: str | os.PathLike, *, force: bool = False) -> Path:
+def export_onnx(source: str | os.PathLike, output: str | os.PathLike, *, overwrite: bool = False) -> Path:
     """Writes a Metaphrase model as three ONNX graphs, with configuration, tokenizers and generation settings.
 
     Files and tensors have the names of optimum's exports: `encoder_model.onnx`, `decoder_model.onnx` for the first step and
@@ -27,7 +27,7 @@ def export_onnx(source: str | os.PathLike, output: str | os.PathLike, *, force: 
     Args:
         source: Folder or Hub id of a Metaphrase model.
         output: The folder to write.
-        force: Replace `output` if it exists and was written here.
+        overwrite: Replace `output` if it exists and was written here.
 
     Returns:
         The path of the folder.
@@ -38,7 +38,7 @@ def export_onnx(source: str | os.PathLike, output: str | os.PathLike, *, force: 
         RuntimeError: If onnxruntime computes something else.
     """
     source, output = os.fspath(source), Path(output)
-    check_output(output, [Path(source)] if os.path.isdir(source) else [], force, PROVENANCE_NAME, "exported", "--force")
+    check_output(output, [Path(source)] if os.path.isdir(source) else [], overwrite, PROVENANCE_NAME, "exported")
     # What cannot be exported is refused before its weights are read.
     config = MetaphraseConfig.from_pretrained(source)
     if found := obstacles(config):

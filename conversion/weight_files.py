@@ -147,9 +147,7 @@ def write_weights(folder: Path, planned: Mapping[str, Planned], max_shard_bytes:
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def check_output(
-    output: Path, sources: Sequence[Path], overwrite: bool, mark: str, done: str, option: str = "--overwrite"
-) -> None:
+def check_output(output: Path, sources: Sequence[Path], overwrite: bool, mark: str, done: str) -> None:
     """Refuses to write over what was not written here.
 
     Args:
@@ -158,7 +156,6 @@ def check_output(
         overwrite: Whether it may be there.
         mark: Name of the file by which it is known as written here.
         done: What is done to the sources, such as averaged.
-        option: What replaces it, on the command line.
 
     Raises:
         ValueError: If `output` cannot be had.
@@ -171,7 +168,7 @@ def check_output(
     if not output.exists():
         return
     if not overwrite:
-        raise ValueError(f"`output` must not exist, got {output}. Pass {option} to replace it.")
+        raise ValueError(f"`output` must not exist, got {output}. Pass --overwrite to replace it.")
     if not (output / mark).is_file():
         raise ValueError(f"`output` must hold {mark} to be overwritten, got {output}, which was not {done} here.")
 

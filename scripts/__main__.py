@@ -23,7 +23,11 @@ VERBS = {
 def usage() -> str:
     width = max(map(len, VERBS))
     lines = [f"  {verb:<{width}}  {text}" for verb, text in VERBS.items()]
-    return "usage: metaphrase VERB ...\n\n" + "\n".join(lines) + "\n\nmetaphrase VERB --help says more."
+    notes = (
+        "metaphrase VERB --help says more.",
+        "With METAPHRASE_DEBUG=1 in the environment errors come with a traceback.",
+    )
+    return "usage: metaphrase VERB ...\n\n" + "\n".join(lines) + "\n\n" + "\n".join(notes)
 
 
 def main() -> int:

@@ -98,10 +98,6 @@ def metric_options(arguments: argparse.Namespace) -> dict[str, dict]:
     """
     options: dict[str, dict] = {}
     if arguments.bleu_tokenize is not None:
-        if "bleu" not in arguments.metrics:
-            raise ValueError(
-                f"`metrics` must hold bleu with `bleu_tokenize`, got {arguments.metrics} and {arguments.bleu_tokenize!r}."
-            )
         options["bleu"] = {"tokenize": arguments.bleu_tokenize}
     if arguments.lowercase:
         folding = {"lowercase", "ignore_case"}

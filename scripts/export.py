@@ -32,7 +32,8 @@ def make_parser() -> argparse.ArgumentParser:
         help="type of CTranslate2's weights: float32, float16, bfloat16, int16, int8, int8_float32, int8_float16 or "
         "int8_bfloat16 [that of the checkpoint]; ONNX has float32",
     )
-    parser.add_argument("--force", action="store_true", help="replace an export that is there already")
+    # The converters of CTranslate2 say --force.
+    parser.add_argument("--overwrite", "--force", action="store_true", help="replace an export that is there already")
     return parser
 
 
@@ -44,12 +45,12 @@ def main(words: Sequence[str]) -> None:
             raise ValueError(f"`--quantization` must be left out with --format onnx, got {arguments.quantization!r}.")
         from metaphrase.conversion.onnx_export import export_onnx
 
-        written = export_onnx(arguments.model, arguments.output, force=arguments.force)
+        written = export_onnx(arguments.model, arguments.output, overwrite=arguments.overwrite)
     else:
         from metaphrase.conversion.ctranslate2 import export_ctranslate2
 
         written = export_ctranslate2(
-            arguments.model, arguments.output, quantization=arguments.quantization, force=arguments.force
+            arguments.model, arguments.output, quantization=arguments.quantization, overwrite=arguments.overwrite
         )
     logger.info("Written to %s", written)
 

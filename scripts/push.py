@@ -176,8 +176,7 @@ def check_folder(folder: Path) -> None:
         if not is_there
     ]
     for index in folder.glob("*.safetensors.index.json"):
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        missing += sorted(shards - weights)
+        missing += sorted(_shards_of(index) - weights)
     if missing:
         raise ValueError(f"`folder` must hold a whole model, but {', '.join(missing)} is missing in {str(folder)!r}.")
     fields = read_recipe(folder) or {}
@@ -186,6 +185,13 @@ def check_folder(folder: Path) -> None:
         raise ValueError(
             f"`{RECIPE_NAME}` must hold no secret before it is shared, got {', '.join(secrets)} in {folder / RECIPE_NAME}."
         )
+
+
+def _shards_of(index: Path) -> set[str]:
+    try:
+        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} must be an index of weights, with a `weight_map`, and is damaged.") from error
 
 
 def check_repo_id(repo_id: str) -> None:

@@ -348,11 +348,11 @@ def test_weights_of_lower_precision_keep_their_type(models, tmp_path):
 
 def test_what_is_there_is_replaced_only_if_asked_and_written_here(models, tmp_path):
     output = export_ctranslate2(models[True], tmp_path / "exported")
-    with pytest.raises(ValueError, match=r"`output` must not exist, got .*Pass --force to replace it"):
+    with pytest.raises(ValueError, match=r"`output` must not exist, got .*Pass --overwrite to replace it"):
         export_ctranslate2(models[True], output)
-    export_ctranslate2(models[False], output, force=True)
+    export_ctranslate2(models[False], output, overwrite=True)
     assert (output / "target_tokenizer").is_dir() and not (output / "shared_vocabulary.json").exists()
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     with pytest.raises(ValueError, match=r"must hold export\.json to be overwritten"):
-        export_ctranslate2(models[True], foreign, force=True)
+        export_ctranslate2(models[True], foreign, overwrite=True)

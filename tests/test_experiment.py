@@ -171,6 +171,10 @@ def test_unknown_field_of_the_network_is_refused(data, tmp_path):
     ("fields", "said"),
     [
         ({"metrics": ["blue"]}, "A name in `metrics` must be one of bleu, .*, got 'blue'. Did you mean 'bleu'?"),
+        (
+            {"bleu_tokenize": "none", "metrics": ["chrf"]},
+            "`metrics` must hold bleu with `bleu_tokenize`, got .'chrf'. and",
+        ),
         ({"bleu_tokenize": "nosuch"}, "`bleu_tokenize` must be one of none, .*, got 'nosuch'"),
         (
             {"average_best": 2, "metrics": ["chrf"]},

@@ -73,14 +73,16 @@ def test_plain_text_trains_by_a_denoising_objective(data, tmp_path, objective):
         "max_source_length": 48,
         "num_sentinels": 60,
     }
-    fields |= {"max_tokens_per_batch": 400, "max_target_length": 60, "save_strategy": "no"}
+    fields |= {"max_tokens_per_batch": 400, "max_target_length": 60, "save_strategy": "no", "invalid_utf8": "skip"}
+    with open(data / "train.de", "ab") as file:
+        file.write(b"\xff\n")
     experiment = Experiment(make_recipe(data, tmp_path / "run", **fields))
     assert experiment.train() == {}
     history = json.loads((tmp_path / "run" / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
     losses = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
     assert len(losses) == 2 and losses[1] < losses[0]
     account = json.loads((tmp_path / "run" / "data_report.json").read_text(encoding="utf-8"))
-    assert account["train"]["documents"] == 60
+    assert (account["train"]["documents"], account["train"]["invalid_documents"]) == (61, 1)
     tokenizers = TokenizerPair.from_pretrained(tmp_path / "run")
     assert ("<mask>" if objective == "text_infilling" else "<extra_id_0>") in tokenizers.source.get_vocab()
 

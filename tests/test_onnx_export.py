@@ -192,10 +192,10 @@ def test_an_export_that_fails_its_check_leaves_nothing(exported, tmp_path, monke
 
 def test_what_is_there_is_replaced_only_if_asked_and_written_here(exported, tmp_path):
     _, source, folder = exported
-    with pytest.raises(ValueError, match=r"`output` must not exist, got .*Pass --force to replace it"):
+    with pytest.raises(ValueError, match=r"`output` must not exist, got .*Pass --overwrite to replace it"):
         export_onnx(source, folder)
     with pytest.raises(ValueError, match=r"must hold export\.json to be overwritten"):
-        export_onnx(source, tmp_path, force=True)
+        export_onnx(source, tmp_path, overwrite=True)
 
 
 # positions

@@ -287,6 +287,10 @@ def test_missing_shard_missing_folder_and_secret_are_refused(folder, tmp_path):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     with pytest.raises(ValueError, match=r"but model-2\.safetensors is missing"):
         push.main(push_words(folder))
+    for damaged in ("{}", "[]", '{"weight_map": 1}', "{"):
+        (folder / "model.safetensors.index.json").write_text(damaged, encoding="utf-8")
+        with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json must be an index of weights"):
+            push.main(push_words(folder))
 
 
 @pytest.mark.parametrize(

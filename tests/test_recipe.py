@@ -174,7 +174,6 @@ def test_refused_overrides(words, message):
         ({"num_test": -1}, ("num_test",)),
         ({"num_validation": 5, "max_validation_samples": 3}, ("num_validation", "max_validation_samples")),
         ({"objective": "ul2", "train_text_file": "a", "source_prefix": "x "}, ("objective", "source_prefix")),
-        ({"objective": "ul2", "train_text_file": "a", "invalid_utf8": "skip"}, ("objective", "invalid_utf8")),
         ({"max_source_length": 1}, ("max_source_length",)),
         ({"vocab_size": 0}, ("vocab_size",)),
         ({"joint_vocabulary": True, "target_vocab_size": 9}, ("joint_vocabulary", "target_vocab_size")),

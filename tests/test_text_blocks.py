@@ -183,6 +183,23 @@ def test_unreadable_files_are_errors(tmp_path):
         load_texts(tmp_path / "empty.txt", cache_dir=tmp_path / "cache")
     with pytest.raises(ValueError, match="`max_samples` must be at least 1, got 0"):
         load_texts(tmp_path / "bad.txt", max_samples=0)
+    with pytest.raises(ValueError, match="`invalid_utf8` must be one of error, skip, got 'drop'"):
+        load_texts(tmp_path / "bad.txt", invalid_utf8="drop")
+
+
+@pytest.mark.parametrize("texts_per_call", [1, 2, 1000])
+def test_lines_that_are_not_utf_8_are_left_out_and_counted(tmp_path, monkeypatch, texts_per_call):
+    monkeypatch.setattr(module, "TEXTS_PER_CALL", texts_per_call)
+    (tmp_path / "a.txt").write_bytes(b"ab\nb\xffd\n\ncde\n\xc3\n")
+    texts = load_texts(tmp_path / "a.txt", cache_dir=tmp_path / "cache", invalid_utf8="skip")
+    assert texts["text"][:] == ["ab", None, "", "cde", None]
+    for _ in range(2):
+        blocks, report = text_blocks(texts, Letters(), 7)
+        assert joined(blocks["input_ids"][:]) == stream_of(["ab", "cde"])
+        assert (report.documents, report.empty_documents, report.invalid_documents) == (5, 1, 2)
+    assert str(report) == "5 documents, not used: 1 empty, 2 not UTF-8; 7 tokens; 1 blocks of 7 tokens."
+    with pytest.raises(ValueError, match="must be UTF-8, but line 2"):
+        load_texts(tmp_path / "a.txt", cache_dir=tmp_path / "cache")
 
 
 @pytest.mark.parametrize(

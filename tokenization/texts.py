@@ -6,7 +6,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import BinaryIO
+from typing import BinaryIO, Literal, overload
 
 from metaphrase.tokenization.tokenizer_settings import DEFAULT_JOINER
 
@@ -35,12 +35,30 @@ def open_bytes(path: str | os.PathLike) -> BinaryIO:
     return _CompressedFile(path, "rb") if os.fspath(path).endswith(".gz") else open(path, "rb")
 
 
-def iterate_lines(paths: str | os.PathLike | Iterable[str | os.PathLike]) -> Iterator[str]:
+@overload
+def iterate_lines(
+    paths: str | os.PathLike | Iterable[str | os.PathLike], keep_invalid: Literal[False] = False
+) -> Iterator[str]: ...
+
+
+@overload
+def iterate_lines(
+    paths: str | os.PathLike | Iterable[str | os.PathLike], keep_invalid: bool
+) -> Iterator[str | None]: ...
+
+
+def iterate_lines(
+    paths: str | os.PathLike | Iterable[str | os.PathLike], keep_invalid: bool = False
+) -> Iterator[str | None]:
     """The lines of UTF-8 text files, one file after the other, without their line ends. A file may be compressed (`.gz`).
 
     Only a line feed, or a carriage return and a line feed, ends a line: the other characters that Unicode counts as line
     breaks stay inside the line, so the lines of two parallel files cannot drift apart. Empty lines are yielded as empty
     strings. A byte-order mark at the start of a file is left out.
+
+    Args:
+        paths: The files.
+        keep_invalid: Whether `None` comes in the place of a line that is not valid UTF-8, rather than an error.
 
     Raises:
         ValueError: If a line is not valid UTF-8. The message names the file and the line.
@@ -55,6 +73,9 @@ def iterate_lines(paths: str | os.PathLike | Iterable[str | os.PathLike]) -> Ite
                 try:
                     yield line.decode("utf-8")
                 except UnicodeDecodeError as error:
+                    if keep_invalid:
+                        yield None
+                        continue
                     raise ValueError(
                         f"`{os.fspath(path)}` must be UTF-8, but line {number} has the byte 0x{line[error.start]:02x} "
                         f"at position {error.start} ({error.reason})."

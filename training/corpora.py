@@ -212,10 +212,14 @@ class TextCorpus(PairCorpus):
         for split in ("train", "validation"):
             if getattr(self.recipe, f"{split}_text_file") is not None:
                 path = self.recipe.data_path(f"{split}_text_file")
-                self.splits[split] = load_texts(path, getattr(self.recipe, f"max_{split}_samples"))
+                max_samples = getattr(self.recipe, f"max_{split}_samples")
+                self.splits[split] = load_texts(path, max_samples, invalid_utf8=self.recipe.invalid_utf8)
 
     def sides(self) -> tuple[Iterable[str], Iterable[str]]:
-        return self.splits["train"]["text"], ()
+        texts = self.splits["train"]
+        if self.recipe.invalid_utf8 == "skip":
+            texts = texts.filter(lambda text: text is not None, input_columns=["text"], desc="Finding what is UTF-8")
+        return texts["text"], ()
 
     def _encode(self, split: str, tokenizers: TokenizerPair) -> DenoisingDataset:
         recipe = self.recipe

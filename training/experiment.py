@@ -290,9 +290,8 @@ class Experiment:
         return results
 
     def _metric_options(self) -> dict[str, dict]:
-        if self.recipe.bleu_tokenize is None or "bleu" not in self.metrics:
-            return {}
-        return {"bleu": {"tokenize": self.recipe.bleu_tokenize}}
+        tokenize = self.recipe.bleu_tokenize
+        return {} if tokenize is None else {"bleu": {"tokenize": tokenize}}
 
     def _write_provenance(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

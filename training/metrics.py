@@ -169,12 +169,14 @@ def check_metrics(names: Sequence[str], bleu_tokenize: str | None = None) -> Non
         bleu_tokenize: sacreBLEU's tokenizer; one that has to be fetched is fetched.
 
     Raises:
-        ValueError: If there is no such score or tokenizer, or what the tokenizer needs is not installed.
+        ValueError: If there is no such score or tokenizer, what the tokenizer needs is not installed, or BLEU is not asked for.
     """
     for name in names:
         check_choice("A name in `metrics`", name, METRICS)
     if bleu_tokenize is None:
         return
+    if "bleu" not in names:
+        raise ValueError(f"`metrics` must hold bleu with `bleu_tokenize`, got {list(names)} and {bleu_tokenize!r}.")
     check_choice("`bleu_tokenize`", bleu_tokenize, BLEU.TOKENIZERS)
     try:
         BLEU(tokenize=bleu_tokenize)

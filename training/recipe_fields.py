@@ -64,7 +64,9 @@ class RecipeFields:
         "skip",
     )
     malformed: Literal["error", "skip"] = _setting("data", "What becomes of lines that hold no pair.", "error")
-    invalid_utf8: Literal["error", "skip"] = _setting("data", "What becomes of pairs that are not UTF-8.", "error")
+    invalid_utf8: Literal["error", "skip"] = _setting(
+        "data", "What becomes of pairs, or lines of text, that are not UTF-8.", "error"
+    )
     streaming: bool = _setting(
         "data", "Read training pairs as they are needed, not all beforehand; set `max_steps`.", False
     )

@@ -11,6 +11,7 @@ from datasets.fingerprint import Hasher
 
 from metaphrase.tokenization.texts import iterate_lines
 from metaphrase.training.dataset import tokenizer_fingerprint
+from metaphrase.training.pairs import Policy
 
 Remainder = Literal["drop", "keep"]
 FEATURES = datasets.Features(
@@ -18,13 +19,15 @@ FEATURES = datasets.Features(
         "input_ids": datasets.List(datasets.Value("int32")),
         "documents": datasets.Value("int64"),
         "empty_documents": datasets.Value("int64"),
+        "invalid_documents": datasets.Value("int64"),
     }
 )
+_COUNTS = ("documents", "empty_documents", "invalid_documents")
 # What one call of the tokenizer gets: it is fast with many texts, and what is alive at once stays bounded.
 TEXTS_PER_CALL = 1000
 CHARACTERS_PER_CALL = 1_000_000
 # Part of every cache key: raise it whenever the same texts would be cut into other blocks.
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 
 
 class TextEncoder(Protocol):
@@ -38,8 +41,9 @@ class BlockReport:
     """The account of a text: how many documents and tokens it has, and what became of them.
 
     Attributes:
-        documents: Documents read, the empty ones included.
+        documents: Documents read, those that are not used included.
         empty_documents: Those that are only white space, or of which the tokenizer leaves nothing; they are not used.
+        invalid_documents: Those that are not UTF-8; they are not used.
         block_length: Tokens in a full block.
         full_blocks: Blocks of so many tokens.
         remainder_tokens: Tokens behind the last full block.
@@ -49,6 +53,7 @@ class BlockReport:
 
     documents: int = 0
     empty_documents: int = 0
+    invalid_documents: int = 0
     block_length: int = 0
     full_blocks: int = 0
     remainder_tokens: int = 0
@@ -80,8 +85,9 @@ class BlockReport:
             f"{self.tokens} tokens",
             f"{self.full_blocks} blocks of {self.block_length} tokens",
         ]
-        if self.empty_documents:
-            parts[0] += f", not used: {self.empty_documents} empty"
+        unused = {"empty": self.empty_documents, "not UTF-8": self.invalid_documents}
+        if unused := [f"{count} {name}" for name, count in unused.items() if count]:
+            parts[0] += f", not used: {', '.join(unused)}"
         if self.remainder_tokens:
             fate = "kept as a shorter block" if self.keeps_remainder else "not used"
             parts.append(f"{self.remainder_tokens} tokens behind the last block {fate}")
@@ -89,7 +95,10 @@ class BlockReport:
 
 
 def load_texts(
-    files: str | Path | Sequence[str | Path], max_samples: int | None = None, cache_dir: str | Path | None = None
+    files: str | Path | Sequence[str | Path],
+    max_samples: int | None = None,
+    cache_dir: str | Path | None = None,
+    invalid_utf8: Policy = "error",
 ) -> datasets.Dataset:
     """Reads UTF-8 text files with one document per line, compressed (`.gz`) or not, into the column `text`.
 
@@ -97,14 +106,17 @@ def load_texts(
         files: The files, read one after the other.
         max_samples: The number of lines to take, from the beginning.
         cache_dir: Where `datasets` keeps what was read; its own choice by default. A changed file is read again.
+        invalid_utf8: What to do with a line that is not UTF-8: "error", or "skip": then it is `None`, which `text_blocks` counts.
 
     Raises:
-        ValueError: If a line is not UTF-8, there is no line at all, or `max_samples` is below 1.
+        ValueError: If a line is not UTF-8, there is no line at all, or an argument is out of range.
         FileNotFoundError: If a file does not exist.
     """
     paths = tuple(str(path) for path in ([files] if isinstance(files, str | Path) else files))
     if max_samples is not None and max_samples < 1:
         raise ValueError(f"`max_samples` must be at least 1, got {max_samples}.")
+    if invalid_utf8 not in Policy.__args__:
+        raise ValueError(f"`invalid_utf8` must be one of {', '.join(Policy.__args__)}, got {invalid_utf8!r}.")
     for path in paths:
         if not Path(path).is_file():
             raise FileNotFoundError(f"There is no file {path}.")
@@ -117,7 +129,12 @@ def load_texts(
             generate_texts,
             features=datasets.Features({"text": datasets.Value("string")}),
             cache_dir=None if cache_dir is None else str(cache_dir),
-            gen_kwargs={"paths": paths, "stamps": stamps, "version": CACHE_VERSION},
+            gen_kwargs={
+                "paths": paths,
+                "stamps": stamps,
+                "version": CACHE_VERSION,
+                "keep_invalid": invalid_utf8 == "skip",
+            },
         )
     except DatasetGenerationError as error:
         cause = error.__cause__ or error.__context__
@@ -127,14 +144,16 @@ def load_texts(
     return texts if max_samples is None else texts.select(range(min(max_samples, len(texts))))
 
 
-def generate_texts(paths: tuple[str, ...], stamps: Any, version: int) -> Iterator[dict[str, str]]:
+def generate_texts(
+    paths: tuple[str, ...], stamps: Any, version: int, keep_invalid: bool
+) -> Iterator[dict[str, str | None]]:
     """Yields the lines of the files. `stamps` and `version` only make the cache key.
 
     Raises:
         ValueError: If a line is not UTF-8, or there is no line at all.
     """
     is_empty = True
-    for line in iterate_lines(paths):
+    for line in iterate_lines(paths, keep_invalid):
         is_empty = False
         yield {"text": line}
     if is_empty:
@@ -156,7 +175,7 @@ def text_blocks(
     since each block begins where the last one ended; a fast tokenizer uses all cores by itself.
 
     Args:
-        texts: The column `text`, one document per row.
+        texts: The column `text`, one document per row; `None` stands for one that could not be read.
         tokenizers: A joint pair of tokenizers.
         block_length: Tokens in each block.
         end_documents: Keep the end of sequence behind each document, so that a model sees where one ends. T5 joined
@@ -174,17 +193,16 @@ def text_blocks(
     if (num_texts := len(texts)) == 0:
         raise ValueError("`texts` must hold at least one document, got none.")
 
-    def cut(batch: list[str], rows: list[int]) -> dict[str, list[Any]]:
+    def cut(batch: list[str | None], rows: list[int]) -> dict[str, list[Any]]:
         blocks = cutter.add(batch)
-        counts = [(0, 0)] * len(blocks)
+        counts = [(0, 0, 0)] * len(blocks)
         if rows[-1] == num_texts - 1:
             # A run that reads the cache needs the counts too: they stand beside the remainder, which may be empty.
             blocks.append(cutter.rest)
-            counts.append((cutter.report.documents, cutter.report.empty_documents))
+            counts.append(tuple(getattr(cutter.report, name) for name in _COUNTS))
         return {
             "input_ids": blocks,
-            "documents": [documents for documents, _ in counts],
-            "empty_documents": [empty for _, empty in counts],
+            **{name: [of_block[index] for of_block in counts] for index, name in enumerate(_COUNTS)},
         }
 
     keys = (block_length, end_documents, CACHE_VERSION)
@@ -201,8 +219,7 @@ def text_blocks(
     )
     last = rows[len(rows) - 1]
     report = BlockReport(
-        documents=last["documents"],
-        empty_documents=last["empty_documents"],
+        **{name: last[name] for name in _COUNTS},
         block_length=block_length,
         full_blocks=len(rows) - 1,
         remainder_tokens=len(last["input_ids"]),
@@ -286,13 +303,15 @@ class _BlockCutter:
         self.report = BlockReport() if report is None else report
         self.report.block_length, self.report.remainder = block_length, remainder
 
-    def add(self, texts: Sequence[str]) -> list[list[int]]:
+    def add(self, texts: Sequence[str | None]) -> list[list[int]]:
         """Takes further documents and returns the blocks that are now full."""
         report, length = self.report, self.report.block_length
-        for text, ids in zip(texts, self.tokenizers.encode_sources(list(texts)), strict=True):
+        valid = [text for text in texts if text is not None]
+        report.documents += len(texts)
+        report.invalid_documents += len(texts) - len(valid)
+        for text, ids in zip(valid, self.tokenizers.encode_sources(valid), strict=True):
             if not ids or ids[-1] != self.end_id:
                 raise ValueError(f"The tokenizer must end each list of ids in {self.end_id}, got {ids[-5:]} as end.")
-            report.documents += 1
             if not text.strip() or len(ids) == 1:
                 report.empty_documents += 1
                 continue
