@@ -164,7 +164,7 @@ def test_a_model_that_is_not_there(tmp_path):
         GeneratorPool("model", num_processes=0)
 
 
-def test_processes_end_in_the_middle_of_their_work_and_a_death_is_named(folder):
+def test_processes_end_in_the_middle_of_their_work_and_a_closed_pool_says_so(folder):
     """A window that would take minutes."""
     long = {"max_new_tokens": 100_000, "eos_token_id": -1, "num_beams": 1}
     with GeneratorPool(folder, num_processes=1, device="cpu", assistant_model=folder) as pool:
@@ -172,6 +172,8 @@ def test_processes_end_in_the_middle_of_their_work_and_a_death_is_named(folder):
         texts = [scored.text for [scored] in pool.generate_stream(SOURCES, num_beams=1, num_assistant_tokens=2)]
         assert texts == tiny_generator(kind="byte").generate(SOURCES, num_beams=1)
         assert pool.num_drafted == pool.num_accepted > 0
+        stream = pool.generate_stream(LINES, window=2, max_new_tokens=1)
+        next(stream)
         [process] = processes_of(pool)
         future = pool._executor.submit(
             generator_pool._decode, 0, SOURCES, {"seed": None, "return_scores": False, "risk": None, **long}
@@ -180,7 +182,13 @@ def test_processes_end_in_the_middle_of_their_work_and_a_death_is_named(folder):
             time.sleep(0.01)
         started = time.monotonic()
     assert time.monotonic() - started < LIMIT_SECONDS / 2 and not is_running(process)
+    for call in (lambda: list(stream), pool.num_targets, lambda: list(pool.generate_stream(LINES))):
+        with pytest.raises(ValueError, match="must be used before it is closed"):
+            call()
+    pool.close()
 
+
+def test_a_death_is_named(folder):
     with GeneratorPool(folder, num_processes=1, device="cpu") as pool:
         [process] = processes_of(pool)
         stream = pool.generate_stream(itertools.cycle(SOURCES), window=5)
@@ -304,16 +312,3 @@ def processes_of_session(session):
             if int(path.read_text().rsplit(")", 1)[1].split()[3]) == session:
                 found.append(int(path.parent.name))
     return found
-
-
-def test_a_closed_pool_says_so(folder):
-    pool = GeneratorPool(folder, num_processes=1, device="cpu")
-    stream = pool.generate_stream(LINES, window=2)
-    next(stream)
-    pool.close()
-    with pytest.raises(ValueError, match="must be used before it is closed"):
-        list(stream)
-    for call in (pool.num_targets, lambda: list(pool.generate_stream(LINES))):
-        with pytest.raises(ValueError, match="must be used before it is closed"):
-            call()
-    pool.close()

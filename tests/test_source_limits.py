@@ -241,12 +241,18 @@ def test_a_source_that_several_models_read_is_cut_once(tmp_path):
     assert drafted.num_truncated == 4
 
 
-def test_folders_processes_and_the_command_line_cut_as_well(generator, files, tmp_path, capsys, caplog):
+def test_processes_cut_as_well(tmp_path):
+    whole = tiny_generator()
+    folder = str(save_generator(whole, tmp_path))
+    with GeneratorPool(folder, num_processes=1, device="cpu", **CUT) as pool:
+        found = [row[0].text for row in pool.generate_stream(iter(TEXTS), window=2)]
+        assert found == whole.generate([text[:5] for text in TEXTS])
+        assert pool.num_truncated == 4
+
+
+def test_the_command_line_cuts_as_well(generator, files, tmp_path, caplog):
     folder = str(save_generator(generator, tmp_path / "model"))
     expected = generator.generate([text[:5] for text in TEXTS])
-    with GeneratorPool(folder, num_processes=1, device="cpu", **CUT) as pool:
-        assert [row[0].text for row in pool.generate_stream(iter(TEXTS), window=2)] == expected
-        assert pool.num_truncated == 4
     source = tmp_path / "in"
     source.write_text("".join(f"{text}\n" for text in TEXTS), encoding="utf-8")
     words = [folder, "--device", "cpu", "--max_source_length", "6"]

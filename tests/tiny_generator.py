@@ -22,10 +22,13 @@ def tiny_pair(joint: bool = True, kind: str = "char") -> TokenizerPair:
     return TokenizerPair.train(SOURCES * 3, targets * 3, joint=joint, kind=kind, show_progress=False)
 
 
-def tiny_generator(joint: bool = True, kind: str = "char", seed: int = 0, **generator_options: Any) -> Generator:
+def tiny_generator(
+    joint: bool = True, kind: str = "char", seed: int = 0, layers: int = 2, **generator_options: Any
+) -> Generator:
     """A generator whose model never saw its texts: what it writes is arbitrary, but always the same."""
     pair = tiny_pair(joint, kind)
-    model = tiny_model(seed=seed, share_embeddings=joint, **pair.config_fields())
+    sizes = {"encoder_layers": layers, "decoder_layers": layers}
+    model = tiny_model(seed=seed, share_embeddings=joint, **sizes, **pair.config_fields())
     model.generation_config.max_new_tokens = 8
     return Generator(model, pair, **generator_options)
 
