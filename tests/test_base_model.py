@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForSeq2SeqLM, M2M100Config, M2M100ForConditionalGeneration, PreTrainedTokenizerFast
 
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.training.base_model import fit_special_ids, fit_vocabulary
+from metaphrase.training.base_model import fit_special_ids, fit_vocabulary, load_base
 from metaphrase.training.evaluation import corpus_loss
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.recipe import Recipe
@@ -80,10 +80,42 @@ def test_each_special_token_keeps_its_part(family):
     # Targets do not begin with it.
     assert model.generation_config.forced_bos_token_id is None
     # The token that has the old id of the padding learns.
-    loss = model(input_ids=torch.tensor([[before["pad"], 8, 6]]), labels=torch.tensor([[9, 6]])).loss
-    loss.backward()
-    gradient = model.get_input_embeddings().weight.grad
-    assert gradient[before["pad"]].any()
+    rows = {module.padding_idx for module in model.modules() if getattr(module, "padding_idx", None) is not None}
+    assert rows <= {4} and rows == ({4} if family in ("bart", "marian") else rows)
+
+
+def test_lists_of_ids_of_the_old_vocabulary_are_left_out():
+    model = other_model("bart")
+    model.generation_config.bad_words_ids, model.generation_config.suppress_tokens = [[7]], [8]
+    fit_special_ids(model, pair_of("<x>", "<y>", "<unk>", "<z>", "<pad>", "<s>", "</s>"), {})
+    assert model.generation_config.bad_words_ids is None and model.generation_config.suppress_tokens is None
+
+
+def test_a_decoder_that_started_with_a_token_that_is_no_more_starts_as_the_tokenizer_says():
+    model, pair = other_model("bart"), pair_of("<x>", "<y>", "<unk>", "<z>", "<pad>", "</s>")
+    for owner in (model.config, model.generation_config):
+        owner.decoder_start_token_id = model.config.bos_token_id
+    fit_special_ids(model, pair, {})
+    start = pair.config_fields()["decoder_start_token_id"]
+    assert start is not None and ids_of(model) == [[4, 5, start]] * 2
+
+
+def test_a_beginning_that_is_a_language_stays():
+    model, languages = other_model("bart"), {"forced_bos_token_id": 11}
+    model.generation_config.forced_bos_token_id = 11
+    fit_special_ids(model, pair_of("<x>", "<y>", "<unk>", "<z>", "<pad>", "<s>", "</s>"), languages)
+    assert ids_of(model)[1][:2] == [4, 6]
+
+
+@pytest.mark.parametrize("rank", [None, 2])
+def test_weights_in_half_precision_stay_so_beside_adapters_alone(rank, tmp_path):
+    other_model("t5").half().save_pretrained(tmp_path)
+    recipe = Recipe(train_file="a", model_name_or_path=str(tmp_path), lora_rank=rank)
+    for with_weights in (True, False):
+        model = load_base(recipe, with_weights)
+        assert model.get_decoder().block[0].layer[0].SelfAttention.q.weight.dtype == (
+            torch.float16 if rank else torch.float32
+        )
 
 
 def test_a_forced_beginning_stays_where_targets_begin_so():
@@ -101,6 +133,16 @@ def test_the_own_tokenizer_changes_nothing():
     before = ids_of(model)
     fit_special_ids(model, tiny_pair(), {})
     assert ids_of(model) == before and model.generation_config.bad_words_ids == [[7]]
+    # A tokenizer may have a beginning of sequence that its model knows nothing of.
+    model = other_model("t5")
+    config = model.config
+    config.bos_token_id = model.generation_config.bos_token_id = None
+    specials = [f"<{number}>" for number in range(4)]
+    specials[config.pad_token_id], specials[config.eos_token_id] = "<pad>", "</s>"
+    model.generation_config.bad_words_ids = [[7]]
+    before = ids_of(model)
+    fit_special_ids(model, pair_of(*specials, "<s>", "<unk>"), {})
+    assert ids_of(model) == before and model.generation_config.bad_words_ids == [[7]] and config.bos_token_id is None
 
 
 def test_ids_that_no_tokenizer_knows_are_refused():

@@ -8,6 +8,7 @@ from transformers import MarianConfig, MarianMTModel, StoppingCriteria
 
 from metaphrase.inference import Generator
 from metaphrase.inference.decoding import decode, pad_sources
+from metaphrase.modeling.chosen_scores import ChosenScores, totals_of_steps
 
 OPTIONS = {
     "greedy": {},
@@ -67,6 +68,20 @@ def test_scores_are_those_of_transformers_and_no_step_is_kept(family, options, o
     assert [[h.ids for h in row] for row in decode(model, sources, **options, **LIMITS)] == [
         [h.ids for h in row] for row in found
     ]
+
+
+def test_steps_that_were_undone_and_padding_outside_of_the_vocabulary_do_not_count():
+    logits = torch.randn(3, 2, 6)
+    # The last step was undone, and 99 stands for nothing: the first row has ended with 3.
+    tokens = torch.tensor([[3, 99, 5], [4, 3, 1]])
+    chosen = ChosenScores(empties=False)
+    for step in (1, 2, 3):
+        chosen(tokens[:, :step], tuple(logits[:step]))
+    sequences, ends = torch.cat((torch.tensor([[1], [1]]), tokens[:, :2]), dim=1), torch.tensor([3])
+    log_probs = logits.log_softmax(dim=-1)
+    expected = torch.stack((log_probs[0, 0, 3], log_probs[0, 1, 4] + log_probs[1, 1, 3]))
+    torch.testing.assert_close(chosen.totals(sequences, 1, ends), expected)
+    torch.testing.assert_close(totals_of_steps(tuple(logits), sequences, 1, ends), expected)
 
 
 def test_drafted_tokens_are_scored_too():

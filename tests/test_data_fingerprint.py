@@ -1,5 +1,7 @@
 """Data fingerprints: the same for the same pairs, another for others, and none where nothing can be said."""
 
+from types import SimpleNamespace
+
 import datasets
 from small_runs import PAIRS
 
@@ -26,6 +28,20 @@ def test_other_pairs_have_another():
         name = data_fingerprint(dataset_of(pairs))["hash"]
         assert name not in seen
         seen.add(name)
+
+
+def test_all_lengths_count_and_where_a_block_of_text_ends():
+    many = [{"input_ids": [5, 2], "labels": [6, 2]}] * 2500
+    # One of those that are not looked at in detail.
+    other = [*many[:1], {"input_ids": [5, 2], "labels": [6, 7, 2]}, *many[2:]]
+    assert data_fingerprint(dataset_of(many)) != data_fingerprint(dataset_of(other))
+    blocks = [datasets.Dataset.from_dict({"input_ids": rows}) for rows in ([[1, 2], [3]], [[1], [2, 3]])]
+    assert data_fingerprint(blocks[0]) != data_fingerprint(blocks[1])
+
+
+def test_noise_does_not_count():
+    blocks = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7]]})
+    assert data_fingerprint(SimpleNamespace(blocks=blocks)) == data_fingerprint(blocks) is not None
 
 
 def test_what_has_no_columns_has_none():

@@ -38,6 +38,7 @@ def base(tmp_path):
         ({"temperature": 0.3, "top_k": 7}, {}, ("temperature 0.3", "top_k 7")),
         ({"num_beams": 4, "num_return_sequences": 4}, {"num_beams": 2}, ("num_return_sequences 4",)),
         ({"output_scores": True, "penalty_alpha": 0.6}, {}, ("output_scores True", "penalty_alpha 0.6")),
+        ({"use_cache": False, "cache_implementation": "static"}, {}, ("cache_implementation static",)),
     ],
     ids=str,
 )
@@ -59,6 +60,14 @@ def test_settings_of_a_base_that_apply_stay(base, data, tmp_path, caplog):
     config = experiment.make_model(experiment.make_tokenizers(), with_weights=False).generation_config
     assert (config.num_beams, config.early_stopping, config.length_penalty) == (4, True, 1.5)
     assert "left out" not in caplog.text
+
+
+def test_several_samples_stay(base, data, tmp_path, caplog):
+    recipe = make_recipe(data, tmp_path / "run", **FEW, model_name_or_path=base(do_sample=True, num_return_sequences=3))
+    experiment = Experiment(recipe)
+    experiment.corpus.load()
+    config = experiment.make_model(experiment.make_tokenizers(), with_weights=False).generation_config
+    assert config.num_return_sequences == 3 and "left out" not in caplog.text
 
 
 def test_settings_that_nothing_can_save_are_found_before_training(base, data, tmp_path):

@@ -8,7 +8,7 @@ from tiny_models import DESIGNS, random_batch, tiny_model
 from torch import nn
 
 from metaphrase.modeling import packed_stack, packed_weight, step_linear
-from metaphrase.modeling.packed_weight import PackedWeight, can_pack
+from metaphrase.modeling.packed_weight import PackedWeight, can_pack, is_plain
 from metaphrase.modeling.step_linear import StepLinear
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this build of torch has no MKL")
@@ -42,6 +42,17 @@ def test_product_is_that_of_the_layer(bias, shape, rows):
     torch.testing.assert_close(
         PackedWeight(layer.weight, layer.bias)(every_other), layer(every_other), atol=1e-5, rtol=1e-5
     )
+
+
+class _Quantized(torch.Tensor):
+    """As torchao's: it says that it is in float32, and multiplies in its own way."""
+
+
+def test_a_weight_of_another_kind_is_not_plain():
+    layer = nn.Linear(4, 4)
+    assert is_plain(layer)
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(_Quantized))
+    assert type(layer) is nn.Linear and layer.weight.dtype == torch.float32 and not is_plain(layer)
 
 
 def test_small_and_narrow_weights_are_not_packed():

@@ -128,7 +128,10 @@ def test_weights_alone_are_resumed_with_a_warning(tmp_path, caplog):
 
 
 def test_another_number_of_steps_in_an_epoch_is_pointed_out(run, caplog):
-    make_trainer(run, per_device_train_batch_size=4, max_steps=4).train(resume_from_checkpoint=True)
+    trainer = make_trainer(run, per_device_train_batch_size=4, max_steps=4)
+    trainer.train(resume_from_checkpoint=True)
+    # Three steps of two make one epoch and a half.
+    assert trainer.state.epoch == 2
     assert "not go on at the same place in the data: before, it had steps_per_epoch 4, now 2." in caplog.text
 
 

@@ -5,6 +5,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from other_families import other_model
 from pipeline_models import family_model
 from tiny_generator import SOURCES, save_generator, tiny_generator, tiny_pair
 from tiny_languages import mbart_tokenizer, nllb_tokenizer
@@ -21,7 +22,7 @@ from transformers import (
 
 from metaphrase.inference import Generator, GeneratorPool, cross_attentions
 from metaphrase.inference.decoding import decode
-from metaphrase.inference.source_limits import TooLongError
+from metaphrase.inference.source_limits import TooLongError, check_source_length, numbering
 from metaphrase.modeling.position_limits import longest_source, longest_target
 from metaphrase.scripts import attention, evaluate, generate
 from metaphrase.scripts.console import run
@@ -44,6 +45,12 @@ def generator(request):
 @pytest.mark.parametrize(("name", "limit"), [("bart", 64), ("t5", None)])
 def test_limits_of_families(name, limit):
     assert longest_source(family_model(name)) == longest_target(family_model(name)) == limit
+
+
+def test_a_table_that_grows_is_no_limit():
+    generator = Generator(other_model("fsmt"), tiny_pair())
+    assert longest_source(generator.model) is None and longest_target(generator.model) is None
+    assert len(generator.generate(["a" * 99], max_new_tokens=70)) == 1
 
 
 def joined(kind):
@@ -217,6 +224,19 @@ def test_a_limit_leaves_place_for_a_text_behind_the_prefix(kind):
             Generator(generator.model, generator.tokenizers, max_source_length=length, **options)
     bounded = Generator(generator.model, generator.tokenizers, max_source_length=needed, **options)
     assert len(set(map(tuple, bounded.encode(["a dog", "1 dog", ". dog"])))) > 1
+
+
+def test_sources_of_a_selection_have_their_numbers_in_the_whole():
+    with pytest.raises(TooLongError, match="got 9 in number 40 ") as raised, numbering([20, 40, 60]):
+        raise TooLongError(2, 9, 8)
+    assert (raised.value.number, raised.value.num_tokens, raised.value.limit) == (40, 9, 8)
+
+
+def test_a_tokenizer_that_knows_none_of_the_probes_is_not_refused():
+    def encode(texts):
+        return [[{"the": 5}.get(word, 1) for word in text.split()] + [2] for text in texts]
+
+    check_source_length(3, encode, "the ")
 
 
 def cut_sources(generator, length, source_prefix):
