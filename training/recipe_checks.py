@@ -197,6 +197,9 @@ def _check_tokenizer_and_model(recipe: "Recipe") -> None:
 def _check_evaluation(recipe: "Recipe") -> None:
     if recipe.metrics and not recipe.predict_with_generate:
         raise ValueError(f"`metrics` must come with true `predict_with_generate`, got {recipe.metrics} and false.")
+    if recipe.repetition_penalty is not None and recipe.repetition_penalty <= 0:
+        # transformers finds that when it decodes, at the first evaluation.
+        raise ValueError(f"`repetition_penalty` must be above 0, got {recipe.repetition_penalty}.")
     penalty = recipe.length_penalty
     # A model to fine-tune may bring its beams along.
     has_beams = (recipe.num_beams or 1) > 1 or (recipe.num_beams is None and recipe.model_name_or_path is not None)
