@@ -36,6 +36,35 @@ class Kind(NamedTuple):
         return math.prod(self.shape) * (int(bits.group()) // 8 if bits else 1)
 
 
+def weight_names(folder: Path) -> list[str]:
+    """Names of the files that transformers loads the weights of a folder from; none where it holds none in safetensors.
+
+    Raises:
+        ValueError: If an index is damaged.
+    """
+    # Where both are, transformers loads the single file.
+    if (folder / SAFE_WEIGHTS_NAME).is_file():
+        return [SAFE_WEIGHTS_NAME]
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    return indexed_names(index) if index.is_file() else []
+
+
+def indexed_names(index: Path) -> list[str]:
+    """Names of the files that an index of weights speaks of, whether they are there or not.
+
+    Raises:
+        ValueError: If it is damaged, or names files of another folder.
+    """
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        far = [name for name in names if Path(name).name != name]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} must be an index of weights, with a `weight_map`, and is damaged.") from error
+    if far:
+        raise ValueError(f"{index} must name files beside it, got {far[0]!r}.")
+    return names
+
+
 class WeightFiles:
     """The weights of a folder, which are read one at a time.
 
@@ -66,18 +95,14 @@ class WeightFiles:
         self.kinds = {name: self._kind(name) for name in sorted(self._file_of)}
 
     def _find(self) -> list[Path]:
-        # Where both are, transformers loads the single file.
-        if (self.folder / SAFE_WEIGHTS_NAME).is_file():
-            return [self.folder / SAFE_WEIGHTS_NAME]
-        index = self.folder / SAFE_WEIGHTS_INDEX_NAME
-        if not index.is_file():
+        names, index = weight_names(self.folder), self.folder / SAFE_WEIGHTS_INDEX_NAME
+        if not names:
             raise ValueError(
                 f"A checkpoint must hold {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, got neither in {self.folder}. "
                 f"A pickle, as {WEIGHTS_NAME} is, is never opened here: load it with transformers and call `save_pretrained`."
             )
-        names = sorted(set(read_json(index)["weight_map"].values()))
         for name in names:
-            if Path(name).name != name or not (self.folder / name).is_file():
+            if not (self.folder / name).is_file():
                 raise ValueError(f"{index} must name files beside it, got {name!r}.")
         return [self.folder / name for name in names]
 

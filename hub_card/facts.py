@@ -9,6 +9,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from metaphrase.conversion.weight_files import weight_names
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 from metaphrase.training.averaging import RECIPE_NAME
 from metaphrase.training.recipe_values import load_yaml
@@ -166,13 +167,15 @@ def _check_metrics(metrics: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def count_parameters(folder: Path) -> int | None:
-    """Returns how many numbers the folder's safetensors files hold, or None where there are none. Loads no weights.
+    """Returns how many numbers are in the files that the model is loaded from, or None where there are none. Loads no weights.
 
     Raises:
-        ValueError: If a file is damaged.
+        ValueError: If a file is damaged, or one that an index names is missing.
     """
     total = None
-    for path in sorted(folder.glob("model*.safetensors")):
+    for path in (folder / name for name in weight_names(folder)):
+        if not path.is_file():
+            raise ValueError(f"`{path.name}`, which the index of the weights names, must be in {str(folder)!r}.")
         try:
             with safe_open(path, framework="np") as file:
                 sizes = [math.prod(file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118
