@@ -8,14 +8,13 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from metaphrase.conversion.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, Family, Place
-from metaphrase.conversion.weight_files import Kind, Planned, WeightFiles
+from metaphrase.conversion.weight_files import Kind, Planned, WeightFiles, listed
 from metaphrase.modeling import MetaphraseConfig
 
 logger = logging.getLogger(__name__)
 
 _EMBEDDINGS = (ENCODER_EMBEDDING, DECODER_EMBEDDING, HEAD)
 _HEAD_PARTS = ("lm_head.", "final_logits_bias")
-_MOST_NAMED = 5
 
 
 class NamedWeights:
@@ -76,7 +75,7 @@ def plan_ours(family: Family, ours: PreTrainedModel, weights: NamedWeights) -> d
     known.update(*family.embedding_names.values())
     if left_over := [name for name in weights.names if name not in known]:
         # The family's own class does not read them either.
-        logger.warning("Weights that the family's class does not have are left behind: %s.", _listed(left_over))
+        logger.warning("Weights that the family's class does not have are left behind: %s.", listed(left_over))
     planned = {}
     for name, place in places.items():
         kind = weights.kind(place.name)
@@ -175,9 +174,4 @@ def _refuse(what: str, names: Iterable[str]) -> None:
     """Raises if there are names."""
     names = list(names)
     if names:
-        raise ValueError(f"Weights {what}: {_listed(names)}.")
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(names[:_MOST_NAMED]) + more
+        raise ValueError(f"Weights {what}: {listed(names)}.")

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
 ADAPTER_NAME = "adapter_config.json"
+_MOST_NAMED = 5
 
 
 class Kind(NamedTuple):
@@ -63,6 +64,12 @@ def indexed_names(index: Path) -> list[str]:
     if far:
         raise ValueError(f"{index} must name files beside it, got {far[0]!r}.")
     return names
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names of weights for a message, of many the first ones."""
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more
 
 
 class WeightFiles:
