@@ -63,7 +63,7 @@ def plan_ours(family: Family, ours: PreTrainedModel, weights: NamedWeights) -> d
         weights: The checkpoint's.
 
     Raises:
-        ValueError: If weights are missing or have another shape.
+        ValueError: If weights are missing, or have another shape or whole numbers.
     """
     config, shapes = ours.config, {name: tuple(value.shape) for name, value in ours.state_dict().items()}
     places = {
@@ -79,6 +79,8 @@ def plan_ours(family: Family, ours: PreTrainedModel, weights: NamedWeights) -> d
     planned = {}
     for name, place in places.items():
         kind = weights.kind(place.name)
+        if not kind.is_floating_point:
+            raise ValueError(f"The weight `{place.name}` must be of floating point, got {kind.dtype}.")
         _check_shape(place.name, kind.shape, place.their_shape(shapes[name]))
         planned[name] = Planned(kind.nbytes // place.parts, _taking(place, weights.read))
     return planned

@@ -32,6 +32,10 @@ class Kind(NamedTuple):
         return str(tuple(self))
 
     @property
+    def is_floating_point(self) -> bool:
+        return self.dtype.startswith(("F", "BF"))
+
+    @property
     def nbytes(self) -> int:
         bits = re.search(r"\d+", self.dtype)
         return math.prod(self.shape) * (int(bits.group()) // 8 if bits else 1)
@@ -116,9 +120,6 @@ class WeightFiles:
     def _kind(self, name: str) -> Kind:
         tensor = self._file_of[name].get_slice(name)
         return Kind(tensor.get_dtype(), tuple(tensor.get_shape()))
-
-    def is_floating_point(self, name: str) -> bool:
-        return self.kinds[name].dtype.startswith(("F", "BF"))
 
     def read(self, name: str) -> torch.Tensor:
         return self._file_of[name].get_tensor(name)
@@ -227,11 +228,17 @@ def folder_in_one_step(output: Path) -> Iterator[Path]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The content of a file of a checkpoint.
+    """The fields of a file of a checkpoint.
 
     Raises:
-        ValueError: If it is not there.
+        ValueError: If it is not there, or holds something else.
     """
     if not path.is_file():
         raise ValueError(f"A checkpoint must hold {path.name}, got none in {path.parent}.")
-    return json.loads(path.read_text(encoding="utf-8"))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} must be readable as JSON, got an error: {error}.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold fields with values, got {type(content).__name__}.")
+    return content
