@@ -94,7 +94,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("folder", help="folder with a trained model")
     parser.add_argument("repo_id", help="user/name or organization/name; it is created if it does not exist")
-    parser.add_argument("--private", action="store_true", help="create it so that only its owners see it")
+    parser.add_argument(
+        "--private", action="store_true", help="create it so that only its owners see it; one that is public is refused"
+    )
     parser.add_argument("--dry_run", "--dry-run", action="store_true", help="only say what would be done, offline")
     parser.add_argument("--commit_message", default="Upload the model", metavar="TEXT", help="[%(default)s]")
     parser.add_argument("--revision", metavar="BRANCH", help="branch to upload to, created if it does not exist [main]")
@@ -244,12 +246,20 @@ def rehearse(folder: Path, arguments: argparse.Namespace, card: dict[str, Any]) 
 
 
 def upload(folder: Path, arguments: argparse.Namespace) -> None:
-    """Creates the repository and the branch where they are missing, and uploads in one commit."""
+    """Creates the repository and the branch where they are missing, and uploads in one commit.
+
+    Raises:
+        ValueError: If it is to be private, and is there and public.
+        OSError: If the Hub refuses, or cannot be reached.
+    """
     selection = select_files(folder)
     report(selection, logger.info)
     api = HfApi(token=arguments.token)
     try:
         repository = api.create_repo(arguments.repo_id, private=arguments.private or None, exist_ok=True)
+        # The Hub leaves a repository that is there as visible as it was.
+        if arguments.private and not api.model_info(repository.repo_id).private:
+            raise ValueError(f"`private` must be left out for a repository that is public, got {repository.repo_id!r}.")
         if arguments.revision is not None and not arguments.revision.startswith("refs/"):
             api.create_branch(repository.repo_id, branch=arguments.revision, exist_ok=True)
         commit = api.create_commit(

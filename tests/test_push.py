@@ -236,6 +236,17 @@ def test_existing_repository_and_other_branch(hub, folder):
     assert list(hub.repositories) == ["somebody/tiny"]
 
 
+def test_what_is_private_goes_to_no_public_repository(hub, folder, capsys):
+    push.main(push_words(folder))
+    assert run(push.main, "push", push_words(folder, "--private")) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.endswith("`private` must be left out for a repository that is public, got 'somebody/tiny'.")
+    assert len(hub.commits) == 1
+    for _ in range(2):
+        push.main(push_words(folder, "--private", repo_id="somebody/hidden"))
+    assert len(hub.commits) == 3
+
+
 def test_large_files_go_to_their_own_store(hub, folder):
     hub.lfs = True
     push.main(push_words(folder))
