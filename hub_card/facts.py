@@ -147,7 +147,7 @@ def _parse_recipe(text: str) -> Any:
 
 
 def _check_metrics(metrics: dict[str, Any] | None) -> dict[str, Any] | None:
-    for key in ("scores", "generation", "data"):
+    for key in ("scores", "generation", "data", "tasks"):
         part = (metrics or {}).get(key)
         if part is not None and not isinstance(part, Mapping):
             raise ValueError(f"`{key}` in `metrics.json` must hold fields with values, got {part!r}.")
@@ -158,12 +158,19 @@ def _check_metrics(metrics: dict[str, Any] | None) -> dict[str, Any] | None:
         groups[f"tasks.{task}.scores"] = part["scores"]
     for group, scores in groups.items():
         for name, result in scores.items():
-            score = result.get("score") if isinstance(result, Mapping) else None
-            if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
+            # ROUGE has a number of each kind beside.
+            kinds = (
+                ["score", *(kind for kind in result if kind.startswith("rouge"))] if isinstance(result, Mapping) else []
+            )
+            if not kinds or not all(_is_finite(result.get(kind)) for kind in kinds):
                 raise ValueError(
                     f"`{group}.{name}` in `metrics.json` must hold a finite number as `score`, got {result!r}."
                 )
     return metrics
+
+
+def _is_finite(score: Any) -> bool:
+    return isinstance(score, int | float) and not isinstance(score, bool) and math.isfinite(score)
 
 
 def count_parameters(folder: Path) -> int | None:

@@ -317,6 +317,8 @@ def test_a_run_renews_its_card_but_not_that_of_another_hand(full_folder, caplog)
         ("metrics.json", '{"scores": {"bleu": 3}}', "`scores.bleu` in `metrics.json` must hold a finite number"),
         ("metrics.json", '{"scores": {"bleu": {"score": NaN}}}', "`scores.bleu`"),
         ("metrics.json", '{"data": "Multi30k"}', "`data` in `metrics.json`"),
+        ("metrics.json", '{"tasks": [1]}', "`tasks` in `metrics.json` must hold fields with values"),
+        ("metrics.json", '{"scores": {"rouge": {"score": 1, "rouge1": null}}}', "`scores.rouge` in `metrics.json`"),
         ("recipe.yaml", "a: [", "`recipe.yaml` must be readable"),
         ("recipe.yaml", "seed: 1\nseed: 2", "`recipe.yaml` must be readable.*the key `seed` occurs twice"),
         ("recipe.yaml", "- a", "`recipe.yaml` must hold fields with values, got list"),
