@@ -13,6 +13,7 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedModel, PreTrainedToken
 
 from metaphrase.conversion.ctranslate2_spec import make_spec
 from metaphrase.conversion.weight_files import check_output, folder_in_one_step
+from metaphrase.conversion.whole_model import load_whole
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.tokenization import TokenizerPair
 
@@ -118,7 +119,7 @@ def export_ctranslate2(
         The path of the folder.
 
     Raises:
-        ValueError: If CTranslate2 cannot express the model, or an argument is out of its range.
+        ValueError: If CTranslate2 cannot express the model, its weights are not whole, or an argument is out of its range.
         OSError: If there is no such model.
     """
     if quantization is not None and quantization not in QUANTIZATIONS:
@@ -128,7 +129,7 @@ def export_ctranslate2(
     # Another kind of model is refused before its weights are read.
     config = MetaphraseConfig.from_pretrained(source)
     with torch.inference_mode():
-        model = AutoModelForSeq2SeqLM.from_pretrained(source, config=config, dtype="auto", trust_remote_code=False)
+        model = load_whole(source, config=config, dtype="auto", trust_remote_code=False)
         tokenizers = TokenizerPair.from_pretrained(source)
         spec = MetaphraseLoader().read(model, tokenizers)
         spec.validate()

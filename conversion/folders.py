@@ -40,7 +40,7 @@ PROVENANCE_NAME = "conversion.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _TOKENIZER_FILES = (
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "*vocab*", "merges.txt", "*.spm", "*.model"),
-    *("spiece.*", "chat_template*", "dict.txt"),
+    *("spiece.*", "chat_template*", "dict.txt", "bpe.codes"),
 )
 _LICENCES = ("LICENSE*", "NOTICE*")
 # What pipelines read of a task, which is the same for every family.
@@ -96,11 +96,18 @@ def convert(
     elif revision is not None:
         raise ValueError(f"`revision` must be left out for a folder, got {revision!r}.")
     check_output(output, [folder], overwrite, PROVENANCE_NAME, "converted")
-    model_type = read_json(folder / CONFIG_NAME).get("model_type")
+    config = read_json(folder / CONFIG_NAME)
+    model_type = config.get("model_type")
     if model_type == OURS and to in (None, OURS):
         raise ValueError(f"`to` must name a family for a model of Metaphrase, one of {', '.join(FAMILIES)}, got {to}.")
     if model_type != OURS and to not in (None, OURS):
         raise ValueError(f"`to` must be left out for a {model_type}, got {to!r}: convert to metaphrase first.")
+    if config.get("quantization_config"):
+        # Their numbers mean nothing without the scales beside them, which belong to no class.
+        raise ValueError(
+            f"A checkpoint must hold plain weights, got `quantization_config` in {folder / CONFIG_NAME}: load it with "
+            "transformers, and call `dequantize` and `save_pretrained`."
+        )
     with contextlib.ExitStack() as files:
         weights = WeightFiles(folder, files)
         with folder_in_one_step(output) as partial:

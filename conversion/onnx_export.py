@@ -5,11 +5,11 @@ import os
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForSeq2SeqLM
 
 from metaphrase.conversion.onnx_check import check_graphs
 from metaphrase.conversion.onnx_graphs import obstacles, write_graphs
 from metaphrase.conversion.weight_files import check_output, folder_in_one_step
+from metaphrase.conversion.whole_model import load_whole
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.tokenization import TokenizerPair
 
@@ -33,7 +33,7 @@ def export_onnx(source: str | os.PathLike, output: str | os.PathLike, *, overwri
         The path of the folder.
 
     Raises:
-        ValueError: If the model cannot be exported, or an argument is out of its range.
+        ValueError: If the model cannot be exported, its weights are not whole, or an argument is out of its range.
         OSError: If there is no such model.
         RuntimeError: If onnxruntime computes something else.
     """
@@ -44,7 +44,7 @@ def export_onnx(source: str | os.PathLike, output: str | os.PathLike, *, overwri
     if found := obstacles(config):
         raise ValueError(f"ONNX cannot express {'; '.join(found)}.")
     # The kernel that is written out leaves every step to the runtime, and always has a mask.
-    model = AutoModelForSeq2SeqLM.from_pretrained(
+    model = load_whole(
         source, config=config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
     ).eval()
     tokenizers = TokenizerPair.from_pretrained(source)

@@ -8,14 +8,13 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from metaphrase.conversion.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, Family, Place
-from metaphrase.conversion.weight_files import Kind, Planned, WeightFiles
+from metaphrase.conversion.weight_files import Kind, Planned, WeightFiles, listed
 from metaphrase.modeling import MetaphraseConfig
 
 logger = logging.getLogger(__name__)
 
 _EMBEDDINGS = (ENCODER_EMBEDDING, DECODER_EMBEDDING, HEAD)
 _HEAD_PARTS = ("lm_head.", "final_logits_bias")
-_MOST_NAMED = 5
 
 
 class NamedWeights:
@@ -64,7 +63,7 @@ def plan_ours(family: Family, ours: PreTrainedModel, weights: NamedWeights) -> d
         weights: The checkpoint's.
 
     Raises:
-        ValueError: If weights are missing or have another shape.
+        ValueError: If weights are missing, or have another shape or whole numbers.
     """
     config, shapes = ours.config, {name: tuple(value.shape) for name, value in ours.state_dict().items()}
     places = {
@@ -76,10 +75,12 @@ def plan_ours(family: Family, ours: PreTrainedModel, weights: NamedWeights) -> d
     known.update(*family.embedding_names.values())
     if left_over := [name for name in weights.names if name not in known]:
         # The family's own class does not read them either.
-        logger.warning("Weights that the family's class does not have are left behind: %s.", _listed(left_over))
+        logger.warning("Weights that the family's class does not have are left behind: %s.", listed(left_over))
     planned = {}
     for name, place in places.items():
         kind = weights.kind(place.name)
+        if not kind.is_floating_point:
+            raise ValueError(f"The weight `{place.name}` must be of floating point, got {kind.dtype}.")
         _check_shape(place.name, kind.shape, place.their_shape(shapes[name]))
         planned[name] = Planned(kind.nbytes // place.parts, _taking(place, weights.read))
     return planned
@@ -175,9 +176,4 @@ def _refuse(what: str, names: Iterable[str]) -> None:
     """Raises if there are names."""
     names = list(names)
     if names:
-        raise ValueError(f"Weights {what}: {_listed(names)}.")
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(names[:_MOST_NAMED]) + more
+        raise ValueError(f"Weights {what}: {listed(names)}.")

@@ -31,6 +31,8 @@ class Sinusoidal(Bart):
         return 0
 
     def read_options(self, theirs: PreTrainedConfig, weights: Weights) -> dict[str, Any]:
+        if problem := self._padding_in_front(theirs):
+            raise ValueError(f"The {self.name} must be one whose positions can be counted: {problem}.")
         options = super().read_options(theirs, weights)
         options |= {"position_embedding_type": "sinusoidal", "sinusoidal_layout": self.layout}
         if self.reads_table:
@@ -44,7 +46,16 @@ class Sinusoidal(Bart):
         expected = sinusoidal_table(*table.shape, self.layout)[offset:].to(table.dtype)
         return torch.allclose(table[offset:], expected, rtol=0, atol=4 * torch.finfo(table.dtype).eps)
 
+    def _padding_in_front(self, config: PreTrainedConfig | MetaphraseConfig) -> str | None:
+        """What keeps positions from being counted as fairseq does, which gives none to padding wherever it stands."""
+        start, padding = config.decoder_start_token_id, config.pad_token_id
+        if self.layout != "fairseq" or start is None or start != padding:
+            return None
+        return f"`decoder_start_token_id` must not be `pad_token_id`, which has no position there, got {start} for both"
+
     def obstacles_of_positions(self, ours: MetaphraseConfig) -> Iterator[str]:
+        if problem := self._padding_in_front(ours):
+            yield problem
         kinds = ("sinusoidal", "learned") if self.reads_table else ("sinusoidal",)
         if ours.position_embedding_type not in kinds:
             yield f"`position_embedding_type` must be {' or '.join(kinds)}, got {ours.position_embedding_type}"

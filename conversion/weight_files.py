@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
 ADAPTER_NAME = "adapter_config.json"
+_MOST_NAMED = 5
 
 
 class Kind(NamedTuple):
@@ -31,9 +32,48 @@ class Kind(NamedTuple):
         return str(tuple(self))
 
     @property
+    def is_floating_point(self) -> bool:
+        return self.dtype.startswith(("F", "BF"))
+
+    @property
     def nbytes(self) -> int:
         bits = re.search(r"\d+", self.dtype)
         return math.prod(self.shape) * (int(bits.group()) // 8 if bits else 1)
+
+
+def weight_names(folder: Path) -> list[str]:
+    """Names of the files that transformers loads the weights of a folder from; none where it holds none in safetensors.
+
+    Raises:
+        ValueError: If an index is damaged.
+    """
+    # Where both are, transformers loads the single file.
+    if (folder / SAFE_WEIGHTS_NAME).is_file():
+        return [SAFE_WEIGHTS_NAME]
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    return indexed_names(index) if index.is_file() else []
+
+
+def indexed_names(index: Path) -> list[str]:
+    """Names of the files that an index of weights speaks of, whether they are there or not.
+
+    Raises:
+        ValueError: If it is damaged, or names files of another folder.
+    """
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        far = [name for name in names if Path(name).name != name]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} must be an index of weights, with a `weight_map`, and is damaged.") from error
+    if far:
+        raise ValueError(f"{index} must name files beside it, got {far[0]!r}.")
+    return names
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names of weights for a message, of many the first ones."""
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more
 
 
 class WeightFiles:
@@ -66,27 +106,20 @@ class WeightFiles:
         self.kinds = {name: self._kind(name) for name in sorted(self._file_of)}
 
     def _find(self) -> list[Path]:
-        # Where both are, transformers loads the single file.
-        if (self.folder / SAFE_WEIGHTS_NAME).is_file():
-            return [self.folder / SAFE_WEIGHTS_NAME]
-        index = self.folder / SAFE_WEIGHTS_INDEX_NAME
-        if not index.is_file():
+        names, index = weight_names(self.folder), self.folder / SAFE_WEIGHTS_INDEX_NAME
+        if not names:
             raise ValueError(
                 f"A checkpoint must hold {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, got neither in {self.folder}. "
                 f"A pickle, as {WEIGHTS_NAME} is, is never opened here: load it with transformers and call `save_pretrained`."
             )
-        names = sorted(set(read_json(index)["weight_map"].values()))
         for name in names:
-            if Path(name).name != name or not (self.folder / name).is_file():
+            if not (self.folder / name).is_file():
                 raise ValueError(f"{index} must name files beside it, got {name!r}.")
         return [self.folder / name for name in names]
 
     def _kind(self, name: str) -> Kind:
         tensor = self._file_of[name].get_slice(name)
         return Kind(tensor.get_dtype(), tuple(tensor.get_shape()))
-
-    def is_floating_point(self, name: str) -> bool:
-        return self.kinds[name].dtype.startswith(("F", "BF"))
 
     def read(self, name: str) -> torch.Tensor:
         return self._file_of[name].get_tensor(name)
@@ -195,11 +228,17 @@ def folder_in_one_step(output: Path) -> Iterator[Path]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The content of a file of a checkpoint.
+    """The fields of a file of a checkpoint.
 
     Raises:
-        ValueError: If it is not there.
+        ValueError: If it is not there, or holds something else.
     """
     if not path.is_file():
         raise ValueError(f"A checkpoint must hold {path.name}, got none in {path.parent}.")
-    return json.loads(path.read_text(encoding="utf-8"))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} must be readable as JSON, got an error: {error}.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold fields with values, got {type(content).__name__}.")
+    return content

@@ -9,6 +9,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from metaphrase.conversion.weight_files import weight_names
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 from metaphrase.training.averaging import RECIPE_NAME
 from metaphrase.training.recipe_values import load_yaml
@@ -146,7 +147,7 @@ def _parse_recipe(text: str) -> Any:
 
 
 def _check_metrics(metrics: dict[str, Any] | None) -> dict[str, Any] | None:
-    for key in ("scores", "generation", "data"):
+    for key in ("scores", "generation", "data", "tasks"):
         part = (metrics or {}).get(key)
         if part is not None and not isinstance(part, Mapping):
             raise ValueError(f"`{key}` in `metrics.json` must hold fields with values, got {part!r}.")
@@ -157,22 +158,31 @@ def _check_metrics(metrics: dict[str, Any] | None) -> dict[str, Any] | None:
         groups[f"tasks.{task}.scores"] = part["scores"]
     for group, scores in groups.items():
         for name, result in scores.items():
-            score = result.get("score") if isinstance(result, Mapping) else None
-            if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
+            # ROUGE has a number of each kind beside.
+            kinds = (
+                ["score", *(kind for kind in result if kind.startswith("rouge"))] if isinstance(result, Mapping) else []
+            )
+            if not kinds or not all(_is_finite(result.get(kind)) for kind in kinds):
                 raise ValueError(
                     f"`{group}.{name}` in `metrics.json` must hold a finite number as `score`, got {result!r}."
                 )
     return metrics
 
 
+def _is_finite(score: Any) -> bool:
+    return isinstance(score, int | float) and not isinstance(score, bool) and math.isfinite(score)
+
+
 def count_parameters(folder: Path) -> int | None:
-    """Returns how many numbers the folder's safetensors files hold, or None where there are none. Loads no weights.
+    """Returns how many numbers are in the files that the model is loaded from, or None where there are none. Loads no weights.
 
     Raises:
-        ValueError: If a file is damaged.
+        ValueError: If a file is damaged, or one that an index names is missing.
     """
     total = None
-    for path in sorted(folder.glob("model*.safetensors")):
+    for path in (folder / name for name in weight_names(folder)):
+        if not path.is_file():
+            raise ValueError(f"`{path.name}`, which the index of the weights names, must be in {str(folder)!r}.")
         try:
             with safe_open(path, framework="np") as file:
                 sizes = [math.prod(file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118

@@ -3,9 +3,10 @@
 import os
 
 import torch
-from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 import metaphrase.modeling  # noqa: F401 (registers the models with the Auto classes)
+from metaphrase.conversion.whole_model import load_whole
 from metaphrase.inference.engine import Engine
 from metaphrase.inference.quantization import quantization_of, quantize
 from metaphrase.tokenization import TokenizerPair, set_languages
@@ -87,7 +88,7 @@ def _load_model(
 ) -> PreTrainedModel:
     _check_device(device)
     quantization = quantization_of(dtype, device)
-    model = AutoModelForSeq2SeqLM.from_pretrained(
+    model = load_whole(
         name_or_path,
         dtype=torch.float32 if quantization else _find_dtype(dtype),
         trust_remote_code=trust_remote_code,

@@ -7,6 +7,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+
 if TYPE_CHECKING:
     from metaphrase.inference import Generator, GeneratorPool
 
@@ -34,10 +37,11 @@ def run(main: Callable[[Sequence[str]], None], verb: str, words: Sequence[str] |
     except BrokenPipeError:
         # The reader of our output, `head` for instance, has seen enough.
         sys.stderr.close()
-    except (ValueError, OSError, ImportError, EOFError) as error:
+    except (ValueError, OSError, ImportError, EOFError, SafetensorError, StrictDataclassError) as error:
         # A compressed file that was cut short is an EOFError.
         # The Hub's errors and a model that is not found are among the OSErrors, whose text may have many lines.
-        text = " ".join(str(error).split()) if isinstance(error, OSError) else error
+        # So has that of a configuration with a text in place of a number, which is no ValueError.
+        text = " ".join(str(error).split()) if isinstance(error, OSError | StrictDataclassError) else error
         print(f"metaphrase {verb}: error: {text}", file=sys.stderr)
         if os.environ.get("METAPHRASE_DEBUG"):
             raise

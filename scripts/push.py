@@ -7,8 +7,8 @@ if __name__ == "__main__" and not __package__:  # Run as a file: its folder must
 
 import argparse
 import glob
-import json
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -19,10 +19,12 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from huggingface_hub.utils import validate_repo_id
 from transformers.dynamic_module_utils import get_relative_import_files
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from metaphrase.conversion.weight_files import weight_names
 from metaphrase.hub_card import write_model_card
 from metaphrase.hub_card.card import FIGURE_NAME, earlier_arguments, is_own_card
-from metaphrase.hub_card.facts import SECRET_FIELDS, read_mapping, read_recipe, without_machine_path
+from metaphrase.hub_card.facts import SECRET_FIELDS, count_parameters, read_mapping, read_recipe, without_machine_path
 from metaphrase.scripts.console import run
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 from metaphrase.training.averaging import PROVENANCE_NAME, RECIPE_NAME
@@ -39,13 +41,17 @@ TOKENIZER_FILES += ("vocab.json", "vocab.txt", "merges.txt", "target_vocab.json"
 TOKENIZER_FILES += (
     "*.spm",
     "spiece.model",
+    "spm.model",
     "tokenizer.model",
+    "bpe.codes",
+    "dict.txt",
     "sentencepiece*.model",
     "prophetnet.tokenizer",
     "*.jinja",
 )
 SCORE_FILES = ("metrics.json", "data_report.json", "test_predictions.txt", "validation_predictions.txt", FIGURE_NAME)
-MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors", "model*.safetensors.index.json")
+# The terms of a model that was converted come with it, and must go on with it.
+MODEL_FILES = ("config.json", "generation_config.json", "LICENSE*", "NOTICE*")
 MODEL_FILES += (CARD, RECIPE_NAME, PROVENANCE_NAME, *SCORE_FILES, *TOKENIZER_FILES)
 # Why a file or folder stays here; the first pattern that fits decides.
 REASONS = {
@@ -82,13 +88,15 @@ class Selection:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="metaphrase push",
-        description="Uploads a trained folder to the Hub: the model, its code, tokenizers, card, recipe, scores "
+        description="Uploads a trained folder to the Hub: the model, its code, tokenizers, card, licence, recipe, scores "
         "and predictions, nothing else. Absolute paths in the recipe are cut to their last part.",
         allow_abbrev=False,
     )
     parser.add_argument("folder", help="folder with a trained model")
     parser.add_argument("repo_id", help="user/name or organization/name; it is created if it does not exist")
-    parser.add_argument("--private", action="store_true", help="create it so that only its owners see it")
+    parser.add_argument(
+        "--private", action="store_true", help="create it so that only its owners see it; one that is public is refused"
+    )
     parser.add_argument("--dry_run", "--dry-run", action="store_true", help="only say what would be done, offline")
     parser.add_argument("--commit_message", default="Upload the model", metavar="TEXT", help="[%(default)s]")
     parser.add_argument("--revision", metavar="BRANCH", help="branch to upload to, created if it does not exist [main]")
@@ -105,7 +113,9 @@ def make_parser() -> argparse.ArgumentParser:
 def select_files(folder: Path) -> Selection:
     """Chooses what is shared: files of a model at the top and, below `target_tokenizer/`, files of a tokenizer."""
     selection = Selection()
-    own = (*MODEL_FILES, *map(glob.escape, [*code_files(folder), *card_pictures(folder)]))
+    weights = weight_names(folder)
+    index = [] if weights in ([], [SAFE_WEIGHTS_NAME]) else [SAFE_WEIGHTS_INDEX_NAME]
+    own = (*MODEL_FILES, *map(glob.escape, [*weights, *index, *code_files(folder), *card_pictures(folder)]))
     for directory, patterns in ((folder, own), (folder / TARGET_SUBFOLDER, TOKENIZER_FILES)):
         for path in sorted(directory.iterdir()) if directory.is_dir() else ():
             name = path.relative_to(folder).as_posix()
@@ -157,41 +167,34 @@ def code_files(folder: Path) -> list[str]:
 def card_pictures(folder: Path) -> list[str]:
     """The pictures that the card shows."""
     card = (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).is_file() else ""
-    return [path.name for path in folder.glob("*.png") if path.name in card]
+
+    def is_shown(name: str) -> bool:
+        # A name is also the end of longer ones: curve.png of training_curve.png.
+        return re.search(rf"(?<![\w.%-]){re.escape(name)}(?![\w-])", card) is not None
+
+    return [path.name for path in folder.glob("*.png") if is_shown(path.name)]
 
 
 def check_folder(folder: Path) -> None:
     """Makes sure that a folder holds a whole model and no secret.
 
     Raises:
-        ValueError: If there is no `config.json`, no safetensors file, a shard is missing, or the recipe cannot be read or holds
-            a secret.
+        ValueError: If there is no `config.json`, or no weights in safetensors, or these are not whole, or the recipe cannot be
+            read or holds a secret.
     """
     if not folder.is_dir():
         raise ValueError(f"`folder` must be an existing folder, got {str(folder)!r}.")
-    weights = {path.name for path in folder.glob("*.safetensors")}
-    missing = [
-        name
-        for name, is_there in (("config.json", (folder / "config.json").is_file()), ("*.safetensors", weights))
-        if not is_there
-    ]
-    for index in folder.glob("*.safetensors.index.json"):
-        missing += sorted(_shards_of(index) - weights)
-    if missing:
+    needed = ["config.json", *(weight_names(folder) or [SAFE_WEIGHTS_NAME])]
+    if missing := [name for name in needed if not (folder / name).is_file()]:
         raise ValueError(f"`folder` must hold a whole model, but {', '.join(missing)} is missing in {str(folder)!r}.")
+    # Opens them all.
+    count_parameters(folder)
     fields = read_recipe(folder) or {}
     secrets = [name for name in SECRET_FIELDS if fields.get(name)]
     if secrets:
         raise ValueError(
             f"`{RECIPE_NAME}` must hold no secret before it is shared, got {', '.join(secrets)} in {folder / RECIPE_NAME}."
         )
-
-
-def _shards_of(index: Path) -> set[str]:
-    try:
-        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} must be an index of weights, with a `weight_map`, and is damaged.") from error
 
 
 def check_repo_id(repo_id: str) -> None:
@@ -243,12 +246,20 @@ def rehearse(folder: Path, arguments: argparse.Namespace, card: dict[str, Any]) 
 
 
 def upload(folder: Path, arguments: argparse.Namespace) -> None:
-    """Creates the repository and the branch where they are missing, and uploads in one commit."""
+    """Creates the repository and the branch where they are missing, and uploads in one commit.
+
+    Raises:
+        ValueError: If it is to be private, and is there and public.
+        OSError: If the Hub refuses, or cannot be reached.
+    """
     selection = select_files(folder)
     report(selection, logger.info)
     api = HfApi(token=arguments.token)
     try:
         repository = api.create_repo(arguments.repo_id, private=arguments.private or None, exist_ok=True)
+        # The Hub leaves a repository that is there as visible as it was.
+        if arguments.private and not api.model_info(repository.repo_id).private:
+            raise ValueError(f"`private` must be left out for a repository that is public, got {repository.repo_id!r}.")
         if arguments.revision is not None and not arguments.revision.startswith("refs/"):
             api.create_branch(repository.repo_id, branch=arguments.revision, exist_ok=True)
         commit = api.create_commit(

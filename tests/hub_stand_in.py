@@ -37,7 +37,11 @@ class HubHandler(QuietHandler):
         self.answer(404, X_Error_Code="EntryNotFound")
 
     def do_GET(self):
-        self.read()
+        hub, _ = self.read()
+        repository = hub.repositories.get(self.path.removeprefix("/api/models/"))
+        if repository is not None:
+            repo_id = f"{repository['organization']}/{repository['name']}"
+            return self.answer(200, {"id": repo_id, "private": repository.get("visibility") == "private"})
         self.answer(404, {"error": "Repository not found"}, X_Error_Code="RepoNotFound")
 
     def do_PUT(self):

@@ -322,6 +322,38 @@ def test_weights_of_ours_must_be_whole_too(tmp_path):
         convert(more, tmp_path / "theirs", to="bart")
 
 
+def test_quantized_weights_are_refused(bart, tmp_path):
+    folder, _ = bart
+    name = "model.decoder.layers.0.fc1.weight"
+
+    def quantize(tensors):
+        tensors[f"{name}_scale"] = tensors[name].abs().max()
+        tensors[name] = (tensors[name] / tensors[f"{name}_scale"] * 127).round().to(torch.int8)
+
+    source = changed(folder, tmp_path / "quantized", quantize)
+    with pytest.raises(ValueError, match=f"The weight `{name}` must be of floating point, got I8"):
+        convert(source, tmp_path / "ours")
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    (source / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ValueError, match="must hold plain weights, got `quantization_config`"):
+        convert(source, tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    ("content", "said"), [("{", "must be readable as JSON"), ("[]", "must hold fields with values, got list")]
+)
+def test_file_that_cannot_be_read_is_named(bart, tmp_path, name, content, said):
+    source = tmp_path / "source"
+    shutil.copytree(bart[0], source)
+    (source / name).write_text(content)
+    with pytest.raises(ValueError, match=f"{name} {said}"):
+        convert(source, tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
 def test_pickles_are_never_opened(bart, tmp_path):
     folder, _ = bart
     source = tmp_path / "theirs"

@@ -88,13 +88,14 @@ def test_tokenizer_class_of_a_family_is_known_without_its_library_too(model_type
 def test_nothing_of_a_training_comes_along(source, bart, tmp_path):
     pair = tiny_pair(False)
     pair.save_pretrained(source)
-    (source / "target_vocab.json").write_text("{}", encoding="utf-8")
+    for name in ("target_vocab.json", "bpe.codes"):
+        (source / name).write_text("{}", encoding="utf-8")
     shutil.copytree(bart[0], source / "checkpoint-5")
     pair.source.save_pretrained(source / "checkpoint-5")
     (source / "target_tokenizer" / "notes.md").write_text("mine", encoding="utf-8")
     convert(source, tmp_path / "ours")
     assert {path.name for path in (tmp_path / "ours").iterdir() if path.is_dir()} == {"target_tokenizer"}
-    assert (tmp_path / "ours" / "target_vocab.json").is_file()
+    assert all((tmp_path / "ours" / name).is_file() for name in ("target_vocab.json", "bpe.codes"))
     assert not (tmp_path / "ours" / "target_tokenizer" / "notes.md").exists()
     assert TokenizerPair.from_pretrained(tmp_path / "ours").encode_targets(TARGETS) == pair.encode_targets(TARGETS)
 

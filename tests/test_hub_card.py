@@ -71,6 +71,9 @@ def full_folder(tmp_path):
     weights = {"embed": torch.zeros(100, 8, dtype=torch.bfloat16), "scale": torch.zeros(())}
     save_file(weights, folder / "model-00001-of-00002.safetensors")
     save_file({"bias": torch.zeros(3)}, folder / "model-00002-of-00002.safetensors")
+    shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 1, 2)]
+    index = {"weight_map": dict(zip(("embed", "scale", "bias"), shards, strict=True))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
 
 
@@ -314,6 +317,8 @@ def test_a_run_renews_its_card_but_not_that_of_another_hand(full_folder, caplog)
         ("metrics.json", '{"scores": {"bleu": 3}}', "`scores.bleu` in `metrics.json` must hold a finite number"),
         ("metrics.json", '{"scores": {"bleu": {"score": NaN}}}', "`scores.bleu`"),
         ("metrics.json", '{"data": "Multi30k"}', "`data` in `metrics.json`"),
+        ("metrics.json", '{"tasks": [1]}', "`tasks` in `metrics.json` must hold fields with values"),
+        ("metrics.json", '{"scores": {"rouge": {"score": 1, "rouge1": null}}}', "`scores.rouge` in `metrics.json`"),
         ("recipe.yaml", "a: [", "`recipe.yaml` must be readable"),
         ("recipe.yaml", "seed: 1\nseed: 2", "`recipe.yaml` must be readable.*the key `seed` occurs twice"),
         ("recipe.yaml", "- a", "`recipe.yaml` must hold fields with values, got list"),
@@ -358,6 +363,20 @@ def test_parameters_are_counted_over_all_shards(full_folder, empty_folder):
     assert count_parameters(full_folder) == 804
     assert count_parameters(empty_folder) is None
     assert TrainedFolder.read(full_folder).num_parameters == 804
+
+
+def test_parameters_are_those_that_are_loaded(full_folder):
+    save_file({"old": torch.zeros(5)}, full_folder / "model_old.safetensors")
+    assert count_parameters(full_folder) == 804
+    # Where both are, the shards are leavings.
+    save_file({"whole": torch.zeros(7)}, full_folder / "model.safetensors")
+    assert count_parameters(full_folder) == 7
+
+
+def test_missing_shard_is_no_smaller_model(full_folder):
+    (full_folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"`model-00002-of-00002\.safetensors`, which the index of the weights names"):
+        write_model_card(full_folder)
 
 
 def test_training_curve_has_a_panel_for_the_score(full_folder, tmp_path):

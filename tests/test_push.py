@@ -36,6 +36,9 @@ FORBIDDEN = {
     "train_corpus.txt": "not a file of the model",
     "evaluate_mine.py": "not code of the model",
     "outputs.png": "not a picture of the card",
+    # Leavings, which no one loads.
+    "model_before.safetensors": "not a file of the model",
+    "model-00001-of-00002.safetensors": "not a file of the model",
     # It names folders of this machine.
     "trainer_state.json": "a state of the training run",
     "target_tokenizer/merges.bin": "not safetensors",
@@ -233,6 +236,17 @@ def test_existing_repository_and_other_branch(hub, folder):
     assert list(hub.repositories) == ["somebody/tiny"]
 
 
+def test_what_is_private_goes_to_no_public_repository(hub, folder, capsys):
+    push.main(push_words(folder))
+    assert run(push.main, "push", push_words(folder, "--private")) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.endswith("`private` must be left out for a repository that is public, got 'somebody/tiny'.")
+    assert len(hub.commits) == 1
+    for _ in range(2):
+        push.main(push_words(folder, "--private", repo_id="somebody/hidden"))
+    assert len(hub.commits) == 3
+
+
 def test_large_files_go_to_their_own_store(hub, folder):
     hub.lfs = True
     push.main(push_words(folder))
@@ -263,10 +277,44 @@ def test_dry_run_tells_all_and_does_nothing(folder, option, monkeypatch, capsys)
 def test_files_of_other_tokenizers_are_part_of_the_model(folder):
     (folder / "README.md").write_text("![attention](attention.png)", encoding="utf-8")
     names = {"spiece.model", "source.spm", "target.spm", "merges.txt", "chat_template.jinja", "attention.png"}
+    names |= {"bpe.codes", "dict.txt", "LICENSE", "NOTICE.txt"}
     for name in {*names, "other.model", "script.sh"}:
         (folder / name).write_bytes(b"x")
     selection = push.select_files(folder)
     assert names <= selection.sizes.keys() and {"other.model", "script.sh"} <= selection.left_out.keys()
+
+
+def test_shards_go_up_with_their_index(folder):
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    index = {"weight_map": {"a": "model-1.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    push.check_folder(folder)
+    sizes = push.select_files(folder).sizes
+    assert {name for name in sizes if "safetensors" in name} == {"model-1.safetensors", "model.safetensors.index.json"}
+
+
+def test_picture_whose_name_ends_that_of_the_cards_stays(folder):
+    (folder / "README.md").write_text("![a](training_curve.png) ![b](./shown.png)", encoding="utf-8")
+    for name in ("training_curve.png", "curve.png", "shown.png"):
+        (folder / name).write_bytes(b"x")
+    selection = push.select_files(folder)
+    assert {"training_curve.png", "shown.png"} <= selection.sizes.keys()
+    assert selection.left_out["curve.png"] == "not a picture of the card"
+
+
+@pytest.mark.parametrize("options", [[], ["--dry_run"]], ids=["push", "dry run"])
+def test_weights_that_are_not_whole_are_refused(hub, folder, options):
+    # With a card of another hand nobody else reads them.
+    (folder / "README.md").write_text("my own words", encoding="utf-8")
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"`model\.safetensors` must be a whole safetensors file"):
+        push.main(push_words(folder, *options))
+    # What is not the model's is not taken for it.
+    (folder / "model.safetensors").rename(folder / "exponential_average.safetensors")
+    with pytest.raises(ValueError, match=r"but model\.safetensors is missing"):
+        push.main(push_words(folder, *options))
+    assert hub.calls == []
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
@@ -283,7 +331,8 @@ def test_missing_shard_missing_folder_and_secret_are_refused(folder, tmp_path):
     (folder / "recipe.yaml").write_text("hub_token: hf_abc\n", encoding="utf-8")
     with pytest.raises(ValueError, match="must hold no secret before it is shared, got hub_token"):
         push.main(push_words(folder))
-    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     with pytest.raises(ValueError, match=r"but model-2\.safetensors is missing"):
         push.main(push_words(folder))

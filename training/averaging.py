@@ -222,7 +222,7 @@ def _write_weights(checkpoints: Sequence[_Checkpoint], output: Path) -> None:
             file.write(header)
             # The format leaves no gap between the tensors: in the order of their places they make up the file.
             for name in sorted(places, key=lambda name: places[name]["data_offsets"]):
-                if last.is_floating_point(name):
+                if last.kinds[name].is_floating_point:
                     tensor = _mean(checkpoint.read(name) for checkpoint in checkpoints)
                 else:
                     tensor = last.read(name)

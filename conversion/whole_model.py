@@ -1,0 +1,44 @@
+"""A whole model: one that is loaded with all of its weights, or not at all."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
+
+from metaphrase.conversion.weight_files import listed, weight_names
+from metaphrase.modeling import MetaphraseConfig
+
+
+def load_whole(name_or_path: str | os.PathLike, **options: Any) -> PreTrainedModel:
+    """As `AutoModelForSeq2SeqLM.from_pretrained`, which puts random weights where a checkpoint has none, with a note alone.
+
+    Of other families it is left at that note, since their classes make some weights anew.
+
+    Args:
+        name_or_path: Folder or Hub id.
+        **options: Passed on.
+
+    Raises:
+        ValueError: If the weights are damaged or have another shape, or weights of a Metaphrase model are missing.
+        OSError: If there is no such model.
+    """
+    # transformers fails over a damaged index with a KeyError.
+    weight_names(Path(name_or_path))
+    # It would tell of another shape in a table, and refuse to say more in its error.
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    try:
+        model, found = AutoModelForSeq2SeqLM.from_pretrained(name_or_path, **options)
+    except SafetensorError as error:
+        raise ValueError(f"A checkpoint must hold whole weights, got {os.fspath(name_or_path)}: {error}.") from error
+    if mismatched := sorted(found["mismatched_keys"]):
+        name, given, expected = mismatched[0]
+        raise ValueError(
+            f"The weight `{name}` of {os.fspath(name_or_path)} must have the shape {tuple(expected)}, got {tuple(given)}."
+        )
+    if model.config.model_type == MetaphraseConfig.model_type and (missing := sorted(found["missing_keys"])):
+        raise ValueError(
+            f"A checkpoint must hold whole weights, got {os.fspath(name_or_path)}, where these are missing: {listed(missing)}."
+        )
+    return model
