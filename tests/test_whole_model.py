@@ -12,6 +12,8 @@ from metaphrase.conversion.whole_model import load_whole
 from metaphrase.inference import Generator
 from metaphrase.scripts import attention, export
 from metaphrase.scripts.console import run
+from metaphrase.training.base_model import load_base
+from metaphrase.training.recipe import Recipe
 
 LOST = "model.decoder.layers.0.mlp.up_proj.weight"
 
@@ -58,6 +60,8 @@ def test_model_that_is_not_whole_is_not_used(damage, folder):
     damage(folder)
     with pytest.raises(ValueError, match=DAMAGES[damage]):
         Generator.from_pretrained(folder)
+    with pytest.raises(ValueError, match=DAMAGES[damage]):
+        load_base(Recipe(train_file="a", model_name_or_path=str(folder)))
 
 
 @pytest.mark.parametrize("engine", ["ctranslate2", "onnx"])

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedModel
 
+from metaphrase.conversion.whole_model import load_whole
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.recipe import Recipe
 
@@ -23,6 +24,9 @@ def load_base(recipe: Recipe, with_weights: bool = True) -> PreTrainedModel:
     Args:
         recipe: Names it.
         with_weights: Whether it has its weights, or only its shape.
+
+    Raises:
+        ValueError: If its weights are not whole.
     """
     name = recipe.model_name_or_path
     config = AutoConfig.from_pretrained(name, trust_remote_code=False)
@@ -31,7 +35,7 @@ def load_base(recipe: Recipe, with_weights: bool = True) -> PreTrainedModel:
         logger.info("The weights of %s, which are in %s, are trained in float32.", name, dtype)
         dtype = torch.float32
     if with_weights:
-        return AutoModelForSeq2SeqLM.from_pretrained(name, dtype=dtype, trust_remote_code=False)
+        return load_whole(name, dtype=dtype, trust_remote_code=False)
     model = AutoModelForSeq2SeqLM.from_config(config, dtype=dtype, trust_remote_code=False)
     try:
         model.generation_config = GenerationConfig.from_pretrained(name)
