@@ -11,13 +11,14 @@ from metaphrase.conversion.weight_files import listed, weight_names
 from metaphrase.modeling import MetaphraseConfig
 
 
-def load_whole(name_or_path: str | os.PathLike, **options: Any) -> PreTrainedModel:
+def load_whole(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **options: Any) -> PreTrainedModel:
     """As `AutoModelForSeq2SeqLM.from_pretrained`, which puts random weights where a checkpoint has none, with a note alone.
 
     Of other families it is left at that note, since their classes make some weights anew.
 
     Args:
         name_or_path: Folder or Hub id.
+        trust_remote_code: Whether code that lies beside the weights may run.
         **options: Passed on.
 
     Raises:
@@ -29,7 +30,9 @@ def load_whole(name_or_path: str | os.PathLike, **options: Any) -> PreTrainedMod
     # It would tell of another shape in a table, and refuse to say more in its error.
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
-        model, found = AutoModelForSeq2SeqLM.from_pretrained(name_or_path, **options)
+        model, found = AutoModelForSeq2SeqLM.from_pretrained(
+            name_or_path, trust_remote_code=trust_remote_code, **options
+        )
     except SafetensorError as error:
         raise ValueError(f"A checkpoint must hold whole weights, got {os.fspath(name_or_path)}: {error}.") from error
     if mismatched := sorted(found["mismatched_keys"]):

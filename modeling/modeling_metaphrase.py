@@ -12,6 +12,7 @@ from transformers.utils.generic import can_return_tuple
 from .configuration_metaphrase import MetaphraseConfig
 from .decoder import MetaphraseDecoder
 from .divergence import divergence_of_halves
+from .embedding_sizes import EncoderDecoderEmbeddings
 from .encoder import MetaphraseEncoder
 from .generation import MetaphraseGenerationMixin
 from .normalization import clamp_float16
@@ -20,7 +21,6 @@ from .positions import positions_from_mask
 from .projected_loss import projected_loss
 from .stacks import MetaphrasePreTrainedModel
 from .teacher_forcing import loss_per_item, sequence_loss, shift_right
-from .vocabulary_sizes import EncoderDecoderEmbeddings
 
 
 class MetaphraseModel(EncoderDecoderEmbeddings):

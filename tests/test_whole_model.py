@@ -75,7 +75,7 @@ def test_model_that_is_not_whole_is_not_exported(engine, folder, capsys):
 
 
 def test_whole_model_is_what_was_saved(cli_model):
-    model = load_whole(cli_model)
+    model = load_whole(cli_model, trust_remote_code=False)
     assert torch.equal(model.state_dict()[LOST], load_file(f"{cli_model}/model.safetensors")[LOST])
 
 
@@ -83,7 +83,7 @@ def test_other_families_may_make_weights_anew(tmp_path):
     # BART's head is its embedding, and a bias that no checkpoint need hold is zero.
     other_model("bart").save_pretrained(tmp_path)
     change(tmp_path, lambda tensors: tensors.pop("final_logits_bias"))
-    assert (load_whole(tmp_path).final_logits_bias == 0).all()
+    assert (load_whole(tmp_path, trust_remote_code=False).final_logits_bias == 0).all()
 
 
 def test_configuration_of_another_type_is_one_line(folder, capsys):

@@ -1,4 +1,4 @@
-"""Vocabulary sizes: how the embeddings of sources and targets, and the head, grow and shrink."""
+"""Embedding sizes: how the embeddings of sources and targets, and the head, grow and shrink with their vocabularies."""
 
 from torch import nn
 
