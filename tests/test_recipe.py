@@ -174,6 +174,7 @@ def test_refused_overrides(words, message):
         ({"num_test": -1}, ("num_test",)),
         ({"num_validation": 5, "max_validation_samples": 3}, ("num_validation", "max_validation_samples")),
         ({"objective": "ul2", "train_text_file": "a", "source_prefix": "x "}, ("objective", "source_prefix")),
+        ({"objective": "ul2", "train_text_file": "a", "bleu_tokenize": "none"}, ("objective", "bleu_tokenize")),
         ({"repetition_penalty": 0.0}, ("repetition_penalty",)),
         ({"max_source_length": 1}, ("max_source_length",)),
         ({"vocab_size": 0}, ("vocab_size",)),

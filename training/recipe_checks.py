@@ -136,7 +136,7 @@ def _check_objective(recipe: "Recipe") -> None:
     of_pairs = [f"{split}{kind}" for split in SPLITS for kind in ("_file", "_source_file")]
     of_pairs += ["dataset_name", "streaming", "metrics", "target_vocab_size", "num_validation", "num_test"]
     of_pairs += ["source_prefix", "source_column", "target_column", "too_long", "empty", "malformed"]
-    of_pairs += ["max_test_samples"]
+    of_pairs += ["max_test_samples", "bleu_tokenize"]
     for name in of_pairs:
         _refuse_together(recipe, "objective", name, "it is learned from plain text")
     if recipe.is_set("joint_vocabulary") and not recipe.joint_vocabulary:
