@@ -105,6 +105,16 @@ def test_overrides_by_type(recipe_file):
     assert recipe.optim_target_modules == ["x", "y"]
 
 
+def test_an_empty_field_of_our_own_is_not_set(recipe_file):
+    path = recipe_file("model:\n#  hidden_size: 8\nmetrics:\ntoo_long:\nmax_source_length: 9\nvocab_size: 99\n")
+    recipe = load_recipe(path, ["--max_source_length", "null", "--vocab_size", "null"])
+    unset = Recipe()
+    for name in ("model", "metrics", "too_long", "max_source_length", "vocab_size"):
+        assert getattr(recipe, name) == getattr(unset, name) and not recipe.is_set(name)
+    assert load_recipe(path, ["--model.hidden_size", "16"]).model == {"hidden_size": 16}
+    assert load_recipe(recipe_file("model: {hidden_size: 8}"), ["--model", "null"]).model == {}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -82,9 +82,8 @@ class Recipe(RecipeFields):
         Raises:
             ValueError: If a key is unknown, a value is of a wrong type, or the fields contradict each other.
         """
-        values = {name: fit_value(name, value, value_type_of(name, where), where) for name, value in mapping.items()}
+        values = {name: _fit(name, value, where) for name, value in mapping.items()}
         training = {name: value for name, value in values.items() if name in TRAINING_FIELDS}
-        # An empty value of our own field means that it is not set.
         own = {name: value for name, value in values.items() if name not in TRAINING_FIELDS and value is not None}
         recipe = cls(training=training, is_checked=is_checked, **own)
         # Given with its default value counts as given too, so that a saved recipe outlives a change of defaults.
@@ -224,8 +223,8 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = (), is_check
     Args:
         path: The YAML file; None for an empty recipe.
         overrides: Words of the command line: `--field value`, `--field=value`, `--flag` and `--no_flag` for true and false,
-            `--model.hidden_size 256` for one key of a mapping, several words for a list. `null` unsets a field. The
-            last of equal options holds.
+            `--model.hidden_size 256` for one key of a mapping, several words for a list. `null` unsets a field, one
+            of transformers' arguments only where it may be none. The last of equal options holds.
         is_checked: Whether fields that are out of range or contradict each other are refused.
 
     Raises:
@@ -239,7 +238,8 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = (), is_check
         name, *keys = option.split(".")
         value_type = value_type_of(name, where)
         if not keys:
-            mapping[name] = fit_words(name, words, value_type, where)
+            is_unset = words == ["null"] and name in OWN_FIELDS
+            mapping[name] = None if is_unset else fit_words(name, words, value_type, where)
             continue
         if dict not in value_type.kinds:
             raise ValueError(f"`{name}` must be {value_type}, which has no keys, got --{option} on {where}.")
@@ -258,10 +258,13 @@ def _read_mapping(path: Path) -> dict[str, Any]:
     mapping = load_yaml(path.read_text(encoding="utf-8-sig"), str(path))
     if not isinstance(mapping, dict | None):
         raise ValueError(f"{path} must be a mapping of fields to values, got {type(mapping).__name__}.")
-    return {
-        name: fit_value(name, value, value_type_of(name, str(path)), str(path))
-        for name, value in (mapping or {}).items()
-    }
+    return {name: _fit(name, value, str(path)) for name, value in (mapping or {}).items()}
+
+
+def _fit(name: str, value: Any, where: str) -> Any:
+    # A field of our own may be empty, as `model:` is whose lines were all commented out: then it is not set.
+    value_type = value_type_of(name, where)
+    return None if value is None and name in OWN_FIELDS else fit_value(name, value, value_type, where)
 
 
 def _options(words: Sequence[str]) -> list[tuple[str, list[str]]]:
