@@ -6,12 +6,16 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from transformers.activations import ReLUSquaredActivation
 
 from .attention import MetaphraseAttention
 from .layers import MetaphraseDecoderLayer
 from .normalization import MetaphraseRMSNorm
 from .step_linear import StepLinear
 from .weight_record import WeightRecord
+
+# What is not above zero is zero.
+_WITH_ZEROS = (nn.ReLU, nn.ReLU6, ReLUSquaredActivation)
 
 
 class StepLayer:
@@ -38,11 +42,8 @@ class StepLayer:
         self.memory_query, self.memory_output = StepLinear([memory.q_proj], copies), StepLinear([memory.o_proj], copies)
         self.memory_projection = StepLinear([memory.k_proj, memory.v_proj], copies)
         self.inner_projection = StepLinear([mlp.gate_proj, mlp.up_proj] if mlp.is_gated else [mlp.up_proj], copies)
-        self.inner_output, self.activation, self.is_gated = (
-            StepLinear([mlp.down_proj], copies),
-            mlp.activation,
-            mlp.is_gated,
-        )
+        self.inner_output = StepLinear([mlp.down_proj], copies, has_zeros=isinstance(mlp.activation, _WITH_ZEROS))
+        self.activation, self.is_gated = mlp.activation, mlp.is_gated
         self.token_norms, self.memory_norms = _head_norms(tokens), _head_norms(memory)
         self.token_scaling, self.memory_scaling = tokens.scaling, memory.scaling
         norms = (layer.self_attn_norm, layer.cross_attn_norm, layer.mlp_norm)

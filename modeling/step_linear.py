@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from .packed_weight import PackedWeight, can_pack, is_plain
+from .row_sums import gains_by_zeros, sum_rows
 from .weight_record import LayerRecord, can_record
 
 # A larger matrix takes so long that one call more does not count, and its copy would be much to hold.
@@ -34,6 +35,7 @@ class StepLinear:
         copies: bool = True,
         largest: int | None = None,
         largest_transposed: int = _LARGEST_TRANSPOSED,
+        has_zeros: bool = False,
     ):
         """Looks what may be copied.
 
@@ -42,6 +44,7 @@ class StepLinear:
             copies: Whether weights may be copied.
             largest: Entries of the largest weight to be copied at all, if not of that of a layer.
             largest_transposed: Entries of the largest weight of a layer by itself to be transposed.
+            has_zeros: Whether many entries of what is multiplied are likely to be zero.
         """
         self.layers, self.copied = list(layers), []
         kind = type(layers[0])
@@ -57,7 +60,10 @@ class StepLinear:
         is_single, is_plain_one = len(layers) == 1, all(map(is_plain, layers))
         shape = sum(len(weight) for weight in weights), weights[0].shape[1]
         self._is_packed = is_plain_one and can_pack(*shape)
-        self._is_transposed = is_plain_one and not (is_single and weights[0].numel() > largest_transposed)
+        self._has_zeros = has_zeros and is_single and is_plain_one and gains_by_zeros(weights[0])
+        # A large copy pays where most of it is not read.
+        is_large = weights[0].numel() > largest_transposed and not self._has_zeros
+        self._is_transposed = is_plain_one and not (is_single and is_large)
         self._bias = biases[0]
         if not is_single and biases[0] is not None:
             self._bias = torch.cat([bias.detach() for bias in biases])
@@ -75,6 +81,8 @@ class StepLinear:
             return self._packed(states)
         if rows > _FEW_ROWS or states.dim() > 2 or not self._is_transposed:
             return nn.functional.linear(states, self._weight, self._bias)
+        if rows == 1 and self._has_zeros and (output := sum_rows(states, self._transposed)) is not None:
+            return output if self._bias is None else output.add_(self._bias)
         if self._bias is None:
             return torch.mm(states, self._transposed)
         return torch.addmm(self._bias, states, self._transposed)

@@ -8,8 +8,9 @@ import torch
 from tiny_models import DESIGNS, random_batch, tiny_model
 from torch import nn
 
-from metaphrase.modeling import step_layer
+from metaphrase.modeling import row_sums, step_layer, step_linear
 from metaphrase.modeling.decoder_state import DecoderState
+from metaphrase.modeling.row_sums import sum_rows
 from metaphrase.modeling.step_layer import step_layers
 from metaphrase.modeling.step_linear import StepLinear
 
@@ -56,6 +57,73 @@ def test_large_single_weight_is_not_copied():
     assert len(StepLinear(linears(4), largest_transposed=4 * 6).copied) == 1
     assert StepLinear(linears(5), largest_transposed=4 * 6).copied == []
     assert len(StepLinear(linears(5, 5), largest_transposed=4 * 6).copied) == 4
+
+
+@pytest.fixture
+def small_sums(monkeypatch):
+    """Small weights gain by zeros too."""
+    if "fbgemm" not in torch.backends.quantized.supported_engines:
+        pytest.skip("this build of torch has no kernels of FBGEMM")
+    monkeypatch.setattr(row_sums, "_LEAST_SIZE", 1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5])
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 33), (300, 256), (256, 384)])
+def test_rows_for_zeros_are_left_out_of_a_sum(inputs, outputs, share, threads):
+    weight, row = torch.randn(inputs, outputs), torch.randn(1, inputs)
+    row[0, torch.randperm(inputs)[round(share * inputs) :]] = 0
+    weight[row[0] == 0] = torch.nan
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        output = sum_rows(row, weight)
+    finally:
+        torch.set_num_threads(before)
+    assert output.shape == (1, outputs)
+    assert torch.allclose(output, row @ weight.nan_to_num(0.0), atol=1e-5)
+
+
+def test_a_row_with_many_entries_is_not_summed_up():
+    assert sum_rows(torch.randn(1, 20), torch.randn(20, 30)) is None
+    assert sum_rows(torch.full((1, 20), torch.nan), torch.randn(20, 30)) is None
+    row = torch.zeros(1, 20)
+    row[0, 3] = torch.nan
+    assert sum_rows(row, torch.randn(20, 30)).isnan().all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bias", [True, False])
+def test_product_of_a_row_with_zeros_is_that_of_the_layer(bias, small_sums, monkeypatch):
+    summed = []
+    monkeypatch.setattr(step_linear, "sum_rows", lambda *args: summed.append(sum_rows(*args)) or summed[-1])
+    (layer,) = linears(5, bias=bias)
+    linear = StepLinear([layer], largest_transposed=1, has_zeros=True)
+    states = torch.randn(7, 6)
+    states[:, 1:5] = 0
+    for part in (states[:1], states[1:2], torch.randn(1, 6), states[:2]):
+        assert torch.allclose(linear(part), layer(part), atol=1e-6)
+    # One row alone, and not where it has no zeros.
+    assert [output is None for output in summed] == [False, False, True]
+    assert linear.copied == [layer.weight]
+
+
+@pytest.mark.parametrize(
+    ("activation", "expected"), [("relu", True), ("relu2", True), ("gelu", False), ("silu", False)]
+)
+@pytest.mark.parametrize("gated", [True, False])
+def test_which_layers_look_for_zeros(activation, gated, expected, small_sums, monkeypatch):
+    model = tiny_model(activation_function=activation, gated_mlp=gated)
+    expected_step, count = first_step(model), []
+    monkeypatch.setattr(step_linear, "sum_rows", lambda *args: count.append(1) or sum_rows(*args))
+    step_layer.forget_layers(model.get_decoder())
+    batch = random_batch(model.config, padding=None)
+    with torch.no_grad():
+        memory = model.get_encoder()(batch["input_ids"][:1]).last_hidden_state
+        step = DecoderState(model.get_decoder(), memory, None).step(batch["decoder_input_ids"][:1, 0])
+    assert bool(count) is expected
+    assert torch.allclose(step, expected_step[:1], atol=1e-5)
 
 
 def test_weight_of_another_order_is_not_copied():
