@@ -4,8 +4,11 @@ from types import SimpleNamespace
 
 import datasets
 from small_runs import PAIRS
+from test_dataset import LetterPair
 
 from metaphrase.training.data_fingerprint import data_fingerprint
+from metaphrase.training.pair_stream import PairStream, TextStream
+from metaphrase.training.token_stream import TokenBudgetStream
 
 
 def dataset_of(pairs):
@@ -42,6 +45,37 @@ def test_all_lengths_count_and_where_a_block_of_text_ends():
 def test_noise_does_not_count():
     blocks = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7]]})
     assert data_fingerprint(SimpleNamespace(blocks=blocks)) == data_fingerprint(blocks) is not None
+
+
+def stream_of(files, **options):
+    texts = TextStream(source_file=files[0], target_file=files[1], **options)
+    return TokenBudgetStream(PairStream(texts, LetterPair(), max_source_length=9, max_target_length=9), 64, seed=0)
+
+
+def test_a_stream_is_known_by_its_files_and_what_is_taken_from_them(tmp_path):
+    files = [tmp_path / name for name in ("source", "target")]
+    for file in files:
+        file.write_text("ab\n" * 100_000, encoding="utf-8")
+    first = data_fingerprint(stream_of(files))
+    assert first["num_bytes"] == 600_000
+    # Where they lie, and when they were written, does not count.
+    moved = [file.rename(tmp_path / f"{file.name}.txt") for file in files]
+    assert data_fingerprint(stream_of(moved)) == first
+    assert data_fingerprint(stream_of(moved, source_prefix="x")) != first
+    assert data_fingerprint(stream_of(moved[::-1])) == first
+    for start, end, new in ((0, 0, "ab\n"), (0, 3, "cd\n"), (-3, None, "cd\n"), (150_000, 150_003, "")):
+        text = moved[1].read_text(encoding="utf-8")
+        changed = text[:start] + new + (text[end:] if end is not None else "")
+        moved[1].write_text(changed, encoding="utf-8")
+        assert data_fingerprint(stream_of(moved)) != first
+        moved[1].write_text(text, encoding="utf-8")
+    assert data_fingerprint(stream_of(moved)) == first
+
+
+def test_a_streamed_data_set_has_none(tmp_path):
+    texts = TextStream(dataset_name=str(tmp_path), source_column="en", target_column="de")
+    pairs = PairStream(texts, LetterPair(), max_source_length=9, max_target_length=9)
+    assert data_fingerprint(TokenBudgetStream(pairs, 64, seed=0)) is None
 
 
 def test_what_has_no_columns_has_none():

@@ -33,6 +33,24 @@ def test_streamed_training_resumes_to_the_weights_of_one_that_did_not_stop(data,
         assert torch.equal(tensor, expected[name]), name
 
 
+def test_a_changed_file_under_a_stream_is_refused_when_a_run_goes_on(data, tmp_path):
+    fields = {
+        "streaming": "true",
+        "max_tokens_per_batch": 200,
+        "pairs_in_buffer": 25,
+        "per_device_train_batch_size": None,
+    }
+    fields |= {"max_steps": 2, "save_steps": 1, "eval_strategy": "no", "test_file": None}
+    Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    recipe = make_recipe(data, tmp_path / "run", **fields | {"max_steps": 3}, resume_from_checkpoint="true")
+    with (data / "train.tsv").open("a", encoding="utf-8") as lines:
+        lines.write("one\tmore\n")
+    with pytest.raises(
+        ValueError, match=r"training pairs must stay as they were .* [0-9]+ bytes, .* before, [0-9]+ bytes"
+    ):
+        Experiment(recipe).train()
+
+
 def test_another_place_in_a_stream_or_among_batches_is_pointed_out(data, tmp_path, caplog):
     fields = {
         "max_tokens_per_batch": 200,

@@ -28,12 +28,12 @@ class DataPlace:
 
     def _check_data(self, progress: dict[str, Any]) -> None:
         """Raises a ValueError if the pairs are others than those that the checkpoint was trained on."""
-        # Earlier versions noted nothing, and a stream has none.
+        # Earlier versions noted nothing, and not every stream knows its files.
         before, present = progress.get("data"), self._data_fingerprint
         if before is not None and present is not None and before != present:
             raise ValueError(
                 "The training pairs must stay as they were when a run is resumed, since it goes on at a place among them, got "
-                f"{present['num_pairs']} pairs, of which some are not the same as those before, {before['num_pairs']}. "
+                f"{_size(present)}, of which some are not the same as those before, {_size(before)}. "
                 "Bring back the data as it was, or start a new run from the weights by `model_name_or_path`; with "
                 "`ignore_data_skip: true` this one goes on with an epoch of the pairs that are there now."
             )
@@ -61,3 +61,8 @@ class DataPlace:
             "gradient_accumulation_steps": self.args.gradient_accumulation_steps,
             "steps_per_epoch": self._steps_per_epoch,
         }
+
+
+def _size(fingerprint: dict[str, Any]) -> str:
+    unit = "pairs" if "num_pairs" in fingerprint else "bytes"
+    return f"{fingerprint[f'num_{unit}']} {unit}"

@@ -10,6 +10,7 @@ import datasets
 import torch
 from torch.utils.data import get_worker_info
 
+from metaphrase.training.data_fingerprint import file_fingerprint
 from metaphrase.training.data_report import DROP_REASONS, DataReport
 from metaphrase.training.dataset import OUTCOMES, Empty, PairEncoder, TooLong, encode_batch, find_frames
 from metaphrase.training.pair_files import Column, column_names, read_arrow
@@ -144,6 +145,14 @@ class PairStream:
                     yield {"input_ids": input_ids, "labels": labels}
         self._publish(report)
         logger.info("Pass %d: %s", number + 1, report)
+
+    def fingerprint(self) -> dict[str, Any] | None:
+        """By what a resumed run knows that it reads the same files; a data set of the Hub has nothing of the kind.
+
+        Limits do not count: they may leave the same pairs as before.
+        """
+        texts = self.texts
+        return file_fingerprint(texts.paths, (texts.columns, texts.source_prefix)) if texts.paths else None
 
     def to_dict(self) -> dict[str, Any]:
         """The counts of the pass that goes on, or was the last."""
