@@ -85,9 +85,7 @@ def convert(
         OSError: If the checkpoint cannot be had.
     """
     output = Path(output)
-    max_shard_bytes = convert_file_size_to_int(max_shard_size)
-    if max_shard_bytes < 1:
-        raise ValueError(f"`max_shard_size` must be at least 1 byte, got {max_shard_size}.")
+    max_shard_bytes = _bytes_of(max_shard_size)
     if to not in (None, OURS):
         find_family(to)
     folder = Path(source)
@@ -121,6 +119,18 @@ def convert(
             provenance = {"source": name, "from": model_type, "to": to or OURS}
             (partial / PROVENANCE_NAME).write_text(json.dumps(provenance, indent=2) + "\n", encoding="utf-8")
     return output
+
+
+def _bytes_of(size: int | str) -> int:
+    try:
+        number = int(size) if str(size).isdecimal() else convert_file_size_to_int(size)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise ValueError(
+            f"`max_shard_size` must be a whole number above 0, of bytes or of a unit, as 500MB, got {size!r}."
+        )
+    return number
 
 
 def _download(name: str, revision: str | None) -> Path:

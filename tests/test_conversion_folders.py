@@ -103,7 +103,7 @@ def test_weights_may_lie_in_many_files(bart, tmp_path, to_sharded):
     _, model = bart
     model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
-    size = "20KB" if to_sharded else "5GB"
+    size = "20000" if to_sharded else "5GB"
     convert(tmp_path / "shards", tmp_path / "ours", max_shard_size=size)
     convert(tmp_path / "ours", tmp_path / "theirs", to="bart", max_shard_size=size)
     for name in ("ours", "theirs"):
@@ -392,7 +392,11 @@ def test_what_cannot_be_converted_is_refused(bart, tmp_path, capsys):
         ([folder, tmp_path / "taken"], "`output` must not exist"),
         ([folder, tmp_path / "taken", "--overwrite"], "`output` must hold conversion.json to be overwritten"),
         ([folder, folder / "inside"], "`output` must lie apart from what is converted"),
-        ([folder, tmp_path / "a", "--max_shard_size", "0KB"], "`max_shard_size` must be at least 1 byte, got 0KB"),
+        (
+            [folder, tmp_path / "a", "--max_shard_size", "0KB"],
+            "`max_shard_size` must be a whole number above 0, of bytes or of a unit, as 500MB, got '0KB'",
+        ),
+        ([folder, tmp_path / "a", "--max_shard_size", "0.5GB"], "as 500MB, got '0.5GB'"),
         ([folder, tmp_path / "a", "--revision", "main"], "`revision` must be left out for a folder"),
     ):
         assert run(verb.main, "convert", [str(word) for word in words]) == 2
