@@ -159,7 +159,8 @@ def cross_attentions(
         generator.num_truncated += count_cut(whole_ids, source_ids)
     maps: list[AttentionMap | None] = [None] * len(source_ids)
     end = TextFrame.of(tokenizers.encode_sources).end
-    for index, heads in _head_weights(generator, source_ids, target_ids, show_progress):
+    start = generation_kwargs.get("decoder_start_token_id")
+    for index, heads in _head_weights(generator, source_ids, target_ids, start, show_progress):
         ids = source_ids[index], target_ids[index]
         source_words, source_word_ids = words_of_source(tokenizers.source, sources[index], whole_ids[index], prefix)
         if source_word_ids is not None:
@@ -193,7 +194,11 @@ def _generate(
 
 
 def _head_weights(
-    generator: Generator, source_ids: list[list[int]], target_ids: list[list[int]], show_progress: bool | None
+    generator: Generator,
+    source_ids: list[list[int]],
+    target_ids: list[list[int]],
+    start: int | None,
+    show_progress: bool | None,
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """For each pair, in the order of the batches, its index and its weights `(layers, heads, target, source)`."""
     model = generator.model
@@ -203,7 +208,7 @@ def _head_weights(
     bar = tqdm(total=len(source_ids), unit="pair", disable=None if show_progress is None else not show_progress)
     with bar:
         for batch in batches:
-            inputs = forced_inputs(model, [source_ids[i] for i in batch], [target_ids[i] for i in batch])
+            inputs = forced_inputs(model, [source_ids[i] for i in batch], [target_ids[i] for i in batch], start)
             layers = _weights_of_layers(model, inputs)
             for row, index in enumerate(batch):
                 num_target, num_source = len(target_ids[index]), len(source_ids[index])

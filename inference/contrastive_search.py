@@ -90,7 +90,8 @@ def _search(
         log_probs = nn.functional.log_softmax(scores, dim=-1)
         candidate_log_probs, candidates = log_probs.topk(top_k)
         values = candidate_log_probs
-        if length != limit or length + 1 < config.max_length:
+        # What cannot be read may still be an end.
+        if length != limit:
             step = state.step(candidates.flatten())
             # (sources * top_k, hidden) -> (sources, top_k, hidden)
             present = _directions(inputs.hidden_of(step)).unflatten(0, (-1, top_k))
@@ -108,6 +109,9 @@ def _search(
             result[rows, : length + 1] = ids
         if is_last:
             return result[:, : length + 1], totals
+        if length == limit:
+            # It says what a decoder without a position says.
+            state.step(candidates.flatten())
         # Row of each source that goes on. (sources)
         winners = top_k * torch.arange(len(ids), device=device) + chosen[:, 0]
         logits = project(step, winners[is_left]).float()

@@ -26,7 +26,7 @@ from metaphrase.inference.text_options import (
 from metaphrase.modeling.chosen_scores import ChosenScores, totals_of_steps
 from metaphrase.modeling.evaluation_mode import evaluating
 from metaphrase.modeling.length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, batches_by_length
-from metaphrase.modeling.pipeline_options import length_limits, settings_of
+from metaphrase.modeling.pipeline_options import length_limits, looks_at_padding, settings_of
 from metaphrase.modeling.position_limits import checking_targets
 
 
@@ -48,7 +48,8 @@ def decode(
     Args:
         model: Any encoder-decoder with a generation mixin; its mode (training or not) is left as it was. Or an engine.
         sources: Token ids of each source, with its end of sequence.
-        batch_size: Most sources in a batch. Where transformers drafts tokens, there is one: it can do no more.
+        batch_size: Most sources in a batch. Where transformers drafts tokens, or a setting looks at the sources with their
+            padding (`encoder_repetition_penalty`, `encoder_no_repeat_ngram_size`), there is one.
         max_tokens_per_batch: Most source tokens in a batch, padding counted.
         return_scores: Whether hypotheses carry their score.
         show_progress: A progress bar; `None` shows it on a terminal only.
@@ -80,10 +81,11 @@ def decode(
     else:
         models = [model, *(partner.model for partner in partners)]
         options = with_start(model, options)
+        _check_forced(model, options)
         of_texts = {name: options.pop(name) for name in (*ROW_OPTIONS, FUNCTION_OPTION) if name in options}
         copies = _copies(model, options)
-        if _is_assisted(model, options):
-            # All that transformers' own loop can do.
+        if _is_assisted(model, options) or looks_at_padding(settings_of(model, options)):
+            # All that transformers' own loop can do; or a source must stand alone to come without padding.
             batch_size = 1
         searching = _searching(models, search, return_scores, options)
     with searching as search_batch, bar:
@@ -149,6 +151,14 @@ def _copies(model: PreTrainedModel, options: dict) -> int:
     names, own = ("num_beams", "num_return_sequences"), model.generation_config
     beams, count = (getattr(own, name) if options.get(name) is None else options[name] for name in names)
     return 1 if (beams or 1) > 1 else count or 1
+
+
+def _check_forced(model: PreTrainedModel, options: dict) -> None:
+    size = getattr(model.get_output_embeddings(), "out_features", None)
+    for name in ("forced_bos_token_id", "forced_eos_token_id"):
+        for token in torch.as_tensor([] if options.get(name) is None else options[name]).flatten().tolist():
+            if size is not None and not 0 <= token < size:
+                raise ValueError(f"`{name}` must be an id from 0 and below {size}, got {token}.")
 
 
 def _is_assisted(model: PreTrainedModel, options: dict) -> bool:

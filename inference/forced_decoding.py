@@ -8,6 +8,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from metaphrase.inference.decoding import pad_sources
+from metaphrase.inference.source_limits import TooLongError, TooLongTargetError
 from metaphrase.modeling.evaluation_mode import evaluating
 from metaphrase.modeling.length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, batches_by_length
 from metaphrase.modeling.position_limits import longest_source, longest_target
@@ -104,18 +105,16 @@ def check_pairs(model: PreTrainedModel, sources: Sequence[Sequence[int]], target
     }
     limits = {"sources": longest_source(model), "targets": longest_target(model)}
     for name, rows in (("sources", sources), ("targets", targets)):
-        for index, ids in enumerate(rows):
+        for number, ids in enumerate(rows, start=1):
             if not ids:
-                raise ValueError(f"`{name}` must have a token each, got none in number {index}.")
+                raise ValueError(f"`{name}` must have a token each, got none in number {number}.")
             if (limit := limits[name]) is not None and len(ids) > limit:
-                raise ValueError(
-                    f"`{name}` must not have more tokens than the model has positions, {limit}, got {len(ids)} in number {index}."
-                )
+                raise (TooLongError if name == "sources" else TooLongTargetError)(number, len(ids), limit)
             size = sizes[name]
             if min(ids) < 0 or (size is not None and max(ids) >= size):
                 wrong = min(ids) if min(ids) < 0 else max(ids)
                 most = "" if size is None else f" and below {size}"
-                raise ValueError(f"`{name}` must hold ids from 0{most}, got {wrong} in number {index}.")
+                raise ValueError(f"`{name}` must hold ids from 0{most}, got {wrong} in number {number}.")
 
 
 def read_texts(sources: Iterable[str], targets: Iterable | None) -> tuple[list[str], list | None]:
@@ -135,12 +134,12 @@ def read_texts(sources: Iterable[str], targets: Iterable | None) -> tuple[list[s
         targets = list(checked_texts(targets, "targets") if isinstance(targets, str) else targets)
     if targets is not None and len(sources) != len(targets):
         raise ValueError(f"`sources` and `targets` must be equally many, got {len(sources)} and {len(targets)}.")
-    for index, source in enumerate(sources):
+    for number, source in enumerate(sources, start=1):
         if not source.strip():
-            raise ValueError(f"`sources` must not be empty or white space, got {source!r} in number {index}.")
-    for index, target in enumerate(targets or []):
+            raise ValueError(f"`sources` must not be empty or white space, got {source!r} in number {number}.")
+    for number, target in enumerate(targets or [], start=1):
         if not isinstance(target, str | Iterable):
-            raise ValueError(f"`targets` must hold texts or lists of ids, got {target!r} in number {index}.")
+            raise ValueError(f"`targets` must hold texts or lists of ids, got {target!r} in number {number}.")
     return sources, targets
 
 
@@ -168,17 +167,23 @@ def _num_behind_end(tokenizers: TokenizerPair) -> int:
 
 
 def forced_inputs(
-    model: PreTrainedModel, sources: list[Sequence[int]], targets: list[Sequence[int]]
+    model: PreTrainedModel, sources: list[Sequence[int]], targets: list[Sequence[int]], start: int | None = None
 ) -> dict[str, torch.Tensor]:
     """`input_ids`, `attention_mask` `(batch, source)` and `decoder_input_ids` `(batch, target)`, padded on the right.
 
     The decoder reads what it reads in `generate()`: the start token, then each target but its last token. Nothing is said of its
     padding, which stands behind all that is looked at.
 
+    Args:
+        model: Which reads them.
+        sources: Ids of each source.
+        targets: Ids of each target, without the start token.
+        start: The start token, if it is not the model's own.
+
     Raises:
-        ValueError: If no start token is configured.
+        ValueError: If no start token is given or configured.
     """
-    start, pad = _start_token(model), model.config.pad_token_id or 0
+    start, pad = _start_token(model) if start is None else start, model.config.pad_token_id or 0
     width = max(len(target) for target in targets)
     rows = [[start, *target[:-1], *[pad] * (width - len(target))] for target in targets]
     return {**pad_sources(sources, model), "decoder_input_ids": torch.tensor(rows, device=model.device)}

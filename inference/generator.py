@@ -22,6 +22,7 @@ from metaphrase.inference.text_options import read_text_options
 from metaphrase.inference.window_decoding import decode_windows, line_bar
 from metaphrase.inference.windows import PreparedWindows, check_seed, read_windows, seed_window
 from metaphrase.modeling.length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
+from metaphrase.modeling.patience import without_patience
 from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts, readable_tokens, shorten
 
 
@@ -301,7 +302,8 @@ class Generator:
                 if seed is not None:
                     seed_window(seed, number)
                 numbers = [number * window + place for place in written_texts(texts)]
-                found = run.search(sources, numbers, return_scores, on_batch=bar.update)
+                with without_patience():
+                    found = run.search(sources, numbers, return_scores, on_batch=bar.update)
                 with windows.alone():
                     candidates = run.scored_texts(texts, found, return_scores)
                     bar.update(len(texts) - len(found))

@@ -72,6 +72,8 @@ def count_lines(path: str | None) -> int | None:
 
 def _open_standard_input() -> BinaryIO:
     """A file of its own: Python cannot close `sys.stdin` at its end while a thread still waits for a line of it."""
+    if sys.stdin is None:
+        raise ValueError("`input` must be a file where standard input is closed, got None.")
     try:
         return open(os.dup(sys.stdin.fileno()), "rb")
     except io.UnsupportedOperation:

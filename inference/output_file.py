@@ -61,7 +61,13 @@ class OutputStream:
 
 
 def standard_output() -> IO[str]:
-    """Standard output in UTF-8 with line feeds, as files are, whatever the locale says: input is read so, too."""
+    """Standard output in UTF-8 with line feeds, as files are, whatever the locale says: input is read so, too.
+
+    Raises:
+        ValueError: If it is closed.
+    """
+    if sys.stdout is None:
+        raise ValueError("`output` must be a file where standard output is closed, got None.")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8", newline="\n")
     return sys.stdout

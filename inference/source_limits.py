@@ -31,6 +31,16 @@ class TooLongError(ValueError):
         )
 
 
+class TooLongTargetError(TooLongError):
+    """A target that is given has more tokens than its model has positions."""
+
+    def __str__(self) -> str:
+        return (
+            f"A target must not have more tokens than the model has positions, {self.limit}, got {self.num_tokens} in number "
+            f"{self.number} (in a file: line {self.number})."
+        )
+
+
 def check_source_length(length: int, encode: Callable[[list[str]], list[list[int]]], prefix: str) -> None:
     """Checks a `max_source_length`.
 
@@ -94,7 +104,7 @@ def numbering(numbers: Sequence[int]) -> Iterator[None]:
     try:
         yield
     except TooLongError as error:
-        raise TooLongError(numbers[error.number - 1], error.num_tokens, error.limit) from None
+        raise type(error)(numbers[error.number - 1], error.num_tokens, error.limit) from None
 
 
 @contextlib.contextmanager
@@ -103,4 +113,4 @@ def counting_on(done: int) -> Iterator[None]:
     try:
         yield
     except TooLongError as error:
-        raise TooLongError(done + error.number, error.num_tokens, error.limit) from None
+        raise type(error)(done + error.number, error.num_tokens, error.limit) from None

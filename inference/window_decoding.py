@@ -8,6 +8,7 @@ from tqdm.auto import tqdm
 from metaphrase.inference.source_limits import counting_on
 from metaphrase.inference.text_options import options_of_texts
 from metaphrase.inference.windows import read_windows, seed_window
+from metaphrase.modeling.patience import without_patience
 
 
 def decode_window(
@@ -33,9 +34,11 @@ def decode_window(
     """
     if seed is not None:
         seed_window(seed, number)
-    if risk is not None:
-        return [[chosen] for chosen in generator.generate_mbr(texts, **risk, **options)]
-    return generator.generate_n_best(texts, return_scores=return_scores, **options)
+    # What is made of a window must not depend on how many came before it.
+    with without_patience():
+        if risk is not None:
+            return [[chosen] for chosen in generator.generate_mbr(texts, **risk, **options)]
+        return generator.generate_n_best(texts, return_scores=return_scores, **options)
 
 
 def decode_windows(

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .packed_weight import PackedWeight, can_pack, is_plain
+from .patience import Patience
 from .step_linear import LARGEST_SIZE
 from .weight_record import LayerRecord, WeightRecord, can_record
 
@@ -23,17 +24,16 @@ class _Ready:
         self._layers = LayerRecord(self._linears)
         self._weights = WeightRecord([part for layer in self._linears for part in layer.parameters()])
         self._packed: list[PackedWeight] = []
-        self._patience = _PATIENCE
+        self._patience = Patience(_PATIENCE)
 
     def is_current(self) -> bool:
         return self._layers.is_current() and self._weights.is_current()
 
     def lend(self) -> list[nn.Linear]:
         """Lets the layers multiply by packed weights, and returns them."""
-        self._patience -= 1
-        if self._patience >= 0:
-            return []
         if not self._packed:
+            if not self._patience.is_over():
+                return []
             self._packed = [PackedWeight(layer.weight, layer.bias) for layer in self._linears]
         lent = []
         for layer, packed in zip(self._linears, self._packed, strict=True):

@@ -14,6 +14,8 @@ DEFAULT_MAX_NEW_TOKENS = 256
 _WITHOUT_BEAMS = {"assistant_model", "prompt_lookup_num_tokens", "streamer"}
 # Settings of generation by which a text's result depends on what stands beside it, or on what was drawn before it.
 _OF_A_BATCH = {"do_sample", "max_time", "prompt_lookup_num_tokens"}
+# These look at a source with its padding; with such a value they do nothing.
+_OF_PADDING = {"encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": 0}
 
 
 def generation_settings() -> set[str]:
@@ -44,6 +46,8 @@ def generation_arguments(
         # In a copy: transformers wants either a config or single settings.
         config = copy.deepcopy(config)
         rest = config.update(**given)
+        prompt = given.get("decoder_input_ids")
+        _fix_lengths(config, model.generation_config, 1 if prompt is None else prompt.shape[1])
         return {"generation_config": config, **rest}
     decided = {name for name, value in model.generation_config.to_diff_dict().items() if value is not None} | set(given)
     defaults: dict[str, Any] = {}
@@ -69,6 +73,15 @@ def with_lengths(given: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
+def _fix_lengths(config: GenerationConfig, own: GenerationConfig, prompt_length: int) -> None:
+    """Says a length of all tokens as one of new ones where the model has one of these, by which `generate()` would go."""
+    for length, new_tokens in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
+        given = getattr(config, length)
+        if given is not None and getattr(config, new_tokens) is None and getattr(own, new_tokens) is not None:
+            setattr(config, new_tokens, max(0, given - prompt_length))
+            setattr(config, length, None)
+
+
 def length_limits(
     model: PreTrainedModel, arguments: Mapping[str, Any], prompt_length: int = 1
 ) -> tuple[int, int | None]:
@@ -85,7 +98,12 @@ def is_of_each_text(model: PreTrainedModel, arguments: Mapping[str, Any]) -> boo
     """Whether these arguments of `generate()` lead to the same targets however the texts are put into batches."""
     settings = settings_of(model, arguments)
     is_known = arguments.keys() <= generation_settings() | {"generation_config"}
-    return is_known and not any(settings.get(name) for name in _OF_A_BATCH)
+    return is_known and not any(settings.get(name) for name in _OF_A_BATCH) and not looks_at_padding(settings)
+
+
+def looks_at_padding(settings: Mapping[str, Any]) -> bool:
+    """Whether settings of generation make something of the padding behind a source, of which there is none in a batch of one."""
+    return any(settings.get(name) not in (None, neutral) for name, neutral in _OF_PADDING.items())
 
 
 def pad_behind_ends(
@@ -99,8 +117,9 @@ def pad_behind_ends(
     if ends is None or pad_token_id is None:
         return ids
     is_end = torch.isin(ids, torch.as_tensor(ends, device=ids.device))
-    # What the decoder starts with may be one, too.
-    is_end[:, 0] = False
+    # What the decoder starts with may be one, too, and what was given.
+    prompt = arguments.get("decoder_input_ids")
+    is_end[:, : 1 if prompt is None else prompt.shape[1]] = False
     return ids.masked_fill(is_end.cumsum(dim=1) > is_end.long(), pad_token_id)
 
 

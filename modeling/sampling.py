@@ -60,10 +60,7 @@ def sample(
                 state.spread(copies)
                 scores = scores.repeat_interleave(copies, dim=0)
             scores = process(processors, ids, scores)
-            if config.do_sample:
-                tokens = torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1)[:, 0]
-            else:
-                tokens = scores.argmax(dim=-1)
+            tokens = draw(scores) if config.do_sample else scores.argmax(dim=-1)
         if totals is not None:
             log_probs = nn.functional.log_softmax(scores, dim=-1).take_along_dim(tokens[:, None], dim=1)[:, 0]
             totals[rows] += log_probs.masked_fill(is_ended, 0.0)
@@ -91,6 +88,23 @@ def sample(
     for part, ended in done:
         result[part, : ended.shape[1]] = ended
     return result, totals
+
+
+def draw(scores: torch.Tensor) -> torch.Tensor:
+    """One token of each row of logits `(rows, vocab)`, `(rows)`.
+
+    Raises:
+        ValueError: On a CPU, if a row leaves no token a probability.
+    """
+    try:
+        return torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1)[:, 0]
+    except RuntimeError as error:
+        if bool(scores.isfinite().any(dim=-1).all()) and not bool(scores.isnan().any()):
+            raise
+        raise ValueError(
+            "Logits must be numbers, of which some are above -inf, for a token to be drawn: those of this model are not, "
+            "or every token is forbidden."
+        ) from error
 
 
 def _best_of(shortlist: Shortlist, processors: LogitsProcessorList, ids: torch.Tensor) -> torch.Tensor | None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from .int8_product import has_int8_kernels, multiply_int8, pack_int8, round_weight, rounded, scale_rows
 from .packed_weight import is_plain
+from .patience import Patience
 
 # With fewer entries of the projection, or with more rows, a shortlist costs what it saves.
 LEAST_SIZE, _MOST_ROWS = 2**22, 32
@@ -47,7 +48,7 @@ class ShortlistProjection:
         head: For which `can_shortlist` holds, and whose weights will stay as they are.
         patience: How often all logits may be made before the weights are packed.
         """
-        self._head, self._patience = head, patience
+        self._head, self._patience = head, Patience(patience)
         self._packed = self._bounds = None
 
     def __call__(self, states: torch.Tensor) -> Shortlist | None:
@@ -55,8 +56,7 @@ class ShortlistProjection:
         if len(states) > _MOST_ROWS:
             return None
         if self._packed is None:
-            self._patience -= 1
-            if self._patience >= 0:
+            if not self._patience.is_over():
                 return None
             self._pack()
         scaled, scale = scale_rows(states)
@@ -87,7 +87,9 @@ class ShortlistProjection:
             bounds.append(torch.stack([torch.linalg.vector_norm(part, dim=1) for part in (block, difference)]))
             blocks.append((levels, scale))
         levels, scale = map(torch.cat, zip(*blocks, strict=True))
-        self._packed, self._bounds = pack_int8(levels, scale), torch.cat(bounds, dim=1)
+        # The packed weights last: by them another thread sees that all is there.
+        self._bounds = torch.cat(bounds, dim=1)
+        self._packed = pack_int8(levels, scale)
 
 
 def can_shortlist(head: nn.Module) -> bool:

@@ -164,11 +164,11 @@ def main(words: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def naming_lines(written: Sequence[int]) -> Iterator[None]:
-    """Numbers a source that is too long as its line, where others were left out because they are empty."""
+    """Numbers a source or target that is too long as its line, where others were left out because they are empty."""
     try:
         yield
     except TooLongError as error:
-        raise TooLongError(written[error.number - 1] + 1, error.num_tokens, error.limit) from None
+        raise type(error)(written[error.number - 1] + 1, error.num_tokens, error.limit) from None
 
 
 def write_links(

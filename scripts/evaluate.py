@@ -22,6 +22,7 @@ from metaphrase.inference.generation_options import add_generation_options, chos
 from metaphrase.inference.input_lines import check_files
 from metaphrase.inference.loading_options import add_loading_options, chosen_loading_options, chosen_models
 from metaphrase.inference.output_file import NewFile, OutputStream, as_lines
+from metaphrase.inference.source_limits import check_source_length
 from metaphrase.scripts.console import check_dependents, run, warn_of_lengths
 from metaphrase.tokenization import join_pieces
 from metaphrase.training.data_report import DataReport
@@ -259,6 +260,10 @@ def main(words: Sequence[str]) -> None:
     with open_predictions(arguments.predictions) as file:
         set_seed(arguments.seed)
         generator = Generator.from_pretrained(chosen_models(arguments), **chosen_loading_options(arguments))
+        if arguments.max_source_length is not None and arguments.source_prefix:
+            # The prefix is part of the pairs here, of which the generator knows nothing.
+            encode = generator.tokenizers.encode_sources
+            check_source_length(arguments.max_source_length, encode, arguments.source_prefix)
         settings = generation_settings(generator.model, chosen_generation_options(arguments))
         # As they are written, so that they can be compared with what was, and what cannot be written is found now.
         place = choose_place(arguments, measured | json.loads(to_json({"generation": settings})))

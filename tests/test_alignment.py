@@ -77,6 +77,17 @@ def test_without_a_target_the_model_writes_it(family):
         assert len(attention.target_tokens) == 4 and generator.num_unfinished == 2
 
 
+def test_it_is_of_the_start_token_that_was_asked_for():
+    generator, other = tiny_generator(), tiny_generator()
+    other.model.generation_config.decoder_start_token_id = 5
+    options = {"max_new_tokens": 4, "num_beams": 1}
+    made = cross_attention(generator, SOURCE, decoder_start_token_id=5, **options)
+    expected = cross_attention(other, SOURCE, **options)
+    assert made.target == expected.target
+    np.testing.assert_array_equal(made.weights, expected.weights)
+    assert np.abs(cross_attention(generator, SOURCE, made.target).weights[:2] - made.weights[:2]).max() > 1e-3
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-6)])
 @pytest.mark.parametrize("family", ["metaphrase", "two vocabularies", "t5", "bart", "marian"])
 def test_many_in_a_batch_are_as_each_alone(family, dtype, tolerance, monkeypatch):
@@ -171,7 +182,7 @@ def test_what_cannot_be_shown_is_refused(arguments, message):
 
 
 def test_many_that_cannot_be_shown_are_refused():
-    with pytest.raises(ValueError, match=r"`sources` must not be empty or white space, got '' in number 1"):
+    with pytest.raises(ValueError, match=r"`sources` must not be empty or white space, got '' in number 2"):
         cross_attentions(tiny_generator(), ["a", ""])
     with pytest.raises(ValueError, match="`sources` and `targets` must be equally many, got 1 and 2"):
         cross_attentions(tiny_generator(), ["a"], ["b", "c"])

@@ -6,9 +6,10 @@ import sys
 
 import pytest
 from cli_texts import targets_of
-from tiny_generator import SOURCES, TARGETS, tiny_generator
+from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator, tiny_pair
+from tiny_models import tiny_model
 
-from metaphrase.inference import cross_attentions, format_pharaoh, word_alignment
+from metaphrase.inference import Generator, cross_attentions, format_pharaoh, word_alignment
 from metaphrase.scripts import attention
 from metaphrase.scripts.console import run
 
@@ -131,3 +132,15 @@ def test_a_choice_that_does_not_fit_leaves_the_links_of_an_older_run(cli_model, 
     words = [cli_model, "--device", "cpu", "--source", "a", "--output", str(written), *words]
     assert run(attention.main, "attention", words) == 2
     assert written.read_text(encoding="utf-8") == "0-0\n"
+
+
+def test_a_target_that_is_too_long_is_named_by_its_line(tmp_path, capsys):
+    pair = tiny_pair()
+    design = {"position_embedding_type": "learned", "max_position_embeddings": 12}
+    folder = save_generator(Generator(tiny_model(**pair.config_fields(), **design), pair), tmp_path / "model")
+    (tmp_path / "in.txt").write_text("a cat\n\nthe dog\na cat\n", encoding="utf-8")
+    (tmp_path / "out.txt").write_text(f"a\nb\nc\n{'ab' * 9}\n", encoding="utf-8")
+    files = ["--input", str(tmp_path / "in.txt"), "--target_input", str(tmp_path / "out.txt")]
+    words = [str(folder), "--device", "cpu", *files, "--format", "pharaoh"]
+    assert run(attention.main, "attention", words) == 2
+    assert "A target must not have more tokens" in (said := capsys.readouterr().err) and "line 4)" in said

@@ -18,6 +18,24 @@ from metaphrase.training import evaluation
 from metaphrase.training.evaluation import evaluate_generator
 
 
+def test_a_prefix_that_fills_the_sources_is_refused(cli_model, files, tmp_path, capsys):
+    words = [
+        cli_model,
+        "--device",
+        "cpu",
+        "--source",
+        files[0],
+        "--target",
+        files[1],
+        "--output",
+        str(tmp_path / "m.json"),
+    ]
+    words += ["--max_source_length", "5", "--source_prefix", "the small cat: "]
+    assert run(evaluate.main, "evaluate", words) == 2
+    assert "`max_source_length` must leave a token for the text behind `source_prefix`" in capsys.readouterr().err
+    assert not (tmp_path / "m.json").exists()
+
+
 def test_evaluate_writes_scores_and_predictions(cli_model, files, tmp_path):
     words = [cli_model, "--device", "cpu", "--source", files[0], "--target", files[1], "--num_beams", "2"]
     evaluate.main([*words, "--output", str(tmp_path / "m.json"), "--predictions", str(tmp_path / "p.txt")])

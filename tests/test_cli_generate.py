@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from cli_texts import ODD_LINES, as_lines, targets_of
-from tiny_generator import SOURCES, save_generator, tiny_generator
+from tiny_generator import SOURCES, diverged_generator, save_generator, tiny_generator
 
 from metaphrase.inference import Generator
 from metaphrase.scripts import generate
@@ -223,6 +223,28 @@ def test_options_that_do_not_fit_do_not_empty_the_output(cli_model, tmp_path, wo
     files = ["--input", str(source), "--output", str(written)]
     assert run(generate.main, "generate", [cli_model, "--device", "cpu", *files, *words]) == 2
     assert written.read_text(encoding="utf-8") == "an older target\n"
+
+
+@pytest.mark.parametrize("name", ["forced_bos_token_id", "forced_eos_token_id"])
+def test_a_forced_token_that_is_not_there_is_refused(cli_model, name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a cat\n")))
+    assert run(generate.main, "generate", [cli_model, "--device", "cpu", f"--{name}", "999"]) == 2
+    assert f"`{name}` must be an id from 0 and below " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "word"), [("stdin", "`input`"), ("stdout", "`output`")])
+def test_a_stream_of_the_system_that_is_closed_is_named(cli_model, name, word, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a cat\n")))
+    monkeypatch.setattr(sys, name, None)
+    assert run(generate.main, "generate", [cli_model, "--device", "cpu"]) == 2
+    assert f"{word} must be a file where standard" in capsys.readouterr().err
+
+
+def test_a_model_whose_logits_are_no_numbers_is_named_where_it_samples(tmp_path, monkeypatch, capsys):
+    folder = save_generator(diverged_generator(), tmp_path / "model")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a cat\n")))
+    assert run(generate.main, "generate", [str(folder), "--device", "cpu", "--do_sample"]) == 2
+    assert "Logits must be numbers" in capsys.readouterr().err
 
 
 def test_generate_runs_as_a_file(cli_model):

@@ -3,10 +3,13 @@
 import pytest
 import torch
 from small_searches import ENDS, MODELS, OURS, last_step, one_of, search_model, search_sources
+from tiny_generator import tiny_pair
+from tiny_models import tiny_model
 from transformers import GenerationConfig
 
-from metaphrase.inference import contrastive_search
+from metaphrase.inference import Generator, contrastive_search
 from metaphrase.inference import search_state as search_state_module
+from metaphrase.inference.decoding import decode
 
 OPTIONS = {"max_new_tokens": 8, "eos_token_id": ENDS, "return_dict_in_generate": True, "do_sample": False}
 
@@ -92,6 +95,24 @@ def test_batched_is_alone_where_some_end_before_others(name):
         torch.testing.assert_close(together.sequences_scores[row], alone.sequences_scores[0], atol=1e-3, rtol=0)
         lengths.add(width)
     assert len(lengths) > 2
+
+
+def test_an_end_that_the_decoder_has_no_position_for_is_written():
+    pair = tiny_pair()
+    design = {"position_embedding_type": "learned", "max_position_embeddings": 9}
+    for seed in range(20):
+        generator = Generator(tiny_model(seed=seed, **pair.config_fields(), **design), pair)
+        sources = generator.encode(["a cat"])
+        # Nine tokens are read, of which one is the start; what comes next is written.
+        [[best]] = decode(generator.model, sources, num_beams=1, max_new_tokens=9, eos_token_id=None)
+        if best.ids[8] not in best.ids[:8]:
+            break
+    options = {"penalty_alpha": 0.0, "top_k": 2, "max_new_tokens": 12}
+    [[same]] = decode(generator.model, sources, eos_token_id=best.ids[8], **options)
+    assert same.ids == best.ids and len(best.ids) == 9
+    other = next(token for token in range(4, 20) if token not in best.ids)
+    with pytest.raises(ValueError, match="must not be longer than `max_position_embeddings`"):
+        decode(generator.model, sources, eos_token_id=other, **options)
 
 
 @pytest.mark.parametrize("name", ["sinusoidal", "bart"])

@@ -57,6 +57,17 @@ def test_batched_is_alone_in_the_order_of_the_sources(generator, sources, option
         assert torch.allclose(torch.tensor(scores), torch.tensor([[h.score for h in one] for one in alone]), atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("options", "seed"), [({"encoder_repetition_penalty": 1.5}, 0), ({"encoder_no_repeat_ngram_size": 1}, 2)]
+)
+def test_what_looks_at_a_source_sees_no_padding(options, seed):
+    generator, options = tiny_generator(seed=seed), {**options, "num_beams": 4}
+    sources = generator.encode(SOURCES)
+    alone = [decode(generator.model, [source], **options)[0][0].ids for source in sources]
+    assert [best.ids for [best] in decode(generator.model, sources, **options)] == alone
+    assert alone != [best.ids for [best] in decode(generator.model, sources, num_beams=4)]
+
+
 def test_greedy_score_is_the_log_probability_up_to_the_end(generator, sources):
     end = ends_early(generator.model, sources)
     results = decode(generator.model, sources, return_scores=True, eos_token_id=end)

@@ -10,6 +10,8 @@ from tiny_generator import PIECES, SOURCES, TARGETS, tiny_generator, tiny_pair
 from transformers import T5Config, T5ForConditionalGeneration
 from transformers.modeling_outputs import Seq2SeqLMOutput
 
+from metaphrase.modeling.length_batches import batches_by_length
+from metaphrase.training import evaluation
 from metaphrase.training.evaluation import corpus_loss, evaluate_generator, generation_settings
 
 
@@ -116,6 +118,19 @@ def test_loss_is_of_the_pieces_that_a_model_learned_and_scores_are_of_whole_word
     other, _ = evaluate_generator(generator, SOURCES, PIECES, references=SOURCES, metrics=["chrf"])
     assert other["loss"] == result["loss"]
     assert other["scores"]["chrf"]["score"] == CHRF().corpus_score(predictions, [SOURCES]).score
+
+
+def test_batches_of_the_loss_are_bounded_as_those_of_decoding_are(monkeypatch):
+    bounds = []
+
+    def recorded(lengths, batch_size, max_tokens):
+        bounds.append((batch_size, max_tokens))
+        return batches_by_length(lengths, batch_size, max_tokens)
+
+    monkeypatch.setattr(evaluation, "batches_by_length", recorded)
+    generator = tiny_generator(max_tokens_per_batch=20, batch_size=3)
+    evaluate_generator(generator, SOURCES, TARGETS, metrics=["bleu"], generation_options={"max_new_tokens": 2})
+    assert bounds == [(3, 20)]
 
 
 def test_settings_are_the_models_own_under_those_given(generator):

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from tiny_generator import SOURCES, tiny_generator
 from tiny_models import DESIGNS, random_batch, tiny_model
 from torch import nn
 
@@ -250,6 +251,26 @@ def test_they_are_packed_once_they_have_been_asked_for_often(products, monkeypat
         encode(model)
         counts.append(len(products))
     assert counts[:2] == [0, 0] and 0 < counts[2] < counts[3]
+
+
+@pytest.mark.parametrize("risk", [None, {"num_candidates": 2}])
+def test_a_stream_that_is_taken_up_is_written_as_it_would_have_been(products, monkeypatch, risk):
+    """What comes first from a model is made as what comes after much else."""
+    monkeypatch.setattr(packed_stack, "_PATIENCE", 3)
+    was_packed = []
+
+    def run(first):
+        generator = tiny_generator(seed=1)
+        options = {"window": 1, "first_window": first, "seed": 0, "max_new_tokens": 4, "num_beams": 1 if risk else 2}
+        candidates = []
+        for found in generator.generate_stream(iter(SOURCES[first:]), risk=risk, **options):
+            candidates.append([(each.text, each.score) for each in found])
+            was_packed.append(bool(packed_stack._ready[generator.model.get_encoder()]._packed))
+        return candidates
+
+    assert run(0)[2:] == run(2)
+    # From the first line on.
+    assert all(was_packed)
 
 
 def test_they_do_not_travel(products):

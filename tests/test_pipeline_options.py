@@ -4,10 +4,11 @@ import copy
 import logging
 
 import pytest
-from tiny_generator import SOURCES, tiny_pair
+import torch
+from tiny_generator import SOURCES, tiny_generator, tiny_pair
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, pipeline
 
-from metaphrase.inference import TranslationPipeline
+from metaphrase.inference import Text2TextGenerationPipeline, TranslationPipeline
 from metaphrase.modeling.pipeline_options import generation_arguments, is_of_each_text, length_limits
 
 
@@ -47,7 +48,7 @@ def test_a_generation_config_of_the_call_stands_for_the_options_of_the_pipeline(
     arguments = generation_arguments(model, {"num_beams": 2}, {"generation_config": config, "max_length": 5}, 0)
     assert set(arguments) == {"generation_config"}
     made = arguments["generation_config"]
-    assert (made.num_beams, made.max_length, made.max_new_tokens) == (1, 5, None)
+    assert (made.num_beams, made.max_length, made.max_new_tokens) == (1, None, 4)
     assert config.max_new_tokens == 3 and config.max_length is None
     made = pipeline("translation", model=model, tokenizer=generators[True].tokenizers, num_beams=2, max_new_tokens=8)
     expected = [
@@ -85,6 +86,47 @@ def test_what_decides_of_a_batch():
     assert not is_of_each_text(sampling, {"generation_config": GenerationConfig(num_beams=2)})
     assert not is_of_each_text(greedy, {"generation_config": GenerationConfig(do_sample=True)})
     assert not is_of_each_text(greedy, {"streamer": None})
+    for name, neutral, other in (
+        ("encoder_repetition_penalty", 1.0, 1.5),
+        ("encoder_no_repeat_ngram_size", 0, 1),
+    ):
+        assert is_of_each_text(greedy, {name: neutral}) and not is_of_each_text(greedy, {name: other})
+
+
+@pytest.mark.parametrize(
+    ("config", "call", "length"),
+    [
+        ({"num_beams": 1}, {"max_length": 4}, 4),
+        ({"max_new_tokens": 2}, {"max_length": 6}, 6),
+        ({"max_length": 4}, {}, 4),
+        ({"max_length": 4}, {"max_new_tokens": 5}, 6),
+        ({"max_length": 9, "max_new_tokens": 2}, {}, 3),
+        ({"max_new_tokens": 9, "min_length": 8}, {"min_length": 3, "max_length": 5}, 5),
+    ],
+)
+def test_lengths_beside_a_config_come_before_those_of_the_model(config, call, length):
+    generator = tiny_generator()
+    model = generator.model
+    # Nothing ends before.
+    model.generation_config.update(max_new_tokens=8, min_new_tokens=8, eos_token_id=None)
+    made = Text2TextGenerationPipeline(model, generator.tokenizers.source, task="text2text-generation")
+    config = GenerationConfig(**config)
+    before = config.to_dict()
+    [output] = made("the cat sleeps", return_tensors=True, generation_config=config, **call)
+    assert len(output["generated_token_ids"]) == length
+    assert config.to_dict() == before
+
+
+def test_an_end_in_what_a_target_begins_with_ends_nothing():
+    generator = tiny_generator()
+    made = Text2TextGenerationPipeline(generator.model, generator.tokenizers.source, task="text2text-generation")
+    end = generator.model.generation_config.eos_token_id
+    prompt = torch.tensor([[1, end if isinstance(end, int) else end[0], 5]])
+    [output] = made("the cat sleeps", decoder_input_ids=prompt, num_beams=1, return_tensors=True)
+    expected = generator.model.generate(
+        **made.tokenizer("the cat sleeps", return_tensors="pt"), decoder_input_ids=prompt, num_beams=1
+    )
+    assert output["generated_token_ids"].tolist() == expected[0].tolist()
 
 
 def test_length_of_the_call_is_kept(pipe):

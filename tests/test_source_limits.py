@@ -293,10 +293,9 @@ def test_the_loss_of_a_reference_that_is_too_long_is_of_what_can_be_read(generat
 
 
 def test_targets_and_sources_that_are_scored_have_positions(generator):
-    for pair, name in ((([LONG], ["a"]), "sources"), ((["a"], [LONG]), "targets")):
-        with pytest.raises(
-            ValueError, match=f"`{name}` must not have more tokens .* positions, 64, got 181 in number 0"
-        ):
+    for pair, name in (((["a", LONG], ["a"] * 2), "source"), ((["a"] * 2, ["a", LONG]), "target")):
+        message = rf"A {name} must not have more tokens .* positions, 64, got 181 in number 2 \(in a file: line 2\)"
+        with pytest.raises(TooLongError, match=message):
             generator.score(*pair)
     assert len(generator.score(["a"], ["a" * 63])[0].ids) == 64
 

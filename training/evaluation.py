@@ -134,9 +134,8 @@ def evaluate_generator(
         labels = [shorten(ids, limit, end) for ids in whole]
         if count := sum(map(operator.ne, whole, labels)):
             result["num_truncated_references"] = count
-        result.update(
-            corpus_loss(generator.model, generator.encode(list(sources)), labels, batch_size=generator.batch_size)
-        )
+        limits = {"batch_size": generator.batch_size, "max_tokens_per_batch": generator.max_tokens_per_batch}
+        result.update(corpus_loss(generator.model, generator.encode(list(sources)), labels, **limits))
     return result, predictions
 
 
