@@ -3,6 +3,7 @@
 import json
 import logging
 
+import datasets
 import pytest
 import torch
 from small_experiments import make_recipe, weights
@@ -133,6 +134,14 @@ def test_pairs_with_an_empty_side_are_scored_but_not_trained_on_and_counted_so(d
     assert evaluated["eval_chrf"] == pytest.approx(result["scores"]["chrf"]["score"])
     with pytest.raises(ValueError, match="Neither side of a pair may be empty"):
         Experiment(make_recipe(data, tmp_path / "other", **fields | {"train_file": "train.tsv"}, empty="error")).train()
+
+
+@pytest.mark.parametrize("column", ["length", "source_length"])
+def test_a_run_reads_no_column_row_by_row(data, tmp_path, monkeypatch, column):
+    monkeypatch.setattr(datasets.arrow_dataset.Column, "__iter__", None)
+    fields = {"train_sampling_strategy": "group_by_length", "length_column_name": column, "num_validation": 4}
+    fields |= {"validation_file": None, "max_steps": 1, "eval_steps": 1, "save_steps": 1}
+    assert Experiment(make_recipe(data, tmp_path / "run", **fields)).train()["data"]["num_train"] == 56
 
 
 def test_early_stopping_and_best_checkpoint(data, tmp_path):

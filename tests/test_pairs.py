@@ -10,8 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from metaphrase.training import pairs as pairs_module
 from metaphrase.training.data_report import DataReport
-from metaphrase.training.pairs import load_pairs, split_pairs
+from metaphrase.training.pairs import column_texts, load_pairs, split_pairs
 
 PAIRS = [("One house.", "Ein Haus."), ('A "quoted" word', 'Ein "Wort", so'), ("Grüße", "日本語")]
 
@@ -307,6 +308,18 @@ def test_split_depends_on_seed_and_text_alone():
     )
     # A constant: the same in every process and version.
     assert sorted(first["validation"]["source"]) == ["s10", "s2", "s22", "s46", "s7"]
+
+
+def test_columns_are_not_read_row_by_row(monkeypatch):
+    # A hundred thousand rows would take many seconds.
+    monkeypatch.setattr(datasets.arrow_dataset.Column, "__iter__", None)
+    monkeypatch.setattr(pairs_module, "_ROWS_PER_READ", 3)
+    whole = in_memory([(f"source {number}", f"target {number}") for number in range(8)])
+    splits = split_pairs(whole, 2, 1)
+    assert [len(splits[name]) for name in ("train", "validation", "test")] == [5, 2, 1]
+    # With an indices mapping, as after a split.
+    texts = splits["train"]["target"][:]
+    assert list(column_texts(splits["train"], "target")) == texts and len(texts) == 5
 
 
 def test_split_refuses_what_cannot_be():

@@ -238,7 +238,7 @@ class Experiment:
             decoded_rows = spread(len(validation), recipe.max_decoded_samples)
             if recipe.tasks:
                 # Each task has a score, however small its share.
-                first = {task: row for row, task in reversed(list(enumerate(validation[TASK_COLUMN])))}
+                first = {task: row for row, task in reversed(list(enumerate(validation[TASK_COLUMN][:])))}
                 decoded = {validation[row][TASK_COLUMN] for row in decoded_rows}
                 decoded_rows = sorted([*decoded_rows, *(row for task, row in first.items() if task not in decoded)])
             sources = [validation[row]["source"] for row in decoded_rows]
@@ -312,7 +312,7 @@ class Experiment:
             return {}
         sizes = {"batch_size": self.arguments.per_device_eval_batch_size, "max_source_length": corpus.longest}
         generator = Generator(model.eval(), tokenizers, **sizes)
-        targets = list(corpus.splits[split]["target"])
+        targets = corpus.splits[split]["target"][:]
         references = tokenizers.as_decoded(targets)
         result, predictions = evaluate_generator(
             generator,
@@ -338,7 +338,7 @@ class Experiment:
             **corpus.sizes(),
         }
         if self.recipe.tasks:
-            result["tasks"] = self._scores_by_task(predictions, references, list(corpus.splits[split][TASK_COLUMN]))
+            result["tasks"] = self._scores_by_task(predictions, references, corpus.splits[split][TASK_COLUMN][:])
             for task, part in result["tasks"].items():
                 values = ", ".join(f"{name} {score['score']:.2f}" for name, score in part["scores"].items())
                 logger.info("%s: %s", task, values)

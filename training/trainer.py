@@ -147,7 +147,7 @@ class MetaphraseTrainer(
         if self.args.train_sampling_strategy != "group_by_length" or column not in getattr(dataset, "column_names", ()):
             return super()._get_train_sampler(train_dataset)
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        return LengthGroupedSampler(list(dataset[column]), self.args.train_batch_size, seed)
+        return LengthGroupedSampler(dataset[column][:], self.args.train_batch_size, seed)
 
     def get_train_dataloader(self):
         if isinstance(self.train_dataset, TokenBudgetStream):
