@@ -12,17 +12,16 @@ import pyarrow as pa
 from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
 
+from metaphrase.training.arrow_pairs import read_arrow, read_parquet
 from metaphrase.training.data_report import DataReport
 from metaphrase.training.pair_files import (
     Column,
     PairProblem,
     Record,
     column_names,
-    read_arrow,
     read_csv,
     read_json,
     read_parallel,
-    read_parquet,
     read_tsv,
 )
 
