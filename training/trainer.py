@@ -206,6 +206,9 @@ class MetaphraseTrainer(
             pin_memory=arguments.dataloader_pin_memory,
             persistent_workers=arguments.dataloader_persistent_workers,
             prefetch_factor=arguments.dataloader_prefetch_factor,
+            # Earlier versions of transformers have none of these two.
+            multiprocessing_context=getattr(arguments, "dataloader_multiprocessing_context", None),
+            in_order=getattr(arguments, "dataloader_in_order", True),
             worker_init_fn=seed,
             **batching,
         )
