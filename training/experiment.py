@@ -36,7 +36,7 @@ from metaphrase.training.processes import check_devices, check_processes
 from metaphrase.training.r_drop import check_r_drop
 from metaphrase.training.recipe import Recipe
 from metaphrase.training.recipe_fields import DEFAULT_PRESET
-from metaphrase.training.run_folder import checkpoint_to_resume
+from metaphrase.training.run_folder import checkpoint_to_resume, resumes
 from metaphrase.training.sharded_weights import load_whole_weights
 from metaphrase.training.task_corpus import TASK_COLUMN, make_corpus
 from metaphrase.training.trainer import MetaphraseTrainer, spread
@@ -61,8 +61,12 @@ class Experiment:
     `metrics.json` with the scores on the test pairs (or on the validation pairs, if there are no others).
     """
 
-    def __init__(self, recipe: Recipe):
+    def __init__(self, recipe: Recipe, is_dry_run: bool = False):
         """Checks what can be checked before any work is done.
+
+        Args:
+            recipe: What to carry out.
+            is_dry_run: Nothing will be written, so that the folder may hold a run that is not to be resumed.
 
         Raises:
             ValueError: If the recipe has no training pairs or names a score that there is not, or its folder holds a run
@@ -85,7 +89,8 @@ class Experiment:
             import_peft()
         # It lowers limits that are defaults and too high, as the recipe of a run that is resumed says.
         self.corpus = make_corpus(recipe, self.arguments, longest_sequence(recipe, DEFAULT_PRESET))
-        self.checkpoint = checkpoint_to_resume(recipe, self.folder)
+        self.is_unchecked = is_dry_run and not resumes(recipe)
+        self.checkpoint = None if self.is_unchecked else checkpoint_to_resume(recipe, self.folder)
 
     def train(self) -> dict:
         """Runs everything and returns what `metrics.json` holds.
@@ -93,8 +98,10 @@ class Experiment:
         Raises:
             ValueError: If this one process has several GPUs, or the data, the base model or the checkpoint do not fit.
         """
-        # Not before: a dry run needs none.
+        # Not before: a dry run needs neither.
         check_devices(self.arguments.n_gpu)
+        if self.is_unchecked:
+            checkpoint_to_resume(self.recipe, self.folder)
         set_seed(self.arguments.seed)
         with self.arguments.main_process_first(desc="reading the corpus"):
             self.corpus.load()
