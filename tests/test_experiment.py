@@ -87,7 +87,7 @@ def test_pretokenized_text_is_scored_joined(data, tmp_path, monkeypatch):
     # A model that was there before knows the joiner too.
     fields |= {"tokenizer_kind": None, "preset": None, "model": None, "model_name_or_path": str(tmp_path / "run")}
     Experiment(make_recipe(data, tmp_path / "again", **fields)).train()
-    assert len(joined) == 4 and joined[:2] == joined[2:]
+    assert len(joined) == 6 and joined[:3] == joined[3:]
     assert not any("@@" in text for texts in joined for text in texts)
 
 
@@ -198,6 +198,39 @@ def test_mistakes_in_scores_are_found_before_any_work(data, tmp_path, fields, sa
     with pytest.raises(ValueError, match=said):
         Experiment(make_recipe(data, tmp_path / "run", **fields))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("split", "fields", "said"),
+    [
+        (
+            "validation",
+            {"metrics": "wer", "max_decoded_samples": 1},
+            "wer .* word, got 1 empty validation targets of `max_dec",
+        ),
+        (
+            "validation",
+            {"metrics": ["bleu", "cer"], "max_decoded_samples": 1},
+            "cer .* character, got 1 empty validation",
+        ),
+        (
+            "test",
+            {"metrics": "wer", "max_test_samples": 1},
+            "wer where no reference has a word, got 1 empty test targets",
+        ),
+    ],
+)
+def test_references_that_cannot_be_scored_are_found_before_training(data, tmp_path, split, fields, said):
+    path = data / f"{split}.tsv"
+    (source, _), *rest = (line.split("\t") for line in path.read_text(encoding="utf-8").splitlines())
+    path.write_text("".join(f"{s}\t{t}\n" for s, t in [(source, ""), *rest]), encoding="utf-8")
+    with pytest.raises(ValueError, match=f"`metrics` must not hold {said}"):
+        Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    assert not (tmp_path / "run").exists()
+    if split == "validation":
+        # Nothing is decoded while training, and other pairs have words.
+        fields |= {"eval_strategy": "no", "max_steps": 1, "save_strategy": "no"}
+        Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
 
 
 def test_a_tokenizer_of_bleu_that_is_not_installed_is_found_before_any_work(data, tmp_path, monkeypatch):

@@ -29,7 +29,8 @@ from metaphrase.training.decoding_settings import length_limit, settle_decoding
 from metaphrase.training.evaluation import evaluate_generator
 from metaphrase.training.exponential_average import ExponentialAverage
 from metaphrase.training.length_limits import longest_sequence
-from metaphrase.training.metrics import DEFAULT_METRICS, check_metrics, compute_metrics, write_metrics
+from metaphrase.training.metrics import DEFAULT_METRICS, check_metrics, check_references, compute_metrics, write_metrics
+from metaphrase.training.pairs import column_texts
 from metaphrase.training.parameter_groups import freeze
 from metaphrase.training.precision import warn_of_slow_bfloat16
 from metaphrase.training.processes import check_devices, check_processes
@@ -107,6 +108,7 @@ class Experiment:
             self.corpus.load()
             tokenizers = self.make_tokenizers()
             encoded = self.corpus.encode(tokenizers)
+        self._check_scored(tokenizers)
         model = self.make_model(tokenizers)
         logger.info("The model has %s parameters.", f"{model.num_parameters():,}")
         trainer = self._make_trainer(model, tokenizers, encoded)
@@ -125,6 +127,20 @@ class Experiment:
             result = self._evaluate(model, tokenizers)
         trainer.accelerator.wait_for_everyone()
         return result
+
+    def _check_scored(self, tokenizers: TokenizerPair) -> None:
+        """Refuses what the finished model could not be scored on."""
+        split = self.corpus.scored_split()
+        if split is not None:
+            texts = self.corpus.splits[split]
+            tasks = texts[TASK_COLUMN][:] if self.recipe.tasks else []
+            self._check_references(tokenizers.as_decoded(column_texts(texts, "target")), tasks, f"{split} targets")
+
+    def _check_references(self, references: list[str], tasks: list[str], what: str) -> None:
+        check_references(references, self.metrics, what)
+        for task in dict.fromkeys(tasks):
+            own = [text for text, name in zip(references, tasks, strict=True) if name == task]
+            check_references(own, self.metrics, f"{what} of task {task!r}")
 
     def make_tokenizers(self) -> TokenizerPair:
         recipe = self.recipe
@@ -252,6 +268,9 @@ class Experiment:
             references = tokenizers.as_decoded(validation[row]["target"] for row in decoded_rows)
             if recipe.tasks:
                 tasks = [validation[row][TASK_COLUMN] for row in decoded_rows]
+            if arguments.eval_strategy != "no" or arguments.eval_on_start:
+                chosen = f" of `max_decoded_samples` {most}" if (most := recipe.max_decoded_samples) is not None else ""
+                self._check_references(references, tasks, f"validation targets{chosen}")
 
         def score(decoded: list[list[int]], _: list[list[int]]) -> dict[str, float]:
             texts = tokenizers.decode_targets(decoded)
