@@ -37,7 +37,7 @@ from metaphrase.training.metrics import (
     to_json,
     write_metrics,
 )
-from metaphrase.training.pairs import load_pairs
+from metaphrase.training.pairs import column_texts, load_pairs
 
 logger = logging.getLogger(__name__)
 
@@ -205,7 +205,7 @@ def read_pairs(arguments: argparse.Namespace, report: DataReport) -> Dataset:
 def describe(arguments: argparse.Namespace, pairs: Dataset, report: DataReport) -> dict[str, dict]:
     """What `metrics.json` says of the data and of what decodes it."""
     digest = hashlib.sha256()
-    for pair in zip(pairs["source"], pairs["target"], strict=True):
+    for pair in zip(column_texts(pairs, "source"), column_texts(pairs, "target"), strict=True):
         digest.update(json.dumps(pair).encode() + b"\n")
     # Many test sets have the same name, and as many pairs.
     data = {"name": Path(arguments.source or arguments.file).name, "sha256": digest.hexdigest()}
@@ -229,7 +229,7 @@ def evaluate(
     on_decoded: Callable[[list[str]], object] | None,
 ) -> dict:
     """Decodes the pairs' sources and scores what comes of them (see `evaluate_generator`)."""
-    targets, references = list(pairs["target"]), None
+    targets, references = pairs["target"][:], None
     if arguments.joiner is not None:
         references = [join_pieces(text, arguments.joiner) for text in targets]
         if generator.tokenizers.target_joiner is None:
@@ -237,7 +237,7 @@ def evaluate(
             targets = references
     result, _ = evaluate_generator(
         generator,
-        list(pairs["source"]),
+        pairs["source"][:],
         targets,
         references=references,
         metrics=arguments.metrics,

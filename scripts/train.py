@@ -63,7 +63,7 @@ def main(words: Sequence[str]) -> None:
         recipe.output_dir = f"runs/{Path(arguments.recipe).stem if arguments.recipe else 'train'}"
 
     keep_freed_memory()
-    experiment = Experiment(recipe)
+    experiment = Experiment(recipe, is_dry_run=arguments.dry_run)
     if arguments.dry_run:
         estimate = dry_run(experiment)
         if experiment.arguments.process_index == 0:

@@ -53,8 +53,10 @@ def test_a_figure_that_is_no_finite_number_is_none(loss, named, generator, monke
 
 def test_texts_are_handed_over_before_they_are_scored(generator):
     handed = []
-    with pytest.raises(ValueError, match="A name in `names`"):
-        evaluate_generator(generator, SOURCES, TARGETS, metrics=["none"], on_decoded=handed.extend)
+    with pytest.raises(ValueError, match="A key of `options`"):
+        evaluate_generator(
+            generator, SOURCES, TARGETS, metrics=["chrf"], metric_options={"none": {}}, on_decoded=handed.extend
+        )
     assert handed == generator.generate(SOURCES)
 
 
@@ -148,3 +150,13 @@ def test_sides_must_be_equally_many_and_not_empty(generator, sources, targets):
 def test_there_must_be_a_reference_for_each_target(generator):
     with pytest.raises(ValueError, match="`references` must be as many as `targets`, got 1 and 5"):
         evaluate_generator(generator, SOURCES, TARGETS, references=["one"], metrics=["bleu"])
+
+
+def test_references_that_cannot_be_scored_are_refused_before_decoding(generator, monkeypatch):
+    monkeypatch.setattr(generator, "generate", None)
+    with pytest.raises(
+        ValueError, match="`metrics` must not hold wer where no reference has a word, got 2 empty refer"
+    ):
+        evaluate_generator(generator, ["a b", "c"], ["", " "], metrics=["bleu", "wer"])
+    with pytest.raises(ValueError, match=r"A name in `metrics` must be one of bleu, .*, got 'blue'"):
+        evaluate_generator(generator, ["a b"], ["a"], metrics=["blue"])

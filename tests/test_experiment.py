@@ -3,6 +3,7 @@
 import json
 import logging
 
+import datasets
 import pytest
 import torch
 from small_experiments import make_recipe, weights
@@ -86,7 +87,7 @@ def test_pretokenized_text_is_scored_joined(data, tmp_path, monkeypatch):
     # A model that was there before knows the joiner too.
     fields |= {"tokenizer_kind": None, "preset": None, "model": None, "model_name_or_path": str(tmp_path / "run")}
     Experiment(make_recipe(data, tmp_path / "again", **fields)).train()
-    assert len(joined) == 4 and joined[:2] == joined[2:]
+    assert len(joined) == 6 and joined[:3] == joined[3:]
     assert not any("@@" in text for texts in joined for text in texts)
 
 
@@ -133,6 +134,14 @@ def test_pairs_with_an_empty_side_are_scored_but_not_trained_on_and_counted_so(d
     assert evaluated["eval_chrf"] == pytest.approx(result["scores"]["chrf"]["score"])
     with pytest.raises(ValueError, match="Neither side of a pair may be empty"):
         Experiment(make_recipe(data, tmp_path / "other", **fields | {"train_file": "train.tsv"}, empty="error")).train()
+
+
+@pytest.mark.parametrize("column", ["length", "source_length"])
+def test_a_run_reads_no_column_row_by_row(data, tmp_path, monkeypatch, column):
+    monkeypatch.setattr(datasets.arrow_dataset.Column, "__iter__", None)
+    fields = {"train_sampling_strategy": "group_by_length", "length_column_name": column, "num_validation": 4}
+    fields |= {"validation_file": None, "max_steps": 1, "eval_steps": 1, "save_steps": 1}
+    assert Experiment(make_recipe(data, tmp_path / "run", **fields)).train()["data"]["num_train"] == 56
 
 
 def test_early_stopping_and_best_checkpoint(data, tmp_path):
@@ -189,6 +198,39 @@ def test_mistakes_in_scores_are_found_before_any_work(data, tmp_path, fields, sa
     with pytest.raises(ValueError, match=said):
         Experiment(make_recipe(data, tmp_path / "run", **fields))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("split", "fields", "said"),
+    [
+        (
+            "validation",
+            {"metrics": "wer", "max_decoded_samples": 1},
+            "wer .* word, got 1 empty validation targets of `max_dec",
+        ),
+        (
+            "validation",
+            {"metrics": ["bleu", "cer"], "max_decoded_samples": 1},
+            "cer .* character, got 1 empty validation",
+        ),
+        (
+            "test",
+            {"metrics": "wer", "max_test_samples": 1},
+            "wer where no reference has a word, got 1 empty test targets",
+        ),
+    ],
+)
+def test_references_that_cannot_be_scored_are_found_before_training(data, tmp_path, split, fields, said):
+    path = data / f"{split}.tsv"
+    (source, _), *rest = (line.split("\t") for line in path.read_text(encoding="utf-8").splitlines())
+    path.write_text("".join(f"{s}\t{t}\n" for s, t in [(source, ""), *rest]), encoding="utf-8")
+    with pytest.raises(ValueError, match=f"`metrics` must not hold {said}"):
+        Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    assert not (tmp_path / "run").exists()
+    if split == "validation":
+        # Nothing is decoded while training, and other pairs have words.
+        fields |= {"eval_strategy": "no", "max_steps": 1, "save_strategy": "no"}
+        Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
 
 
 def test_a_tokenizer_of_bleu_that_is_not_installed_is_found_before_any_work(data, tmp_path, monkeypatch):

@@ -10,8 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from metaphrase.training import pairs as pairs_module
 from metaphrase.training.data_report import DataReport
-from metaphrase.training.pairs import load_pairs, split_pairs
+from metaphrase.training.pairs import column_texts, load_pairs, split_pairs
 
 PAIRS = [("One house.", "Ein Haus."), ('A "quoted" word', 'Ein "Wort", so'), ("Grüße", "日本語")]
 
@@ -113,6 +114,70 @@ def test_parquet_of_bytes_that_are_not_utf8_and_of_nulls(tmp_path, load):
     pq.write_table(pa.table({"source": ["a", None], "target": ["1", "2"]}), tmp_path / "null.parquet")
     with pytest.raises(ValueError, match="row 1 must hold a text 'source'"):
         load(file="null.parquet")
+
+
+def table_with_repeats(*names):
+    return pa.Table.from_arrays([pa.array([f"{name} {place}"]) for place, name in enumerate(names)], names=names)
+
+
+def test_parquet_with_a_name_that_occurs_twice(tmp_path, load):
+    pq.write_table(table_with_repeats("note", "target", "source", "note"), tmp_path / "other.parquet")
+    assert as_tuples(load(file="other.parquet")) == [("source 2", "target 1")]
+    pq.write_table(table_with_repeats("source", "target", "target"), tmp_path / "wanted.parquet")
+    with pytest.raises(ValueError, match=r"Column 'target' must occur once in .*wanted\.parquet, got \['source', 'tar"):
+        load(file="wanted.parquet")
+    sides = [pa.array([text]) for text in ("a", "b", "c", "d")]
+    for names, message in ((["note", "target", "source", "note"], None), (["source", "target", "target", "x"], "once")):
+        pq.write_table(pa.table({"translation": pa.StructArray.from_arrays(sides, names)}), tmp_path / "nested.parquet")
+        if message is None:
+            assert as_tuples(load(file="nested.parquet")) == [("c", "b")]
+            continue
+        with pytest.raises(ValueError, match=message):
+            load(file="nested.parquet")
+
+
+def test_parquet_reads_no_column_that_is_not_asked_for(tmp_path, load, monkeypatch):
+    pq.write_table(table_with_repeats("source", "note", "target"), tmp_path / "a.parquet")
+    read = []
+    iter_batches = pq.ParquetFile.iter_batches
+    monkeypatch.setattr(
+        pq.ParquetFile, "iter_batches", lambda *given, **more: read.append(more) or iter_batches(*given, **more)
+    )
+    assert as_tuples(load(file="a.parquet")) == [("source 0", "target 2")]
+    assert read == [{"columns": ["source", "target"]}]
+
+
+@pytest.mark.parametrize("fault", ["empty", "cut", "damaged"])
+def test_a_broken_parquet_file_is_named(tmp_path, load, fault):
+    pq.write_table(pa.table({"source": ["a", "b"], "target": ["1", "2"]}), tmp_path / "a.parquet", compression="none")
+    whole = (tmp_path / "a.parquet").read_bytes()
+    broken = {"empty": b"", "cut": whole[:-20], "damaged": whole[:20] + b"\xff" * 60 + whole[80:]}
+    write(tmp_path, "a.parquet", broken[fault])
+    with pytest.raises(ValueError, match=r"a\.parquet must be a whole Parquet file, got: "):
+        load(file="a.parquet", malformed="skip")
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
+def test_a_column_that_a_header_names_twice_is_refused(tmp_path, load, name):
+    separator = "," if name == "a.csv" else "\t"
+    write(tmp_path, name, "source,target,note,note\na,b,c,d\n".replace(",", separator))
+    assert as_tuples(load(file=name)) == [("a", "b")]
+    write(tmp_path, name, "source,target,source\na,b,c\n".replace(",", separator))
+    with pytest.raises(ValueError, match=rf"Column 'source' must occur once in .*{name}"):
+        load(file=name)
+
+
+def test_an_integer_that_python_refuses_is_malformed(tmp_path, load):
+    rows = ['{"source": "a", "target": "b"}', '{"id": %s, "source": "c", "target": "d"}' % ("1" * 5000)]
+    write(tmp_path, "a.jsonl", "\n".join(rows))
+    with pytest.raises(ValueError, match=r"a\.jsonl must hold one JSON object per line, got in line 2: Exceeds"):
+        load(file="a.jsonl")
+    report = DataReport()
+    assert as_tuples(load(file="a.jsonl", malformed="skip", report=report)) == [("a", "b")]
+    assert report.malformed == 1
+    write(tmp_path, "a.json", f"[{','.join(rows)}]")
+    with pytest.raises(ValueError, match=r"a\.json must be a JSON array of objects, got: Exceeds"):
+        load(file="a.json")
 
 
 @pytest.mark.parametrize("key", [None, "translation"])
@@ -307,6 +372,18 @@ def test_split_depends_on_seed_and_text_alone():
     )
     # A constant: the same in every process and version.
     assert sorted(first["validation"]["source"]) == ["s10", "s2", "s22", "s46", "s7"]
+
+
+def test_columns_are_not_read_row_by_row(monkeypatch):
+    # A hundred thousand rows would take many seconds.
+    monkeypatch.setattr(datasets.arrow_dataset.Column, "__iter__", None)
+    monkeypatch.setattr(pairs_module, "_ROWS_PER_READ", 3)
+    whole = in_memory([(f"source {number}", f"target {number}") for number in range(8)])
+    splits = split_pairs(whole, 2, 1)
+    assert [len(splits[name]) for name in ("train", "validation", "test")] == [5, 2, 1]
+    # With an indices mapping, as after a split.
+    texts = splits["train"]["target"][:]
+    assert list(column_texts(splits["train"], "target")) == texts and len(texts) == 5
 
 
 def test_split_refuses_what_cannot_be():

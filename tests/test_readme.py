@@ -100,7 +100,7 @@ def test_training_command_is_understood(command, project, monkeypatch):
     class Understood(Exception):
         pass
 
-    def stop(recipe):
+    def stop(recipe, **_):
         raise Understood(recipe.output_dir)
 
     monkeypatch.setattr(module, "Experiment", stop)

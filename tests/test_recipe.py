@@ -1,11 +1,12 @@
 """Recipes: reading YAML strictly, overrides by type, refusals that name the field, and saving."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
 import yaml
-from transformers import Seq2SeqTrainingArguments
+from transformers import SchedulerType, Seq2SeqTrainingArguments
 
 from metaphrase.scripts.train import find_recipe
 from metaphrase.training.recipe import OWN_FIELDS, TRAINING_DEFAULTS, Recipe, format_help, load_recipe
@@ -221,10 +222,20 @@ def test_refused_overrides(words, message):
             {"max_tokens_per_batch": 9, "training": {"train_sampling_strategy": "sequential"}},
             ("train_sampling_strategy", "max_tokens_per_batch"),
         ),
-        (
-            {"max_tokens_per_batch": 9, "training": {"dataloader_drop_last": True}},
-            ("dataloader_drop_last", "max_tokens_per_batch"),
+        *(
+            ({"max_tokens_per_batch": 9, "training": {name: value}}, (name, "max_tokens_per_batch"))
+            for name, value in (
+                *(("dataloader_drop_last", True), ("auto_find_batch_size", True), ("neftune_noise_alpha", 5.0)),
+                ("train_sampling_strategy", "batch_rebalance"),
+            )
         ),
+        ({"training": {"length_column_name": "labels"}}, ("length_column_name",)),
+        (
+            {"max_decoded_samples": 5, "training": {"predict_with_generate": False}},
+            ("max_decoded_samples", "predict_with_generate"),
+        ),
+        ({"objective": "ul2", "train_text_file": "a", "max_decoded_samples": 5}, ("objective", "max_decoded_samples")),
+        ({"bleu_tokenize": "none", "metrics": ["chrf"]}, ("bleu_tokenize", "metrics")),
     ],
 )
 def test_contradictions_are_refused(fields, names):
@@ -259,7 +270,17 @@ def test_shares_have_their_bounds_at_the_entrance(name, good, bad):
             Recipe(**fields)
 
 
+@pytest.mark.parametrize("value", ["fast", None, True, 0, -1.0, float("inf"), {"layers": 0.5}], ids=repr)
+def test_factors_of_the_rate_are_numbers_above_0(value):
+    given = re.escape(repr(value))
+    with pytest.raises(ValueError, match=f"`learning_rate_factors` must hold numbers above 0, got {given} for 'enc"):
+        Recipe(learning_rate_factors={"decoder": 1, "encoder": value})
+
+
 def test_consistent_fields_are_accepted():
+    Recipe(learning_rate_factors={"decoder": 1, "encoder": 0.1}, bleu_tokenize="none", max_decoded_samples=3)
+    Recipe(training={"auto_find_batch_size": True, "neftune_noise_alpha": 5.0, "length_column_name": "source_length"})
+    Recipe(max_tokens_per_batch=9, training={"per_device_train_batch_size": 4, "neftune_noise_alpha": None})
     Recipe(**STREAM, training={"max_steps": 5, "save_strategy": "steps", "eval_strategy": "no"})
     Recipe(tasks={"a": {}}, mixing_temperature=3.0, task_mixing="temperature", mixing_limit=3)
     Recipe(tasks={"a": {}}, mixing_temperature=2.0)
@@ -402,11 +423,14 @@ def test_the_better_direction_of_a_metric_is_known(metric, given, expected):
 
 
 @pytest.mark.parametrize(
+    "schedule", sorted({"reduce_lr_on_plateau", "greedy"} & {item.value for item in SchedulerType})
+)
+@pytest.mark.parametrize(
     ("metric", "given", "mode"), [("bleu", None, "max"), ("loss", None, None), ("bleu", {"mode": "min"}, "min")]
 )
-def test_the_rate_falls_where_the_metric_gets_no_better(metric, given, mode):
+def test_the_rate_falls_where_the_metric_gets_no_better(metric, given, mode, schedule):
     training = {"output_dir": "run", "use_cpu": True, "metric_for_best_model": metric, "eval_strategy": "steps"}
-    training |= {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_steps": 1}
+    training |= {"lr_scheduler_type": schedule, "eval_steps": 1}
     training |= {} if given is None else {"lr_scheduler_kwargs": given}
     recipe = Recipe(train_file="train.tsv", training=training)
     assert (recipe.training_arguments().lr_scheduler_kwargs or {}).get("mode") == mode

@@ -255,3 +255,12 @@ def test_a_task_without_validation_pairs_chooses_no_checkpoint(data, tmp_path):
             tasks=tasks(summarize={"validation_file": None}),
             metric_for_best_model="summarize_bleu",
         )
+
+
+def test_a_task_whose_references_cannot_be_scored_is_found_before_training(data, tmp_path):
+    write(tmp_path / "empty.tsv", [("a house", "")])
+    recipe = make_recipe(
+        data, tmp_path / "run", metrics=["wer"], tasks=tasks(summarize={"test_file": str(tmp_path / "empty.tsv")})
+    )
+    with pytest.raises(ValueError, match="has a word, got 1 empty test targets of task 'summarize'"):
+        Experiment(recipe).train()

@@ -8,6 +8,8 @@ from small_runs import SMALL
 from metaphrase.hub_card.card import FIGURE_NAME, MARKER, is_own_card
 from metaphrase.scripts import train
 from metaphrase.scripts.console import run
+from metaphrase.training.experiment import Experiment
+from metaphrase.training.recipe import load_recipe
 
 TEXTS = [f"{noun} {verb}" for noun in ("dog", "cat", "bird", "fish") for verb in ("runs", "sees", "eats")]
 
@@ -22,6 +24,16 @@ def words(tmp_path):
     fields |= {"logging_steps": 1, "per_device_train_batch_size": 4, "use_cpu": "true", "disable_tqdm": "true"}
     fields |= {f"model.{name}": value for name, value in SMALL.items()}
     return [word for name, value in fields.items() for word in (f"--{name}", str(value))]
+
+
+def test_a_dry_run_may_look_at_a_folder_that_holds_a_run(words, tmp_path, capsys):
+    assert run(train.main, "train", words) == 0
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    assert run(train.main, "train", [*words, "--dry_run"]) == 0
+    assert "parameters" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
+    with pytest.raises(ValueError, match="`output_dir` must not hold the checkpoints of another run"):
+        Experiment(load_recipe(None, words), is_dry_run=True).train()
 
 
 def test_a_card_by_another_hand_does_not_fail_a_run(words, tmp_path, caplog):
@@ -69,7 +81,8 @@ def test_recipe_stands_before_or_behind_the_options_without_a_value(order, tmp_p
     (tmp_path / "demo.yaml").write_text("learning_rate: 0.5\n", encoding="utf-8")
 
     class Read:
-        def __init__(self, recipe):
+        def __init__(self, recipe, is_dry_run):
+            assert is_dry_run
             read.append(recipe)
             self.arguments = recipe.training_arguments(use_cpu=True)
 

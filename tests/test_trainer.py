@@ -1,5 +1,6 @@
 """MetaphraseTrainer: its loss, its evaluation, and what it saves."""
 
+import dataclasses
 import math
 
 import pytest
@@ -241,6 +242,18 @@ def test_tokenizers_are_saved_with_every_checkpoint(model, pairs, tmp_path):
     make_trainer(model, pairs, tmp_path, tokenizers=TokenizerPair(tokenizer, tokenizer), **options).train()
     loaded = AutoTokenizer.from_pretrained(tmp_path / "checkpoint-1")
     assert loaded("a b").input_ids == tokenizer("a b").input_ids
+
+
+def test_the_loader_of_a_budget_has_the_settings_of_loaders(model, pairs, tmp_path):
+    columns = [{f"{side}_length": len(pair[name]) for side, name in SIDES.items()} | pair for pair in pairs]
+    options = {"dataloader_num_workers": 1, "dataloader_multiprocessing_context": "spawn", "dataloader_in_order": False}
+    known = {item.name for item in dataclasses.fields(Seq2SeqTrainingArguments)}
+    options = {name: value for name, value in options.items() if name in known}
+    trainer = make_trainer(model, Dataset.from_list(columns), tmp_path, max_tokens_per_batch=40, **options)
+    loader = trainer.get_train_dataloader()
+    if "dataloader_multiprocessing_context" in known:
+        assert loader.multiprocessing_context.get_start_method() == "spawn"
+    assert loader.in_order is ("dataloader_in_order" not in known)
 
 
 @pytest.mark.parametrize(("half", "multiple"), [({}, 1), ({"bf16": True}, 32)])

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import PurePath
 from typing import Any
 
+import numpy as np
 from transformers import Seq2SeqTrainingArguments
 
 from metaphrase.tokenization import TokenizerPair
@@ -13,7 +14,7 @@ from metaphrase.training.dataset import encode_pairs
 from metaphrase.training.denoising import DenoisingDataset, longest_block, make_objective, objective_tokens
 from metaphrase.training.length_limits import fit_budget, fit_limits
 from metaphrase.training.pair_stream import PairStream, TextStream
-from metaphrase.training.pairs import load_pairs, split_pairs
+from metaphrase.training.pairs import column_texts, load_pairs, split_pairs
 from metaphrase.training.recipe import Recipe
 from metaphrase.training.span_corruption import MIN_BLOCK_LENGTH
 from metaphrase.training.text_blocks import load_texts, text_blocks
@@ -85,7 +86,7 @@ class PairCorpus:
     def sides(self) -> tuple[Iterable[str], Iterable[str]]:
         """Sources (without prefix) and targets of the training pairs, to train tokenizers on."""
         train, prefix = self.splits["train"], len(self.recipe.source_prefix or "")
-        return ((text[prefix:] for text in train["source"]) if prefix else train["source"]), train["target"]
+        return (text[prefix:] for text in column_texts(train, "source")), column_texts(train, "target")
 
     def encode(self, tokenizers: TokenizerPair) -> dict[str, Any]:
         """Token ids of all splits. Only training leaves pairs out, the empty and the long ones: a score is of all pairs.
@@ -109,11 +110,11 @@ class PairCorpus:
             report=self.reports.get(split),
         )
         logger.info("%s%s: %s", self.label, split, self.reports[split])
-        if is_train:
-            lengths = [sum(pair) for pair in zip(encoded["source_length"], encoded["target_length"], strict=True)]
-            encoded = encoded.add_column(self.arguments.length_column_name, lengths)
-        else:
+        if not is_train:
             self._check_scored(split)
+        elif (column := self.arguments.length_column_name) not in encoded.column_names:
+            lengths = sum(np.asarray(encoded[f"{side}_length"][:]) for side in ("source", "target"))
+            encoded = encoded.add_column(column, lengths)
         return encoded
 
     def _check_scored(self, split: str) -> None:
@@ -139,7 +140,7 @@ class PairCorpus:
 
     def sources(self, split: str) -> list[str]:
         """The sources of a split, with their prefix."""
-        return list(self.splits[split]["source"])
+        return self.splits[split]["source"][:]
 
     @property
     def max_target_length(self) -> int:
@@ -219,7 +220,7 @@ class TextCorpus(PairCorpus):
         texts = self.splits["train"]
         if self.recipe.invalid_utf8 == "skip":
             texts = texts.filter(lambda text: text is not None, input_columns=["text"], desc="Finding what is UTF-8")
-        return texts["text"], ()
+        return column_texts(texts, "text"), ()
 
     def _encode(self, split: str, tokenizers: TokenizerPair) -> DenoisingDataset:
         recipe = self.recipe

@@ -43,13 +43,15 @@ class WordErrorRate(CorpusMetric):
 
     unit = "word"
 
-    def _split(self, text: str) -> Sequence[str]:
+    @staticmethod
+    def units(text: str) -> Sequence[str]:
+        """What is counted of a text."""
         return text.split()
 
     def _compute(self, predictions, references, lowercase: bool = False) -> dict[str, Any]:
         totals, length, empty = np.zeros(3, dtype=np.int64), 0, 0
         for prediction, texts in zip(predictions, references, strict=True):
-            units, *candidates = (self._split(text.lower() if lowercase else text) for text in (prediction, *texts))
+            units, *candidates = (self.units(text.lower() if lowercase else text) for text in (prediction, *texts))
             counted = [(count_edits(units, candidate), len(candidate)) for candidate in candidates]
             edits, chosen_length = min(counted, key=lambda pair: (sum(pair[0]), -pair[1]))
             totals, length, empty = totals + edits, length + chosen_length, empty + (chosen_length == 0)
@@ -78,5 +80,6 @@ class CharacterErrorRate(WordErrorRate):
 
     unit = "character"
 
-    def _split(self, text: str) -> Sequence[str]:
+    @staticmethod
+    def units(text: str) -> Sequence[str]:
         return text

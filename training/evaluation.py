@@ -16,7 +16,7 @@ from metaphrase.modeling.length_batches import batches_by_length
 from metaphrase.modeling.position_limits import longest_target
 from metaphrase.tokenization import TextFrame, check_target_language, shorten
 from metaphrase.training.batching import PairCollator, with_decoder_inputs
-from metaphrase.training.metrics import compute_metrics
+from metaphrase.training.metrics import check_references, compute_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -112,8 +112,9 @@ def evaluate_generator(
     references = generator.tokenizers.as_decoded(targets) if references is None else references
     if len(references) != len(targets):
         raise ValueError(f"`references` must be as many as `targets`, got {len(references)} and {len(targets)}.")
+    # Before the sources are decoded, which takes long.
+    check_references(references, metrics, "references")
     if is_single(generator):
-        # Before the sources are decoded, which takes long.
         check_target_language(generator.tokenizers.target)
     generation_options = dict(generation_options or {})
     before, truncated_before = generator.num_unfinished, generator.num_truncated

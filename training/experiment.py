@@ -29,14 +29,15 @@ from metaphrase.training.decoding_settings import length_limit, settle_decoding
 from metaphrase.training.evaluation import evaluate_generator
 from metaphrase.training.exponential_average import ExponentialAverage
 from metaphrase.training.length_limits import longest_sequence
-from metaphrase.training.metrics import DEFAULT_METRICS, check_metrics, compute_metrics, write_metrics
+from metaphrase.training.metrics import DEFAULT_METRICS, check_metrics, check_references, compute_metrics, write_metrics
+from metaphrase.training.pairs import column_texts
 from metaphrase.training.parameter_groups import freeze
 from metaphrase.training.precision import warn_of_slow_bfloat16
 from metaphrase.training.processes import check_devices, check_processes
 from metaphrase.training.r_drop import check_r_drop
 from metaphrase.training.recipe import Recipe
 from metaphrase.training.recipe_fields import DEFAULT_PRESET
-from metaphrase.training.run_folder import checkpoint_to_resume
+from metaphrase.training.run_folder import checkpoint_to_resume, resumes
 from metaphrase.training.sharded_weights import load_whole_weights
 from metaphrase.training.task_corpus import TASK_COLUMN, make_corpus
 from metaphrase.training.trainer import MetaphraseTrainer, spread
@@ -61,8 +62,12 @@ class Experiment:
     `metrics.json` with the scores on the test pairs (or on the validation pairs, if there are no others).
     """
 
-    def __init__(self, recipe: Recipe):
+    def __init__(self, recipe: Recipe, is_dry_run: bool = False):
         """Checks what can be checked before any work is done.
+
+        Args:
+            recipe: What to carry out.
+            is_dry_run: Nothing will be written, so that the folder may hold a run that is not to be resumed.
 
         Raises:
             ValueError: If the recipe has no training pairs or names a score that there is not, or its folder holds a run
@@ -85,7 +90,8 @@ class Experiment:
             import_peft()
         # It lowers limits that are defaults and too high, as the recipe of a run that is resumed says.
         self.corpus = make_corpus(recipe, self.arguments, longest_sequence(recipe, DEFAULT_PRESET))
-        self.checkpoint = checkpoint_to_resume(recipe, self.folder)
+        self.is_unchecked = is_dry_run and not resumes(recipe)
+        self.checkpoint = None if self.is_unchecked else checkpoint_to_resume(recipe, self.folder)
 
     def train(self) -> dict:
         """Runs everything and returns what `metrics.json` holds.
@@ -93,13 +99,16 @@ class Experiment:
         Raises:
             ValueError: If this one process has several GPUs, or the data, the base model or the checkpoint do not fit.
         """
-        # Not before: a dry run needs none.
+        # Not before: a dry run needs neither.
         check_devices(self.arguments.n_gpu)
+        if self.is_unchecked:
+            checkpoint_to_resume(self.recipe, self.folder)
         set_seed(self.arguments.seed)
         with self.arguments.main_process_first(desc="reading the corpus"):
             self.corpus.load()
             tokenizers = self.make_tokenizers()
             encoded = self.corpus.encode(tokenizers)
+        self._check_scored(tokenizers)
         model = self.make_model(tokenizers)
         logger.info("The model has %s parameters.", f"{model.num_parameters():,}")
         trainer = self._make_trainer(model, tokenizers, encoded)
@@ -118,6 +127,20 @@ class Experiment:
             result = self._evaluate(model, tokenizers)
         trainer.accelerator.wait_for_everyone()
         return result
+
+    def _check_scored(self, tokenizers: TokenizerPair) -> None:
+        """Refuses what the finished model could not be scored on."""
+        split = self.corpus.scored_split()
+        if split is not None:
+            texts = self.corpus.splits[split]
+            tasks = texts[TASK_COLUMN][:] if self.recipe.tasks else []
+            self._check_references(tokenizers.as_decoded(column_texts(texts, "target")), tasks, f"{split} targets")
+
+    def _check_references(self, references: list[str], tasks: list[str], what: str) -> None:
+        check_references(references, self.metrics, what)
+        for task in dict.fromkeys(tasks):
+            own = [text for text, name in zip(references, tasks, strict=True) if name == task]
+            check_references(own, self.metrics, f"{what} of task {task!r}")
 
     def make_tokenizers(self) -> TokenizerPair:
         recipe = self.recipe
@@ -238,13 +261,16 @@ class Experiment:
             decoded_rows = spread(len(validation), recipe.max_decoded_samples)
             if recipe.tasks:
                 # Each task has a score, however small its share.
-                first = {task: row for row, task in reversed(list(enumerate(validation[TASK_COLUMN])))}
+                first = {task: row for row, task in reversed(list(enumerate(validation[TASK_COLUMN][:])))}
                 decoded = {validation[row][TASK_COLUMN] for row in decoded_rows}
                 decoded_rows = sorted([*decoded_rows, *(row for task, row in first.items() if task not in decoded)])
             sources = [validation[row]["source"] for row in decoded_rows]
             references = tokenizers.as_decoded(validation[row]["target"] for row in decoded_rows)
             if recipe.tasks:
                 tasks = [validation[row][TASK_COLUMN] for row in decoded_rows]
+            if arguments.eval_strategy != "no" or arguments.eval_on_start:
+                chosen = f" of `max_decoded_samples` {most}" if (most := recipe.max_decoded_samples) is not None else ""
+                self._check_references(references, tasks, f"validation targets{chosen}")
 
         def score(decoded: list[list[int]], _: list[list[int]]) -> dict[str, float]:
             texts = tokenizers.decode_targets(decoded)
@@ -312,7 +338,7 @@ class Experiment:
             return {}
         sizes = {"batch_size": self.arguments.per_device_eval_batch_size, "max_source_length": corpus.longest}
         generator = Generator(model.eval(), tokenizers, **sizes)
-        targets = list(corpus.splits[split]["target"])
+        targets = corpus.splits[split]["target"][:]
         references = tokenizers.as_decoded(targets)
         result, predictions = evaluate_generator(
             generator,
@@ -338,7 +364,7 @@ class Experiment:
             **corpus.sizes(),
         }
         if self.recipe.tasks:
-            result["tasks"] = self._scores_by_task(predictions, references, list(corpus.splits[split][TASK_COLUMN]))
+            result["tasks"] = self._scores_by_task(predictions, references, corpus.splits[split][TASK_COLUMN][:])
             for task, part in result["tasks"].items():
                 values = ", ".join(f"{name} {score['score']:.2f}" for name, score in part["scores"].items())
                 logger.info("%s: %s", task, values)

@@ -173,16 +173,41 @@ def check_metrics(names: Sequence[str], bleu_tokenize: str | None = None) -> Non
     """
     for name in names:
         check_choice("A name in `metrics`", name, METRICS)
+    check_bleu_is_computed(names, bleu_tokenize)
     if bleu_tokenize is None:
         return
-    if "bleu" not in names:
-        raise ValueError(f"`metrics` must hold bleu with `bleu_tokenize`, got {list(names)} and {bleu_tokenize!r}.")
     check_choice("`bleu_tokenize`", bleu_tokenize, BLEU.TOKENIZERS)
     try:
         BLEU(tokenize=bleu_tokenize)
     except (ImportError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"`bleu_tokenize` must be installed, got {bleu_tokenize!r}: {reason}") from error
+
+
+def check_bleu_is_computed(names: Sequence[str], bleu_tokenize: str | None) -> None:
+    """Refuses a tokenizer of BLEU among scores without BLEU."""
+    if bleu_tokenize is not None and "bleu" not in names:
+        raise ValueError(f"`metrics` must hold bleu with `bleu_tokenize`, got {list(names)} and {bleu_tokenize!r}.")
+
+
+def check_references(references: Sequence[str], names: Sequence[str], where: str) -> None:
+    """Refuses before any work references that a score cannot be computed for.
+
+    Args:
+        references: One text for each example.
+        names: Keys of `METRICS`.
+        where: What the references are.
+
+    Raises:
+        ValueError: If there is no such score, or it is a rate of words or characters and there are none.
+    """
+    for name in names:
+        check_choice("A name in `metrics`", name, METRICS)
+        metric = METRICS[name]
+        if issubclass(metric, WordErrorRate) and not any(map(metric.units, references)):
+            raise ValueError(
+                f"`metrics` must not hold {name} where no reference has a {metric.unit}, got {len(references)} empty {where}."
+            )
 
 
 def compute_metrics(

@@ -1,4 +1,4 @@
-"""Files of raw pairs: each reader walks one layout and yields a pair or says what is wrong with it.
+"""Text files of raw pairs: each reader walks one layout and yields a pair or says what is wrong with it.
 
 Lines end at LF or CRLF and nowhere else: U+2028, U+0085 and the like are ordinary characters of a sentence.
 A byte-order mark at the start of a file is not part of its text. Files may be compressed (`.gz`).
@@ -12,10 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from metaphrase.tokenization.texts import open_bytes
 
@@ -134,6 +130,7 @@ def _tsv_places(
     path: str, fields: list[str], names: tuple[Column, ...], wanted: tuple[Column, ...], has_header: bool
 ) -> tuple[int, int]:
     if has_header:
+        check_columns(path, names, fields)
         return fields.index(names[0]), fields.index(names[1])
     if all(isinstance(column, int) for column in wanted):
         if not all(0 <= place < len(fields) for place in wanted):
@@ -187,7 +184,7 @@ def read_csv(path: str, source_column: Column, target_column: Column) -> Iterato
                     continue
                 if places is None:
                     names = column_names(source_column, target_column)
-                    _check_columns(path, names, row)
+                    check_columns(path, names, row)
                     places, width = (row.index(names[0]), row.index(names[1])), len(row)
                 elif undecodable:
                     yield undecodable[0]
@@ -209,11 +206,13 @@ def column_names(source_column: Column, target_column: Column) -> tuple[str, str
     return names
 
 
-def _check_columns(where: str, names: tuple[str, str], present: list[str]) -> None:
+def check_columns(where: str, names: tuple[str, ...], present: list[str]) -> None:
     if missing := [name for name in names if name not in present]:
         raise ValueError(
             f"`source_column` and `target_column` must name columns of {where}, got {missing[0]!r}; it has {present}."
         )
+    if repeated := [name for name in names if present.count(name) > 1]:
+        raise ValueError(f"Column {repeated[0]!r} must occur once in {where}, got {present}.")
 
 
 def read_json(path: str, source_column: Column, target_column: Column) -> Iterator[Record]:
@@ -237,7 +236,7 @@ def read_json(path: str, source_column: Column, target_column: Column) -> Iterat
             continue
         try:
             record = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # Python refuses integers of thousands of digits too.
             yield PairProblem(
                 "malformed", f"{path} must hold one JSON object per line, got in line {line.number}: {error}"
             )
@@ -255,7 +254,7 @@ def _read_json_array(path: str, names: tuple[str, str]) -> Iterator[Record]:
     try:
         # Undecodable bytes become lone surrogates, which the check of each value finds.
         records = json.loads(content.decode("utf-8", errors="surrogateescape"))
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} must be a JSON array of objects, got: {error}") from error
     for number, record in enumerate(records, start=1):
         yield _from_mapping(record, names, f"{path}, record {number}")
@@ -286,52 +285,3 @@ def _is_encodable(text: str) -> bool:
     except UnicodeEncodeError:  # a lone surrogate
         return False
     return True
-
-
-def read_parquet(path: str, source_column: Column, target_column: Column) -> Iterator[Record]:
-    """Yields the pairs of a Parquet file, with flat columns or a `translation` struct.
-
-    Raises:
-        ValueError: If a column is missing or holds no text.
-    """
-    file = pq.ParquetFile(path)
-    names = column_names(source_column, target_column)
-    row = 0
-    for batch in file.iter_batches():
-        yield from read_arrow(batch, names, path, row)
-        row += batch.num_rows
-
-
-def read_arrow(
-    table: pa.Table | pa.RecordBatch, names: tuple[str, str], where: str, first_row: int
-) -> Iterator[Record]:
-    """Yields the pairs of an Arrow table, with flat columns or a `translation` struct.
-
-    Raises:
-        ValueError: If a column is missing or holds no text.
-    """
-    columns = {name: table.column(name) for name in table.schema.names}
-    nested = columns.get("translation")
-    if not all(name in columns for name in names) and nested is not None and pa.types.is_struct(nested.type):
-        columns = {field.name: pc.struct_field(nested, field.name) for field in nested.type}
-    _check_columns(where, names, list(columns))
-    sides = [_as_bytes(columns[name], name, where) for name in names]
-    for row, values in enumerate(zip(*sides, strict=True), start=first_row):
-        if None in values:
-            missing = names[values.index(None)]
-            yield PairProblem("malformed", f"{where}, row {row} must hold a text {missing!r}, got none.")
-            continue
-        try:
-            yield values[0].decode("utf-8"), values[1].decode("utf-8")
-        except UnicodeDecodeError as error:
-            yield PairProblem("invalid_utf8", f"{where}, row {row} must be UTF-8 text, got an {error.reason}.")
-
-
-def _as_bytes(column: pa.Array | pa.ChunkedArray, name: str, where: str) -> list[bytes | None]:
-    # As bytes, because Arrow lets strings through that are not UTF-8.
-    if pa.types.is_dictionary(column.type):
-        column = column.cast(column.type.value_type)
-    kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
-    if not any(is_kind(column.type) for is_kind in kinds):
-        raise ValueError(f"Column {name!r} of {where} must hold text, got {column.type}.")
-    return column.cast(pa.large_binary()).to_pylist()

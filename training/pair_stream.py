@@ -10,10 +10,11 @@ import datasets
 import torch
 from torch.utils.data import get_worker_info
 
+from metaphrase.training.arrow_pairs import read_arrow
 from metaphrase.training.data_fingerprint import file_fingerprint
 from metaphrase.training.data_report import DROP_REASONS, DataReport
 from metaphrase.training.dataset import OUTCOMES, Empty, PairEncoder, TooLong, encode_batch, find_frames
-from metaphrase.training.pair_files import Column, column_names, read_arrow
+from metaphrase.training.pair_files import Column, column_names
 from metaphrase.training.pairs import Policy, as_row, check_place, generate_records
 
 logger = logging.getLogger(__name__)

@@ -1,9 +1,10 @@
 """Checks of a recipe's fields against their ranges and against each other."""
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from metaphrase.training.metrics import DEFAULT_METRICS
+from metaphrase.training.metrics import DEFAULT_METRICS, check_bleu_is_computed
 
 if TYPE_CHECKING:
     from metaphrase.training.recipe import Recipe
@@ -17,6 +18,14 @@ _OF_A_TRAINED_TOKENIZER += ("normalization", "min_frequency", "joiner")
 _FROM_0, _ABOVE_0, _TO_1 = "at least 0 and below 1", "above 0 and below 1", "above 0 and at most 1"
 _BOUNDS = {"label_smoothing_factor": _FROM_0, "exponential_average_decay": _FROM_0, "lora_dropout": _FROM_0}
 _BOUNDS |= {"noise_density": _ABOVE_0, "layer_decay": _TO_1}
+_NOT_WITH_A_BUDGET = {
+    "dataloader_drop_last": "by which every pair comes once an epoch",
+    "auto_find_batch_size": "which decides what a batch takes: after a lack of memory, the same batches would come again",
+    # transformers divides the noise by the root of a row's length, which is that of all pairs in it.
+    "neftune_noise_alpha": "by which many pairs share a row, whose length would lessen the noise",
+}
+# What a training pair holds already that is no length.
+_NO_LENGTHS = ("input_ids", "labels")
 # Any of these gives a task validation pairs.
 _VALIDATION = ("validation_file", "validation_source_file", "dataset_validation_split", "num_validation")
 
@@ -77,18 +86,25 @@ def _check_shares(recipe: "Recipe") -> None:
 
 def _check_batches(recipe: "Recipe") -> None:
     """What a budget of tokens decides by itself."""
+    if recipe.length_column_name in _NO_LENGTHS:
+        raise ValueError(
+            f"`length_column_name` must not be one of {', '.join(_NO_LENGTHS)}, which are what a pair holds, "
+            f"got {recipe.length_column_name}."
+        )
     if recipe.max_tokens_per_batch is None:
         return
-    if _strategy(recipe.train_sampling_strategy) == "sequential":
+    strategy = _strategy(recipe.train_sampling_strategy)
+    if strategy in ("sequential", "batch_rebalance"):
         raise ValueError(
-            "`train_sampling_strategy` must not be sequential with `max_tokens_per_batch`, by which pairs of like length share a "
-            f"batch, got {recipe.max_tokens_per_batch}."
+            f"`train_sampling_strategy` must not be {strategy} with `max_tokens_per_batch`, by which pairs of like length share "
+            f"a batch, got {recipe.max_tokens_per_batch}."
         )
-    if recipe.dataloader_drop_last:
-        raise ValueError(
-            "`dataloader_drop_last` must be false with `max_tokens_per_batch`, by which every pair comes once an epoch, got true "
-            f"and {recipe.max_tokens_per_batch}."
-        )
+    for name, why in _NOT_WITH_A_BUDGET.items():
+        if value := getattr(recipe, name):
+            shown = "true" if value is True else value
+            raise ValueError(
+                f"`{name}` must be left out with `max_tokens_per_batch`, {why}, got {shown} and {recipe.max_tokens_per_batch}."
+            )
 
 
 def _check_places(recipe: "Recipe") -> None:
@@ -136,7 +152,7 @@ def _check_objective(recipe: "Recipe") -> None:
     of_pairs = [f"{split}{kind}" for split in SPLITS for kind in ("_file", "_source_file")]
     of_pairs += ["dataset_name", "streaming", "metrics", "target_vocab_size", "num_validation", "num_test"]
     of_pairs += ["source_prefix", "source_column", "target_column", "too_long", "empty", "malformed"]
-    of_pairs += ["max_test_samples", "bleu_tokenize"]
+    of_pairs += ["max_test_samples", "bleu_tokenize", "max_decoded_samples"]
     for name in of_pairs:
         _refuse_together(recipe, "objective", name, "it is learned from plain text")
     if recipe.is_set("joint_vocabulary") and not recipe.joint_vocabulary:
@@ -197,6 +213,12 @@ def _check_tokenizer_and_model(recipe: "Recipe") -> None:
 def _check_evaluation(recipe: "Recipe") -> None:
     if recipe.metrics and not recipe.predict_with_generate:
         raise ValueError(f"`metrics` must come with true `predict_with_generate`, got {recipe.metrics} and false.")
+    if recipe.max_decoded_samples is not None and not recipe.predict_with_generate:
+        raise ValueError(
+            "`max_decoded_samples` must come with true `predict_with_generate`, without which nothing is decoded while training, "
+            f"got {recipe.max_decoded_samples} and false."
+        )
+    check_bleu_is_computed(recipe.metrics or DEFAULT_METRICS, recipe.bleu_tokenize)
     if recipe.repetition_penalty is not None and recipe.repetition_penalty <= 0:
         # transformers finds that when it decodes, at the first evaluation.
         raise ValueError(f"`repetition_penalty` must be above 0, got {recipe.repetition_penalty}.")
@@ -236,6 +258,12 @@ def _check_best(recipe: "Recipe") -> None:
 
 
 def _check_technique(recipe: "Recipe") -> None:
+    for part, factor in recipe.learning_rate_factors.items():
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf:
+            raise ValueError(
+                f"`learning_rate_factors` must hold numbers above 0, got {factor!r} for {part!r}; `freeze` names what shall "
+                "not be trained."
+            )
     _require_with(recipe, "r_drop_start_step", "r_drop_alpha")
     if 0 < recipe.max_steps <= recipe.r_drop_start_step:
         raise ValueError(

@@ -57,6 +57,11 @@ def discard_model(folder: Path) -> None:
     remove_folder(folder / TARGET_SUBFOLDER)
 
 
+def resumes(recipe: Recipe) -> bool:
+    """Whether a run is to go on, and not to begin."""
+    return str(recipe.resume_from_checkpoint or "no").lower() not in ("false", "no")
+
+
 def checkpoint_to_resume(recipe: Recipe, folder: Path) -> str | None:
     """The checkpoint that a run goes on from, None where it starts from the beginning.
 
@@ -68,11 +73,11 @@ def checkpoint_to_resume(recipe: Recipe, folder: Path) -> str | None:
         ValueError: If the folder holds what the run would replace, the checkpoint is not whole, or the recipe would not be true
             of it.
     """
-    resume = str(recipe.resume_from_checkpoint or "no")
-    if resume.lower() in ("false", "no"):
+    if not resumes(recipe):
         _refuse_checkpoints(folder)
         _refuse_model(folder)
         return None
+    resume = str(recipe.resume_from_checkpoint)
     if resume.lower() not in ("true", "yes"):
         check_whole(resume)
         if Path(resume).resolve().parent != folder.resolve():

@@ -147,7 +147,7 @@ class MetaphraseTrainer(
         if self.args.train_sampling_strategy != "group_by_length" or column not in getattr(dataset, "column_names", ()):
             return super()._get_train_sampler(train_dataset)
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        return LengthGroupedSampler(list(dataset[column]), self.args.train_batch_size, seed)
+        return LengthGroupedSampler(dataset[column][:], self.args.train_batch_size, seed)
 
     def get_train_dataloader(self):
         if isinstance(self.train_dataset, TokenBudgetStream):
@@ -206,6 +206,9 @@ class MetaphraseTrainer(
             pin_memory=arguments.dataloader_pin_memory,
             persistent_workers=arguments.dataloader_persistent_workers,
             prefetch_factor=arguments.dataloader_prefetch_factor,
+            # Earlier versions of transformers have none of these two.
+            multiprocessing_context=getattr(arguments, "dataloader_multiprocessing_context", None),
+            in_order=getattr(arguments, "dataloader_in_order", True),
             worker_init_fn=seed,
             **batching,
         )
