@@ -197,12 +197,21 @@ class Experiment:
             numbers = {"last": recipe.average_last, "best": recipe.average_best}
             # A file in the folder may be of another run.
             log = trainer.state.log_history
-            # A run that ended early is not lost for the checkpoints that it lacks; one is its own mean.
-            folders = select_checkpoints(self.folder, **numbers, metric=metric, log_history=log, or_fewer=True)
-            if len(folders) > 1:
-                folders = [average_checkpoints(folders, average, overwrite=True)]
+            try:
+                # A run that ended early is not lost for the checkpoints that it lacks; one is its own mean.
+                folders = select_checkpoints(self.folder, **numbers, metric=metric, log_history=log, or_fewer=True)
+                if len(folders) > 1:
+                    folders = [average_checkpoints(folders, average, overwrite=True)]
+            except Exception as error:
+                # Whatever it is, the trained weights are in no file yet, and other processes wait for the word of this one.
+                folders = [None]
+                logger.warning(
+                    "There is no mean of checkpoints: %s The finished model has the weights of step %d, the last one.",
+                    *(error, trainer.state.global_step),
+                )
         broadcast_object_list(folders)
-        load_whole_weights(trainer.model, folders[0])
+        if folders[0] is not None:
+            load_whole_weights(trainer.model, folders[0])
         trainer.accelerator.wait_for_everyone()
         if trainer.is_world_process_zero() and average.exists():
             # `save_model` writes it where a run's model lies.
