@@ -11,6 +11,9 @@ from metaphrase.training.data_fingerprint import data_fingerprint
 
 logger = logging.getLogger(__name__)
 
+# What earlier versions did without noting it.
+_BEFORE = {"length_multiple": 1}
+
 
 class DataPlace:
     """For a Trainer: reads `progress.json`, and compares what it says of the data with what is there now."""
@@ -44,7 +47,8 @@ class DataPlace:
 
     def _has_same_epochs(self, progress: dict[str, Any]) -> bool:
         """Whether a number of batches leads to the same place as it did; if not, that is said."""
-        # What earlier versions did not note counts as the same.
+        # What else earlier versions did not note counts as the same.
+        progress = _BEFORE | progress
         present = {name: value for name, value in self._layout_of_epochs().items() if name in progress}
         if different := [
             f"{name} {progress[name]}, now {present[name]}" for name in present if progress[name] != present[name]

@@ -119,6 +119,11 @@ class Experiment:
         trainer.accelerator.wait_for_everyone()
         return result
 
+    @property
+    def pad_to_multiple_of(self) -> int:
+        """What the widths of padded batches are a multiple of: tensor cores want that."""
+        return 8 if torch.accelerator.is_available() and not self.arguments.use_cpu else 1
+
     def make_tokenizers(self) -> TokenizerPair:
         recipe = self.recipe
         if self.checkpoint is not None:
@@ -265,14 +270,13 @@ class Experiment:
                 scores |= {f"{task}_{name}": result["score"] for name, result in part["scores"].items()}
             return scores
 
-        on_accelerator = torch.accelerator.is_available() and not arguments.use_cpu
         return MetaphraseTrainer(
             model=model,
             args=arguments,
             tokenizers=tokenizers,
             train_dataset=encoded["train"],
             eval_dataset=validation,
-            data_collator=PairCollator(tokenizers.source.pad_token_id, 8 if on_accelerator else 1),
+            data_collator=PairCollator(tokenizers.source.pad_token_id, self.pad_to_multiple_of),
             callbacks=callbacks,
             score=score if self.metrics else None,
             max_tokens_per_batch=recipe.max_tokens_per_batch,

@@ -28,7 +28,7 @@ from metaphrase.training.packed_collator import PackedCollator
 from metaphrase.training.parameter_groups import ParameterGroupsMixin
 from metaphrase.training.r_drop import RDropMixin
 from metaphrase.training.sharded_weights import as_plain_class, gather_model, is_sharded, keep_embeddings_together
-from metaphrase.training.token_budget import TokenBudgetSampler
+from metaphrase.training.token_budget import TokenBudgetSampler, WithFillers
 from metaphrase.training.token_stream import TokenBudgetStream
 
 logger = logging.getLogger(__name__)
@@ -139,6 +139,7 @@ class MetaphraseTrainer(
         return super()._layout_of_epochs() | {
             "max_tokens_per_batch": self.max_tokens_per_batch,
             "pairs_in_buffer": pairs_in_buffer,
+            "length_multiple": self._length_multiple if self.max_tokens_per_batch is not None else 1,
         }
 
     def _get_train_sampler(self, train_dataset=None):
@@ -151,6 +152,7 @@ class MetaphraseTrainer(
 
     def get_train_dataloader(self):
         if isinstance(self.train_dataset, TokenBudgetStream):
+            self.train_dataset.length_multiple = self._length_multiple
             return self._prepare_loader(self.train_dataset, is_training=True, batch_size=None)
         if self.max_tokens_per_batch is None:
             return super().get_train_dataloader()
@@ -182,6 +184,11 @@ class MetaphraseTrainer(
     def _is_packing_model(self) -> bool:
         return getattr(self.accelerator.unwrap_model(self.model), "supports_packing", False)
 
+    @property
+    def _length_multiple(self) -> int:
+        """What widths are rounded up to a multiple of after a budget was filled. Packed pairs have no width."""
+        return 1 if self._is_packing_model else getattr(self.data_collator, "pad_to_multiple_of", 1)
+
     def _budget_loader(self, dataset, is_training: bool) -> DataLoader:
         lengths = np.stack([np.asarray(dataset[name][:]) for name in ("source_length", "target_length")], axis=1)
         arguments = self.args
@@ -192,7 +199,14 @@ class MetaphraseTrainer(
             if is_training
             else max(self.max_tokens_per_batch, lengths.sum(axis=1).max().item())
         )
-        sampler = TokenBudgetSampler(lengths, budget, seed, arguments.world_size, arguments.process_index)
+        shares = (arguments.world_size, arguments.process_index)
+        sampler = TokenBudgetSampler(lengths, budget, seed, *shares, length_multiple=self._length_multiple)
+        if sampler.num_fillers:
+            logger.info(
+                "So that all processes have equally many batches, %d of %d hold a repeated pair alone, which does not count.",
+                *(sampler.num_fillers, len(sampler) * sampler.num_processes),
+            )
+            dataset = WithFillers(dataset)
         return self._prepare_loader(dataset, is_training, batch_sampler=sampler)
 
     def _prepare_loader(self, dataset, is_training: bool, **batching) -> DataLoader:
