@@ -157,6 +157,41 @@ def test_a_filler_adds_nothing_to_a_step(family, r_drop_alpha, model, pairs, tmp
     assert all(gradient is not None and not gradient.any() for gradient in gradients)
 
 
+@pytest.mark.parametrize("batch_size", [5, 100])
+def test_the_rest_of_what_is_evaluated_is_not_dropped(model, pairs, tmp_path, batch_size):
+    whole, dropping = (
+        make_trainer(model, pairs, tmp_path, per_device_eval_batch_size=batch_size, dataloader_drop_last=drops)
+        for drops in (False, True)
+    )
+    assert dropping.evaluate()["eval_loss"] == whole.evaluate()["eval_loss"]
+    assert dropping.args.dataloader_drop_last
+    trained = make_trainer(model, pairs, tmp_path, per_device_train_batch_size=5, dataloader_drop_last=True)
+    assert len(trained.get_train_dataloader()) == 2
+
+
+class NewInEachEpoch(torch.utils.data.Dataset):
+    """Pairs with other labels in each epoch, as those with noise."""
+
+    def __init__(self, pairs):
+        self.pairs, self.epoch = pairs, torch.zeros((), dtype=torch.int64).share_memory_()
+
+    def set_epoch(self, epoch):
+        self.epoch.fill_(epoch)
+
+    def __len__(self):
+        return len(self.pairs)
+
+    def __getitem__(self, index):
+        return {**self.pairs[index], "labels": [5 + int(self.epoch), *self.pairs[index]["labels"]]}
+
+
+def test_each_evaluation_is_of_the_same_noise(pairs, tmp_path):
+    options = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    trainer = make_trainer(tiny_bart(), NewInEachEpoch(pairs), tmp_path, **options)
+    losses = [trainer.evaluate()["eval_loss"] for _ in range(3)]
+    assert losses == [make_trainer(tiny_bart(), NewInEachEpoch(pairs), tmp_path).evaluate()["eval_loss"]] * 3
+
+
 def test_a_budget_counts_the_widths_that_the_collator_makes(pairs, tmp_path):
     trainer = make_trainer(tiny_bart(), pairs, tmp_path, max_tokens_per_batch=64)
     trainer.data_collator, trainer.train_dataset = PairCollator(0, 8), with_lengths(pairs * 5)

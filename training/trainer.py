@@ -23,6 +23,7 @@ from metaphrase.training.averaging import DEFAULT_METRIC, scores_in
 from metaphrase.training.batching import LengthGroupedSampler, with_decoder_inputs
 from metaphrase.training.checkpoint_folders import checkpoints_in, step_of
 from metaphrase.training.checkpoints import WholeCheckpoints
+from metaphrase.training.data_place import BATCHES_BY_NUMBER
 from metaphrase.training.exponential_average import ExponentialAverageMixin
 from metaphrase.training.packed_collator import PackedCollator
 from metaphrase.training.parameter_groups import ParameterGroupsMixin
@@ -134,12 +135,16 @@ class MetaphraseTrainer(
         last = whole[-self.num_last_kept :] if self.num_last_kept else []
         return [*super()._kept_checkpoints(run), *scored[: self.num_best_kept], *last]
 
-    def _layout_of_epochs(self) -> dict[str, int | None]:
-        pairs_in_buffer = getattr(self.train_dataset, "pairs_in_buffer", None)
-        return super()._layout_of_epochs() | {
+    def _layout_of_epochs(self) -> dict[str, int | str | None]:
+        layout = super()._layout_of_epochs()
+        has_budget = self.max_tokens_per_batch is not None
+        if has_budget:
+            # It decides what these do otherwise.
+            layout |= dict.fromkeys(BATCHES_BY_NUMBER)
+        return layout | {
             "max_tokens_per_batch": self.max_tokens_per_batch,
-            "pairs_in_buffer": pairs_in_buffer,
-            "length_multiple": self._length_multiple if self.max_tokens_per_batch is not None else 1,
+            "pairs_in_buffer": getattr(self.train_dataset, "pairs_in_buffer", None),
+            "length_multiple": self._length_multiple if has_budget else 1,
         }
 
     def _get_train_sampler(self, train_dataset=None):
@@ -175,6 +180,15 @@ class MetaphraseTrainer(
             # Some processes have no pair of their own: the parent's loader gives them one that is not counted.
             return super().get_eval_dataloader(eval_dataset)
         return self._budget_loader(dataset, is_training=False)
+
+    def _get_dataloader(self, dataset, *args, is_training=False, **kwargs):
+        drops = self.args.dataloader_drop_last
+        try:
+            # What is evaluated is never left out.
+            self.args.dataloader_drop_last = drops and is_training
+            return super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)
+        finally:
+            self.args.dataloader_drop_last = drops
 
     @property
     def _decodes(self) -> bool:
@@ -298,6 +312,8 @@ class MetaphraseTrainer(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
         self._evaluation_loss.zero_()
+        # Loaders with persistent workers are kept, and count: another epoch would be evaluated with another noise.
+        dataloader.iteration = 0
         decodes = self._decodes
         output = super().evaluation_loop(
             dataloader, description, prediction_loss_only or decodes, ignore_keys, metric_key_prefix
