@@ -70,6 +70,34 @@ def test_padding_and_tokens_are_counted(tmp_path):
     assert padded.padding_share == pytest.approx(TokenBudgetSampler(lengths, 100, arguments.seed).padding_share())
 
 
+@pytest.mark.parametrize("budget", [None, 100])
+def test_widths_that_a_collator_rounds_up_are_counted_so(budget, tmp_path):
+    lengths, arguments = lengths_of_pairs(), arguments_of(tmp_path, per_device_train_batch_size=6)
+    sizes = {"vocab_size": 60, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    estimate = estimate_run(
+        T5(T5Config(**sizes)), arguments, lengths, max_tokens_per_batch=budget, pad_to_multiple_of=8
+    )
+    trainer = MetaphraseTrainer(
+        model=T5(T5Config(**sizes, pad_token_id=0, decoder_start_token_id=0)),
+        args=arguments,
+        train_dataset=dataset_of(lengths),
+        data_collator=PairCollator(0, 8),
+        max_tokens_per_batch=budget,
+    )
+    batches = list(trainer.get_train_dataloader())
+    cells = sum(batch["input_ids"].numel() + batch["labels"].numel() for batch in batches)
+    assert estimate.data.batches_per_epoch == len(batches)
+    assert estimate.data.source_tokens + estimate.data.target_tokens == lengths.sum()
+    if budget is not None:
+        assert estimate.data.padding_share == pytest.approx(1 - lengths.sum() / cells)
+    # Packed pairs have no width.
+    packed = [
+        estimate_run(tiny_model(), arguments, lengths, max_tokens_per_batch=100, pad_to_multiple_of=multiple).data
+        for multiple in (1, 8)
+    ]
+    assert packed[0] == packed[1]
+
+
 def test_more_devices_make_fewer_steps(tmp_path):
     lengths, arguments = lengths_of_pairs(400), arguments_of(tmp_path, num_train_epochs=1)
     model = meta_model(tiny_config())

@@ -56,6 +56,51 @@ def test_averages_need_checkpoints_that_are_kept(data, tmp_path):
             make_recipe(data, tmp_path / "run", **{f"average_{choice}": 2, field: "no"})
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"save_strategy": "epoch"}, "`save_strategy` that is best or the `eval_strategy`, got epoch and steps"),
+        ({"save_steps": 5, "eval_steps": 3}, "`save_steps` must be a multiple of `eval_steps` .*, got 5 and 3"),
+        ({"save_steps": 2, "eval_steps": 4}, "must be a multiple of .*, got 2 and 4"),
+        ({"save_steps": 0.3, "eval_steps": 0.2}, "must be a multiple of .*, got 0.3 and 0.2"),
+        ({"save_steps": 10, "eval_steps": 0.1}, "must be a multiple of .*, got 10 and 0.1"),
+    ],
+)
+def test_the_best_are_taken_among_checkpoints_that_are_evaluated(data, tmp_path, fields, message):
+    with pytest.raises(ValueError, match=message):
+        make_recipe(data, tmp_path / "run", average_best=2, **fields)
+    for met in (
+        {"save_steps": 6},
+        {"save_strategy": "best", "metric_for_best_model": "bleu"},
+        {"eval_steps": None, "logging_steps": 3},
+        {"save_steps": 0.3, "eval_steps": 0.1},
+    ):
+        make_recipe(data, tmp_path / "run", average_best=2, **met)
+
+
+@pytest.mark.parametrize("choice", ["last", "best"])
+def test_a_run_stopped_before_its_first_checkpoint_is_not_lost(data, tmp_path, caplog, choice):
+    fields = {f"average_{choice}": 2, "early_stopping_patience": 1, "metric_for_best_model": "loss"}
+    # Nothing gets better by a rate of 0; the second evaluation stops the run.
+    fields |= {"max_steps": 100, "save_steps": 50, "eval_steps": 2, "learning_rate": 0.0, "test_file": None}
+    with caplog.at_level(logging.WARNING):
+        Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
+    assert "got none in" in caplog.text and "The finished model has the weights of step 4, the last one." in caplog.text
+    assert weights(tmp_path / "run") and (tmp_path / "run" / "metrics.json").is_file()
+
+
+def test_a_run_none_of_whose_checkpoints_has_a_score_is_not_lost(data, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("metaphrase.training.recipe_checks._check_scored_checkpoints", lambda recipe: None)
+    fields = {"average_best": 2, "metric_for_best_model": "loss", "early_stopping_patience": 1, "learning_rate": 0.0}
+    fields |= {"max_steps": 100, "save_steps": 4, "eval_steps": 3, "test_file": None}
+    with caplog.at_level(logging.WARNING):
+        Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    assert "0 in" in caplog.text and "The finished model has the weights of step 6" in caplog.text
+    last = weights(tmp_path / "run" / "checkpoint-4")
+    assert all(torch.equal(last[name], weight) for name, weight in weights(tmp_path / "run").items())
+
+
 @pytest.mark.parametrize(("steps", "kept"), [(7, [6, 7]), (3, [3])])
 def test_a_run_too_short_for_its_average_is_not_lost(data, tmp_path, caplog, steps, kept):
     with caplog.at_level(logging.WARNING):

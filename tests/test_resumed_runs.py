@@ -15,6 +15,7 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from metaphrase.training.batching import PairCollator
+from metaphrase.training.best_checkpoint import BestCheckpoint
 from metaphrase.training.checkpoints import WholeCheckpoints, is_whole, last_whole_checkpoint
 from metaphrase.training.data_place import DataPlace
 from metaphrase.training.experiment import Experiment
@@ -132,7 +133,23 @@ def test_another_number_of_steps_in_an_epoch_is_pointed_out(run, caplog):
     trainer.train(resume_from_checkpoint=True)
     # Three steps of two make one epoch and a half.
     assert trainer.state.epoch == 2
-    assert "not go on at the same place in the data: before, it had steps_per_epoch 4, now 2." in caplog.text
+    said = "before, it had steps_per_epoch 4, now 2; per_device_train_batch_size 2, now 4."
+    assert f"not go on at the same place in the data: {said}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"per_device_train_batch_size": 7}, "per_device_train_batch_size 4, now 7"),
+        ({"train_sampling_strategy": "sequential"}, "train_sampling_strategy random, now sequential"),
+        ({"dataloader_drop_last": True}, "dataloader_drop_last False, now True"),
+    ],
+)
+def test_other_batches_in_as_many_steps_are_pointed_out(tmp_path, caplog, options, said):
+    make_trainer(tmp_path, per_device_train_batch_size=4, max_steps=1).train()
+    trainer = make_trainer(tmp_path, **{"per_device_train_batch_size": 4, "max_steps": 2, **options})
+    trainer.train(resume_from_checkpoint=True)
+    assert f"not go on at the same place in the data: before, it had {said}." in caplog.text
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -328,7 +345,13 @@ def test_nothing_is_pointed_out_where_nothing_is_wrong(tmp_path, caplog):
 def test_transformers_has_what_the_mixin_overrides():
     added = {"_read_progress", "_has_same_epochs", "_layout_of_epochs", "_is_over", "_end_epoch", "_restore_totals"}
     added |= {"_check_data", "_note_callbacks", "_name_best", "_progress", "_kept_checkpoints", "_set_later_aside"}
-    own = {name for kind in (WholeCheckpoints, DataPlace) for name, value in vars(kind).items() if callable(value)}
+    added |= {"_best_criterion", "_choose_best_anew", "_is_same_criterion", "_scores"}
+    own = {
+        name
+        for kind in (WholeCheckpoints, BestCheckpoint, DataPlace)
+        for name, value in vars(kind).items()
+        if callable(value)
+    }
     assert added < own
     assert [name for name in sorted(own - added) if not hasattr(Trainer, name)] == []
     assert [name for name in sorted(added) if hasattr(Trainer, name)] == []

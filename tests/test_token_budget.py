@@ -1,10 +1,18 @@
 """Batches by a budget of tokens."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
 
-from metaphrase.training.token_budget import TokenBudgetSampler, cut_into_batches, padded_cost, split_to_count
+from metaphrase.training.token_budget import (
+    TokenBudgetSampler,
+    WithFillers,
+    cut_into_batches,
+    padded_cost,
+    split_to_count,
+)
 
 
 def random_lengths(pairs=3000, seed=0):
@@ -110,6 +118,59 @@ def test_fewer_pairs_than_processes_are_refused():
 
 def test_splitting_halves_the_largest():
     assert split_to_count([[1, 2, 3, 4], [5]], 3) == [[1, 2], [3, 4], [5]]
+    # Of equals the first, and the halves in the place of the whole.
+    assert split_to_count([[1, 2], [3, 4, 5], [6, 7, 8]], 5) == [[1, 2], [3], [4, 5], [6], [7, 8]]
+    assert split_to_count([[1, 2], [3, 4, 5], [6, 7, 8]], 6) == [[1], [2], [3], [4, 5], [6], [7, 8]]
+
+
+def test_many_batches_are_split_in_no_time():
+    start = time.process_time()
+    batches = split_to_count([list(range(number % 60 + 2)) for number in range(40_000)], 44_000)
+    assert len(batches) == 44_000
+    assert time.process_time() - start < 2
+
+
+@pytest.mark.parametrize(("pairs", "processes"), [(5, 2), (7, 3), (9, 4), (6, 3)])
+def test_pairs_that_take_a_batch_each_are_filled_up_to_whole_steps(pairs, processes):
+    lengths = np.array([[1000, 100]] * pairs)
+    lengths[1] = 999, 100
+    shards = [TokenBudgetSampler(lengths, 2048, 0, processes, rank) for rank in range(processes)]
+    assert {shard.num_fillers for shard in shards} == {-pairs % processes}
+    for epoch in range(3):
+        for shard in shards:
+            shard.set_epoch(epoch)
+        own = [list(shard) for shard in shards]
+        assert {len(batches) for batches in own} == {-(-pairs // processes)}
+        seen = [index for batches in own for batch in batches for index in batch]
+        assert sorted(seen) == [*range(pairs), *[pairs + 1] * (-pairs % processes)]
+        # No step is made of fillers alone.
+        assert all(any(batch[0] < pairs for batch in step) for step in zip(*own, strict=True))
+    fillers = -pairs % processes
+    assert shards[0].padding_share() == pytest.approx(fillers / (pairs + fillers), abs=0.01)
+
+
+def test_a_filler_is_the_same_pair_without_labels():
+    pairs = [{"input_ids": [4, 2], "labels": [5, 6, 2]}, {"input_ids": [7, 2], "labels": [8, 2]}]
+    filled = WithFillers(pairs)
+    assert [filled[0], filled[1]] == pairs and len(filled) == 2
+    assert filled[3] == {"input_ids": [7, 2], "labels": [-100, -100]}
+
+
+def test_lengths_are_rounded_up_as_the_collator_pads():
+    sampler = TokenBudgetSampler(np.full((2000, 2), 9), 4096, 0, length_multiple=8)
+    assert max(len(batch) * 32 for batch in sampler) <= 4096
+    assert sampler.padding_share() == pytest.approx(1 - 18 / 32)
+    # A pair that the budget holds before its widths are rounded is not refused.
+    assert list(TokenBudgetSampler([[9, 9]], 18, 0, length_multiple=8)) == [[0]]
+    with pytest.raises(ValueError, match="18 in all, got 17"):
+        TokenBudgetSampler([[9, 9]], 17, 0, length_multiple=8)
+
+
+@pytest.mark.parametrize("seed", [20240601, 2**64, 10**14, 2**63 // 1_000_003])
+def test_any_seed_will_do(seed):
+    lengths = random_lengths(200)
+    orders = [list(TokenBudgetSampler(lengths, 600, seed + more)) for more in (0, 0, 1)]
+    assert orders[0] == orders[1] != orders[2]
 
 
 @pytest.mark.parametrize("pairs", [1, 2, 5])

@@ -75,6 +75,32 @@ def test_a_rest_of_less_than_a_pair_for_each_process_is_not_lost(pairs, pairs_in
     assert sorted(seen) == list(range(PAIRS))
 
 
+def test_pairs_that_take_a_batch_each_are_filled_up_by_ones_that_do_not_count():
+    pairs = [{"input_ids": [number] * 200, "labels": [number] * 50} for number in range(21)]
+    options = {"num_processes": 2, "pairs_in_buffer": 10}
+    streams = [iter(stream_of(pairs, process_index=rank, **options)) for rank in range(2)]
+    batches = [next(stream) for _ in range(11) for stream in streams]
+    counted = [numbers(batch)[0] for batch in batches if batch[0]["labels"][0] != -100]
+    assert sorted(counted) == list(range(21))
+    # The pass after it begins in the same step for all.
+    assert len(batches) == 22
+
+
+def test_any_seed_will_do(pairs):
+    first, again, other = (
+        [numbers(batch) for batch in islice(TokenBudgetStream(lambda number: pairs, 300, seed=seed), 9)]
+        for seed in (20240601, 20240601, 20240602)
+    )
+    assert first == again != other
+
+
+def test_lengths_are_rounded_up_as_the_collator_pads():
+    pairs = [{"input_ids": [1] * 9, "labels": [1] * 9}] * 100
+    stream = stream_of(pairs, pairs_in_buffer=100)
+    stream.length_multiple = 8
+    assert max(len(batch) * 32 for batch in islice(stream, 20)) <= 300
+
+
 def test_fewer_pairs_than_processes_are_refused(pairs):
     with pytest.raises(ValueError, match="at least 3 pairs"):
         next(iter(stream_of(pairs[:2], num_processes=3)))

@@ -17,6 +17,7 @@ from metaphrase.modeling import IGNORED_LABEL, sequence_loss, shift_right
 from metaphrase.tokenization import TokenizerPair, train_tokenizer
 from metaphrase.training.batching import PairCollator
 from metaphrase.training.checkpoint_folders import checkpoints_in, step_of
+from metaphrase.training.token_budget import WithFillers
 from metaphrase.training.trainer import MetaphraseTrainer, spread
 
 SIDES = {"source": "input_ids", "target": "labels"}
@@ -118,6 +119,90 @@ def test_fewer_pairs_than_processes_are_evaluated_with_a_budget_too(model, pairs
     assert len(batch["labels"]) == 2
     monkeypatch.undo()
     assert model.eval()(**batch).loss.item() == pytest.approx(expected, rel=1e-5)
+
+
+def with_lengths(pairs):
+    return Dataset.from_list(
+        [{f"{side}_length": len(pair[name]) for side, name in SIDES.items()} | pair for pair in pairs]
+    )
+
+
+@pytest.mark.parametrize("processes", [2, 3, 5])
+def test_pairs_of_a_batch_each_are_counted_once_by_any_number_of_processes(
+    model, pairs, tmp_path, processes, monkeypatch
+):
+    dataset = with_lengths(pairs[:7])
+    trainer = make_trainer(model, pairs[:7], tmp_path, max_tokens_per_batch=40, prediction_loss_only=True)
+    # Of a pair each, however short.
+    monkeypatch.setattr(
+        "metaphrase.training.token_budget.cut_into_batches", lambda order, *_: [[int(index)] for index in order]
+    )
+    trainer.evaluate()
+    expected = trainer._evaluation_loss.clone()
+    total = evaluated_by(trainer, processes, lambda rank: trainer.get_eval_dataloader(dataset), monkeypatch)
+    torch.testing.assert_close(total, expected)
+
+
+@pytest.mark.parametrize("family", ["ours", "other"])
+@pytest.mark.parametrize("r_drop_alpha", [0.0, 1.0])
+def test_a_filler_adds_nothing_to_a_step(family, r_drop_alpha, model, pairs, tmp_path):
+    if family == "other":
+        model, r_drop_alpha = tiny_bart(), 0.0
+    trainer = make_trainer(model, pairs, tmp_path, max_tokens_per_batch=40, r_drop_alpha=r_drop_alpha)
+    collate = trainer._packed_collator() if trainer._is_packing_model else PairCollator(0)
+    batch = collate([WithFillers(pairs)[len(pairs) + 1]])
+    loss = trainer.compute_loss(model.train(), batch, num_items_in_batch=torch.tensor(5))
+    assert loss.item() == 0
+    loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert all(gradient is not None and not gradient.any() for gradient in gradients)
+
+
+@pytest.mark.parametrize("batch_size", [5, 100])
+def test_the_rest_of_what_is_evaluated_is_not_dropped(model, pairs, tmp_path, batch_size):
+    whole, dropping = (
+        make_trainer(model, pairs, tmp_path, per_device_eval_batch_size=batch_size, dataloader_drop_last=drops)
+        for drops in (False, True)
+    )
+    assert dropping.evaluate()["eval_loss"] == whole.evaluate()["eval_loss"]
+    assert dropping.args.dataloader_drop_last
+    trained = make_trainer(model, pairs, tmp_path, per_device_train_batch_size=5, dataloader_drop_last=True)
+    assert len(trained.get_train_dataloader()) == 2
+
+
+class NewInEachEpoch(torch.utils.data.Dataset):
+    """Pairs with other labels in each epoch, as those with noise."""
+
+    def __init__(self, pairs):
+        self.pairs, self.epoch = pairs, torch.zeros((), dtype=torch.int64).share_memory_()
+
+    def set_epoch(self, epoch):
+        self.epoch.fill_(epoch)
+
+    def __len__(self):
+        return len(self.pairs)
+
+    def __getitem__(self, index):
+        return {**self.pairs[index], "labels": [5 + int(self.epoch), *self.pairs[index]["labels"]]}
+
+
+def test_each_evaluation_is_of_the_same_noise(pairs, tmp_path):
+    options = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    trainer = make_trainer(tiny_bart(), NewInEachEpoch(pairs), tmp_path, **options)
+    losses = [trainer.evaluate()["eval_loss"] for _ in range(3)]
+    assert losses == [make_trainer(tiny_bart(), NewInEachEpoch(pairs), tmp_path).evaluate()["eval_loss"]] * 3
+
+
+def test_a_budget_counts_the_widths_that_the_collator_makes(pairs, tmp_path):
+    trainer = make_trainer(tiny_bart(), pairs, tmp_path, max_tokens_per_batch=64)
+    trainer.data_collator, trainer.train_dataset = PairCollator(0, 8), with_lengths(pairs * 5)
+    costs = [batch["input_ids"].numel() + batch["labels"].numel() for batch in trainer.get_train_dataloader()]
+    assert max(costs) <= 64
+    assert trainer._layout_of_epochs()["length_multiple"] == 8
+    # Packed pairs have no width.
+    trainer = make_trainer(tiny_model(vocab_size=60), pairs, tmp_path, max_tokens_per_batch=64)
+    trainer.data_collator = PairCollator(0, 8)
+    assert trainer._layout_of_epochs()["length_multiple"] == 1
 
 
 def test_training_loss_is_smoothed(model, pairs, tmp_path):

@@ -100,7 +100,11 @@ class DataEstimate:
 
 
 def plan_batches(
-    lengths: np.ndarray, arguments: TrainingArguments, max_tokens_per_batch: int | None, devices: int
+    lengths: np.ndarray,
+    arguments: TrainingArguments,
+    max_tokens_per_batch: int | None,
+    devices: int,
+    length_multiple: int = 1,
 ) -> list[list[int]]:
     """The batches of the first epoch, of all devices, as the trainer will form them.
 
@@ -109,10 +113,13 @@ def plan_batches(
         arguments: Give the seed and, without a budget of tokens, the size of a batch.
         max_tokens_per_batch: The budget.
         devices: How many share the epoch.
+        length_multiple: What the collator rounds widths up to a multiple of.
     """
     seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
     if max_tokens_per_batch is not None:
-        return TokenBudgetSampler(lengths, max_tokens_per_batch, seed, devices).epoch_batches(0)
+        sampler = TokenBudgetSampler(lengths, max_tokens_per_batch, seed, devices, length_multiple=length_multiple)
+        # A filler is a pair once more.
+        return [[index % len(lengths) for index in batch] for batch in sampler.epoch_batches(0)]
     rows = arguments.per_device_train_batch_size
     if arguments.train_sampling_strategy == "group_by_length":
         order = list(LengthGroupedSampler(lengths.sum(axis=1).tolist(), rows, seed))

@@ -14,6 +14,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length
 
+from metaphrase.training.best_checkpoint import BestCheckpoint
 from metaphrase.training.checkpoint_folders import (
     UNFINISHED_NAME,
     check_whole,
@@ -60,7 +61,7 @@ class _Resumed:
     is_epoch_end_due: bool = False
 
 
-class WholeCheckpoints(DataPlace):
+class WholeCheckpoints(BestCheckpoint, DataPlace):
     """For a Trainer, before its parents: checkpoints that are whole, and a resumed run that ends as one never stopped.
 
     A checkpoint is written below `_unfinished` and gets its name as the last act, when all of it is on the disk. What is replaced
@@ -75,6 +76,7 @@ class WholeCheckpoints(DataPlace):
       Their settings are those of the present run.
     - The place in the data is that of the checkpoint, also after an epoch that a callback ended early, or in a later pass through
       an iterable data set. A checkpoint of the last step of an epoch may be older than the end of it: that is made up for.
+    - The best checkpoint is chosen anew where the best is told by another metric than before.
     - No further step is made if all are done, or if the patience of an `EarlyStoppingCallback` is used up.
     - `eval_on_start` evaluates when the run starts, not when it goes on.
     - Once training begins, later checkpoints of the same folder, which it does not come from, are set aside, so that neither the
@@ -136,8 +138,10 @@ class WholeCheckpoints(DataPlace):
             return epoch, batches
         run, folder = Path(self._get_output_dir(trial)), Path(resume_from_checkpoint).parent
         # The run's folder may have been moved, and then what the checkpoint says is wrong.
-        self._name_best(run if folder.resolve() == run.resolve() else folder)
+        run = run if folder.resolve() == run.resolve() else folder
+        self._name_best(run)
         progress = self._read_progress(Path(resume_from_checkpoint))
+        self._choose_best_anew(run, progress)
         self._resumed = _Resumed(resume_from_checkpoint, progress)
         if progress is not None and not self.args.ignore_data_skip:
             self._check_data(progress)
@@ -335,18 +339,14 @@ class WholeCheckpoints(DataPlace):
         noted = TrainerState(stateful_callbacks=[each for each in callbacks if isinstance(each, ExportableState)])
         self.state.stateful_callbacks = noted.stateful_callbacks
 
-    def _name_best(self, run: Path, newest: Path | None = None) -> None:
-        if self.state.best_global_step:
-            best = checkpoint_of_step(run, self.state.best_global_step)
-            if best == newest or best.is_dir():
-                self.state.best_model_checkpoint = str(best)
-
     def _progress(self) -> dict[str, Any]:
         """What transformers does not note. A data set with a `state_dict` of its own would add its place here."""
         norm, rate = self._last_report
         is_reported = self._reported_step == self.state.global_step
         is_mid_step = is_reported and not self._is_reporting
-        return self._layout_of_epochs() | {
+        return {
+            **self._layout_of_epochs(),
+            **self._best_criterion(),
             "epoch": self._epoch,
             "num_batches": self._num_batches_reported if is_mid_step else self._num_batches,
             "batches_per_epoch": self._batches_per_epoch,

@@ -11,6 +11,16 @@ from metaphrase.training.data_fingerprint import data_fingerprint
 
 logger = logging.getLogger(__name__)
 
+# What decides which pairs share a batch of a given number of pairs.
+BATCHES_BY_NUMBER = (
+    "per_device_train_batch_size",
+    "train_sampling_strategy",
+    "length_column_name",
+    "dataloader_drop_last",
+)
+# What earlier versions did without noting it.
+_BEFORE = {"length_multiple": 1}
+
 
 class DataPlace:
     """For a Trainer: reads `progress.json`, and compares what it says of the data with what is there now."""
@@ -44,7 +54,8 @@ class DataPlace:
 
     def _has_same_epochs(self, progress: dict[str, Any]) -> bool:
         """Whether a number of batches leads to the same place as it did; if not, that is said."""
-        # What earlier versions did not note counts as the same.
+        # What else earlier versions did not note counts as the same.
+        progress = _BEFORE | progress
         present = {name: value for name, value in self._layout_of_epochs().items() if name in progress}
         if different := [
             f"{name} {progress[name]}, now {present[name]}" for name in present if progress[name] != present[name]
@@ -54,12 +65,17 @@ class DataPlace:
             )
         return not different
 
-    def _layout_of_epochs(self) -> dict[str, int | None]:
+    def _layout_of_epochs(self) -> dict[str, int | str | None]:
         """What decides where a number of batches leads in the data."""
+        strategy = str(getattr(self.args.train_sampling_strategy, "value", self.args.train_sampling_strategy))
+        column = self.args.length_column_name if strategy == "group_by_length" else None
+        # The first may have been lowered for want of memory.
+        by_number = (self._train_batch_size, strategy, column, self.args.dataloader_drop_last)
         return {
             "num_processes": self.args.world_size,
             "gradient_accumulation_steps": self.args.gradient_accumulation_steps,
             "steps_per_epoch": self._steps_per_epoch,
+            **dict(zip(BATCHES_BY_NUMBER, by_number, strict=True)),
         }
 
 

@@ -55,6 +55,7 @@ def dry_run(experiment: Experiment, devices: int | None = None) -> RunEstimate:
         arguments,
         lengths,
         max_tokens_per_batch=recipe.max_tokens_per_batch,
+        pad_to_multiple_of=experiment.pad_to_multiple_of,
         r_drop_start_step=recipe.r_drop_start_step if recipe.r_drop_alpha > 0 else None,
         is_averaged=recipe.exponential_average_decay is not None,
         devices=devices,
@@ -70,10 +71,13 @@ def _measured_rate(experiment: Experiment, model, train, lengths: np.ndarray) ->
         size = arguments.train_batch_size
         rows = [range(start, min(start + size, len(train))) for start in range(0, len(train), size)]
     else:
-        rows = list(TokenBudgetSampler(lengths, recipe.max_tokens_per_batch, arguments.seed))
+        multiple = 1 if is_packed else experiment.pad_to_multiple_of
+        rows = list(TokenBudgetSampler(lengths, recipe.max_tokens_per_batch, arguments.seed, length_multiple=multiple))
     # A corpus of one batch makes it again and again.
     rows = [rows[number % len(rows)] for number in range(TIMED_STEPS + 1)]
-    collate = PackedCollator() if is_packed else PairCollator(model.config.pad_token_id or 0)
+    collate = (
+        PackedCollator() if is_packed else PairCollator(model.config.pad_token_id or 0, experiment.pad_to_multiple_of)
+    )
     names = ("input_ids", "labels")
     batches = [collate([{name: train[row][name] for name in names} for row in batch]) for batch in rows]
     batches = [with_decoder_inputs(model, batch) for batch in batches]

@@ -17,6 +17,7 @@ from metaphrase.training.activation_estimate import (
 from metaphrase.training.batch_estimate import BatchShape, DataEstimate, estimate_data, plan_batches
 from metaphrase.training.compute_estimate import training_flops
 from metaphrase.training.memory_estimate import ParameterCounts, Sharding, StateMemory, estimate_states, optimizer_bytes
+from metaphrase.training.token_budget import round_up
 
 _MEBIBYTE, _GIBIBYTE, _SECONDS_PER_HOUR = 2**20, 2**30, 3600
 # Batches that may be the most expensive one, by each measure of size.
@@ -170,6 +171,7 @@ def estimate_run(
     lengths: np.ndarray | Sequence[Sequence[int]],
     *,
     max_tokens_per_batch: int | None = None,
+    pad_to_multiple_of: int = 1,
     r_drop_start_step: int | None = None,
     is_averaged: bool = False,
     devices: int | None = None,
@@ -183,6 +185,7 @@ def estimate_run(
         arguments: Of the training.
         lengths: Tokens of source and target of each training pair, `(pairs, 2)`.
         max_tokens_per_batch: The budget of a batch of one device; `None` for `per_device_train_batch_size` pairs.
+        pad_to_multiple_of: What the collator rounds widths up to a multiple of, where batches are not packed.
         r_drop_start_step: Updates before each batch is passed twice; `None` if that never happens.
         is_averaged: Whether an exponential average follows what is trained.
         devices: Plans for so many; by default those of this run.
@@ -199,8 +202,10 @@ def estimate_run(
         raise ValueError(f"`flops_per_second` must be above 0, got {flops_per_second}.")
     sharding = Sharding.of(arguments, devices)
     is_packed = max_tokens_per_batch is not None and getattr(model, "supports_packing", False)
-    batches = plan_batches(lengths, arguments, max_tokens_per_batch, sharding.devices)
-    shapes = [BatchShape.of(*lengths[batch].T, is_packed) for batch in batches]
+    multiple = 1 if is_packed else pad_to_multiple_of
+    batches = plan_batches(lengths, arguments, max_tokens_per_batch, sharding.devices, multiple)
+    padded = round_up(lengths, multiple)
+    shapes = [BatchShape.of(*padded[batch].T, is_packed) for batch in batches]
     data = estimate_data(lengths, shapes, arguments, sharding.devices)
     precision = precision_of(model, arguments, sharding, on_accelerator)
     is_checkpointed = _is_checkpointed(arguments)

@@ -142,6 +142,11 @@ class Experiment:
             own = [text for text, name in zip(references, tasks, strict=True) if name == task]
             check_references(own, self.metrics, f"{what} of task {task!r}")
 
+    @property
+    def pad_to_multiple_of(self) -> int:
+        """What the widths of padded batches are a multiple of: tensor cores want that."""
+        return 8 if torch.accelerator.is_available() and not self.arguments.use_cpu else 1
+
     def make_tokenizers(self) -> TokenizerPair:
         recipe = self.recipe
         if self.checkpoint is not None:
@@ -220,12 +225,21 @@ class Experiment:
             numbers = {"last": recipe.average_last, "best": recipe.average_best}
             # A file in the folder may be of another run.
             log = trainer.state.log_history
-            # A run that ended early is not lost for the checkpoints that it lacks; one is its own mean.
-            folders = select_checkpoints(self.folder, **numbers, metric=metric, log_history=log, or_fewer=True)
-            if len(folders) > 1:
-                folders = [average_checkpoints(folders, average, overwrite=True)]
+            try:
+                # A run that ended early is not lost for the checkpoints that it lacks; one is its own mean.
+                folders = select_checkpoints(self.folder, **numbers, metric=metric, log_history=log, or_fewer=True)
+                if len(folders) > 1:
+                    folders = [average_checkpoints(folders, average, overwrite=True)]
+            except Exception as error:
+                # Whatever it is, the trained weights are in no file yet, and other processes wait for the word of this one.
+                folders = [None]
+                logger.warning(
+                    "There is no mean of checkpoints: %s The finished model has the weights of step %d, the last one.",
+                    *(error, trainer.state.global_step),
+                )
         broadcast_object_list(folders)
-        load_whole_weights(trainer.model, folders[0])
+        if folders[0] is not None:
+            load_whole_weights(trainer.model, folders[0])
         trainer.accelerator.wait_for_everyone()
         if trainer.is_world_process_zero() and average.exists():
             # `save_model` writes it where a run's model lies.
@@ -282,14 +296,13 @@ class Experiment:
                 scores |= {f"{task}_{name}": result["score"] for name, result in part["scores"].items()}
             return scores
 
-        on_accelerator = torch.accelerator.is_available() and not arguments.use_cpu
         return MetaphraseTrainer(
             model=model,
             args=arguments,
             tokenizers=tokenizers,
             train_dataset=encoded["train"],
             eval_dataset=validation,
-            data_collator=PairCollator(tokenizers.source.pad_token_id, 8 if on_accelerator else 1),
+            data_collator=PairCollator(tokenizers.source.pad_token_id, self.pad_to_multiple_of),
             callbacks=callbacks,
             score=score if self.metrics else None,
             max_tokens_per_batch=recipe.max_tokens_per_batch,

@@ -283,7 +283,31 @@ def _check_technique(recipe: "Recipe") -> None:
             raise ValueError(f"`{name}` must come with `save_strategy` steps, epoch or best, got no.")
     if recipe.average_best is not None and _strategy(recipe.eval_strategy) == "no":
         raise ValueError("`average_best` must come with `eval_strategy` steps or epoch, got no.")
+    if recipe.average_best is not None:
+        _check_scored_checkpoints(recipe)
     for name in ("lora_alpha", "lora_dropout", "lora_target_modules"):
         _require_with(recipe, name, "lora_rank")
     _require_with(recipe, "lora_rank", "model_name_or_path")
     _refuse_together(recipe, "lora_rank", "freeze", "all but the adapter is frozen")
+
+
+def _check_scored_checkpoints(recipe: "Recipe") -> None:
+    """Checkpoints among which the best are taken must be saved where the model is evaluated."""
+    save, evaluate = _strategy(recipe.save_strategy), _strategy(recipe.eval_strategy)
+    if save == "best":
+        return
+    if save != evaluate:
+        raise ValueError(
+            f"`average_best` must come with a `save_strategy` that is best or the `eval_strategy`, got {save} and {evaluate}: "
+            "a checkpoint that is not evaluated has no score."
+        )
+    # Without its own number, an evaluation comes with each log. Both may be shares of the run.
+    steps = recipe.eval_steps or recipe.logging_steps
+    if save != "steps" or not steps:
+        return
+    times = recipe.save_steps / steps
+    if (recipe.save_steps < 1) != (steps < 1) or round(times) < 1 or abs(times - round(times)) > 1e-6:
+        raise ValueError(
+            f"`save_steps` must be a multiple of `eval_steps` with `average_best`, got {recipe.save_steps} and {steps}: a "
+            "checkpoint that is not evaluated has no score."
+        )

@@ -1,12 +1,15 @@
 """Batches by a budget of tokens: which pairs share a batch, so that each costs about the same and little of it is padding."""
 
+import heapq
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import Dataset, Sampler
+
+from metaphrase.modeling import IGNORED_LABEL
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +43,22 @@ def check_longest_pair(lengths: np.ndarray, max_tokens_per_batch: int) -> None:
             f"tokens, {source + target} in all, got {max_tokens_per_batch}. Raise it, or lower `max_source_length` and "
             "`max_target_length`."
         )
+
+
+def round_up(lengths: np.ndarray, multiple: int) -> np.ndarray:
+    """Lengths as a collator pads them that rounds widths up to a multiple."""
+    return -(-lengths // multiple) * multiple
+
+
+def as_padded(lengths: np.ndarray, max_tokens_per_batch: int, multiple: int) -> tuple[np.ndarray, int]:
+    """Lengths rounded up to a multiple, and the budget, which grows where it holds the longest pair only without that.
+
+    Raises:
+        ValueError: If the longest pair alone exceeds the budget as it is.
+    """
+    check_longest_pair(lengths, max_tokens_per_batch)
+    lengths = round_up(lengths, multiple)
+    return lengths, max(max_tokens_per_batch, int(lengths.sum(axis=1).max()))
 
 
 def sort_by_both_lengths(indices: np.ndarray, lengths: np.ndarray, num_batches: int) -> np.ndarray:
@@ -84,12 +103,32 @@ def split_to_count(batches: list[list[int]], count: int) -> list[list[int]]:
     """
     if sum(map(len, batches)) < count:
         raise ValueError(f"There must be at least {count} pairs to make {count} batches, got {sum(map(len, batches))}.")
-    batches = list(batches)
-    while len(batches) < count:
-        place = max(range(len(batches)), key=lambda number: (len(batches[number]), -number))
-        batch = batches[place]
-        batches[place : place + 1] = [batch[: len(batch) // 2], batch[len(batch) // 2 :]]
-    return batches
+    if len(batches) >= count:
+        return list(batches)
+    # The place of a half is that of the whole and one number more, so that places are in the order of the batches.
+    heap = [(-len(batch), (number,), batch) for number, batch in enumerate(batches)]
+    heapq.heapify(heap)
+    while len(heap) < count:
+        size, place, batch = heap[0]
+        half = len(batch) // 2
+        heapq.heapreplace(heap, (-half, (*place, 0), batch[:half]))
+        heapq.heappush(heap, (size + half, (*place, 1), batch[half:]))
+    return [batch for _, _, batch in sorted(heap, key=lambda item: item[1])]
+
+
+def fill_to_count(batches: list[list[int]], count: int, num_processes: int, filler: int) -> list[list[int]]:
+    """As `split_to_count`; the batches for which there are no pairs, at most one for each further process, hold `filler` alone.
+
+    Raises:
+        ValueError: If there are fewer pairs than processes.
+    """
+    missing = max(0, count - max(sum(map(len, batches)), num_processes))
+    return split_to_count(batches, count - missing) + [[filler] for _ in range(missing)]
+
+
+def seeded_generator(seed: int) -> torch.Generator:
+    """A generator of any seed, those above torch's limit brought below it."""
+    return torch.Generator().manual_seed(seed if seed < 2**64 else seed % 2**63)
 
 
 def form_batches(
@@ -118,6 +157,12 @@ class TokenBudgetSampler(Sampler[list[int]]):
 
     Every pair stands in one batch of one process in each epoch. All processes get the same number of batches, and all epochs
     have the same number, so that a schedule can be planned. What an epoch looks like depends on the seed and its number alone.
+
+    Where batches are to hold a pair each and processes do not share the pairs evenly, the last ones get a filler: the index of
+    the shortest pair plus the number of all pairs. `WithFillers` makes it a pair that does not count.
+
+    Attributes:
+        num_fillers: In an epoch, of all processes together; always fewer than processes.
     """
 
     _PROBED_EPOCHS = 4
@@ -131,6 +176,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
         num_processes: int = 1,
         process_index: int = 0,
         batches_per_window: int = 200,
+        length_multiple: int = 1,
     ):
         """Args:
         lengths: Tokens of source and target of each pair, `(pairs, 2)`.
@@ -139,17 +185,18 @@ class TokenBudgetSampler(Sampler[list[int]]):
         num_processes: How many share an epoch.
         process_index: Which of them this is.
         batches_per_window: More pad less, fewer mix more.
+        length_multiple: What the collator rounds the widths of a batch up to a multiple of.
 
         Raises:
             ValueError: If the budget cannot hold the longest pair, or there are fewer pairs than processes.
         """
-        self.lengths = np.asarray(lengths, dtype=np.int64).reshape(-1, 2)
-        check_longest_pair(self.lengths, max_tokens_per_batch)
-        self.max_tokens_per_batch = max_tokens_per_batch
+        lengths = np.asarray(lengths, dtype=np.int64).reshape(-1, 2)
+        self._num_tokens = int(lengths.sum())
+        self.lengths, self.max_tokens_per_batch = as_padded(lengths, max_tokens_per_batch, length_multiple)
         self.seed = seed
         self.num_processes, self.process_index = num_processes, process_index
         mean = self.lengths.sum(axis=1).mean()
-        self.pairs_per_window = max(1, int(batches_per_window * max_tokens_per_batch / mean))
+        self.pairs_per_window = max(1, int(batches_per_window * self.max_tokens_per_batch / mean))
         self.epoch = 0
         most = max(len(self._form(epoch)) for epoch in range(self._PROBED_EPOCHS))
         # Sorted as a whole, pairs of any order make nearly the same batches: that fits nearly always.
@@ -157,7 +204,10 @@ class TokenBudgetSampler(Sampler[list[int]]):
         planned = max(math.ceil(most * (1 + self._SPARE)), least + 1) if most > 1 else most
         planned = min(planned, len(self.lengths))
         self.batches_per_process = math.ceil(planned / num_processes)
-        split_to_count(self._form(0), self.batches_per_process * num_processes)
+        self._filler = len(self.lengths) + int(self.lengths.sum(axis=1).argmin())
+        self.num_fillers = max(0, self.batches_per_process * num_processes - len(self.lengths))
+        # Fewer pairs than processes are refused here.
+        self._to_count(self._form(0))
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the batches of an epoch; accelerate's loaders call it."""
@@ -167,11 +217,14 @@ class TokenBudgetSampler(Sampler[list[int]]):
         return self.batches_per_process
 
     def _generator(self, epoch: int) -> torch.Generator:
-        return torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        return seeded_generator(self.seed * 1_000_003 + epoch)
 
     def _form(self, epoch: int, is_whole: bool = False) -> list[list[int]]:
         window = None if is_whole else self.pairs_per_window
         return form_batches(self.lengths, self.max_tokens_per_batch, self._generator(epoch), window)
+
+    def _to_count(self, batches: list[list[int]]) -> list[list[int]]:
+        return fill_to_count(batches, self.batches_per_process * self.num_processes, self.num_processes, self._filler)
 
     def epoch_batches(self, epoch: int) -> list[list[int]]:
         """The batches of all processes in an epoch, in order; process `i` takes each `num_processes`-th from `i` on."""
@@ -182,7 +235,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
         if len(batches) > count:
             # A few pairs of very unequal length may need more in any form: these batches the number was made for.
             batches = self._form(0)
-        batches = split_to_count(batches, count)
+        batches = self._to_count(batches)
         assert len(batches) == count, f"An epoch must have {count} batches, got {len(batches)}."
         generator = self._generator(epoch)
         # Batches of one step are neighbours, so that no process waits long for another.
@@ -194,6 +247,28 @@ class TokenBudgetSampler(Sampler[list[int]]):
 
     def padding_share(self, epoch: int = 0) -> float:
         """The share of an epoch's tokens that would be padding if its batches were padded, from 0 to 1."""
-        real = int(self.lengths.sum())
-        costs = (padded_cost(*self.lengths[batch].T) for batch in self.epoch_batches(epoch))
-        return 1 - real / sum(costs)
+        batches = (np.array(batch) % len(self.lengths) for batch in self.epoch_batches(epoch))
+        return 1 - self._num_tokens / sum(padded_cost(*self.lengths[batch].T) for batch in batches)
+
+
+class WithFillers(Dataset):
+    """A data set of pairs, and under indices above its own the same pairs once more, which do not count."""
+
+    def __init__(self, dataset: Dataset):
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Mapping[str, Sequence[int]]:
+        return self.dataset[index] if index < len(self) else uncounted(self.dataset[index - len(self)])
+
+    def set_epoch(self, epoch: int) -> None:
+        """Passes the epoch on, if the data set takes one."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+
+def uncounted(pair: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
+    """A pair whose labels are all ignored, so that it adds nothing to a loss, nor to the number of labels."""
+    return {**pair, "labels": [IGNORED_LABEL] * len(pair["labels"])}

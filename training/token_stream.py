@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from metaphrase.training.token_budget import check_longest_pair, form_batches, split_to_count
+from metaphrase.training.token_budget import as_padded, fill_to_count, form_batches, seeded_generator, uncounted
 
 logger = logging.getLogger(__name__)
 
@@ -21,9 +21,15 @@ class TokenBudgetStream(IterableDataset):
     """Lists of pairs, each a batch, for one of several processes; it never ends, but begins the pairs anew.
 
     Pairs are read into a buffer, which is shuffled, sorted by both lengths and cut into batches; these come in random order. Each
-    pair stands in one batch of one process in each pass, and each buffer gives all processes the same number of batches. What
-    comes depends on the seed and the pairs alone, so that a run is resumed by skipping the batches it had.
+    pair stands in one batch of one process in each pass, and each buffer gives all processes the same number of batches: where
+    the pairs do not suffice for that, some get a repeated pair whose labels are ignored. What comes depends on the seed and the
+    pairs alone, so that a run is resumed by skipping the batches it had.
+
+    Attributes:
+        length_multiple: What the collator rounds the widths of a batch up to a multiple of.
     """
+
+    length_multiple: int = 1
 
     def __init__(
         self,
@@ -89,13 +95,18 @@ class TokenBudgetStream(IterableDataset):
 
     def _cut(self, buffer: list[Pair], number: int, num_read: int) -> Iterator[list[Pair]]:
         lengths = np.array([[len(pair["input_ids"]), len(pair["labels"])] for pair in buffer])
-        check_longest_pair(lengths, self.max_tokens_per_batch)
-        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + number) * 1_000_003 + num_read)
-        batches = form_batches(lengths, self.max_tokens_per_batch, generator)
+        lengths, budget = as_padded(lengths, self.max_tokens_per_batch, self.length_multiple)
+        generator = seeded_generator((self.seed * 1_000_003 + number) * 1_000_003 + num_read)
+        batches = form_batches(lengths, budget, generator)
         steps = -(-len(batches) // self.num_processes)
-        batches = split_to_count(batches, steps * self.num_processes)
+        count = steps * self.num_processes
+        batches = fill_to_count(batches, count, self.num_processes, len(buffer))
+        if count > len(buffer):
+            logger.info("%d batches hold a repeated pair alone, which does not count.", count - len(buffer))
+        # What `len(buffer)` stands for.
+        pairs = [*buffer, uncounted(buffer[int(lengths.sum(axis=1).argmin())])]
         for step in torch.randperm(steps, generator=generator).tolist():
-            yield [buffer[index] for index in batches[step * self.num_processes + self.process_index]]
+            yield [pairs[index] for index in batches[step * self.num_processes + self.process_index]]
 
 
 def pairs_of(dataset: Any) -> Callable[[int], Iterable[Pair]]:

@@ -23,12 +23,13 @@ from metaphrase.training.averaging import DEFAULT_METRIC, scores_in
 from metaphrase.training.batching import LengthGroupedSampler, with_decoder_inputs
 from metaphrase.training.checkpoint_folders import checkpoints_in, step_of
 from metaphrase.training.checkpoints import WholeCheckpoints
+from metaphrase.training.data_place import BATCHES_BY_NUMBER
 from metaphrase.training.exponential_average import ExponentialAverageMixin
 from metaphrase.training.packed_collator import PackedCollator
 from metaphrase.training.parameter_groups import ParameterGroupsMixin
 from metaphrase.training.r_drop import RDropMixin
 from metaphrase.training.sharded_weights import as_plain_class, gather_model, is_sharded, keep_embeddings_together
-from metaphrase.training.token_budget import TokenBudgetSampler
+from metaphrase.training.token_budget import TokenBudgetSampler, WithFillers
 from metaphrase.training.token_stream import TokenBudgetStream
 
 logger = logging.getLogger(__name__)
@@ -134,11 +135,16 @@ class MetaphraseTrainer(
         last = whole[-self.num_last_kept :] if self.num_last_kept else []
         return [*super()._kept_checkpoints(run), *scored[: self.num_best_kept], *last]
 
-    def _layout_of_epochs(self) -> dict[str, int | None]:
-        pairs_in_buffer = getattr(self.train_dataset, "pairs_in_buffer", None)
-        return super()._layout_of_epochs() | {
+    def _layout_of_epochs(self) -> dict[str, int | str | None]:
+        layout = super()._layout_of_epochs()
+        has_budget = self.max_tokens_per_batch is not None
+        if has_budget:
+            # It decides what these do otherwise.
+            layout |= dict.fromkeys(BATCHES_BY_NUMBER)
+        return layout | {
             "max_tokens_per_batch": self.max_tokens_per_batch,
-            "pairs_in_buffer": pairs_in_buffer,
+            "pairs_in_buffer": getattr(self.train_dataset, "pairs_in_buffer", None),
+            "length_multiple": self._length_multiple if has_budget else 1,
         }
 
     def _get_train_sampler(self, train_dataset=None):
@@ -151,6 +157,7 @@ class MetaphraseTrainer(
 
     def get_train_dataloader(self):
         if isinstance(self.train_dataset, TokenBudgetStream):
+            self.train_dataset.length_multiple = self._length_multiple
             return self._prepare_loader(self.train_dataset, is_training=True, batch_size=None)
         if self.max_tokens_per_batch is None:
             return super().get_train_dataloader()
@@ -174,6 +181,15 @@ class MetaphraseTrainer(
             return super().get_eval_dataloader(eval_dataset)
         return self._budget_loader(dataset, is_training=False)
 
+    def _get_dataloader(self, dataset, *args, is_training=False, **kwargs):
+        drops = self.args.dataloader_drop_last
+        try:
+            # What is evaluated is never left out.
+            self.args.dataloader_drop_last = drops and is_training
+            return super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)
+        finally:
+            self.args.dataloader_drop_last = drops
+
     @property
     def _decodes(self) -> bool:
         return self.args.predict_with_generate and self.score is not None
@@ -181,6 +197,11 @@ class MetaphraseTrainer(
     @property
     def _is_packing_model(self) -> bool:
         return getattr(self.accelerator.unwrap_model(self.model), "supports_packing", False)
+
+    @property
+    def _length_multiple(self) -> int:
+        """What widths are rounded up to a multiple of after a budget was filled. Packed pairs have no width."""
+        return 1 if self._is_packing_model else getattr(self.data_collator, "pad_to_multiple_of", 1)
 
     def _budget_loader(self, dataset, is_training: bool) -> DataLoader:
         lengths = np.stack([np.asarray(dataset[name][:]) for name in ("source_length", "target_length")], axis=1)
@@ -192,7 +213,14 @@ class MetaphraseTrainer(
             if is_training
             else max(self.max_tokens_per_batch, lengths.sum(axis=1).max().item())
         )
-        sampler = TokenBudgetSampler(lengths, budget, seed, arguments.world_size, arguments.process_index)
+        shares = (arguments.world_size, arguments.process_index)
+        sampler = TokenBudgetSampler(lengths, budget, seed, *shares, length_multiple=self._length_multiple)
+        if sampler.num_fillers:
+            logger.info(
+                "So that all processes have equally many batches, %d of %d hold a repeated pair alone, which does not count.",
+                *(sampler.num_fillers, len(sampler) * sampler.num_processes),
+            )
+            dataset = WithFillers(dataset)
         return self._prepare_loader(dataset, is_training, batch_sampler=sampler)
 
     def _prepare_loader(self, dataset, is_training: bool, **batching) -> DataLoader:
@@ -287,6 +315,8 @@ class MetaphraseTrainer(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
         self._evaluation_loss.zero_()
+        # Loaders with persistent workers are kept, and count: another epoch would be evaluated with another noise.
+        dataloader.iteration = 0
         decodes = self._decodes
         output = super().evaluation_loop(
             dataloader, description, prediction_loss_only or decodes, ignore_keys, metric_key_prefix
