@@ -10,15 +10,16 @@ from small_experiments import make_recipe, weights
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.experiment import Experiment
 
+STREAM = {
+    "streaming": "true",
+    "max_tokens_per_batch": 200,
+    "pairs_in_buffer": 25,
+    "per_device_train_batch_size": None,
+}
+
 
 def test_streamed_training_resumes_to_the_weights_of_one_that_did_not_stop(data, tmp_path):
-    fields = {
-        "streaming": "true",
-        "max_tokens_per_batch": 200,
-        "pairs_in_buffer": 25,
-        "per_device_train_batch_size": None,
-    }
-    fields |= {"max_steps": 30, "save_steps": 20, "eval_strategy": "no"}
+    fields = STREAM | {"max_steps": 30, "save_steps": 20, "eval_strategy": "no"}
     result = Experiment(make_recipe(data, tmp_path / "whole", **fields)).train()
     assert result["num_examples"] == 8
     account = json.loads((tmp_path / "whole" / "data_report.json").read_text(encoding="utf-8"))
@@ -34,13 +35,7 @@ def test_streamed_training_resumes_to_the_weights_of_one_that_did_not_stop(data,
 
 
 def test_a_changed_file_under_a_stream_is_refused_when_a_run_goes_on(data, tmp_path):
-    fields = {
-        "streaming": "true",
-        "max_tokens_per_batch": 200,
-        "pairs_in_buffer": 25,
-        "per_device_train_batch_size": None,
-    }
-    fields |= {"max_steps": 2, "save_steps": 1, "eval_strategy": "no", "test_file": None}
+    fields = STREAM | {"max_steps": 2, "save_steps": 1, "eval_strategy": "no", "test_file": None}
     Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
     recipe = make_recipe(data, tmp_path / "run", **fields | {"max_steps": 3}, resume_from_checkpoint="true")
     with (data / "train.tsv").open("a", encoding="utf-8") as lines:
