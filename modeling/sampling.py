@@ -103,7 +103,7 @@ def draw(scores: torch.Tensor) -> torch.Tensor:
             raise
         raise ValueError(
             "Logits must be numbers, of which some are above -inf, for a token to be drawn: those of this model are not, "
-            "or every token is forbidden."
+            "or every token is ruled out."
         ) from error
 
 
