@@ -8,6 +8,12 @@
         --model.hidden_size 512 --model.encoder_ffn_dim 2048 --model.decoder_ffn_dim 2048 --model.dropout 0.1 \\
         --max_tokens_per_batch 2048 --num_train_epochs 4 --eval_strategy no --load_best_model_at_end false \\
         --learning_rate 5e-4 --warmup_steps 400
+    metaphrase train multi30k_en_de --data_dir FOLDER --output_dir runs/multi30k_base_longer \\
+        --model_name_or_path runs/multi30k_base --preset null --model null --tokenizer_kind null --vocab_size null \\
+        --max_tokens_per_batch 2048 --num_train_epochs 5 --learning_rate 6e-4 --warmup_steps 300 --seed 43 \\
+        --eval_strategy no --load_best_model_at_end false
+    metaphrase evaluate runs/multi30k_base --source FOLDER/test_2016_flickr.en --target FOLDER/test_2016_flickr.de \\
+        --num_beams 4 --dtype int8 --output int8.json    # and so in float32, and the longer one: results/int8_multi30k_base.json
     taskset -c 0 python benchmarks/generation.py runs/multi30k_tiny --source FOLDER/test_2016_flickr.en --peer bart
 
 The model's options must fit the peer's family, into which it is converted. Contestants take turns, setting by setting, so that
