@@ -11,7 +11,13 @@ from other_families import other_model
 from tiny_generator import SOURCES, TARGETS, tiny_pair
 from tiny_models import tiny_model
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer, BartConfig, BartForConditionalGeneration, Seq2SeqTrainingArguments
+from transformers import (
+    AutoTokenizer,
+    BartConfig,
+    BartForConditionalGeneration,
+    DataCollatorForSeq2Seq,
+    Seq2SeqTrainingArguments,
+)
 
 from metaphrase.modeling import IGNORED_LABEL, sequence_loss, shift_right
 from metaphrase.tokenization import TokenizerPair, train_tokenizer
@@ -199,6 +205,9 @@ def test_a_budget_counts_the_widths_that_the_collator_makes(pairs, tmp_path):
     costs = [batch["input_ids"].numel() + batch["labels"].numel() for batch in trainer.get_train_dataloader()]
     assert max(costs) <= 64
     assert trainer._layout_of_epochs()["length_multiple"] == 8
+    # transformers' own rounds up to nothing, unless it is told to.
+    trainer.data_collator = DataCollatorForSeq2Seq(None)
+    assert trainer._layout_of_epochs()["length_multiple"] == 1 and len(trainer.get_train_dataloader()) > 0
     # Packed pairs have no width.
     trainer = make_trainer(tiny_model(vocab_size=60), pairs, tmp_path, max_tokens_per_batch=64)
     trainer.data_collator = PairCollator(0, 8)

@@ -36,7 +36,7 @@ TRAINING_FIELDS = {item.name: item for item in dataclasses.fields(Seq2SeqTrainin
 # Of this machine and moment, or secret: never part of a saved recipe.
 NEVER_SAVED = ("data_dir", "hub_token", "resume_from_checkpoint", "local_rank")
 # Schedules that follow a metric; earlier versions of transformers know the first alone.
-_LED_BY_METRIC = [
+LED_BY_METRIC = [
     getattr(SchedulerType, name) for name in ("REDUCE_ON_PLATEAU", "GREEDY") if hasattr(SchedulerType, name)
 ]
 # Of no use in a run: `metaphrase push` uploads.
@@ -170,7 +170,7 @@ class Recipe(RecipeFields):
             # transformers knows losses alone.
             arguments["greater_is_better"] = not is_better_lower(metric)
         made = Seq2SeqTrainingArguments(**arguments)
-        if made.lr_scheduler_type in _LED_BY_METRIC and made.greater_is_better:
+        if made.lr_scheduler_type in LED_BY_METRIC and made.greater_is_better:
             # By default they take a higher score for no progress.
             made.lr_scheduler_kwargs = {"mode": "max", **(made.lr_scheduler_kwargs or {})}
         return made

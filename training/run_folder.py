@@ -17,7 +17,7 @@ from transformers.utils import (
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 from metaphrase.training.averaging import RECIPE_NAME, is_better_lower
 from metaphrase.training.checkpoint_folders import check_whole, checkpoints_in, last_whole_checkpoint, remove_folder
-from metaphrase.training.recipe import OWN_FIELDS, Recipe, load_recipe
+from metaphrase.training.recipe import LED_BY_METRIC, OWN_FIELDS, Recipe, load_recipe
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +40,6 @@ FREE += ("r_drop_alpha", "r_drop_start_step", "exponential_average_decay", "expo
 SETTLED_TRAINING = ("optim", "optim_args", "optim_target_modules", "learning_rate", "weight_decay")
 SETTLED_TRAINING += ("adam_beta1", "adam_beta2", "adam_epsilon", "lr_scheduler_type", "lr_scheduler_kwargs")
 SETTLED_TRAINING += ("seed", "data_seed")
-# These schedules follow the metric, so that its values so far would be compared with those of another one.
-FOLLOWING_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 # These may become `skip`, when a fault has ended a run.
 FAULTS = ("malformed", "invalid_utf8")
 
@@ -148,7 +146,8 @@ def _settled_values(recipe: Recipe) -> dict[str, Any]:
     """The values of all fields that may not change, those below a mapping under names with a dot."""
     own = [name for name in OWN_FIELDS if Recipe.group_of(name) not in FREE_GROUPS]
     values = {name: getattr(recipe, name) for name in (*own, *SETTLED_TRAINING)}
-    if getattr(recipe.lr_scheduler_type, "value", recipe.lr_scheduler_type) in FOLLOWING_SCHEDULES:
+    if recipe.lr_scheduler_type in LED_BY_METRIC:
+        # Its values so far would be compared with those of another one.
         metric, direction = (recipe.metric_for_best_model or "loss").removeprefix("eval_"), recipe.greater_is_better
         # What the metric says by itself need not be given.
         values["greater_is_better"] = None if direction is not is_better_lower(metric) else direction

@@ -201,7 +201,8 @@ class MetaphraseTrainer(
     @property
     def _length_multiple(self) -> int:
         """What widths are rounded up to a multiple of after a budget was filled. Packed pairs have no width."""
-        return 1 if self._is_packing_model else getattr(self.data_collator, "pad_to_multiple_of", 1)
+        # Collators of transformers have none where none is asked for.
+        return 1 if self._is_packing_model else getattr(self.data_collator, "pad_to_multiple_of", None) or 1
 
     def _budget_loader(self, dataset, is_training: bool) -> DataLoader:
         lengths = np.stack([np.asarray(dataset[name][:]) for name in ("source_length", "target_length")], axis=1)
