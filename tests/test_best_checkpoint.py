@@ -59,6 +59,14 @@ def test_the_best_is_chosen_anew_by_another_metric(tmp_path, caplog, is_noted):
     assert "where less is better: by that, checkpoint-3 is the best" in caplog.text
 
 
+def test_a_checkpoint_that_is_gone_is_not_the_best(tmp_path):
+    train(tmp_path, "loss", False)
+    shutil.rmtree(tmp_path / "checkpoint-1")
+    trainer = train(tmp_path, "score", True, resume=True, max_steps=4)
+    # Its score of 30 would be above that of step 4, too.
+    assert best_of(trainer) == (25.0, 4, str(tmp_path / "checkpoint-4"))
+
+
 @pytest.mark.parametrize("is_noted", [True, False])
 def test_the_best_stays_by_the_same_metric(tmp_path, caplog, is_noted):
     train(tmp_path, "loss", False)

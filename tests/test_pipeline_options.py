@@ -117,6 +117,18 @@ def test_lengths_beside_a_config_come_before_those_of_the_model(config, call, le
     assert config.to_dict() == before
 
 
+def test_lengths_beside_a_config_stay_as_they_are_where_the_model_has_no_other_kind():
+    config = GenerationConfig(max_length=6, min_length=3)
+    for own, expected in (
+        ({}, (6, None, 3, None)),
+        ({"max_new_tokens": 8}, (None, 3, 3, None)),
+        ({"min_new_tokens": 2}, (6, None, None, 0)),
+    ):
+        arguments = {"generation_config": config, "decoder_input_ids": torch.tensor([[1, 5, 6]])}
+        made = generation_arguments(options_model(**own), {}, arguments, 0)["generation_config"]
+        assert (made.max_length, made.max_new_tokens, made.min_length, made.min_new_tokens) == expected
+
+
 def test_an_end_in_what_a_target_begins_with_ends_nothing():
     generator = tiny_generator()
     made = Text2TextGenerationPipeline(generator.model, generator.tokenizers.source, task="text2text-generation")

@@ -205,6 +205,10 @@ def test_a_budget_counts_the_widths_that_the_collator_makes(pairs, tmp_path):
     costs = [batch["input_ids"].numel() + batch["labels"].numel() for batch in trainer.get_train_dataloader()]
     assert max(costs) <= 64
     assert trainer._layout_of_epochs()["length_multiple"] == 8
+    # Before it was noted, widths were not counted so.
+    noted = trainer._layout_of_epochs()
+    assert trainer._has_same_epochs(noted)
+    assert not trainer._has_same_epochs({name: value for name, value in noted.items() if name != "length_multiple"})
     # transformers' own rounds up to nothing, unless it is told to.
     trainer.data_collator = DataCollatorForSeq2Seq(None)
     assert trainer._layout_of_epochs()["length_multiple"] == 1 and len(trainer.get_train_dataloader()) > 0

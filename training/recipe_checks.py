@@ -306,7 +306,7 @@ def _check_scored_checkpoints(recipe: "Recipe") -> None:
     if save != "steps" or not steps:
         return
     times = recipe.save_steps / steps
-    if (recipe.save_steps < 1) != (steps < 1) or round(times) < 1 or abs(times - round(times)) > 1e-6:
+    if (recipe.save_steps < 1) != (steps < 1) or abs(times - round(times)) > 1e-6:
         raise ValueError(
             f"`save_steps` must be a multiple of `eval_steps` with `average_best`, got {recipe.save_steps} and {steps}: a "
             "checkpoint that is not evaluated has no score."

@@ -50,15 +50,14 @@ def round_up(lengths: np.ndarray, multiple: int) -> np.ndarray:
     return -(-lengths // multiple) * multiple
 
 
-def as_padded(lengths: np.ndarray, max_tokens_per_batch: int, multiple: int) -> tuple[np.ndarray, int]:
-    """Lengths rounded up to a multiple, and the budget, which grows where it holds the longest pair only without that.
+def as_padded(lengths: np.ndarray, max_tokens_per_batch: int, multiple: int) -> np.ndarray:
+    """Lengths rounded up to a multiple. A pair that the budget holds only without that has a batch for itself.
 
     Raises:
         ValueError: If the longest pair alone exceeds the budget as it is.
     """
     check_longest_pair(lengths, max_tokens_per_batch)
-    lengths = round_up(lengths, multiple)
-    return lengths, max(max_tokens_per_batch, int(lengths.sum(axis=1).max()))
+    return round_up(lengths, multiple)
 
 
 def sort_by_both_lengths(indices: np.ndarray, lengths: np.ndarray, num_batches: int) -> np.ndarray:
@@ -192,11 +191,12 @@ class TokenBudgetSampler(Sampler[list[int]]):
         """
         lengths = np.asarray(lengths, dtype=np.int64).reshape(-1, 2)
         self._num_tokens = int(lengths.sum())
-        self.lengths, self.max_tokens_per_batch = as_padded(lengths, max_tokens_per_batch, length_multiple)
+        self.lengths = as_padded(lengths, max_tokens_per_batch, length_multiple)
+        self.max_tokens_per_batch = max_tokens_per_batch
         self.seed = seed
         self.num_processes, self.process_index = num_processes, process_index
         mean = self.lengths.sum(axis=1).mean()
-        self.pairs_per_window = max(1, int(batches_per_window * self.max_tokens_per_batch / mean))
+        self.pairs_per_window = max(1, int(batches_per_window * max_tokens_per_batch / mean))
         self.epoch = 0
         most = max(len(self._form(epoch)) for epoch in range(self._PROBED_EPOCHS))
         # Sorted as a whole, pairs of any order make nearly the same batches: that fits nearly always.
