@@ -121,7 +121,7 @@ def make_model(contestant: Contestant, preset: str) -> nn.Module:
 def switch_off(contestant: Contestant) -> None:
     """Puts the plain way in place of what a contestant does without."""
     from metaphrase.modeling import dropout, layers, modeling_metaphrase, stacks
-    from metaphrase.training import trainer
+    from metaphrase.training import token_budget_loaders
 
     if not contestant.cheap_dropout:
 
@@ -134,7 +134,7 @@ def switch_off(contestant: Contestant) -> None:
         dropout.dropout = layers.dropout = stacks.dropout = plain
         layers.add_dropout = plain_sum
     if not contestant.few_shapes:
-        trainer.TOKENS_MULTIPLE = 1
+        token_budget_loaders.TOKENS_MULTIPLE = 1
     if not contestant.chunked_loss:
         modeling_metaphrase.MetaphraseForConditionalGeneration._loss_is_chunked = lambda *_: False
 

@@ -24,7 +24,8 @@ from metaphrase.tokenization import TokenizerPair, train_tokenizer
 from metaphrase.training.batching import PairCollator
 from metaphrase.training.checkpoint_folders import checkpoints_in, step_of
 from metaphrase.training.token_budget import WithFillers
-from metaphrase.training.trainer import MetaphraseTrainer, spread
+from metaphrase.training.trainer import MetaphraseTrainer
+from metaphrase.training.validation_scores import spread
 
 SIDES = {"source": "input_ids", "target": "labels"}
 

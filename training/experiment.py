@@ -29,7 +29,7 @@ from metaphrase.training.decoding_settings import length_limit, settle_decoding
 from metaphrase.training.evaluation import evaluate_generator
 from metaphrase.training.exponential_average import ExponentialAverage
 from metaphrase.training.length_limits import longest_sequence
-from metaphrase.training.metrics import DEFAULT_METRICS, check_metrics, check_references, compute_metrics, write_metrics
+from metaphrase.training.metrics import DEFAULT_METRICS, check_metrics, write_metrics
 from metaphrase.training.pairs import column_texts
 from metaphrase.training.parameter_groups import freeze
 from metaphrase.training.precision import warn_of_slow_bfloat16
@@ -40,7 +40,8 @@ from metaphrase.training.recipe_fields import DEFAULT_PRESET
 from metaphrase.training.run_folder import checkpoint_to_resume, resumes
 from metaphrase.training.sharded_weights import load_whole_weights
 from metaphrase.training.task_corpus import TASK_COLUMN, make_corpus
-from metaphrase.training.trainer import MetaphraseTrainer, spread
+from metaphrase.training.trainer import MetaphraseTrainer
+from metaphrase.training.validation_scores import TaskScores, ValidationSample
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +85,9 @@ class Experiment:
         if recipe.objective != "pairs":
             # There is no text to decode and to compare with.
             self.arguments.predict_with_generate, self.arguments.prediction_loss_only = False, True
-        self.metrics = [] if recipe.objective != "pairs" else list(recipe.metrics or DEFAULT_METRICS)
-        check_metrics(self.metrics, recipe.bleu_tokenize)
+        metrics = [] if recipe.objective != "pairs" else recipe.metrics or DEFAULT_METRICS
+        check_metrics(metrics, recipe.bleu_tokenize)
+        self.scores = TaskScores(metrics, recipe.bleu_tokenize)
         if recipe.lora_rank is not None:
             import_peft()
         # It lowers limits that are defaults and too high, as the recipe of a run that is resumed says.
@@ -134,13 +136,7 @@ class Experiment:
         if split is not None:
             texts = self.corpus.splits[split]
             tasks = texts[TASK_COLUMN][:] if self.recipe.tasks else []
-            self._check_references(tokenizers.as_decoded(column_texts(texts, "target")), tasks, f"{split} targets")
-
-    def _check_references(self, references: list[str], tasks: list[str], what: str) -> None:
-        check_references(references, self.metrics, what)
-        for task in dict.fromkeys(tasks):
-            own = [text for text, name in zip(references, tasks, strict=True) if name == task]
-            check_references(own, self.metrics, f"{what} of task {task!r}")
+            self.scores.check(tokenizers.as_decoded(column_texts(texts, "target")), tasks, f"{split} targets")
 
     @property
     def pad_to_multiple_of(self) -> int:
@@ -269,33 +265,12 @@ class Experiment:
             )
         if recipe.exponential_average_decay is not None:
             callbacks.append(ExponentialAverage(recipe.exponential_average_decay, recipe.exponential_average_warmup))
-        validation = encoded.get("validation")
-        decoded_rows, sources, references, tasks = [], [], [], []
-        if self.metrics and validation is not None:
-            decoded_rows = spread(len(validation), recipe.max_decoded_samples)
-            if recipe.tasks:
-                # Each task has a score, however small its share.
-                first = {task: row for row, task in reversed(list(enumerate(validation[TASK_COLUMN][:])))}
-                decoded = {validation[row][TASK_COLUMN] for row in decoded_rows}
-                decoded_rows = sorted([*decoded_rows, *(row for task, row in first.items() if task not in decoded)])
-            sources = [validation[row]["source"] for row in decoded_rows]
-            references = tokenizers.as_decoded(validation[row]["target"] for row in decoded_rows)
-            if recipe.tasks:
-                tasks = [validation[row][TASK_COLUMN] for row in decoded_rows]
+        validation, sample = encoded.get("validation"), None
+        if self.scores.metrics and validation is not None:
+            most = recipe.max_decoded_samples
+            sample = ValidationSample(validation, most, bool(recipe.tasks), tokenizers, self.scores)
             if arguments.eval_strategy != "no" or arguments.eval_on_start:
-                chosen = f" of `max_decoded_samples` {most}" if (most := recipe.max_decoded_samples) is not None else ""
-                self._check_references(references, tasks, f"validation targets{chosen}")
-
-        def score(decoded: list[list[int]], _: list[list[int]]) -> dict[str, float]:
-            texts = tokenizers.decode_targets(decoded)
-            # As the finished model's texts are: the decoder is not asked about a source without a word.
-            texts = [text if source.strip() else "" for text, source in zip(texts, sources, strict=True)]
-            results = compute_metrics(texts, references, self.metrics, self._metric_options())
-            scores = {name: result["score"] for name, result in results.items()}
-            for task, part in self._scores_by_task(texts, references, tasks).items():
-                scores |= {f"{task}_{name}": result["score"] for name, result in part["scores"].items()}
-            return scores
-
+                sample.check(f"validation targets{f' of `max_decoded_samples` {most}' if most is not None else ''}")
         return MetaphraseTrainer(
             model=model,
             args=arguments,
@@ -304,9 +279,9 @@ class Experiment:
             eval_dataset=validation,
             data_collator=PairCollator(tokenizers.source.pad_token_id, self.pad_to_multiple_of),
             callbacks=callbacks,
-            score=score if self.metrics else None,
+            score=sample,
             max_tokens_per_batch=recipe.max_tokens_per_batch,
-            decoded_rows=decoded_rows,
+            decoded_rows=sample.rows if sample is not None else [],
             r_drop_alpha=recipe.r_drop_alpha,
             r_drop_start_step=recipe.r_drop_start_step,
             learning_rate_factors=recipe.learning_rate_factors,
@@ -315,22 +290,6 @@ class Experiment:
             num_last_kept=recipe.average_last or 0,
             generation_options={"num_beams": arguments.generation_num_beams or 1},
         )
-
-    def _scores_by_task(self, texts: list[str], references: list[str], tasks: list[str]) -> dict[str, dict]:
-        """For each task that a text belongs to, what it scores alone."""
-        results = {}
-        for task in dict.fromkeys(tasks):
-            rows = [row for row, name in enumerate(tasks) if name == task]
-            pair = [[side[row] for row in rows] for side in (texts, references)]
-            results[task] = {
-                "scores": compute_metrics(*pair, self.metrics, self._metric_options()),
-                "num_examples": len(rows),
-            }
-        return results
-
-    def _metric_options(self) -> dict[str, dict]:
-        tokenize = self.recipe.bleu_tokenize
-        return {} if tokenize is None else {"bleu": {"tokenize": tokenize}}
 
     def _write_provenance(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -359,8 +318,8 @@ class Experiment:
             corpus.sources(split),
             targets,
             references=references,
-            metrics=self.metrics,
-            metric_options=self._metric_options(),
+            metrics=self.scores.metrics,
+            metric_options=self.scores.options,
             show_progress=None,
             on_decoded=lambda texts: (self.folder / f"{split}_predictions.txt").write_text(as_lines(texts), "utf-8"),
         )
@@ -377,7 +336,8 @@ class Experiment:
             **corpus.sizes(),
         }
         if self.recipe.tasks:
-            result["tasks"] = self._scores_by_task(predictions, references, corpus.splits[split][TASK_COLUMN][:])
+            tasks = corpus.splits[split][TASK_COLUMN][:]
+            result["tasks"] = self.scores.compute_by_task(predictions, references, tasks)
             for task, part in result["tasks"].items():
                 values = ", ".join(f"{name} {score['score']:.2f}" for name, score in part["scores"].items())
                 logger.info("%s: %s", task, values)

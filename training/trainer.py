@@ -1,18 +1,13 @@
 """MetaphraseTrainer: `Seq2SeqTrainer` with the loss left to the model and an evaluation that decodes by length."""
 
 import inspect
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
-from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import gather_object
-from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Seq2SeqTrainer
-from transformers.trainer_utils import seed_worker
 
 from metaphrase.inference import decode
 from metaphrase.modeling import IGNORED_LABEL, sequence_loss
@@ -23,19 +18,11 @@ from metaphrase.training.averaging import DEFAULT_METRIC, scores_in
 from metaphrase.training.batching import LengthGroupedSampler, with_decoder_inputs
 from metaphrase.training.checkpoint_folders import checkpoints_in, step_of
 from metaphrase.training.checkpoints import WholeCheckpoints
-from metaphrase.training.data_place import BATCHES_BY_NUMBER
 from metaphrase.training.exponential_average import ExponentialAverageMixin
-from metaphrase.training.packed_collator import PackedCollator
 from metaphrase.training.parameter_groups import ParameterGroupsMixin
 from metaphrase.training.r_drop import RDropMixin
 from metaphrase.training.sharded_weights import as_plain_class, gather_model, is_sharded, keep_embeddings_together
-from metaphrase.training.token_budget import TokenBudgetSampler, WithFillers
-from metaphrase.training.token_stream import TokenBudgetStream
-
-logger = logging.getLogger(__name__)
-
-# Of the tokens in a packed row where kernels of half precision compute it.
-TOKENS_MULTIPLE = 32
+from metaphrase.training.token_budget_loaders import TokenBudgetMixin
 
 
 class MetaphraseTrainer(
@@ -43,6 +30,7 @@ class MetaphraseTrainer(
     RDropMixin,
     ParameterGroupsMixin,
     AdafactorOptionsMixin,
+    TokenBudgetMixin,
     WholeCheckpoints,
     Seq2SeqTrainer,
 ):
@@ -135,18 +123,6 @@ class MetaphraseTrainer(
         last = whole[-self.num_last_kept :] if self.num_last_kept else []
         return [*super()._kept_checkpoints(run), *scored[: self.num_best_kept], *last]
 
-    def _layout_of_epochs(self) -> dict[str, int | str | None]:
-        layout = super()._layout_of_epochs()
-        has_budget = self.max_tokens_per_batch is not None
-        if has_budget:
-            # It decides what these do otherwise.
-            layout |= dict.fromkeys(BATCHES_BY_NUMBER)
-        return layout | {
-            "max_tokens_per_batch": self.max_tokens_per_batch,
-            "pairs_in_buffer": getattr(self.train_dataset, "pairs_in_buffer", None),
-            "length_multiple": self._length_multiple if has_budget else 1,
-        }
-
     def _get_train_sampler(self, train_dataset=None):
         dataset = self.train_dataset if train_dataset is None else train_dataset
         column = self.args.length_column_name
@@ -154,32 +130,6 @@ class MetaphraseTrainer(
             return super()._get_train_sampler(train_dataset)
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         return LengthGroupedSampler(dataset[column][:], self.args.train_batch_size, seed)
-
-    def get_train_dataloader(self):
-        if isinstance(self.train_dataset, TokenBudgetStream):
-            self.train_dataset.length_multiple = self._length_multiple
-            return self._prepare_loader(self.train_dataset, is_training=True, batch_size=None)
-        if self.max_tokens_per_batch is None:
-            return super().get_train_dataloader()
-        loader = self._budget_loader(self.train_dataset, is_training=True)
-        sampler = loader.batch_sampler
-        logger.info(
-            "An epoch has %d batches of at most %d tokens; padded, %.1f %% of them would be padding.",
-            len(sampler) * sampler.num_processes,
-            self.max_tokens_per_batch,
-            100 * sampler.padding_share(),
-        )
-        return loader
-
-    def get_eval_dataloader(self, eval_dataset=None):
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        is_loss_alone = self.args.prediction_loss_only or self._decodes
-        if self.max_tokens_per_batch is None or not is_loss_alone or not hasattr(dataset, "column_names"):
-            return super().get_eval_dataloader(eval_dataset)
-        if len(dataset) < self.args.world_size:
-            # Some processes have no pair of their own: the parent's loader gives them one that is not counted.
-            return super().get_eval_dataloader(eval_dataset)
-        return self._budget_loader(dataset, is_training=False)
 
     def _get_dataloader(self, dataset, *args, is_training=False, **kwargs):
         drops = self.args.dataloader_drop_last
@@ -193,67 +143,6 @@ class MetaphraseTrainer(
     @property
     def _decodes(self) -> bool:
         return self.args.predict_with_generate and self.score is not None
-
-    @property
-    def _is_packing_model(self) -> bool:
-        return getattr(self.accelerator.unwrap_model(self.model), "supports_packing", False)
-
-    @property
-    def _length_multiple(self) -> int:
-        """What widths are rounded up to a multiple of after a budget was filled. Packed pairs have no width."""
-        # Collators of transformers have none where none is asked for.
-        return 1 if self._is_packing_model else getattr(self.data_collator, "pad_to_multiple_of", None) or 1
-
-    def _budget_loader(self, dataset, is_training: bool) -> DataLoader:
-        lengths = np.stack([np.asarray(dataset[name][:]) for name in ("source_length", "target_length")], axis=1)
-        arguments = self.args
-        seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
-        # A pair to be evaluated is never left out: if it is longer than the budget, that grows to hold it.
-        budget = (
-            self.max_tokens_per_batch
-            if is_training
-            else max(self.max_tokens_per_batch, lengths.sum(axis=1).max().item())
-        )
-        shares = (arguments.world_size, arguments.process_index)
-        sampler = TokenBudgetSampler(lengths, budget, seed, *shares, length_multiple=self._length_multiple)
-        if sampler.num_fillers:
-            logger.info(
-                "So that all processes have equally many batches, %d of %d hold a repeated pair alone, which does not count.",
-                *(sampler.num_fillers, len(sampler) * sampler.num_processes),
-            )
-            dataset = WithFillers(dataset)
-        return self._prepare_loader(dataset, is_training, batch_sampler=sampler)
-
-    def _prepare_loader(self, dataset, is_training: bool, **batching) -> DataLoader:
-        arguments = self.args
-        workers = arguments.dataloader_num_workers
-        seed = partial(seed_worker, num_workers=workers, rank=arguments.process_index) if is_training else None
-        loader = DataLoader(
-            dataset,
-            collate_fn=self._packed_collator() if self._is_packing_model else self.data_collator,
-            num_workers=workers,
-            pin_memory=arguments.dataloader_pin_memory,
-            persistent_workers=arguments.dataloader_persistent_workers,
-            prefetch_factor=arguments.dataloader_prefetch_factor,
-            # Earlier versions of transformers have none of these two.
-            multiprocessing_context=getattr(arguments, "dataloader_multiprocessing_context", None),
-            in_order=getattr(arguments, "dataloader_in_order", True),
-            worker_init_fn=seed,
-            **batching,
-        )
-        # The batches are this process's own already: accelerate must not share them out again.
-        return prepare_data_loader(
-            loader,
-            device=arguments.device,
-            num_processes=1,
-            process_index=0,
-            put_on_device=True,
-            dispatch_batches=False,
-        )
-
-    def _packed_collator(self) -> PackedCollator:
-        pad_token_id = self.accelerator.unwrap_model(self.model).config.pad_token_id or 0
-        return PackedCollator(pad_token_id, TOKENS_MULTIPLE if self.args.bf16 or self.args.fp16 else 1)
 
     def _save(self, output_dir=None, state_dict=None):
         if state_dict is not None:
@@ -358,10 +247,3 @@ def _smooths(model: PreTrainedModel) -> bool:
     """Whether a model's own loss knows label smoothing, as that of Metaphrase models does."""
     base = model.get_base_model() if is_adapted(model) else model
     return "smoothing" in inspect.signature(base.forward).parameters
-
-
-def spread(rows: int, most: int | None) -> list[int]:
-    """At most so many of the numbers below `rows`, evenly spread; `None` means all."""
-    if most is None or most >= rows:
-        return list(range(rows))
-    return [place * rows // most for place in range(most)]

@@ -1,0 +1,124 @@
+"""Loaders of batches by a budget of tokens, packed where the model can read that, for a trainer."""
+
+import logging
+from functools import partial
+
+import numpy as np
+from accelerate.data_loader import prepare_data_loader
+from torch.utils.data import DataLoader
+from transformers.trainer_utils import seed_worker
+
+from metaphrase.training.data_place import BATCHES_BY_NUMBER
+from metaphrase.training.packed_collator import PackedCollator
+from metaphrase.training.token_budget import TokenBudgetSampler, WithFillers
+from metaphrase.training.token_stream import TokenBudgetStream
+
+logger = logging.getLogger(__name__)
+
+# Of the tokens in a packed row where kernels of half precision compute it.
+TOKENS_MULTIPLE = 32
+
+
+class TokenBudgetMixin:
+    """For a trainer, before its parents: what `max_tokens_per_batch` changes of its loaders. With `None` that is nothing."""
+
+    max_tokens_per_batch: int | None = None
+
+    def _layout_of_epochs(self) -> dict[str, int | str | None]:
+        layout = super()._layout_of_epochs()
+        has_budget = self.max_tokens_per_batch is not None
+        if has_budget:
+            # It decides what these do otherwise.
+            layout |= dict.fromkeys(BATCHES_BY_NUMBER)
+        return layout | {
+            "max_tokens_per_batch": self.max_tokens_per_batch,
+            "pairs_in_buffer": getattr(self.train_dataset, "pairs_in_buffer", None),
+            "length_multiple": self._length_multiple if has_budget else 1,
+        }
+
+    def get_train_dataloader(self):
+        if isinstance(self.train_dataset, TokenBudgetStream):
+            self.train_dataset.length_multiple = self._length_multiple
+            return self._prepare_loader(self.train_dataset, is_training=True, batch_size=None)
+        if self.max_tokens_per_batch is None:
+            return super().get_train_dataloader()
+        loader = self._budget_loader(self.train_dataset, is_training=True)
+        sampler = loader.batch_sampler
+        logger.info(
+            "An epoch has %d batches of at most %d tokens; padded, %.1f %% of them would be padding.",
+            len(sampler) * sampler.num_processes,
+            self.max_tokens_per_batch,
+            100 * sampler.padding_share(),
+        )
+        return loader
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        is_loss_alone = self.args.prediction_loss_only or self._decodes
+        if self.max_tokens_per_batch is None or not is_loss_alone or not hasattr(dataset, "column_names"):
+            return super().get_eval_dataloader(eval_dataset)
+        if len(dataset) < self.args.world_size:
+            # Some processes have no pair of their own: the parent's loader gives them one that is not counted.
+            return super().get_eval_dataloader(eval_dataset)
+        return self._budget_loader(dataset, is_training=False)
+
+    @property
+    def _is_packing_model(self) -> bool:
+        return getattr(self.accelerator.unwrap_model(self.model), "supports_packing", False)
+
+    @property
+    def _length_multiple(self) -> int:
+        """What widths are rounded up to a multiple of after a budget was filled. Packed pairs have no width."""
+        # Collators of transformers have none where none is asked for.
+        return 1 if self._is_packing_model else getattr(self.data_collator, "pad_to_multiple_of", None) or 1
+
+    def _budget_loader(self, dataset, is_training: bool) -> DataLoader:
+        lengths = np.stack([np.asarray(dataset[name][:]) for name in ("source_length", "target_length")], axis=1)
+        arguments = self.args
+        seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
+        # A pair to be evaluated is never left out: if it is longer than the budget, that grows to hold it.
+        budget = (
+            self.max_tokens_per_batch
+            if is_training
+            else max(self.max_tokens_per_batch, lengths.sum(axis=1).max().item())
+        )
+        shares = (arguments.world_size, arguments.process_index)
+        sampler = TokenBudgetSampler(lengths, budget, seed, *shares, length_multiple=self._length_multiple)
+        if sampler.num_fillers:
+            logger.info(
+                "So that all processes have equally many batches, %d of %d hold a repeated pair alone, which does not count.",
+                *(sampler.num_fillers, len(sampler) * sampler.num_processes),
+            )
+            dataset = WithFillers(dataset)
+        return self._prepare_loader(dataset, is_training, batch_sampler=sampler)
+
+    def _prepare_loader(self, dataset, is_training: bool, **batching) -> DataLoader:
+        arguments = self.args
+        workers = arguments.dataloader_num_workers
+        seed = partial(seed_worker, num_workers=workers, rank=arguments.process_index) if is_training else None
+        loader = DataLoader(
+            dataset,
+            collate_fn=self._packed_collator() if self._is_packing_model else self.data_collator,
+            num_workers=workers,
+            pin_memory=arguments.dataloader_pin_memory,
+            persistent_workers=arguments.dataloader_persistent_workers,
+            prefetch_factor=arguments.dataloader_prefetch_factor,
+            # Earlier versions of transformers have none of these two.
+            multiprocessing_context=getattr(arguments, "dataloader_multiprocessing_context", None),
+            in_order=getattr(arguments, "dataloader_in_order", True),
+            worker_init_fn=seed,
+            **batching,
+        )
+        # The batches are this process's own already: accelerate must not share them out again.
+        return prepare_data_loader(
+            loader,
+            device=arguments.device,
+            num_processes=1,
+            process_index=0,
+            put_on_device=True,
+            dispatch_batches=False,
+        )
+
+    def _packed_collator(self) -> PackedCollator:
+        pad_token_id = self.accelerator.unwrap_model(self.model).config.pad_token_id or 0
+        return PackedCollator(pad_token_id, TOKENS_MULTIPLE if self.args.bf16 or self.args.fp16 else 1)
