@@ -7,7 +7,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from metaphrase.modeling.int8_product import has_int8_kernels, multiply_int8, pack_int8, round_weight, scale_rows
+from metaphrase.modeling.int8_product import (
+    has_int8_kernels,
+    multiply_int8,
+    operator_of,
+    pack_int8,
+    round_weight,
+    unpack_int8,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +55,7 @@ class _PackedLinear(nn.Module):
 class Int8Linear(_PackedLinear):
     """Weights in 8 bits with a scale for each output, inputs rounded at each call with a scale for each row.
 
-    A row's scale is its own, so that what comes out for a sentence does not depend on what else is in the batch.
+    A row's scale is its own, so that a sentence is rounded as it is by itself, whatever else is in the batch.
 
     Source: Jacob et al. 2018, section 2, arXiv 1712.05877; a scale per row and column as in Dettmers et al. 2022, section 3,
         arXiv 2208.07339.
@@ -60,23 +67,20 @@ class Int8Linear(_PackedLinear):
 
     def _set(self, levels: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__(levels.shape[1], levels.shape[0])
-        self._packed, self._bias = pack_int8(levels, scale), bias
+        self._packed, self._bias = pack_int8(levels, scale, bias), bias
 
     @classmethod
     def join(cls, layers: Sequence["Int8Linear"]) -> "Int8Linear":
-        weights = [torch.ops.quantized.linear_unpack(layer._packed)[0] for layer in layers]
+        levels, scales, _ = zip(*(unpack_int8(layer._packed) for layer in layers), strict=True)
         joined = cls.__new__(cls)
-        levels = torch.cat([weight.int_repr() for weight in weights])
-        joined._set(
-            levels, torch.cat([weight.q_per_channel_scales() for weight in weights]).float(), _join_biases(layers)
-        )
+        joined._set(torch.cat(levels), torch.cat(scales), _join_biases(layers))
         return joined.eval()
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """(..., in_features) -> (..., out_features)"""
-        rows, scale = scale_rows(states.reshape(-1, self.in_features))
-        output = multiply_int8(rows, self._packed)
-        output = output.mul_(scale) if self._bias is None else torch.addcmul(self._bias, output, scale)
+        if states.dim() == 2:
+            return multiply_int8(states, self._packed, self._bias)
+        output = multiply_int8(states.reshape(-1, self.in_features), self._packed, self._bias)
         return output.view(*states.shape[:-1], self.out_features)
 
 
@@ -99,7 +103,7 @@ class Float16Linear(_PackedLinear):
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """(..., in_features) -> (..., out_features)"""
-        return torch.ops.quantized.linear_dynamic_fp16(states, self._packed)
+        return operator_of("linear_dynamic_fp16")(states, self._packed)
 
 
 def _join_biases(layers: Sequence[_PackedLinear]) -> torch.Tensor | None:

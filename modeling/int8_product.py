@@ -1,31 +1,34 @@
 """Products with weights in 8 bits, on a CPU: FBGEMM's kernel, and what it wants."""
 
+import functools
 import warnings
+from collections.abc import Callable
 
 import torch
 
-# Activations have 7 bits: two products of theirs with 8-bit weights add up in 16 bits without overflow.
-ACTIVATION_LEVELS, _ACTIVATION_ZERO = 63, 64
-WEIGHT_LEVELS = 127
-_TINY = torch.finfo(torch.float32).tiny
+# Activations have 7 bits: two products of theirs with 8-bit weights add up in 16 bits without overflow. Rows without a negative
+# entry, as behind a ReLU, have all of them for what is positive.
+ACTIVATION_LEVELS, POSITIVE_LEVELS, WEIGHT_LEVELS = 63, 127, 127
+_ACTIVATION_ZERO = 64
+# What is smaller is zero: one by the scale of a row must be a number.
+_LEAST = 1e-30
+_PRODUCT = "linear_with_input_q_dq_qweight_dq_output_fp32"
 
 
 def has_int8_kernels() -> bool:
     """Whether torch can multiply with weights in 8 bits on this processor."""
-    return "fbgemm" in torch.backends.quantized.supported_engines and hasattr(
-        torch.ops.quantized, "linear_with_input_q_dq_qweight_dq_output_fp32"
-    )
+    return "fbgemm" in torch.backends.quantized.supported_engines and hasattr(torch.ops.quantized, _PRODUCT)
 
 
 def round_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Whole numbers `(out_features, in_features)` of a weight, and the scale of each row, `(out_features)`."""
     # A row of zeros has no scale; any will do.
-    scale = (weight.abs().amax(dim=1) / WEIGHT_LEVELS).clamp_min(_TINY)
+    scale = (weight.abs().amax(dim=1) / WEIGHT_LEVELS).clamp_min(torch.finfo(torch.float32).tiny)
     return (weight / scale[:, None]).round().to(torch.int8), scale
 
 
-def pack_int8(levels: torch.Tensor, scale: torch.Tensor) -> torch.ScriptObject:
-    """What `round_weight` made, as the kernel reads it."""
+def pack_int8(levels: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None) -> torch.ScriptObject:
+    """What `round_weight` made, and a bias `(out_features)`, as the kernel reads it."""
     engine = torch.backends.quantized.engine
     torch.backends.quantized.engine = "fbgemm"
     try:
@@ -34,25 +37,63 @@ def pack_int8(levels: torch.Tensor, scale: torch.Tensor) -> torch.ScriptObject:
             warnings.simplefilter("ignore")
             zeros = torch.zeros(len(scale), dtype=torch.long)
             weight = torch._make_per_channel_quantized_tensor(levels, scale.double(), zeros, 0)
-            return torch.ops.quantized.linear_prepack(weight, None)
+            return torch.ops.quantized.linear_prepack(weight, bias)
     finally:
         torch.backends.quantized.engine = engine
 
 
+def unpack_int8(packed: torch.ScriptObject) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """What `pack_int8` packed."""
+    weight, bias = torch.ops.quantized.linear_unpack(packed)
+    return weight.int_repr(), weight.q_per_channel_scales().float(), bias
+
+
 def scale_rows(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows `(rows, in_features)` whose largest entry is 1, and the scale of each, `(rows, 1)`."""
+    """Rows `(rows, in_features)` as multiples of the step between two levels, and that step of each row, `(rows, 1)`."""
     # `vector_norm` of infinity, in one call, takes many times as long where there are many rows.
-    scale = states.abs().amax(dim=1, keepdim=True).clamp_min_(_TINY)
-    return states / scale, scale
+    step = states.abs().amax(dim=1, keepdim=True).clamp_min_(_LEAST).div_(ACTIVATION_LEVELS)
+    return states * step.reciprocal(), step
 
 
-def multiply_int8(states: torch.Tensor, packed: torch.ScriptObject) -> torch.Tensor:
-    """Rows of `scale_rows`, rounded, times a packed weight: `(rows, in_features)` -> `(rows, out_features)`."""
-    return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
-        states, 1.0 / ACTIVATION_LEVELS, _ACTIVATION_ZERO, packed
-    )
+@functools.cache
+def operator_of(name: str) -> Callable[..., torch.Tensor]:
+    """An operator of `torch.ops.quantized` as it is; called from there, it first looks at each argument for others to ask."""
+    packet = getattr(torch.ops.quantized, name)
+    return getattr(packet, "_op", packet)
 
 
-def rounded(states: torch.Tensor) -> torch.Tensor:
-    """What `multiply_int8` makes of rows before it multiplies them."""
-    return torch.fake_quantize_per_tensor_affine(states, 1.0 / ACTIVATION_LEVELS, _ACTIVATION_ZERO, 0, 127)
+def multiply_levels(states: torch.Tensor, packed: torch.ScriptObject, zero: int = _ACTIVATION_ZERO) -> torch.Tensor:
+    """Rows of `scale_rows`, rounded to whole numbers, times a packed weight, and its bias: `(rows, out_features)`."""
+    return operator_of(_PRODUCT)(states, 1.0, zero, packed)
+
+
+def multiply_int8(states: torch.Tensor, packed: torch.ScriptObject, bias: torch.Tensor | None) -> torch.Tensor:
+    """What a linear layer computes of rows that are rounded, each with a scale of its own.
+
+    Args:
+        states: `(rows, in_features)`.
+        packed: The weight, and the bias.
+        bias: The same once more, `(out_features)`.
+
+    Returns:
+        `(rows, out_features)`. A row comes out as it does by itself, but for the last digits of the float32 numbers that whole
+        ones are multiplied by.
+    """
+    if states.shape[0] == 1:
+        # One scale for all: the kernel itself rounds and scales back.
+        low, high = map(float, torch.aminmax(states))
+        levels, zero = _levels(low)
+        step = max(-low, high, _LEAST) / levels
+        return operator_of(_PRODUCT)(states, step, zero, packed)
+    # Many times as fast as one call for both.
+    low, high = states.amin(dim=1, keepdim=True), states.amax(dim=1, keepdim=True)
+    levels, zero = _levels(float(low.amin()) if low.shape[0] else 0.0)
+    step = torch.maximum(low.neg_(), high).clamp_min_(_LEAST).div_(levels)
+    output = multiply_levels(states * step.reciprocal(), packed, zero)
+    # The kernel added the bias to what is to be scaled.
+    return output.mul_(step) if bias is None else torch.lerp(bias, output, step)
+
+
+def _levels(low: float) -> tuple[int, int]:
+    """Levels above zero, and which of all is zero, for rows with no entry below `low`."""
+    return (POSITIVE_LEVELS, 0) if low >= 0 else (ACTIVATION_LEVELS, _ACTIVATION_ZERO)

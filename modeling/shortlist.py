@@ -11,7 +11,7 @@ import dataclasses
 import torch
 from torch import nn
 
-from .int8_product import has_int8_kernels, multiply_int8, pack_int8, round_weight, rounded, scale_rows
+from .int8_product import has_int8_kernels, multiply_levels, pack_int8, round_weight, scale_rows
 from .packed_weight import is_plain
 from .patience import Patience
 
@@ -60,12 +60,12 @@ class ShortlistProjection:
                 return None
             self._pack()
         scaled, scale = scale_rows(states)
-        kept = rounded(scaled)
+        kept = scaled.round()
         lost, kept, whole = torch.linalg.vector_norm(torch.stack((scaled - kept, kept, scaled)), dim=2)
         # The sums that make up a logit are rounded as well.
         lost = lost + whole * (states.shape[1] * torch.finfo(states.dtype).eps)
         factors, bounds, bias = torch.stack((lost, kept), dim=1), self._bounds, self._head.bias
-        logits = multiply_int8(scaled, self._packed)
+        logits = multiply_levels(scaled, self._packed)
         if bias is not None:
             logits += bias / scale
         floor = torch.addmm(logits, factors, bounds, alpha=-1).amax(dim=1, keepdim=True)

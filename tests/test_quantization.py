@@ -96,10 +96,31 @@ def test_steps_of_a_quantized_model_join_its_layers(all_sizes):
     assert layer.token_output.layers == [model.get_decoder().layers[0].self_attn.o_proj]
 
 
-def test_a_row_does_not_depend_on_its_batch():
-    layer, states = Int8Linear(some_linear()), some_states(40)
-    together = layer(states)
-    assert all(torch.equal(layer(states[row : row + 1])[0], together[row]) for row in range(40))
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("is_positive", [False, True])
+def test_a_row_does_not_depend_on_its_batch(is_positive, bias):
+    linear, states = some_linear(bias), some_states(400)
+    states = states.relu_() if is_positive else states
+    layer = Int8Linear(linear)
+    alone = torch.cat([layer(row) for row in states.split(1)])
+    # Another level of one entry would be 1e-3 of it.
+    size = states.norm(dim=-1, keepdim=True) * linear.weight.norm(dim=1) + (1 if bias else 0)
+    assert ((layer(states) - alone).abs() <= 1e-6 * size).all()
+
+
+def test_rows_without_a_negative_entry_have_twice_as_many_levels():
+    linear, states = nn.Linear(512, 16, bias=False).requires_grad_(False), torch.rand(4, 512)
+    layer = Int8Linear(linear)
+    expected = nn.functional.linear(rounded(states, 127), rounded(linear.weight, 127))
+    torch.testing.assert_close(layer(states), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(layer(states[:1]), expected[:1], rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_no_number_stays_none():
+    layer, states = Int8Linear(some_linear()), some_states(3)
+    states[1, 7] = torch.nan
+    assert layer(states)[1].isnan().all() and layer(states[1:2]).isnan().all()
+    assert layer(states)[[0, 2]].isfinite().all()
 
 
 def test_saturated_sums_are_exact():

@@ -6,7 +6,7 @@ from tiny_models import DESIGNS, random_batch, tiny_model
 from torch import nn
 
 from metaphrase.modeling import MetaphraseForConditionalGeneration, shortlist, step_head
-from metaphrase.modeling.int8_product import has_int8_kernels, multiply_int8, pack_int8, round_weight, scale_rows
+from metaphrase.modeling.int8_product import has_int8_kernels, multiply_levels, pack_int8, round_weight, scale_rows
 from metaphrase.modeling.shortlist import Shortlist, ShortlistProjection
 
 pytestmark = pytest.mark.skipif(not has_int8_kernels(), reason="this build of torch has no kernels of FBGEMM")
@@ -86,7 +86,7 @@ def test_tokens_that_rounding_would_confuse_are_all_on_it():
         states = 3 * head.weight[100:101] + 0.3 * torch.randn(1, HIDDEN)
         best = int(check(head, states).tokens[check(head, states).logits.argmax()])
         scaled, _ = scale_rows(states)
-        wrong += int(multiply_int8(scaled, pack_int8(*round_weight(head.weight))).argmax()) != best
+        wrong += int(multiply_levels(scaled, pack_int8(*round_weight(head.weight))).argmax()) != best
     assert wrong > 5
 
 
@@ -96,7 +96,7 @@ def check_confused(better, worse, state):
     head.weight.zero_()
     head.weight[1000], head.weight[2000] = worse, better
     scaled, _ = scale_rows(state[None])
-    assert int(multiply_int8(scaled, pack_int8(*round_weight(head.weight))).argmax()) == 1000
+    assert int(multiply_levels(scaled, pack_int8(*round_weight(head.weight))).argmax()) == 1000
     assert int(head(state[None]).argmax()) == 2000
     check(head, state[None])
 
