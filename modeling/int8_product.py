@@ -76,8 +76,7 @@ def multiply_int8(states: torch.Tensor, packed: torch.ScriptObject, bias: torch.
         bias: The same once more, `(out_features)`.
 
     Returns:
-        `(rows, out_features)`. A row comes out as it does by itself, but for the last digits of the float32 numbers that whole
-        ones are multiplied by.
+        `(rows, out_features)`. Each row is rounded as it is by itself: to twice as many levels where none has a negative entry.
     """
     if states.shape[0] == 1:
         # One scale for all: the kernel itself rounds and scales back.
