@@ -16,7 +16,7 @@ from .packed_weight import is_plain
 from .patience import Patience
 
 # With fewer entries of the projection, or with more rows, a shortlist costs what it saves.
-LEAST_SIZE, _MOST_ROWS = 2**22, 32
+LEAST_SIZE, _MOST_ROWS = 2**21, 32
 # To pack the weights takes as long as so many steps gain at least.
 _PATIENCE = 64
 # Weights are rounded so many rows at a time, with little memory beside them.
