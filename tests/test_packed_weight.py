@@ -9,10 +9,21 @@ from tiny_models import DESIGNS, random_batch, tiny_model
 from torch import nn
 
 from metaphrase.modeling import packed_stack, packed_weight, step_linear
-from metaphrase.modeling.packed_weight import PackedWeight, can_pack, is_plain
+from metaphrase.modeling.packed_weight import PackedWeight, can_pack, is_plain, prefers_onednn
 from metaphrase.modeling.step_linear import StepLinear
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this build of torch has no MKL")
+
+
+@pytest.fixture(params=["mkl", "onednn"])
+def library(request, monkeypatch):
+    """Which packs and multiplies, whatever the processor."""
+    if request.param == "onednn" and not torch.backends.mkldnn.is_available():
+        pytest.skip("this build of torch has no oneDNN")
+    monkeypatch.setattr(packed_weight, "prefers_onednn", lambda: request.param == "onednn")
+    can_pack.cache_clear()
+    yield request.param
+    can_pack.cache_clear()
 
 
 @pytest.fixture
@@ -35,7 +46,7 @@ def products(monkeypatch):
 @pytest.mark.parametrize("rows", [(0,), (1,), (2,), (7,), (16,), (130,), (600,), (3, 5), (2, 3, 4)])
 @pytest.mark.parametrize("shape", [(512, 512), (1536, 512), (300, 1000), (1001, 333)])
 @pytest.mark.parametrize("bias", [True, False])
-def test_product_is_that_of_the_layer(bias, shape, rows):
+def test_product_is_that_of_the_layer(bias, shape, rows, library):
     layer = nn.Linear(shape[1], shape[0], bias=bias)
     states = torch.randn(*rows, shape[1])
     torch.testing.assert_close(PackedWeight(layer.weight, layer.bias)(states), layer(states), atol=1e-5, rtol=1e-5)
@@ -56,7 +67,7 @@ def test_a_weight_of_another_kind_is_not_plain():
     assert type(layer) is nn.Linear and layer.weight.dtype == torch.float32 and not is_plain(layer)
 
 
-def test_small_and_narrow_weights_are_not_packed():
+def test_small_and_narrow_weights_are_not_packed(library):
     assert can_pack(512, 512) and can_pack(9000, 256)
     assert not can_pack(511, 512) and not can_pack(9000, 255)
 
@@ -68,13 +79,33 @@ def untried():
     can_pack.cache_clear()
 
 
-def test_nothing_is_packed_without_mkl(untried, monkeypatch):
+def test_nothing_is_packed_without_mkl_or_onednn(untried, monkeypatch):
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    monkeypatch.setattr(packed_weight, "prefers_onednn", lambda: False)
     assert not can_pack(512, 512)
 
 
+@pytest.mark.parametrize(
+    ("vendor", "expected"),
+    [
+        ("vendor_id\t: AuthenticAMD", True),
+        ("vendor_id\t: HygonGenuine", True),
+        ("vendor_id\t: GenuineIntel", False),
+        ("AMD64 Family 25 Model 17 Stepping 1, AuthenticAMD", True),
+        ("arm", False),
+        ("", False),
+    ],
+)
+def test_onednn_multiplies_on_processors_of_amd(vendor, expected, monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(packed_weight, "_vendor", lambda: vendor)
+    assert prefers_onednn.__wrapped__() == expected
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert not prefers_onednn.__wrapped__()
+
+
 @pytest.mark.parametrize("wrong_rows", [2, 5, 16, 37, 130])
-def test_nothing_is_packed_where_mkl_multiplies_wrongly(wrong_rows, untried, monkeypatch):
+def test_nothing_is_packed_where_it_is_multiplied_wrongly(wrong_rows, library, monkeypatch):
     def wrong(packed, states, call=PackedWeight.__call__):
         return call(packed, states) + 0.1 * (len(states) == wrong_rows)
 
@@ -115,7 +146,7 @@ def encode_plainly(model):
 
 
 @pytest.mark.parametrize("design", DESIGNS)
-def test_encoder_computes_the_same(design, products):
+def test_encoder_computes_the_same(design, library, products):
     model = tiny_model(**DESIGNS[design])
     expected = encode_plainly(model)
     assert not products
@@ -126,7 +157,7 @@ def test_encoder_computes_the_same(design, products):
 
 @pytest.mark.parametrize("beams", [1, 4])
 @pytest.mark.parametrize("design", DESIGNS)
-def test_searches_write_the_same(design, beams, products, monkeypatch):
+def test_searches_write_the_same(design, beams, library, products, monkeypatch):
     model = tiny_model(**DESIGNS[design])
     batch = random_batch(model.config)
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
