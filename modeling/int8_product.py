@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-# Activations have 7 bits: two products of theirs with 8-bit weights add up in 16 bits without overflow. Rows without a negative
-# entry, as behind a ReLU, have all of them for what is positive.
-ACTIVATION_LEVELS, POSITIVE_LEVELS, WEIGHT_LEVELS = 63, 127, 127
-_ACTIVATION_ZERO = 64
+# Activations have 7 bits: two products of theirs with 8-bit weights add up in 16 bits without overflow.
+ACTIVATION_LEVELS, _ACTIVATION_ZERO = 63, 64
+WEIGHT_LEVELS = 127
 # What is smaller is zero: one by the scale of a row must be a number.
 _LEAST = 1e-30
 _PRODUCT = "linear_with_input_q_dq_qweight_dq_output_fp32"
@@ -62,9 +61,9 @@ def operator_of(name: str) -> Callable[..., torch.Tensor]:
     return getattr(packet, "_op", packet)
 
 
-def multiply_levels(states: torch.Tensor, packed: torch.ScriptObject, zero: int = _ACTIVATION_ZERO) -> torch.Tensor:
+def multiply_levels(states: torch.Tensor, packed: torch.ScriptObject) -> torch.Tensor:
     """Rows of `scale_rows`, rounded to whole numbers, times a packed weight, and its bias: `(rows, out_features)`."""
-    return operator_of(_PRODUCT)(states, 1.0, zero, packed)
+    return operator_of(_PRODUCT)(states, 1.0, _ACTIVATION_ZERO, packed)
 
 
 def multiply_int8(states: torch.Tensor, packed: torch.ScriptObject, bias: torch.Tensor | None) -> torch.Tensor:
@@ -76,23 +75,15 @@ def multiply_int8(states: torch.Tensor, packed: torch.ScriptObject, bias: torch.
         bias: The same once more, `(out_features)`.
 
     Returns:
-        `(rows, out_features)`. Each row is rounded as it is by itself: to twice as many levels where none has a negative entry.
+        `(rows, out_features)`. Each row is rounded as it is by itself, whatever the others are; only the last digit of the
+        float32 numbers that whole ones are multiplied by may differ.
     """
     if states.shape[0] == 1:
         # One scale for all: the kernel itself rounds and scales back.
         low, high = map(float, torch.aminmax(states))
-        levels, zero = _levels(low)
-        step = max(-low, high, _LEAST) / levels
-        return operator_of(_PRODUCT)(states, step, zero, packed)
-    # Many times as fast as one call for both.
-    low, high = states.amin(dim=1, keepdim=True), states.amax(dim=1, keepdim=True)
-    levels, zero = _levels(float(low.amin()) if low.shape[0] else 0.0)
-    step = torch.maximum(low.neg_(), high).clamp_min_(_LEAST).div_(levels)
-    output = multiply_levels(states * step.reciprocal(), packed, zero)
+        step = max(-low, high, _LEAST) / ACTIVATION_LEVELS
+        return operator_of(_PRODUCT)(states, step, _ACTIVATION_ZERO, packed)
+    scaled, step = scale_rows(states)
+    output = multiply_levels(scaled, packed)
     # The kernel added the bias to what is to be scaled.
     return output.mul_(step) if bias is None else torch.lerp(bias, output, step)
-
-
-def _levels(low: float) -> tuple[int, int]:
-    """Levels above zero, and which of all is zero, for rows with no entry below `low`."""
-    return (POSITIVE_LEVELS, 0) if low >= 0 else (ACTIVATION_LEVELS, _ACTIVATION_ZERO)

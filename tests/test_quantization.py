@@ -97,23 +97,15 @@ def test_steps_of_a_quantized_model_join_its_layers(all_sizes):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("is_positive", [False, True])
-def test_a_row_does_not_depend_on_its_batch(is_positive, bias):
+@pytest.mark.parametrize("positive", [slice(0), slice(None), slice(0, None, 2)], ids=["none", "all", "some"])
+def test_a_row_does_not_depend_on_its_batch(positive, bias):
     linear, states = some_linear(bias), some_states(400)
-    states = states.relu_() if is_positive else states
+    states[positive] = states[positive].relu()
     layer = Int8Linear(linear)
     alone = torch.cat([layer(row) for row in states.split(1)])
     # Another level of one entry would be 1e-3 of it.
     size = states.norm(dim=-1, keepdim=True) * linear.weight.norm(dim=1) + (1 if bias else 0)
     assert ((layer(states) - alone).abs() <= 1e-6 * size).all()
-
-
-def test_rows_without_a_negative_entry_have_twice_as_many_levels():
-    linear, states = nn.Linear(512, 16, bias=False).requires_grad_(False), torch.rand(4, 512)
-    layer = Int8Linear(linear)
-    expected = nn.functional.linear(rounded(states, 127), rounded(linear.weight, 127))
-    torch.testing.assert_close(layer(states), expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(layer(states[:1]), expected[:1], rtol=1e-4, atol=1e-4)
 
 
 def test_what_is_no_number_stays_none():
