@@ -33,7 +33,7 @@ from transformers import (
 
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.training.batching import PairCollator
-from metaphrase.training.memory import keep_freed_memory
+from metaphrase.training.memory import keep_few_kernels, keep_freed_memory
 from metaphrase.training.token_budget import TokenBudgetSampler
 from metaphrase.training.trainer import MetaphraseTrainer
 
@@ -49,6 +49,7 @@ class Contestant:
     Attributes:
         family: metaphrase, bart or t5.
         keeps_freed_memory: Whether the C library is told to keep freed memory.
+        keeps_few_kernels: Whether oneDNN is told to keep few kernels.
         bf16: Autocast to bfloat16.
         groups_by_length: transformers' `group_by_length`.
         budget: Batches by tokens (ours).
@@ -60,6 +61,7 @@ class Contestant:
 
     family: str
     keeps_freed_memory: bool = True
+    keeps_few_kernels: bool = False
     bf16: bool = False
     groups_by_length: bool = False
     budget: bool = False
@@ -69,12 +71,14 @@ class Contestant:
     few_shapes: bool = False
 
 
-_OURS = {"budget": True, "packed": True, "chunked_loss": True, "cheap_dropout": True, "few_shapes": True}
+_OURS = {"keeps_few_kernels": True, "budget": True, "packed": True, "chunked_loss": True}
+_OURS |= {"cheap_dropout": True, "few_shapes": True}
 CONTESTANTS = {
     "bart, as documented": Contestant("bart", keeps_freed_memory=False),
     "bart, group_by_length": Contestant("bart", keeps_freed_memory=False, groups_by_length=True),
     "bart, tuned": Contestant("bart", groups_by_length=True),
     "bart, tuned, bf16": Contestant("bart", groups_by_length=True, bf16=True),
+    "bart, tuned, bf16, few kernels": Contestant("bart", groups_by_length=True, bf16=True, keeps_few_kernels=True),
     "t5, as documented": Contestant("t5", keeps_freed_memory=False),
     "t5, tuned": Contestant("t5", groups_by_length=True),
     "t5, tuned, bf16": Contestant("t5", groups_by_length=True, bf16=True),
@@ -84,6 +88,7 @@ CONTESTANTS = {
     "metaphrase, without chunked loss": Contestant("metaphrase", bf16=True, **_OURS | {"chunked_loss": False}),
     "metaphrase, without cheap dropout": Contestant("metaphrase", bf16=True, **_OURS | {"cheap_dropout": False}),
     "metaphrase, without few shapes": Contestant("metaphrase", bf16=True, **_OURS | {"few_shapes": False}),
+    "metaphrase, without few kernels": Contestant("metaphrase", bf16=True, **_OURS | {"keeps_few_kernels": False}),
     "metaphrase, without token budget": Contestant(
         "metaphrase", bf16=True, **_OURS | {"budget": False, "packed": False}
     ),
@@ -249,6 +254,8 @@ def main() -> None:
     datasets.disable_progress_bars()
     if contestant.keeps_freed_memory:
         keep_freed_memory()
+    if contestant.keeps_few_kernels:
+        keep_few_kernels()
     set_seed(0)
     switch_off(contestant)
     turns = Turns(arguments.steps)

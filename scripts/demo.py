@@ -24,7 +24,7 @@ from metaphrase.training.checkpoints import checkpoints_in, discard_checkpoint, 
 from metaphrase.training.demo_corpus import SPLITS, write_demo_corpus
 from metaphrase.training.demo_summaries import write_demo_summaries
 from metaphrase.training.experiment import Experiment
-from metaphrase.training.memory import keep_freed_memory
+from metaphrase.training.memory import keep_few_kernels, keep_freed_memory
 from metaphrase.training.recipe import load_recipe
 from metaphrase.training.run_folder import discard_model
 
@@ -80,6 +80,7 @@ def main(words: Sequence[str]) -> None:
     tests = [line.split("\t") for line in (data / "test.tsv").read_text(encoding="utf-8").splitlines()]
 
     keep_freed_memory()
+    keep_few_kernels()
     recipe = load_recipe(source, fields)
     result = Experiment(recipe).train()
     card = renew_model_card(folder)

@@ -14,7 +14,7 @@ from metaphrase.hub_card import renew_model_card
 from metaphrase.scripts.console import run
 from metaphrase.training.dry_run import dry_run
 from metaphrase.training.experiment import Experiment
-from metaphrase.training.memory import keep_freed_memory
+from metaphrase.training.memory import keep_few_kernels, keep_freed_memory
 from metaphrase.training.recipe import format_help, load_recipe
 
 logger = logging.getLogger(__name__)
@@ -63,6 +63,7 @@ def main(words: Sequence[str]) -> None:
         recipe.output_dir = f"runs/{Path(arguments.recipe).stem if arguments.recipe else 'train'}"
 
     keep_freed_memory()
+    keep_few_kernels()
     experiment = Experiment(recipe, is_dry_run=arguments.dry_run)
     if arguments.dry_run:
         estimate = dry_run(experiment)

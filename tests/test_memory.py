@@ -1,14 +1,17 @@
 """Memory: the settings reach the C library, and pages that were freed are used again."""
 
+import os
 import platform
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from metaphrase.training import memory
 
+CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 IS_GLIBC = platform.libc_ver()[0] == "glibc"
 # Page faults of the second half of ten large temporaries; those below 32 MiB glibc keeps by itself.
 PROGRAM = """
@@ -22,6 +25,17 @@ for turn in range(10):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     np.ones(5_000_000)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+# Twice the same 100 shapes: how many kernels were made.
+KERNELS = """
+import sys, torch
+from metaphrase.training.memory import keep_few_kernels
+if sys.argv[1] == "few":
+    assert keep_few_kernels() is True
+weight = torch.ones(64, 64, dtype=torch.bfloat16)
+for rows in 2 * [*range(100, 200)]:
+    torch.nn.functional.linear(torch.ones(rows, 64, dtype=torch.bfloat16), weight)
 """
 
 
@@ -61,3 +75,27 @@ def test_freed_pages_are_not_faulted_in_again():
         for mode in ("kept", "given back")
     }
     assert faults["kept"] * 4 < faults["given back"], faults
+
+
+def test_settings_of_the_environment_stay_in_force(monkeypatch):
+    for name in CACHES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(CACHES[1], "500")
+    assert memory.keep_few_kernels() is False
+    assert (os.environ[CACHES[0]], os.environ[CACHES[1]]) == ("64", "500")
+
+
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="the processor has no products in bfloat16"
+)
+def test_kernels_of_few_shapes_are_kept():
+    environment = {name: value for name, value in os.environ.items() if name not in CACHES}
+    environment["ONEDNN_VERBOSE"] = "profile_create"
+
+    def made(mode):
+        command = [sys.executable, "-c", KERNELS, mode]
+        output = subprocess.run(command, capture_output=True, check=True, text=True, env=environment).stdout
+        return output.count("create:cache_miss")
+
+    # Kept, they are made once; the first 100 of those of which 64 are kept are gone when their turn comes again.
+    assert (made("kept"), made("few")) == (100, 200)

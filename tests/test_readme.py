@@ -105,6 +105,7 @@ def test_training_command_is_understood(command, project, monkeypatch):
 
     monkeypatch.setattr(module, "Experiment", stop)
     monkeypatch.setattr(module, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(module, "keep_few_kernels", lambda: None)
     with pytest.raises(Understood, match="runs/"):
         module.main(words)
 

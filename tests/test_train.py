@@ -89,6 +89,7 @@ def test_recipe_stands_before_or_behind_the_options_without_a_value(order, tmp_p
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "Experiment", Read)
     monkeypatch.setattr(train, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(train, "keep_few_kernels", lambda: None)
     monkeypatch.setattr(train, "dry_run", lambda experiment: "estimated")
     train.main(order)
     [recipe] = read
