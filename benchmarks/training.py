@@ -1,11 +1,16 @@
 """Times training against transformers' BART and T5 of the same dimensions: real tokens per second and peak memory.
 
     python benchmarks/training.py --core 0 --output benchmarks/results/training_cpu.json
+    python benchmarks/training.py --core 0 --presets transformer-tiny --output benchmarks/results/training_cpu_few_kernels.json \\
+        --contestants "bart, as documented" "bart, tuned" "bart, tuned, bf16" "bart, tuned, bf16, few kernels" \\
+        "metaphrase, without few kernels" metaphrase
+    # and of transformer-base, without "bart, tuned", with --mixes heavy_tailed --rounds 6 --at_once 3
 
 Every contestant is a whole `Trainer.train()` in a process of its own (see `contestants.py`), on random tokens in the lengths of a
 mix, with label smoothing 0.1 and as many updates in an epoch. They take turns of a few steps, so that what else the machine does
 meets them alike, and medians are reported. Padding does not count as a token. Where memory does not hold all of them, `--at_once`
-makes groups, each with ours in it, by which the others are compared. The reports of a file are replaced one by one.
+makes groups, each with ours in it, by which the others are compared. Without few kernels, memory grows for some thirty steps:
+fewer say less of it. The reports of a file are replaced one by one.
 """
 
 import argparse
