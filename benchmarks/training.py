@@ -4,7 +4,8 @@
     python benchmarks/training.py --core 0 --presets transformer-tiny --output benchmarks/results/training_cpu_few_kernels.json \\
         --contestants "bart, as documented" "bart, tuned" "bart, tuned, bf16" "bart, tuned, bf16, few kernels" \\
         "metaphrase, without few kernels" metaphrase
-    # and of transformer-base, without "bart, tuned", with --mixes heavy_tailed --rounds 6 --at_once 3
+    # and of transformer-base, without "bart, tuned": with --mixes heavy_tailed --rounds 6 --at_once 3,
+    # and with --mixes multi30k --rounds 3 --at_once 2, without "metaphrase, without few kernels" as well
 
 Every contestant is a whole `Trainer.train()` in a process of its own (see `contestants.py`), on random tokens in the lengths of a
 mix, with label smoothing 0.1 and as many updates in an epoch. They take turns of a few steps, so that what else the machine does
