@@ -80,8 +80,8 @@ def multiply_int8(states: torch.Tensor, packed: torch.ScriptObject, bias: torch.
     """
     if states.shape[0] == 1:
         # One scale for all: the kernel itself rounds and scales back.
-        low, high = map(float, torch.aminmax(states))
-        step = max(-low, high, _LEAST) / ACTIVATION_LEVELS
+        low, high = torch.aminmax(states)
+        step = max(-low.item(), high.item(), _LEAST) / ACTIVATION_LEVELS
         return operator_of(_PRODUCT)(states, step, _ACTIVATION_ZERO, packed)
     scaled, step = scale_rows(states)
     output = multiply_levels(scaled, packed)

@@ -47,10 +47,11 @@ class StepLinear:
             has_zeros: Whether many entries of what is multiplied are likely to be zero.
         """
         self.layers, self.copied = list(layers), []
-        kind = type(layers[0])
-        if copies and len(layers) > 1 and hasattr(kind, "join") and all(type(layer) is kind for layer in layers):
-            # Packed already, in a way that only the layers know.
-            self.layers = [kind.join(layers)]
+        kind, self._product = type(layers[0]), None
+        if copies and hasattr(kind, "join") and all(type(layer) is kind for layer in layers):
+            # Packed already, in a way that only the layers know; the call of a module would take a tenth of such a product.
+            self.layers = self.layers if len(layers) == 1 else [kind.join(layers)]
+            self._product = self.layers[0].forward
         largest = LARGEST_SIZE if largest is None else largest
         self._is_one = copies and all(can_record(layer) and layer.weight.numel() <= largest for layer in layers)
         self._record = LayerRecord(layers if self._is_one else [])
@@ -73,6 +74,8 @@ class StepLinear:
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """(..., in_features) -> (..., out_features of all)"""
+        if self._product is not None:
+            return self._product(states)
         if not self._is_one:
             outputs = [layer(states) for layer in self.layers]
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
