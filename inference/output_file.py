@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from metaphrase.inference.write_lock import WriteLock
+
 if TYPE_CHECKING:
     from metaphrase.inference.run import ScoredText
 
@@ -76,16 +78,30 @@ def standard_output() -> IO[str]:
 class NewFile(OutputStream):
     """Writes a file anew, in place of what is there, which stays until the first lines are: a mistake costs no old results."""
 
-    def __init__(self, path: str | os.PathLike):
-        """Opens the file, so that one that cannot be written is found before any work."""
+    def __init__(self, path: str | os.PathLike, name: str = "output"):
+        """Opens the file, so that one that cannot be written is found before any work.
+
+        Args:
+            path: Of the file.
+            name: Of the option that names it.
+
+        Raises:
+            ValueError: If another run is writing it.
+        """
         super().__init__(open(path, "w", encoding="utf-8", newline="\n", opener=_open_untouched))  # noqa: SIM115
         self._is_emptied = False
+        try:
+            self._lock = WriteLock(path, name)
+        except BaseException:
+            self._stream.close()
+            raise
 
     def __enter__(self) -> "NewFile":
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._stream.close()
+        self._lock.release()
 
     def write(self, lines: str) -> None:
         self._empty()
@@ -125,18 +141,21 @@ class ResumedFile(OutputStream):
             window: Sources that are decoded together.
 
         Raises:
-            ValueError: If it is no regular file, or its lines are not those of such targets.
+            ValueError: If it is no regular file, its lines are not those of such targets, or another run is writing it.
         """
         check_regular(path)
         self.path, self._num_targets, self._with_scores = Path(path), num_targets, with_scores
         self.num_done = 0
-        self._file = open(path, "r+b" if self.path.exists() else "w+b")  # noqa: SIM115 (closed by the context)
+        # Never emptied: between a look whether it is there and this, another run may have begun it.
+        self._file = open(path, "r+b", opener=_open_or_create)  # noqa: SIM115 (closed by the context)
+        self._lock = None
         try:
+            self._lock = WriteLock(path, "output")
             start, self._end = self._measure(window)
             self._has_more = self._file.seek(0, os.SEEK_END) > self._end
             self._file.seek(start)
         except BaseException:
-            self._file.close()
+            self._close()
             raise
         self._source = self.first_source
         self._is_cut = False
@@ -145,7 +164,7 @@ class ResumedFile(OutputStream):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._file.close()
+        self._close()
 
     def write(self, lines: str) -> None:
         """See `OutputStream`.
@@ -172,6 +191,11 @@ class ResumedFile(OutputStream):
                 f"`output` must not hold targets of more sources than the input has, got {self.num_done} whole ones "
                 f"{'and a part ' if self._has_more else ''}in {self.path}. Leave --resume out to begin anew."
             )
+
+    def _close(self) -> None:
+        self._file.close()
+        if self._lock is not None:
+            self._lock.release()
 
     def _measure(self, window: int) -> tuple[int, int]:
         """Where in the file the window of the last whole source begins, and where that source ends, in bytes."""
@@ -226,6 +250,11 @@ class ResumedFile(OutputStream):
 def _open_untouched(path: str, flags: int) -> int:
     """As `open` does to write, but what is there stays."""
     return os.open(path, flags & ~os.O_TRUNC, 0o666)
+
+
+def _open_or_create(path: str, flags: int) -> int:
+    """As `open` does to read and write what is there, or a new file."""
+    return os.open(path, flags | os.O_CREAT, 0o666)
 
 
 def check_regular(path: str | os.PathLike) -> None:

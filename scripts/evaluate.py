@@ -184,7 +184,7 @@ def open_predictions(path: str | None) -> AbstractContextManager[OutputStream | 
     if is_folder(path):
         raise ValueError(f"`predictions` must be a file, got the folder {path}.")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    return NewFile(path)
+    return NewFile(path, "predictions")
 
 
 def read_pairs(arguments: argparse.Namespace, report: DataReport) -> Dataset:

@@ -1,5 +1,6 @@
 """Experiment: a recipe carried out, from raw pairs to a folder with a trained and scored model."""
 
+import contextlib
 import json
 import logging
 import shutil
@@ -37,7 +38,7 @@ from metaphrase.training.processes import check_devices, check_processes
 from metaphrase.training.r_drop import check_r_drop
 from metaphrase.training.recipe import Recipe
 from metaphrase.training.recipe_fields import DEFAULT_PRESET
-from metaphrase.training.run_folder import checkpoint_to_resume, resumes
+from metaphrase.training.run_folder import checkpoint_to_resume, only_writer, resumes
 from metaphrase.training.sharded_weights import load_whole_weights
 from metaphrase.training.task_corpus import TASK_COLUMN, make_corpus
 from metaphrase.training.trainer import MetaphraseTrainer
@@ -99,8 +100,14 @@ class Experiment:
         """Runs everything and returns what `metrics.json` holds.
 
         Raises:
-            ValueError: If this one process has several GPUs, or the data, the base model or the checkpoint do not fit.
+            ValueError: If this one process has several GPUs, the data, the base model or the checkpoint do not fit, or another
+                run writes to the folder.
         """
+        is_writer = self.arguments.process_index == 0
+        with only_writer(self.folder) if is_writer else contextlib.nullcontext():
+            return self._train()
+
+    def _train(self) -> dict:
         # Not before: a dry run needs neither.
         check_devices(self.arguments.n_gpu)
         if self.is_unchecked:

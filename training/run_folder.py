@@ -1,5 +1,6 @@
 """Run folders: whether a run may begin in a folder or go on there, and with what recipe."""
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path, PurePath
@@ -14,6 +15,7 @@ from transformers.utils import (
     WEIGHTS_NAME,
 )
 
+from metaphrase.inference.write_lock import WriteLock
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 from metaphrase.training.averaging import RECIPE_NAME, is_better_lower
 from metaphrase.training.checkpoint_folders import check_whole, checkpoints_in, last_whole_checkpoint, remove_folder
@@ -55,6 +57,23 @@ def discard_model(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
     # A joint tokenizer cannot be saved beside it.
     remove_folder(folder / TARGET_SUBFOLDER)
+
+
+@contextlib.contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Keeps other runs out of a folder, which is made if it is not there, and goes again if nothing is written to it.
+
+    Raises:
+        ValueError: If another run writes to it.
+    """
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    with WriteLock(folder, "output_dir"):
+        try:
+            yield
+        finally:
+            if is_new and not any(folder.iterdir()):
+                folder.rmdir()
 
 
 def resumes(recipe: Recipe) -> bool:
