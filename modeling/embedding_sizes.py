@@ -11,12 +11,13 @@ class EncoderDecoderEmbeddings(MetaphrasePreTrainedModel):
     def _resize_token_embeddings(self, new_num_tokens, pad_to_multiple_of=None, mean_resizing=True):
         if self.config.share_embeddings:
             embeddings = super()._resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
-            self.config.vocab_size = self.config.decoder_vocab_size = embeddings.weight.shape[0]
+            self.config.vocab_size = self.config.decoder_vocab_size = embeddings.num_embeddings
             return embeddings
         old = self.get_input_embeddings()
         new = self._get_resized_embeddings(old, new_num_tokens, pad_to_multiple_of, mean_resizing)
         self.set_input_embeddings(new.requires_grad_(old.weight.requires_grad))
-        self.config.vocab_size = new.weight.shape[0]
+        # A weight that DeepSpeed has shared out has no rows.
+        self.config.vocab_size = new.num_embeddings
         return new
 
     def _get_resized_lm_head(self, *args, **kwargs):
@@ -48,7 +49,7 @@ class EncoderDecoderEmbeddings(MetaphrasePreTrainedModel):
         old = decoder.embed_tokens
         new = self._get_resized_embeddings(old, new_num_tokens, pad_to_multiple_of, mean_resizing)
         decoder.embed_tokens = new.requires_grad_(old.weight.requires_grad)
-        size = new.weight.shape[0]
+        size = new.num_embeddings
         head = self.get_output_embeddings()
         if head is not None:
             resized = self._get_resized_lm_head(head, size, mean_resizing=mean_resizing)

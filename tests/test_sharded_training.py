@@ -10,23 +10,28 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from tiny_models import tiny_model
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import StateDictType, fully_shard
 from transformers import MarianConfig, MarianMTModel
 
 from metaphrase.training.adapters import add_lora
+from metaphrase.training.base_model import fit_vocabulary
 from metaphrase.training.demo_corpus import make_demo_corpus
-from metaphrase.training.sharded_weights import gather_model, is_sharded, load_whole_weights
+from metaphrase.training.sharded_weights import gather_model, is_sharded, load_whole_weights, whole_shape
+from metaphrase.training.trainer import MetaphraseTrainer
 
 FOLDER = Path(__file__).parent.parent / "scripts" / "recipes" / "accelerate"
-# The name of a file, and what the processes need in their environment to do without an accelerator.
+# The name of a file, and what differs from it: where checkpoints are the shares of the processes.
 WAYS = {
     "fsdp2": ("fsdp2_cpu_2_processes.yaml", {}),
-    "zero2": ("deepspeed_zero2.yaml", {"DS_ACCELERATOR": "cpu"}),
-    "zero3": ("deepspeed_zero3.yaml", {"DS_ACCELERATOR": "cpu"}),
+    "fsdp2_shares": ("fsdp2_cpu_2_processes.yaml", {"fsdp_state_dict_type": "SHARDED_STATE_DICT"}),
+    "zero2": ("deepspeed_zero2.yaml", {}),
+    "zero3": ("deepspeed_zero3.yaml", {}),
+    "zero3_shares": ("deepspeed_zero3.yaml", {"zero3_save_16bit_model": False}),
 }
 PROGRAM = """
 import os, sys
@@ -79,19 +84,27 @@ def data(tmp_path_factory):
 
 def carry_out(data, output, way, fields):
     """Trains 8 pairs in a step, in one process or in two, and returns weights and metrics."""
-    command, environment, pairs = [sys.executable], {}, 8
+    done = attempt(data, output, way, fields)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return load_file(output / "model.safetensors"), json.loads((output / "metrics.json").read_text())
+
+
+def attempt(data, output, way, fields):
+    command, pairs = [sys.executable], 8
+    # DeepSpeed does without an accelerator then.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
     if way is not None:
-        file, environment = WAYS[way]
-        command += ["-m", "accelerate.commands.launch", "--config_file", str(FOLDER / file)]
+        file, changes = WAYS[way]
+        settings = yaml.safe_load((FOLDER / file).read_text())
+        settings["fsdp_config" if "fsdp" in way else "deepspeed_config"] |= changes
+        (data / f"{way}.yaml").write_text(yaml.safe_dump(settings))
+        command += ["-m", "accelerate.commands.launch", "--config_file", str(data / f"{way}.yaml")]
         command += ["--main_process_port", "0", "--num_processes", "2"]
         pairs = 4
     words = ["--data_dir", str(data), "--output_dir", str(output), "--per_device_train_batch_size", str(pairs)]
     words += [word for name, value in (BASE | fields).items() for word in (f"--{name}", str(value))]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | environment
     command += [str(data / "program.py"), *words]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return load_file(output / "model.safetensors"), json.loads((output / "metrics.json").read_text())
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
 
 
 def assert_same(actual, expected):
@@ -120,6 +133,28 @@ def test_averages_of_checkpoints_are_those_of_one_process(way, data, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("way", ["fsdp2_shares", "zero3_shares"])
+@pytest.mark.parametrize("field", ["average_last", "average_best"])
+def test_averages_of_shares_are_refused_before_the_training(field, way, data, tmp_path):
+    skip_without(way)
+    done = attempt(data, tmp_path / "two", way, NEW | {field: 2})
+    assert done.returncode != 0 and f"`{field}` needs checkpoints with whole weights" in done.stderr
+    assert not list((tmp_path / "two").glob("checkpoint-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["fsdp2_shares", "zero3_shares"])
+def test_the_best_model_is_found_among_shares(way, data, tmp_path):
+    skip_without(way)
+    # The loss falls: the first checkpoint is to be found.
+    fields = NEW | {"metric_for_best_model": "eval_loss", "greater_is_better": True, "load_best_model_at_end": True}
+    expected = carry_out(data, tmp_path / "one", None, fields)
+    state = json.loads((tmp_path / "one" / "trainer_state.json").read_text())
+    assert state["best_global_step"] == 2
+    assert_same(carry_out(data, tmp_path / "two", way, fields), expected)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_adapters_are_merged_as_by_one_process(way, data, tmp_path):
     pytest.importorskip("peft")
@@ -128,6 +163,21 @@ def test_adapters_are_merged_as_by_one_process(way, data, tmp_path):
     fields = {"model_name_or_path": tmp_path / "base", "lora_rank": 4, "learning_rate": 3e-2}
     expected = carry_out(data, tmp_path / "one", None, fields)
     assert_same(carry_out(data, tmp_path / "two", way, fields), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["fsdp2", "zero3"])
+def test_a_model_that_grows_for_new_tokens_is_fine_tuned(way, data, tmp_path):
+    skip_without(way)
+    carry_out(data, tmp_path / "base", None, NEW | {"max_steps": 2})
+    fields = {"model_name_or_path": tmp_path / "base", "additional_special_tokens": "[<new>]"}
+    weights, metrics = carry_out(data, tmp_path / "two", way, fields)
+    config = json.loads((tmp_path / "two" / "config.json").read_text())
+    assert config["vocab_size"] == config["decoder_vocab_size"] == 301
+    assert {len(weight) for name, weight in weights.items() if "embed_tokens" in name} == {301}
+    expected = carry_out(data, tmp_path / "one", None, fields)
+    # The new row is drawn.
+    assert metrics["loss"] == pytest.approx(expected[1]["loss"], abs=0.05)
 
 
 @pytest.mark.slow
@@ -172,7 +222,7 @@ def partition(model, monkeypatch):
     """Stands in for DeepSpeed's third stage: weights are empty outside `GatheredParameters`. Returns what will be gathered."""
     whole, gathered = {}, []
     for name, weight in model.named_parameters():
-        weight.ds_id, whole[id(weight)] = name, weight.data
+        weight.ds_id, weight.ds_shape, whole[id(weight)] = name, weight.shape, weight.data
         weight.data = torch.empty(0)
 
     @contextlib.contextmanager
@@ -206,6 +256,40 @@ def test_partitions_are_gathered_one_by_one_and_in_the_order_of_the_model(monkey
     assert gathered == order * 2 and all(weight.numel() == 0 for weight in model.parameters())
     for name, weight in other.state_dict().items():
         assert torch.equal(whole.state_dict()[name], weight), name
+
+
+def test_a_shared_out_model_is_seen_to_hold_its_tokenizer(monkeypatch):
+    model = tiny_model(share_embeddings=False, decoder_vocab_size=31)
+    head = model.get_output_embeddings().weight
+    assert whole_shape(head) == head.shape
+    partition(model, monkeypatch)
+    assert head.shape == (0,) and whole_shape(head) == (31, model.config.hidden_size)
+    fields = {"vocab_size": model.config.vocab_size, "decoder_vocab_size": 31}
+    # With an adapter, growth would be refused.
+    fit_vocabulary(model, SimpleNamespace(lora_rank=4), SimpleNamespace(config_fields=lambda: fields))
+
+
+def trainer_with(**plugins):
+    state = SimpleNamespace(**plugins)
+    enabled = {f"is_{name}_enabled": f"{name}_plugin" in plugins for name in ("fsdp", "deepspeed")}
+    return SimpleNamespace(**enabled, accelerator=SimpleNamespace(state=state))
+
+
+@pytest.mark.parametrize("kind", StateDictType)
+def test_it_is_known_whether_checkpoints_of_fsdp_are_whole(kind):
+    trainer = trainer_with(fsdp_plugin=SimpleNamespace(state_dict_type=kind))
+    assert MetaphraseTrainer.has_whole_checkpoints.fget(trainer) == (kind == StateDictType.FULL_STATE_DICT)
+    assert MetaphraseTrainer.has_whole_checkpoints.fget(trainer_with())
+
+
+@pytest.mark.parametrize(
+    ("stage", "gathers", "is_whole"),
+    [(2, False, True), (3, True, True), (3, False, False), (3, "auto", False), (3, None, False)],
+)
+def test_it_is_known_whether_checkpoints_of_deepspeed_are_whole(stage, gathers, is_whole):
+    zero = {"stage": stage} | ({} if gathers is None else {"stage3_gather_16bit_weights_on_model_save": gathers})
+    trainer = trainer_with(deepspeed_plugin=SimpleNamespace(deepspeed_config={"zero_optimization": zero}))
+    assert MetaphraseTrainer.has_whole_checkpoints.fget(trainer) == is_whole
 
 
 def test_weights_that_are_missing_are_named(mesh, tmp_path):

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig, Pr
 from metaphrase.conversion.whole_model import load_whole
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.recipe import Recipe
+from metaphrase.training.sharded_weights import whole_shape
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ def fit_vocabulary(
         _announce_growth(recipe, "embedding", source, rows)
         model.resize_token_embeddings(source, mean_resizing=with_weights)
     head = model.get_output_embeddings()
-    rows = target if head is None else head.weight.shape[0]
+    rows = target if head is None else whole_shape(head.weight)[0]
     if target <= rows:
         return
     if not hasattr(model, "resize_decoder_token_embeddings"):

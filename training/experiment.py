@@ -121,6 +121,7 @@ class Experiment:
         model = self.make_model(tokenizers)
         logger.info("The model has %s parameters.", f"{model.num_parameters():,}")
         trainer = self._make_trainer(model, tokenizers, encoded)
+        self._check_averaged(trainer)
         if trainer.is_world_process_zero():
             if self.arguments.bf16 and self.arguments.device.type == "cpu":
                 warn_of_slow_bfloat16()
@@ -215,6 +216,15 @@ class Experiment:
             targets = recipe.lora_target_modules or ALL_LINEAR
             model = add_lora(model, recipe.lora_rank, recipe.lora_alpha, recipe.lora_dropout, targets)
         return model
+
+    def _check_averaged(self, trainer: MetaphraseTrainer) -> None:
+        """Refuses, before any work, a mean of checkpoints that cannot be read."""
+        for name in ("average_last", "average_best"):
+            if getattr(self.recipe, name) is not None and not trainer.has_whole_checkpoints:
+                raise ValueError(
+                    f"`{name}` needs checkpoints with whole weights, got settings by which each process saves its share: choose "
+                    "`fsdp_state_dict_type` FULL_STATE_DICT, or for DeepSpeed `zero3_save_16bit_model` true."
+                )
 
     def _average(self, trainer: MetaphraseTrainer) -> None:
         """Gives the model the mean of the checkpoints that the recipe names."""

@@ -73,10 +73,15 @@ def _is_partitioned(model: nn.Module) -> bool:
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
+def whole_shape(weight: torch.Tensor) -> torch.Size:
+    """The shape of a weight, which one that DeepSpeed has shared out does not show."""
+    return getattr(weight, "ds_shape", weight.shape)
+
+
 def gather_model(model: PreTrainedModel) -> PreTrainedModel:
     """A copy with whole weights of a sharded model, on each process. All processes must call it."""
     if _is_partitioned(model):
-        state = _gather_partitions(model)
+        state = gather_partitions(model)
     else:
         state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     # Its first weights are thrown away, and the random numbers for them must not be missed by the training. `from_config` would
@@ -117,7 +122,8 @@ def load_whole_weights(model: PreTrainedModel, folder: Path) -> None:
             weights[name].copy_(state[name])
 
 
-def _gather_partitions(model: nn.Module) -> dict[str, torch.Tensor]:
+def gather_partitions(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The whole weights of a model that DeepSpeed's third stage has shared out, on each process. All processes must call it."""
     state = {}
     for name, weight in model.state_dict(keep_vars=True).items():
         with _gathered(weight):

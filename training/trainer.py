@@ -21,7 +21,13 @@ from metaphrase.training.checkpoints import WholeCheckpoints
 from metaphrase.training.exponential_average import ExponentialAverageMixin
 from metaphrase.training.parameter_groups import ParameterGroupsMixin
 from metaphrase.training.r_drop import RDropMixin
-from metaphrase.training.sharded_weights import as_plain_class, gather_model, is_sharded, keep_embeddings_together
+from metaphrase.training.sharded_weights import (
+    as_plain_class,
+    gather_model,
+    gather_partitions,
+    is_sharded,
+    keep_embeddings_together,
+)
 from metaphrase.training.token_budget_loaders import TokenBudgetMixin
 
 
@@ -115,6 +121,17 @@ class MetaphraseTrainer(
         # The first version of FSDP marks its wrapper, which is off here, and not the model.
         return gather_model(model) if self.is_fsdp_enabled or is_sharded(model) else model
 
+    @property
+    def has_whole_checkpoints(self) -> bool:
+        """Whether a checkpoint holds the weights as `from_pretrained` reads them, and not the share of each process alone."""
+        if self.is_fsdp_enabled:
+            return "FULL" in str(self.accelerator.state.fsdp_plugin.state_dict_type)
+        if not self.is_deepspeed_enabled:
+            return True
+        zero = self.accelerator.state.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})
+        # Where it says "auto", accelerate does without.
+        return zero.get("stage") != 3 or zero.get("stage3_gather_16bit_weights_on_model_save") is True
+
     def _kept_checkpoints(self, run: Path) -> list[str | Path | None]:
         whole = checkpoints_in(run)
         scores = scores_in(self.state.log_history, self.args.metric_for_best_model or DEFAULT_METRIC)
@@ -143,6 +160,31 @@ class MetaphraseTrainer(
     @property
     def _decodes(self) -> bool:
         return self.args.predict_with_generate and self.score is not None
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        """As the parent's, and whole also where a checkpoint is not: there, transformers saves no model that can be loaded."""
+        is_checkpoint = _internal_call and output_dir is not None
+        if self.has_whole_checkpoints or (is_checkpoint and not self.is_fsdp_enabled):
+            super().save_model(output_dir, _internal_call)
+        elif is_checkpoint:
+            # The shares of its weights follow.
+            self._save_around_weights(output_dir)
+        else:
+            is_fsdp = self.is_fsdp_enabled
+            state = self.accelerator.get_state_dict(self.model) if is_fsdp else gather_partitions(self.model)
+            self._save(output_dir or self.args.output_dir, state)
+            if self.args.push_to_hub and not _internal_call:
+                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_around_weights(self, folder: str) -> None:
+        """What a checkpoint needs beside the weights, for the run to go on."""
+        if not self.args.should_save:
+            return
+        with as_plain_class(self.model):
+            self.model.config.save_pretrained(folder)
+            self.model.generation_config.save_pretrained(folder)
+        if self.tokenizers is not None:
+            self.tokenizers.save_pretrained(folder)
 
     def _save(self, output_dir=None, state_dict=None):
         if state_dict is not None:
