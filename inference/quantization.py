@@ -53,7 +53,7 @@ class _PackedLinear(nn.Module):
 
 
 class Int8Linear(_PackedLinear):
-    """Weights in 8 bits with a scale for each output, inputs rounded at each call with a scale for each row.
+    """Weights in 8 bits with a scale for each output, inputs rounded at each call with a scale for each row, to 8 bits or to 7.
 
     A row's scale is its own, so that a sentence is rounded as it is by itself, whatever else is in the batch.
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-# Activations have 7 bits: two products of theirs with 8-bit weights add up in 16 bits without overflow.
-ACTIVATION_LEVELS, _ACTIVATION_ZERO = 63, 64
 WEIGHT_LEVELS = 127
+# Of activations, on either side of zero: those of 8 bits, and those of 7, of which two products fit into a sum of 16 bits.
+_MOST_LEVELS, _FEW_LEVELS = 127, 63
 # What is smaller is zero: one by the scale of a row must be a number.
 _LEAST = 1e-30
 _PRODUCT = "linear_with_input_q_dq_qweight_dq_output_fp32"
@@ -17,6 +17,19 @@ _PRODUCT = "linear_with_input_q_dq_qweight_dq_output_fp32"
 def has_int8_kernels() -> bool:
     """Whether torch can multiply with weights in 8 bits on this processor."""
     return "fbgemm" in torch.backends.quantized.supported_engines and hasattr(torch.ops.quantized, _PRODUCT)
+
+
+@functools.cache
+def activation_levels() -> int:
+    """How many levels an activation has on either side of zero: as many as the kernel adds up on this processor.
+
+    Kernels for VNNI, which multiply and add up in 32 bits at once, take all 8 bits; older ones add up two products in 16 bits.
+    """
+    size = 64
+    packed = pack_int8(torch.full((size, size), WEIGHT_LEVELS, dtype=torch.int8), torch.ones(size))
+    largest = torch.full((2, size), float(_MOST_LEVELS))
+    sums = operator_of(_PRODUCT)(largest, 1.0, _MOST_LEVELS + 1, packed)
+    return _MOST_LEVELS if bool((sums == size * WEIGHT_LEVELS * _MOST_LEVELS).all()) else _FEW_LEVELS
 
 
 def round_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,7 +63,7 @@ def unpack_int8(packed: torch.ScriptObject) -> tuple[torch.Tensor, torch.Tensor,
 def scale_rows(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows `(rows, in_features)` as multiples of the step between two levels, and that step of each row, `(rows, 1)`."""
     # `vector_norm` of infinity, in one call, takes many times as long where there are many rows.
-    step = states.abs().amax(dim=1, keepdim=True).clamp_min_(_LEAST).div_(ACTIVATION_LEVELS)
+    step = states.abs().amax(dim=1, keepdim=True).clamp_min_(_LEAST).div_(activation_levels())
     return states * step.reciprocal(), step
 
 
@@ -63,7 +76,7 @@ def operator_of(name: str) -> Callable[..., torch.Tensor]:
 
 def multiply_levels(states: torch.Tensor, packed: torch.ScriptObject) -> torch.Tensor:
     """Rows of `scale_rows`, rounded to whole numbers, times a packed weight, and its bias: `(rows, out_features)`."""
-    return operator_of(_PRODUCT)(states, 1.0, _ACTIVATION_ZERO, packed)
+    return operator_of(_PRODUCT)(states, 1.0, activation_levels() + 1, packed)
 
 
 def multiply_int8(states: torch.Tensor, packed: torch.ScriptObject, bias: torch.Tensor | None) -> torch.Tensor:
@@ -81,8 +94,9 @@ def multiply_int8(states: torch.Tensor, packed: torch.ScriptObject, bias: torch.
     if states.shape[0] == 1:
         # One scale for all: the kernel itself rounds and scales back.
         low, high = torch.aminmax(states)
-        step = max(-low.item(), high.item(), _LEAST) / ACTIVATION_LEVELS
-        return operator_of(_PRODUCT)(states, step, _ACTIVATION_ZERO, packed)
+        levels = activation_levels()
+        step = max(-low.item(), high.item(), _LEAST) / levels
+        return operator_of(_PRODUCT)(states, step, levels + 1, packed)
     scaled, step = scale_rows(states)
     output = multiply_levels(scaled, packed)
     # The kernel added the bias to what is to be scaled.

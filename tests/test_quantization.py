@@ -1,6 +1,9 @@
 """Tests of `metaphrase.inference.quantization`: packed layers compute what rounded weights do, for each row by itself."""
 
 import copy
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from transformers import (
 
 from metaphrase.inference import Generator, quantization, quantize
 from metaphrase.inference.quantization import Float16Linear, Int8Linear, has_kernels, quantization_of
+from metaphrase.modeling import int8_product
 from metaphrase.modeling.step_layer import step_layers
 
 pytestmark = pytest.mark.skipif(not has_kernels(), reason="this build of torch has no kernels of FBGEMM")
@@ -49,11 +53,19 @@ def rounded(states, levels):
     return (states / step).round() * step
 
 
+@pytest.fixture(params=[63, 127])
+def levels(request, monkeypatch):
+    """Of activations, those that every processor can add up, and those that this one can."""
+    levels = min(request.param, int8_product.activation_levels())
+    monkeypatch.setattr(int8_product, "activation_levels", lambda: levels)
+    return levels
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(3,), (2, 4), (0,)])
-def test_int8_is_a_product_of_rounded_weights_and_states(shape, bias):
+def test_int8_is_a_product_of_rounded_weights_and_states(shape, bias, levels):
     linear, states = some_linear(bias), some_states(*shape) if 0 not in shape else torch.zeros(*shape, 48)
-    expected = nn.functional.linear(rounded(states, 63).double(), rounded(linear.weight, 127).double())
+    expected = nn.functional.linear(rounded(states, levels).double(), rounded(linear.weight, 127).double())
     expected = expected if linear.bias is None else expected + linear.bias
     output = Int8Linear(linear)(states)
     assert output.shape == expected.shape and output.dtype == torch.float32
@@ -115,12 +127,27 @@ def test_what_is_no_number_stays_none():
     assert layer(states)[[0, 2]].isfinite().all()
 
 
-def test_saturated_sums_are_exact():
-    """All products as large as can be: a 16-bit sum of two must hold them."""
+def check_largest_sums():
+    """All products as large as can be: what the kernel adds them up in must hold them."""
     linear = nn.Linear(512, 16, bias=False).requires_grad_(False)
     linear.weight.fill_(1.0)
-    assert torch.allclose(Int8Linear(linear)(torch.ones(2, 512)), torch.full((2, 16), 512.0), rtol=1e-5)
-    assert torch.allclose(Int8Linear(linear)(-torch.ones(2, 512)), torch.full((2, 16), -512.0), rtol=1e-5)
+    for rows in (1, 2, 64):
+        for sign in (1.0, -1.0):
+            output = Int8Linear(linear)(torch.full((rows, 512), sign))
+            assert torch.allclose(output, torch.full((rows, 16), sign * 512), rtol=1e-5)
+
+
+def test_largest_sums_are_exact(levels):
+    check_largest_sums()
+
+
+def test_kernels_that_add_up_in_16_bits_get_7():
+    """In a process of its own, in which FBGEMM takes the kernels of a processor without VNNI."""
+    code = "import test_quantization as t; t.check_largest_sums(); print(t.int8_product.activation_levels())"
+    environment = {**os.environ, "FBGEMM_ENABLE_INSTRUCTIONS": "AVX2", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["63"]
 
 
 FAMILIES = {

@@ -6,7 +6,14 @@ from tiny_models import DESIGNS, random_batch, tiny_model
 from torch import nn
 
 from metaphrase.modeling import MetaphraseForConditionalGeneration, shortlist, step_head
-from metaphrase.modeling.int8_product import has_int8_kernels, multiply_levels, pack_int8, round_weight, scale_rows
+from metaphrase.modeling.int8_product import (
+    activation_levels,
+    has_int8_kernels,
+    multiply_levels,
+    pack_int8,
+    round_weight,
+    scale_rows,
+)
 from metaphrase.modeling.shortlist import Shortlist, ShortlistProjection
 
 pytestmark = pytest.mark.skipif(not has_int8_kernels(), reason="this build of torch has no kernels of FBGEMM")
@@ -113,10 +120,12 @@ def test_weights_whose_rounding_all_points_one_way():
 
 @torch.no_grad()
 def test_a_state_whose_rounding_all_points_one_way():
-    state = torch.full((HIDDEN,), 10.49 / 63)
+    levels = activation_levels()
+    state = torch.full((HIDDEN,), 10.49 / levels)
     state[0] = 1
     better, worse = torch.full((HIDDEN,), 127.0), torch.zeros(HIDDEN)
-    better[0], worse[0] = 0, 1300
+    # Between what the others add up to and what they do when rounded to 10 levels.
+    better[0], worse[0] = 0, 127 * (HIDDEN - 1) * 10.25 / levels
     check_confused(better, worse, state)
 
 
