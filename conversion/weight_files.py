@@ -20,6 +20,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 ADAPTER_NAME = "adapter_config.json"
 _MOST_NAMED = 5
+_CARD = "README.md"
 
 
 class Kind(NamedTuple):
@@ -208,7 +209,10 @@ def check_output(output: Path, sources: Sequence[Path], overwrite: bool, mark: s
 
 @contextlib.contextmanager
 def folder_in_one_step(output: Path) -> Iterator[Path]:
-    """A folder beside `output` that takes its name, and its place, when the block ends well, and is gone if it does not."""
+    """A folder beside `output` that takes its name, and its place, when the block ends well, and is gone if it does not.
+
+    A README.md of the folder whose place it takes, which may be of somebody's own hand, moves into it.
+    """
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
     replaced = output.with_name(f".{output.name}.{os.getpid()}.replaced")
@@ -216,6 +220,8 @@ def folder_in_one_step(output: Path) -> Iterator[Path]:
     partial.mkdir()
     try:
         yield partial
+        if (output / _CARD).is_file() and not (partial / _CARD).exists():
+            shutil.copy2(output / _CARD, partial)
         if output.exists():
             output.rename(replaced)
         partial.rename(output)

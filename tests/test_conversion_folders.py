@@ -407,5 +407,7 @@ def test_conversion_may_be_overwritten(bart, tmp_path):
     folder, _ = bart
     convert(folder, tmp_path / "ours")
     (tmp_path / "ours" / "model.safetensors").unlink()
+    (tmp_path / "ours" / "README.md").write_text("A card of my own.")
     assert run(verb.main, "convert", [str(folder), str(tmp_path / "ours"), "--overwrite"]) == 0
     assert (tmp_path / "ours" / "model.safetensors").is_file()
+    assert (tmp_path / "ours" / "README.md").read_text() == "A card of my own."
