@@ -6,9 +6,9 @@
     python benchmarks/equality.py runs/multi30k_bart --peer bart --source FOLDER/test_2016_flickr.en
 
 The model's options must fit the peer's family, into which it is converted: `--preset marian`, or `--preset t5-small`, of fewer
-dimensions, make models for `--peer marian` and `--peer t5`. Both get the same batches, in float32, for greedy
-search and each number of beams, length penalty and way of stopping. Settings that the file of results holds are not run again,
-so that several of these may share the work: `--num_beams 1 2 3`.
+dimensions and as many heads on both sides, make models for `--peer marian` and `--peer t5`. Both get the same batches, in
+float32, for greedy search and each number of beams, length penalty and way of stopping. Settings that the file of results
+holds are not run again, so that several of these may share the work: `--num_beams 1 2 3`.
 
 Where the two write different targets, that is a tie if the model finds them equally probable up to rounding: which of them
 comes out is no more the search's choice than the processor's.

@@ -315,6 +315,8 @@ class MetaphraseConfig(PreTrainedConfig):
     def from_preset(cls, name: str, **overrides: Any) -> "MetaphraseConfig":
         """The configuration of a named architecture.
 
+        T5's scale of the logits follows the width: a narrower T5 has that of its own `hidden_size`, an untied one none.
+
         Args:
             name: One of `presets()`.
             **overrides: Fields that replace the preset's, such as `vocab_size`.
@@ -330,7 +332,10 @@ class MetaphraseConfig(PreTrainedConfig):
                 raise ValueError(f"`{key}` is not a field of MetaphraseConfig.{_nearest(key, fields)}")
         merged = dict(PRESETS[name])
         merged.update({cls.attribute_map.get(key, key): value for key, value in overrides.items()})
-        return cls(**merged)
+        config = cls(**merged)
+        if config.logits_scale != 1.0 and "logits_scale" not in overrides:
+            config.logits_scale = config.hidden_size**-0.5 if config.tie_word_embeddings else 1.0
+        return config
 
 
 def _nearest(name: str, known) -> str:

@@ -217,6 +217,20 @@ def test_from_preset_takes_overrides():
 
 
 @pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({}, 512**-0.5),
+        ({"hidden_size": 64}, 1 / 8),
+        ({"d_model": 64}, 1 / 8),
+        ({"hidden_size": 64, "tie_word_embeddings": False}, 1.0),
+        ({"hidden_size": 64, "logits_scale": 0.5}, 0.5),
+    ],
+)
+def test_t5_scales_its_logits_by_the_width_that_it_has(overrides, expected):
+    assert MetaphraseConfig.from_preset("t5-small", **overrides).logits_scale == expected
+
+
+@pytest.mark.parametrize(
     ("name", "overrides", "message"),
     [
         (
