@@ -10,11 +10,13 @@ dimensions and as many heads on both sides, make models for `--peer marian` and 
 float32, for greedy search and each number of beams, length penalty and way of stopping. Settings that the file of results
 holds are not run again, so that several of these may share the work: `--num_beams 1 2 3`.
 
-Where the two write different targets, that is a tie if the model finds them equally probable up to rounding: which of them
-comes out is no more the search's choice than the processor's.
+Where the two write different targets, that is a tie if the model finds them equally probable up to rounding, or if both write
+the same in float64: beams as good as each other may be left for different ones, which end less alike. Which of them comes out
+is no more the search's choice than the processor's.
 """
 
 import argparse
+import copy
 import itertools
 import json
 import tempfile
@@ -55,14 +57,23 @@ def write(model: PreTrainedModel, sources: list[list[int]], options: dict) -> li
     return [best for best, *_ in found]
 
 
-def compare(ours: list[Hypothesis], theirs: list[Hypothesis]) -> dict:
-    """How many targets are the same, and of the others, how far apart their scores are."""
-    gaps = [abs(own.score - other.score) for own, other in zip(ours, theirs, strict=True) if own.ids != other.ids]
+def gaps_of(ours: list[Hypothesis], theirs: list[Hypothesis]) -> dict[int, float]:
+    """How far apart the scores of the targets are that are not the same, by their place."""
+    pairs = enumerate(zip(ours, theirs, strict=True))
+    return {place: abs(own.score - other.score) for place, (own, other) in pairs if own.ids != other.ids}
+
+
+def compare(models: tuple[PreTrainedModel, PreTrainedModel], sources: list[list[int]], options: dict) -> dict:
+    """How many targets of the two are the same, and of the others, how many are ties and how far apart the scores are."""
+    gaps = gaps_of(*(write(model, sources, options) for model in models))
+    far = [sources[place] for place, gap in gaps.items() if gap > TIE]
+    exact = gaps_of(*(write(copy.deepcopy(model).double(), far, options) for model in models)) if far else {}
+    different = sum(gap > TIE for gap in exact.values())
     return {
-        "same": len(ours) - len(gaps),
-        "ties": sum(gap <= TIE for gap in gaps),
-        "different": sum(gap > TIE for gap in gaps),
-        "largest_gap": max(gaps, default=0.0),
+        "same": len(sources) - len(gaps),
+        "ties": len(gaps) - different,
+        "different": different,
+        "largest_gap": max(gaps.values(), default=0.0),
     }
 
 
@@ -103,7 +114,7 @@ def main() -> None:
         name = json.dumps(options)
         if name in read_settings(output, about):
             continue
-        result = compare(*(write(model, sources, options) for model in (ours, theirs)))
+        result = compare((ours, theirs), sources, options)
         print(f"{name}: {result}", flush=True)
         # Another process may have added its own meanwhile.
         settings = {**read_settings(output, about), name: result}
