@@ -44,7 +44,12 @@ class Block:
 
 
 class Grid:
-    """Where the tokens of packed rows lie in the grid, and its blocks."""
+    """Where the tokens of packed rows lie in the grid, and its blocks.
+
+    Attributes:
+        blocks: All of them, in order.
+        num_scores: Of the whole grid, all heads counted.
+    """
 
     def __init__(self, packing: Packing, heads: int, in_blocks: bool):
         """Args:
@@ -54,6 +59,7 @@ class Grid:
             no length is asked for.
         """
         self.blocks = list(_make_blocks(packing, heads)) if in_blocks else [_whole(packing, heads)]
+        self.num_scores = sum(block.rows * block.query_width * block.key_width for block in self.blocks)
         self._query_sizes = [block.rows * block.query_width for block in self.blocks]
         self._key_sizes = [block.rows * block.key_width for block in self.blocks]
         # Those that share sequences share a width.

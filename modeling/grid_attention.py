@@ -10,10 +10,12 @@ from .dropout import apply_mask, random_mask
 from .grid import Block, Grid, grid_of
 from .packing import Packing
 
-# Scores that may be kept for the backward pass rather than computed again.
-MAX_KEPT_ENTRIES = 2**24
-# In rows of fewer entries, a CPU's softmax in bfloat16 is many times slower than in float32, conversions counted.
+# Attention weights that one layer may keep for the backward pass; more are computed again.
+MAX_KEPT_BYTES = 2**26
+# Weights in rows of fewer entries are kept in float32.
 MIN_HALF_WIDTH = 32
+# In rows of fewer entries, a CPU's softmax of bfloat16 is up to twice as slow as one in float32 with a conversion after it.
+_MIN_HALF_SOFTMAX_WIDTH = 512
 
 
 class _GridAttention(torch.autograd.Function):
@@ -93,6 +95,11 @@ def _grid_gradients(
     return gradients, mask_gradient
 
 
+def _weight_dtype(dtype: torch.dtype, width: int) -> torch.dtype:
+    """Of the weights in rows of so many entries, by that of what they are made of."""
+    return dtype if dtype == torch.bfloat16 and width >= MIN_HALF_WIDTH else torch.float32
+
+
 def _block_mask(mask: torch.Tensor, block: Block, dtype: torch.dtype) -> torch.Tensor:
     """The mask of a block, `(sequences * heads, query width, key width)`."""
     shape = (block.sequences.stop - block.sequences.start, block.heads.stop - block.heads.start, block.query_width, -1)
@@ -110,8 +117,8 @@ def _weights(
             scores[rows, :, end:] = torch.finfo(scores.dtype).min
     else:
         scores = torch.baddbmm(_block_mask(mask, block, asked.dtype), asked, seen.transpose(1, 2), alpha=scaling)
-    is_half = asked.dtype == torch.bfloat16 and seen.shape[1] >= MIN_HALF_WIDTH
-    return torch.softmax(scores, dim=-1, dtype=None if is_half else torch.float32)
+    dtype, width = _weight_dtype(asked.dtype, seen.shape[1]), seen.shape[1]
+    return torch.softmax(scores, dim=-1, dtype=dtype if width >= _MIN_HALF_SOFTMAX_WIDTH else torch.float32).to(dtype)
 
 
 def _add_block(total: torch.Tensor, slope: torch.Tensor, block: Block) -> None:
@@ -148,9 +155,9 @@ def grid_attention(
     heads, head_dim = query.shape[1], query.shape[3]
     rows = [states.transpose(1, 2).reshape(-1, heads * head_dim) for states in (query, key, value)]
     if query.device.type == "cpu" and not torch.compiler.is_compiling():
-        keeps_weights = len(packing.queries) * heads * packing.queries.width * packing.keys.width <= MAX_KEPT_ENTRIES
         grid = grid_of(packing, heads, in_blocks=True)
-        output = _GridAttention.apply(*rows, mask, grid, keeps_weights, scaling, dropout)
+        kept_bytes = grid.num_scores * _weight_dtype(query.dtype, packing.keys.width).itemsize
+        output = _GridAttention.apply(*rows, mask, grid, kept_bytes <= MAX_KEPT_BYTES, scaling, dropout)
     else:
         grid = grid_of(packing, heads, in_blocks=False)
         cells = [side.enter(states) for side, states in zip((grid.queries, grid.keys, grid.keys), rows, strict=True)]

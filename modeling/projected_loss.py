@@ -11,6 +11,8 @@ from .teacher_forcing import IGNORED_LABEL
 # projection takes little beside its products.
 _CHUNK_ENTRIES = 2**21
 _MIN_CHUNK_ROWS = 512
+# Rows of a chunk's share in the gradient of the projection: few enough to stay near the processor until they are added.
+_STRIP_ROWS = 2048
 
 
 def chunk_rows(vocab_size: int) -> int:
@@ -34,7 +36,9 @@ class _ProjectedLoss(torch.autograd.Function):
             (), dtype=torch.float64 if states.device.type == "cpu" else torch.float32, device=states.device
         )
         states_gradient = torch.empty_like(states) if needed[0] else None
-        weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needed[1] else None
+        # The first chunk fills it, if there is one.
+        make = torch.empty if states.shape[0] else torch.zeros
+        weight_gradient = make(weight.shape, dtype=torch.float32, device=weight.device) if needed[1] else None
         bias_gradient = torch.zeros(vocab, dtype=torch.float32, device=weight.device) if needed[2] else None
         for places in _chunks(states.shape[0], chunk_rows(vocab), is_twice=alpha != 0):
             chunk, chunk_labels = _take(states, places), _take(labels, places)
@@ -65,7 +69,7 @@ class _ProjectedLoss(torch.autograd.Function):
             if states_gradient is not None:
                 _put(states_gradient, places, probabilities @ matrix)
             if weight_gradient is not None:
-                _add_product(weight_gradient, probabilities.T, chunk)
+                _add_product(weight_gradient, probabilities.T, chunk, is_first=places[0].start == 0)
             if bias_gradient is not None:
                 bias_gradient += probabilities.sum(dim=0, dtype=torch.float32)
             del probabilities  # before the next are there
@@ -135,11 +139,15 @@ def _divergence(logits: torch.Tensor, probabilities: torch.Tensor, alpha: float)
     return torch.cat((each, each)), slope
 
 
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, is_first: bool) -> None:
+    """Adds a product to a total, which it replaces if it is the first."""
     if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right
+        torch.addmm(total, left, right, beta=0 if is_first else 1, out=total)
+        return
+    rows = _STRIP_ROWS if total.device.type == "cpu" else len(total)
+    for part, strip in zip(total.split(rows), left.split(rows), strict=True):
+        product = strip @ right
+        part.copy_(product) if is_first else part.add_(product)
 
 
 def projected_loss(

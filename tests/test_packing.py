@@ -82,14 +82,14 @@ def test_packed_flex_attention_gives_the_logits_of_padded_rows(design, uncompile
     torch.testing.assert_close(actual, torch.cat(rows), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("kept", [0, 2**23])
+@pytest.mark.parametrize("kept", [0, 2**25])
 @pytest.mark.parametrize("block", [1, 24 * 24 * 2, 24 * 24 * 8, 2**20])
 @pytest.mark.parametrize("design", ["relative", "relative_per_layer", "alibi", "rotary"])
 def test_blocks_of_the_grid_and_what_they_keep_change_nothing(design, block, kept, monkeypatch):
     model = tiny_model(**DESIGNS[design] | {"initializer_range": 0.2})
     expected, expected_gradients = gradients(model, packed(model.config))
     monkeypatch.setattr(grid, "BLOCK_ENTRIES", block)
-    monkeypatch.setattr(grid_attention, "MAX_KEPT_ENTRIES", kept)
+    monkeypatch.setattr(grid_attention, "MAX_KEPT_BYTES", kept)
     output, actual_gradients = gradients(model, packed(model.config))
     torch.testing.assert_close(output.loss, expected.loss, rtol=1e-6, atol=1e-6)
     assert_close(actual_gradients, expected_gradients)
@@ -117,10 +117,25 @@ def test_each_sequence_attends_as_if_it_were_alone(is_causal, is_compiled, monke
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kept", [0, 2**23])
+@pytest.mark.parametrize(("fewer", "times"), [(0, 1), (1, 2)])
+def test_weights_are_kept_where_those_of_all_blocks_have_room(fewer, times, monkeypatch):
+    # One long sequence does not make the others as wide.
+    lengths = torch.tensor([64] + [8] * 15)
+    segments = Segments(lengths, int(lengths.sum()))
+    states = [torch.randn(1, 2, segments.num_tokens, 4, requires_grad=True) for _ in range(3)]
+    monkeypatch.setattr(grid, "BLOCK_ENTRIES", 2 * 64 * 64)
+    monkeypatch.setattr(grid_attention, "MAX_KEPT_BYTES", 4 * 2 * (64 * 64 + 15 * 16 * 16) - fewer)
+    computed, compute = [], grid_attention._weights
+    monkeypatch.setattr(grid_attention, "_weights", lambda *parts: computed.append(parts) or compute(*parts))
+    packing = Packing(segments, segments, False, "grid")
+    grid_attention.grid_attention(*states, None, packing, 0.5, 0.0).sum().backward()
+    assert len(computed) == times * len(grid_attention.grid_of(packing, 2, in_blocks=True).blocks) > times
+
+
+@pytest.mark.parametrize("kept", [0, 2**25])
 def test_dropped_weights_are_the_same_forward_and_backward(kept, monkeypatch):
     """The gradient of a loss under a fixed mask of dropout agrees with its finite differences."""
-    monkeypatch.setattr(grid_attention, "MAX_KEPT_ENTRIES", kept)
+    monkeypatch.setattr(grid_attention, "MAX_KEPT_BYTES", kept)
     model = tiny_model(position_embedding_type="relative", attention_dropout=0.4, initializer_range=0.2).train()
     inputs = packed(model.config)
 
@@ -147,8 +162,12 @@ def test_dropped_weights_are_the_same_forward_and_backward(kept, monkeypatch):
         assert (above - below) / 2e-2 == pytest.approx(slope, rel=0.05, abs=2e-4), name
 
 
+@pytest.mark.parametrize("softmax_width", [24, 512])
+@pytest.mark.parametrize("kept", [0, 2**25])
 @pytest.mark.parametrize("longest", [20, 40])
-def test_bfloat16_stays_close_in_narrow_and_in_wide_grids(longest):
+def test_bfloat16_stays_close_in_narrow_and_in_wide_grids(longest, kept, softmax_width, monkeypatch):
+    monkeypatch.setattr(grid_attention, "MAX_KEPT_BYTES", kept)
+    monkeypatch.setattr(grid_attention, "_MIN_HALF_SOFTMAX_WIDTH", softmax_width)
     model = tiny_model(position_embedding_type="relative", initializer_range=0.2)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([longest, 3, longest // 2])

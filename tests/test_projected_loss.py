@@ -18,9 +18,10 @@ ROWS, HIDDEN, VOCAB = 700, 16, 53
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    """Several chunks, the last of them smaller, at sizes that a test can afford."""
+    """Several chunks and strips, the last of them smaller, at sizes that a test can afford."""
     monkeypatch.setattr(module, "_CHUNK_ENTRIES", 1)
     monkeypatch.setattr(module, "_MIN_CHUNK_ROWS", 128)
+    monkeypatch.setattr(module, "_STRIP_ROWS", 20)
 
 
 def problem(has_bias=True, dtype=torch.float64, ignored=0.3):

@@ -11,7 +11,7 @@ import torch
 from transformers.activations import ACT2FN
 
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.modeling.grid_attention import MAX_KEPT_ENTRIES, MIN_HALF_WIDTH
+from metaphrase.modeling.grid_attention import MAX_KEPT_BYTES, MIN_HALF_WIDTH
 from metaphrase.modeling.projected_loss import chunk_rows
 from metaphrase.training.batch_estimate import BatchShape
 
@@ -153,7 +153,7 @@ def _num_scores(config: MetaphraseConfig, shape: BatchShape, heads: int, queries
     if shape.is_packed and config._attn_implementation == "eager":
         # The reference for packed rows: every token of the row meets every other.
         return heads * shape.tokens_of(queries) * shape.tokens_of(keys)
-    return shape.pairs * heads * shape.width(queries) * shape.width(keys)
+    return heads * shape.scores_of(queries, keys)
 
 
 def _score_bytes(
@@ -168,7 +168,7 @@ def _score_bytes(
         return 0
     if shape.is_packed:
         entry = precision.compute_bytes if shape.width(keys) >= MIN_HALF_WIDTH else FLOAT32_BYTES
-        return (entry if scores <= MAX_KEPT_ENTRIES else 0) + MASK_BYTES * drops
+        return (entry if entry * scores <= MAX_KEPT_BYTES else 0) + MASK_BYTES * drops
     return FLOAT32_BYTES * (1 + 2 * drops) if _is_written_out(config, precision, shape, is_self) else 0
 
 

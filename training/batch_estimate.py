@@ -23,6 +23,9 @@ class BatchShape:
         target_tokens: Likewise for the decoder.
         longest_source: Tokens of the longest source.
         longest_target: Tokens of the longest target.
+        source_scores: What one head of the encoder computes, one for each two tokens of a source.
+        target_scores: Likewise of a target.
+        cross_scores: Likewise one for each token of a target and each of its source.
         is_packed: Whether all pairs lie in one row without padding.
     """
 
@@ -31,33 +34,42 @@ class BatchShape:
     target_tokens: int
     longest_source: int
     longest_target: int
+    source_scores: int
+    target_scores: int
+    cross_scores: int
     is_packed: bool
 
     @classmethod
     def of(cls, source_lengths, target_lengths, is_packed: bool) -> "BatchShape":
         """The shape of the batch of these pairs, by the lengths of their sides in tokens."""
-        pairs = len(source_lengths)
         longest = int(max(source_lengths)), int(max(target_lengths))
-        tokens = (
-            (int(sum(source_lengths)), int(sum(target_lengths)))
-            if is_packed
-            else tuple(pairs * side for side in longest)
+        if not is_packed:
+            return cls._padded(len(source_lengths), *longest)
+        tokens = int(sum(source_lengths)), int(sum(target_lengths))
+        # Sequences that are computed together have a grid of one width, so that these are the fewest there can be.
+        source, target = (
+            np.array([grid_width(int(length)) for length in side]) for side in (source_lengths, target_lengths)
         )
-        return cls(pairs, *tokens, *longest, is_packed)
+        scores = (int(queries @ keys) for queries, keys in ((source, source), (target, target), (target, source)))
+        return cls(len(source_lengths), *tokens, *longest, *scores, is_packed=True)
+
+    @classmethod
+    def _padded(cls, pairs: int, source: int, target: int) -> "BatchShape":
+        tokens = pairs * source, pairs * target
+        scores = pairs * source**2, pairs * target**2, pairs * target * source
+        return cls(pairs, *tokens, source, target, *scores, is_packed=False)
 
     @classmethod
     def of_tensors(cls, batch: Mapping[str, torch.Tensor]) -> "BatchShape":
         """The shape of a batch as a collator makes it, padded or packed."""
         if "source_lengths" in batch:
             return cls.of(batch["source_lengths"].tolist(), batch["target_lengths"].tolist(), is_packed=True)
-        pairs, source = batch["input_ids"].shape
-        target = batch["labels"].shape[1]
-        return cls(pairs, pairs * source, pairs * target, source, target, is_packed=False)
+        return cls._padded(*batch["input_ids"].shape, batch["labels"].shape[1])
 
     def repeated(self, times: int) -> "BatchShape":
         """The shape of the batch several times over, as R-Drop passes it."""
-        sizes = {name: times * getattr(self, name) for name in ("pairs", "source_tokens", "target_tokens")}
-        return replace(self, **sizes)
+        names = ("pairs", "source_tokens", "target_tokens", "source_scores", "target_scores", "cross_scores")
+        return replace(self, **{name: times * getattr(self, name) for name in names})
 
     @property
     def tokens(self) -> int:
@@ -67,6 +79,12 @@ class BatchShape:
     def tokens_of(self, side: str) -> int:
         """Of the side `source` or `target`."""
         return self.source_tokens if side == "source" else self.target_tokens
+
+    def scores_of(self, queries: str, keys: str) -> int:
+        """Of one head, where the side `source` or `target` asks itself or the other."""
+        if queries != keys:
+            return self.cross_scores
+        return self.source_scores if keys == "source" else self.target_scores
 
     def width(self, side: str) -> int:
         """Columns of the scores on the side `source` or `target`."""

@@ -42,14 +42,13 @@ def _score_flops(model: PreTrainedModel, shape: BatchShape) -> int:
     config = model.config
     if not hasattr(config, "get_head_dim"):
         return 0  # another family, whose widths go by other names: a few per cent at the lengths of sentences
-    source, target = shape.width("source"), shape.width("target")
     encoder = (
         config.encoder_layers * config.encoder_attention_heads * config.get_head_dim(config.encoder_attention_heads)
     )
     decoder = (
         config.decoder_layers * config.decoder_attention_heads * config.get_head_dim(config.decoder_attention_heads)
     )
-    return 4 * shape.pairs * (encoder * source * source + decoder * target * (target + source))
+    return 4 * (encoder * shape.source_scores + decoder * (shape.target_scores + shape.cross_scores))
 
 
 def training_flops(model: PreTrainedModel, shapes: Sequence[BatchShape], is_checkpointed: bool = False) -> int:
