@@ -6,18 +6,22 @@
         "metaphrase, without few kernels" metaphrase
     # and of transformer-base, without "bart, tuned": with --mixes heavy_tailed --rounds 6 --at_once 3,
     # and with --mixes multi30k --rounds 3 --at_once 2, without "metaphrase, without few kernels" as well
+    python benchmarks/training.py --core 0 --steps 10 --steps_unsorted 2 --rounds 5 --at_once 3 --contestants \\
+        "bart, as documented" "bart, tuned" "bart, tuned, bf16" "bart, tuned, bf16, few kernels" metaphrase \\
+        --output benchmarks/results/training_cpu_zen5.json    # transformer-base without the second and the third
 
 Every contestant is a whole `Trainer.train()` in a process of its own (see `contestants.py`), on random tokens in the lengths of a
 mix, with label smoothing 0.1 and as many updates in an epoch. They take turns of a few steps, so that what else the machine does
-meets them alike, and medians are reported. Padding does not count as a token. Where memory does not hold all of them, `--at_once`
-makes groups, each with ours in it, by which the others are compared. Without few kernels, memory grows for some thirty steps:
-fewer say less of it. The reports of a file are replaced one by one.
+meets them alike, and what counts is all of them together: `group_by_length` sorts the pairs of 50 batches, so that a peer's speed
+changes from turn to turn, and 50 steps are a period of it. Batches in random order need fewer (`--steps_unsorted`). Padding does
+not count as a token. Where memory does not hold all of them, `--at_once` makes groups, each with ours in it, by which the others
+are compared. Without few kernels, memory grows for some thirty steps: fewer say less of it. The reports of a file are replaced
+one by one. Those of files that say nothing of `steps_unsorted` are medians of turns of as many steps.
 """
 
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +33,7 @@ from machine import describe_machine
 DOCUMENTED = "bart, as documented"
 TUNED = ("bart, tuned", "bart, tuned, bf16", "bart, tuned, bf16, few kernels")
 OURS = "metaphrase"
+PEERS = ("bart", "t5")
 
 
 class Process:
@@ -48,7 +53,7 @@ class Process:
             text=True,
             env=environment,
         )
-        self.name, self.rates = name, []
+        self.name, self.turns = name, []
         self.base_bytes = self._answer()["base_bytes"]
         self._take_turn()  # the first round warms up
 
@@ -58,23 +63,23 @@ class Process:
                 return json.loads(line)
         raise RuntimeError(f"The process of {self.name!r} ended with status {self.process.wait()}.")
 
-    def _take_turn(self) -> float:
+    def _take_turn(self) -> dict:
         self.process.stdin.write("go\n")
         self.process.stdin.flush()
-        answer = self._answer()
-        return answer["tokens"] / answer["seconds"]
+        return self._answer()
 
     def take_turn(self) -> None:
-        self.rates.append(self._take_turn())
+        self.turns.append(self._take_turn())
 
     def finish(self) -> dict:
         self.process.stdin.write("stop\n")
         self.process.stdin.flush()
         peak = self._answer()["peak_bytes"]
         self.process.wait()
-        rates = sorted(self.rates)
+        rates = sorted(turn["tokens"] / turn["seconds"] for turn in self.turns)
+        tokens, seconds = (sum(turn[name] for turn in self.turns) for name in ("tokens", "seconds"))
         return {
-            "real_tokens_per_second": round(statistics.median(rates), 1),
+            "real_tokens_per_second": round(tokens / seconds, 1),
             "slowest_round": round(rates[0], 1),
             "fastest_round": round(rates[-1], 1),
             "peak_mib": round(peak / 2**20),
@@ -98,6 +103,7 @@ def measure(preset: str, mix: str, names: list[str], arguments: argparse.Namespa
         "pairs_per_batch": MIXES[mix].pairs_per_batch,
         "rounds": arguments.rounds,
         "steps_per_round": arguments.steps,
+        "steps_unsorted": arguments.steps_unsorted or arguments.steps,
         "machine": describe_machine(arguments.threads),
         "results": results,
     }
@@ -117,8 +123,10 @@ def make_groups(names: list[str], at_once: int | None) -> list[list[str]]:
 
 
 def measure_group(preset: str, mix: str, names: list[str], arguments: argparse.Namespace) -> dict[str, dict]:
-    options = (arguments.steps, arguments.threads, arguments.core)
-    processes = [Process(name, preset, mix, *options) for name in names]
+    unsorted = {name for name in names if name.startswith(PEERS) and not CONTESTANTS[name].groups_by_length}
+    steps = dict.fromkeys(unsorted, arguments.steps_unsorted or arguments.steps)
+    options = (arguments.threads, arguments.core)
+    processes = [Process(name, preset, mix, steps.get(name, arguments.steps), *options) for name in names]
     for number in range(arguments.rounds):
         for process in processes:
             process.take_turn()
@@ -164,6 +172,9 @@ def main() -> None:
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--rounds", type=int, default=7, help="turns of each [%(default)s]")
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps of a turn [%(default)s]")
+    parser.add_argument(
+        "--steps_unsorted", type=int, help="those of a peer whose batches are in random order [--steps]"
+    )
     parser.add_argument("--threads", type=int, default=1, help="threads of torch [%(default)s]")
     parser.add_argument("--at_once", type=int, help="most contestants in memory at a time [all]")
     parser.add_argument("--core", type=int, help="processor core to pin all to")
