@@ -57,6 +57,8 @@ class Contestant:
         chunked_loss: No whole logits (ours).
         cheap_dropout: Dropout from few random bits (ours).
         few_shapes: Packed rows of a multiple of tokens (ours).
+        kept_attention: Attention weights are kept for the backward pass where they have room (ours).
+        float32_softmax: The softmax of narrow rows is computed in float32 (ours).
     """
 
     family: str
@@ -69,10 +71,12 @@ class Contestant:
     chunked_loss: bool = False
     cheap_dropout: bool = False
     few_shapes: bool = False
+    kept_attention: bool = False
+    float32_softmax: bool = False
 
 
 _OURS = {"keeps_few_kernels": True, "budget": True, "packed": True, "chunked_loss": True}
-_OURS |= {"cheap_dropout": True, "few_shapes": True}
+_OURS |= {"cheap_dropout": True, "few_shapes": True, "kept_attention": True, "float32_softmax": True}
 CONTESTANTS = {
     "bart, as documented": Contestant("bart", keeps_freed_memory=False),
     "bart, group_by_length": Contestant("bart", keeps_freed_memory=False, groups_by_length=True),
@@ -88,6 +92,8 @@ CONTESTANTS = {
     "metaphrase, without chunked loss": Contestant("metaphrase", bf16=True, **_OURS | {"chunked_loss": False}),
     "metaphrase, without cheap dropout": Contestant("metaphrase", bf16=True, **_OURS | {"cheap_dropout": False}),
     "metaphrase, without few shapes": Contestant("metaphrase", bf16=True, **_OURS | {"few_shapes": False}),
+    "metaphrase, without kept attention": Contestant("metaphrase", bf16=True, **_OURS | {"kept_attention": False}),
+    "metaphrase, without float32 softmax": Contestant("metaphrase", bf16=True, **_OURS | {"float32_softmax": False}),
     "metaphrase, without few kernels": Contestant("metaphrase", bf16=True, **_OURS | {"keeps_few_kernels": False}),
     "metaphrase, without token budget": Contestant(
         "metaphrase", bf16=True, **_OURS | {"budget": False, "packed": False}
@@ -125,7 +131,7 @@ def make_model(contestant: Contestant, preset: str) -> nn.Module:
 
 def switch_off(contestant: Contestant) -> None:
     """Puts the plain way in place of what a contestant does without."""
-    from metaphrase.modeling import dropout, layers, modeling_metaphrase, stacks
+    from metaphrase.modeling import dropout, grid_attention, layers, modeling_metaphrase, stacks
     from metaphrase.training import token_budget_loaders
 
     if not contestant.cheap_dropout:
@@ -140,6 +146,10 @@ def switch_off(contestant: Contestant) -> None:
         layers.add_dropout = plain_sum
     if not contestant.few_shapes:
         token_budget_loaders.TOKENS_MULTIPLE = 1
+    if not contestant.kept_attention:
+        grid_attention.MAX_KEPT_BYTES = 0
+    if not contestant.float32_softmax:
+        grid_attention.MIN_HALF_SOFTMAX_WIDTH = 0
     if not contestant.chunked_loss:
         modeling_metaphrase.MetaphraseForConditionalGeneration._loss_is_chunked = lambda *_: False
 

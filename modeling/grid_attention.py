@@ -15,7 +15,7 @@ MAX_KEPT_BYTES = 2**26
 # Weights in rows of fewer entries are kept in float32.
 MIN_HALF_WIDTH = 32
 # In rows of fewer entries, a CPU's softmax of bfloat16 is up to twice as slow as one in float32 with a conversion after it.
-_MIN_HALF_SOFTMAX_WIDTH = 512
+MIN_HALF_SOFTMAX_WIDTH = 512
 
 
 class _GridAttention(torch.autograd.Function):
@@ -118,7 +118,7 @@ def _weights(
     else:
         scores = torch.baddbmm(_block_mask(mask, block, asked.dtype), asked, seen.transpose(1, 2), alpha=scaling)
     dtype, width = _weight_dtype(asked.dtype, seen.shape[1]), seen.shape[1]
-    return torch.softmax(scores, dim=-1, dtype=dtype if width >= _MIN_HALF_SOFTMAX_WIDTH else torch.float32).to(dtype)
+    return torch.softmax(scores, dim=-1, dtype=dtype if width >= MIN_HALF_SOFTMAX_WIDTH else torch.float32).to(dtype)
 
 
 def _add_block(total: torch.Tensor, slope: torch.Tensor, block: Block) -> None:

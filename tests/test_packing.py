@@ -167,7 +167,7 @@ def test_dropped_weights_are_the_same_forward_and_backward(kept, monkeypatch):
 @pytest.mark.parametrize("longest", [20, 40])
 def test_bfloat16_stays_close_in_narrow_and_in_wide_grids(longest, kept, softmax_width, monkeypatch):
     monkeypatch.setattr(grid_attention, "MAX_KEPT_BYTES", kept)
-    monkeypatch.setattr(grid_attention, "_MIN_HALF_SOFTMAX_WIDTH", softmax_width)
+    monkeypatch.setattr(grid_attention, "MIN_HALF_SOFTMAX_WIDTH", softmax_width)
     model = tiny_model(position_embedding_type="relative", initializer_range=0.2)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([longest, 3, longest // 2])
