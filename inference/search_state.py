@@ -10,11 +10,12 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation.utils import GenerateBeamEncoderDecoderOutput
 from transformers.modeling_outputs import ModelOutput, Seq2SeqLMOutput
 
+from metaphrase.modeling.cache_name import CACHE_NAME, CACHE_NAMES
 from metaphrase.modeling.search_rules import unknown_criteria, unknown_processors
 from metaphrase.modeling.tree_decoder_state import TreeDecoderState
 
 # Arguments of the network that a search gives itself, or that change nothing of what it computes.
-_KNOWN = {"attention_mask", "encoder_outputs", "logits_to_keep", "past_key_values", "use_cache"}
+_KNOWN = {"attention_mask", "encoder_outputs", "logits_to_keep", "use_cache", *CACHE_NAMES}
 # What `generate()` can report of each step, and a search here does not keep.
 _OF_EACH_STEP = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
@@ -67,7 +68,7 @@ class CachedState:
             encoder_outputs=self._output_class(last_hidden_state=self._memory),
             attention_mask=self._mask,
             decoder_input_ids=input_ids[:, None],
-            past_key_values=self._cache,
+            **{CACHE_NAME: self._cache},
             use_cache=True,
             output_hidden_states=self._with_hidden_states,
             return_dict=True,
@@ -185,10 +186,10 @@ def _check(
         raise ValueError(
             f"`cache_implementation` must be None or 'dynamic' for this search, got {config.cache_implementation!r}."
         )
-    cache = model_kwargs.get("past_key_values")
+    cache = model_kwargs.get(CACHE_NAME)
     if cache is not None and cache.get_seq_length():
         raise ValueError(
-            f"`past_key_values` must be empty for this search, got a cache of {cache.get_seq_length()} tokens."
+            f"`{CACHE_NAME}` must be empty for this search, got a cache of {cache.get_seq_length()} tokens."
         )
     # Sources leave the batch when they are done, so that a row's place says nothing.
     others = (

@@ -103,7 +103,7 @@ class MetaphraseConfig(PreTrainedConfig):
     """
 
     model_type = "metaphrase"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]
     attribute_map = {
         "num_hidden_layers": "encoder_layers",
         "num_attention_heads": "encoder_attention_heads",

@@ -9,6 +9,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention import MetaphraseAttention
+from .cache_name import CACHE_NAME, takes_cache
 from .configuration_metaphrase import MetaphraseConfig
 from .layers import MetaphraseDecoderLayer
 from .packing import Segments
@@ -39,6 +40,7 @@ class MetaphraseDecoder(Stack):
             forget_head(self)
         return super().train(mode)
 
+    @takes_cache
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -118,7 +120,7 @@ class MetaphraseDecoder(Stack):
         elif position_ids is None:
             position_ids = query_positions
         attention_mask = create_causal_mask(
-            config=self.config, inputs_embeds=embeddings, attention_mask=attention_mask, past_key_values=cache
+            config=self.config, inputs_embeds=embeddings, attention_mask=attention_mask, **{CACHE_NAME: cache}
         )
         memory_mask = create_bidirectional_mask(
             config=self.config,
@@ -141,7 +143,7 @@ class MetaphraseDecoder(Stack):
                 **kwargs,
             )
         return BaseModelOutputWithPastAndCrossAttentions(
-            last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values
+            last_hidden_state=self.norm(hidden_states), **{CACHE_NAME: past_key_values}
         )
 
     def _decode_packed(

@@ -15,6 +15,7 @@ from transformers.generation.utils import GenerateBeamEncoderDecoderOutput, Gene
 from transformers.utils.output_capturing import capture_outputs
 
 from .beam_search import beam_search
+from .cache_name import CACHE_NAME, CACHE_NAMES
 from .chosen_scores import ChosenScores
 from .decoder_state import DecoderState
 from .sampling import sample
@@ -24,7 +25,7 @@ from .step_head import step_head, step_shortlist
 from .tree_decoder_state import TreeDecoderState
 
 # What the loops here know of the arguments of the network; a Trainer hands labels on, which are not read.
-_KNOWN = {"attention_mask", "encoder_outputs", "labels", "logits_to_keep", "past_key_values", "use_cache"}
+_KNOWN = {"attention_mask", "encoder_outputs", "labels", "logits_to_keep", "use_cache", *CACHE_NAMES}
 # Those of torch and transformers attend alike; what a user registered is for transformers' loops to call.
 _KERNELS = {"eager", "sdpa", "flex_attention"}
 
@@ -57,7 +58,7 @@ class MetaphraseGenerationMixin(GenerationMixin):
         input_ids: torch.LongTensor | None = None,
         **model_kwargs,
     ) -> tuple[torch.LongTensor, dict[str, Any]]:
-        shares = is_encoder_decoder and expand_size > 1 and model_kwargs.get("past_key_values") is None
+        shares = is_encoder_decoder and expand_size > 1 and model_kwargs.get(CACHE_NAME) is None
         if not shares or not self._can_share_sources():
             return super()._expand_inputs_for_generation(expand_size, is_encoder_decoder, input_ids, **model_kwargs)
         shared = {
@@ -67,12 +68,12 @@ class MetaphraseGenerationMixin(GenerationMixin):
         return input_ids, model_kwargs | shared
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
-        is_given = model_kwargs.get("past_key_values") is not None
+        is_given = model_kwargs.get(CACHE_NAME) is not None
         shares = not is_given and self._can_share_sources()
         is_plain = generation_config.use_cache is not False and not generation_config.is_assistant
         if shares and is_plain and generation_config.cache_implementation in (None, "dynamic"):
             # transformers copies the model's configuration for each cache, to look for windows in it, which are not there.
-            model_kwargs["past_key_values"] = SharedSourceCache(DynamicCache(), DynamicCache())
+            model_kwargs[CACHE_NAME] = SharedSourceCache(DynamicCache(), DynamicCache())
             return
         # Up to 5.14 transformers keeps a static cache for the next call, and looks at the rows of its first half alone.
         kept = getattr(self, "_cache", None)
@@ -81,9 +82,9 @@ class MetaphraseGenerationMixin(GenerationMixin):
             if keys is None or len(keys) != len(model_kwargs["encoder_outputs"][0]):
                 del self._cache
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE_NAME)
         if cache is not None and shares:
-            model_kwargs["past_key_values"] = SharedSourceCache(cache.self_attention_cache, cache.cross_attention_cache)
+            model_kwargs[CACHE_NAME] = SharedSourceCache(cache.self_attention_cache, cache.cross_attention_cache)
 
     def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
         arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
@@ -167,7 +168,7 @@ class MetaphraseGenerationMixin(GenerationMixin):
         **model_kwargs,
     ) -> bool:
         """Whether the loops here can do what is asked for."""
-        cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+        cache, mask = model_kwargs.get(CACHE_NAME), model_kwargs.get("attention_mask")
         copies = max(config.num_beams, config.num_return_sequences)
         return (
             not (synced_gpus or config.low_memory or config.is_assistant)
@@ -225,9 +226,9 @@ def _is_of_package(method: Callable) -> bool:
 
 def _with_plain_cache(output: torch.Tensor | GenerateEncoderDecoderOutput | GenerateBeamEncoderDecoderOutput):
     """What transformers' loops return, with a cache that fits sources which are repeated for each hypothesis."""
-    cache = getattr(output, "past_key_values", None)
+    cache = getattr(output, CACHE_NAME, None)
     if isinstance(cache, SharedSourceCache):
-        output.past_key_values = cache.spread()
+        setattr(output, CACHE_NAME, cache.spread())
     return output
 
 

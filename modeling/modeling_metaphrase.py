@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
 from transformers.utils.generic import can_return_tuple
 
+from .cache_name import CACHE_NAME, takes_cache
 from .configuration_metaphrase import MetaphraseConfig
 from .decoder import MetaphraseDecoder
 from .divergence import divergence_of_halves
@@ -44,6 +45,7 @@ class MetaphraseModel(EncoderDecoderEmbeddings):
         if self.config.share_embeddings:
             self.decoder.embed_tokens = value
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
@@ -126,13 +128,13 @@ class MetaphraseModel(EncoderDecoderEmbeddings):
         )
         return Seq2SeqModelOutput(
             last_hidden_state=decoder_outputs.last_hidden_state,
-            past_key_values=decoder_outputs.past_key_values,
             decoder_hidden_states=decoder_outputs.hidden_states,
             decoder_attentions=decoder_outputs.attentions,
             cross_attentions=decoder_outputs.cross_attentions,
             encoder_last_hidden_state=encoder_outputs.last_hidden_state,
             encoder_hidden_states=encoder_outputs.hidden_states,
             encoder_attentions=encoder_outputs.attentions,
+            **{CACHE_NAME: getattr(decoder_outputs, CACHE_NAME)},
         )
 
 
@@ -204,6 +206,7 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, MetaphraseGen
             kwargs["decoder_position_ids"] = positions_from_mask(mask)
         return super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
@@ -290,13 +293,13 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, MetaphraseGen
         return Seq2SeqLMOutput(
             loss=loss,
             logits=logits if return_logits else None,
-            past_key_values=outputs.past_key_values,
             decoder_hidden_states=outputs.decoder_hidden_states,
             decoder_attentions=outputs.decoder_attentions,
             cross_attentions=outputs.cross_attentions,
             encoder_last_hidden_state=outputs.encoder_last_hidden_state,
             encoder_hidden_states=outputs.encoder_hidden_states,
             encoder_attentions=outputs.encoder_attentions,
+            **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
         )
 
 

@@ -7,6 +7,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from .cache_name import CACHE_NAMES
+
 _PLAIN_TABLES = {"position_embeddings", "wpe"}
 
 
@@ -47,7 +49,8 @@ def checking_targets(model: Any) -> Iterator[None]:
         return
 
     def check(decoder: nn.Module, arguments: tuple, named: dict[str, Any]) -> None:
-        ids, past = named.get("input_ids"), named.get("past_key_values")
+        ids = named.get("input_ids")
+        past = next((named[name] for name in CACHE_NAMES if named.get(name) is not None), None)
         length = 0 if ids is None else ids.shape[1] + (0 if past is None else int(past.get_seq_length()))
         if length > limit:
             raise ValueError(

@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 
 from .attention import combine_bias, kernel_takes_bias
+from .cache_name import CACHE_NAMES
 from .configuration_metaphrase import MetaphraseConfig
 from .dropout import dropout
 from .normalization import clamp_float16, make_norm
@@ -41,7 +42,7 @@ class MetaphrasePreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["MetaphraseEncoderLayer", "MetaphraseDecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = list(CACHE_NAMES)
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True

@@ -1,0 +1,56 @@
+import inspect
+
+import pytest
+import torch
+from tiny_models import random_batch, tiny_model
+from transformers import DynamicCache, EncoderDecoderCache
+
+from metaphrase.modeling.cache_name import CACHE_NAME, CACHE_NAMES
+
+
+def new_cache() -> EncoderDecoderCache:
+    return EncoderDecoderCache(DynamicCache(), DynamicCache())
+
+
+def part_of(model, part):
+    """What is called, and with what, so that a target goes on from a cache."""
+    inputs = random_batch(model.config)
+    if part == "decoder":
+        memory = model.get_encoder()(input_ids=inputs["input_ids"]).last_hidden_state
+        return model.get_decoder(), "input_ids", {"encoder_hidden_states": memory}, inputs["decoder_input_ids"]
+    called = model.base_model if part == "model" else model
+    return called, "decoder_input_ids", {"input_ids": inputs["input_ids"]}, inputs["decoder_input_ids"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", CACHE_NAMES)
+@pytest.mark.parametrize("part", ["decoder", "model", "head"])
+def test_a_cache_is_read_by_either_name(part, name):
+    called, ids, inputs, targets = part_of(tiny_model(initializer_range=0.2), part)
+    whole = called(**inputs, **{ids: targets})[0]
+    cache = new_cache()
+    for index in range(targets.shape[1]):
+        output = called(**inputs, **{ids: targets[:, index : index + 1], name: cache})
+        torch.testing.assert_close(output[0][:, 0], whole[:, index], rtol=1e-5, atol=1e-5)
+    assert getattr(output, CACHE_NAME) is cache and cache.get_seq_length() == targets.shape[1]
+    assert name in inspect.signature(called.forward).parameters
+
+
+@pytest.mark.parametrize("part", ["decoder", "model", "head"])
+def test_two_caches_are_refused(part):
+    called, ids, inputs, targets = part_of(tiny_model(), part)
+    with pytest.raises(ValueError, match="`cache` must not be given beside `past_key_values`"):
+        called(**inputs, **{ids: targets}, **{name: new_cache() for name in CACHE_NAMES})
+    called(**inputs, **{ids: targets}, past_key_values=new_cache(), cache=None)
+
+
+def test_a_cache_of_the_caller_is_generated_on_by_either_name():
+    model = tiny_model(initializer_range=0.2)
+    inputs = {"input_ids": random_batch(model.config)["input_ids"], "max_new_tokens": 4, "do_sample": False}
+    expected = model.generate(**inputs)
+    assert torch.equal(model.generate(**inputs, **{CACHE_NAME: new_cache()}), expected)
+
+
+def test_what_is_not_to_be_gathered_in_evaluation_and_not_to_be_moved_has_both_names():
+    model = tiny_model()
+    assert set(CACHE_NAMES) == set(model.config.keys_to_ignore_at_inference) == set(model._skip_keys_device_placement)
