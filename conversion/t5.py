@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, UMT5Config
 
 from metaphrase.conversion.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, Family, Place, Weights
 from metaphrase.modeling import MetaphraseConfig
@@ -155,20 +155,29 @@ class MT5(T5):
 
 
 class UMT5(T5):
-    """Chung et al. 2023, arXiv 2304.09151: a bias in each layer. transformers always scales its decoder's output."""
+    """Chung et al. 2023, arXiv 2304.09151: a bias in each layer.
+
+    transformers scales its decoder's output always, and from 5.24 on if its configuration says so, as T5's does.
+    """
 
     name = "umt5"
     config_class = "UMT5Config"
     model_class = "UMT5ForConditionalGeneration"
     fixed = T5.fixed | {"relative_attention_shared": False}
 
+    @property
+    def has_choice(self) -> bool:
+        """Whether the configuration says it."""
+        return hasattr(UMT5Config(), "scale_decoder_outputs")
+
     def logits_scale(self, theirs: PreTrainedConfig) -> float:
-        return theirs.d_model**-0.5
+        return super().logits_scale(theirs) if self.has_choice else theirs.d_model**-0.5
 
     def may_scale(self, is_scaled: bool) -> bool:
-        return is_scaled
+        return is_scaled or self.has_choice
 
     def write_options(self, ours: MetaphraseConfig) -> dict[str, Any]:
         fields = super().write_options(ours)
-        del fields["scale_decoder_outputs"]
+        if not self.has_choice:
+            del fields["scale_decoder_outputs"]
         return fields

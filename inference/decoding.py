@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerationMode
@@ -28,6 +30,9 @@ from metaphrase.modeling.evaluation_mode import evaluating
 from metaphrase.modeling.length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, batches_by_length
 from metaphrase.modeling.pipeline_options import length_limits, looks_at_padding, settings_of
 from metaphrase.modeling.position_limits import checking_targets
+
+# Before 5.24, transformers tells a function for the tokens of a prefix the row of a sample; later, the source that it is of.
+_TELLS_ROWS = Version(transformers.__version__) < Version("5.24.dev0")
 
 
 def decode(
@@ -147,7 +152,9 @@ def pad_sources(sources: list[Sequence[int]], model: PreTrainedModel) -> dict[st
 
 
 def _copies(model: PreTrainedModel, options: dict) -> int:
-    """Rows of each text that are no beams: several samples."""
+    """Rows of each text that a function is told apart: samples, which are no beams."""
+    if not _TELLS_ROWS:
+        return 1
     names, own = ("num_beams", "num_return_sequences"), model.generation_config
     beams, count = (getattr(own, name) if options.get(name) is None else options[name] for name in names)
     return 1 if (beams or 1) > 1 else count or 1
