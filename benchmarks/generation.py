@@ -7,7 +7,7 @@
         --vocab_size 8000 --model.position_embedding_type learned --model.embedding_norm true \\
         --model.hidden_size 512 --model.encoder_ffn_dim 2048 --model.decoder_ffn_dim 2048 --model.dropout 0.1 \\
         --max_tokens_per_batch 2048 --num_train_epochs 4 --eval_strategy no --load_best_model_at_end false \\
-        --learning_rate 5e-4 --warmup_steps 400    # for results/generation_multi30k_base_amd.json with --bf16 true
+        --learning_rate 5e-4 --warmup_steps 400    # for results/generation_multi30k_base_{amd,zen5}.json with --bf16 true
     metaphrase train multi30k_en_de --data_dir FOLDER --output_dir runs/multi30k_base_longer \\
         --model_name_or_path runs/multi30k_base --preset null --model null --tokenizer_kind null --vocab_size null \\
         --max_tokens_per_batch 2048 --num_train_epochs 5 --learning_rate 6e-4 --warmup_steps 300 --seed 43 \\
