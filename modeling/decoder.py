@@ -139,7 +139,8 @@ class MetaphraseDecoder(Stack):
                 memory_mask,
                 bias,
                 rotation,
-                past_key_values=past_key_values,
+                # By the name under which a layer that is computed again lets go of it.
+                **{CACHE_NAME: past_key_values},
                 **kwargs,
             )
         return BaseModelOutputWithPastAndCrossAttentions(

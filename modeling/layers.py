@@ -7,6 +7,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .attention import MetaphraseAttention
+from .cache_name import takes_cache
 from .configuration_metaphrase import MetaphraseConfig
 from .dropout import add_dropout, dropout
 from .normalization import clamp_float16, make_norm
@@ -109,6 +110,7 @@ class MetaphraseDecoderLayer(_ResidualLayer):
         self.mlp = MetaphraseMLP(config, config.decoder_ffn_dim)
         self.mlp_norm = make_norm(config)
 
+    @takes_cache
     def forward(
         self,
         hidden_states: torch.Tensor,

@@ -54,3 +54,16 @@ def test_a_cache_of_the_caller_is_generated_on_by_either_name():
 def test_what_is_not_to_be_gathered_in_evaluation_and_not_to_be_moved_has_both_names():
     model = tiny_model()
     assert set(CACHE_NAMES) == set(model.config.keys_to_ignore_at_inference) == set(model._skip_keys_device_placement)
+
+
+@pytest.mark.parametrize("name", CACHE_NAMES)
+def test_layers_that_are_computed_again_do_not_fill_a_cache_twice(name):
+    model = tiny_model(initializer_range=0.2).train()
+    inputs = random_batch(model.config, with_labels=True)
+    model(**inputs).loss.backward()
+    expected = {key: parameter.grad.clone() for key, parameter in model.named_parameters()}
+    model.zero_grad()
+    model.gradient_checkpointing_enable()
+    model(**inputs, **{name: new_cache()}).loss.backward()
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[key], rtol=1e-5, atol=1e-6, msg=key)
