@@ -58,7 +58,6 @@ class Contestant:
         cheap_dropout: Dropout from few random bits (ours).
         few_shapes: Packed rows of a multiple of tokens (ours).
         kept_attention: Attention weights are kept for the backward pass where they have room (ours).
-        float32_softmax: The softmax of narrow rows is computed in float32 (ours).
     """
 
     family: str
@@ -72,11 +71,10 @@ class Contestant:
     cheap_dropout: bool = False
     few_shapes: bool = False
     kept_attention: bool = False
-    float32_softmax: bool = False
 
 
 _OURS = {"keeps_few_kernels": True, "budget": True, "packed": True, "chunked_loss": True}
-_OURS |= {"cheap_dropout": True, "few_shapes": True, "kept_attention": True, "float32_softmax": True}
+_OURS |= {"cheap_dropout": True, "few_shapes": True, "kept_attention": True}
 CONTESTANTS = {
     "bart, as documented": Contestant("bart", keeps_freed_memory=False),
     "bart, group_by_length": Contestant("bart", keeps_freed_memory=False, groups_by_length=True),
@@ -93,7 +91,6 @@ CONTESTANTS = {
     "metaphrase, without cheap dropout": Contestant("metaphrase", bf16=True, **_OURS | {"cheap_dropout": False}),
     "metaphrase, without few shapes": Contestant("metaphrase", bf16=True, **_OURS | {"few_shapes": False}),
     "metaphrase, without kept attention": Contestant("metaphrase", bf16=True, **_OURS | {"kept_attention": False}),
-    "metaphrase, without float32 softmax": Contestant("metaphrase", bf16=True, **_OURS | {"float32_softmax": False}),
     "metaphrase, without few kernels": Contestant("metaphrase", bf16=True, **_OURS | {"keeps_few_kernels": False}),
     "metaphrase, without token budget": Contestant(
         "metaphrase", bf16=True, **_OURS | {"budget": False, "packed": False}
@@ -148,8 +145,6 @@ def switch_off(contestant: Contestant) -> None:
         token_budget_loaders.TOKENS_MULTIPLE = 1
     if not contestant.kept_attention:
         grid_attention.MAX_KEPT_BYTES = 0
-    if not contestant.float32_softmax:
-        grid_attention.MIN_HALF_SOFTMAX_WIDTH = 0
     if not contestant.chunked_loss:
         modeling_metaphrase.MetaphraseForConditionalGeneration._loss_is_chunked = lambda *_: False
 

@@ -12,10 +12,9 @@ from .packing import Packing
 
 # Attention weights that one layer may keep for the backward pass; more are computed again.
 MAX_KEPT_BYTES = 2**26
-# Weights in rows of fewer entries are kept in float32.
+# In rows of fewer entries, a CPU's softmax in bfloat16 is many times slower than in float32, conversions counted. In wider ones a
+# softmax in float32 with a conversion after it is faster by itself up to 500 entries, but not in a training step.
 MIN_HALF_WIDTH = 32
-# In rows of fewer entries, a CPU's softmax of bfloat16 is up to twice as slow as one in float32 with a conversion after it.
-MIN_HALF_SOFTMAX_WIDTH = 512
 
 
 class _GridAttention(torch.autograd.Function):
@@ -117,8 +116,7 @@ def _weights(
             scores[rows, :, end:] = torch.finfo(scores.dtype).min
     else:
         scores = torch.baddbmm(_block_mask(mask, block, asked.dtype), asked, seen.transpose(1, 2), alpha=scaling)
-    dtype, width = _weight_dtype(asked.dtype, seen.shape[1]), seen.shape[1]
-    return torch.softmax(scores, dim=-1, dtype=dtype if width >= MIN_HALF_SOFTMAX_WIDTH else torch.float32).to(dtype)
+    return torch.softmax(scores, dim=-1, dtype=_weight_dtype(asked.dtype, seen.shape[1]))
 
 
 def _add_block(total: torch.Tensor, slope: torch.Tensor, block: Block) -> None:
