@@ -9,6 +9,9 @@
     python benchmarks/training.py --core 0 --steps 10 --steps_unsorted 2 --rounds 5 --at_once 3 --contestants \\
         "bart, as documented" "bart, tuned" "bart, tuned, bf16" "bart, tuned, bf16, few kernels" metaphrase \\
         --output benchmarks/results/training_cpu_zen5.json    # transformer-base without the second and the third
+    python benchmarks/training.py --core 0 --steps 10 --rounds 5 --presets transformer-base --mixes heavy_tailed --contestants \\
+        metaphrase "metaphrase, without kept attention" --output benchmarks/results/training_cpu_attention.json
+    # and of transformer-tiny with --rounds 9; a softmax in float32 took part as well, gained nothing and is gone
 
 Every contestant is a whole `Trainer.train()` in a process of its own (see `contestants.py`), on random tokens in the lengths of a
 mix, with label smoothing 0.1 and as many updates in an epoch. They take turns of a few steps, so that what else the machine does

@@ -89,6 +89,15 @@ def test_packed_rows_cost_their_tokens_and_padded_rows_their_cells():
     assert BatchShape.of([3], [17], is_packed=True).width("target") == 24
 
 
+def test_packed_rows_have_the_scores_of_their_own_widths():
+    lengths = ([3, 40], [17, 2])
+    packed, padded = (BatchShape.of(*lengths, is_packed=is_packed) for is_packed in (True, False))
+    sides = [("source", "source"), ("target", "target"), ("target", "source")]
+    assert [packed.scores_of(*each) for each in sides] == [16**2 + 40**2, 24**2 + 16**2, 24 * 16 + 16 * 40]
+    assert [padded.scores_of(*each) for each in sides] == [2 * 40**2, 2 * 17**2, 2 * 17 * 40]
+    assert [packed.repeated(2).scores_of(*each) for each in sides] == [2 * packed.scores_of(*each) for each in sides]
+
+
 @pytest.mark.parametrize(
     ("name", "kept"), [("relu", (0, True)), ("silu", (1, False)), ("gelu", (1, False)), ("tanh", (0, True))]
 )

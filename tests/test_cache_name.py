@@ -44,11 +44,14 @@ def test_two_caches_are_refused(part):
     called(**inputs, **{ids: targets}, past_key_values=new_cache(), cache=None)
 
 
-def test_a_cache_of_the_caller_is_generated_on_by_either_name():
+@pytest.mark.parametrize("name", sorted({"past_key_values", CACHE_NAME}))
+def test_a_cache_of_the_caller_is_filled_in_generation(name):
     model = tiny_model(initializer_range=0.2)
     inputs = {"input_ids": random_batch(model.config)["input_ids"], "max_new_tokens": 4, "do_sample": False}
     expected = model.generate(**inputs)
-    assert torch.equal(model.generate(**inputs, **{CACHE_NAME: new_cache()}), expected)
+    cache = new_cache()
+    assert torch.equal(model.generate(**inputs, **{name: cache}), expected)
+    assert cache.get_seq_length() == expected.shape[1] - 1
 
 
 def test_what_is_not_to_be_gathered_in_evaluation_and_not_to_be_moved_has_both_names():

@@ -82,6 +82,16 @@ def test_autocast_computes_in_bfloat16_and_stays_close():
         assert (gradient - near).norm() < 0.02 * near.norm()
 
 
+@pytest.mark.parametrize("is_autocast", [False, True])
+def test_no_gradient_begins_with_what_was_in_memory(is_autocast, monkeypatch):
+    hidden, weight, bias, labels = problem(dtype=torch.float32)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(torch.nan))
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+        loss = projected_loss(hidden, weight, bias, labels, 0.1)
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(loss, [hidden, weight, bias]))
+
+
 def test_it_agrees_with_the_one_of_torch():
     function = getattr(nn.functional, "linear_cross_entropy", None)
     if function is None:
