@@ -15,6 +15,7 @@ from metaphrase.scripts.console import run
 from metaphrase.training.dry_run import dry_run
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.memory import keep_few_kernels, keep_freed_memory
+from metaphrase.training.processes import leave_processes
 from metaphrase.training.recipe import format_help, load_recipe
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ def main(words: Sequence[str]) -> None:
         estimate = dry_run(experiment)
         if experiment.arguments.process_index == 0:
             print(estimate)
+        leave_processes()
         return
     result = experiment.train()
     if experiment.arguments.process_index == 0:
@@ -76,6 +78,7 @@ def main(words: Sequence[str]) -> None:
             logger.info("%s on %s: %.2f  %s", name, result["data"]["split"], score["score"], score["signature"])
         logger.info("The model lies in %s", experiment.folder)
         renew_model_card(experiment.folder)
+    leave_processes()
 
 
 if __name__ == "__main__":

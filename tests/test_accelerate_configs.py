@@ -169,6 +169,7 @@ from transformers import Seq2SeqTrainingArguments
 sys.path.append(sys.argv[1])
 from tiny_models import tiny_model
 from metaphrase.training.batching import PairCollator
+from metaphrase.training.processes import leave_processes
 from metaphrase.training.trainer import MetaphraseTrainer
 
 folder, fields, options = sys.argv[2], json.loads(sys.argv[3]), json.loads(sys.argv[4])
@@ -196,10 +197,13 @@ trainer = MetaphraseTrainer(model=model, args=arguments, train_dataset=datasets.
 trainer.train()
 loss = trainer.evaluate()["eval_loss"]
 trainer.save_model()
+process = arguments.process_index
 local = sum(getattr(weight, "_local_tensor", weight).numel() for weight in trainer.model.parameters())
 result = {"losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry] + [loss], "local": local,
           "is_sharded": trainer.accelerator.is_fsdp2}
-with open(f"{folder}/result_{arguments.process_index}.json", "w") as file:
+del trainer, model
+leave_processes()
+with open(f"{folder}/result_{process}.json", "w") as file:
     json.dump(result, file)
 """
 DESIGNS = {

@@ -271,6 +271,7 @@ def test_a_resumed_run_sees_the_noise_of_an_uninterrupted_one(tmp_path, trainer_
 TWO_PROCESSES = """
 import json, os, sys
 from pathlib import Path
+from metaphrase.training.processes import leave_processes
 from test_denoising import Recorder, make_dataset, make_trainer
 folder, checkpoint = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None
 seen = Recorder()
@@ -278,6 +279,8 @@ options = {"num_train_epochs": 3, "train_sampling_strategy": "group_by_length", 
 trainer = make_trainer(make_dataset(), folder, collator=seen, save_strategy="steps", save_steps=4, **options)
 trainer.train(resume_from_checkpoint=checkpoint)
 Path(folder, f"seen-{os.environ['RANK']}.json").write_text(json.dumps(seen.seen))
+del trainer
+leave_processes()
 """
 
 

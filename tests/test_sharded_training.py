@@ -38,6 +38,7 @@ import os, sys
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from metaphrase.training.experiment import Experiment
+from metaphrase.training.processes import leave_processes
 from metaphrase.training.recipe import load_recipe
 
 experiment = Experiment(load_recipe(None, sys.argv[1:]))
@@ -46,6 +47,7 @@ if os.environ.get("ACCELERATE_USE_FSDP") == "true":
     # accelerate looks for FSDP only where it sees accelerators; the device and the processes are those of a CPU all the same.
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 experiment.train()
+leave_processes()
 """
 BASE = {
     "train_file": "train.tsv",

@@ -1,6 +1,9 @@
-"""Processes: whether as many were started as were asked for, one for each device."""
+"""Processes: whether as many were started as were asked for, one for each device, and how they part."""
 
+import gc
 import os
+
+from torch import distributed
 
 _MPI = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
@@ -39,3 +42,16 @@ def check_devices(num_devices: int) -> None:
             f"--nproc_per_node {num_devices} scripts/train.py ...` or `accelerate launch scripts/train.py ...`, or train on one: "
             "`CUDA_VISIBLE_DEVICES=0`."
         )
+
+
+def leave_processes() -> None:
+    """Takes this process out of the group of those that train together, if there is one: the last thing that it does.
+
+    Nothing that trained may be in reach any more. A trainer and its model keep the group and its threads, which let go of what
+    they have added up when they come to it. A thread needs the interpreter for that: torch aborts a process that ends
+    meanwhile, and the launcher ends the other processes then, whatever they are writing.
+    """
+    if distributed.is_available() and distributed.is_initialized():
+        # Trainer and model refer to each other.
+        gc.collect()
+        distributed.destroy_process_group()
