@@ -111,14 +111,14 @@ class RaggedDecoderState(DecoderState):
             rotation = tuple(angles.transpose(1, 2) for angles in rotation)
             query, key = rotate(query, *rotation), rotate(key, *rotation)
         past, rows = self._is_hidden.shape[2], torch.arange(self.rows, device=key.device)[:, None]
-        keys, values = self._tokens.keys[index].transpose(2, 3), self._tokens.values[index]
+        keys, values = self._tokens.keys[index].mT, self._tokens.values[index]
         keys[rows, :, self._places] = key
         values[rows, :, self._places] = value
-        keys, values, bias = keys[:, :, :past], values[:, :, :past], self._block_biases[id(self._biases[index])]
+        keys, values, bias = keys.mT[..., :past], values[:, :, :past], self._block_biases[id(self._biases[index])]
         return layer.token_output(self._unfold(attend(self._fold(query), keys, values, bias, layer.token_scaling)))
 
     def _attend_to_memory(self, index: int, layer: StepLayer, hidden_states: torch.Tensor) -> torch.Tensor:
-        keys, values = self._memory.keys[index].transpose(2, 3), self._memory.values[index]
+        keys, values = self._memory.keys[index], self._memory.values[index]
         query = fold_copies(self._fold(self._project_memory_query(layer, hidden_states)), self.copies)
         output = attend(query, keys, values, self._memory_bias, layer.memory_scaling)
         return layer.memory_output(self._unfold(unfold_copies(output, self.copies)))

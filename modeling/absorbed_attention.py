@@ -25,13 +25,15 @@ class AbsorbedAttention:
 
         Args:
             attention: For which `can_absorb` holds.
-            keys: `(key_value_heads, source, head_dim)`.
+            keys: In columns, `(key_value_heads, head_dim, source)`.
             values: `(key_value_heads, source, head_dim)`.
             bias: Added to the scores, `(source)`.
         """
         query, output, groups = attention.q_proj, attention.o_proj, attention.num_key_value_groups
         # (heads, source, head_dim)
-        keys, values = (states if groups == 1 else states.repeat_interleave(groups, dim=0) for states in (keys, values))
+        keys, values = (
+            states if groups == 1 else states.repeat_interleave(groups, dim=0) for states in (keys.mT, values)
+        )
         heads, self._length, head_dim = keys.shape
         keys = keys * attention.scaling
         # (heads, head_dim, hidden)

@@ -4,6 +4,7 @@ The plain way is `MetaphraseDecoder.forward` with a cache. Here what does not ch
 written in place, and attention of the one new token is two products of matrices. Both compute the same.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -14,7 +15,7 @@ from .attention import fold_copies, unfold_copies
 from .decoder import MetaphraseDecoder
 from .positions import LearnedPositionEmbedding, rotate
 from .step_cache import StepCache
-from .step_layer import StepLayer, step_layers
+from .step_layer import StepLayer, step_layers, step_norm
 
 # Their angles depend on how long the sequence is so far.
 _CHANGING_ROTATIONS = ("dynamic", "longrope")
@@ -43,6 +44,7 @@ class DecoderState:
             memory_mask: 1 for a token, 0 for padding, `(sources, source)`.
         """
         self.decoder, self.layers = decoder, step_layers(decoder)
+        self._embedding_norm, self._norm = step_norm(decoder.embedding_norm), step_norm(decoder.norm)
         self.length, self.copies = 0, 1
         attention = decoder.layers[0].self_attn
         self.head_dim, self.groups = attention.head_dim, attention.num_key_value_groups
@@ -81,7 +83,7 @@ class DecoderState:
         for index, layer in enumerate(self.layers):
             hidden_states = self._pass_layer(index, layer, hidden_states, rotation)
         self.length += 1
-        return self.decoder.norm(hidden_states)
+        return self._norm(hidden_states)
 
     def spread(self, copies: int) -> None:
         """Gives each source so many targets, which are the same so far."""
@@ -177,7 +179,7 @@ class DecoderState:
             rotation = None
             if self._rotations is not None:
                 rotation = tuple(angles[place, None].to(embeddings.dtype) for angles in self._rotations)
-            return decoder.embedding_norm(embeddings), rotation
+            return self._embedding_norm(embeddings), rotation
         places = torch.tensor([[place]], device=embeddings.device)
         hidden_states, rotation = decoder._enter(embeddings[:, None], places, place + 1)
         return hidden_states[:, 0], None if rotation is None else tuple(angles[0, 0] for angles in rotation)
@@ -269,7 +271,8 @@ class DecoderState:
 
         Args:
             query: `(rows, heads, head_dim)`.
-            views: Keys and values, `(rows / copies * key_value_heads, keys, head_dim)`.
+            views: Keys `(rows / copies * key_value_heads, head_dim, keys)` and values `(rows / copies * key_value_heads, keys,
+                head_dim)`.
             bias: Added to the scores, `(1 or rows / copies, 1 or key_value_heads, 1 or copies * groups, keys)`.
             scaling: Factor of the scores.
             copies: Rows that share keys and values.
@@ -296,7 +299,7 @@ def attend(
 
     Args:
         query: `(batch, heads, query, head_dim)`.
-        keys: `(batch, heads, key, head_dim)`.
+        keys: In columns, `(batch, heads, head_dim, key)`.
         values: `(batch, heads, key, head_dim)`.
         bias: Added to the scores, `(1 or batch, 1 or heads, 1 or query, key)`.
         scaling: Factor of the scores.
@@ -316,7 +319,7 @@ def attend_rows(
 
     Args:
         query: `(batch * heads, query, head_dim)`.
-        keys: `(batch * heads, key, head_dim)`.
+        keys: In columns, `(batch * heads, head_dim, key)`.
         values: `(batch * heads, key, head_dim)`.
         bias: Added to the scores, `(1 or batch, 1 or heads, 1 or query, key)`.
         scaling: Factor of the scores.
@@ -327,10 +330,17 @@ def attend_rows(
     """
     if query.dtype != torch.float32:
         # Its scores are more precise than its operands.
-        parts = (states.unflatten(0, (batch, -1)) for states in (query, keys, values))
+        parts = (states.unflatten(0, (batch, -1)) for states in (query, keys.mT, values))
         return nn.functional.scaled_dot_product_attention(*parts, attn_mask=bias, scale=scaling).flatten(0, 1)
     # For one query this is several times as fast on a CPU. With a factor of 0 what stands first is not read.
-    scores = torch.baddbmm(query.new_empty((1,)), query, keys.transpose(1, 2), beta=0, alpha=scaling)
+    scores = torch.baddbmm(_unread(query.device), query, keys, beta=0, alpha=scaling)
     if bias is not None:
         scores = scores.unflatten(0, (batch, -1)).add_(bias).flatten(0, 1)
     return torch.bmm(scores.softmax(dim=-1), values)
+
+
+@functools.cache
+def _unread(device: torch.device) -> torch.Tensor:
+    """What a kernel that adds wants to be given where nothing is to be added. To make one takes as long as a small product."""
+    with torch.inference_mode(False):
+        return torch.empty(1, device=device)

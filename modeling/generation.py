@@ -18,6 +18,7 @@ from .beam_search import beam_search
 from .cache_name import CACHE_NAME, CACHE_NAMES
 from .chosen_scores import ChosenScores
 from .decoder_state import DecoderState
+from .module_record import walk
 from .sampling import sample
 from .search_rules import unknown_criteria, unknown_processors
 from .shortlist import Shortlist
@@ -194,7 +195,7 @@ class MetaphraseGenerationMixin(GenerationMixin):
     def _can_share_sources(self) -> bool:
         # Flash attention takes a padding mask for that of the last queries; and what is hooked to the decoder, as peft's choice
         # of an adapter for each row, may count on a row of the source for each hypothesis.
-        is_hooked = any(module._forward_pre_hooks for module in self.get_decoder().modules())
+        is_hooked = any(module._forward_pre_hooks for module in walk(self.get_decoder()))
         return not is_hooked and "flash" not in self.config._attn_implementation
 
     def _computing_dtype(self) -> torch.dtype:
@@ -214,8 +215,8 @@ class MetaphraseGenerationMixin(GenerationMixin):
             module._forward_pre_hooks
             # `hasattr` asks a module for parameters, buffers and modules of that name first.
             or "_hf_hook" in vars(module)
-            or any(map(_counts, module._forward_hooks.values()))
-            for module in (self, self.base_model, *self.get_decoder().modules())
+            or (module._forward_hooks and any(map(_counts, module._forward_hooks.values())))
+            for module in (self, self.base_model, *walk(self.get_decoder()))
         )
 
 

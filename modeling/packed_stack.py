@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from .module_record import ModuleRecord
 from .packed_weight import PackedWeight, can_pack, is_plain
 from .patience import Patience
 from .step_linear import LARGEST_SIZE
-from .weight_record import LayerRecord, WeightRecord, can_record
+from .weight_record import WeightRecord, can_record
 
 # What is run but a few times need not be held twice.
 _PATIENCE = 8
@@ -21,13 +22,13 @@ class _Ready:
 
     def __init__(self, layers: nn.Module):
         self._linears = [layer for layer in layers.modules() if _gains(layer)]
-        self._layers = LayerRecord(self._linears)
+        self._record = ModuleRecord(layers)
         self._weights = WeightRecord([part for layer in self._linears for part in layer.parameters()])
         self._packed: list[PackedWeight] = []
         self._patience = Patience(_PATIENCE)
 
-    def is_current(self) -> bool:
-        return self._layers.is_current() and self._weights.is_current()
+    def is_current(self, layers: nn.Module) -> bool:
+        return self._record.is_current(layers) and self._weights.is_current()
 
     def lend(self) -> list[nn.Linear]:
         """Lets the layers multiply by packed weights, and returns them."""
@@ -61,7 +62,7 @@ def packed_weights(stack: nn.Module) -> Iterator[None]:
 
 def _ready_layers(stack: nn.Module) -> _Ready:
     ready = _ready.get(stack)
-    if ready is None or not ready.is_current():
+    if ready is None or not ready.is_current(stack.layers):
         ready = _ready[stack] = _Ready(stack.layers)
     return ready
 

@@ -1,6 +1,6 @@
 """Greedy search and sampling: one target goes on by itself, and leaves the batch with its source when it has ended."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -48,15 +48,15 @@ def sample(
     is_ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     if not only_lower(processors) or copies > 1:
         shorten = None
+    unread: Sequence[torch.Tensor] = prompt.unbind(1)
     for length in range(prompt_length, config.max_length):
-        is_first = length == prompt_length
-        for token in prompt.unbind(1) if is_first else [ids[:, -1]]:
+        for token in unread:
             hidden_states = state.step(token)
         shortlist = None if shorten is None else shorten(hidden_states)
         tokens = None if shortlist is None else _best_of(shortlist, processors, ids)
         if tokens is None:
             scores = project(hidden_states).float()
-            if is_first:
+            if length == prompt_length:
                 state.spread(copies)
                 scores = scores.repeat_interleave(copies, dim=0)
             scores = process(processors, ids, scores)
@@ -72,8 +72,9 @@ def sample(
             is_ended = is_ended | are_ends(tokens, ends)
         ids = torch.cat((ids, tokens[:, None]), dim=1)
         # A source leaves with the last of its targets.
-        is_left = is_ended.view(-1, copies).all(dim=1)
-        if bool(is_left.any()) or length + 1 == config.max_length:
+        is_left = is_ended if copies == 1 else is_ended.view(-1, copies).all(dim=1)
+        unread = (tokens,)
+        if True in is_left.tolist() or length + 1 == config.max_length:
             is_leaving = is_left.repeat_interleave(copies) | (length + 1 == config.max_length)
             done.append((rows[is_leaving], ids[is_leaving]))
             if bool(is_leaving.all()):
@@ -81,6 +82,7 @@ def sample(
             sources = (~is_left).nonzero()[:, 0]
             ids, rows, is_ended = ids[~is_leaving], rows[~is_leaving], is_ended[~is_leaving]
             state.keep(sources)
+            unread = (ids[:, -1],)
     if not done:
         # The prompt is as long as anything may be.
         return ids, totals

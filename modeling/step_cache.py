@@ -73,11 +73,12 @@ class StepCache:
         self.values[..., start:count, :] = values.view(*lines.shape, head_dim)
 
     def views(self, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values of each layer's first so many tokens, `(rows * heads, length, head_dim)`.
+        """Of each layer's first so many tokens keys, `(rows * heads, head_dim, length)`, and values, `(rows * heads, length,
+        head_dim)`.
 
         A view costs about as much as a small product: these are made for all layers at once.
         """
-        keys, values = self.keys[..., :length].transpose(3, 4), self.values[..., :length, :]
+        keys, values = self.keys[..., :length], self.values[..., :length, :]
         return list(zip(keys.flatten(1, 2).unbind(0), values.flatten(1, 2).unbind(0), strict=True))
 
 

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from .module_record import ModuleRecord
 from .shortlist import ShortlistProjection, can_shortlist
 from .step_linear import LARGEST_SIZE, StepLinear
-from .weight_record import LayerRecord, WeightRecord, can_record
+from .weight_record import WeightRecord, can_record
 
 # There is one head, and it takes a good part of a step: it may be larger than a layer's weight and still be worth a copy.
 _LARGEST_COPY = 2**26
@@ -20,7 +21,7 @@ class _ReadyHead:
 
     def __init__(self, head: nn.Module):
         self.head, self._can_copy = head, _can_copy(head)
-        self._layers = LayerRecord([head] if self._can_copy else [])
+        self._record = ModuleRecord(head)
         self._weights = WeightRecord(list(head.parameters()) if self._can_copy else [])
 
     @functools.cached_property
@@ -33,8 +34,7 @@ class _ReadyHead:
 
     def is_current(self, head: nn.Module) -> bool:
         """Whether the head is the same, with the same weights."""
-        is_same = head is self.head and self._can_copy == _can_copy(head) and self._layers.is_current()
-        return is_same and self._weights.is_current()
+        return self._can_copy == _can_copy(head) and self._record.is_current(head) and self._weights.is_current()
 
 
 # What was made ready, for as long as the decoder is there; not in the decoder, which is copied and saved.

@@ -1,6 +1,5 @@
 """A decoder's layer, made ready for steps of one token: everything looked up, products joined and packed, no call of a module."""
 
-import operator
 import weakref
 from collections.abc import Callable
 
@@ -10,6 +9,7 @@ from transformers.activations import ReLUSquaredActivation
 
 from .attention import MetaphraseAttention
 from .layers import MetaphraseDecoderLayer
+from .module_record import ModuleRecord
 from .normalization import MetaphraseRMSNorm
 from .step_linear import StepLinear
 from .weight_record import WeightRecord
@@ -36,7 +36,6 @@ class StepLayer:
             copies: Whether weights may be copied, so that products are faster and one does for several.
         """
         tokens, memory, mlp = layer.self_attn, layer.cross_attn, layer.mlp
-        self._parts = _parts(layer)
         self.token_projection = StepLinear([tokens.q_proj, tokens.k_proj, tokens.v_proj], copies)
         self.token_output = StepLinear([tokens.o_proj], copies)
         self.memory_query, self.memory_output = StepLinear([memory.q_proj], copies), StepLinear([memory.o_proj], copies)
@@ -46,9 +45,7 @@ class StepLayer:
         self.activation, self.is_gated = mlp.activation, mlp.is_gated
         self.token_norms, self.memory_norms = _head_norms(tokens), _head_norms(memory)
         self.token_scaling, self.memory_scaling = tokens.scaling, memory.scaling
-        norms = (layer.self_attn_norm, layer.cross_attn_norm, layer.mlp_norm)
-        self.norms = tuple(map(step_norm, norms))
-        self._norm_weights = [(norm, getattr(norm, "weight", None), getattr(norm, "bias", None)) for norm in norms]
+        self.norms = tuple(map(step_norm, (layer.self_attn_norm, layer.cross_attn_norm, layer.mlp_norm)))
         self.is_pre_norm = layer.is_pre_norm
         self._linears = [part for part in vars(self).values() if isinstance(part, StepLinear)]
 
@@ -56,19 +53,6 @@ class StepLayer:
     def copied(self) -> list[torch.Tensor]:
         """Weights and biases that were copied."""
         return [weight for linear in self._linears for weight in linear.copied]
-
-    def is_current(self, layer: MetaphraseDecoderLayer) -> bool:
-        """Whether the layer still has the parts, and these the weights, that it had; not whether these have changed."""
-        parts = _parts(layer)
-        return (
-            len(parts) == len(self._parts)
-            and all(map(operator.is_, parts, self._parts))
-            and all(map(StepLinear.is_current, self._linears))
-            and all(
-                getattr(norm, "weight", None) is weight and getattr(norm, "bias", None) is bias
-                for norm, weight, bias in self._norm_weights
-            )
-        )
 
     def feed_forward(self, states: torch.Tensor) -> torch.Tensor:
         """(..., hidden) -> (..., hidden)"""
@@ -84,16 +68,11 @@ def step_norm(norm: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     if type(norm) is nn.LayerNorm:
         shape, weight, bias, eps = norm.normalized_shape, norm.weight, norm.bias, norm.eps
         return lambda states: torch.layer_norm(states, shape, weight, bias, eps)
-    return norm.forward if type(norm) is MetaphraseRMSNorm else norm
+    return norm.forward if type(norm) in (MetaphraseRMSNorm, nn.Identity) else norm
 
 
 def _head_norms(attention: MetaphraseAttention) -> tuple[nn.Module, nn.Module] | None:
     return (attention.q_norm, attention.k_norm) if attention.config.qk_norm else None
-
-
-def _parts(layer: MetaphraseDecoderLayer) -> list[nn.Module]:
-    """What may be put in place of something else, as adapters and quantization do."""
-    return [*layer.children(), *layer.self_attn.children(), *layer.cross_attn.children(), *layer.mlp.children()]
 
 
 class _Ready:
@@ -101,14 +80,11 @@ class _Ready:
 
     def __init__(self, decoder: nn.Module):
         self.layers = [StepLayer(layer) for layer in decoder.layers]
-        self._record = WeightRecord([weight for layer in self.layers for weight in layer.copied])
+        self._record = ModuleRecord(decoder.layers)
+        self._weights = WeightRecord([weight for layer in self.layers for weight in layer.copied])
 
     def is_current(self, decoder: nn.Module) -> bool:
-        return (
-            len(self.layers) == len(decoder.layers)
-            and all(map(StepLayer.is_current, self.layers, decoder.layers))
-            and self._record.is_current()
-        )
+        return self._record.is_current(decoder.layers) and self._weights.is_current()
 
 
 # What was made ready, for as long as the decoder is there; not in the decoder, which is copied and saved.

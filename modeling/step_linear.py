@@ -8,7 +8,7 @@ from torch import nn
 
 from .packed_weight import PackedWeight, can_pack, is_plain
 from .row_sums import gains_by_zeros, sum_rows
-from .weight_record import LayerRecord, can_record
+from .weight_record import can_record
 
 # A larger matrix takes so long that one call more does not count, and its copy would be much to hold.
 LARGEST_SIZE = 2**22
@@ -54,10 +54,10 @@ class StepLinear:
             self._product = self.layers[0].forward
         largest = LARGEST_SIZE if largest is None else largest
         self._is_one = copies and all(can_record(layer) and layer.weight.numel() <= largest for layer in layers)
-        self._record = LayerRecord(layers if self._is_one else [])
         if not self._is_one:
             return
-        weights, biases = self._record.weights, self._record.biases
+        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+        self._weights = weights
         is_single, is_plain_one = len(layers) == 1, all(map(is_plain, layers))
         shape = sum(len(weight) for weight in weights), weights[0].shape[1]
         self._is_packed = is_plain_one and can_pack(*shape)
@@ -106,10 +106,6 @@ class StepLinear:
         return PackedWeight(self._side_by_side(), self._bias)
 
     def _side_by_side(self) -> torch.Tensor:
-        weights = self._record.weights
+        weights = self._weights
         # One by itself is the parameter, which may be moved to another place or precision.
         return weights[0] if len(weights) == 1 else torch.cat([weight.detach() for weight in weights])
-
-    def is_current(self) -> bool:
-        """Whether the layers are still plain, with the weights and biases that they had; not whether these have changed."""
-        return self._record.is_current()

@@ -1,4 +1,4 @@
-"""Records of layers and weights that were copied, which tell whether they are still what was copied."""
+"""Records of weights that were copied, which tell whether they are still what was copied."""
 
 import math
 from collections.abc import Sequence
@@ -44,26 +44,6 @@ def can_record(layer: nn.Module) -> bool:
         return False
     # A tensor that was made under inference mode has no version.
     return not any(part.is_inference() for part in layer.parameters())
-
-
-class LayerRecord:
-    """Linear layers of torch's own, and which weights and biases they have.
-
-    Attributes:
-        weights: Of each layer, `(out_features, in_features)`.
-        biases: Of each layer, `(out_features)`, or `None`.
-    """
-
-    def __init__(self, layers: Sequence[nn.Linear]):
-        self._layers = list(layers)
-        self.weights, self.biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-
-    def is_current(self) -> bool:
-        """Whether the layers are still plain, with the weights and biases that they had; not whether these have changed."""
-        return all(
-            type(layer) is nn.Linear and layer.weight is weight and layer.bias is bias
-            for layer, weight, bias in zip(self._layers, self.weights, self.biases, strict=True)
-        )
 
 
 def _stride(weight: torch.Tensor) -> int:

@@ -230,6 +230,7 @@ def test_a_layer_in_the_place_of_another_is_called(products):
     layer = model.get_encoder().layers[0].mlp
     layer.down_proj = nn.Linear(layer.down_proj.in_features, layer.down_proj.out_features)
     torch.testing.assert_close(encode(model), encode_plainly(model), atol=1e-5, rtol=1e-5)
+    assert layer.down_proj in packed_stack._ready[model.get_encoder()]._linears
 
 
 def test_training_frees_them_and_makes_none(products):

@@ -78,8 +78,8 @@ def test_an_emptied_one_has_the_form_of_the_first():
 def test_views_are_of_the_cache():
     cache, states = filled(4, length=5)
     for layer, (keys, values) in enumerate(cache.views(3)):
-        assert keys.shape == values.shape == (4 * HEADS, 3, HEAD_DIM)
-        assert torch.equal(keys, states[0, layer, :, :, :3].flatten(0, 1))
+        assert keys.mT.shape == values.shape == (4 * HEADS, 3, HEAD_DIM)
+        assert torch.equal(keys.mT, states[0, layer, :, :, :3].flatten(0, 1))
         assert torch.equal(values, states[1, layer, :, :, :3].flatten(0, 1))
         keys[0, 0, 0] = values[0, 0, 0] = 7.0
         assert cache.keys[layer, 0, 0, 0, 0] == cache.values[layer, 0, 0, 0, 0] == 7.0
