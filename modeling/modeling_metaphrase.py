@@ -21,7 +21,7 @@ from .pipelines import TranslationPipeline  # noqa: F401 (what is imported here 
 from .positions import positions_from_mask
 from .projected_loss import projected_loss
 from .stacks import MetaphrasePreTrainedModel
-from .teacher_forcing import loss_per_item, sequence_loss, shift_right
+from .teacher_forcing import loss_per_item, num_items, sequence_loss, shift_right
 
 
 class MetaphraseModel(EncoderDecoderEmbeddings):
@@ -288,8 +288,8 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, MetaphraseGen
                 loss = loss + loss_per_item(r_drop_alpha * divergence, labels, num_items_in_batch)
         elif labels is not None:
             states, head = self._scale(hidden_states).flatten(0, 1), self.lm_head
-            total = projected_loss(states, head.weight, head.bias, labels.flatten(), smoothing, r_drop_alpha)
-            loss = loss_per_item(total, labels, num_items_in_batch)
+            divisor = num_items(labels, num_items_in_batch, states.device)
+            loss = projected_loss(states, head.weight, head.bias, labels.flatten(), smoothing, r_drop_alpha, divisor)
         return Seq2SeqLMOutput(
             loss=loss,
             logits=logits if return_logits else None,

@@ -24,7 +24,9 @@ class _ProjectedLoss(torch.autograd.Function):
     """Sum of the cross-entropies, with the gradients computed in the forward pass, while each chunk of logits is at hand."""
 
     @staticmethod
-    def forward(ctx, hidden_states, weight, bias, labels, is_label, smoothing: float, alpha: float, dtype: torch.dtype):
+    def forward(
+        ctx, hidden_states, weight, bias, labels, is_label, divisor, smoothing: float, alpha: float, dtype: torch.dtype
+    ):
         needed = ctx.needs_input_grad
         vocab = weight.shape[0]
         states, matrix = hidden_states.to(dtype), weight.to(dtype)
@@ -82,18 +84,26 @@ class _ProjectedLoss(torch.autograd.Function):
                 weight_gradient -= share * counted.sum(dim=0, dtype=torch.float32)
             if bias_gradient is not None:
                 bias_gradient -= share * (states.shape[0] if is_label is None else is_label.sum())
-        ctx.save_for_backward(states_gradient, weight_gradient, bias_gradient)
+        gradients = states_gradient, weight_gradient, bias_gradient
+        for gradient in gradients:
+            if gradient is not None:
+                # In its place, as long as it is nobody else's.
+                gradient.div_(divisor)
+        ctx.save_for_backward(*gradients)
         ctx.dtypes = hidden_states.dtype, weight.dtype, None if bias is None else bias.dtype
-        return total.float()
+        return (total / divisor).float()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient: torch.Tensor):
-        scaled = [
-            None if kept is None else (kept * gradient.to(kept.dtype)).to(dtype)
-            for kept, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        gradients = ctx.saved_tensors
+        # In training this is the loss itself. To ask would be to wait for an accelerator.
+        if gradient.device.type != "cpu" or gradient != 1:
+            gradients = [None if kept is None else kept * gradient.to(kept.dtype) for kept in gradients]
+        gradients = [
+            None if kept is None else kept.to(dtype) for kept, dtype in zip(gradients, ctx.dtypes, strict=True)
         ]
-        return *scaled, None, None, None, None, None
+        return *gradients, None, None, None, None, None, None
 
 
 def _normalizers(
@@ -157,11 +167,12 @@ def projected_loss(
     labels: torch.Tensor,
     smoothing: float = 0.0,
     r_drop_alpha: float = 0.0,
+    divisor: torch.Tensor | float = 1,
 ) -> torch.Tensor:
     """The sum of the label-smoothed cross-entropies of a projection, without all of its logits at once.
 
-    Equal to `torch.nn.functional.cross_entropy` on the logits, with `reduction="sum"`. `linear_cross_entropy` of torch 2.13 does
-    the same without smoothing. Under autocast the matrix products are in its precision, as those of any linear layer.
+    Equal to `torch.nn.functional.cross_entropy` on the logits, with `reduction="sum"`, divided. `linear_cross_entropy` of torch
+    2.13 does the same without smoothing. Under autocast the matrix products are in its precision, as those of any linear layer.
 
     Source: computing the gradient chunk by chunk in the forward pass is from Hsu et al. 2024, section 3.2, arXiv 2410.10989.
 
@@ -173,6 +184,7 @@ def projected_loss(
         smoothing: Probability to spread over the vocabulary, in [0, 1).
         r_drop_alpha: Weight of the `symmetric_divergence` that is added, between the predictions of the first and the second half
             of the tokens, which have the same labels then.
+        divisor: Of the sum. To divide here spares a pass over all gradients, one of which is as large as the projection.
 
     Returns:
         A scalar in float32; it can be differentiated once.
@@ -194,4 +206,6 @@ def projected_loss(
         hidden_states, labels, is_label = hidden_states[is_label], labels[is_label], None
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_states.dtype
     with torch.autocast(kind, enabled=False):
-        return _ProjectedLoss.apply(hidden_states, weight, bias, labels, is_label, smoothing, r_drop_alpha, dtype)
+        return _ProjectedLoss.apply(
+            hidden_states, weight, bias, labels, is_label, divisor, smoothing, r_drop_alpha, dtype
+        )

@@ -95,8 +95,15 @@ def loss_per_item(
     total: torch.Tensor, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None
 ) -> torch.Tensor:
     """Divides a summed loss by the labels of the optimizer step, or else of the batch. For the arguments see `sequence_loss`."""
+    return total / num_items(labels, num_items_in_batch, total.device)
+
+
+def num_items(
+    labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None, device: torch.device
+) -> torch.Tensor | int:
+    """What a summed loss is divided by: the labels of the optimizer step, or else of the batch, as `sequence_loss` has them."""
     if num_items_in_batch is None:
-        return total / (labels != IGNORED_LABEL).sum().clamp(min=1).to(total.device)
+        return (labels != IGNORED_LABEL).sum().clamp(min=1).to(device)
     if isinstance(num_items_in_batch, torch.Tensor):
-        return total / num_items_in_batch.to(total.device).clamp(min=1)
-    return total / max(num_items_in_batch, 1)
+        return num_items_in_batch.to(device).clamp(min=1)
+    return max(num_items_in_batch, 1)

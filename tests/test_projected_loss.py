@@ -53,6 +53,19 @@ def test_loss_and_gradients_are_those_of_the_plain_loss(has_bias, smoothing, ign
         torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("divisor", [13, torch.tensor(13)])
+def test_a_loss_that_is_divided_can_be_differentiated_again_and_again(divisor):
+    *leaves, labels = problem()
+    expected = plain_loss(*leaves, labels, 0.1) / 13
+    expected_gradients = torch.autograd.grad(expected, leaves)
+    actual = projected_loss(*leaves, labels, 0.1, divisor=divisor)
+    torch.testing.assert_close(actual, expected.float(), rtol=1e-5, atol=1e-5)
+    for factor in (1.0, 3.0, 1.0):
+        actual.backward(torch.tensor(factor), retain_graph=True)
+    for leaf, wanted in zip(leaves, expected_gradients, strict=True):
+        torch.testing.assert_close(leaf.grad, 5 * wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_large_logits_neither_overflow_nor_lose_the_loss():
     hidden, weight, bias, labels = problem(dtype=torch.float32)
     expected = plain_loss(100 * hidden, weight, bias, labels, 0.1)

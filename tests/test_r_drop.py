@@ -199,8 +199,8 @@ def test_an_accelerator_counts_labels_by_a_mask(monkeypatch):
     hidden, weight = torch.randn(40, 16), torch.randn(53, 16)
     labels = torch.randint(0, 53, (20,)).masked_fill(torch.arange(20) % 3 == 0, IGNORED_LABEL).repeat(2)
     expected = projected.projected_loss(hidden, weight, None, labels, 0.1, 3.0)
-    arguments = (hidden, weight, None, labels.clamp(min=0), labels != IGNORED_LABEL, 0.1, 3.0, torch.float32)
-    torch.testing.assert_close(projected._ProjectedLoss.apply(*arguments), expected, rtol=1e-5, atol=1e-5)
+    arguments = (hidden, weight, None, labels.clamp(min=0), labels != IGNORED_LABEL, 2, 0.1, 3.0, torch.float32)
+    torch.testing.assert_close(projected._ProjectedLoss.apply(*arguments), expected / 2, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("return_logits", [True, False])
