@@ -65,7 +65,8 @@ class DecoderState:
         # Of the step: where each layer puts the new keys and values, what it attends to, and what it adds to the scores.
         self._slots: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._token_views: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._token_biases: list[torch.Tensor | None] = []
+        self._token_biases: list[torch.Tensor | None] = [None] * len(self.layers)
+        self._has_biases = False
         # So many places of a target have been prepared: (places, hidden), and cosine and sine (places, rotated).
         self.num_places = 0
         self._positions: torch.Tensor | None = None
@@ -141,6 +142,7 @@ class DecoderState:
         }
         per_layer = [biases[module] for module in self.decoder._biases()]
         self._biases = per_layer * (len(self.layers) // len(per_layer))
+        self._has_biases = any(bias is not None for bias in per_layer)
         self._make_positions(keys)
 
     def _open_step(self) -> None:
@@ -148,9 +150,10 @@ class DecoderState:
         past, keys, values = self.length + 1, self._tokens.keys, self._tokens.values
         self._slots = list(zip(keys[..., self.length].unbind(0), values[..., self.length, :].unbind(0), strict=True))
         self._token_views = self._tokens.views(past)
-        self._token_biases = self._of_each_layer(
-            lambda bias: None if bias is None else bias[None, :, -past:].unflatten(1, (-1, self.groups))
-        )
+        if self._has_biases:
+            self._token_biases = self._of_each_layer(
+                lambda bias: None if bias is None else bias[None, :, -past:].unflatten(1, (-1, self.groups))
+            )
 
     def _of_each_layer(self, make: Callable[[torch.Tensor | None], torch.Tensor | None]) -> list[torch.Tensor | None]:
         """What is made of each layer's bias `(heads, places)`, once where layers share it: `(rows, heads, queries, keys)`."""

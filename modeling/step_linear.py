@@ -47,6 +47,8 @@ class StepLinear:
             has_zeros: Whether many entries of what is multiplied are likely to be zero.
         """
         self.layers, self.copied = list(layers), []
+        # So many are multiplied by the transposed weight without another question: in a step these take as long as the product.
+        self._most_rows = 0
         kind, self._product = type(layers[0]), None
         if copies and hasattr(kind, "join") and all(type(layer) is kind for layer in layers):
             # Packed already, in a way that only the layers know; the call of a module would take a tenth of such a product.
@@ -71,9 +73,13 @@ class StepLinear:
             self.copied += biases
         if not is_single or self._is_packed or self._is_transposed:
             self.copied += weights
+        if self._is_transposed and not self._has_zeros:
+            self._most_rows = 1 if self._is_packed else _FEW_ROWS
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """(..., in_features) -> (..., out_features of all)"""
+        if states.dim() == 2 and len(states) <= self._most_rows:
+            return self._multiply(states)
         if self._product is not None:
             return self._product(states)
         if not self._is_one:
@@ -86,9 +92,11 @@ class StepLinear:
             return nn.functional.linear(states, self._weight, self._bias)
         if rows == 1 and self._has_zeros and (output := sum_rows(states, self._transposed)) is not None:
             return output if self._bias is None else output.add_(self._bias)
-        if self._bias is None:
-            return torch.mm(states, self._transposed)
-        return torch.addmm(self._bias, states, self._transposed)
+        return self._multiply(states)
+
+    def _multiply(self, states: torch.Tensor) -> torch.Tensor:
+        bias = self._bias
+        return torch.mm(states, self._transposed) if bias is None else torch.addmm(bias, states, self._transposed)
 
     @functools.cached_property
     def _weight(self) -> torch.Tensor:
