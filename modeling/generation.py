@@ -17,6 +17,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .beam_search import beam_search
 from .cache_name import CACHE_NAME, CACHE_NAMES
 from .chosen_scores import ChosenScores
+from .compiled_steps import compiled_steps, reorder_in_place
 from .decoder_state import DecoderState
 from .module_record import walk
 from .sampling import sample
@@ -36,7 +37,7 @@ class SharedSourceCache(EncoderDecoderCache):
 
     def reorder_cache(self, beam_idx: torch.LongTensor):
         """Hypotheses change places within their source, whose keys and values stay."""
-        self.self_attention_cache.reorder_cache(beam_idx)
+        reorder_in_place(self.self_attention_cache, beam_idx)
 
     def spread(self) -> EncoderDecoderCache:
         """A cache as transformers has it, with a row of the source for each hypothesis; itself, if it is static."""
@@ -96,7 +97,8 @@ class MetaphraseGenerationMixin(GenerationMixin):
     def _beam_search(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
         arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
         if generation_config.return_dict_in_generate or not self._is_known(*arguments, **kwargs):
-            return _with_plain_cache(super()._beam_search(*arguments, **kwargs))
+            with compiled_steps(self, generation_config, kwargs):
+                return _with_plain_cache(super()._beam_search(*arguments, **kwargs))
         return self._search(input_ids, logits_processor, generation_config, kwargs)[0]
 
     @staticmethod
@@ -123,7 +125,8 @@ class MetaphraseGenerationMixin(GenerationMixin):
         loop = GenerationMixin._sample if generation_config.num_beams == 1 else GenerationMixin._beam_search
         chosen = ChosenScores()
         criteria = StoppingCriteriaList([*stopping_criteria, *([chosen] if return_scores else [])])
-        output = loop(model, input_ids, logits_processor, criteria, generation_config, **kwargs)
+        with compiled_steps(model, generation_config, kwargs):
+            output = loop(model, input_ids, logits_processor, criteria, generation_config, **kwargs)
         scores = getattr(output, "sequences_scores", None)
         if return_scores and scores is None:
             scores = chosen.totals(output.sequences, input_ids.shape[1], generation_config._eos_token_tensor)
