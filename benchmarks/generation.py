@@ -39,7 +39,7 @@ import transformers
 from contestants import peak_bytes
 from machine import describe_machine
 from seeds import RESULTS
-from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import AutoModelForSeq2SeqLM, CompileConfig, PreTrainedModel
 
 from metaphrase.conversion import convert
 from metaphrase.inference import decode, quantize
@@ -80,14 +80,22 @@ def in_order(model: PreTrainedModel) -> Contestant:
     return run
 
 
-def by_length(model) -> Contestant:
+def by_length(model, **options) -> Contestant:
     """In batches of like length."""
 
     def run(sources: list[list[int]], num_beams: int, batch_size: int) -> list[list[int]]:
-        found = decode(model, sources, batch_size=batch_size, **options_of(num_beams))
+        found = decode(model, sources, batch_size=batch_size, **options_of(num_beams), **options)
         return [best.ids for best, *_ in found]
 
     return run
+
+
+def compiled(model: PreTrainedModel) -> Contestant:
+    """With a static cache and compiled steps, in batches of like length, whose shapes change."""
+    config = CompileConfig(mode=None, dynamic=True) if model.device.type == "cpu" else CompileConfig()
+    # transformers compiles on accelerators alone unless it is told otherwise.
+    config._compile_all_devices = True
+    return by_length(model, cache_implementation="static", compile_config=config)
 
 
 def quantized(folder: Path, kind: str) -> Contestant:
@@ -110,6 +118,10 @@ CONTESTANTS: dict[str, Callable[[Path, Path], Contestant]] = {
     "transformers, by length": lambda ours, peer: by_length(load(AutoModelForSeq2SeqLM, peer)),
     "metaphrase, in order": lambda ours, peer: in_order(load(MetaphraseForConditionalGeneration, ours)),
     "metaphrase": lambda ours, peer: by_length(load(MetaphraseForConditionalGeneration, ours)),
+    "metaphrase, static": lambda ours, peer: by_length(
+        load(MetaphraseForConditionalGeneration, ours), cache_implementation="static", disable_compile=True
+    ),
+    "metaphrase, compiled": lambda ours, peer: compiled(load(MetaphraseForConditionalGeneration, ours)),
     "metaphrase, float16": lambda ours, peer: quantized(ours, "float16"),
     "metaphrase, int8": lambda ours, peer: quantized(ours, "int8"),
     "ctranslate2": lambda ours, peer: in_ctranslate2(ours, "float32"),
