@@ -18,7 +18,8 @@
 
 The model's options must fit the peer's family, into which it is converted. Contestants take turns, setting by setting, so that
 what else the machine does meets them alike; each round starts with another one. What counts for one thread is processor time,
-for more the clock. With `--reference` each is scored as well; in any case it is said how many outputs are those of the first.
+for more the clock; leave CTranslate2 out then, whose threads go on spinning after its turn. With `--reference` each is scored as
+well; in any case it is said how many outputs are those of the first.
 
 `--vocab_size` gives the model a larger vocabulary, of tokens that no text has: it writes nearly what it wrote, at the cost of a
 model with so many tokens, as those trained on much text have.
