@@ -85,10 +85,12 @@ class _ProjectedLoss(torch.autograd.Function):
             if bias_gradient is not None:
                 bias_gradient -= share * (states.shape[0] if is_label is None else is_label.sum())
         gradients = states_gradient, weight_gradient, bias_gradient
-        for gradient in gradients:
-            if gradient is not None:
-                # In its place, as long as it is nobody else's.
-                gradient.div_(divisor)
+        ctx.divisor = divisor
+        # What is divided in float16 may be too small for it, until a scaled loss is multiplied in.
+        if states.device.type == "cpu" and dtype != torch.float16:
+            # In its place, as long as it is nobody else's.
+            gradients = [None if gradient is None else gradient.div_(divisor) for gradient in gradients]
+            ctx.divisor = 1
         ctx.save_for_backward(*gradients)
         ctx.dtypes = hidden_states.dtype, weight.dtype, None if bias is None else bias.dtype
         return (total / divisor).float()
@@ -96,8 +98,8 @@ class _ProjectedLoss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient: torch.Tensor):
-        gradients = ctx.saved_tensors
-        # In training this is the loss itself. To ask would be to wait for an accelerator.
+        gradients, gradient = ctx.saved_tensors, gradient / ctx.divisor
+        # As a rule it is the loss itself that is differentiated. To ask would be to wait for an accelerator.
         if gradient.device.type != "cpu" or gradient != 1:
             gradients = [None if kept is None else kept * gradient.to(kept.dtype) for kept in gradients]
         gradients = [

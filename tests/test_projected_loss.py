@@ -66,6 +66,17 @@ def test_a_loss_that_is_divided_can_be_differentiated_again_and_again(divisor):
         torch.testing.assert_close(leaf.grad, 5 * wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_loss_that_is_divided_and_scaled_has_gradients_of_full_precision(dtype):
+    """As a scaler of gradients has it: divided first, most would be too small for float16."""
+    hidden, weight, _, labels = problem(has_bias=False, dtype=torch.float32)
+    expected = torch.autograd.grad(plain_loss(hidden, weight, None, labels, 0.1) * (2**16 / 1e6), [hidden, weight])
+    with torch.autocast("cpu", dtype):
+        loss = projected_loss(hidden, weight, None, labels, 0.1, divisor=1e6)
+    for gradient, near in zip(torch.autograd.grad(loss * 2**16, [hidden, weight]), expected, strict=True):
+        assert (gradient - near).norm() < 0.02 * near.norm()
+
+
 def test_large_logits_neither_overflow_nor_lose_the_loss():
     hidden, weight, bias, labels = problem(dtype=torch.float32)
     expected = plain_loss(100 * hidden, weight, bias, labels, 0.1)
