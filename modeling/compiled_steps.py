@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 from transformers import GenerationConfig
-from transformers.cache_utils import EncoderDecoderCache
+from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.generation import CompileConfig, GenerationMixin
 
 from .cache_name import CACHE_NAME
@@ -47,7 +47,8 @@ def compiled_steps(model: GenerationMixin, config: GenerationConfig, model_kwarg
     try:
         yield
     finally:
-        del model._compiled_call_impl
+        # Another thread may have let go of it.
+        vars(model).pop("_compiled_call_impl", None)
 
 
 def _compiled_step(model: nn.Module, config: CompileConfig) -> Callable:
@@ -59,7 +60,7 @@ def _compiled_step(model: nn.Module, config: CompileConfig) -> Callable:
     return step
 
 
-def reorder_in_place(cache, rows: torch.Tensor) -> None:
+def reorder_in_place(cache: Cache, rows: torch.Tensor) -> None:
     """Lets rows of a cache go on from others, `(rows)`; tensors of fixed shape stay where compiled code has them.
 
     Args:

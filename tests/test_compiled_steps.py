@@ -47,10 +47,10 @@ def test_beams_are_the_same_by_one_graph_for_all_steps(fields, graphs):
     model = tiny_model(**fields)
     inputs = sources(model)
     expected = model.generate(**inputs, **SEARCH)
-    for _ in range(2):
+    for count in (1, 2):
+        # Each search compiles its own, since its options are others.
         assert model.generate(**inputs, **SEARCH, **static(graphs)).tolist() == expected.tolist()
-    # The second search compiles its own, since the first one's options are no more.
-    assert 1 <= len(graphs) <= 2
+        assert len(graphs) == count
 
 
 def test_several_searches_share_what_was_compiled(graphs):

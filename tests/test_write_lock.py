@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from small_experiments import make_recipe
@@ -89,15 +90,20 @@ def test_without_locks_nothing_is_locked(place, monkeypatch):
         patch.setattr(write_lock.fcntl, "flock", fail)
         with WriteLock(place, "output"), WriteLock(place, "output"):
             pass
+    # The second one is refused as soon as there are locks.
+    with WriteLock(place, "output"), pytest.raises(ValueError, match=REFUSAL):
+        WriteLock(place, "output")
     monkeypatch.setattr(write_lock, "fcntl", None)
-    with WriteLock(place, "output"), WriteLock(place, "output"):
-        pass
+    with WriteLock(place, "output") as first, WriteLock(place, "output") as second:
+        assert first is not second
 
 
 def test_devices_may_be_written_by_many():
     with NewFile(os.devnull) as first, NewFile(os.devnull) as second:
         first.write("one\n")
         second.write("two\n")
+    # What is written elsewhere first and then put in place would have made a file of it.
+    assert Path(os.devnull).is_char_device() and Path(os.devnull).read_bytes() == b""
 
 
 @pytest.mark.parametrize("resume", [False, True])
