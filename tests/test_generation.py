@@ -8,7 +8,7 @@ from tiny_models import DESIGNS, random_batch, tiny_model
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import BaseStreamer
 
-from metaphrase.modeling import MetaphraseForConditionalGeneration
+from metaphrase.modeling import MetaphraseForConditionalGeneration, decoder_state
 
 CLOSE = {"atol": 1e-3, "rtol": 1e-3}
 START, END = 1, 2
@@ -365,3 +365,18 @@ def test_a_cache_that_was_returned_goes_on_with_repeated_sources(options):
             past_key_values=cache,
         )
     assert outputs.logits.shape[:2] == (len(mask), 1)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_the_default_type_of_new_tensors_changes_nothing(beams):
+    model = tiny_model()
+    inputs, options = sources(model.config), {"num_beams": beams, "do_sample": False, "max_new_tokens": 6}
+    expected = model.generate(**inputs, **options)
+    # As in a process whose first search this is.
+    decoder_state._unread.cache_clear()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(model.generate(**inputs, **options), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        decoder_state._unread.cache_clear()
