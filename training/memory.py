@@ -29,7 +29,8 @@ def keep_freed_memory() -> bool:
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    taken = [mallopt(_M_MMAP_MAX, 0), mallopt(_M_TRIM_THRESHOLD, 2**31 - 1), mallopt(_M_TOP_PAD, 64 * 2**20)]
+    # Any threshold that `mallopt` takes, an `int`, is less than what a large model frees at a time; -1 is none.
+    taken = [mallopt(_M_MMAP_MAX, 0), mallopt(_M_TRIM_THRESHOLD, -1), mallopt(_M_TOP_PAD, 64 * 2**20)]
     logger.debug("mallopt returned %s", taken)
     return all(taken)
 
