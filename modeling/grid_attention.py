@@ -3,6 +3,8 @@
 The token-wise parts of the network never see the grid, and sequences of like length leave few of its cells empty.
 """
 
+import math
+
 import torch
 from torch import nn
 
@@ -12,9 +14,12 @@ from .packing import Packing
 
 # Attention weights that one layer may keep for the backward pass; more are computed again.
 MAX_KEPT_BYTES = 2**26
-# In rows of fewer entries, a CPU's softmax in bfloat16 is many times slower than in float32, conversions counted. In wider ones a
-# softmax in float32 with a conversion after it is faster by itself up to 500 entries, but not in a training step.
+# In rows of fewer entries, the gradient of a softmax takes a CPU many times as long in bfloat16 as in float32.
 MIN_HALF_WIDTH = 32
+# A CPU has a power of 2 in a quarter of the time of an exponential; scores are multiplied by this first.
+_LOG2_E = math.log2(math.e)
+# Sums of exponentials in these bounds are far from overflow, and from 0.
+_LEAST_SUM, _LARGEST_SUM = 2.0**-40, 2.0**100
 
 
 class _GridAttention(torch.autograd.Function):
@@ -110,13 +115,27 @@ def _weights(
 ) -> torch.Tensor:
     """Attention weights of a block; in float32, unless they are many and the states are not."""
     if mask is None:
-        scores = torch.baddbmm(asked[:, :1, :1], asked, seen.transpose(1, 2), beta=0, alpha=scaling)
+        scores = torch.baddbmm(asked[:, :1, :1], asked, seen.transpose(1, 2), beta=0, alpha=scaling * _LOG2_E)
         # Few cells are empty: to write them costs less than to add a mask to all.
         for rows, end in block.ends:
             scores[rows, :, end:] = torch.finfo(scores.dtype).min
     else:
-        scores = torch.baddbmm(_block_mask(mask, block, asked.dtype), asked, seen.transpose(1, 2), alpha=scaling)
-    return torch.softmax(scores, dim=-1, dtype=_weight_dtype(asked.dtype, seen.shape[1]))
+        added = _block_mask(mask, block, asked.dtype)
+        scores = torch.baddbmm(added, asked, seen.transpose(1, 2), beta=_LOG2_E, alpha=scaling * _LOG2_E)
+    return _softmax(scores).to(_weight_dtype(asked.dtype, seen.shape[1]))
+
+
+def _softmax(scores: torch.Tensor) -> torch.Tensor:
+    """Softmax of scores times `_LOG2_E`, in float32.
+
+    As a rule no score is large, so that to look for the largest of each row, which torch does first, can be spared.
+    """
+    weights = scores.exp2() if scores.dtype == torch.float32 else scores.float().exp2_()
+    sums = weights.sum(dim=-1, keepdim=True)
+    least, largest = torch.aminmax(sums)
+    if least >= _LEAST_SUM and largest <= _LARGEST_SUM:
+        return weights.mul_(sums.reciprocal_())
+    return torch.softmax(scores.float().div_(_LOG2_E), dim=-1)
 
 
 def _add_block(total: torch.Tensor, slope: torch.Tensor, block: Block) -> None:

@@ -117,6 +117,29 @@ def test_each_sequence_attends_as_if_it_were_alone(is_causal, is_compiled, monke
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("offset", [0.0, 300.0, -300.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_may_be_of_any_size(dtype, offset, is_causal):
+    """Exponentials of the scores themselves would be infinite, or zero in all of a row."""
+    lengths = (24, 23, 16, 15, 9, 1)
+    segments = Segments(torch.tensor(lengths), sum(lengths))
+    query, key, value = torch.randn(3, 1, 2, sum(lengths), 4)
+    # All scores of a row differ by as much, which changes no weight.
+    query[..., 0], key[..., 0] = 1, offset
+    # A score of 300 in bfloat16 is one of 298, 300, 302: of its weights it is known that they add up to 1.
+    value = value if dtype == torch.float32 else torch.ones_like(value)
+    states = [side.to(dtype).requires_grad_() for side in (query, key, value)]
+    packing = Packing(segments, segments, is_causal, "grid")
+    actual = grid_attention.grid_attention(*states, packed_mask(packing, None, states[0]), packing, 1.0, 0.0)
+    parts = zip(*(side.double().split(lengths, dim=2) for side in states), strict=True)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    expected = torch.cat([attend(*part, is_causal=is_causal, scale=1.0) for part in parts], dim=2).transpose(1, 2)
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=1e-3 if dtype == torch.float32 else 1e-2)
+    gradients = torch.autograd.grad(actual.float().square().sum(), states)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
 @pytest.mark.parametrize(("fewer", "times"), [(0, 1), (1, 2)])
 def test_weights_are_kept_where_those_of_all_blocks_have_room(fewer, times, monkeypatch):
     # One long sequence does not make the others as wide.
