@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_metaphrase import MetaphraseConfig
 from .dropout import dropout as drop
+from .fused_linear import linear
 from .normalization import HeadRMSNorm, clamp_float16
 from .packed_attention import packed_attention
 from .packing import Packing
@@ -148,8 +149,8 @@ class MetaphraseAttention(nn.Module):
     def _keys_and_values(
         self, states: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        key = self._split(clamp_float16(self.k_proj(states)))
-        value = self._split(clamp_float16(self.v_proj(states)))
+        key = self._split(clamp_float16(linear(self.k_proj, states)))
+        value = self._split(clamp_float16(linear(self.v_proj, states)))
         if self.config.qk_norm:
             key = self.k_norm(key)
         if rotation is not None:
@@ -198,7 +199,7 @@ class MetaphraseAttention(nn.Module):
             # Once, rather than in each of the projections.
             dtype = torch.get_autocast_dtype(hidden_states.device.type)
             hidden_states, memory = hidden_states.to(dtype), None if memory is None else memory.to(dtype)
-        query = self._split(clamp_float16(self.q_proj(hidden_states)))
+        query = self._split(clamp_float16(linear(self.q_proj, hidden_states)))
         if self.config.qk_norm:
             query = self.q_norm(query)
         if rotation is not None:
@@ -214,7 +215,7 @@ class MetaphraseAttention(nn.Module):
         if packing is not None and packing.kernel != "reference":
             key, value = (repeat_key_value(states, self.num_key_value_groups) for states in (key, value))
             output = packed_attention(self, query, key, value, attention_mask, packing, self.scaling, dropout)
-            return clamp_float16(self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))), None
+            return clamp_float16(linear(self.o_proj, output.reshape(*hidden_states.shape[:-1], -1))), None
         copies = query.shape[0] // key.shape[0]
         if copies > 1:
             query = fold_copies(query, copies)
@@ -234,7 +235,7 @@ class MetaphraseAttention(nn.Module):
         if copies > 1 and weights is not None:
             weights = unfold_copies(weights, copies)
         # (batch, query, heads, head_dim), or folded -> (batch, query, heads * head_dim) -> (batch, query, hidden)
-        output = self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
+        output = linear(self.o_proj, output.reshape(*hidden_states.shape[:-1], -1))
         return clamp_float16(output), weights
 
 
