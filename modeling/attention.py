@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_metaphrase import MetaphraseConfig
 from .dropout import dropout as drop
-from .fused_linear import linear
+from .fused_linear import cast_once, linear
 from .normalization import HeadRMSNorm, clamp_float16
 from .packed_attention import packed_attention
 from .packing import Packing
@@ -195,10 +195,8 @@ class MetaphraseAttention(nn.Module):
         Returns:
             Output `(batch, query, hidden)`, and the weights `(batch, heads, query, key)` where the kernel makes them.
         """
-        if self.training and torch.is_autocast_enabled(hidden_states.device.type):
-            # Once, rather than in each of the projections.
-            dtype = torch.get_autocast_dtype(hidden_states.device.type)
-            hidden_states, memory = hidden_states.to(dtype), None if memory is None else memory.to(dtype)
+        if self.training:
+            hidden_states, memory = cast_once(hidden_states), None if memory is None else cast_once(memory)
         query = self._split(clamp_float16(linear(self.q_proj, hidden_states)))
         if self.config.qk_norm:
             query = self.q_norm(query)

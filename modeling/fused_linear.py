@@ -47,28 +47,42 @@ def _has_kernel() -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def _can_fuse(layer: nn.Module, states: torch.Tensor) -> bool:
+def _is_wrapped(module: nn.Module) -> bool:
+    """Whether somebody wants to be told when a module is called, or put something in the place of what it does."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks) or "forward" in vars(module)
+
+
+def can_fuse(layer: nn.Module, states: torch.Tensor, activation: nn.Module | None = None) -> bool:
+    """Whether `linear` makes a single product of a layer and what follows it."""
     if states.dtype != torch.bfloat16 or states.device.type != "cpu" or not torch.is_grad_enabled():
         return False
-    # What stands in the place of a layer, or is called around it, is to be called.
-    if type(layer) is not nn.Linear or "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks:
+    if type(layer) is not nn.Linear or type(activation) not in (nn.ReLU, type(None)):
         return False
-    if layer._backward_hooks or layer._backward_pre_hooks or nn.modules.module._has_any_global_hook():
+    if any(_is_wrapped(module) for module in (layer, activation) if module is not None):
+        return False
+    if nn.modules.module._has_any_global_hook():
         return False
     if type(layer.weight.data) is not torch.Tensor or layer.weight.numel() < _LEAST_SIZE or not states.numel():
         return False
     return torch.backends.mkldnn.enabled and _has_kernel() and not torch.compiler.is_compiling()
 
 
-def linear(layer: nn.Module, states: torch.Tensor, is_rectified: bool = False) -> torch.Tensor:
-    """What a linear layer makes of states, `(..., in_features) -> (..., out_features)`.
+def cast_once(states: torch.Tensor) -> torch.Tensor:
+    """States in the precision of autocast, where several layers would cast them one by one."""
+    kind = states.device.type
+    return states.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else states
+
+
+def linear(layer: nn.Module, states: torch.Tensor, activation: nn.Module | None = None) -> torch.Tensor:
+    """What a linear layer, and an activation after it, make of states, `(..., in_features) -> (..., out_features)`.
 
     Args:
         layer: An `nn.Linear`, or what stands in its place.
         states: What it reads.
-        is_rectified: Whether a ReLU follows.
+        activation: What follows, if anything does. A ReLU is part of the product where that can be.
     """
-    if _can_fuse(layer, states):
-        return _FusedLinear.apply(states, layer.weight, layer.bias, is_rectified)
+    if can_fuse(layer, states, activation):
+        return _FusedLinear.apply(states, layer.weight, layer.bias, activation is not None)
     output = layer(states)
-    return nn.functional.relu(output) if is_rectified else output
+    return output if activation is None else activation(output)

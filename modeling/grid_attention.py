@@ -126,7 +126,7 @@ def _weights(
 
 
 def _softmax(scores: torch.Tensor) -> torch.Tensor:
-    """Softmax of scores times `_LOG2_E`, in float32.
+    """Softmax in float32 over the last dimension, of scores that were multiplied by `_LOG2_E`, `(rows, queries, keys)`.
 
     As a rule no score is large, so that to look for the largest of each row, which torch does first, can be spared.
     """

@@ -10,7 +10,7 @@ from .attention import MetaphraseAttention
 from .cache_name import takes_cache
 from .configuration_metaphrase import MetaphraseConfig
 from .dropout import add_dropout, dropout
-from .fused_linear import linear
+from .fused_linear import can_fuse, cast_once, linear
 from .normalization import clamp_float16, make_norm
 from .packing import Packing
 
@@ -29,7 +29,6 @@ class MetaphraseMLP(nn.Module):
         self.down_proj = nn.Linear(ffn_dim, config.hidden_size, bias=config.mlp_bias)
         self.activation = ACT2FN[config.activation_function]
         self.is_gated = config.gated_mlp
-        self.is_rectified = config.activation_function == "relu"
         self.activation_dropout = config.activation_dropout
 
     def _activate(self, states: torch.Tensor) -> torch.Tensor:
@@ -39,14 +38,13 @@ class MetaphraseMLP(nn.Module):
         return self.activation(states.float()).to(states.dtype)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if self.training and torch.is_autocast_enabled(hidden_states.device.type):
-            # Once, rather than in each of the projections.
-            hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))
+        if self.training:
+            hidden_states = cast_once(hidden_states)
         if self.is_gated:
-            gate = clamp_float16(linear(self.gate_proj, hidden_states))
-            inner = self._activate(gate) * clamp_float16(linear(self.up_proj, hidden_states))
-        elif self.is_rectified:
-            inner = linear(self.up_proj, hidden_states, is_rectified=True)
+            inner = clamp_float16(linear(self.up_proj, hidden_states))
+            inner = self._activate(clamp_float16(linear(self.gate_proj, hidden_states))) * inner
+        elif can_fuse(self.up_proj, hidden_states, self.activation):
+            inner = linear(self.up_proj, hidden_states, self.activation)
         else:
             inner = self._activate(clamp_float16(linear(self.up_proj, hidden_states)))
         inner = dropout(clamp_float16(inner), p=self.activation_dropout, training=self.training)

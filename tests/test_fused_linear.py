@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from test_packing import gradients, packed
+from tiny_models import tiny_model
 from torch import nn
 
 from metaphrase.modeling import fused_linear
@@ -21,29 +23,29 @@ def calls(monkeypatch):
     return found
 
 
-def run(layer, states, is_rectified, call):
+def run(layer, states, activation, call):
     states = states.detach().requires_grad_()
     layer.zero_grad()
     with torch.autocast("cpu", torch.bfloat16):
-        output = call(layer, states, is_rectified)
+        output = call(layer, states, activation)
     output.backward(torch.linspace(-1, 1, output.numel()).view(output.shape).to(output.dtype))
     gradients = {"states": states.grad} | {name: value.grad for name, value in layer.named_parameters()}
     return output.detach(), {name: gradient.clone() for name, gradient in gradients.items()}
 
 
-def plain(layer, states, is_rectified):
+def plain(layer, states, activation):
     output = layer(states)
-    return nn.functional.relu(output) if is_rectified else output
+    return output if activation is None else activation(output)
 
 
-@pytest.mark.parametrize("is_rectified", [False, True])
+@pytest.mark.parametrize("activation", [None, nn.ReLU()])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(7, 24), (2, 5, 24)])
-def test_products_and_gradients_are_those_of_torch(shape, dtype, has_bias, is_rectified, calls):
+def test_products_and_gradients_are_those_of_torch(shape, dtype, has_bias, activation, calls):
     layer, states = nn.Linear(24, 40, bias=has_bias, dtype=dtype), torch.randn(shape).bfloat16()
-    output, gradients = run(layer, states, is_rectified, linear)
-    expected, expected_gradients = run(layer, states, is_rectified, plain)
+    output, gradients = run(layer, states, activation, linear)
+    expected, expected_gradients = run(layer, states, activation, plain)
     assert len(calls) == 1 and output.dtype == torch.bfloat16
     # A rounding in bfloat16 apart.
     torch.testing.assert_close(output, expected, rtol=2**-7, atol=2**-7)
@@ -63,26 +65,87 @@ class _Doubled(nn.Linear):
         return 2 * super().forward(states)
 
 
-def _hooked():
-    layer = nn.Linear(24, 40)
-    layer.register_forward_hook(lambda module, inputs, output: 2 * output)
-    return layer
-
-
-def _replaced():
-    layer = nn.Linear(24, 40)
+def _replaced(layer):
     layer.forward = lambda states: 2 * nn.functional.linear(states, layer.weight, layer.bias)
     return layer
 
 
-@pytest.mark.parametrize("make", [lambda: _Doubled(24, 40), _hooked, _replaced])
-def test_what_wraps_a_layer_is_called(make, calls):
-    layer, states = make(), torch.randn(7, 24).bfloat16()
+def _hooked(layer):
+    layer.register_forward_hook(lambda module, inputs, output: 2 * output)
+    return layer
+
+
+def _hooked_before(layer):
+    layer.register_forward_pre_hook(lambda module, inputs: tuple(2 * states for states in inputs))
+    return layer
+
+
+def _hooked_behind(layer):
+    layer.register_full_backward_hook(lambda module, inputs, outputs: tuple(2 * gradient for gradient in inputs))
+    return layer
+
+
+@pytest.mark.parametrize("wrap", [_replaced, _hooked, _hooked_before, _hooked_behind])
+def test_what_wraps_a_layer_is_called(wrap, calls):
+    layer, states = wrap(nn.Linear(24, 40, bias=False)), torch.randn(7, 24).bfloat16().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         output = linear(layer, states)
-    expected = 2 * nn.functional.linear(states, layer.weight.bfloat16(), layer.bias.bfloat16())
-    torch.testing.assert_close(output, expected, rtol=2**-7, atol=2**-7)
+    output.sum().backward()
+    expected = 2 * layer.weight.bfloat16().sum(dim=0).expand(7, -1)
+    torch.testing.assert_close(states.grad, expected, rtol=2**-6, atol=2**-6)
     assert calls == []
+
+
+def test_other_classes_and_other_activations_are_called(calls):
+    states = torch.randn(7, 24).bfloat16()
+    hooked = nn.ReLU()
+    hooked.register_forward_hook(lambda module, inputs, output: 2 * output)
+    layer, other = nn.Linear(24, 40), _Doubled(24, 40)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(linear(other, states), other(states))
+        assert torch.equal(linear(layer, states, nn.GELU()), nn.functional.gelu(layer(states)))
+        assert torch.equal(linear(layer, states, hooked), 2 * layer(states).relu())
+    assert calls == []
+
+
+def test_hooks_of_all_modules_are_called(calls):
+    seen = []
+    hook = nn.modules.module.register_module_forward_hook(lambda module, inputs, output: seen.append(module))
+    layer = nn.Linear(24, 40)
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            linear(layer, torch.randn(7, 24).bfloat16())
+    finally:
+        hook.remove()
+    assert seen == [layer] and calls == []
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"activation_function": "relu", "gated_mlp": False, "mlp_bias": True, "attention_bias": True},
+        {"activation_function": "gelu", "gated_mlp": False},
+        {"activation_function": "silu", "gated_mlp": True, "position_embedding_type": "rotary"},
+    ],
+)
+def test_a_model_learns_the_same_from_fused_layers(fields, is_checkpointed, calls, monkeypatch):
+    model = tiny_model(initializer_range=0.2, **fields).train()
+    if is_checkpointed:
+        model.gradient_checkpointing_enable()
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16):
+            return gradients(model, packed(model.config))
+
+    output, actual = step()
+    inner = [name for name, module in model.named_modules() if type(module) is nn.Linear and name != "lm_head"]
+    assert len(calls) == len(inner) * (2 if is_checkpointed else 1)
+    monkeypatch.setattr(fused_linear, "_LEAST_SIZE", 2**60)
+    plain_output, expected = step()
+    assert output.loss.item() == pytest.approx(plain_output.loss.item(), rel=2e-3)
+    for name, gradient in expected.items():
+        assert (actual[name] - gradient).norm() <= 0.03 * gradient.norm() + 1e-4, name
 
 
 def test_float32_small_layers_and_inference_are_torchs_own(calls, monkeypatch):

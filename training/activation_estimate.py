@@ -24,8 +24,8 @@ class Precision:
 
     Attributes:
         compute_bytes: Of an entry in the matrix products.
-        stream_bytes: Of an entry of the residual stream. Where it is wider than `compute_bytes`, as under autocast, each
-            projection keeps a narrow copy of what it reads.
+        stream_bytes: Of an entry of the residual stream. Where it is wider than `compute_bytes`, as under autocast, a narrow
+            copy is kept of what projections read.
         on_accelerator: Whether fused kernels of an accelerator compute it.
     """
 
@@ -182,9 +182,8 @@ def _feed_forward(config: MetaphraseConfig, precision: Precision, inner: int) ->
         tensors += 2  # both factors of the gate's product
     elif drops and keeps_output:
         tensors += 1
-    copies = 2 if config.gated_mlp and precision.casts else 1
     element = precision.compute_bytes
-    return element * (copies * config.hidden_size + tensors * inner) + (MASK_BYTES * inner if drops else 0)
+    return element * (config.hidden_size + tensors * inner) + (MASK_BYTES * inner if drops else 0)
 
 
 def encoder_layer_bytes(config: MetaphraseConfig, shape: BatchShape, precision: Precision) -> int:
