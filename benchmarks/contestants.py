@@ -58,6 +58,8 @@ class Contestant:
         cheap_dropout: Dropout from few random bits (ours).
         few_shapes: Packed rows of a multiple of tokens (ours).
         kept_attention: Attention weights are kept for the backward pass where they have room (ours).
+        fused_linear: Bias and ReLU in the product of large linear layers (ours).
+        powers_of_2: Softmax of attention by powers of 2, without the largest scores (ours).
     """
 
     family: str
@@ -71,10 +73,12 @@ class Contestant:
     cheap_dropout: bool = False
     few_shapes: bool = False
     kept_attention: bool = False
+    fused_linear: bool = False
+    powers_of_2: bool = False
 
 
 _OURS = {"keeps_few_kernels": True, "budget": True, "packed": True, "chunked_loss": True}
-_OURS |= {"cheap_dropout": True, "few_shapes": True, "kept_attention": True}
+_OURS |= {"cheap_dropout": True, "few_shapes": True, "kept_attention": True, "fused_linear": True, "powers_of_2": True}
 CONTESTANTS = {
     "bart, as documented": Contestant("bart", keeps_freed_memory=False),
     "bart, group_by_length": Contestant("bart", keeps_freed_memory=False, groups_by_length=True),
@@ -91,6 +95,8 @@ CONTESTANTS = {
     "metaphrase, without cheap dropout": Contestant("metaphrase", bf16=True, **_OURS | {"cheap_dropout": False}),
     "metaphrase, without few shapes": Contestant("metaphrase", bf16=True, **_OURS | {"few_shapes": False}),
     "metaphrase, without kept attention": Contestant("metaphrase", bf16=True, **_OURS | {"kept_attention": False}),
+    "metaphrase, without fused linear": Contestant("metaphrase", bf16=True, **_OURS | {"fused_linear": False}),
+    "metaphrase, without powers of 2": Contestant("metaphrase", bf16=True, **_OURS | {"powers_of_2": False}),
     "metaphrase, without few kernels": Contestant("metaphrase", bf16=True, **_OURS | {"keeps_few_kernels": False}),
     "metaphrase, without token budget": Contestant(
         "metaphrase", bf16=True, **_OURS | {"budget": False, "packed": False}
@@ -128,7 +134,7 @@ def make_model(contestant: Contestant, preset: str) -> nn.Module:
 
 def switch_off(contestant: Contestant) -> None:
     """Puts the plain way in place of what a contestant does without."""
-    from metaphrase.modeling import dropout, grid_attention, layers, modeling_metaphrase, stacks
+    from metaphrase.modeling import dropout, fused_linear, grid_attention, layers, modeling_metaphrase, stacks
     from metaphrase.training import token_budget_loaders
 
     if not contestant.cheap_dropout:
@@ -145,6 +151,15 @@ def switch_off(contestant: Contestant) -> None:
         token_budget_loaders.TOKENS_MULTIPLE = 1
     if not contestant.kept_attention:
         grid_attention.MAX_KEPT_BYTES = 0
+    if not contestant.fused_linear:
+        fused_linear._LEAST_SIZE = sys.maxsize
+    if not contestant.powers_of_2:
+
+        def softmax(scores):
+            dtype = grid_attention._weight_dtype(scores.dtype, scores.shape[-1])
+            return torch.softmax(scores, dim=-1, dtype=dtype)
+
+        grid_attention._LOG2_E, grid_attention._softmax = 1.0, softmax
     if not contestant.chunked_loss:
         modeling_metaphrase.MetaphraseForConditionalGeneration._loss_is_chunked = lambda *_: False
 

@@ -11,7 +11,10 @@
         --output benchmarks/results/training_cpu_zen5.json    # transformer-base without the second and the third
     python benchmarks/training.py --core 0 --steps 10 --rounds 5 --presets transformer-base --mixes heavy_tailed --contestants \\
         metaphrase "metaphrase, without kept attention" --output benchmarks/results/training_cpu_attention.json
-    # and of transformer-tiny with --rounds 9; a softmax in float32 took part as well, gained nothing and is gone
+    # and of transformer-tiny with --rounds 9; torch's softmax in float32 took part as well, gained nothing and is gone
+    python benchmarks/training.py --core 1 --steps 10 --rounds 5 --mixes heavy_tailed --contestants metaphrase \
+        "bart, tuned, bf16, few kernels" "metaphrase, without fused linear" "metaphrase, without powers of 2" \
+        --output benchmarks/results/training_cpu_steps_zen5.json
 
 Every contestant is a whole `Trainer.train()` in a process of its own (see `contestants.py`), on random tokens in the lengths of a
 mix, with label smoothing 0.1 and as many updates in an epoch. They take turns of a few steps, so that what else the machine does

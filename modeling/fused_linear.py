@@ -63,7 +63,7 @@ def can_fuse(layer: nn.Module, states: torch.Tensor, activation: nn.Module | Non
         return False
     if nn.modules.module._has_any_global_hook():
         return False
-    if type(layer.weight.data) is not torch.Tensor or layer.weight.numel() < _LEAST_SIZE or not states.numel():
+    if type(layer.weight.data) is not torch.Tensor or layer.weight.numel() < _LEAST_SIZE:
         return False
     return torch.backends.mkldnn.enabled and _has_kernel() and not torch.compiler.is_compiling()
 

@@ -148,6 +148,29 @@ def test_a_model_learns_the_same_from_fused_layers(fields, is_checkpointed, call
         assert (actual[name] - gradient).norm() <= 0.03 * gradient.norm() + 1e-4, name
 
 
+class _Quantized(torch.Tensor):
+    """Stands for the weights of libraries that answer to a product in their own way."""
+
+
+def test_weights_of_other_kinds_and_compiled_code_are_torchs_own(calls, monkeypatch):
+    layer, states = nn.Linear(24, 40), torch.randn(7, 24).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.compiler, "is_compiling", lambda: True)
+            linear(layer, states)
+        layer.weight = nn.Parameter(layer.weight.data.as_subclass(_Quantized))
+        linear(layer, states)
+    assert calls == []
+
+
+def test_no_rows_have_a_gradient_of_zero(calls):
+    layer = nn.Linear(24, 40)
+    with torch.autocast("cpu", torch.bfloat16):
+        linear(layer, torch.randn(0, 24).bfloat16(), nn.ReLU()).sum().backward()
+    assert len(calls) == 1
+    assert layer.weight.grad.count_nonzero() == layer.bias.grad.count_nonzero() == 0
+
+
 def test_float32_small_layers_and_inference_are_torchs_own(calls, monkeypatch):
     layer, states = nn.Linear(24, 40), torch.randn(7, 24)
     linear(layer, states)
