@@ -19,18 +19,22 @@ def test_share_scale_and_gradient(p, dtype):
     torch.testing.assert_close(states.grad, 2 * dropped.detach())
 
 
-def test_the_mean_stays_exactly_what_it_was():
-    mask, kept = random_mask((4_000_000,), 0.3, torch.device("cpu"))
-    assert kept == pytest.approx(0.7, abs=2**-17)
-    assert mask.double().mean().item() == pytest.approx(kept, abs=5 * (0.21 / 4_000_000) ** 0.5)
+@pytest.mark.parametrize("p", [0.001, 0.01, 0.1, 0.3, 0.5, 0.99, 0.999])
+def test_the_mean_stays_exactly_what_it_was(p):
+    mask, kept = random_mask((4_000_000,), p, torch.device("cpu"))
+    assert kept == 1 - p
+    # Five standard errors, of the decisions and of the thresholds that 1,024 of them share.
+    error = (p * (1 - p) / 4_000_000 + (0.5 / 256) ** 2 / 3906) ** 0.5
+    assert mask.double().mean().item() == pytest.approx(kept, abs=5 * error)
 
 
-def test_decisions_are_independent_of_their_neighbours():
-    mask, _ = random_mask((1000, 1000), 0.5, torch.device("cpu"))
-    values = mask.double() - 0.5
-    for shift in (1, 2, 3, 4, 5, 8):
-        correlation = (values[:, shift:] * values[:, :-shift]).mean().item() * 4
-        assert abs(correlation) < 0.005
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_decisions_are_independent_of_their_neighbours(p):
+    mask, _ = random_mask((1000, 1000), p, torch.device("cpu"))
+    values = (mask.double() - (1 - p)) / (p * (1 - p)) ** 0.5
+    for shift in (1, 2, 3, 4, 5, 8, 512):
+        correlation = (values[:, shift:] * values[:, :-shift]).mean().item()
+        assert abs(correlation) < 0.006
     assert not torch.equal(mask[0], mask[1])
 
 
