@@ -19,6 +19,7 @@ from metaphrase.training.batching import LengthGroupedSampler, with_decoder_inpu
 from metaphrase.training.checkpoint_folders import checkpoints_in, step_of
 from metaphrase.training.checkpoints import WholeCheckpoints
 from metaphrase.training.exponential_average import ExponentialAverageMixin
+from metaphrase.training.gradient_clipping import GradientClippingMixin
 from metaphrase.training.parameter_groups import ParameterGroupsMixin
 from metaphrase.training.r_drop import RDropMixin
 from metaphrase.training.sharded_weights import (
@@ -36,6 +37,7 @@ class MetaphraseTrainer(
     RDropMixin,
     ParameterGroupsMixin,
     AdafactorOptionsMixin,
+    GradientClippingMixin,
     TokenBudgetMixin,
     WholeCheckpoints,
     Seq2SeqTrainer,
