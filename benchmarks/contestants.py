@@ -59,6 +59,7 @@ class Contestant:
         few_shapes: Packed rows of a multiple of tokens (ours).
         kept_attention: Attention weights are kept for the backward pass where they have room (ours).
         fused_linear: Bias and ReLU in the product of large linear layers (ours).
+        joined_projections: Query, key and value of one product, and of one pass into the grid and out of it (ours).
         powers_of_2: Softmax of attention by powers of 2, without the largest scores (ours).
     """
 
@@ -74,11 +75,13 @@ class Contestant:
     few_shapes: bool = False
     kept_attention: bool = False
     fused_linear: bool = False
+    joined_projections: bool = False
     powers_of_2: bool = False
 
 
 _OURS = {"keeps_few_kernels": True, "budget": True, "packed": True, "chunked_loss": True}
-_OURS |= {"cheap_dropout": True, "few_shapes": True, "kept_attention": True, "fused_linear": True, "powers_of_2": True}
+_OURS |= {"cheap_dropout": True, "few_shapes": True, "kept_attention": True, "fused_linear": True}
+_OURS |= {"joined_projections": True, "powers_of_2": True}
 CONTESTANTS = {
     "bart, as documented": Contestant("bart", keeps_freed_memory=False),
     "bart, group_by_length": Contestant("bart", keeps_freed_memory=False, groups_by_length=True),
@@ -96,6 +99,9 @@ CONTESTANTS = {
     "metaphrase, without few shapes": Contestant("metaphrase", bf16=True, **_OURS | {"few_shapes": False}),
     "metaphrase, without kept attention": Contestant("metaphrase", bf16=True, **_OURS | {"kept_attention": False}),
     "metaphrase, without fused linear": Contestant("metaphrase", bf16=True, **_OURS | {"fused_linear": False}),
+    "metaphrase, without joined projections": Contestant(
+        "metaphrase", bf16=True, **_OURS | {"joined_projections": False}
+    ),
     "metaphrase, without powers of 2": Contestant("metaphrase", bf16=True, **_OURS | {"powers_of_2": False}),
     "metaphrase, without few kernels": Contestant("metaphrase", bf16=True, **_OURS | {"keeps_few_kernels": False}),
     "metaphrase, without token budget": Contestant(
@@ -134,7 +140,15 @@ def make_model(contestant: Contestant, preset: str) -> nn.Module:
 
 def switch_off(contestant: Contestant) -> None:
     """Puts the plain way in place of what a contestant does without."""
-    from metaphrase.modeling import dropout, fused_linear, grid_attention, layers, modeling_metaphrase, stacks
+    from metaphrase.modeling import (
+        attention,
+        dropout,
+        fused_linear,
+        grid_attention,
+        layers,
+        modeling_metaphrase,
+        stacks,
+    )
     from metaphrase.training import token_budget_loaders
 
     if not contestant.cheap_dropout:
@@ -153,6 +167,8 @@ def switch_off(contestant: Contestant) -> None:
         grid_attention.MAX_KEPT_BYTES = 0
     if not contestant.fused_linear:
         fused_linear._LEAST_SIZE = sys.maxsize
+    if not contestant.joined_projections:
+        attention.can_join = lambda *_: False
     if not contestant.powers_of_2:
 
         def softmax(scores):

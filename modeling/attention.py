@@ -14,7 +14,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_metaphrase import MetaphraseConfig
 from .dropout import dropout as drop
-from .fused_linear import cast_once, linear
+from .fused_linear import can_join, cast_once, joined_linear, linear
+from .grid_attention import joined_grid_attention
 from .normalization import HeadRMSNorm, clamp_float16
 from .packed_attention import packed_attention
 from .packing import Packing
@@ -157,6 +158,22 @@ class MetaphraseAttention(nn.Module):
             key = rotate(key, *rotation)
         return key, value
 
+    def _side_by_side(
+        self, hidden_states: torch.Tensor, memory: torch.Tensor | None, packing: Packing
+    ) -> list[torch.Tensor]:
+        """Query, key and value, `(tokens, several * heads * head_dim)`, as products of all that read the same; or nothing.
+
+        There is nothing where something comes between projection and attention, or where `can_join` says no.
+        """
+        if packing.kernel != "grid" or self.config.qk_norm or self.num_key_value_groups > 1:
+            return []
+        layers, states = [[self.q_proj, self.k_proj, self.v_proj]], [hidden_states]
+        if self.is_cross:
+            layers, states = [[self.q_proj], [self.k_proj, self.v_proj]], [hidden_states, memory]
+        if not all(can_join(part, read) for part, read in zip(layers, states, strict=True)):
+            return []
+        return [joined_linear(part, read).flatten(0, 1) for part, read in zip(layers, states, strict=True)]
+
     def _cached_source(self, memory: torch.Tensor, past_key_values: Cache | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the source: computed at the first step, read from the cache ever after."""
         if past_key_values is None:
@@ -196,7 +213,14 @@ class MetaphraseAttention(nn.Module):
             Output `(batch, query, hidden)`, and the weights `(batch, heads, query, key)` where the kernel makes them.
         """
         if self.training:
-            hidden_states, memory = cast_once(hidden_states), None if memory is None else cast_once(memory)
+            hidden_states = cast_once(hidden_states)
+        dropout = self.attention_dropout if self.training else 0.0
+        if packing is not None and rotation is None and past_key_values is None:
+            rows = self._side_by_side(hidden_states, memory, packing)
+            if rows:
+                heads = self.q_proj.out_features // self.head_dim
+                output = joined_grid_attention(rows, heads, attention_mask, packing, self.scaling, dropout)
+                return linear(self.o_proj, output.reshape(*hidden_states.shape[:-1], -1)), None
         query = self._split(clamp_float16(linear(self.q_proj, hidden_states)))
         if self.config.qk_norm:
             query = self.q_norm(query)
@@ -209,7 +233,6 @@ class MetaphraseAttention(nn.Module):
             if past_key_values is not None:
                 key, value = past_key_values.self_attention_cache.update(key, value, self.layer_idx)
 
-        dropout = self.attention_dropout if self.training else 0.0
         if packing is not None and packing.kernel != "reference":
             key, value = (repeat_key_value(states, self.num_key_value_groups) for states in (key, value))
             output = packed_attention(self, query, key, value, attention_mask, packing, self.scaling, dropout)

@@ -11,6 +11,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .attention import MetaphraseAttention
 from .cache_name import CACHE_NAME, takes_cache
 from .configuration_metaphrase import MetaphraseConfig
+from .fused_linear import cast_once
 from .layers import MetaphraseDecoderLayer
 from .packing import Segments
 from .positions import positions_from_mask
@@ -85,6 +86,9 @@ class MetaphraseDecoder(Stack):
         """
         if encoder_hidden_states is None:
             raise ValueError("`encoder_hidden_states` must be given to the decoder, got None.")
+        if self.training:
+            # Every layer reads it.
+            encoder_hidden_states = cast_once(encoder_hidden_states)
         embeddings = self._embed(input_ids, inputs_embeds)
         rows, sources = embeddings.shape[0], encoder_hidden_states.shape[0]
         if rows % sources:

@@ -130,17 +130,42 @@ class GridSide:
         # (tokens, 1) and (tokens, heads) -> (tokens * heads)
         places = (first[segments.ids] + segments.positions[0])[:, None] + columns[segments.ids, None] * head
         self.from_grid = places.flatten()
+        self._places_by_count = {1: (self.to_grid, self.from_grid)}
 
-    def enter(self, rows: torch.Tensor, repeats: bool = True) -> torch.Tensor:
-        """(tokens, heads * head_dim) -> (cells, head_dim), with a token or with zeros in empty cells."""
-        rows = rows.reshape(-1, rows.shape[-1] // self.heads)
+    def enter(self, rows: torch.Tensor, count: int = 1, repeats: bool = True) -> list[torch.Tensor]:
+        """Brings states into the grid.
+
+        Args:
+            rows: Of each token several states, such as key and value, side by side, `(tokens, count * heads * head_dim)`.
+            count: How many.
+            repeats: Whether an empty cell repeats the last token of its sequence, rather than being 0.
+
+        Returns:
+            The cells of each, `(cells, head_dim)`, one after another in memory.
+        """
+        to_grid, from_grid = self._places(count)
+        rows = rows.reshape(-1, rows.shape[-1] // (count * self.heads))
         if repeats:
-            return rows.index_select(0, self.to_grid)
-        return rows.new_zeros(len(self.to_grid), rows.shape[-1]).index_copy_(0, self.from_grid, rows)
+            cells = rows.index_select(0, to_grid)
+        else:
+            cells = rows.new_zeros(len(to_grid), rows.shape[-1]).index_copy_(0, from_grid, rows)
+        return list(cells.chunk(count))
 
-    def leave(self, cells: torch.Tensor) -> torch.Tensor:
-        """(cells, head_dim) -> (tokens, heads * head_dim)"""
-        return cells.index_select(0, self.from_grid).view(-1, self.heads * cells.shape[-1])
+    def leave(self, cells: torch.Tensor, count: int = 1) -> torch.Tensor:
+        """What `enter` did, undone: cells of one after another, `(count * cells, head_dim)`, to rows of all side by side."""
+        rows = cells.index_select(0, self._places(count)[1])
+        return rows.view(-1, count * self.heads * cells.shape[-1])
+
+    def _places(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`to_grid` and `from_grid` for tokens that have several states side by side."""
+        if count not in self._places_by_count:
+            number = torch.arange(count, device=self.to_grid.device)[:, None]
+            token, head = self.to_grid // self.heads, self.to_grid % self.heads
+            # (count, cells), and (tokens, count, heads)
+            to_grid = (token * count + number) * self.heads + head
+            from_grid = self.from_grid.view(-1, 1, self.heads) + number * len(self.to_grid)
+            self._places_by_count[count] = to_grid.flatten(), from_grid.flatten()
+        return self._places_by_count[count]
 
 
 def _whole(packing: Packing, heads: int) -> Block:

@@ -4,12 +4,13 @@ The token-wise parts of the network never see the grid, and sequences of like le
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from .dropout import apply_mask, random_mask
-from .grid import Block, Grid, grid_of
+from .grid import Block, Grid, GridSide, grid_of
 from .packing import Packing
 
 # Attention weights that one layer may keep for the backward pass; more are computed again.
@@ -26,20 +27,24 @@ class _GridAttention(torch.autograd.Function):
     """Softmax attention with its gradient written out (Vaswani et al. 2017, section 3.2, arXiv 1706.03762)."""
 
     @staticmethod
-    def forward(ctx, query, key, value, mask, grid: Grid, keeps_weights: bool, scaling: float, p: float):
+    def forward(ctx, mask, grid: Grid, keeps_weights: bool, scaling: float, p: float, *rows: torch.Tensor):
         """Args:
-        query: `(query tokens, heads * head_dim)`.
-        key: `(key tokens, heads * head_dim)`.
-        value: `(key tokens, heads * head_dim)`.
         mask: Added to the scores, `(sequences or 1, heads or 1, query width or 1, key width)`. None shows all tokens of a
             sequence to each other.
         grid: Of the two rows, in blocks.
         keeps_weights: Whether the weights are kept for the backward pass, rather than computed again.
         scaling: Factor of the scores.
         p: Dropout of the weights.
+        rows: Query, key and value, `(tokens, heads * head_dim)` each; some may be side by side in one, in this order.
         """
         ctx.grid, ctx.scaling, ctx.keeps_weights, ctx.kept_share = grid, scaling, keeps_weights, 1.0
-        asked, seen, content = grid.queries.enter(query), grid.keys.enter(key), grid.keys.enter(value)
+        each = sum(states.shape[1] for states in rows) // 3
+        ctx.counts = [states.shape[1] // each for states in rows]
+        asked, seen, content = (
+            cells
+            for states, count, side in zip(rows, ctx.counts, _sides(grid, rows), strict=True)
+            for cells in side.enter(states, count)
+        )
         output = torch.empty_like(asked)
         all_weights, all_kept = [], []
         for block, (queries, outputs, keys, values) in grid.parts((asked, output), (seen, content)):
@@ -48,7 +53,7 @@ class _GridAttention(torch.autograd.Function):
                 all_weights.append(weights)
             used = weights.to(content.dtype)
             if p:
-                kept, ctx.kept_share = random_mask(used.shape, p, query.device)
+                kept, ctx.kept_share = random_mask(used.shape, p, asked.device)
                 all_kept.append(kept)
                 used = apply_mask(used, kept, ctx.kept_share)
             torch.bmm(used, values, out=outputs)
@@ -61,23 +66,35 @@ class _GridAttention(torch.autograd.Function):
         saved = ctx.saved_tensors  # may be asked for once
         # What else is in the grid is let go before its gradients leave it, one by one.
         mask, (cells, mask_gradient) = saved[3], _grid_gradients(ctx, gradient, *saved)
-        of_value, of_key = (ctx.grid.keys.leave(cells.pop()) for _ in range(2))
-        of_query = ctx.grid.queries.leave(cells.pop())
+        of_rows = []
+        for count, side in zip(ctx.counts, _sides(ctx.grid, ctx.counts), strict=True):
+            of_rows.append(side.leave(cells.pop(0), count))
         if mask_gradient is not None:
             mask_gradient = mask_gradient.to(mask.dtype)
-        return of_query, of_key, of_value, mask_gradient, None, None, None, None
+        return mask_gradient, None, None, None, None, *of_rows
+
+
+def _sides(grid: Grid, rows: Sequence) -> list[GridSide]:
+    """Where each of the rows of an attention enters the grid: those that ask are in the first, with the others or alone."""
+    return [grid.queries, *[grid.keys] * (len(rows) - 1)]
 
 
 def _grid_gradients(
     ctx, gradient: torch.Tensor, asked, seen, content, mask, *saved: torch.Tensor
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """Gradients of query, key and value in the grid, and of the mask."""
+    """Gradients of the rows, in the grid, and of the mask."""
     grid, scaling = ctx.grid, ctx.scaling
     all_weights = saved[-len(grid.blocks) :] if ctx.keeps_weights else []
     all_kept = saved[: len(saved) - len(all_weights)]
-    of_asked, of_seen, of_content = gradients = [torch.empty_like(cells) for cells in (asked, seen, content)]
-    incoming = grid.queries.enter(gradient, repeats=False)
-    mask_gradient = torch.zeros(mask.shape, dtype=torch.float32) if ctx.needs_input_grad[3] else None
+    gradients = [
+        asked.new_empty(count * len(cells), asked.shape[1])
+        for count, cells in zip(ctx.counts, (asked, seen, content), strict=False)
+    ]
+    of_asked, of_seen, of_content = (
+        part for cells, count in zip(gradients, ctx.counts, strict=True) for part in cells.chunk(count)
+    )
+    (incoming,) = grid.queries.enter(gradient, repeats=False)
+    mask_gradient = torch.zeros(mask.shape, dtype=torch.float32) if ctx.needs_input_grad[0] else None
     all_parts = grid.parts((asked, of_asked, incoming), (seen, content, of_seen, of_content))
     for number, (block, parts) in enumerate(all_parts):
         queries, of_queries, of_outputs, keys, values, of_keys, of_values = parts
@@ -172,17 +189,42 @@ def grid_attention(
     heads, head_dim = query.shape[1], query.shape[3]
     rows = [states.transpose(1, 2).reshape(-1, heads * head_dim) for states in (query, key, value)]
     if query.device.type == "cpu" and not torch.compiler.is_compiling():
-        grid = grid_of(packing, heads, in_blocks=True)
-        kept_bytes = grid.num_scores * _weight_dtype(query.dtype, packing.keys.width).itemsize
-        output = _GridAttention.apply(*rows, mask, grid, kept_bytes <= MAX_KEPT_BYTES, scaling, dropout)
-    else:
-        grid = grid_of(packing, heads, in_blocks=False)
-        cells = [side.enter(states) for side, states in zip((grid.queries, grid.keys, grid.keys), rows, strict=True)]
-        output = nn.functional.scaled_dot_product_attention(
-            *(states.view(len(packing.queries), heads, -1, head_dim) for states in cells),
-            attn_mask=packing.is_seen_in_grid() if mask is None else mask.to(query.dtype),
-            dropout_p=dropout,
-            scale=scaling,
-        )
-        output = grid.queries.leave(output.reshape(-1, head_dim))
-    return output.view(1, -1, heads, head_dim)
+        return joined_grid_attention(rows, heads, mask, packing, scaling, dropout)
+    grid = grid_of(packing, heads, in_blocks=False)
+    sides = grid.queries, grid.keys, grid.keys
+    cells = [side.enter(states)[0] for side, states in zip(sides, rows, strict=True)]
+    output = nn.functional.scaled_dot_product_attention(
+        *(states.view(len(packing.queries), heads, -1, head_dim) for states in cells),
+        attn_mask=packing.is_seen_in_grid() if mask is None else mask.to(query.dtype),
+        dropout_p=dropout,
+        scale=scaling,
+    )
+    return grid.queries.leave(output.reshape(-1, head_dim)).view(1, -1, heads, head_dim)
+
+
+def joined_grid_attention(
+    rows: Sequence[torch.Tensor],
+    heads: int,
+    mask: torch.Tensor | None,
+    packing: Packing,
+    scaling: float,
+    dropout: float,
+) -> torch.Tensor:
+    """The same on a CPU, of states that may lie side by side: as a product of several projections leaves them.
+
+    Args:
+        rows: Query, key and value, `(tokens, heads * head_dim)` each; several in one, in this order, are
+            `(tokens, several * heads * head_dim)`.
+        heads: Number of heads.
+        mask: See `grid_attention`, as of the others.
+        packing: Of the two rows.
+        scaling: Factor of the scores.
+        dropout: Probability to drop an attention weight.
+
+    Returns:
+        `(1, query tokens, heads, head_dim)`.
+    """
+    grid = grid_of(packing, heads, in_blocks=True)
+    kept_bytes = grid.num_scores * _weight_dtype(rows[0].dtype, packing.keys.width).itemsize
+    output = _GridAttention.apply(mask, grid, kept_bytes <= MAX_KEPT_BYTES, scaling, dropout, *rows)
+    return output.view(1, output.shape[0], heads, -1)

@@ -143,8 +143,6 @@ def _attention(
             query += element * heads * head_dim  # the output in the order of the normed query, and once more by token
     if shape.is_packed and precision.on_accelerator and _has_grid_kernel(config, precision):
         query += element * heads * head_dim  # the output in the grid, and once more by token
-    if not is_self and precision.casts:
-        key += element * config.hidden_size  # the memory, cast
     return query, key
 
 
@@ -239,8 +237,7 @@ def _bias_bytes(config: MetaphraseConfig, shape: BatchShape, precision: Precisio
 def _output_bytes(config: MetaphraseConfig, shape: BatchShape, precision: Precision) -> int:
     """Bytes of the two final norms and of the memory, which all cross-attentions read."""
     norms = _norm(config, precision, config.hidden_size) if config.final_norm else 0
-    memory = 0 if precision.casts else precision.stream_bytes * config.hidden_size
-    return round(shape.tokens * norms + shape.source_tokens * memory)
+    return round(shape.tokens * norms + shape.source_tokens * precision.compute_bytes * config.hidden_size)
 
 
 def loss_bytes(
@@ -272,8 +269,8 @@ def _backward_workspace(config: MetaphraseConfig, shape: BatchShape, precision: 
         (shape.source_tokens, config.encoder_attention_heads, config.encoder_ffn_dim),
         (shape.target_tokens, config.decoder_attention_heads, config.decoder_ffn_dim),
     ):
-        # Output, query, key and value; of one of them those in the grid too.
-        attention = (5 if has_grid else 4) * heads * config.get_head_dim(heads)
+        # Output, query, key and value; in the grid too, where those of one product leave it together.
+        attention = (7 if has_grid else 4) * heads * config.get_head_dim(heads)
         most = max(most, precision.compute_bytes * tokens * max(attention, 2 * inner))
     return most + 2 * precision.stream_bytes * config.hidden_size * shape.tokens
 
