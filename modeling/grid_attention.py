@@ -132,7 +132,9 @@ def _weights(
 ) -> torch.Tensor:
     """Attention weights of a block; in float32, unless they are many and the states are not."""
     if mask is None:
-        scores = torch.baddbmm(asked[:, :1, :1], asked, seen.transpose(1, 2), beta=0, alpha=scaling * _LOG2_E)
+        # In place, since what is not added would be copied there first.
+        scores = asked.new_empty(len(asked), asked.shape[1], seen.shape[1])
+        scores.baddbmm_(asked, seen.transpose(1, 2), beta=0, alpha=scaling * _LOG2_E)
         # Few cells are empty: to write them costs less than to add a mask to all.
         for rows, end in block.ends:
             scores[rows, :, end:] = torch.finfo(scores.dtype).min
