@@ -12,9 +12,14 @@
     python benchmarks/training.py --core 0 --steps 10 --rounds 5 --presets transformer-base --mixes heavy_tailed --contestants \\
         metaphrase "metaphrase, without kept attention" --output benchmarks/results/training_cpu_attention.json
     # and of transformer-tiny with --rounds 9; torch's softmax in float32 took part as well, gained nothing and is gone
-    python benchmarks/training.py --core 1 --steps 10 --rounds 5 --mixes heavy_tailed --contestants metaphrase \
-        "bart, tuned, bf16, few kernels" "metaphrase, without fused linear" "metaphrase, without powers of 2" \
-        --output benchmarks/results/training_cpu_steps_zen5.json
+    python benchmarks/training.py --core 1 --steps 10 --rounds 5 --presets transformer-base --mixes heavy_tailed --contestants \\
+        "bart, tuned, bf16, few kernels" metaphrase --output benchmarks/results/training_cpu_zen5_again.json
+    # and with "bart, tuned, bf16" as well, on Zen 4: training_cpu_zen4_again.json
+    python benchmarks/training.py --core 1 --steps 10 --rounds 5 --presets transformer-tiny --mixes heavy_tailed --contestants \\
+        metaphrase "metaphrase, without powers of 2" "metaphrase, without cheap dropout" "bart, tuned, bf16, few kernels" \\
+        --output benchmarks/results/training_cpu_steps.json
+    # and of transformer-base with --rounds 3 --at_once 3, without BART, but with "metaphrase, without fused linear" and
+    # "metaphrase, without joined projections"
 
 Every contestant is a whole `Trainer.train()` in a process of its own (see `contestants.py`), on random tokens in the lengths of a
 mix, with label smoothing 0.1 and as many updates in an epoch. They take turns of a few steps, so that what else the machine does

@@ -87,8 +87,8 @@ def _grid_gradients(
     all_weights = saved[-len(grid.blocks) :] if ctx.keeps_weights else []
     all_kept = saved[: len(saved) - len(all_weights)]
     gradients = [
-        asked.new_empty(count * len(cells), asked.shape[1])
-        for count, cells in zip(ctx.counts, (asked, seen, content), strict=False)
+        asked.new_empty(count * len(side.to_grid), asked.shape[1])
+        for count, side in zip(ctx.counts, _sides(grid, ctx.counts), strict=True)
     ]
     of_asked, of_seen, of_content = (
         part for cells, count in zip(gradients, ctx.counts, strict=True) for part in cells.chunk(count)
