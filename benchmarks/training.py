@@ -19,7 +19,7 @@
         metaphrase "metaphrase, without powers of 2" "metaphrase, without cheap dropout" "bart, tuned, bf16, few kernels" \\
         --output benchmarks/results/training_cpu_steps.json
     # and of transformer-base with --rounds 3 --at_once 3, without BART, but with "metaphrase, without fused linear" and
-    # "metaphrase, without joined projections"
+    # "metaphrase, without joined projections"; the last once more, with --rounds 5: training_cpu_steps_again.json
 
 Every contestant is a whole `Trainer.train()` in a process of its own (see `contestants.py`), on random tokens in the lengths of a
 mix, with label smoothing 0.1 and as many updates in an epoch. They take turns of a few steps, so that what else the machine does
