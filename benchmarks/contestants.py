@@ -58,7 +58,7 @@ class Contestant:
         cheap_dropout: Dropout from few random bits (ours).
         few_shapes: Packed rows of a multiple of tokens (ours).
         kept_attention: Attention weights are kept for the backward pass where they have room (ours).
-        fused_linear: Bias and ReLU in the product of large linear layers (ours).
+        fused_linear: Bias and ReLU in the product of large linear layers (ours); projections are joined with it alone.
         joined_projections: Query, key and value of one product, and of one pass into the grid and out of it (ours).
         powers_of_2: Softmax of attention by powers of 2, without the largest scores (ours).
     """

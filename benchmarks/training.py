@@ -17,7 +17,7 @@
     # and with "bart, tuned, bf16" as well, on Zen 4: training_cpu_zen4_again.json
     python benchmarks/training.py --core 1 --steps 10 --rounds 5 --presets transformer-tiny --mixes heavy_tailed --contestants \\
         metaphrase "metaphrase, without powers of 2" "metaphrase, without cheap dropout" "bart, tuned, bf16, few kernels" \\
-        --output benchmarks/results/training_cpu_steps.json
+        --output benchmarks/results/training_cpu_steps.json    # on Zen 4
     # and of transformer-base with --rounds 3 --at_once 3, without BART, but with "metaphrase, without fused linear" and
     # "metaphrase, without joined projections"; the last once more, with --rounds 5: training_cpu_steps_again.json
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_models import DESIGNS, tiny_model
 
-from metaphrase.modeling import IGNORED_LABEL, grid, grid_attention
+from metaphrase.modeling import IGNORED_LABEL, fused_linear, grid, grid_attention
 from metaphrase.modeling.packed_attention import packed_mask
 from metaphrase.modeling.packing import Packing, Segments
 
@@ -93,6 +93,31 @@ def test_blocks_of_the_grid_and_what_they_keep_change_nothing(design, block, kep
     output, actual_gradients = gradients(model, packed(model.config))
     torch.testing.assert_close(output.loss, expected.loss, rtol=1e-6, atol=1e-6)
     assert_close(actual_gradients, expected_gradients)
+
+
+@pytest.fixture
+def filled_memory():
+    """New memory holds what is not a number, rather than what happened to be there."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("is_autocast", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_what_new_memory_holds_changes_nothing(dropout, is_autocast, filled_memory, monkeypatch):
+    model = tiny_model(initializer_range=0.2, position_embedding_type="sinusoidal", attention_dropout=dropout).train()
+    monkeypatch.setattr(fused_linear, "_LEAST_SIZE", 0)
+    assert torch.empty(3).isnan().all()
+    found = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+            found.append(gradients(model, packed(model.config)))
+        torch.use_deterministic_algorithms(False)
+    (actual, actual_gradients), (expected, expected_gradients) = found
+    torch.testing.assert_close(actual.loss, expected.loss, rtol=0, atol=0)
+    torch.testing.assert_close(actual_gradients, expected_gradients, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])

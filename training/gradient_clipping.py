@@ -17,8 +17,10 @@ class GradientClippingMixin:
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-        is_plain = all(type(parameter.grad) is torch.Tensor for parameter in parameters)
-        if self.args.device.type != "cpu" or self.accelerator.distributed_type not in _WHOLE or not is_plain:
+        is_whole = self.accelerator.distributed_type in _WHOLE and all(
+            type(parameter.grad) is torch.Tensor for parameter in parameters
+        )
+        if self.args.device.type != "cpu" or not is_whole:
             return super()._clip_grad_norm(model)
         self.accelerator.unscale_gradients()
         norm, limit = get_total_norm([parameter.grad for parameter in parameters]), self.args.max_grad_norm
