@@ -2,8 +2,8 @@
 
 - `reference`: the whole mask, quadratic in the length of the row; what the others are tested against (eager attention).
 - `grid`: a row of a grid for each sequence; on a CPU, and wherever the next two do not apply.
-- `varlen`: flash attention by offsets, for half precision on an accelerator, without bias and dropout.
-- `flex`: flex attention, which adds a position bias score by score, on an accelerator, without dropout.
+- `varlen`: flash attention by offsets, for half precision on a GPU (Ampere or newer), without bias and dropout.
+- `flex`: flex attention, which adds a position bias score by score, on such a GPU, without dropout.
 - `flash`: one of transformers' flash attention packages, by their name.
 """
 
@@ -19,13 +19,18 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .grid_attention import grid_attention
 from .packing import Packing, Segments
 
+# The GPUs, by compute capability, for which flash attention is built; Triton's kernels of flex attention need shared memory that
+# older ones lack.
+_LEAST_CAPABILITY = (8, 0)
 
-def choose_kernel(implementation: str, states: torch.Tensor, has_bias: bool, dropout: float) -> str:
+
+def choose_kernel(implementation: str, states: torch.Tensor, head_dim: int, has_bias: bool, dropout: float) -> str:
     """The kernel for a packed attention.
 
     Args:
         implementation: The model's `attn_implementation`.
         states: What enters the attention; gives device and dtype.
+        head_dim: Width of a head.
         has_bias: Whether a position bias is added to the scores.
         dropout: Of the attention weights, 0 outside training.
 
@@ -39,20 +44,24 @@ def choose_kernel(implementation: str, states: torch.Tensor, has_bias: bool, dro
             raise ValueError(f"`attention_dropout` must be 0 to train with flex_attention, got {dropout}.")
         return "flex"
     if implementation == "sdpa":
+        if dropout or not _is_recent_gpu(states.device):
+            return "grid"
+        if has_bias:
+            return "flex" if 16 <= head_dim <= 128 else "grid"
         kind = states.device.type
-        is_autocast = torch.is_autocast_enabled(kind)
-        dtype = torch.get_autocast_dtype(kind) if is_autocast else states.dtype
-        if kind == "cuda" and not dropout and has_bias:
-            return "flex"
-        if kind == "cuda" and not dropout and dtype in (torch.float16, torch.bfloat16):
-            return "varlen"
-        return "grid"
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
+        is_flash = dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= 256
+        return "varlen" if is_flash else "grid"
     if has_bias or "flash" not in implementation:
         raise ValueError(
             "`attn_implementation` must be sdpa, eager or flex_attention (or, without a position bias, a flash attention) "
             f"for packed rows, got {implementation!r}."
         )
     return "flash"
+
+
+def _is_recent_gpu(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
 
 
 def packed_mask(packing: Packing, bias: nn.Module | None, like: torch.Tensor):

@@ -190,7 +190,8 @@ class Stack(MetaphrasePreTrainedModel):
         """
         biases = [None] if is_cross else self._biases()
         attention_dropout = self.config.attention_dropout if self.training else 0.0
-        kernel = choose_kernel(self.config._attn_implementation, like, biases[0] is not None, attention_dropout)
+        has_bias, head_dim = biases[0] is not None, self.layers[0].self_attn.head_dim
+        kernel = choose_kernel(self.config._attn_implementation, like, head_dim, has_bias, attention_dropout)
         packing = Packing(queries, keys, self.is_causal and not is_cross, kernel)
         masks = [packed_mask(packing, bias, like) for bias in dict.fromkeys(biases)]
         return packing, masks * (len(self.layers) // len(masks))

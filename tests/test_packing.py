@@ -1,11 +1,14 @@
 """Packed rows: all pairs in one row give what they give padded, in a batch, or alone."""
 
+import inspect
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tiny_models import DESIGNS, tiny_model
 
-from metaphrase.modeling import IGNORED_LABEL, fused_linear, grid, grid_attention
-from metaphrase.modeling.packed_attention import packed_mask
+from metaphrase.modeling import IGNORED_LABEL, fused_linear, grid, grid_attention, packed_attention, stacks
+from metaphrase.modeling.packed_attention import choose_kernel, packed_mask
 from metaphrase.modeling.packing import Packing, Segments
 
 SOURCES, TARGETS = (5, 1, 19, 8), (3, 7, 2, 18)
@@ -80,6 +83,84 @@ def test_packed_flex_attention_gives_the_logits_of_padded_rows(design, uncompile
     actual = model(**packed(model.config)).logits[0]
     rows = [expected[row, :length] for row, length in enumerate(TARGETS)]
     torch.testing.assert_close(actual, torch.cat(rows), rtol=1e-5, atol=1e-4)
+
+
+def attend_by_offsets(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, scale=None):
+    """What flash attention by offsets is documented to compute, of `(tokens, heads, head_dim)`."""
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert (max_q, max_k) == (int(cu_seq_q.diff().max()), int(cu_seq_k.diff().max()))
+    outputs = []
+    for number in range(len(cu_seq_q) - 1):
+        asks, seen = (slice(*offsets[number : number + 2].tolist()) for offsets in (cu_seq_q, cu_seq_k))
+        states = (rows.transpose(0, 1) for rows in (query[asks], key[seen], value[seen]))
+        output = torch.nn.functional.scaled_dot_product_attention(*states, is_causal=is_causal, scale=scale)
+        outputs.append(output.transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def varlen_attn_of_2_13(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+    assert window_size in [(-1, -1), (-1, 0)]
+    return attend_by_offsets(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size == (-1, 0), scale)
+
+
+def varlen_attn_of_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
+    return attend_by_offsets(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal)
+
+
+@pytest.mark.parametrize("varlen_attn", [varlen_attn_of_2_13, varlen_attn_of_2_10])
+@pytest.mark.parametrize("design", ["sinusoidal", "half_split", "learned", "rotary", "none"])
+def test_attention_by_offsets_is_told_what_the_rows_are(design, varlen_attn, monkeypatch):
+    # torch has no such kernel for a CPU: a plain one takes its place.
+    calls = []
+
+    def count(*args, **kwargs):
+        calls.append(kwargs)
+        return varlen_attn(*args, **kwargs)
+
+    count.__signature__ = inspect.signature(varlen_attn)
+    monkeypatch.setattr(packed_attention, "varlen_attn", count)
+    fields = DESIGNS[design] | {"initializer_range": 0.2, "attention_scale": 0.3}
+    model = tiny_model(attn_implementation="eager", **fields)
+    expected, expected_gradients = gradients(model, packed(model.config))
+    model.set_attn_implementation("sdpa")
+    monkeypatch.setattr(stacks, "choose_kernel", lambda *_: "varlen")
+    output, actual_gradients = gradients(model, packed(model.config))
+    assert len(calls) == model.config.encoder_layers + 2 * model.config.decoder_layers
+    torch.testing.assert_close(output.loss, expected.loss, rtol=1e-5, atol=1e-5)
+    assert_close(actual_gradients, expected_gradients)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_dim", "has_bias", "dropout", "kernel"),
+    [
+        ((9, 0), torch.bfloat16, 64, False, 0.0, "varlen"),
+        ((8, 0), torch.float16, 256, False, 0.0, "varlen"),
+        ((9, 0), torch.bfloat16, 64, True, 0.0, "flex"),
+        ((8, 0), torch.float32, 16, True, 0.0, "flex"),
+        # What the kernels cannot do.
+        ((7, 5), torch.float16, 64, False, 0.0, "grid"),
+        ((7, 5), torch.float16, 64, True, 0.0, "grid"),
+        ((9, 0), torch.float32, 64, False, 0.0, "grid"),
+        ((9, 0), torch.bfloat16, 64, False, 0.1, "grid"),
+        ((9, 0), torch.bfloat16, 64, True, 0.1, "grid"),
+        ((9, 0), torch.bfloat16, 36, False, 0.0, "grid"),
+        ((9, 0), torch.bfloat16, 264, False, 0.0, "grid"),
+        ((9, 0), torch.bfloat16, 8, True, 0.0, "grid"),
+        ((9, 0), torch.bfloat16, 192, True, 0.0, "grid"),
+    ],
+)
+def test_gpu_has_a_kernel_that_it_can_run(capability, dtype, head_dim, has_bias, dropout, kernel, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    states = SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype)
+    assert choose_kernel("sdpa", states, head_dim, has_bias, dropout) == kernel
+
+
+def test_autocast_decides_which_kernel_a_gpu_runs(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
+    states = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float32)
+    assert choose_kernel("sdpa", states, 64, False, 0.0) == "varlen"
 
 
 @pytest.mark.parametrize("kept", [0, 2**25])
