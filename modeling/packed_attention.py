@@ -11,13 +11,12 @@ import inspect
 
 import torch
 from torch import nn
-from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.attention.varlen import varlen_attn
-from transformers.integrations.flex_attention import compile_friendly_flex_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .grid_attention import grid_attention
-from .packing import Packing, Segments
+from .packed_flex import PackedFlexMask, packed_flex_attention
+from .packing import Packing
 
 # The GPUs, by compute capability, for which flash attention is built; Triton's kernels of flex attention need shared memory that
 # older ones lack.
@@ -73,12 +72,11 @@ def packed_mask(packing: Packing, bias: nn.Module | None, like: torch.Tensor):
         like: Gives the dtype.
 
     Returns:
-        For `flex` its block mask and, with a bias, a table of the bias; for `grid` and `reference` what is added to the scores.
-        None where the kernel knows all from the packing.
+        For `flex` what it is told; for `grid` and `reference` what is added to the scores. None where the kernel knows all
+        from the packing.
     """
     if packing.kernel == "flex":
-        table = None if bias is None else _bias_by_distance(bias, packing.queries).to(like.dtype)
-        return _block_mask(packing), table
+        return PackedFlexMask(packing, bias)
     if packing.kernel in ("varlen", "flash") or (packing.kernel == "grid" and bias is None and not packing.is_causal):
         return None
     if packing.kernel == "grid":
@@ -92,47 +90,6 @@ def packed_mask(packing: Packing, bias: nn.Module | None, like: torch.Tensor):
     if bias is None:
         return mask
     return bias(positions, positions).to(dtype).masked_fill(~seen, torch.finfo(dtype).min)
-
-
-def _bias_by_distance(bias: nn.Module, segments: Segments) -> torch.Tensor:
-    """The bias of each distance from `-(longest - 1)` to `longest - 1`, `(heads, 2 * longest - 1)`."""
-    distances = torch.arange(1 - segments.longest, segments.longest, device=segments.lengths.device)[None, :]
-    return bias(torch.zeros_like(distances[:, :1]), distances)[0, :, 0, :]
-
-
-def _block_mask(packing: Packing):
-    queries, keys = packing.queries, packing.keys
-
-    def is_seen(batch, head, query, key):
-        seen = queries.ids[query] == keys.ids[key]
-        if packing.is_causal:
-            seen = seen & (queries.positions[0][query] >= keys.positions[0][key])
-        return seen
-
-    device = queries.lengths.device
-    return create_block_mask(is_seen, None, None, queries.num_tokens, keys.num_tokens, device=device)
-
-
-def _flex(query, key, value, mask, packing: Packing, scaling: float) -> torch.Tensor:
-    block_mask, table = mask
-    query_positions, key_positions = packing.queries.positions[0], packing.keys.positions[0]
-
-    def add_bias(score, batch, head, query_index, key_index):
-        distance = key_positions[key_index] - query_positions[query_index]
-        # Tokens of other sequences may lie further off; the block mask hides them.
-        limit = packing.queries.longest - 1
-        return score + table[head, distance.clamp(min=-limit, max=limit) + limit]
-
-    output = compile_friendly_flex_attention(
-        query,
-        key,
-        value,
-        score_mod=None if table is None else add_bias,
-        block_mask=block_mask,
-        scale=scaling,
-        training=query.requires_grad,
-    )
-    return output.transpose(1, 2)
 
 
 def _varlen(query, key, value, packing: Packing, scaling: float) -> torch.Tensor:
@@ -201,5 +158,5 @@ def packed_attention(
     if packing.kernel == "varlen":
         return _varlen(query, key, value, packing, scaling)
     if packing.kernel == "flex":
-        return _flex(query, key, value, mask, packing, scaling)
+        return packed_flex_attention(query, key, value, mask, scaling)
     return _flash(module, query, key, value, packing, scaling, dropout)

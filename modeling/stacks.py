@@ -168,7 +168,9 @@ class Stack(MetaphrasePreTrainedModel):
                 continue
             bias = module(query_positions, key_positions).to(like.dtype)
             if kernel_takes_bias(self.config._attn_implementation):
-                pairs.append((attention_mask, bias.expand(like.shape[0], -1, -1, -1)))
+                bias = bias.expand(like.shape[0], -1, -1, -1)
+                # Compiled flex attention has no gradient for a view.
+                pairs.append((attention_mask, bias.clone() if bias.requires_grad else bias))
             else:
                 pairs.append((combine_bias(bias, attention_mask, self.is_causal, query_offset), None))
         return pairs * (len(self.layers) // len(pairs))

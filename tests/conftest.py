@@ -14,6 +14,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import masking_utils
 from transformers.integrations import flex_attention as flex_integration
 
+from metaphrase.modeling import packed_flex
+
 # pytest's import mode "importlib" leaves the path alone. Last on the path, so that nothing installed is hidden.
 sys.path.append(str(Path(__file__).parent))
 torch.set_num_threads(1)
@@ -36,6 +38,7 @@ def frozen():
 def uncompiled_flex(monkeypatch):
     """transformers compiles flex attention, which takes seconds for each shape; written out, it computes the same."""
     monkeypatch.setattr(flex_integration, "WrappedFlexAttention", lambda training: lambda: flex_attention)
+    monkeypatch.setattr(packed_flex, "_compiled", lambda: flex_attention)
     monkeypatch.setattr(masking_utils, "create_block_mask", lambda *_, _compile, **rest: create_block_mask(*_, **rest))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
