@@ -349,6 +349,51 @@ def test_the_best_checkpoint_may_be_from_before_the_average(tmp_path):
     assert all(torch.equal(weight, weights_of(trainer.model)[name]) for name, weight in expected.items())
 
 
+def test_the_best_is_no_checkpoint_whose_averages_were_scored_if_they_are_left_alone(tmp_path, caplog):
+    options = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 0.02}
+    # The highest loss counts as the best one, which is that of the first checkpoint.
+    options |= {"greater_is_better": True, "eval_steps": 1, "save_steps": 1}
+    trainer = make_trainer(tmp_path, ExponentialAverage(0.5), **options, max_steps=3)
+    trainer.train()
+    assert trainer.state.best_global_step == 1
+    trainer = make_trainer(tmp_path, **options, max_steps=5)
+    trainer.train(resume_from_checkpoint=True)
+    assert "or without the averages that were scored" in caplog.text and "no checkpoint is known" in caplog.text
+    best = trainer.state.best_global_step
+    assert best == 4
+    scored = next(
+        entry["eval_loss"] for entry in trainer.state.log_history if entry["step"] == best and "eval_loss" in entry
+    )
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(scored, rel=1e-6)
+    # Once more, by another direction: what the averages were scored is still not what would be loaded.
+    trainer = make_trainer(tmp_path, **options | {"greater_is_better": False}, max_steps=5)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.best_global_step == 5
+
+
+class OutOfMemoryTrainer(AveragingTrainer):
+    """Lacks the memory for its first batch."""
+
+    num_failures = 1
+
+    def compute_loss(self, *args, **kwargs):
+        if self.num_failures:
+            self.num_failures -= 1
+            raise RuntimeError("CUDA out of memory.")
+        return super().compute_loss(*args, **kwargs)
+
+
+def test_average_goes_on_where_smaller_batches_are_tried(tmp_path):
+    make_trainer(tmp_path, ExponentialAverage(0.9), max_steps=3).train()
+    average = ExponentialAverage(0.9)
+    trainer = make_trainer(tmp_path, average, trainer_class=OutOfMemoryTrainer, max_steps=4, auto_find_batch_size=True)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.num_failures == 0 and average.num_updates == 4
+    # The next training is one of its own.
+    trainer.train()
+    assert average.num_updates == 4 and average.resumed_folder is None
+
+
 # Errors
 
 

@@ -106,6 +106,24 @@ def test_a_run_that_is_done_makes_no_further_step_and_more_steps_can_be_asked_fo
     assert make_trainer(run, max_steps=5).train(resume_from_checkpoint=True).global_step == 5
 
 
+@pytest.mark.parametrize(
+    ("intervals", "evaluated", "logged", "saved"),
+    [
+        ({"eval_steps": 1, "save_steps": 2, "logging_steps": 3}, [4, 5, 6, 7, 8], [4, 6], [4, 6, 8]),
+        ({"eval_steps": 0.75, "save_steps": 0.5, "logging_steps": 4}, [4, 6, 8], [4, 8], [4, 8]),
+    ],
+)
+def test_other_intervals_hold_from_where_a_run_goes_on(intervals, evaluated, logged, saved, tmp_path):
+    options = {"eval_strategy": "steps", "max_steps": 4, "eval_steps": 4, "save_steps": 4, "logging_steps": 4}
+    make_trainer(tmp_path, **options).train()
+    trainer = make_trainer(tmp_path, **options | {"max_steps": 8} | intervals)
+    trainer.train(resume_from_checkpoint=True)
+    history = trainer.state.log_history
+    assert [entry["step"] for entry in history if "eval_loss" in entry] == evaluated
+    assert [entry["step"] for entry in history if "loss" in entry] == logged
+    assert names(tmp_path) == [f"checkpoint-{step}" for step in saved]
+
+
 def test_a_run_that_is_done_ends_with_the_same_loss_and_random_states(tmp_path):
     """Its last epoch is reported, so that no epoch is left to begin."""
     options = {"save_strategy": "epoch", "max_steps": -1, "num_train_epochs": 2, "logging_steps": 5}
@@ -345,7 +363,7 @@ def test_nothing_is_pointed_out_where_nothing_is_wrong(tmp_path, caplog):
 def test_transformers_has_what_the_mixin_overrides():
     added = {"_read_progress", "_has_same_epochs", "_layout_of_epochs", "_is_over", "_end_epoch", "_restore_totals"}
     added |= {"_check_data", "_note_callbacks", "_name_best", "_progress", "_kept_checkpoints", "_set_later_aside"}
-    added |= {"_best_criterion", "_choose_best_anew", "_is_same_criterion", "_scores"}
+    added |= {"_best_criterion", "_choose_best_anew", "_is_same_criterion", "_scores", "_is_loaded_as_scored"}
     own = {
         name
         for kind in (WholeCheckpoints, BestCheckpoint, DataPlace)

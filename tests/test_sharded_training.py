@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,6 +21,7 @@ from transformers import MarianConfig, MarianMTModel
 from metaphrase.training.adapters import add_lora
 from metaphrase.training.base_model import fit_vocabulary
 from metaphrase.training.demo_corpus import make_demo_corpus
+from metaphrase.training.exponential_average import EXPONENTIAL_AVERAGE_NAME
 from metaphrase.training.sharded_weights import gather_model, is_sharded, load_whole_weights, whole_shape
 from metaphrase.training.trainer import MetaphraseTrainer
 
@@ -298,6 +299,20 @@ def test_weights_that_are_missing_are_named(mesh, tmp_path):
     tiny_model().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"must hold all weights of the model, got none for .*embed_tokens"):
         load_whole_weights(tiny_model(share_embeddings=False, decoder_vocab_size=31), tmp_path)
+
+
+def test_averages_beside_weights_are_left_alone(tmp_path, monkeypatch):
+    model, other = tiny_model(), tiny_model()
+    model.save_pretrained(tmp_path)
+    averages = {name: torch.zeros_like(weight) for name, weight in model.state_dict().items()}
+    save_file({name: weight.clone() for name, weight in averages.items()}, tmp_path / EXPONENTIAL_AVERAGE_NAME)
+    files = type(tmp_path).glob
+    # In whatever order a file system lists them.
+    for order in (sorted, lambda paths: sorted(paths, reverse=True)):
+        monkeypatch.setattr(type(tmp_path), "glob", lambda *args, order=order: iter(order(files(*args))))
+        load_whole_weights(other, tmp_path)
+        for name, weight in other.state_dict().items():
+            assert torch.equal(weight, model.state_dict()[name]), name
 
 
 def test_weights_that_are_never_saved_stay(tmp_path):

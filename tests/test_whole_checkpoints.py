@@ -45,6 +45,18 @@ def test_files_of_another_size_or_without_a_list_are_named(run):
     extended = run / "checkpoint-3" / "rng_state.pth"
     shutil.copy(run / "checkpoint-3" / "optimizer.pt", extended)
     assert any(problem.startswith("rng_state.pth has") for problem in what_is_missing(extended.parent))
+    # Of a tokenizer, for instance: its own loader would tell much later, or not at all.
+    listed = read(run / "checkpoint-1" / "progress.json")
+    for name, content, kept in (
+        ("spiece.model", b"12345", b"1234"),
+        ("merges.txt", b"a b\n", b""),
+        ("empty.txt", b"", b""),
+    ):
+        (run / "checkpoint-1" / name).write_bytes(kept)
+        listed["files"][name] = len(content)
+    (run / "checkpoint-1" / "progress.json").write_text(json.dumps(listed))
+    said = ["spiece.model has 4 bytes in place of 5", "merges.txt has 0 bytes in place of 4"]
+    assert what_is_missing(run / "checkpoint-1") == said
     (run / "checkpoint-2" / "progress.json").write_text("{}")
     assert what_is_missing(run / "checkpoint-2") == ["progress.json does not list the files"]
 

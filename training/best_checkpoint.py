@@ -31,12 +31,15 @@ class BestCheckpoint:
 
     def _choose_best_anew(self, run: Path, progress: dict[str, Any] | None) -> None:
         """Sets the best and the patience of early stopping anew, if the checkpoint's were by another metric or direction."""
-        criterion = self._best_criterion()
+        criterion, state = self._best_criterion(), self.state
         metric = criterion["metric_for_best_model"]
-        if metric is None or self._is_same_criterion(progress):
+        best = state.best_model_checkpoint
+        is_as_scored = best is None or self._is_loaded_as_scored(Path(best))
+        if metric is None or (self._is_same_criterion(progress) and is_as_scored):
             return
-        scores = {step: score for step, score in self._scores() if checkpoint_of_step(run, step).is_dir()}
-        state = self.state
+        folders = {step: checkpoint_of_step(run, step) for step, _ in self._scores()}
+        known = {step for step, folder in folders.items() if folder.is_dir() and self._is_loaded_as_scored(folder)}
+        scores = {step: score for step, score in self._scores() if step in known}
         state.best_metric = state.best_global_step = state.best_model_checkpoint = None
         if scores:
             # Of equals the first, as a Trainer chooses.
@@ -47,12 +50,17 @@ class BestCheckpoint:
             if isinstance(callback, EarlyStoppingCallback):
                 callback.early_stopping_patience_counter = 0
         logger.warning(
-            "The run goes on with another `metric_for_best_model`, %s, where %s is better: by that, %s so far, and the patience "
-            "of early stopping begins anew.",
+            "The run goes on with another `metric_for_best_model`%s, %s, where %s is better: by that, %s so far, and the "
+            "patience of early stopping begins anew.",
+            "" if is_as_scored else " or without the averages that were scored",
             metric,
             "more" if criterion["greater_is_better"] else "less",
             f"checkpoint-{state.best_global_step} is the best" if scores else "no checkpoint is known to be the best",
         )
+
+    def _is_loaded_as_scored(self, checkpoint: Path) -> bool:
+        """Whether loading a checkpoint as the best gives the weights that its score is of."""
+        return True
 
     def _is_same_criterion(self, progress: dict[str, Any] | None) -> bool:
         criterion, best = self._best_criterion(), self.state.best_metric

@@ -79,8 +79,10 @@ def what_is_missing(folder: str | Path) -> list[str]:
     for name, size in expected.items():
         if name not in files:
             problems.append(f"{name} is missing")
-        elif _is_binary(name) and files[name].stat().st_size != size:
-            problems.append(f"{name} has {files[name].stat().st_size} bytes in place of {size}")
+            continue
+        found = files[name].stat().st_size
+        if found != size and (_is_binary(name) or found == 0):
+            problems.append(f"{name} has {found} bytes in place of {size}")
     return problems
 
 
@@ -90,7 +92,7 @@ def _files(folder: Path) -> dict[str, Path]:
 
 def _is_binary(name: str) -> bool:
     # Texts, such as the settings of generation, may be edited by hand.
-    return name.endswith((".safetensors", ".distcp")) or _ZIP.fullmatch(name) is not None
+    return name.endswith((".safetensors", ".distcp", ".model", ".spm")) or _ZIP.fullmatch(name) is not None
 
 
 def _missing_of_plain_trainer(folder: Path, files: dict[str, Path]) -> list[str]:

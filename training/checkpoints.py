@@ -136,6 +136,8 @@ class WholeCheckpoints(BestCheckpoint, DataPlace):
         self._steps_per_epoch = num_update_steps_per_epoch if has_length(self.train_dataset) else None
         if resume_from_checkpoint is None:
             return epoch, batches
+        # The checkpoint's state has the intervals of the run before, which this one may change.
+        self.state.compute_steps(self.args, max_steps)
         run, folder = Path(self._get_output_dir(trial)), Path(resume_from_checkpoint).parent
         # The run's folder may have been moved, and then what the checkpoint says is wrong.
         run = run if folder.resolve() == run.resolve() else folder

@@ -50,7 +50,7 @@ class ExponentialAverage(TrainerCallback):
         self.num_updates = 0
         # By parameter name; empty when no training is under way.
         self.averages: dict[str, torch.Tensor] = {}
-        # The checkpoint that the next training goes on from.
+        # The checkpoint that training goes on from, again where it begins once more with smaller batches.
         self.resumed_folder: Path | None = None
 
     def decay_after(self, num_updates: int) -> float:
@@ -61,7 +61,6 @@ class ExponentialAverage(TrainerCallback):
         self.begin(model)
         if self.resumed_folder is not None:
             self.load_or_begin(self.resumed_folder, model)
-            self.resumed_folder = None
 
     def on_optimizer_step(self, args, state, control, model=None, optimizer=None, **kwargs):
         # With float16, a step whose gradients overflowed is none.
@@ -70,7 +69,7 @@ class ExponentialAverage(TrainerCallback):
 
     def on_train_end(self, args, state, control, model=None, **kwargs):
         _copy_into(_parameters(model, self.averages), self.averages)
-        self.averages = {}
+        self.averages, self.resumed_folder = {}, None
 
     def begin(self, model: nn.Module) -> None:
         """Starts a new average at the weights of a model."""
@@ -179,7 +178,10 @@ class ExponentialAverageMixin:
         return contextlib.nullcontext() if average is None else average.swapped_in(self.model)
 
     def train(self, *args, **kwargs):
-        if self._exponential_average() is not None and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+        average = self._exponential_average()
+        if average is not None:
+            average.resumed_folder = None
+        if average is not None and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             kind = "FSDP" if self.is_fsdp_enabled else "DeepSpeed"
             raise ValueError(f"An exponential average needs the whole model on each device, got it sharded by {kind}.")
         return super().train(*args, **kwargs)
@@ -207,6 +209,13 @@ class ExponentialAverageMixin:
             average.resumed_folder = Path(resume_from_checkpoint)
         elif (Path(resume_from_checkpoint) / EXPONENTIAL_AVERAGE_NAME).is_file():
             logger.warning("%s holds an exponential average, which this run leaves alone.", resume_from_checkpoint)
+
+    def _is_loaded_as_scored(self, checkpoint):
+        # Without the callback, the weights beside the averages would be loaded.
+        has_averages = (checkpoint / EXPONENTIAL_AVERAGE_NAME).is_file()
+        return super()._is_loaded_as_scored(checkpoint) and (
+            self._exponential_average() is not None or not has_averages
+        )
 
     def _load_best_model(self):
         super()._load_best_model()

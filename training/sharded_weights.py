@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from metaphrase.conversion.weight_files import weight_names
 from metaphrase.training.adapters import import_peft, is_adapted
 
 
@@ -106,7 +107,8 @@ def load_whole_weights(model: PreTrainedModel, folder: Path) -> None:
     Raises:
         ValueError: If there is none for one of the model's.
     """
-    state = {name: weight for path in folder.glob("*.safetensors") for name, weight in load_file(path).items()}
+    # Averages that lie beside the weights have the same names.
+    state = {name: weight for file in weight_names(folder) for name, weight in load_file(folder / file).items()}
     # A weight that has several names is saved under one.
     state |= {name: state[saved] for name, saved in model.all_tied_weights_keys.items() if saved in state}
     weights = model.state_dict(keep_vars=True)
