@@ -8,6 +8,7 @@ import torch
 from small_experiments import make_recipe, weights
 
 from metaphrase.training.experiment import Experiment
+from metaphrase.training.validation_scores import ValidationSample
 
 
 @pytest.mark.parametrize("choice", ["last", "best"])
@@ -44,6 +45,20 @@ def test_the_best_are_chosen_by_the_scores_of_this_run(data, tmp_path):
     fields = {"average_best": 2, "max_steps": 9, "metric_for_best_model": "loss", "learning_rate": 1e-2}
     Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
     kept = [weights(tmp_path / "run" / f"checkpoint-{step}") for step in (6, 9)]
+    for name, tensor in weights(tmp_path / "run").items():
+        torch.testing.assert_close(tensor, (kept[0][name] + kept[1][name]) / 2, msg=name)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "reduce_lr_on_plateau"])
+def test_the_best_are_kept_by_what_they_are_chosen_by(data, tmp_path, schedule, monkeypatch):
+    """A schedule that is led by a metric makes the loss transformers' metric for the best model."""
+    scores = iter([90.0, 80.0, 70.0, 60.0])
+    monkeypatch.setattr(ValidationSample, "__call__", lambda *_: {"bleu": next(scores)})
+    fields = {"average_best": 2, "save_total_limit": 2, "max_steps": 4, "eval_steps": 1, "save_steps": 1}
+    fields |= {"learning_rate": 1e-2, "lr_scheduler_type": schedule, "test_file": None}
+    monkeypatch.setattr(Experiment, "_evaluate", lambda *_: {})
+    Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    kept = [weights(tmp_path / "run" / f"checkpoint-{step}") for step in (1, 2)]
     for name, tensor in weights(tmp_path / "run").items():
         torch.testing.assert_close(tensor, (kept[0][name] + kept[1][name]) / 2, msg=name)
 

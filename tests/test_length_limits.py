@@ -172,3 +172,25 @@ def test_a_batch_of_a_stream_can_hold_whatever_pair_comes(make, given, expected)
         return
     recipe = make(**fields).recipe
     assert (recipe.max_source_length, recipe.max_target_length) == expected
+
+
+def test_a_stream_has_lengths_for_its_budget_and_its_positions(make):
+    fields = {"max_source_length": None, "max_target_length": None, "streaming": True, "eval_strategy": "no"}
+    fields |= {"per_device_train_batch_size": None}
+    for budget, expected in ((30, (15, 15)), (45, (20, 20)), (40, (20, 20))):
+        recipe = make(LEARNED, **fields, max_tokens_per_batch=budget).recipe
+        assert (recipe.max_source_length, recipe.max_target_length) == expected
+
+
+def test_a_stream_keeps_its_lengths_when_it_goes_on_with_another_budget(make):
+    fields = {"max_source_length": None, "max_target_length": None, "streaming": True, "eval_strategy": "no"}
+    fields |= {"per_device_train_batch_size": None, "save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    make(**fields, max_tokens_per_batch=40).train()
+    fields |= {"resume_from_checkpoint": "true", "max_steps": 2}
+    again = make(**fields, max_tokens_per_batch=50)
+    assert (again.recipe.max_source_length, again.recipe.max_target_length) == (20, 20)
+    again.train()
+    with pytest.raises(ValueError, match=r"`max_tokens_per_batch` must be at least .* got 30, 20 and 20"):
+        make(**fields, max_tokens_per_batch=30)
+    with pytest.raises(ValueError, match=r"`max_source_length` must stay as it was .* got 22, and 20"):
+        make(**fields | {"max_source_length": 22}, max_tokens_per_batch=50)

@@ -51,10 +51,10 @@ class PairCorpus:
             ValueError: If the recipe names no training pairs, or gives limits beyond `longest`.
         """
         self.recipe, self.arguments, self.longest = recipe, arguments, longest
-        fit_limits(recipe, longest)
         self.splits: dict[str, Any] = {}
         self.reports: dict[str, Any] = {}
         self._check()
+        fit_limits(recipe, longest)
 
     def _check(self) -> None:
         if self.recipe.pairs_options("train") is None:
@@ -172,7 +172,7 @@ class StreamedPairCorpus(PairCorpus):
 
     def _check(self) -> None:
         super()._check()
-        fit_budget(self.recipe)
+        fit_budget(self.recipe, self.longest)
 
     def _read(self, split: str, options: dict[str, Any]) -> Any:
         return TextStream(**options) if split == "train" else super()._read(split, options)

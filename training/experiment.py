@@ -38,7 +38,7 @@ from metaphrase.training.processes import check_devices, check_processes
 from metaphrase.training.r_drop import check_r_drop
 from metaphrase.training.recipe import Recipe
 from metaphrase.training.recipe_fields import DEFAULT_PRESET
-from metaphrase.training.run_folder import checkpoint_to_resume, only_writer, resumes
+from metaphrase.training.run_folder import checkpoint_to_resume, keep_lowered_limits, only_writer, resumes
 from metaphrase.training.sharded_weights import load_whole_weights
 from metaphrase.training.task_corpus import TASK_COLUMN, make_corpus
 from metaphrase.training.trainer import MetaphraseTrainer
@@ -91,6 +91,7 @@ class Experiment:
         self.scores = TaskScores(metrics, recipe.bleu_tokenize)
         if recipe.lora_rank is not None:
             import_peft()
+        keep_lowered_limits(recipe, self.folder)
         # It lowers limits that are defaults and too high, as the recipe of a run that is resumed says.
         self.corpus = make_corpus(recipe, self.arguments, longest_sequence(recipe, DEFAULT_PRESET))
         self.is_unchecked = is_dry_run and not resumes(recipe)
@@ -226,12 +227,17 @@ class Experiment:
                     "`fsdp_state_dict_type` FULL_STATE_DICT, or for DeepSpeed `zero3_save_16bit_model` true."
                 )
 
+    @property
+    def _averaged_metric(self) -> str:
+        """By what `average_best` chooses."""
+        return self.recipe.metric_for_best_model or DEFAULT_METRICS[0]
+
     def _average(self, trainer: MetaphraseTrainer) -> None:
         """Gives the model the mean of the checkpoints that the recipe names."""
         recipe = self.recipe
         if recipe.average_last is None and recipe.average_best is None:
             return
-        metric = (recipe.metric_for_best_model or DEFAULT_METRICS[0]) if recipe.average_best is not None else None
+        metric = self._averaged_metric if recipe.average_best is not None else None
         average = self.folder / "average"
         folders = [average]
         if trainer.is_world_process_zero():
@@ -305,6 +311,7 @@ class Experiment:
             layer_decay=recipe.layer_decay,
             num_best_kept=recipe.average_best or 0,
             num_last_kept=recipe.average_last or 0,
+            best_kept_metric=self._averaged_metric,
             generation_options={"num_beams": arguments.generation_num_beams or 1},
         )
 

@@ -51,20 +51,25 @@ def longest_sequence(recipe: "Recipe", default_preset: str) -> int | None:
     return rows if has_table and isinstance(rows, int) else None
 
 
-def fit_budget(recipe: "Recipe") -> None:
+def fit_budget(recipe: "Recipe", longest: int | None) -> None:
     """For a stream, whose pairs nobody has seen: none within the limits may be more than a batch can hold.
+
+    Comes before `fit_limits`, after which nothing is a default.
 
     Args:
         recipe: With `max_tokens_per_batch`; of `max_source_length` and `max_target_length` what is a default is lowered.
+        longest: As `longest_sequence` says.
 
     Raises:
         ValueError: If the limits that were given leave no way out.
     """
     names, budget = ("max_source_length", "max_target_length"), recipe.max_tokens_per_batch
+    defaults = [name for name in names if not recipe.is_set(name)]
     lengths = {name: getattr(recipe, name) for name in names}
+    if longest is not None:
+        lengths |= {name: min(lengths[name], longest) for name in defaults}
     if sum(lengths.values()) <= budget:
         return
-    defaults = [name for name in names if not recipe.is_set(name)]
     room = budget - sum(length for name, length in lengths.items() if name not in defaults)
     if not defaults or room < 2 * len(defaults):
         raise ValueError(

@@ -81,6 +81,27 @@ def resumes(recipe: Recipe) -> bool:
     return str(recipe.resume_from_checkpoint or "no").lower() not in ("false", "no")
 
 
+def keep_lowered_limits(recipe: Recipe, folder: Path) -> None:
+    """Gives the recipe of a stream that goes on the lengths of its run, where it names none.
+
+    A budget of tokens had lowered them, which may be another one now. Lengths may not change.
+
+    Args:
+        recipe: Changed in place.
+        folder: Where the run writes.
+    """
+    if not recipe.streaming or not resumes(recipe):
+        return
+    resume = str(recipe.resume_from_checkpoint)
+    path = (folder if resume.lower() in ("true", "yes") else Path(resume).resolve().parent) / RECIPE_NAME
+    if not path.is_file():
+        return
+    before = load_recipe(path, is_checked=False)
+    for name in ("max_source_length", "max_target_length"):
+        if not recipe.is_set(name):
+            setattr(recipe, name, getattr(before, name))
+
+
 def checkpoint_to_resume(recipe: Recipe, folder: Path) -> str | None:
     """The checkpoint that a run goes on from, None where it starts from the beginning.
 

@@ -69,6 +69,7 @@ class MetaphraseTrainer(
         layer_decay: float = 1.0,
         num_best_kept: int = 0,
         num_last_kept: int = 0,
+        best_kept_metric: str | None = None,
         **kwargs,
     ):
         """Adds to the parent's arguments:
@@ -79,13 +80,15 @@ class MetaphraseTrainer(
                 `per_device_train_batch_size`.
             tokenizers: Saved with every checkpoint.
             score: Takes decoded ids and label ids of the rows that are decoded, in order, and returns named scores.
-            decoded_rows: Those of the evaluation set that are decoded; `None` means all.
+            decoded_rows: Those of `eval_dataset` that are decoded; `None` means all, as of any other data set.
             generation_options: Arguments of `generate()` for the evaluation.
             r_drop_alpha: Weight of the divergence of two passes (5 for translation in Liang et al. 2021); 0 is plain training.
             r_drop_start_step: Updates of plain training before that.
             learning_rate_factors: See `parameter_groups`, as for `layer_decay`.
-            num_best_kept: So many checkpoints, the best by `metric_for_best_model` (or BLEU), are kept however old they are.
+            num_best_kept: So many checkpoints, the best by `best_kept_metric`, are kept however old they are.
             num_last_kept: So many checkpoints, the last ones, are kept beside the best.
+            best_kept_metric: One that is evaluated; by default `metric_for_best_model` (of which a schedule that is led by a
+                metric makes the loss, if nothing else is said) or BLEU.
         """
         super().__init__(*args, **kwargs)
         self.tokenizers = tokenizers
@@ -98,6 +101,7 @@ class MetaphraseTrainer(
         self.learning_rate_factors = learning_rate_factors
         self.layer_decay = layer_decay
         self.num_best_kept, self.num_last_kept = num_best_kept, num_last_kept
+        self.best_kept_metric = best_kept_metric or self.args.metric_for_best_model or DEFAULT_METRIC
         self.label_smoothing = self.args.label_smoothing_factor
         # The parent's smoother would take the labels away from the model.
         self.label_smoother = None
@@ -111,6 +115,8 @@ class MetaphraseTrainer(
             # Models of other families neither smooth labels nor divide by those of the whole step.
             self.compute_loss_func = self._loss_of_logits
         self._evaluation_loss = torch.zeros(2, dtype=torch.float64)
+        self._evaluates_loss_alone = False
+        self._evaluates_own = True
 
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()
@@ -136,7 +142,7 @@ class MetaphraseTrainer(
 
     def _kept_checkpoints(self, run: Path) -> list[str | Path | None]:
         whole = checkpoints_in(run)
-        scores = scores_in(self.state.log_history, self.args.metric_for_best_model or DEFAULT_METRIC)
+        scores = scores_in(self.state.log_history, self.best_kept_metric)
         scored = [path for path in whole if step_of(path) in scores]
         scored.sort(key=lambda path: (scores[step_of(path)], step_of(path)), reverse=True)
         last = whole[-self.num_last_kept :] if self.num_last_kept else []
@@ -226,7 +232,7 @@ class MetaphraseTrainer(
             inputs = {**inputs, "smoothing": self.label_smoothing}
         if is_training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if self._decodes and self._is_packing_model:
+        if (self._decodes or self._evaluates_loss_alone) and self._is_packing_model:
             inputs = {**inputs, "return_logits": False}
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=None)
         if num_labels:
@@ -245,6 +251,14 @@ class MetaphraseTrainer(
         own = max(0, state.remainder - self.args.process_index * len(labels))
         return torch.cat([labels[:own], torch.full_like(labels[own:], IGNORED_LABEL)])
 
+    def evaluate(self, eval_dataset=None, *args, **kwargs):
+        self._evaluates_own = eval_dataset is None or eval_dataset is self.eval_dataset
+        return super().evaluate(eval_dataset, *args, **kwargs)
+
+    def predict(self, test_dataset, *args, **kwargs):
+        self._evaluates_own = test_dataset is self.eval_dataset
+        return super().predict(test_dataset, *args, **kwargs)
+
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
@@ -252,8 +266,11 @@ class MetaphraseTrainer(
         # Loaders with persistent workers are kept, and count: another epoch would be evaluated with another noise.
         dataloader.iteration = 0
         decodes = self._decodes
+        if prediction_loss_only is None:
+            prediction_loss_only = self.args.prediction_loss_only
+        self._evaluates_loss_alone = prediction_loss_only or decodes
         output = super().evaluation_loop(
-            dataloader, description, prediction_loss_only or decodes, ignore_keys, metric_key_prefix
+            dataloader, description, self._evaluates_loss_alone, ignore_keys, metric_key_prefix
         )
         total, count = self._sum_over_processes(self._evaluation_loss)
         if count:
@@ -271,7 +288,8 @@ class MetaphraseTrainer(
     def _decode_and_score(self, dataset: Sequence[dict]) -> dict[str, float]:
         """Decodes this process's share of the data set, gathers all and scores them."""
         rank, processes = self.args.process_index, self.args.world_size
-        rows = list(range(len(dataset)) if self.decoded_rows is None else self.decoded_rows)
+        is_chosen = self.decoded_rows is not None and self._evaluates_own
+        rows = list(self.decoded_rows if is_chosen else range(len(dataset)))
         indices = rows[rank::processes]
         hypotheses = decode(
             self.whole_model(),
