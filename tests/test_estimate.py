@@ -36,8 +36,17 @@ def dataset_of(lengths):
     return dataset
 
 
-@pytest.mark.parametrize("budget", [None, 100])
-@pytest.mark.parametrize("options", [{"num_train_epochs": 2.5, "gradient_accumulation_steps": 3}, {"max_steps": 4}])
+DROPPED = {"num_train_epochs": 2, "dataloader_drop_last": True}
+
+
+@pytest.mark.parametrize(
+    ("budget", "options"),
+    [
+        *((budget, {"num_train_epochs": 2.5, "gradient_accumulation_steps": 3}) for budget in (None, 100)),
+        *((budget, {"max_steps": 4}) for budget in (None, 100)),
+        *((None, DROPPED | {"train_sampling_strategy": strategy}) for strategy in ("random", "group_by_length")),
+    ],
+)
 def test_steps_are_those_of_the_trainer(budget, options, tmp_path):
     lengths = lengths_of_pairs()
     arguments = arguments_of(tmp_path, per_device_train_batch_size=6, **options)

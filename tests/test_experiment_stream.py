@@ -84,7 +84,7 @@ def test_plain_text_trains_by_a_denoising_objective(data, tmp_path, objective):
         "validation_file": None,
         "test_file": None,
         "max_source_length": 48,
-        "num_sentinels": 60,
+        "num_sentinels": None if objective == "text_infilling" else 60,
     }
     fields |= {"max_tokens_per_batch": 400, "max_target_length": 60, "save_strategy": "no", "invalid_utf8": "skip"}
     with open(data / "train.de", "ab") as file:

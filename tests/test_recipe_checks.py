@@ -75,6 +75,18 @@ STREAM = {"train_file": "a", "streaming": True, "max_tokens_per_batch": 600}
         ),
         ({"objective": "ul2", "train_text_file": "a", "max_decoded_samples": 5}, ("objective", "max_decoded_samples")),
         ({"bleu_tokenize": "none", "metrics": ["chrf"]}, ("bleu_tokenize", "metrics")),
+        ({"training": {"generation_config": "folder"}}, ("generation_config",)),
+        *(
+            ({"objective": objective, "train_text_file": "a", name: value}, ("objective", name))
+            for objective, name, value in (
+                *(("text_infilling", "num_sentinels", 7), ("text_infilling", "spans_anywhere", True)),
+                *(("ul2", "noise_density", 0.2), ("ul2", "mean_span_length", 4)),
+            )
+        ),
+        (
+            {"objective": "ul2", "train_text_file": "a", "num_sentinels": 7, "tokenizer_name_or_path": "b"},
+            ("num_sentinels", "tokenizer_name_or_path"),
+        ),
     ],
 )
 def test_contradictions_are_refused(fields, names):

@@ -219,6 +219,39 @@ def test_a_budget_counts_the_widths_that_the_collator_makes(pairs, tmp_path):
     assert trainer._layout_of_epochs()["length_multiple"] == 1
 
 
+@pytest.mark.parametrize("decodes", [True, False])
+def test_a_budget_bounds_what_is_evaluated_too(decodes, model, pairs, tmp_path, monkeypatch):
+    """Whether it is decoded as well or not: without `compute_metrics`, the loss alone is asked for, and no logits."""
+    trainer = make_trainer(model, pairs, tmp_path, max_tokens_per_batch=40, predict_with_generate=decodes)
+    trainer.eval_dataset = with_lengths(pairs)
+    costs = [batch["input_ids"].numel() + batch["labels"].numel() for batch in trainer.get_eval_dataloader()]
+    assert max(costs) <= 40
+    made = []
+    forward = type(model).forward
+
+    def spied(self, *args, **kwargs):
+        made.append((output := forward(self, *args, **kwargs)).logits)
+        return output
+
+    monkeypatch.setattr(type(model), "forward", spied)
+    loss = trainer.evaluate()["eval_loss"]
+    assert made and all(logits is None for logits in made)
+    monkeypatch.undo()
+    assert loss == pytest.approx(make_trainer(model, pairs, tmp_path).evaluate()["eval_loss"], rel=1e-5)
+    # Who predicts wants to see them.
+    trainer.args.predict_with_generate = False
+    assert len(trainer.predict(pairs).predictions[0]) == len(pairs)
+
+
+@pytest.mark.parametrize("length", [{"max_steps": 5}, {"num_train_epochs": 2}])
+def test_pairs_of_a_budget_are_counted_as_trained_on(length, model, pairs, tmp_path):
+    trainer = make_trainer(model, pairs, tmp_path, max_tokens_per_batch=40, **length)
+    trainer.train_dataset = with_lengths(pairs)
+    metrics = trainer.train().metrics
+    samples = metrics["train_samples_per_second"] * metrics["train_runtime"]
+    assert samples == pytest.approx(metrics["epoch"] * len(pairs), rel=0.02)
+
+
 def test_training_loss_is_smoothed(model, pairs, tmp_path):
     trainer = make_trainer(model, pairs, tmp_path, label_smoothing_factor=0.3)
     batch = PairCollator(0)(pairs[:4])
@@ -315,6 +348,17 @@ def test_some_rows_alone_are_decoded(model, pairs, tmp_path):
     )
     assert len(seen[0]) == 3
     assert seen[1] == [pairs[row]["labels"] for row in (0, 4, 8)]
+
+
+def test_all_rows_of_another_data_set_are_decoded(model, pairs, tmp_path):
+    seen = []
+    trainer = make_trainer(model, pairs, tmp_path, score=lambda *given: seen.append(given[1]) or {"bleu": 1.0})
+    trainer.decoded_rows = [0, 10]
+    trainer.evaluate(pairs[:3])
+    trainer.predict(pairs[1:3])
+    trainer.evaluate()
+    assert [len(labels) for labels in seen] == [3, 2, 2]
+    assert seen[0] == [pair["labels"] for pair in pairs[:3]]
 
 
 def test_spread_rows_are_as_many_as_asked_for():

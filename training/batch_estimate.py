@@ -143,7 +143,9 @@ def plan_batches(
         order = list(LengthGroupedSampler(lengths.sum(axis=1).tolist(), rows, seed))
     else:
         order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed)).tolist()
-    return [order[start : start + rows] for start in range(0, len(order), rows)]
+    batches = [order[start : start + rows] for start in range(0, len(order), rows)]
+    # Batches of whole size alone, equally many on each device.
+    return batches[: len(order) // rows // devices * devices] if arguments.dataloader_drop_last else batches
 
 
 def estimate_data(

@@ -41,6 +41,8 @@ LED_BY_METRIC = [
 ]
 # Of no use in a run: `metaphrase push` uploads.
 _OF_UPLOADS = ("push_to_hub", "hub_")
+# Its keys are names of a model's parts, with dots of their own.
+_OF_PARTS = "learning_rate_factors."
 
 
 @dataclass(kw_only=True)
@@ -239,7 +241,7 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = (), is_check
     mapping = _read_mapping(Path(path)) if path is not None else {}
     where = "the command line"
     for option, words in _options(overrides):
-        name, *keys = option.split(".")
+        name, *keys = option.split(".", maxsplit=1 if option.startswith(_OF_PARTS) else -1)
         value_type = value_type_of(name, where)
         if not keys:
             is_unset = words == ["null"] and name in OWN_FIELDS

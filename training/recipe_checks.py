@@ -13,7 +13,7 @@ SPLITS = ("train", "validation", "test")
 _EXISTING_TOKENIZER = ("tokenizer_name_or_path", "model_name_or_path")
 # What an existing one has already.
 _OF_A_TRAINED_TOKENIZER = ("tokenizer_kind", "vocab_size", "target_vocab_size", "joint_vocabulary", "lowercase")
-_OF_A_TRAINED_TOKENIZER += ("normalization", "min_frequency", "joiner")
+_OF_A_TRAINED_TOKENIZER += ("normalization", "min_frequency", "joiner", "num_sentinels")
 # Shares, and which of 0 and 1 they may be.
 _FROM_0, _ABOVE_0, _TO_1 = "at least 0 and below 1", "above 0 and below 1", "above 0 and at most 1"
 _BOUNDS = {"label_smoothing_factor": _FROM_0, "exponential_average_decay": _FROM_0, "lora_dropout": _FROM_0}
@@ -26,6 +26,11 @@ _NOT_WITH_A_BUDGET = {
 }
 # What a training pair holds already that is no length.
 _NO_LENGTHS = ("input_ids", "labels")
+# What an objective has no use for.
+_FOREIGN = {
+    "ul2": (("noise_density", "mean_span_length"), "it mixes denoisers that have their own"),
+    "text_infilling": (("spans_anywhere", "num_sentinels"), "its spans lie anywhere, behind one mask"),
+}
 # Any of these gives a task validation pairs.
 _VALIDATION = ("validation_file", "validation_source_file", "dataset_validation_split", "num_validation")
 
@@ -50,6 +55,11 @@ def check_recipe(recipe: "Recipe", minimums: Mapping[str, float | None]) -> None
     _check_tokenizer_and_model(recipe)
     _check_evaluation(recipe)
     _check_technique(recipe)
+    if recipe.generation_config is not None:
+        raise ValueError(
+            f"`generation_config` must be left out, got {recipe.generation_config!r}: it would take the place of all that a "
+            "recipe says of decoding, by `num_beams`, `length_penalty`, `generation_max_length` and others."
+        )
     if recipe.push_to_hub:
         raise ValueError(
             "`push_to_hub` must be left out, got true: `metaphrase push` uploads what a run has left, scores and all, without "
@@ -149,6 +159,9 @@ def _check_objective(recipe: "Recipe") -> None:
         for name in (*of_text, "end_documents", "remainder", "num_sentinels"):
             _require_with(recipe, name, "objective")
         return
+    foreign, why = _FOREIGN.get(recipe.objective, ((), ""))
+    for name in foreign:
+        _refuse_together(recipe, "objective", name, why)
     of_pairs = [f"{split}{kind}" for split in SPLITS for kind in ("_file", "_source_file")]
     of_pairs += ["dataset_name", "streaming", "metrics", "target_vocab_size", "num_validation", "num_test"]
     of_pairs += ["source_prefix", "source_column", "target_column", "too_long", "empty", "malformed"]

@@ -80,7 +80,8 @@ class SpanCorruption:
         if needed > len(self.sentinel_ids):
             raise ValueError(
                 f"`sentinel_ids` must hold at least {needed} ids for blocks of {block_length} tokens with `noise_density` "
-                f"{self.noise_density} and `mean_span_length` {self.mean_span_length}, got {len(self.sentinel_ids)}."
+                f"{self.noise_density} and `mean_span_length` {self.mean_span_length}, got {len(self.sentinel_ids)}: a new "
+                "tokenizer has as many as `num_sentinels` says."
             )
 
     def is_fixed(self, block_length: int) -> bool:

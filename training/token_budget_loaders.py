@@ -54,13 +54,20 @@ class TokenBudgetMixin:
 
     def get_eval_dataloader(self, eval_dataset=None):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        is_loss_alone = self.args.prediction_loss_only or self._decodes
+        # As `evaluate` sees it.
+        is_loss_alone = self.args.prediction_loss_only or self._decodes or self.compute_metrics is None
         if self.max_tokens_per_batch is None or not is_loss_alone or not hasattr(dataset, "column_names"):
             return super().get_eval_dataloader(eval_dataset)
         if len(dataset) < self.args.world_size:
             # Some processes have no pair of their own: the parent's loader gives them one that is not counted.
             return super().get_eval_dataloader(eval_dataset)
         return self._budget_loader(dataset, is_training=False)
+
+    def _finalize_training(self, trial, num_train_samples, start_time):
+        if self.max_tokens_per_batch is not None and self._steps_per_epoch is not None:
+            # The parent multiplies steps by a number of pairs, which a budget does not go by.
+            num_train_samples = len(self.train_dataset) * self.state.max_steps / self._steps_per_epoch
+        return super()._finalize_training(trial, num_train_samples, start_time)
 
     @property
     def _is_packing_model(self) -> bool:
