@@ -69,7 +69,7 @@ class ExponentialAverage(TrainerCallback):
 
     def on_train_end(self, args, state, control, model=None, **kwargs):
         _copy_into(_parameters(model, self.averages), self.averages)
-        self.averages, self.resumed_folder = {}, None
+        self.averages = {}
 
     def begin(self, model: nn.Module) -> None:
         """Starts a new average at the weights of a model."""
