@@ -14,7 +14,11 @@
     # and of transformer-tiny with --rounds 9; torch's softmax in float32 took part as well, gained nothing and is gone
     python benchmarks/training.py --core 1 --steps 10 --rounds 5 --presets transformer-base --mixes heavy_tailed --contestants \\
         "bart, tuned, bf16, few kernels" metaphrase --output benchmarks/results/training_cpu_zen5_again.json
-    # and with "bart, tuned, bf16" as well, on Zen 4: training_cpu_zen4_again.json
+    # and with "bart, tuned, bf16" as well, on Zen 4: training_cpu_zen4_again.json, where the other three reports come from
+    python benchmarks/training.py --core 1 --steps 10 --steps_unsorted 2 --rounds 5 --at_once 4 --presets transformer-tiny \\
+        --contestants "bart, as documented" "bart, tuned" "bart, tuned, bf16" "bart, tuned, bf16, few kernels" \\
+        "t5, tuned, bf16" metaphrase
+    # and of transformer-base with --mixes multi30k --rounds 2 --at_once 3, "bart, as documented" "bart, tuned, bf16" metaphrase
     python benchmarks/training.py --core 1 --steps 10 --rounds 5 --presets transformer-tiny --mixes heavy_tailed --contestants \\
         metaphrase "metaphrase, without powers of 2" "metaphrase, without cheap dropout" "bart, tuned, bf16, few kernels" \\
         --output benchmarks/results/training_cpu_steps.json    # on Zen 4

@@ -45,3 +45,19 @@ def load_whole(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **op
             f"A checkpoint must hold whole weights, got {os.fspath(name_or_path)}, where these are missing: {listed(missing)}."
         )
     return model
+
+
+def refuse_missing_folder(name_or_path: str | os.PathLike, field: str) -> None:
+    """Refuses a path without a folder that would be taken for a name of the Hub, and asked for there for a minute.
+
+    Args:
+        name_or_path: Of a model. It is a path if it looks like one, or if what it would lie in is a folder here.
+        field: Its name, for the error.
+
+    Raises:
+        FileNotFoundError: If there is no such folder.
+    """
+    text, path = os.fspath(name_or_path), Path(name_or_path)
+    is_path = text.startswith((".", "/", "~")) or len(path.parts) > 2 or (len(path.parts) > 1 and path.parent.is_dir())
+    if is_path and not path.exists():
+        raise FileNotFoundError(f"`{field}` must be a folder that exists, or a name on the Hub, got {text!r}.")

@@ -27,7 +27,7 @@ def run(main: Callable[[Sequence[str]], None], verb: str, words: Sequence[str] |
         words: The words of the command line; those of this process by default.
 
     Returns:
-        The exit status: 0, or 2 for a mistake of the user.
+        The exit status: 0, 2 for a mistake of the user, or 130 where the user interrupted it.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     for chatty in ("httpx", "huggingface_hub", "datasets", "matplotlib", "fsspec", "absl"):
@@ -37,6 +37,12 @@ def run(main: Callable[[Sequence[str]], None], verb: str, words: Sequence[str] |
     except BrokenPipeError:
         # The reader of our output, `head` for instance, has seen enough.
         sys.stderr.close()
+    except KeyboardInterrupt:
+        way_on = {"train": " --resume goes on from the last checkpoint, if there is one."}.get(verb, "")
+        print(f"\nmetaphrase {verb}: interrupted.{way_on}", file=sys.stderr)
+        if os.environ.get("METAPHRASE_DEBUG"):
+            raise
+        return 130
     except (ValueError, OSError, ImportError, EOFError, SafetensorError, StrictDataclassError) as error:
         # A compressed file that was cut short is an EOFError.
         # The Hub's errors and a model that is not found are among the OSErrors, whose text may have many lines.

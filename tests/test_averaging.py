@@ -157,6 +157,30 @@ def test_first_difference_is_named(tmp_path):
     assert not (tmp_path / "output").exists()
 
 
+def test_weights_for_other_tokens_are_not_averaged(tmp_path):
+    folders = [save_tensors(tmp_path / name, {"a": torch.zeros(2)}, hidden_size=2) for name in ("one", "two")]
+
+    def write(name, contents):
+        for folder, content in zip(folders, contents, strict=True):
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(content, encoding="utf-8")
+
+    def tokenizer(tokens, **settings):
+        return json.dumps({"model": {"vocab": tokens}, "added_tokens": [], **settings})
+
+    # Settings are of no matter.
+    write("tokenizer.json", [tokenizer({"x": 0}, padding=None), tokenizer({"x": 0}, padding={"length": 3})])
+    average_checkpoints(folders, tmp_path / "mean")
+    write("tokenizer.json", [tokenizer({"x": 0}), tokenizer({"y": 0})])
+    with pytest.raises(ValueError, match=r"vocabulary in `tokenizer.json` must be the same in .*one and in .*two"):
+        average_checkpoints(folders, tmp_path / "output")
+    write("tokenizer.json", [tokenizer({"x": 0})] * 2)
+    write("target_tokenizer/spiece.model", ["a", "b"])
+    with pytest.raises(ValueError, match=r"vocabulary in `target_tokenizer/spiece.model` must be the same"):
+        average_checkpoints(folders, tmp_path / "output")
+    assert not (tmp_path / "output").exists()
+
+
 def test_what_is_no_whole_checkpoint_is_refused(tmp_path):
     good = save_tensors(tmp_path / "good", {"a": torch.zeros(2)})
 

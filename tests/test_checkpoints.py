@@ -87,6 +87,20 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, mon
     assert done[move_at + 1 :] == [str(tmp_path)]
 
 
+@pytest.mark.parametrize(
+    ("free", "kind", "message"), [(4096, OSError, "No space left on device"), (2**30, RuntimeError, "pos 1")]
+)
+def test_a_full_disk_is_called_so(free, kind, message, run, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 1 vs 0")
+
+    monkeypatch.setattr(torch, "save", fail)
+    usage = type(shutil.disk_usage(run))(2**30, 2**30 - free, free)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(kind, match=message):
+        make_trainer(run, max_steps=4).train(resume_from_checkpoint=True)
+
+
 def test_what_failed_to_be_saved_is_removed_by_the_next_run(run, monkeypatch, caplog):
     def full(*_):
         raise OSError("No space left on device")

@@ -10,7 +10,7 @@ from cli_texts import damaged
 from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
 
 from metaphrase.scripts import __main__ as command_line
-from metaphrase.scripts import attention, evaluate, generate, tokenize
+from metaphrase.scripts import attention, console, evaluate, generate, tokenize
 from metaphrase.tokenization import TOKENIZER_KINDS, TokenizerPair, train_tokenizer
 from metaphrase.tokenization.tokenizer_settings import TokenizerSettings
 
@@ -123,6 +123,25 @@ def test_model_that_is_not_there_is_one_line(monkeypatch, tmp_path, capsys):
     assert run_command(monkeypatch, "generate", str(tmp_path / "none")) == 2
     said = capsys.readouterr().err
     assert said.startswith("metaphrase generate: error: ") and said.count("\n") == 1 and "none" in said
+
+
+def test_path_that_is_not_there_is_not_asked_for_on_the_hub(monkeypatch, tmp_path, capsys):
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/none", "./none", "some/where/else"):
+        assert run_command(monkeypatch, "generate", name) == 2
+        said = capsys.readouterr().err
+        assert f"must be a folder that exists, or a name on the Hub, got '{name}'." in said
+
+
+def test_an_interruption_is_one_line(capsys):
+    def interrupted(words):
+        raise KeyboardInterrupt
+
+    assert console.run(interrupted, "train", []) == 130
+    assert capsys.readouterr().err.strip().startswith("metaphrase train: interrupted. --resume goes on")
+    assert console.run(interrupted, "generate", []) == 130
+    assert capsys.readouterr().err.strip() == "metaphrase generate: interrupted."
 
 
 def test_every_verb_has_its_file():

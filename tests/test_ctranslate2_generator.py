@@ -96,7 +96,7 @@ def test_unknown_types_are_refused(dtype, folders):
 )
 def test_devices_that_are_not_there_are_refused_before_loading(device, message):
     with pytest.raises(ValueError, match=f"`device` must be .*{message}"):
-        Generator.from_pretrained("no/such/model", engine="ctranslate2", device=device)
+        Generator.from_pretrained("no-such/model", engine="ctranslate2", device=device)
 
 
 def test_unknown_engines_are_refused(folders):

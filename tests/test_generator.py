@@ -150,7 +150,7 @@ def test_sizes_must_be_positive(field):
 )
 def test_devices_and_types_that_torch_has_not_are_refused_before_loading(options, message):
     with pytest.raises(ValueError, match=message):
-        Generator.from_pretrained("no/such/model", **{"device": "cpu"} | options)
+        Generator.from_pretrained("no-such/model", **{"device": "cpu"} | options)
 
 
 def test_types_have_several_names(tmp_path):

@@ -103,7 +103,7 @@ def test_what_the_model_cannot_read_is_truncated_counted_and_scored_against_the_
 def test_limits_beyond_the_positions_are_refused_at_once(make, fields, message):
     with pytest.raises(ValueError, match=message):
         make(LEARNED, **fields)
-    make({"position_embedding_type": "sinusoidal", "max_position_embeddings": 20}, **fields)
+    make({"position_embedding_type": "sinusoidal", "max_position_embeddings": 20}, **fields, eval_strategy="no")
 
 
 def test_limits_that_were_not_given_are_what_the_model_can_read(make):

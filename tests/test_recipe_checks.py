@@ -76,6 +76,10 @@ STREAM = {"train_file": "a", "streaming": True, "max_tokens_per_batch": 600}
         ({"objective": "ul2", "train_text_file": "a", "max_decoded_samples": 5}, ("objective", "max_decoded_samples")),
         ({"bleu_tokenize": "none", "metrics": ["chrf"]}, ("bleu_tokenize", "metrics")),
         ({"training": {"generation_config": "folder"}}, ("generation_config",)),
+        ({"training": {"learning_rate": -1e-3}}, ("learning_rate",)),
+        ({"training": {"max_steps": 0}}, ("max_steps", "num_train_epochs")),
+        ({"training": {"num_train_epochs": 0}}, ("max_steps", "num_train_epochs")),
+        ({"model_name_or_path": "a", "model": {"dropout": 0.1}}, ("model_name_or_path", "model")),
         *(
             ({"objective": objective, "train_text_file": "a", name: value}, ("objective", name))
             for objective, name, value in (

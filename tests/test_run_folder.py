@@ -1,9 +1,11 @@
 """The folder of a run: what is there is no victim of a new run, and a resumed one goes on as it began."""
 
 import json
+import os
 
 import pytest
 from small_experiments import make_recipe
+from transformers.integrations import integration_utils
 
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.recipe import load_recipe
@@ -40,6 +42,57 @@ def test_a_folder_with_a_model_is_left_alone(data, tmp_path):
             Experiment(make_recipe(data, run, **fields, resume_from_checkpoint=resume))
     (tmp_path / "recipe.yaml").rename(run / "recipe.yaml")
     assert contents(run) == before
+
+
+@pytest.mark.parametrize("resume", ["false", "true"])
+def test_a_recipe_that_somebody_wrote_is_left_alone(data, tmp_path, resume):
+    own = tmp_path / "run" / "recipe.yaml"
+    own.parent.mkdir()
+    own.write_text("max_steps: 5\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"must not hold a recipe that no run has written, got .*run with recipe.yaml"):
+        Experiment(make_recipe(data, own.parent, resume_from_checkpoint=resume))
+    assert own.read_text(encoding="utf-8") == "max_steps: 5\n"
+    # A run that was stopped before its first checkpoint has left an account of its data too.
+    (own.parent / "data_report.json").write_text("{}", encoding="utf-8")
+    Experiment(make_recipe(data, own.parent))
+
+
+def test_a_place_that_nothing_can_be_written_to_is_refused(data, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("here")
+    for place in ("file", "file/run"):
+        with pytest.raises(ValueError, match=r"`output_dir` must be a folder, got .*: .*file is a file"):
+            Experiment(make_recipe(data, tmp_path / place))
+    (tmp_path / "folder").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(tmp_path / "folder"))
+    with pytest.raises(ValueError, match=r"`output_dir` must be .* written to, got .*new: .*folder is read-only"):
+        Experiment(make_recipe(data, tmp_path / "folder" / "new"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"report_to": "tensorboard"}, "`report_to` must name what is installed, got tensorboard: Tensor"),
+        ({"validation_file": None}, "`eval_strategy` must come with `validation_file` or `num_validation`, got steps"),
+        (
+            dict.fromkeys(("train_file", "validation_file", "test_file"))
+            | {"objective": "ul2", "train_text_file": "train.de"},
+            "`eval_strategy` must come with `validation_text_file`, got steps",
+        ),
+        ({"model.hiden_size": 32}, "`hiden_size` is not a field of MetaphraseConfig. Did you mean 'hidden_size'"),
+        ({"model.encoder_attention_heads": 3}, "encoder_attention_heads"),
+        (
+            {"tokenizer_name_or_path": "./nope"},
+            r"`tokenizer_name_or_path` must be a folder that exists, .*got '\./nope'",
+        ),
+        ({"data_dir": "./nope"}, r"`data_dir` must be a folder that exists, got \./nope"),
+    ],
+)
+def test_what_would_be_found_late_is_refused_before_any_work(data, tmp_path, fields, message, monkeypatch):
+    monkeypatch.setattr(integration_utils, "is_tensorboard_available", lambda: False)
+    fields = {"vocab_size": None, **fields} if "tokenizer_name_or_path" in fields else fields
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        Experiment(make_recipe(data, tmp_path / "run", **fields))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_without_checkpoints_can_be_repeated(data, tmp_path, caplog):

@@ -32,6 +32,9 @@ PROVENANCE_NAME = "average.json"
 # Of one checkpoint or its run, and untrue of the mean: weights, the trainer's state, what is pickled, results.
 LEFT_OUT = ("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", TRAINER_STATE_NAME, PROGRESS_NAME)
 LEFT_OUT += (PROVENANCE_NAME, "metrics.json", "*_predictions.txt", "README.md", ".*")
+# Which tokens the weights stand for.
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "target_vocab.json", "vocab.txt", "merges.txt", "spiece.model")
+_VOCABULARIES += ("source.spm", "target.spm", "sentencepiece.bpe.model")
 # Of configurations these say where they come from, not what the model is.
 _UNIMPORTANT = ("_name_or_path", "transformers_version")
 
@@ -160,6 +163,7 @@ def average_checkpoints(
         checkpoints = [_Checkpoint(folder, files) for folder in folders]
         for other in checkpoints[:-1]:
             _check_equal(other, checkpoints[-1])
+            _check_vocabularies(other.folder, checkpoints[-1].folder)
         with folder_in_one_step(output) as partial:
             left_out = _copy_rest(checkpoints[-1], partial)
             _write_weights(checkpoints, partial)
@@ -190,6 +194,25 @@ def _check_equal(checkpoint: _Checkpoint, last: _Checkpoint) -> None:
             ours, theirs = first.get(name, "nothing"), second.get(name, "nothing")
             if name not in _UNIMPORTANT and ours != theirs:
                 raise ValueError(f"`{name}` {what} must be the same {where}, got {ours} and {theirs}.")
+
+
+def _check_vocabularies(folder: Path, last: Path) -> None:
+    """Refuses the mean of weights that stand for different tokens."""
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.name not in _VOCABULARIES or len(path.relative_to(folder).parts) > 2 or not (last / name).is_file():
+            continue
+        if path.read_bytes() == (last / name).read_bytes():
+            continue
+        if path.suffix == ".json":
+            # Settings beside the vocabulary, of truncation for instance, may differ.
+            ours, theirs = (
+                {part: content.get(part) for part in ("model", "added_tokens")} if "model" in content else content
+                for content in (read_json(path), read_json(last / name))
+            )
+            if ours == theirs:
+                continue
+        raise ValueError(f"The vocabulary in `{name}` must be the same in {folder} and in {last}: their tokens differ.")
 
 
 def _copy_rest(checkpoint: _Checkpoint, output: Path) -> list[str]:

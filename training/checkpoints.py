@@ -1,8 +1,10 @@
 """Checkpoints: a trainer that writes them whole, and goes on from one as if it had never been stopped."""
 
+import errno
 import json
 import logging
 import os
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +43,9 @@ from metaphrase.training.random_states import (
 )
 
 logger = logging.getLogger(__name__)
+
+# A disk with less is full.
+_LEAST_FREE_BYTES = 2**20
 
 __all__ = [
     "WholeCheckpoints",
@@ -311,6 +316,11 @@ class WholeCheckpoints(BestCheckpoint, DataPlace):
         self._is_saving = True
         try:
             super()._save_checkpoint(model, trial)
+        except RuntimeError as error:
+            # torch says of a full disk that a position is not what it expected.
+            if shutil.disk_usage(run).free < _LEAST_FREE_BYTES:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(unfinished)) from error
+            raise
         finally:
             self._is_saving = False
         # The parent has named the folder it wrote to, and counted the states of namesakes twice.

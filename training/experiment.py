@@ -4,7 +4,7 @@ import contextlib
 import json
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import datasets
@@ -17,7 +17,9 @@ from transformers import (
     TrainerCallback,
     set_seed,
 )
+from transformers.integrations import get_reporting_integration_callbacks
 
+from metaphrase.conversion.whole_model import refuse_missing_folder
 from metaphrase.inference import Generator
 from metaphrase.inference.output_file import as_lines
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
@@ -37,8 +39,16 @@ from metaphrase.training.precision import warn_of_slow_bfloat16
 from metaphrase.training.processes import check_devices, check_processes
 from metaphrase.training.r_drop import check_r_drop
 from metaphrase.training.recipe import Recipe
+from metaphrase.training.recipe_checks import check_evaluated
 from metaphrase.training.recipe_fields import DEFAULT_PRESET
-from metaphrase.training.run_folder import checkpoint_to_resume, keep_lowered_limits, only_writer, resumes
+from metaphrase.training.run_folder import (
+    DATA_REPORT_NAME,
+    check_place,
+    checkpoint_to_resume,
+    keep_lowered_limits,
+    only_writer,
+    resumes,
+)
 from metaphrase.training.sharded_weights import load_whole_weights
 from metaphrase.training.task_corpus import TASK_COLUMN, make_corpus
 from metaphrase.training.trainer import MetaphraseTrainer
@@ -55,6 +65,20 @@ class _AtBeginning(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.act()
+
+
+def _check_trackers(names: Sequence[str]) -> None:
+    """Refuses what a run is to be tracked by and is not installed: a Trainer would tell when all data are read.
+
+    Raises:
+        ValueError: Naming it.
+    """
+    for name in names:
+        for callback in get_reporting_integration_callbacks([name]):
+            try:
+                callback()
+            except (RuntimeError, ImportError) as error:
+                raise ValueError(f"`report_to` must name what is installed, got {name}: {error}") from error
 
 
 class Experiment:
@@ -83,6 +107,11 @@ class Experiment:
         # They are pickled with each checkpoint.
         self.arguments.hub_token = None
         self.folder = Path(self.arguments.output_dir)
+        check_place(self.folder)
+        _check_trackers(self.arguments.report_to)
+        for name in ("model_name_or_path", "tokenizer_name_or_path", "target_tokenizer_name_or_path"):
+            if getattr(recipe, name) is not None:
+                refuse_missing_folder(getattr(recipe, name), name)
         if recipe.objective != "pairs":
             # There is no text to decode and to compare with.
             self.arguments.predict_with_generate, self.arguments.prediction_loss_only = False, True
@@ -94,6 +123,10 @@ class Experiment:
         keep_lowered_limits(recipe, self.folder)
         # It lowers limits that are defaults and too high, as the recipe of a run that is resumed says.
         self.corpus = make_corpus(recipe, self.arguments, longest_sequence(recipe, DEFAULT_PRESET))
+        check_evaluated(recipe)
+        if recipe.model_name_or_path is None:
+            # What a tokenizer would add stands in, so that names and dimensions that are wrong are told before it is made.
+            MetaphraseConfig.from_preset(recipe.preset or DEFAULT_PRESET, **{"share_embeddings": False, **recipe.model})
         self.is_unchecked = is_dry_run and not resumes(recipe)
         self.checkpoint = None if self.is_unchecked else checkpoint_to_resume(recipe, self.folder)
 
@@ -317,9 +350,9 @@ class Experiment:
 
     def _write_provenance(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.recipe.save(self.folder / RECIPE_NAME)
         text = json.dumps({split: report.to_dict() for split, report in self.corpus.reports.items()}, indent=2)
-        (self.folder / "data_report.json").write_text(text + "\n", encoding="utf-8")
+        (self.folder / DATA_REPORT_NAME).write_text(text + "\n", encoding="utf-8")
+        self.recipe.save(self.folder / RECIPE_NAME)
 
     def _evaluate(self, model: PreTrainedModel, tokenizers: TokenizerPair) -> dict:
         corpus = self.corpus

@@ -127,6 +127,8 @@ class Recipe(RecipeFields):
         if (value := getattr(self, name)) is None:
             raise ValueError(f"`{name}` must name a file, got null.")
         path = Path(self.data_dir or "").expanduser() / Path(value).expanduser()
+        if self.data_dir is not None and not Path(self.data_dir).expanduser().is_dir():
+            raise FileNotFoundError(f"`data_dir` must be a folder that exists, got {self.data_dir}.")
         if not path.is_file():
             raise FileNotFoundError(
                 f"`{name}` must be a file that exists, got {path}. Pass --data_dir FOLDER, the folder with the data files."

@@ -55,6 +55,12 @@ def check_recipe(recipe: "Recipe", minimums: Mapping[str, float | None]) -> None
     _check_tokenizer_and_model(recipe)
     _check_evaluation(recipe)
     _check_technique(recipe)
+    if recipe.learning_rate < 0:
+        raise ValueError(f"`learning_rate` must be at least 0, got {recipe.learning_rate}.")
+    if recipe.max_steps == 0 or (recipe.max_steps < 0 and recipe.num_train_epochs <= 0):
+        raise ValueError(
+            f"`max_steps` or `num_train_epochs` must be above 0, got {recipe.max_steps} and {recipe.num_train_epochs}."
+        )
     if recipe.generation_config is not None:
         raise ValueError(
             f"`generation_config` must be left out, got {recipe.generation_config!r}: it would take the place of all that a "
@@ -215,7 +221,8 @@ def _check_tokenizer_and_model(recipe: "Recipe") -> None:
     for name in ("source_lang", "target_lang"):
         if recipe.is_set(name) and not (recipe.tokenizer_name_or_path or recipe.model_name_or_path):
             raise ValueError(f"`{name}` must come with a tokenizer that exists, got {getattr(recipe, name)!r} without.")
-    _refuse_together(recipe, "model_name_or_path", "preset", "a model to fine-tune has its dimensions")
+    for name in ("preset", "model"):
+        _refuse_together(recipe, "model_name_or_path", name, "a model to fine-tune has its dimensions")
     existing = next((name for name in _EXISTING_TOKENIZER if recipe.is_set(name)), None)
     for name in _OF_A_TRAINED_TOKENIZER if existing is not None else ():
         # `null` unsets what another recipe says.
@@ -250,6 +257,22 @@ def _check_evaluation(recipe: "Recipe") -> None:
         raise ValueError("`early_stopping_patience` must come with `eval_strategy` steps or epoch, got no.")
     if not recipe.metric_for_best_model and not recipe.load_best_model_at_end:
         raise ValueError("`early_stopping_patience` must come with `metric_for_best_model`, got null.")
+
+
+def check_evaluated(recipe: "Recipe") -> None:
+    """Refuses an evaluation of nothing, which a Trainer would tell of when all data are read.
+
+    Raises:
+        ValueError: If there is neither a file nor a number of pairs to evaluate.
+    """
+    strategy = _strategy(recipe.eval_strategy)
+    if recipe.tasks:
+        has_any = any(fields.get(name) for fields in recipe.tasks.values() for name in _VALIDATION)
+    else:
+        has_any = any(getattr(recipe, name) for name in (*_VALIDATION, "validation_text_file"))
+    if strategy != "no" and not has_any:
+        names = "`validation_text_file`" if recipe.objective != "pairs" else "`validation_file` or `num_validation`"
+        raise ValueError(f"`eval_strategy` must come with {names}, got {strategy} and nothing to evaluate.")
 
 
 def _check_best(recipe: "Recipe") -> None:

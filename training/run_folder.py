@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Any
@@ -23,6 +24,7 @@ from metaphrase.training.recipe import LED_BY_METRIC, OWN_FIELDS, Recipe, load_r
 
 logger = logging.getLogger(__name__)
 
+DATA_REPORT_NAME = "data_report.json"
 # Any of these tells that a folder holds a model, be it of a run or of another origin.
 MODEL_NAMES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME, ADAPTER_CONFIG_NAME)
 MODEL_NAMES += (CONFIG_NAME,)
@@ -76,6 +78,19 @@ def only_writer(folder: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
+def check_place(folder: Path) -> None:
+    """Refuses a folder that nothing can be written to, as far as that can be seen without writing.
+
+    Raises:
+        ValueError: If it, or what it would lie in, is a file or may not be written to.
+    """
+    place = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    if not place.is_dir():
+        raise ValueError(f"`output_dir` must be a folder, got {folder}: {place} is a file.")
+    if not os.access(place, os.W_OK):
+        raise ValueError(f"`output_dir` must be a folder that can be written to, got {folder}: {place} is read-only.")
+
+
 def resumes(recipe: Recipe) -> bool:
     """Whether a run is to go on, and not to begin."""
     return str(recipe.resume_from_checkpoint or "no").lower() not in ("false", "no")
@@ -114,15 +129,13 @@ def checkpoint_to_resume(recipe: Recipe, folder: Path) -> str | None:
             of it.
     """
     if not resumes(recipe):
-        _refuse_checkpoints(folder)
-        _refuse_model(folder)
+        _refuse_what_is_there(folder)
         return None
     resume = str(recipe.resume_from_checkpoint)
     if resume.lower() not in ("true", "yes"):
         check_whole(resume)
         if Path(resume).resolve().parent != folder.resolve():
-            _refuse_checkpoints(folder)
-            _refuse_model(folder)
+            _refuse_what_is_there(folder)
         check_same_run(recipe, Path(resume).resolve().parent)
         return resume
     last = last_whole_checkpoint(folder)
@@ -133,6 +146,8 @@ def checkpoint_to_resume(recipe: Recipe, folder: Path) -> str | None:
             _refuse_model(folder)
         if model is not None:
             check_same_run(recipe, folder)
+        else:
+            _refuse_recipe(folder)
         replaced = "" if model is None else ", and replaces the model that is there"
         logger.warning(
             "%s holds no whole checkpoint to resume from: the run starts from the beginning%s.", folder, replaced
@@ -140,6 +155,21 @@ def checkpoint_to_resume(recipe: Recipe, folder: Path) -> str | None:
         return None
     check_same_run(recipe, folder)
     return last
+
+
+def _refuse_what_is_there(folder: Path) -> None:
+    _refuse_checkpoints(folder)
+    _refuse_model(folder)
+    _refuse_recipe(folder)
+
+
+def _refuse_recipe(folder: Path) -> None:
+    """A run writes its recipe and its account of the data into its folder: one without the other is somebody's own."""
+    if (folder / RECIPE_NAME).is_file() and not (folder / DATA_REPORT_NAME).is_file():
+        raise ValueError(
+            f"`output_dir` must not hold a recipe that no run has written, got {folder} with {RECIPE_NAME}, which the run would "
+            "replace. Choose another folder."
+        )
 
 
 def _refuse_checkpoints(folder: Path) -> None:
