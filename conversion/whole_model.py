@@ -1,6 +1,8 @@
 """A whole model: one that is loaded with all of its weights, or not at all."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +50,35 @@ def load_whole(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **op
 
 
 def refuse_missing_folder(name_or_path: str | os.PathLike, field: str) -> None:
-    """Refuses a path without a folder that would be taken for a name of the Hub, and asked for there for a minute.
+    """Refuses a path without a folder that can be no name on the Hub: without a network, the Hub would be asked for a minute.
 
     Args:
-        name_or_path: Of a model. It is a path if it looks like one, or if what it would lie in is a folder here.
-        field: Its name, for the error.
+        name_or_path: Of a model; `runs/model` can be a name.
+        field: What it was given in, for the error.
 
     Raises:
         FileNotFoundError: If there is no such folder.
     """
     text, path = os.fspath(name_or_path), Path(name_or_path)
-    is_path = text.startswith((".", "/", "~")) or len(path.parts) > 2 or (len(path.parts) > 1 and path.parent.is_dir())
-    if is_path and not path.exists():
-        raise FileNotFoundError(f"`{field}` must be a folder that exists, or a name on the Hub, got {text!r}.")
+    if (text.startswith((".", "/", "~")) or len(path.parts) > 2) and not path.exists():
+        raise FileNotFoundError(f"{_no_model(name_or_path, field)}.")
+
+
+@contextlib.contextmanager
+def naming(name_or_path: str | os.PathLike, field: str) -> Iterator[None]:
+    """Says which model, given in which field, was to be loaded, where there is none. For arguments, see `refuse_missing_folder`.
+
+    Raises:
+        FileNotFoundError: If there is no such folder, and the Hub has no such model or cannot be reached.
+    """
+    refuse_missing_folder(name_or_path, field)
+    try:
+        yield
+    except OSError as error:
+        if Path(name_or_path).exists():
+            raise
+        raise FileNotFoundError(f"{_no_model(name_or_path, field)}: {error}") from error
+
+
+def _no_model(name_or_path: str | os.PathLike, field: str) -> str:
+    return f"`{field}` must be a folder that exists, or a name on the Hub, got {os.fspath(name_or_path)!r}"

@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 import metaphrase.modeling  # noqa: F401 (registers the models with the Auto classes)
-from metaphrase.conversion.whole_model import load_whole, refuse_missing_folder
+from metaphrase.conversion.whole_model import load_whole, naming
 from metaphrase.inference.engine import Engine
 from metaphrase.inference.quantization import quantization_of, quantize
 from metaphrase.tokenization import TokenizerPair, set_languages
@@ -25,14 +25,14 @@ def load_parts(
     target_lang: str | None = None,
 ) -> tuple[PreTrainedModel | Engine, TokenizerPair]:
     """A model in evaluation mode, or an engine, with its tokenizers; for arguments and errors see `Generator.from_pretrained`."""
-    refuse_missing_folder(name_or_path, "name_or_path")
-    if engine == "ctranslate2":
-        from metaphrase.inference.ctranslate2_engine import CTranslate2Engine  # An extra.
+    with naming(name_or_path, "name_or_path"):
+        if engine == "ctranslate2":
+            from metaphrase.inference.ctranslate2_engine import CTranslate2Engine  # An extra.
 
-        model = CTranslate2Engine.from_pretrained(name_or_path, device=device, dtype=dtype)
-    else:
-        model = _load_model(name_or_path, default_device() if device is None else device, dtype, trust_remote_code)
-    tokenizers = TokenizerPair.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
+            model = CTranslate2Engine.from_pretrained(name_or_path, device=device, dtype=dtype)
+        else:
+            model = _load_model(name_or_path, default_device() if device is None else device, dtype, trust_remote_code)
+        tokenizers = TokenizerPair.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
     model.generation_config.update(**set_languages(tokenizers, source_lang, target_lang))
     return model, tokenizers
 

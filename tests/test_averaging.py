@@ -11,16 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_generator import tiny_pair
 from tiny_models import random_batch, tiny_model
-from transformers import AutoModelForSeq2SeqLM, Seq2SeqTrainingArguments
+from transformers import AutoModelForSeq2SeqLM
 from weights import TIES, expected_groups, tie_groups
 
-from metaphrase.scripts import average as script
-from metaphrase.scripts.console import run
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training import averaging
 from metaphrase.training.averaging import average_checkpoints, select_checkpoints
-from metaphrase.training.batching import PairCollator
-from metaphrase.training.trainer import MetaphraseTrainer
 
 
 def save_models(folder, count=3, dtype=torch.float32, max_shard_size="1GB", **fields):
@@ -175,6 +171,11 @@ def test_weights_for_other_tokens_are_not_averaged(tmp_path):
     with pytest.raises(ValueError, match=r"vocabulary in `tokenizer.json` must be the same in .*one and in .*two"):
         average_checkpoints(folders, tmp_path / "output")
     write("tokenizer.json", [tokenizer({"x": 0})] * 2)
+    # Tokens may be called like parts of another file.
+    write("vocab.json", ['{"model": 0, "a": 1, "b": 2}', '{"model": 0, "b": 1, "a": 2}'])
+    with pytest.raises(ValueError, match=r"vocabulary in `vocab.json` must be the same"):
+        average_checkpoints(folders, tmp_path / "output")
+    write("vocab.json", ['{"a": 0, "b": 1}', '{"b": 1,   "a": 0}'])
     write("target_tokenizer/spiece.model", ["a", "b"])
     with pytest.raises(ValueError, match=r"vocabulary in `target_tokenizer/spiece.model` must be the same"):
         average_checkpoints(folders, tmp_path / "output")
@@ -397,59 +398,3 @@ def test_what_cannot_be_chosen_is_refused(tmp_path):
     (run / "trainer_state.json").unlink()
     with pytest.raises(ValueError, match=r"`best` needs the scores in `trainer_state\.json`, got none"):
         select_checkpoints(run, best=1)
-
-
-# The command
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A run of the trainer with three checkpoints, scored by what is given."""
-    folder, scores = tmp_path_factory.mktemp("trained") / "run", iter([5.0, 9.0, 7.0])
-    pairs = [{"input_ids": [5 + index, 6, 2], "labels": [7, 5 + index, 2]} for index in range(6)]
-    options = {"max_steps": 3, "eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
-    options |= {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "remove_unused_columns": False}
-    trainer = MetaphraseTrainer(
-        model=tiny_model(initializer_range=0.2),
-        args=Seq2SeqTrainingArguments(
-            output_dir=str(folder), learning_rate=0.01, predict_with_generate=True, generation_max_length=6, **options
-        ),
-        train_dataset=pairs,
-        eval_dataset=pairs,
-        data_collator=PairCollator(0),
-        score=lambda decoded, labels: {"bleu": next(scores)},
-    )
-    trainer.train()
-    return folder
-
-
-def test_command_averages_checkpoints_of_a_run(trained, tmp_path):
-    checkpoints = {step: all_weights(trained / f"checkpoint-{step}") for step in (1, 2, 3)}
-    log = json.loads((trained / "checkpoint-3" / "trainer_state.json").read_text())["log_history"]
-    losses = {entry["step"]: entry["eval_loss"] for entry in log if "eval_loss" in entry}
-    for words, steps in (
-        ([str(trained), "--last", "2"], (2, 3)),
-        ([str(trained), "--best", "2"], (2, 3)),
-        ([str(trained), "--best", "2", "--metric", "loss"], sorted(losses, key=losses.get)[:2]),
-        ([str(trained / "checkpoint-1"), str(trained / "checkpoint-3")], (1, 3)),
-    ):
-        output = tmp_path / "-".join(Path(word).name for word in words)
-        script.main([*words, "--output", str(output)])
-        expected = mean_by_hand([checkpoints[step] for step in steps])
-        averaged = all_weights(output)
-        assert all(torch.equal(averaged[name], expected[name].float()) for name in expected)
-        AutoModelForSeq2SeqLM.from_pretrained(output)
-
-
-def test_mistakes_of_the_command_are_one_line(trained, tmp_path, capsys):
-    both = [str(trained / f"checkpoint-{step}") for step in (1, 2)]
-    for words, message in (
-        ([str(trained)], "Exactly one of `last` and `best` must be given"),
-        ([*both, "--last", "2"], "`--last`, `--best` and `--metric` choose from one run, got 2 folders."),
-        ([str(trained), "--last", "1"], "`folders` must be at least two, and different"),
-        ([str(trained), "--last", "2", "--output", str(tmp_path)], "Pass --overwrite"),
-    ):
-        given = words if "--output" in words else [*words, "--output", str(tmp_path / "mean")]
-        assert run(script.main, "average", given) == 2
-        said = capsys.readouterr().err
-        assert said.startswith("metaphrase average: error: ") and message in said and said.count("\n") == 1

@@ -126,12 +126,20 @@ def test_model_that_is_not_there_is_one_line(monkeypatch, tmp_path, capsys):
 
 
 def test_path_that_is_not_there_is_not_asked_for_on_the_hub(monkeypatch, tmp_path, capsys):
-    (tmp_path / "runs").mkdir()
     monkeypatch.chdir(tmp_path)
-    for name in ("runs/none", "./none", "some/where/else"):
+    for name in ("./none", "some/where/else"):
         assert run_command(monkeypatch, "generate", name) == 2
-        said = capsys.readouterr().err
-        assert f"must be a folder that exists, or a name on the Hub, got '{name}'." in said
+        assert f"must be a folder that exists, or a name on the Hub, got '{name}'." in capsys.readouterr().err
+
+
+def test_name_that_is_neither_here_nor_on_the_hub_is_said(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    # Beside such a folder a model of the Hub may have the name as well as one of a run.
+    (tmp_path / "runs").mkdir()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert run_command(monkeypatch, "generate", "runs/none") == 2
+    said = capsys.readouterr().err
+    assert "must be a folder that exists, or a name on the Hub, got 'runs/none': " in said and said.count("\n") == 1
 
 
 def test_an_interruption_is_one_line(capsys):

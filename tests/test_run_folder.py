@@ -78,6 +78,10 @@ def test_a_place_that_nothing_can_be_written_to_is_refused(data, tmp_path, monke
             | {"objective": "ul2", "train_text_file": "train.de"},
             "`eval_strategy` must come with `validation_text_file`, got steps",
         ),
+        (
+            {"tasks": "{a: {train_file: train.tsv}}", "train_file": None, "validation_file": None, "test_file": None},
+            "`eval_strategy` must come with `validation_file` or `num_validation`, got steps",
+        ),
         ({"model.hiden_size": 32}, "`hiden_size` is not a field of MetaphraseConfig. Did you mean 'hidden_size'"),
         ({"model.encoder_attention_heads": 3}, "encoder_attention_heads"),
         (

@@ -240,6 +240,8 @@ def test_a_budget_bounds_what_is_evaluated_too(decodes, model, pairs, tmp_path, 
     assert loss == pytest.approx(make_trainer(model, pairs, tmp_path).evaluate()["eval_loss"], rel=1e-5)
     # Who predicts wants to see them.
     trainer.args.predict_with_generate = False
+    batch = trainer._prepare_inputs(PairCollator(0)(pairs[:2]))
+    assert trainer.prediction_step(trainer.model, batch, prediction_loss_only=False)[1] is not None
     assert len(trainer.predict(pairs).predictions[0]) == len(pairs)
 
 

@@ -205,11 +205,10 @@ def _check_vocabularies(folder: Path, last: Path) -> None:
         if path.read_bytes() == (last / name).read_bytes():
             continue
         if path.suffix == ".json":
-            # Settings beside the vocabulary, of truncation for instance, may differ.
-            ours, theirs = (
-                {part: content.get(part) for part in ("model", "added_tokens")} if "model" in content else content
-                for content in (read_json(path), read_json(last / name))
-            )
+            ours, theirs = read_json(path), read_json(last / name)
+            if path.name == "tokenizer.json":
+                # Settings beside the vocabulary, of truncation for instance, may differ.
+                ours, theirs = ([content.get(part) for part in ("model", "added_tokens")] for content in (ours, theirs))
             if ours == theirs:
                 continue
         raise ValueError(f"The vocabulary in `{name}` must be the same in {folder} and in {last}: their tokens differ.")

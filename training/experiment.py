@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.integrations import get_reporting_integration_callbacks
 
-from metaphrase.conversion.whole_model import refuse_missing_folder
+from metaphrase.conversion.whole_model import naming, refuse_missing_folder
 from metaphrase.inference import Generator
 from metaphrase.inference.output_file import as_lines
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
@@ -108,10 +108,10 @@ class Experiment:
         self.arguments.hub_token = None
         self.folder = Path(self.arguments.output_dir)
         check_place(self.folder)
-        _check_trackers(self.arguments.report_to)
         for name in ("model_name_or_path", "tokenizer_name_or_path", "target_tokenizer_name_or_path"):
             if getattr(recipe, name) is not None:
                 refuse_missing_folder(getattr(recipe, name), name)
+        _check_trackers(self.arguments.report_to)
         if recipe.objective != "pairs":
             # There is no text to decode and to compare with.
             self.arguments.predict_with_generate, self.arguments.prediction_loss_only = False, True
@@ -191,7 +191,9 @@ class Experiment:
             return TokenizerPair.from_pretrained(self.checkpoint)
         existing = recipe.tokenizer_name_or_path or recipe.model_name_or_path
         if existing is not None:
-            tokenizers = TokenizerPair.from_pretrained(existing, recipe.target_tokenizer_name_or_path)
+            field = "tokenizer_name_or_path" if recipe.tokenizer_name_or_path is not None else "model_name_or_path"
+            with naming(existing, field):
+                tokenizers = TokenizerPair.from_pretrained(existing, recipe.target_tokenizer_name_or_path)
             if recipe.additional_special_tokens:
                 tokenizers.add_special_tokens(recipe.additional_special_tokens)
             set_languages(tokenizers, recipe.source_lang, recipe.target_lang)
@@ -227,8 +229,6 @@ class Experiment:
         recipe = self.recipe
         languages = set_languages(tokenizers, recipe.source_lang, recipe.target_lang)
         if recipe.model_name_or_path is not None:
-            if recipe.preset is not None or recipe.model:
-                raise ValueError("`preset` and `model` must be left out when `model_name_or_path` is given.")
             model = load_base(recipe, with_weights)
             fit_vocabulary(model, recipe, tokenizers, with_weights)
             if recipe.tokenizer_name_or_path is not None:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from transformers import AutoConfig
 
+from metaphrase.conversion.whole_model import naming
 from metaphrase.modeling import MetaphraseConfig
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ def longest_sequence(recipe: "Recipe", default_preset: str) -> int | None:
         kind, rows = (recipe.model.get(name, getattr(preset, name)) for name in names)
         has_table = kind == "learned"
     else:
-        config = AutoConfig.from_pretrained(recipe.model_name_or_path, trust_remote_code=False)
+        with naming(recipe.model_name_or_path, "model_name_or_path"):
+            config = AutoConfig.from_pretrained(recipe.model_name_or_path, trust_remote_code=False)
         rows = getattr(config, "max_position_embeddings", None)
         kind = config.model_type
         has_table = kind in TABLED_FAMILIES or (kind == "metaphrase" and config.position_embedding_type == "learned")

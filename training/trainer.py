@@ -269,9 +269,12 @@ class MetaphraseTrainer(
         if prediction_loss_only is None:
             prediction_loss_only = self.args.prediction_loss_only
         self._evaluates_loss_alone = prediction_loss_only or decodes
-        output = super().evaluation_loop(
-            dataloader, description, self._evaluates_loss_alone, ignore_keys, metric_key_prefix
-        )
+        try:
+            output = super().evaluation_loop(
+                dataloader, description, self._evaluates_loss_alone, ignore_keys, metric_key_prefix
+            )
+        finally:
+            self._evaluates_loss_alone = False
         total, count = self._sum_over_processes(self._evaluation_loss)
         if count:
             output.metrics[f"{metric_key_prefix}_loss"] = total / count
