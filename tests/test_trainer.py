@@ -241,8 +241,10 @@ def test_a_budget_bounds_what_is_evaluated_too(decodes, model, pairs, tmp_path, 
     # Who predicts wants to see them.
     trainer.args.predict_with_generate = False
     batch = trainer._prepare_inputs(PairCollator(0)(pairs[:2]))
-    assert trainer.prediction_step(trainer.model, batch, prediction_loss_only=False)[1] is not None
-    assert len(trainer.predict(pairs).predictions[0]) == len(pairs)
+    logits = trainer.prediction_step(trainer.model, batch, prediction_loss_only=False)[1][0]
+    assert logits.shape == (*batch["labels"].shape, model.config.vocab_size)
+    logits = trainer.predict(pairs).predictions[0]
+    assert len(logits) == len(pairs) and logits.shape[-1] == model.config.vocab_size
 
 
 @pytest.mark.parametrize("length", [{"max_steps": 5}, {"num_train_epochs": 2}])
