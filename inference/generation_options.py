@@ -41,6 +41,14 @@ GENERATION_OPTIONS: dict[str, tuple[Callable, str]] = {
     "forced_eos_token_id": (int, "id of the last token of a target that met the length limit"),
     "num_return_sequences": (int, "targets for each source"),
 }
+_COUNT = (lambda value: value >= 1, "at least 1")
+_SHARE = (lambda value: 0 < value <= 1, "above 0 and at most 1")
+_CUTOFF = (lambda value: 0 <= value < 1, "at least 0 and below 1")
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    **dict.fromkeys(("num_beams", "num_return_sequences"), _COUNT),
+    **dict.fromkeys(("top_p", "typical_p"), _SHARE),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), _CUTOFF),
+}
 # Each of these means something only when sampling, so giving one asks for it; but `top_k` belongs to contrastive search too.
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
 
@@ -97,13 +105,13 @@ def complete_sampling(options: dict) -> dict:
     return options
 
 
-def check_counts(options: Mapping[str, Any]) -> None:
-    """Checks numbers for which `generate()` takes some others, or fails at last.
+def check_ranges(options: Mapping[str, Any]) -> None:
+    """Checks numbers of which `generate()` takes others too, and ignores them or fails at last.
 
     Raises:
-        ValueError: If `num_beams` or `num_return_sequences` is given and not above 0.
+        ValueError: If one that is given is out of range.
     """
-    for name in ("num_beams", "num_return_sequences"):
+    for name, (is_within, bounds) in _RANGES.items():
         value = options.get(name)
-        if value is not None and value < 1:
-            raise ValueError(f"`{name}` must be at least 1, got {value}.")
+        if value is not None and not is_within(value):
+            raise ValueError(f"`{name}` must be {bounds}, got {value}.")

@@ -12,7 +12,7 @@ from metaphrase.inference.call_options import plain_options
 from metaphrase.inference.engine import Engine
 from metaphrase.inference.ensemble import EnsembleSearch
 from metaphrase.inference.forced_decoding import ForcedScore, encode_forced, read_texts, score_targets
-from metaphrase.inference.generation_options import check_counts
+from metaphrase.inference.generation_options import check_ranges
 from metaphrase.inference.joint_search import check_partner, check_target_vocabulary
 from metaphrase.inference.loading import ENGINES, load_parts
 from metaphrase.inference.minimum_bayes_risk import decode_by_risk
@@ -312,7 +312,7 @@ class Generator:
 
     def num_targets(self, **generation_kwargs) -> int:
         """How many candidates a source has with these options."""
-        check_counts(generation_kwargs)
+        check_ranges(generation_kwargs)
         own = self.model.generation_config.num_return_sequences or 1
         return plain_options(generation_kwargs).get("num_return_sequences", own)
 

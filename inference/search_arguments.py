@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from metaphrase.inference.constrained_beam_search import constrained_beam_search
 from metaphrase.inference.contrastive_search import contrastive_search
 from metaphrase.inference.diverse_beam_search import diverse_beam_search
-from metaphrase.inference.generation_options import check_counts
+from metaphrase.inference.generation_options import check_ranges
 
 DEFAULT_CONSTRAINED_BEAMS = 10
 
@@ -31,7 +31,7 @@ def choose_search(model: PreTrainedModel, options: dict[str, Any]) -> tuple[Call
         ValueError: If arguments belong to different searches, one that a search needs is missing, or there shall be no beams
             or no targets.
     """
-    check_counts(options)
+    check_ranges(options)
     if options.get("custom_generate") is not None:
         return None, options
     own = model.generation_config

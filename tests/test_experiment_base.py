@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from small_experiments import make_recipe, weights
+from small_experiments import SMALL, make_recipe, weights
 from transformers import AutoModelForSeq2SeqLM
 
+from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.experiment import Experiment
 
@@ -53,6 +54,48 @@ def test_frozen_parts_stay(data, tmp_path):
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed
     assert not any("encoder.layers" in name or "decoder.layers.0" in name for name in changed)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"freeze": ["encodr"]}, "`freeze` must name parts of the model, got 'encodr'"),
+        (
+            {"freeze": ["encoder.layers", "decoder.layers.0-9"]},
+            "got 'decoder.layers.0-9', and there is no 'decoder.layers.1'",
+        ),
+        ({"freeze": ["*"]}, r"`freeze` must leave something to train, got \*"),
+        ({"learning_rate_factors.decoder.mlp": 0.1}, "`learning_rate_factors` must name parts .* got 'decoder.mlp'"),
+        ({"lora_rank": 4, "lora_target_modules": ["q_porj"]}, "`lora_target_modules` must name .* got 'q_porj'"),
+        (
+            {"lora_rank": 4, "lora_target_modules": ["lm_head"]},
+            "`lora_target_modules` must name weights that are not tied",
+        ),
+    ],
+    ids=str,
+)
+def test_parts_that_the_model_lacks_are_told_before_the_corpus_is_read(fields, message, data, tmp_path, caplog):
+    model = MetaphraseForConditionalGeneration(MetaphraseConfig.from_preset("transformer-tiny", vocab_size=50, **SMALL))
+    model.save_pretrained(tmp_path / "base")
+    of_model = {"model_name_or_path": tmp_path / "base", "preset": None, "vocab_size": None}
+    for base in [of_model] if "lora_rank" in fields else [of_model, {}]:
+        with caplog.at_level("INFO"), pytest.raises(ValueError, match=message):
+            Experiment(make_recipe(data, tmp_path / "run", **fields, **base))
+    assert "Frozen" not in caplog.text
+
+
+def test_parts_of_adapters_may_have_rates_of_their_own(data, tmp_path):
+    pytest.importorskip("peft")
+    Experiment(make_recipe(data, tmp_path / "base", max_steps=1, save_steps=1, eval_steps=1)).train()
+    fields = {
+        "model_name_or_path": tmp_path / "base",
+        "preset": None,
+        "vocab_size": None,
+        "lora_rank": 4,
+        "max_steps": 1,
+    }
+    fields |= {"learning_rate_factors.*.lora_B": 4.0, "save_steps": 1, "eval_steps": 1}
+    assert Experiment(make_recipe(data, tmp_path / "run", **fields)).train()["num_examples"] == 8
 
 
 def test_lora_trains_adapters_and_leaves_a_plain_model(data, tmp_path):

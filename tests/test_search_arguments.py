@@ -54,6 +54,11 @@ def test_what_a_search_needs_is_filled_in(generator):
     [
         ({"num_beams": 0}, "`num_beams` must be at least 1, got 0"),
         ({"num_beams": -1}, "`num_beams` must be at least 1, got -1"),
+        ({"do_sample": True, "top_p": 2.0}, "`top_p` must be above 0 and at most 1, got 2.0"),
+        ({"do_sample": True, "top_p": 0.0}, "`top_p` must be above 0 and at most 1, got 0.0"),
+        ({"do_sample": True, "typical_p": 1.5}, "`typical_p` must be above 0 and at most 1, got 1.5"),
+        ({"do_sample": True, "epsilon_cutoff": 3.0}, "`epsilon_cutoff` must be at least 0 and below 1, got 3.0"),
+        ({"do_sample": True, "eta_cutoff": -0.1}, "`eta_cutoff` must be at least 0 and below 1, got -0.1"),
         (DIVERSE | CONTRASTIVE, "ask for one search, got `penalty_alpha` and `num_beam_groups`"),
         (DIVERSE | {"force_words_ids": [[7]]}, "ask for one search, got `force_words_ids` and `num_beam_groups`"),
         ({"diversity_penalty": 0.5, "num_beams": 4}, "`num_beam_groups` must be above 1 .* got None and 0.5"),

@@ -176,7 +176,10 @@ def test_task_alone_takes_what_all_share(data, tmp_path):
         ({"tasks": {"a": "b"}}, "`tasks.a` must hold fields with values, got 'b'"),
         ({"tasks": tasks(summarize={"weight": 0})}, "`tasks.summarize.weight` must be a number above 0, got 0"),
         ({"tasks": tasks(summarize={"weight": "big"})}, "`tasks.summarize.weight` must be a number above 0, got 'big'"),
-        ({"tasks": tasks(summarize={"trian_file": "x"})}, "`trian_file`"),
+        (
+            {"tasks": tasks(summarize={"trian_file": "x"})},
+            "got `trian_file` in `tasks.summarize`. Did you mean `train_file`?",
+        ),
         (
             {"tasks": tasks(summarize={"learning_rate": 1})},
             "must hold a `weight` and fields of data, got `learning_rate`",

@@ -130,7 +130,7 @@ def test_workers_of_a_loader_give_the_order_of_one(pairs, workers):
 
 def test_a_pair_that_no_batch_can_hold_is_refused(pairs):
     pairs[500] = {"input_ids": [1] * 200, "labels": [1] * 101}
-    with pytest.raises(ValueError, match="200 source and 101 target"):
+    with pytest.raises(ValueError, match="number 501 of those to train on, with 200 source and 101 target"):
         one_pass(stream_of(pairs))
 
 

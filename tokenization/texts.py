@@ -12,7 +12,7 @@ from metaphrase.tokenization.tokenizer_settings import DEFAULT_JOINER
 
 
 class _CompressedFile(gzip.GzipFile):
-    """A `.gz` file to read, of which a damaged one is an `OSError` that names it, as one that was never compressed is."""
+    """A `.gz` file to read, whose errors name it: an `OSError` if it is damaged or no such file, an `EOFError` if cut short."""
 
     def read(self, size: int | None = -1) -> bytes:
         return self._whole(super().read, size)
@@ -26,8 +26,9 @@ class _CompressedFile(gzip.GzipFile):
     def _whole(self, read: Callable[[int | None], bytes], size: int | None) -> bytes:
         try:
             return read(size)
-        except zlib.error as error:
-            raise gzip.BadGzipFile(f"`{self.name}` must be a compressed file that is whole, got: {error}.") from error
+        except (zlib.error, gzip.BadGzipFile, EOFError) as error:
+            kind = EOFError if isinstance(error, EOFError) else gzip.BadGzipFile
+            raise kind(f"`{self.name}` must be a compressed file that is whole, got: {error}.") from error
 
 
 def open_bytes(path: str | os.PathLike) -> BinaryIO:

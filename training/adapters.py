@@ -84,7 +84,7 @@ def add_lora(
             raise ValueError(f"`{name}` must be {bounds}, got {value}.")
     if is_adapted(model):
         raise ValueError("`model` must be without adapters, got one that has some: merge them first.")
-    _check_targets(model, target_modules)
+    check_targets(model, target_modules)
     config = peft.LoraConfig(
         task_type=peft.TaskType.SEQ_2_SEQ_LM,
         r=rank,
@@ -100,8 +100,17 @@ def add_lora(
     return adapted
 
 
-def _check_targets(model: nn.Module, target_modules: str | Sequence[str]) -> None:
-    """Refuses names that mean nothing, and layers whose merged weight would say something else than the adapter did."""
+def check_targets(model: nn.Module, target_modules: str | Sequence[str], field: str = "target_modules") -> None:
+    """Refuses names that mean nothing, and layers whose merged weight would say something else than the adapter did.
+
+    Args:
+        model: On any device, the meta device too.
+        target_modules: As `add_lora` takes them.
+        field: What they were given in, for the error.
+
+    Raises:
+        ValueError: Naming what is wrong.
+    """
     if target_modules == ALL_LINEAR:
         return
     if isinstance(target_modules, str):
@@ -114,16 +123,14 @@ def _check_targets(model: nn.Module, target_modules: str | Sequence[str]) -> Non
     for given, pattern in patterns.items():
         found = {name: module for name, module in model.named_modules() if re.fullmatch(pattern, name)}
         if not found:
-            raise ValueError(
-                f"`target_modules` must name linear layers of the model, got {given!r}, which names nothing."
-            )
+            raise ValueError(f"`{field}` must name linear layers of the model, got {given!r}, which names nothing.")
         for name, module in found.items():
             # An embedding may scale what it looks up, which an adapter beside it does not.
             if not isinstance(module, nn.Linear):
-                raise ValueError(f"`target_modules` must name linear layers, got {name!r}, a {type(module).__name__}.")
+                raise ValueError(f"`{field}` must name linear layers, got {name!r}, a {type(module).__name__}.")
             if aliases[module.weight] > 1:
                 raise ValueError(
-                    f"`target_modules` must name weights that are not tied, got {name!r}: merging would change its twin."
+                    f"`{field}` must name weights that are not tied, got {name!r}: merging would change its twin."
                 )
 
 

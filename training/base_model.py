@@ -7,14 +7,43 @@ import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedModel
 
 from metaphrase.conversion.whole_model import load_whole
+from metaphrase.modeling import MetaphraseConfig
 from metaphrase.tokenization import TokenizerPair
+from metaphrase.training.adapters import check_targets
+from metaphrase.training.parameter_groups import check_parts
 from metaphrase.training.recipe import Recipe
+from metaphrase.training.recipe_fields import DEFAULT_PRESET
 from metaphrase.training.sharded_weights import whole_shape
 
 logger = logging.getLogger(__name__)
 
 # Lists of ids of the vocabulary that a model had.
 _OF_OLD_IDS = ("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "forced_decoder_ids")
+
+
+def check_model(recipe: Recipe) -> None:
+    """Refuses, before any corpus is read, dimensions of a new model that are wrong, and names of parts that a model lacks.
+
+    Raises:
+        ValueError: Naming the field.
+        OSError: If there is no such model.
+    """
+    # Adapters have rates too, and are not there yet.
+    rates = recipe.learning_rate_factors if recipe.lora_rank is None else {}
+    names_parts = recipe.freeze or rates or recipe.lora_target_modules
+    if recipe.model_name_or_path is None:
+        # What a tokenizer adds is not known yet. Where it makes two vocabularies, embeddings cannot be shared.
+        fields = {"share_embeddings": False, **recipe.model}
+        config = MetaphraseConfig.from_preset(recipe.preset or DEFAULT_PRESET, **fields)
+    elif names_parts:
+        config = AutoConfig.from_pretrained(recipe.model_name_or_path, trust_remote_code=False)
+    if not names_parts:
+        return
+    with torch.device("meta"):
+        model = AutoModelForSeq2SeqLM.from_config(config, trust_remote_code=False)
+    check_parts(model, recipe.freeze or (), rates)
+    if recipe.lora_target_modules:
+        check_targets(model, recipe.lora_target_modules, "lora_target_modules")
 
 
 def load_base(recipe: Recipe, with_weights: bool = True) -> PreTrainedModel:

@@ -26,7 +26,7 @@ from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGenera
 from metaphrase.tokenization import TokenizerPair, set_languages
 from metaphrase.training.adapters import ALL_LINEAR, add_lora, import_peft, is_adapted, merge_lora
 from metaphrase.training.averaging import RECIPE_NAME, average_checkpoints, select_checkpoints
-from metaphrase.training.base_model import fit_special_ids, fit_vocabulary, load_base
+from metaphrase.training.base_model import check_model, fit_special_ids, fit_vocabulary, load_base
 from metaphrase.training.batching import PairCollator
 from metaphrase.training.decoding_settings import length_limit, settle_decoding
 from metaphrase.training.evaluation import evaluate_generator
@@ -124,9 +124,7 @@ class Experiment:
         # It lowers limits that are defaults and too high, as the recipe of a run that is resumed says.
         self.corpus = make_corpus(recipe, self.arguments, longest_sequence(recipe, DEFAULT_PRESET))
         check_evaluated(recipe)
-        if recipe.model_name_or_path is None:
-            # What a tokenizer would add stands in, so that names and dimensions that are wrong are told before it is made.
-            MetaphraseConfig.from_preset(recipe.preset or DEFAULT_PRESET, **{"share_embeddings": False, **recipe.model})
+        check_model(recipe)
         self.is_unchecked = is_dry_run and not resumes(recipe)
         self.checkpoint = None if self.is_unchecked else checkpoint_to_resume(recipe, self.folder)
 

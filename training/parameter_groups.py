@@ -43,12 +43,8 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
     Raises:
         ValueError: If a pattern names nothing, or nothing is left to train.
     """
-    names, frozen = _all_names(model), set()
-    for pattern in patterns:
-        found = _select(names, pattern.removeprefix("!"), "freeze")
-        frozen = frozen - found if pattern.startswith("!") else frozen | found
-    if not any(parameter.requires_grad and parameter not in frozen for parameter in names):
-        raise ValueError(f"`freeze` must leave something to train, got {', '.join(patterns)}.")
+    names = _all_names(model)
+    frozen = _frozen(names, patterns)
     meant = [pattern for pattern in patterns if not pattern.startswith("!")]
     for parameter in frozen:
         _tell_of_ties(names[parameter], meant, "is frozen")
@@ -57,6 +53,23 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
     total = sum(parameter.numel() for parameter in names)
     logger.info("Frozen: %s of %s parameters (%s).", f"{count:,}", f"{total:,}", ", ".join(patterns))
     return count
+
+
+def check_parts(model: nn.Module, frozen: Sequence[str], rates: Collection[str]) -> None:
+    """Refuses what `freeze` and `parameter_groups` would, of a model that needs no weights.
+
+    Args:
+        model: On any device, the meta device too.
+        frozen: As `freeze` takes them.
+        rates: Patterns of `learning_rate_factors`.
+
+    Raises:
+        ValueError: If a pattern names nothing, or nothing is left to train.
+    """
+    names = _all_names(model)
+    _frozen(names, frozen)
+    for pattern in rates:
+        _select(names, pattern, "learning_rate_factors")
 
 
 def parameter_groups(
@@ -205,6 +218,21 @@ def _select(names: Mapping[nn.Parameter, list[str]], pattern: str, field: str) -
             )
         selected |= found
     return selected
+
+
+def _frozen(names: Mapping[nn.Parameter, list[str]], patterns: Sequence[str]) -> set[nn.Parameter]:
+    """What `freeze` excludes from training.
+
+    Raises:
+        ValueError: As `freeze`.
+    """
+    frozen = set()
+    for pattern in patterns:
+        found = _select(names, pattern.removeprefix("!"), "freeze")
+        frozen = frozen - found if pattern.startswith("!") else frozen | found
+    if not any(parameter.requires_grad and parameter not in frozen for parameter in names):
+        raise ValueError(f"`freeze` must leave something to train, got {', '.join(patterns)}.")
+    return frozen
 
 
 def _tell_of_ties(aliases: Sequence[str], patterns: Sequence[str], what: str) -> None:

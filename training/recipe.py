@@ -105,16 +105,16 @@ class Recipe(RecipeFields):
         return name in self.__dict__.get("given", ()) or getattr(self, name) != default
 
     @staticmethod
-    def group_of(name: str) -> str:
+    def group_of(name: str, where: str = "a recipe") -> str:
         """The group of a field of our own, as `metaphrase train --help` shows it.
 
         Raises:
-            ValueError: If there is no such field.
+            ValueError: If there is no such field, saying where it was found.
         """
         if name in TRAINING_FIELDS:
             return "training"
         if name not in OWN_FIELDS:
-            raise ValueError(_unknown(name, "a task"))
+            raise ValueError(_unknown(name, where))
         return OWN_FIELDS[name].metadata["group"]
 
     def data_path(self, name: str) -> Path:

@@ -203,7 +203,7 @@ def _check_tasks(recipe: "Recipe") -> None:
         if not isinstance(fields, dict):
             raise ValueError(f"`tasks.{task}` must hold fields with values, got {fields!r}.")
         for name in fields:
-            if name != "weight" and recipe.group_of(name) != "data":
+            if name != "weight" and recipe.group_of(name, f"`tasks.{task}`") != "data":
                 raise ValueError(f"`tasks.{task}` must hold a `weight` and fields of data, got `{name}`.")
         for name in ("data_dir", "streaming", "objective"):
             if name in fields:

@@ -24,12 +24,13 @@ def padded_cost(source_lengths: np.ndarray | Sequence[int], target_lengths: np.n
     return len(source_lengths) * (int(max(source_lengths)) + int(max(target_lengths)))
 
 
-def check_longest_pair(lengths: np.ndarray, max_tokens_per_batch: int) -> None:
+def check_longest_pair(lengths: np.ndarray, max_tokens_per_batch: int, num_before: int = 0) -> None:
     """Refuses a budget that the longest pair alone exceeds.
 
     Args:
         lengths: Tokens of source and target of each pair, `(pairs, 2)`.
         max_tokens_per_batch: The budget.
+        num_before: Pairs that came before these.
 
     Raises:
         ValueError: Naming the longest pair.
@@ -39,9 +40,9 @@ def check_longest_pair(lengths: np.ndarray, max_tokens_per_batch: int) -> None:
     if sums[longest] > max_tokens_per_batch:
         source, target = lengths[longest].tolist()
         raise ValueError(
-            f"`max_tokens_per_batch` must hold the longest pair, number {longest} with {source} source and {target} target "
-            f"tokens, {source + target} in all, got {max_tokens_per_batch}. Raise it, or lower `max_source_length` and "
-            "`max_target_length`."
+            f"`max_tokens_per_batch` must hold the longest pair, number {num_before + longest + 1} of those to train on, with "
+            f"{source} source and {target} target tokens, {source + target} in all, got {max_tokens_per_batch}. Raise it, or "
+            "lower `max_source_length` and `max_target_length`."
         )
 
 
@@ -50,13 +51,15 @@ def round_up(lengths: np.ndarray, multiple: int) -> np.ndarray:
     return -(-lengths // multiple) * multiple
 
 
-def as_padded(lengths: np.ndarray, max_tokens_per_batch: int, multiple: int) -> np.ndarray:
+def as_padded(lengths: np.ndarray, max_tokens_per_batch: int, multiple: int, num_before: int = 0) -> np.ndarray:
     """Lengths rounded up to a multiple. A pair that the budget holds only without that has a batch for itself.
+
+    For arguments, see `check_longest_pair`.
 
     Raises:
         ValueError: If the longest pair alone exceeds the budget as it is.
     """
-    check_longest_pair(lengths, max_tokens_per_batch)
+    check_longest_pair(lengths, max_tokens_per_batch, num_before)
     return round_up(lengths, multiple)
 
 

@@ -95,7 +95,7 @@ class TokenBudgetStream(IterableDataset):
 
     def _cut(self, buffer: list[Pair], number: int, num_read: int) -> Iterator[list[Pair]]:
         lengths = np.array([[len(pair["input_ids"]), len(pair["labels"])] for pair in buffer])
-        lengths = as_padded(lengths, self.max_tokens_per_batch, self.length_multiple)
+        lengths = as_padded(lengths, self.max_tokens_per_batch, self.length_multiple, num_read)
         generator = seeded_generator((self.seed * 1_000_003 + number) * 1_000_003 + num_read)
         batches = form_batches(lengths, self.max_tokens_per_batch, generator)
         steps = -(-len(batches) // self.num_processes)
