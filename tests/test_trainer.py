@@ -23,7 +23,10 @@ from metaphrase.modeling import IGNORED_LABEL, sequence_loss, shift_right
 from metaphrase.tokenization import TokenizerPair, train_tokenizer
 from metaphrase.training.batching import PairCollator
 from metaphrase.training.checkpoint_folders import checkpoints_in, step_of
+from metaphrase.training.packed_collator import PackedCollator
 from metaphrase.training.token_budget import WithFillers
+from metaphrase.training.token_budget_loaders import count_pairs
+from metaphrase.training.token_stream import TokenBudgetStream
 from metaphrase.training.trainer import MetaphraseTrainer
 from metaphrase.training.validation_scores import spread
 
@@ -248,12 +251,33 @@ def test_a_budget_bounds_what_is_evaluated_too(decodes, model, pairs, tmp_path, 
 
 
 @pytest.mark.parametrize("length", [{"max_steps": 5}, {"num_train_epochs": 2}])
-def test_pairs_of_a_budget_are_counted_as_trained_on(length, model, pairs, tmp_path):
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_pairs_of_a_budget_are_counted_as_trained_on(is_packed, length, model, pairs, tmp_path, monkeypatch):
+    monkeypatch.setattr(type(model), "supports_packing", is_packed)
     trainer = make_trainer(model, pairs, tmp_path, max_tokens_per_batch=40, **length)
     trainer.train_dataset = with_lengths(pairs)
     metrics = trainer.train().metrics
     samples = metrics["train_samples_per_second"] * metrics["train_runtime"]
     assert samples == pytest.approx(metrics["epoch"] * len(pairs), rel=0.02)
+
+
+def test_pairs_of_a_stream_are_counted_as_trained_on(model, pairs, tmp_path):
+    trainer = make_trainer(model, pairs, tmp_path, max_tokens_per_batch=40, max_steps=30)
+    read = []
+    trainer.train_dataset = TokenBudgetStream(lambda number: pairs, 40, seed=0, pairs_in_buffer=len(pairs))
+    step = trainer.training_step
+    trainer.training_step = lambda model, inputs, *rest: (
+        read.append(len(inputs["target_lengths"])) or step(model, inputs, *rest)
+    )
+    metrics = trainer.train().metrics
+    assert metrics["train_samples_per_second"] * metrics["train_runtime"] == pytest.approx(sum(read), rel=0.02)
+    assert sum(read) > len(pairs)
+
+
+def test_fillers_and_ignored_pairs_do_not_count():
+    pairs = [{"input_ids": [5] * size, "labels": [6] * (size + 1)} for size in (3, 1, 7)]
+    pairs.append({"input_ids": [5], "labels": [-100, -100]})
+    assert count_pairs(PairCollator(0)(pairs)) == count_pairs(PackedCollator(0, 32)(pairs)) == 3
 
 
 def test_training_loss_is_smoothed(model, pairs, tmp_path):

@@ -1,13 +1,16 @@
 """Loaders of batches by a budget of tokens, packed where the model can read that, for a trainer."""
 
 import logging
+from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
+import torch
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import seed_worker
 
+from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.training.data_place import BATCHES_BY_NUMBER
 from metaphrase.training.packed_collator import PackedCollator
 from metaphrase.training.token_budget import TokenBudgetSampler, WithFillers
@@ -19,10 +22,23 @@ logger = logging.getLogger(__name__)
 TOKENS_MULTIPLE = 32
 
 
+def count_pairs(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """How many pairs of a batch, padded or packed, have labels: fillers have none. A scalar, where the batch is."""
+    is_label = inputs["labels"] != IGNORED_LABEL
+    if (lengths := inputs.get("target_lengths")) is None:
+        return is_label.any(dim=1).sum()
+    of_pairs = torch.arange(len(lengths), device=is_label.device).repeat_interleave(
+        lengths, output_size=is_label.numel()
+    )
+    return torch.zeros_like(lengths).index_add_(0, of_pairs, is_label.flatten().to(lengths.dtype)).count_nonzero()
+
+
 class TokenBudgetMixin:
     """For a trainer, before its parents: what `max_tokens_per_batch` changes of its loaders. With `None` that is nothing."""
 
     max_tokens_per_batch: int | None = None
+    # Pairs of this process in this call of `train`.
+    _num_trained: torch.Tensor | int = 0
 
     def _layout_of_epochs(self) -> dict[str, int | str | None]:
         layout = super()._layout_of_epochs()
@@ -37,6 +53,7 @@ class TokenBudgetMixin:
         }
 
     def get_train_dataloader(self):
+        self._num_trained = 0
         if isinstance(self.train_dataset, TokenBudgetStream):
             self.train_dataset.length_multiple = self._length_multiple
             return self._prepare_loader(self.train_dataset, is_training=True, batch_size=None)
@@ -63,10 +80,22 @@ class TokenBudgetMixin:
             return super().get_eval_dataloader(eval_dataset)
         return self._budget_loader(dataset, is_training=False)
 
+    @property
+    def _trains_by_budget(self) -> bool:
+        return self.max_tokens_per_batch is not None or isinstance(self.train_dataset, TokenBudgetStream)
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        if self._trains_by_budget and "labels" in inputs:
+            self._num_trained = self._num_trained + count_pairs(inputs)
+        return super().training_step(model, inputs, num_items_in_batch)
+
     def _finalize_training(self, trial, num_train_samples, start_time):
-        if self.max_tokens_per_batch is not None and self._steps_per_epoch is not None:
-            # The parent multiplies steps by a number of pairs, which a budget does not go by.
-            num_train_samples = len(self.train_dataset) * self.state.max_steps / self._steps_per_epoch
+        if self._trains_by_budget:
+            # The parent multiplies steps by a number of pairs, which a budget does not go by, and takes the share of those steps
+            # that were made in this call.
+            num_steps = self.state.global_step - getattr(self, "_initial_global_step", 0)
+            [num_trained] = self._sum_over_processes(torch.as_tensor([self._num_trained]))
+            num_train_samples = num_trained * self.state.max_steps / max(num_steps, 1)
         return super()._finalize_training(trial, num_train_samples, start_time)
 
     @property
