@@ -46,11 +46,13 @@ class _ProjectedLoss(torch.autograd.Function):
             chunk, chunk_labels = _take(states, places), _take(labels, places)
             kept = None if is_label is None else _take(is_label, places)
             logits = chunk @ matrix.T if bias is None else torch.addmm(bias.to(dtype), chunk, matrix.T)
-            chosen = logits.gather(1, chunk_labels[:, None]).float().squeeze(1)
+            rows = torch.arange(chunk.shape[0], device=chunk.device)
+            chosen = logits[rows, chunk_labels].float()
             probabilities = torch.softmax(logits, dim=1)
-            losses = _normalizers(logits, probabilities, chosen, chunk_labels) - (1 - smoothing) * chosen
+            of_labels = _LabelProbabilities(probabilities, rows, chunk_labels)
+            losses = of_labels.surprisals(logits, probabilities, chosen) + smoothing * chosen
             if alpha:
-                divergences, slope = _divergence(logits, probabilities, alpha)
+                divergences, slope = _divergence(logits, probabilities, of_labels, rows, chunk_labels, alpha)
             del logits
             if smoothing:
                 losses -= share * (chunk.float() @ weight_sum)
@@ -62,7 +64,7 @@ class _ProjectedLoss(torch.autograd.Function):
             if not any(needed[:3]):
                 continue
             # From here on they are the gradient of the logits, but for what smoothing adds.
-            probabilities[torch.arange(chunk.shape[0], device=chunk.device), chunk_labels] -= 1 - smoothing
+            probabilities[rows, chunk_labels] = of_labels.less(1 - smoothing).to(dtype)
             if alpha:
                 probabilities += slope
                 del slope
@@ -108,16 +110,39 @@ class _ProjectedLoss(torch.autograd.Function):
         return *gradients, None, None, None, None, None, None
 
 
-def _normalizers(
-    logits: torch.Tensor, probabilities: torch.Tensor, chosen: torch.Tensor, labels: torch.Tensor
-) -> torch.Tensor:
-    """Logarithm of each row's sum of exponentials, `(rows)`: an entry of the logits less the logarithm of its probability."""
-    if logits.device.type == "cpu":
-        found = probabilities.gather(1, labels[:, None]).float().squeeze(1)
-        if found.min() > torch.finfo(probabilities.dtype).tiny:
-            return chosen - found.log()
-    # The largest probability is at least 1 / vocab, so its logarithm is exact; on a CPU, to find it is slow.
-    return logits.amax(dim=1).float() - probabilities.amax(dim=1).float().log()
+class _LabelProbabilities:
+    """Probability of each row's label, and of all else, `(rows)`: in half precision the one says nothing of the other near 1.
+
+    Numbers of bfloat16 below 1 are 0.004 apart, but small ones keep their digits: a label of more than one half is what the sum
+    of the others leaves.
+    """
+
+    def __init__(self, probabilities: torch.Tensor, rows: torch.Tensor, labels: torch.Tensor):
+        found, dtype = probabilities[rows, labels], torch.promote_types(probabilities.dtype, torch.float32)
+        probabilities[rows, labels] = 0
+        # Summed in float32, and rounded to as many digits as its terms have: to convert them all first takes far longer.
+        self.rest = probabilities.sum(dim=1).to(dtype)
+        probabilities[rows, labels] = found
+        self.found, self.is_likely = found.to(dtype), self.rest < 0.5
+
+    def less(self, share: float) -> torch.Tensor:
+        """Their probabilities less a share."""
+        return torch.where(self.is_likely, 1 - share - self.rest, self.found - share)
+
+    def difference(self) -> torch.Tensor:
+        """Those of the first half of the rows less those of the second, `(rows / 2)`."""
+        (p, q), (rest_p, rest_q) = self.found.chunk(2), self.rest.chunk(2)
+        are_likely = torch.logical_and(*self.is_likely.chunk(2))
+        return torch.where(are_likely, rest_q - rest_p, p - q)
+
+    def surprisals(self, logits: torch.Tensor, probabilities: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """Negative logarithms, where `chosen` are the logits of the labels."""
+        if logits.device.type == "cpu" and self.found.min() > torch.finfo(probabilities.dtype).tiny:
+            unlikely = -self.found.log()
+        else:
+            # The largest probability is at least 1 / vocab, so its logarithm is exact; on a CPU, to find it is slow.
+            unlikely = logits.amax(dim=1).float() - probabilities.amax(dim=1).float().log() - chosen
+        return torch.where(self.is_likely, -torch.log1p(-self.rest.clamp(max=0.5)), unlikely)
 
 
 def _chunks(total: int, rows: int, is_twice: bool) -> Iterator[tuple[slice, ...]]:
@@ -137,14 +162,25 @@ def _put(tensor: torch.Tensor, places: tuple[slice, ...], rows: torch.Tensor) ->
         tensor[place] = part
 
 
-def _divergence(logits: torch.Tensor, probabilities: torch.Tensor, alpha: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _divergence(
+    logits: torch.Tensor,
+    probabilities: torch.Tensor,
+    of_labels: _LabelProbabilities,
+    rows: torch.Tensor,
+    labels: torch.Tensor,
+    alpha: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """For each row half of its pair's divergence times alpha, `(rows)`, and the gradient of the logits, `(rows, vocab)`.
 
     Rows are two halves, p and q, of the same labels. KL(p, q) + KL(q, p) is the sum of (p - q)(a - b) over logits a and b, since
-    what normalizes them falls out, and its gradient for a is p - q + p (a - b - sum(p (a - b))).
+    what normalizes them falls out, and its gradient for a is p - q + p (a - b - sum(p (a - b))). A constant falls out of a - b as
+    well: that of the label, whose probabilities may be too near to 1 to tell them apart, is made 0.
     """
     (first, second), (p, q) = logits.chunk(2), probabilities.chunk(2)
+    places = rows[: len(p)], labels[: len(p)]
     gap, difference = first - second, p - q
+    gap -= gap[places][:, None]
+    difference[places] = of_labels.difference().to(difference.dtype)
     each = 0.25 * alpha * (gap * difference).sum(dim=1, dtype=torch.float32)
     slopes = [torch._softmax_backward_data(gap, side, 1, gap.dtype) for side in (p, q)]
     slope = torch.cat((slopes[0].add_(difference), slopes[1].add_(difference).neg_())).mul_(0.5 * alpha)

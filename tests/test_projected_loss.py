@@ -11,6 +11,7 @@ from torch.nn.utils import prune
 
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.modeling import projected_loss as module
+from metaphrase.modeling.divergence import divergence_of_halves
 from metaphrase.modeling.projected_loss import projected_loss
 
 ROWS, HIDDEN, VOCAB = 700, 16, 53
@@ -83,6 +84,53 @@ def test_large_logits_neither_overflow_nor_lose_the_loss():
     torch.testing.assert_close(projected_loss(100 * hidden, weight, bias, labels, 0.1), expected, rtol=1e-5, atol=0)
 
 
+def confident_problem(certainty):
+    """Hidden states that point to their labels, twice and not quite alike: more certainly for a larger number."""
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.randn(300, 64, generator=generator) / 8
+    labels = torch.randint(0, 300, (ROWS // 2,), generator=generator)
+    hidden = certainty * nn.functional.normalize(weight[labels]) / weight[labels].norm(dim=1, keepdim=True)
+    hidden = torch.cat([hidden + 0.3 * torch.randn(hidden.shape, generator=generator) for _ in range(2)])
+    return hidden.requires_grad_(), weight.requires_grad_(), labels.repeat(2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("alpha", [0.0, 3.0])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("certainty", [4, 8, 11, 14, 18])
+def test_what_is_nearly_certain_is_learned_as_precisely_as_with_logits(certainty, smoothing, alpha, dtype):
+    hidden, weight, labels = confident_problem(certainty)
+
+    def plain():
+        logits = nn.functional.linear(hidden, weight)
+        loss = nn.functional.cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=smoothing)
+        return loss + alpha * divergence_of_halves(logits, labels) if alpha else loss
+
+    def found(loss):
+        return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+
+    exact = found(plain())
+    with torch.autocast("cpu", dtype):
+        made = found(plain())
+        ours = found(projected_loss(hidden, weight, None, labels, smoothing, alpha))
+    # Probabilities are rounded once. In float16 those below 0.00006 have fewer digits, or are 0.
+    slack = 2e-2 if dtype == torch.float16 else torch.finfo(dtype).eps / 2
+    for name, value, reference, wanted in zip(("loss", "hidden", "weight"), ours, made, exact, strict=True):
+        error, allowed = ((result - wanted).norm() / wanted.norm() for result in (value, reference))
+        assert error <= 1.1 * allowed + slack, name
+
+
+def test_a_label_that_is_all_but_certain_still_learns():
+    hidden, weight = torch.eye(4)[:1], torch.zeros(4, 4)
+    weight[0, 0] = 8.0
+    weight.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = projected_loss(hidden, weight, None, torch.tensor([0]))
+    assert loss.item() == pytest.approx(-torch.log_softmax(weight[0], dim=0)[0].item(), rel=1e-2)
+    gradient = torch.autograd.grad(loss, weight)[0][:, 0]
+    assert gradient[0] == pytest.approx(-3 * gradient[1].item(), rel=1e-2) and gradient[1] > 0
+
+
 def test_only_the_gradients_asked_for_are_made():
     hidden, weight, bias, labels = problem()
     loss = projected_loss(hidden, weight.detach(), bias.detach(), labels)
@@ -149,10 +197,10 @@ def test_a_model_in_training_has_the_loss_and_the_gradients_it_has_with_logits(f
         torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_training_never_holds_all_logits():
+def test_training_never_holds_all_logits(monkeypatch):
     model = tiny_model().train()
-    calls = []
-    model.lm_head.register_forward_hook(lambda *_: calls.append(1))
+    calls, project = [], type(model).project
+    monkeypatch.setattr(type(model), "project", lambda *inputs: calls.append(1) or project(*inputs))
     batch = random_batch(model.config, with_labels=True)
     output = model(**batch)
     output.loss.backward()
@@ -174,6 +222,40 @@ def test_a_head_with_a_weight_that_is_computed_anew_each_time_is_called():
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.sub_(0.1 * parameter.grad)
+
+
+def _capped(head):
+    head.register_forward_hook(lambda module, inputs, logits: 5 * torch.tanh(logits / 5))
+
+
+def _halved(head):
+    head.register_forward_pre_hook(lambda module, inputs: (inputs[0] / 2,))
+
+
+def _another(head):
+    head.forward = lambda states: nn.functional.linear(states, 2 * head.weight)
+
+
+def _watched(head):
+    head.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] / 2,))
+
+
+@pytest.mark.parametrize("change", [_capped, _halved, _another, _watched])
+def test_what_is_done_to_a_head_is_done_in_training_too(change):
+    model = tiny_model(initializer_range=0.2).train()
+    inputs, plain = random_batch(model.config, with_labels=True), []
+    for is_changed in (False, True):
+        if is_changed:
+            change(model.lm_head)
+        plain.append(found := [])
+        for options in ({}, {"return_logits": True}):
+            model.zero_grad()
+            loss = model(**inputs, **options).loss
+            loss.backward()
+            found.append([loss.detach(), model.get_input_embeddings().weight.grad.clone()])
+        for ours, wanted in zip(*found, strict=True):
+            torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(plain[0][0][1], plain[1][0][1])
 
 
 def test_a_head_that_accelerate_brings_from_elsewhere_is_called():
