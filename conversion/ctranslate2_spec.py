@@ -113,7 +113,7 @@ def _options(config: MetaphraseConfig) -> dict:
 
 def _fill_stack(spec: model_spec.LayerSpec, stack: nn.Module, config: MetaphraseConfig) -> None:
     spec.pre_norm = config.norm_position == "pre"
-    spec.scale_embeddings = float(stack.embed_tokens.scale)
+    spec.scale_embeddings = float(stack.embed_tokens.embed_scale)
     embeddings = spec.embeddings[0] if isinstance(spec.embeddings, list) else spec.embeddings
     embeddings.weight = stack.embed_tokens.weight
     if config.final_norm:

@@ -93,10 +93,10 @@ def _has_kernel() -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def _is_wrapped(module: nn.Module) -> bool:
+def is_wrapped(module: nn.Module) -> bool:
     """Whether somebody wants to be told when a module is called, or put something in the place of what it does."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks) or "forward" in vars(module)
+    return any(hooks) or "forward" in vars(module) or nn.modules.module._has_any_global_hook()
 
 
 def can_fuse(layer: nn.Module, states: torch.Tensor, activation: nn.Module | None = None) -> bool:
@@ -105,9 +105,7 @@ def can_fuse(layer: nn.Module, states: torch.Tensor, activation: nn.Module | Non
         return False
     if type(layer) is not nn.Linear or type(activation) not in (nn.ReLU, type(None)):
         return False
-    if any(_is_wrapped(module) for module in (layer, activation) if module is not None):
-        return False
-    if nn.modules.module._has_any_global_hook():
+    if any(is_wrapped(module) for module in (layer, activation) if module is not None):
         return False
     if type(layer.weight.data) is not torch.Tensor or layer.weight.numel() < _LEAST_SIZE:
         return False
@@ -115,9 +113,10 @@ def can_fuse(layer: nn.Module, states: torch.Tensor, activation: nn.Module | Non
 
 
 def cast_once(states: torch.Tensor) -> torch.Tensor:
-    """States in the precision of autocast, where several layers would cast them one by one."""
+    """States in the precision of autocast, where several layers would cast them one by one. It leaves doubles alone."""
     kind = states.device.type
-    return states.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else states
+    is_cast = torch.is_autocast_enabled(kind) and states.dtype != torch.float64
+    return states.to(torch.get_autocast_dtype(kind)) if is_cast else states
 
 
 def linear(layer: nn.Module, states: torch.Tensor, activation: nn.Module | None = None) -> torch.Tensor:

@@ -62,6 +62,7 @@ class _GridAttention(torch.autograd.Function):
         return grid.queries.leave(output)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, gradient: torch.Tensor):
         saved = ctx.saved_tensors  # may be asked for once
         # What else is in the grid is let go before its gradients leave it, one by one.

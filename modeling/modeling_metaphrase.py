@@ -15,6 +15,7 @@ from .decoder import MetaphraseDecoder
 from .divergence import divergence_of_halves
 from .embedding_sizes import EncoderDecoderEmbeddings
 from .encoder import MetaphraseEncoder
+from .fused_linear import is_wrapped
 from .generation import MetaphraseGenerationMixin
 from .normalization import clamp_float16
 from .pipelines import TranslationPipeline  # noqa: F401 (what is imported here travels with a saved model)
@@ -193,10 +194,12 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, MetaphraseGen
         return hidden_states if self.config.logits_scale == 1.0 else hidden_states * self.config.logits_scale
 
     def _loss_is_chunked(self, hidden_states: torch.Tensor) -> bool:
-        # A head that is no plain projection any more (an adapter's, a quantized, pruned or offloaded one) knows itself how it is
-        # applied; float16 needs its logits clamped; and a compiler splits and fuses the plain loss by itself.
+        # A head that is no plain projection any more (an adapter's, a quantized, pruned or offloaded one, one with hooks) knows
+        # itself how it is applied; float16 needs its logits clamped; and a compiler splits and fuses the plain loss by itself.
         head = self.lm_head
         is_plain = type(head) is nn.Linear and "weight" in head._parameters and "_hf_hook" not in vars(head)
+        # DeepSpeed hooks all modules, to fetch what it has shared out.
+        is_plain = is_plain and (hasattr(head.weight, "ds_id") or not is_wrapped(head))
         return is_plain and hidden_states.dtype != torch.float16 and not torch.compiler.is_compiling()
 
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, *args, **kwargs) -> dict:

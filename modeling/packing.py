@@ -17,6 +17,30 @@ def grid_width(longest: int) -> int:
     return max(MIN_GRID_WIDTH, -(-longest // GRID_WIDTH_MULTIPLE) * GRID_WIDTH_MULTIPLE)
 
 
+def check_lengths(lengths: torch.Tensor, num_tokens: int, waits: bool = False) -> None:
+    """Refuses lengths of sequences that a row cannot hold.
+
+    Args:
+        lengths: Tokens of each sequence, `(sequences)`.
+        num_tokens: Tokens in the row.
+        waits: Whether an accelerator is waited for, only to ask it whether the caller counted right.
+
+    Raises:
+        ValueError: If they are not those of non-empty sequences that fill the row.
+    """
+    if not isinstance(lengths, torch.Tensor) or lengths.ndim != 1 or not len(lengths):
+        given = tuple(lengths.shape) if isinstance(lengths, torch.Tensor) else type(lengths).__name__
+        raise ValueError(f"Packed lengths must be a tensor with one for each sequence, `(sequences)`, got {given}.")
+    if lengths.device.type != "cpu" and not waits:
+        return
+    total, shortest = int(lengths.sum()), int(lengths.min())
+    if total != num_tokens or shortest < 1:
+        raise ValueError(
+            f"Packed lengths must be at least 1 and add up to the {num_tokens} tokens of the row, "
+            f"got {lengths.tolist()} with sum {total}."
+        )
+
+
 class Segments:
     """Where each sequence lies in a packed row, in the forms in which attention kernels ask for it. Computed when asked for."""
 
@@ -29,20 +53,11 @@ class Segments:
         Raises:
             ValueError: If the lengths are not those of non-empty sequences that fill the row.
         """
-        if lengths.ndim != 1:
-            raise ValueError(
-                f"Packed lengths must be one for each sequence, `(sequences)`, got {tuple(lengths.shape)}."
-            )
+        check_lengths(lengths, num_tokens, waits=longest is None)
         self.lengths = lengths.long()
         self.num_tokens = num_tokens
-        # An accelerator is not waited for only to be asked whether the caller counted right.
         if longest is None or lengths.device.type == "cpu":
-            total, shortest, found = (int(value) for value in (lengths.sum(), lengths.min(), lengths.max()))
-            if total != num_tokens or shortest < 1:
-                raise ValueError(
-                    f"Packed lengths must be at least 1 and add up to the {num_tokens} tokens of the row, "
-                    f"got {lengths.tolist()} with sum {total}."
-                )
+            found = int(lengths.max())
             if longest is not None and longest != found:
                 raise ValueError(f"The longest of the packed lengths must be {found}, got {longest}.")
             longest = found

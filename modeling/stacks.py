@@ -27,11 +27,12 @@ class ScaledEmbedding(nn.Embedding):
 
     def __init__(self, vocab_size: int, hidden_size: int, scale: float, padding_idx: int | None = None):
         super().__init__(vocab_size, hidden_size, padding_idx)
-        self.scale = scale
+        # As transformers' own embeddings of this kind call it, so that peft's adapters know of it.
+        self.embed_scale = scale
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         embeddings = super().forward(input_ids)
-        return embeddings if self.scale == 1.0 else embeddings * self.scale
+        return embeddings if self.embed_scale == 1.0 else embeddings * self.embed_scale
 
 
 class MetaphrasePreTrainedModel(PreTrainedModel):

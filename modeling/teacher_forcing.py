@@ -6,6 +6,8 @@ Every part that shifts labels or counts them goes through this file.
 import torch
 from torch import nn
 
+from .packing import check_lengths
+
 IGNORED_LABEL = -100
 
 
@@ -30,8 +32,10 @@ def shift_right(
         Ids `(batch, target)`.
 
     Raises:
-        ValueError: If an id that is needed is not configured.
+        ValueError: If an id that is needed is not configured, or the lengths do not fit the row.
     """
+    if target_lengths is not None:
+        check_lengths(target_lengths, labels.shape[1])
     for field, value in (("decoder_start_token_id", decoder_start_token_id), ("pad_token_id", pad_token_id)):
         is_needed = field == "pad_token_id" or not start_from_labels
         if value is None and is_needed:
@@ -51,12 +55,17 @@ def shift_right(
 
 
 def _last_labels(labels: torch.Tensor, pad_token_id: int, target_lengths: torch.Tensor | None) -> torch.Tensor:
-    """The last label of each row, or of each target of a packed one."""
-    if target_lengths is not None:
-        return labels[0, target_lengths.cumsum(0) - 1]
+    """The last label of each row, or of each target of a packed one; where there is none, what stands first."""
     is_label = (labels != IGNORED_LABEL) & (labels != pad_token_id)
-    places = torch.arange(labels.shape[1], device=labels.device) * is_label
-    return labels.gather(1, places.argmax(dim=1, keepdim=True))[:, 0]
+    places = torch.arange(labels.shape[1], device=labels.device)
+    if target_lengths is None:
+        return labels.gather(1, (places * is_label).argmax(dim=1, keepdim=True))[:, 0]
+    starts = target_lengths.cumsum(0) - target_lengths
+    start_of_each = starts.repeat_interleave(target_lengths, output_size=labels.shape[1])
+    numbers = torch.arange(len(starts), device=labels.device)
+    numbers = numbers.repeat_interleave(target_lengths, output_size=labels.shape[1])
+    last = starts.scatter_reduce(0, numbers, torch.where(is_label[0], places, start_of_each), "amax")
+    return labels[0, last]
 
 
 def sequence_loss(

@@ -114,6 +114,28 @@ def test_adapter_adds_its_product_by_hand():
     assert (second @ first).abs().max() > 0.05
 
 
+TOUCHED_EMBEDDINGS = [
+    {"target_modules": ["q_proj"], "trainable_token_indices": [3, 4]},
+    {"target_modules": ["embed_tokens"]},
+]
+
+
+@pytest.mark.parametrize("options", TOUCHED_EMBEDDINGS, ids=lambda options: list(options)[-1])
+def test_adapters_of_embeddings_know_that_these_are_scaled(options):
+    model = tiny_model(**UNTIED, initializer_range=0.2).eval()
+    inputs = random_batch(model.config, with_labels=True)
+    with torch.no_grad():
+        loss = model(**inputs).loss
+        adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_2_SEQ_LM", **options)).eval()
+        torch.testing.assert_close(adapted(**inputs).loss, loss)
+        for name, parameter in adapted.named_parameters():
+            if parameter.requires_grad:
+                parameter += 0.3 * torch.ones_like(parameter)
+        changed = adapted(**inputs).loss
+        assert not torch.allclose(changed, loss, rtol=1e-3)
+        torch.testing.assert_close(adapted.merge_and_unload()(**inputs).loss, changed)
+
+
 @pytest.mark.parametrize(
     ("targets", "count"),
     [(["q_proj", "v_proj"], 2 * 2 * 3), (["cross_attn.q_proj"], 2), (r".*encoder.*\.mlp\..*_proj", 6)],

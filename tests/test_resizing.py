@@ -31,7 +31,7 @@ def test_resizing_the_source_or_both(ties, requested, multiple, size, tmp_path):
 
     assert embeddings is model.get_input_embeddings() is model.get_encoder().embed_tokens
     assert type(embeddings) is type(model.get_decoder().embed_tokens)
-    assert embeddings.scale == 32**0.5
+    assert embeddings.embed_scale == 32**0.5
     assert config.vocab_size == embeddings.num_embeddings == len(embeddings.weight) == size
     kept = min(37, size)
     assert torch.equal(embeddings.weight[:kept], old_source[:kept])

@@ -49,6 +49,9 @@ def test_decoder_starts_from_the_labels_where_it_should():
     lengths = torch.tensor([3, 1, 2])
     shifted = torch.tensor([[12, 10, 11, 13, 15, 14]])
     assert torch.equal(model.prepare_decoder_input_ids_from_labels(packed, lengths), shifted)
+    padded = model.prepare_decoder_input_ids_from_labels(labels)
+    joined = model.prepare_decoder_input_ids_from_labels(labels.reshape(1, -1), torch.tensor([4, 4, 4, 4]))
+    assert torch.equal(joined, padded.reshape(1, -1))
 
 
 def batch(rows=4, target=6, vocab=11):
