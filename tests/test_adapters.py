@@ -128,7 +128,7 @@ def test_adapters_of_embeddings_know_that_these_are_scaled(options):
         loss = model(**inputs).loss
         adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_2_SEQ_LM", **options)).eval()
         torch.testing.assert_close(adapted(**inputs).loss, loss)
-        for name, parameter in adapted.named_parameters():
+        for parameter in adapted.parameters():
             if parameter.requires_grad:
                 parameter += 0.3 * torch.ones_like(parameter)
         changed = adapted(**inputs).loss

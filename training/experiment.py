@@ -99,7 +99,9 @@ class Experiment:
             ValueError: If the recipe has no training pairs or names a score that there is not, or its folder holds a run
                 or a model already and is not to be resumed.
         """
-        self.recipe = recipe
+        # Its fields may have been changed since it was read.
+        recipe.check()
+        self.recipe, self.is_begun = recipe, False
         check_processes()
         # Without `use_cpu`, transformers refuses bf16 where there is no accelerator.
         extra = {} if torch.accelerator.is_available() else {"dataloader_pin_memory": False, "use_cpu": True}
@@ -135,6 +137,9 @@ class Experiment:
             ValueError: If this one process has several GPUs, the data, the base model or the checkpoint do not fit, or another
                 run writes to the folder.
         """
+        if self.is_begun:
+            raise ValueError("An experiment must be carried out once, got another call of `train`: make a new one.")
+        self.is_begun = True
         is_writer = self.arguments.process_index == 0
         with only_writer(self.folder) if is_writer else contextlib.nullcontext():
             return self._train()

@@ -64,7 +64,15 @@ class Recipe(RecipeFields):
         if unknown := sorted(set(self.training) - set(TRAINING_FIELDS)):
             raise ValueError(_unknown(unknown[0], "`training`"))
         if is_checked:
-            check_recipe(self, {name: item.metadata["minimum"] for name, item in OWN_FIELDS.items()})
+            self.check()
+
+    def check(self) -> None:
+        """Refuses fields that are out of range or contradict each other.
+
+        Raises:
+            ValueError: Naming the fields, what must hold and what was given.
+        """
+        check_recipe(self, {name: item.metadata["minimum"] for name, item in OWN_FIELDS.items()})
 
     def __getattr__(self, name: str) -> Any:
         if name in TRAINING_FIELDS:

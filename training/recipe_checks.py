@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from metaphrase.training.metrics import DEFAULT_METRICS, check_bleu_is_computed
+from metaphrase.training.token_budget import check_beside_budget
 
 if TYPE_CHECKING:
     from metaphrase.training.recipe import Recipe
@@ -18,12 +19,6 @@ _OF_A_TRAINED_TOKENIZER += ("normalization", "min_frequency", "joiner", "num_sen
 _FROM_0, _ABOVE_0, _TO_1 = "at least 0 and below 1", "above 0 and below 1", "above 0 and at most 1"
 _BOUNDS = {"label_smoothing_factor": _FROM_0, "exponential_average_decay": _FROM_0, "lora_dropout": _FROM_0}
 _BOUNDS |= {"noise_density": _ABOVE_0, "layer_decay": _TO_1}
-_NOT_WITH_A_BUDGET = {
-    "dataloader_drop_last": "by which every pair comes once an epoch",
-    "auto_find_batch_size": "which decides what a batch takes: after a lack of memory, the same batches would come again",
-    # transformers divides the noise by the root of a row's length, which is that of all pairs in it.
-    "neftune_noise_alpha": "by which many pairs share a row, whose length would lessen the noise",
-}
 # What a training pair holds already that is no length.
 _NO_LENGTHS = ("input_ids", "labels")
 # What an objective has no use for.
@@ -115,12 +110,7 @@ def _check_batches(recipe: "Recipe") -> None:
             f"`train_sampling_strategy` must not be {strategy} with `max_tokens_per_batch`, by which pairs of like length share "
             f"a batch, got {recipe.max_tokens_per_batch}."
         )
-    for name, why in _NOT_WITH_A_BUDGET.items():
-        if value := getattr(recipe, name):
-            shown = "true" if value is True else value
-            raise ValueError(
-                f"`{name}` must be left out with `max_tokens_per_batch`, {why}, got {shown} and {recipe.max_tokens_per_batch}."
-            )
+    check_beside_budget(recipe, recipe.max_tokens_per_batch)
 
 
 def _check_places(recipe: "Recipe") -> None:

@@ -4,6 +4,7 @@ import heapq
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +13,32 @@ from torch.utils.data import Dataset, Sampler
 from metaphrase.modeling import IGNORED_LABEL
 
 logger = logging.getLogger(__name__)
+
+# Arguments of a training that would act otherwise than they say.
+_NOT_WITH_A_BUDGET = {
+    "dataloader_drop_last": "by which every pair comes once an epoch",
+    "auto_find_batch_size": "which decides what a batch takes: after a lack of memory, the same batches would come again",
+    # transformers divides the noise by the root of a row's length, which is that of all pairs in it.
+    "neftune_noise_alpha": "by which many pairs share a row, whose length would lessen the noise",
+}
+
+
+def check_beside_budget(arguments: Any, max_tokens_per_batch: int) -> None:
+    """Refuses what cannot be had beside a budget.
+
+    Args:
+        arguments: Of a training, or a recipe.
+        max_tokens_per_batch: The budget.
+
+    Raises:
+        ValueError: Naming the field.
+    """
+    for name, why in _NOT_WITH_A_BUDGET.items():
+        if value := getattr(arguments, name):
+            shown = "true" if value is True else value
+            raise ValueError(
+                f"`{name}` must be left out with `max_tokens_per_batch`, {why}, got {shown} and {max_tokens_per_batch}."
+            )
 
 
 def padded_cost(source_lengths: np.ndarray | Sequence[int], target_lengths: np.ndarray | Sequence[int]) -> int:

@@ -3,23 +3,33 @@
 import logging
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
+from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, default_data_collator
 from transformers.trainer_utils import seed_worker
 
 from metaphrase.modeling import IGNORED_LABEL
+from metaphrase.training.batching import PairCollator
 from metaphrase.training.data_place import BATCHES_BY_NUMBER
 from metaphrase.training.packed_collator import PackedCollator
-from metaphrase.training.token_budget import TokenBudgetSampler, WithFillers
+from metaphrase.training.token_budget import TokenBudgetSampler, WithFillers, check_beside_budget
 from metaphrase.training.token_stream import TokenBudgetStream
 
 logger = logging.getLogger(__name__)
 
 # Of the tokens in a packed row where kernels of half precision compute it.
 TOKENS_MULTIPLE = 32
+_LENGTHS = ("source_length", "target_length")
+# They do nothing that a packed row does not.
+_PLAIN_COLLATORS = (PairCollator, PackedCollator, DataCollatorForSeq2Seq, DataCollatorWithPadding)
+
+
+def _has_lengths(dataset: Any) -> bool:
+    return hasattr(dataset, "__len__") and set(_LENGTHS) <= set(getattr(dataset, "column_names", None) or ())
 
 
 def count_pairs(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -54,6 +64,8 @@ class TokenBudgetMixin:
 
     def get_train_dataloader(self):
         self._num_trained = 0
+        if self._trains_by_budget:
+            self._check_budget()
         if isinstance(self.train_dataset, TokenBudgetStream):
             self.train_dataset.length_multiple = self._length_multiple
             return self._prepare_loader(self.train_dataset, is_training=True, batch_size=None)
@@ -69,11 +81,37 @@ class TokenBudgetMixin:
         )
         return loader
 
+    def _check_budget(self) -> None:
+        """Refuses what a budget would leave unasked.
+
+        Raises:
+            ValueError: Naming the argument.
+        """
+        check_beside_budget(self.args, self.max_tokens_per_batch)
+        if not isinstance(self.train_dataset, TokenBudgetStream) and not _has_lengths(self.train_dataset):
+            columns = getattr(self.train_dataset, "column_names", None)
+            raise ValueError(
+                f"`train_dataset` must have the columns {' and '.join(_LENGTHS)}, in tokens, and an end with "
+                f"`max_tokens_per_batch`, got a {type(self.train_dataset).__name__} with {columns}. What has no end is read by a "
+                "`TokenBudgetStream`."
+            )
+        is_plain = isinstance(self.data_collator, _PLAIN_COLLATORS) or self.data_collator is default_data_collator
+        if self._is_packing_model and not is_plain:
+            raise ValueError(
+                "`data_collator` must be one that only pads with `max_tokens_per_batch` and a model that reads packed rows, "
+                f"since pairs are put into rows in its place, got a {type(self.data_collator).__name__}. Pairs are padded by it "
+                "where the model's `supports_packing` is false."
+            )
+        if self._is_packing_model and self.args.torch_compile and self.args.device.type == "cpu":
+            logger.warning(
+                "Compiled for a CPU, packed rows take minutes for each new shape: leave `torch_compile` out."
+            )
+
     def get_eval_dataloader(self, eval_dataset=None):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         # As `evaluate` sees it.
         is_loss_alone = self.args.prediction_loss_only or self._decodes or self.compute_metrics is None
-        if self.max_tokens_per_batch is None or not is_loss_alone or not hasattr(dataset, "column_names"):
+        if self.max_tokens_per_batch is None or not is_loss_alone or not _has_lengths(dataset):
             return super().get_eval_dataloader(eval_dataset)
         if len(dataset) < self.args.world_size:
             # Some processes have no pair of their own: the parent's loader gives them one that is not counted.
@@ -109,7 +147,7 @@ class TokenBudgetMixin:
         return 1 if self._is_packing_model else getattr(self.data_collator, "pad_to_multiple_of", None) or 1
 
     def _budget_loader(self, dataset, is_training: bool) -> DataLoader:
-        lengths = np.stack([np.asarray(dataset[name][:]) for name in ("source_length", "target_length")], axis=1)
+        lengths = np.stack([np.asarray(dataset[name][:]) for name in _LENGTHS], axis=1)
         arguments = self.args
         seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
         # A pair to be evaluated is never left out: if it is longer than the budget, that grows to hold it.

@@ -1,6 +1,7 @@
 """MetaphraseTrainer: `Seq2SeqTrainer` with the loss left to the model and an evaluation that decodes by length."""
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from metaphrase.modeling import IGNORED_LABEL, sequence_loss
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.adafactor_options import AdafactorOptionsMixin
 from metaphrase.training.adapters import is_adapted
-from metaphrase.training.averaging import DEFAULT_METRIC, scores_in
+from metaphrase.training.averaging import DEFAULT_METRIC, is_better_lower, scores_in
 from metaphrase.training.batching import LengthGroupedSampler, with_decoder_inputs
 from metaphrase.training.checkpoint_folders import checkpoints_in, step_of
 from metaphrase.training.checkpoints import WholeCheckpoints
@@ -30,6 +31,8 @@ from metaphrase.training.sharded_weights import (
     keep_embeddings_together,
 )
 from metaphrase.training.token_budget_loaders import TokenBudgetMixin
+
+logger = logging.getLogger(__name__)
 
 
 class MetaphraseTrainer(
@@ -105,6 +108,7 @@ class MetaphraseTrainer(
         self.label_smoothing = self.args.label_smoothing_factor
         # The parent's smoother would take the labels away from the model.
         self.label_smoother = None
+        self._check_arguments()
         # Earlier versions of transformers count labels of an encoder-decoder as those of a decoder, which shifts them.
         self._loss_shifts_labels = False
         if self.compute_loss_func is None and not _smooths(self.model):
@@ -114,9 +118,32 @@ class MetaphraseTrainer(
                 )
             # Models of other families neither smooth labels nor divide by those of the whole step.
             self.compute_loss_func = self._loss_of_logits
+        self._asked_of_decoding: dict = {}
         self._evaluation_loss = torch.zeros(2, dtype=torch.float64)
         self._evaluates_loss_alone = False
         self._evaluates_own = True
+
+    def _check_arguments(self) -> None:
+        """Refuses arguments of which one would be ignored.
+
+        Raises:
+            ValueError: Naming them.
+        """
+        if self.optimizer is not None and (self.learning_rate_factors or self.layer_decay != 1):
+            raise ValueError(
+                "`optimizers` must be left out with `learning_rate_factors` or `layer_decay`, which make one."
+            )
+        if self._decodes and self.compute_metrics is not None:
+            raise ValueError("`score` and `compute_metrics` must not both be given with `predict_with_generate`.")
+        metric = self.args.metric_for_best_model
+        if metric is not None and self.args.greater_is_better is is_better_lower(metric):
+            better = "lower" if is_better_lower(metric) else "higher"
+            logger.warning(
+                "`greater_is_better` is %s, while %s is better when it is %s.",
+                self.args.greater_is_better,
+                metric,
+                better,
+            )
 
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()
@@ -224,7 +251,11 @@ class MetaphraseTrainer(
             num_labels = (labels != IGNORED_LABEL).sum().item()
             # A batch of repeats alone is computed as it stands and not counted: where weights are shared, all must take part.
             inputs = {**inputs, "labels": labels} if num_labels else inputs
-        if self.compute_loss_func == self._loss_of_logits:
+        is_given = self.compute_loss_func is not None and self.compute_loss_func != self._loss_of_logits
+        if is_given:
+            # Likewise.
+            inputs = self._with_shifted_labels(inputs)
+        elif self.compute_loss_func is not None:
             # The parent takes away the labels, of which these models make what their decoder reads.
             inputs = with_decoder_inputs(self.model, inputs)
             model = partial(model, labels=inputs["labels"])
@@ -232,12 +263,22 @@ class MetaphraseTrainer(
             inputs = {**inputs, "smoothing": self.label_smoothing}
         if is_training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if (self._decodes or self._evaluates_loss_alone) and self._is_packing_model:
+        if (self._decodes or self._evaluates_loss_alone) and self._is_packing_model and not is_given:
             inputs = {**inputs, "return_logits": False}
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=None)
+        # A function that was given divides by what it is told.
+        count = torch.tensor(max(num_labels, 1), device=labels.device) if is_given else None
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=count)
         if num_labels:
             self._evaluation_loss += torch.tensor([loss.item() * num_labels, num_labels], dtype=torch.float64)
         return (loss, outputs) if return_outputs else loss
+
+    def _with_shifted_labels(self, inputs: Mapping) -> dict:
+        """Inputs with what the decoder reads, for a model that does not get to see the labels."""
+        model = self.accelerator.unwrap_model(self.model)
+        if "decoder_input_ids" in inputs or not hasattr(model, "prepare_decoder_input_ids_from_labels"):
+            return dict(inputs)
+        packed = {name: inputs[name] for name in ("target_lengths",) if name in inputs}
+        return {**inputs, "decoder_input_ids": model.prepare_decoder_input_ids_from_labels(inputs["labels"], **packed)}
 
     def _without_repeats(self, labels: torch.Tensor) -> torch.Tensor:
         """Labels `(batch, target)` of a batch to be evaluated, those of repeated pairs ignored.
@@ -251,13 +292,24 @@ class MetaphraseTrainer(
         own = max(0, state.remainder - self.args.process_index * len(labels))
         return torch.cat([labels[:own], torch.full_like(labels[own:], IGNORED_LABEL)])
 
-    def evaluate(self, eval_dataset=None, *args, **kwargs):
-        self._evaluates_own = eval_dataset is None or eval_dataset is self.eval_dataset
-        return super().evaluate(eval_dataset, *args, **kwargs)
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval", **gen_kwargs):
+        self._evaluates_own, self._asked_of_decoding = (
+            eval_dataset is None or eval_dataset is self.eval_dataset,
+            gen_kwargs,
+        )
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **gen_kwargs)
 
-    def predict(self, test_dataset, *args, **kwargs):
-        self._evaluates_own = test_dataset is self.eval_dataset
-        return super().predict(test_dataset, *args, **kwargs)
+    def predict(self, test_dataset, ignore_keys=None, metric_key_prefix="test", **gen_kwargs):
+        self._evaluates_own, self._asked_of_decoding = test_dataset is self.eval_dataset, gen_kwargs
+        return super().predict(test_dataset, ignore_keys, metric_key_prefix, **gen_kwargs)
+
+    def _decoding_options(self) -> dict:
+        """Arguments of `generate()`: those of this call before those of the trainer, and these before the training arguments."""
+        options = self.generation_options | self._asked_of_decoding
+        if "max_new_tokens" not in options:
+            options.setdefault("max_length", self.args.generation_max_length)
+        options.setdefault("num_beams", self.args.generation_num_beams)
+        return {name: value for name, value in options.items() if value is not None}
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
@@ -299,7 +351,7 @@ class MetaphraseTrainer(
             [dataset[index]["input_ids"] for index in indices],
             batch_size=self.args.per_device_eval_batch_size,
             show_progress=None if not self.args.disable_tqdm and self.is_world_process_zero() else False,
-            **self.generation_options,
+            **self._decoding_options(),
         )
         decoded = [(index, candidates[0].ids) for index, candidates in zip(indices, hypotheses, strict=True)]
         if processes > 1:
