@@ -284,3 +284,27 @@ def test_targets_without_an_end_are_told_when_they_are_scored(data, tmp_path, ca
     fields = {"max_steps": 1, "save_strategy": "no", "eval_strategy": "no", "generation_max_length": 2}
     Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
     assert "8 of 8 targets met the length limit, 2 tokens, before their end" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("auto_find_batch_size", True, "`auto_find_batch_size` must be left out with `max_tokens_per_batch`"),
+        ("early_stopping_patience", 2, "`early_stopping_patience` must come with `metric_for_best_model`"),
+        ("learning_rate", -1.0, "`learning_rate` must be at least 0"),
+    ],
+)
+def test_a_recipe_that_was_changed_in_python_is_checked(data, tmp_path, name, value, said):
+    recipe = make_recipe(data, tmp_path, max_tokens_per_batch=200)
+    setattr(recipe, name, value)
+    with pytest.raises(ValueError, match=said):
+        Experiment(recipe)
+
+
+def test_an_experiment_is_carried_out_once(data, tmp_path):
+    experiment = Experiment(make_recipe(data, tmp_path, max_steps=1, save_steps=1, eval_steps=1))
+    experiment.train()
+    before = weights(tmp_path)
+    with pytest.raises(ValueError, match="must be carried out once"):
+        experiment.train()
+    assert all(torch.equal(before[name], weight) for name, weight in weights(tmp_path).items())

@@ -29,6 +29,12 @@ def with_decoder_inputs(model: PreTrainedModel, inputs: Mapping[str, torch.Tenso
     return {**inputs, "decoder_input_ids": shifted}
 
 
+def source_of(pair: Mapping[str, Sequence[int]]) -> Sequence[int]:
+    """The ids of a pair's source, without what its `attention_mask`, if it has one, hides: it may have been padded already."""
+    ids, mask = pair["input_ids"], pair.get("attention_mask")
+    return ids if mask is None or all(mask) else [token for token, is_seen in zip(ids, mask, strict=True) if is_seen]
+
+
 class PairCollator:
     """Pads sources and labels on the right, to the longest of the batch.
 
@@ -50,8 +56,11 @@ class PairCollator:
         self.pad_to_multiple_of = pad_to_multiple_of
 
     def __call__(self, pairs: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
-        """Joins pairs with `input_ids` and `labels` to `input_ids`, `attention_mask`, `labels`, `(batch, length)` each."""
-        sources = [pair["input_ids"] for pair in pairs]
+        """Joins pairs with `input_ids` and `labels` to `input_ids`, `attention_mask`, `labels`, `(batch, length)` each.
+
+        Pairs that were padded already have an `attention_mask`, by which they are read.
+        """
+        sources = [source_of(pair) for pair in pairs]
         batch = {
             "input_ids": self._pad(sources, self.pad_token_id),
             "attention_mask": self._pad([[1] * len(source) for source in sources], 0),

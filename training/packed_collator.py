@@ -7,6 +7,7 @@ from itertools import chain
 import torch
 
 from metaphrase.modeling import IGNORED_LABEL
+from metaphrase.training.batching import source_of
 
 
 class PackedCollator:
@@ -24,7 +25,7 @@ class PackedCollator:
         self.pad_token_id, self.pad_to_multiple_of = pad_token_id, pad_to_multiple_of
 
     def __call__(self, pairs: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor | int]:
-        """Joins pairs with `input_ids` and `labels` to `(1, source tokens)` and `(1, target tokens)`.
+        """Joins pairs with `input_ids` and `labels`, read as by `PairCollator`, to `(1, source tokens)` and `(1, target tokens)`.
 
         Returns:
             `input_ids`, `labels`, `source_lengths` and `target_lengths` `(pairs)`, and the largest of each.
@@ -32,8 +33,9 @@ class PackedCollator:
         Raises:
             ValueError: If a side of a pair is empty.
         """
-        pairs = sorted(pairs, key=lambda pair: (len(pair["input_ids"]), len(pair["labels"])), reverse=True)
-        sources, targets = [pair["input_ids"] for pair in pairs], [pair["labels"] for pair in pairs]
+        sides = [(source_of(pair), pair["labels"]) for pair in pairs]
+        sides.sort(key=lambda sides: (len(sides[0]), len(sides[1])), reverse=True)
+        sources, targets = map(list, zip(*sides, strict=True))
         lengths = [[len(row) for row in rows] for rows in (sources, targets)]
         if min(map(min, lengths)) == 0:
             raise ValueError("Both sides of a pair must hold at least one token to be packed, got an empty one.")

@@ -16,7 +16,7 @@ from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.adafactor_options import AdafactorOptionsMixin
 from metaphrase.training.adapters import is_adapted
 from metaphrase.training.averaging import DEFAULT_METRIC, is_better_lower, scores_in
-from metaphrase.training.batching import LengthGroupedSampler, with_decoder_inputs
+from metaphrase.training.batching import LengthGroupedSampler, source_of, with_decoder_inputs
 from metaphrase.training.checkpoint_folders import checkpoints_in, step_of
 from metaphrase.training.checkpoints import WholeCheckpoints
 from metaphrase.training.exponential_average import ExponentialAverageMixin
@@ -135,6 +135,10 @@ class MetaphraseTrainer(
             )
         if self._decodes and self.compute_metrics is not None:
             raise ValueError("`score` and `compute_metrics` must not both be given with `predict_with_generate`.")
+        if self.r_drop_alpha < 0:
+            raise ValueError(f"`r_drop_alpha` must be at least 0, got {self.r_drop_alpha}.")
+        if self.r_drop_alpha and self.compute_loss_func is not None:
+            raise ValueError("`r_drop_alpha` must be left out with `compute_loss_func`, which knows of no second pass.")
         metric = self.args.metric_for_best_model
         if metric is not None and self.args.greater_is_better is is_better_lower(metric):
             better = "lower" if is_better_lower(metric) else "higher"
@@ -311,6 +315,16 @@ class MetaphraseTrainer(
         options.setdefault("num_beams", self.args.generation_num_beams)
         return {name: value for name, value in options.items() if value is not None}
 
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **gen_kwargs):
+        loss, generated, labels = super().prediction_step(
+            model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs
+        )
+        if loss is not None and self.args.predict_with_generate and not prediction_loss_only:
+            # The parent's is that of one batch, and counted nowhere.
+            with torch.no_grad(), self.compute_loss_context_manager():
+                loss = self.compute_loss(model, self._prepare_inputs(inputs)).detach()
+        return loss, generated, labels
+
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
@@ -348,7 +362,7 @@ class MetaphraseTrainer(
         indices = rows[rank::processes]
         hypotheses = decode(
             self.whole_model(),
-            [dataset[index]["input_ids"] for index in indices],
+            [source_of(dataset[index]) for index in indices],
             batch_size=self.args.per_device_eval_batch_size,
             show_progress=None if not self.args.disable_tqdm and self.is_world_process_zero() else False,
             **self._decoding_options(),
@@ -357,7 +371,9 @@ class MetaphraseTrainer(
         if processes > 1:
             decoded = gather_object(decoded)
         in_order = [ids for _, ids in sorted(decoded)]
-        return self.score(in_order, [dataset[index]["labels"] for index in rows])
+        # Padded already, labels end in what is none.
+        labels = [[label for label in dataset[index]["labels"] if label != IGNORED_LABEL] for index in rows]
+        return self.score(in_order, labels)
 
 
 def _smooths(model: PreTrainedModel) -> bool:
