@@ -57,3 +57,14 @@ def test_an_exponential_average_is_counted(data, tmp_path):
     assert (plain.state.average, averaged.state.average) == (0, size)
     assert averaged.peak == plain.peak + size
     assert "\n  exponential average" in str(averaged) and "exponential average" not in str(plain)
+
+
+@pytest.mark.parametrize(
+    ("objective", "is_exact"), [("span_corruption", True), ("ul2", False), ("text_infilling", False)]
+)
+def test_what_an_objective_draws_is_told_to_be_a_bound(data, tmp_path, objective, is_exact):
+    fields = {"objective": objective, "train_text_file": "train.de", "validation_text_file": "validation.de"}
+    fields |= dict.fromkeys(("train_file", "validation_file", "test_file", "vocab_size", "metric_for_best_model"))
+    fields |= {"num_sentinels": None if objective == "text_infilling" else 60, "tokenizer_kind": "byte"}
+    estimate = dry_run(Experiment(make_recipe(data, tmp_path / "run", **fields)), devices=1)
+    assert ("are the most that may come" in str(estimate)) is not is_exact

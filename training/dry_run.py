@@ -1,5 +1,6 @@
 """Dry run: what a recipe would need, found without training."""
 
+import dataclasses
 import logging
 
 import numpy as np
@@ -50,7 +51,7 @@ def dry_run(experiment: Experiment, devices: int | None = None) -> RunEstimate:
     rate = None
     if model.num_parameters() <= MAX_TIMED_PARAMETERS and devices is None and arguments.world_size == 1:
         rate = _measured_rate(experiment, experiment.make_model(tokenizers), train, lengths)
-    return estimate_run(
+    estimate = estimate_run(
         model,
         arguments,
         lengths,
@@ -61,6 +62,11 @@ def dry_run(experiment: Experiment, devices: int | None = None) -> RunEstimate:
         devices=devices,
         flops_per_second=rate,
     )
+    objective = getattr(train, "objective", None)
+    if objective is not None and not objective.lengths_are_exact:
+        note = "Tokens, and what follows from them, are the most that may come: the objective draws how long its pairs are."
+        estimate = dataclasses.replace(estimate, notes=[*estimate.notes, note])
+    return estimate
 
 
 def _measured_rate(experiment: Experiment, model, train, lengths: np.ndarray) -> float:
