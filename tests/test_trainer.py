@@ -400,7 +400,6 @@ BUDGET = {"max_tokens_per_batch": 60}
         ({"optimizers": (1, None), "layer_decay": 0.5}, "`optimizers` must be left out with `learning_rate_factors`"),
         ({"optimizers": (1, None), "learning_rate_factors": {"encoder": 0.5}}, "`optimizers` must be left out"),
     ],
-    ids=str,
 )
 def test_what_would_be_ignored_is_refused(options, message, model, pairs, tmp_path):
     options = dict(options)
