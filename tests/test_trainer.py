@@ -385,6 +385,7 @@ BUDGET = {"max_tokens_per_batch": 60}
         (BUDGET | {"neftune_noise_alpha": 5.0}, "`neftune_noise_alpha` must be left out with `max_tokens_per_batch`"),
         (BUDGET | {"auto_find_batch_size": True}, "`auto_find_batch_size` must be left out .* got true and 60"),
         (BUDGET | {"dataloader_drop_last": True}, "`dataloader_drop_last` must be left out"),
+        (BUDGET | {"train_sampling_strategy": "sequential"}, "`train_sampling_strategy` must not be sequential"),
         (
             BUDGET | {"train": Dataset.from_dict({"input_ids": [[5]], "labels": [[6]]})},
             "columns source_length and target_length",

@@ -102,15 +102,8 @@ def _check_batches(recipe: "Recipe") -> None:
             f"`length_column_name` must not be one of {', '.join(_NO_LENGTHS)}, which are what a pair holds, "
             f"got {recipe.length_column_name}."
         )
-    if recipe.max_tokens_per_batch is None:
-        return
-    strategy = _strategy(recipe.train_sampling_strategy)
-    if strategy in ("sequential", "batch_rebalance"):
-        raise ValueError(
-            f"`train_sampling_strategy` must not be {strategy} with `max_tokens_per_batch`, by which pairs of like length share "
-            f"a batch, got {recipe.max_tokens_per_batch}."
-        )
-    check_beside_budget(recipe, recipe.max_tokens_per_batch)
+    if recipe.max_tokens_per_batch is not None:
+        check_beside_budget(recipe, recipe.max_tokens_per_batch)
 
 
 def _check_places(recipe: "Recipe") -> None:

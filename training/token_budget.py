@@ -33,6 +33,12 @@ def check_beside_budget(arguments: Any, max_tokens_per_batch: int) -> None:
     Raises:
         ValueError: Naming the field.
     """
+    strategy = getattr(arguments.train_sampling_strategy, "value", arguments.train_sampling_strategy)
+    if strategy in ("sequential", "batch_rebalance"):
+        raise ValueError(
+            f"`train_sampling_strategy` must not be {strategy} with `max_tokens_per_batch`, by which pairs of like length share "
+            f"a batch, got {max_tokens_per_batch}."
+        )
     for name, why in _NOT_WITH_A_BUDGET.items():
         if value := getattr(arguments, name):
             shown = "true" if value is True else value
