@@ -28,9 +28,12 @@ def check_lengths(lengths: torch.Tensor, num_tokens: int, waits: bool = False) -
     Raises:
         ValueError: If they are not those of non-empty sequences that fill the row.
     """
-    if not isinstance(lengths, torch.Tensor) or lengths.ndim != 1 or not len(lengths):
-        given = tuple(lengths.shape) if isinstance(lengths, torch.Tensor) else type(lengths).__name__
-        raise ValueError(f"Packed lengths must be a tensor with one for each sequence, `(sequences)`, got {given}.")
+    is_tensor = isinstance(lengths, torch.Tensor)
+    if not is_tensor or lengths.ndim != 1 or not len(lengths) or lengths.is_floating_point():
+        given = f"{tuple(lengths.shape)} of {lengths.dtype}" if is_tensor else type(lengths).__name__
+        raise ValueError(
+            f"Packed lengths must be a tensor of integers with one for each sequence, `(sequences)`, got {given}."
+        )
     if lengths.device.type != "cpu" and not waits:
         return
     total, shortest = int(lengths.sum()), int(lengths.min())

@@ -322,10 +322,14 @@ def test_bfloat16_stays_close_in_narrow_and_in_wide_grids(longest, kept, monkeyp
         ({"target_lengths": None}, "must be given together"),
         ({"target_lengths": torch.tensor([3, 40, 2, 8])}, r"add up to the 30 tokens of the row, got \[3, 40, 2, 8\]"),
         ({"target_lengths": torch.tensor([30, 1, 0, 0])}, "at least 1 and add up to the 30 tokens"),
-        ({"target_lengths": torch.tensor([], dtype=torch.long)}, r"one for each sequence, .* got \(0,\)"),
-        ({"target_lengths": [3, 27]}, "must be a tensor with one for each sequence, .* got list"),
+        (
+            {"target_lengths": torch.tensor([], dtype=torch.long)},
+            r"one for each sequence, .* got \(0,\) of torch.int64",
+        ),
+        ({"target_lengths": [3, 27]}, "must be a tensor of integers with one for each sequence, .* got list"),
         ({"source_lengths": torch.tensor(33)}, r"one for each sequence, .* got \(\)"),
         ({"source_lengths": [33]}, "must be a tensor .* got list"),
+        ({"source_lengths": torch.tensor([5.0, 1.0, 19.0, 8.0])}, r"of integers .* got \(4,\) of torch.float32"),
         ({"attention_mask": torch.ones(1, 33)}, "`attention_mask` must be left out"),
     ],
 )
