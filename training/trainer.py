@@ -256,11 +256,10 @@ class MetaphraseTrainer(
             # A batch of repeats alone is computed as it stands and not counted: where weights are shared, all must take part.
             inputs = {**inputs, "labels": labels} if num_labels else inputs
         is_given = self.compute_loss_func is not None and self.compute_loss_func != self._loss_of_logits
+        # For a function, the parent takes away the labels, of which models make what their decoder reads.
         if is_given:
-            # Likewise.
             inputs = self._with_shifted_labels(inputs)
         elif self.compute_loss_func is not None:
-            # The parent takes away the labels, of which these models make what their decoder reads.
             inputs = with_decoder_inputs(self.model, inputs)
             model = partial(model, labels=inputs["labels"])
         elif is_training:
@@ -297,10 +296,8 @@ class MetaphraseTrainer(
         return torch.cat([labels[:own], torch.full_like(labels[own:], IGNORED_LABEL)])
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval", **gen_kwargs):
-        self._evaluates_own, self._asked_of_decoding = (
-            eval_dataset is None or eval_dataset is self.eval_dataset,
-            gen_kwargs,
-        )
+        self._evaluates_own = eval_dataset is None or eval_dataset is self.eval_dataset
+        self._asked_of_decoding = gen_kwargs
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **gen_kwargs)
 
     def predict(self, test_dataset, ignore_keys=None, metric_key_prefix="test", **gen_kwargs):

@@ -1,0 +1,179 @@
+"""MetaphraseTrainer from Python: what is given to it acts as it says, or is refused."""
+
+import pytest
+import torch
+from datasets import Dataset
+from other_families import other_model
+from test_trainer import SIDES, make_trainer, with_lengths
+from tiny_models import tiny_model
+from torch import nn
+
+from metaphrase.modeling import IGNORED_LABEL
+from metaphrase.training.batching import PairCollator
+from metaphrase.training.packed_collator import PackedCollator
+
+
+@pytest.fixture
+def model():
+    return tiny_model(vocab_size=60)
+
+
+@pytest.fixture
+def pairs():
+    generator = torch.Generator().manual_seed(1)
+
+    def row():
+        length = int(torch.randint(2, 9, (), generator=generator))
+        return [*torch.randint(4, 60, (length,), generator=generator).tolist(), 2]
+
+    return [{"input_ids": row(), "labels": row()} for _ in range(12)]
+
+
+def padded_already(pairs, width=24):
+    """As tokenizers with `padding="max_length"` leave them."""
+    rows = []
+    for pair in pairs:
+        source, target = pair["input_ids"], pair["labels"]
+        missing = width - len(source), width - len(target)
+        mask = [1] * len(source) + [0] * missing[0]
+        rows.append(
+            {
+                "input_ids": source + [0] * missing[0],
+                "attention_mask": mask,
+                "labels": target + [IGNORED_LABEL] * missing[1],
+                "source_length": width,
+                "target_length": width,
+            }
+        )
+    return Dataset.from_list(rows)
+
+
+@pytest.mark.parametrize("budget", [None, 100])
+def test_pairs_that_were_padded_already_are_what_they_were(budget, model, pairs, tmp_path):
+    seen = []
+
+    def score(texts, labels):
+        seen.append((texts, labels))
+        return {"length": sum(map(len, texts))}
+
+    options = {"score": score, "max_tokens_per_batch": budget, "generation_options": {"max_length": 12}}
+    found = []
+    for data in (with_lengths(pairs), padded_already(pairs)):
+        trainer = make_trainer(
+            model, pairs, tmp_path, **options, remove_unused_columns=False, max_steps=2, logging_steps=1
+        )
+        trainer.train_dataset = trainer.eval_dataset = data
+        metrics = trainer.evaluate()
+        found.append((metrics["eval_loss"], metrics["eval_length"]))
+        with torch.no_grad():
+            losses = [trainer.compute_loss(trainer.model.train(), dict(PackedCollator(0)(list(data)))).item()]
+            losses.append(trainer.compute_loss(trainer.model.train(), dict(PairCollator(0)(list(data)))).item())
+        found[-1] += tuple(losses)
+    assert found[1] == pytest.approx(found[0], rel=1e-5) and seen[0] == seen[1]
+
+
+def token_mean(outputs, labels, num_items_in_batch=None):
+    logits = outputs["logits"] if isinstance(outputs, dict) else outputs.logits
+    total = nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+    )
+    return total / num_items_in_batch
+
+
+@pytest.mark.parametrize("family", ["metaphrase", "metaphrase, packed", "t5"])
+@pytest.mark.parametrize("decodes", [False, True])
+def test_a_loss_of_ones_own_trains_and_evaluates(family, decodes, model, pairs, tmp_path):
+    network = other_model("t5") if family == "t5" else model
+    most = network.config.vocab_size
+    pairs = [{side: [token % (most - 3) + 3 for token in pair[side]] for side in SIDES.values()} for pair in pairs]
+    options = {"compute_loss_func": token_mean, "predict_with_generate": decodes, "max_steps": 2, "logging_steps": 1}
+    if decodes:
+        options["score"] = lambda texts, labels: {"count": len(texts)}
+    options |= {"max_tokens_per_batch": 60} if "packed" in family else {}
+    state = {name: weight.clone() for name, weight in network.state_dict().items()}
+    found = []
+    for chosen in (options, {name: value for name, value in options.items() if name != "compute_loss_func"}):
+        network.load_state_dict(state)
+        trainer = make_trainer(network, pairs, tmp_path, **chosen)
+        trainer.train_dataset = trainer.eval_dataset = with_lengths(pairs)
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        found.append([*losses, trainer.evaluate()["eval_loss"]])
+    assert found[0] == pytest.approx(found[1], rel=1e-4) and len(found[0]) == 3
+
+
+@pytest.mark.parametrize("batch_size", [1, 5, 64])
+def test_the_evaluation_loss_is_the_same_beside_metrics_of_decoded_texts(batch_size, model, pairs, tmp_path):
+    lone = make_trainer(model, pairs, tmp_path).evaluate()
+    options = {
+        "compute_metrics": lambda found: {"rows": len(found.predictions)},
+        "per_device_eval_batch_size": batch_size,
+    }
+    beside = make_trainer(model, pairs, tmp_path, **options).evaluate()
+    assert beside["eval_rows"] == len(pairs)
+    for name in ("eval_loss", "eval_perplexity"):
+        assert beside[name] == pytest.approx(lone[name], rel=1e-5)
+
+
+def test_evaluation_decodes_as_it_is_asked_to(model, pairs, tmp_path):
+    lengths = {"score": lambda texts, labels: {"longest": max(map(len, texts))}, "generation_max_length": 9}
+    model.generation_config.eos_token_id = None
+    trainer = make_trainer(model, pairs, tmp_path, **lengths)
+    # The start token is not among what is scored.
+    assert trainer.evaluate()["eval_longest"] == 8
+    assert trainer.evaluate(max_length=5)["eval_longest"] == 4
+    assert trainer.evaluate(max_new_tokens=6)["eval_longest"] == 6
+    assert trainer.predict(trainer.eval_dataset, max_length=4).metrics["test_longest"] == 3
+    trainer.generation_options = {"max_length": 7}
+    assert trainer.evaluate()["eval_longest"] == 6
+    assert trainer.evaluate(max_length=5)["eval_longest"] == 4
+
+
+BUDGET = {"max_tokens_per_batch": 60}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (BUDGET | {"neftune_noise_alpha": 5.0}, "`neftune_noise_alpha` must be left out with `max_tokens_per_batch`"),
+        (BUDGET | {"auto_find_batch_size": True}, "`auto_find_batch_size` must be left out .* got true and 60"),
+        (BUDGET | {"dataloader_drop_last": True}, "`dataloader_drop_last` must be left out"),
+        (BUDGET | {"train_sampling_strategy": "sequential"}, "`train_sampling_strategy` must not be sequential"),
+        (
+            BUDGET | {"train": Dataset.from_dict({"input_ids": [[5]], "labels": [[6]]})},
+            "columns source_length and target_length",
+        ),
+        (BUDGET | {"train": [{"input_ids": [5], "labels": [6]}]}, "columns source_length and .* got a list with None"),
+        (BUDGET | {"collator": lambda pairs: 1 / 0}, "`data_collator` must be one that only pads .* got a function"),
+        ({"r_drop_alpha": -1.0}, "`r_drop_alpha` must be at least 0, got -1.0"),
+        (
+            {"r_drop_alpha": 1.0, "compute_loss_func": token_mean},
+            "`r_drop_alpha` must be left out with `compute_loss_func`",
+        ),
+        ({"compute_metrics": dict, "score": dict}, "`score` and `compute_metrics` must not both be given"),
+        ({"optimizers": (1, None), "layer_decay": 0.5}, "`optimizers` must be left out with `learning_rate_factors`"),
+        ({"optimizers": (1, None), "learning_rate_factors": {"encoder": 0.5}}, "`optimizers` must be left out"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(options, message, model, pairs, tmp_path):
+    options = dict(options)
+    data, collator = options.pop("train", with_lengths(pairs)), options.pop("collator", None)
+    with pytest.raises(ValueError, match=message):
+        trainer = make_trainer(model, pairs, tmp_path, max_steps=1, **options)
+        trainer.train_dataset, trainer.data_collator = data, collator or trainer.data_collator
+        trainer.train()
+
+
+def test_lengths_of_what_is_evaluated_are_not_needed(model, pairs, tmp_path):
+    trainer = make_trainer(model, pairs, tmp_path, max_tokens_per_batch=60)
+    with_them = trainer.evaluate(with_lengths(pairs))["eval_loss"]
+    assert trainer.evaluate(Dataset.from_list(pairs))["eval_loss"] == pytest.approx(with_them, rel=1e-5)
+
+
+def test_a_metric_that_would_choose_the_worst_is_pointed_out(model, pairs, tmp_path, caplog):
+    make_trainer(model, pairs, tmp_path, metric_for_best_model="perplexity")
+    assert "`greater_is_better` is True, while perplexity is better when it is lower" in caplog.text
+    caplog.clear()
+    for metric in ("loss", "bleu"):
+        make_trainer(model, pairs, tmp_path, metric_for_best_model=metric)
+    assert "greater_is_better" not in caplog.text
