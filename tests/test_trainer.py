@@ -8,6 +8,7 @@ import torch
 from accelerate.data_loader import prepare_data_loader
 from datasets import Dataset
 from other_families import other_model
+from small_trainers import SIDES, make_trainer, small_pairs, with_lengths
 from tiny_generator import SOURCES, TARGETS, tiny_pair
 from tiny_models import tiny_model
 from torch.utils.data import DataLoader
@@ -27,10 +28,7 @@ from metaphrase.training.packed_collator import PackedCollator
 from metaphrase.training.token_budget import WithFillers
 from metaphrase.training.token_budget_loaders import count_pairs
 from metaphrase.training.token_stream import TokenBudgetStream
-from metaphrase.training.trainer import MetaphraseTrainer
 from metaphrase.training.validation_scores import spread
-
-SIDES = {"source": "input_ids", "target": "labels"}
 
 
 @pytest.fixture
@@ -40,36 +38,7 @@ def model():
 
 @pytest.fixture
 def pairs():
-    generator = torch.Generator().manual_seed(1)
-
-    def row():
-        length = int(torch.randint(2, 9, (), generator=generator))
-        return [*torch.randint(4, 60, (length,), generator=generator).tolist(), 2]
-
-    return [{"input_ids": row(), "labels": row()} for _ in range(12)]
-
-
-def make_trainer(model, pairs, folder, **options):
-    names = ("score", "tokenizers", "generation_options", "max_tokens_per_batch", "r_drop_alpha")
-    names += ("num_best_kept", "num_last_kept", "compute_loss_func", "compute_metrics", "optimizers")
-    names += ("layer_decay", "learning_rate_factors")
-    own = {name: options.pop(name) for name in names if name in options}
-    settings = {
-        "predict_with_generate": True,
-        "report_to": "none",
-        "remove_unused_columns": False,
-        "disable_tqdm": True,
-    }
-    settings |= {
-        "use_cpu": True,
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 5,
-        "save_strategy": "no",
-    }
-    arguments = Seq2SeqTrainingArguments(output_dir=str(folder), **{**settings, **options})
-    return MetaphraseTrainer(
-        model=model, args=arguments, train_dataset=pairs, eval_dataset=pairs, data_collator=PairCollator(0), **own
-    )
+    return small_pairs()
 
 
 def test_evaluation_loss_is_per_token_and_not_smoothed(model, pairs, tmp_path):
@@ -130,12 +99,6 @@ def test_fewer_pairs_than_processes_are_evaluated_with_a_budget_too(model, pairs
     assert len(batch["labels"]) == 2
     monkeypatch.undo()
     assert model.eval()(**batch).loss.item() == pytest.approx(expected, rel=1e-5)
-
-
-def with_lengths(pairs):
-    return Dataset.from_list(
-        [{f"{side}_length": len(pair[name]) for side, name in SIDES.items()} | pair for pair in pairs]
-    )
 
 
 @pytest.mark.parametrize("processes", [2, 3, 5])

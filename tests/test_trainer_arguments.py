@@ -4,7 +4,7 @@ import pytest
 import torch
 from datasets import Dataset
 from other_families import other_model
-from test_trainer import SIDES, make_trainer, with_lengths
+from small_trainers import SIDES, make_trainer, small_pairs, with_lengths
 from tiny_models import tiny_model
 from torch import nn
 
@@ -20,13 +20,7 @@ def model():
 
 @pytest.fixture
 def pairs():
-    generator = torch.Generator().manual_seed(1)
-
-    def row():
-        length = int(torch.randint(2, 9, (), generator=generator))
-        return [*torch.randint(4, 60, (length,), generator=generator).tolist(), 2]
-
-    return [{"input_ids": row(), "labels": row()} for _ in range(12)]
+    return small_pairs()
 
 
 def padded_already(pairs, width=24):
