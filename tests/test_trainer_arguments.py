@@ -118,6 +118,9 @@ def test_evaluation_decodes_as_it_is_asked_to(model, pairs, tmp_path):
     assert trainer.evaluate(max_length=5)["eval_longest"] == 4
     assert trainer.evaluate(max_new_tokens=6)["eval_longest"] == 6
     assert trainer.predict(trainer.eval_dataset, max_length=4).metrics["test_longest"] == 3
+    trainer.generation_options = {"max_new_tokens": 7}
+    assert trainer.evaluate()["eval_longest"] == 7
+    assert trainer.evaluate(max_length=5)["eval_longest"] == 4
     trainer.generation_options = {"max_length": 7}
     assert trainer.evaluate()["eval_longest"] == 6
     assert trainer.evaluate(max_length=5)["eval_longest"] == 4

@@ -306,7 +306,11 @@ class MetaphraseTrainer(
 
     def _decoding_options(self) -> dict:
         """Arguments of `generate()`: those of this call before those of the trainer, and these before the training arguments."""
-        options = self.generation_options | self._asked_of_decoding
+        options, limits = dict(self.generation_options), ("max_length", "max_new_tokens")
+        if any(name in self._asked_of_decoding for name in limits):
+            # Of the two, `generate()` obeys the second.
+            options = {name: value for name, value in options.items() if name not in limits}
+        options |= self._asked_of_decoding
         if "max_new_tokens" not in options:
             options.setdefault("max_length", self.args.generation_max_length)
         options.setdefault("num_beams", self.args.generation_num_beams)
