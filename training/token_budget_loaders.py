@@ -95,7 +95,8 @@ class TokenBudgetMixin:
                 f"`max_tokens_per_batch`, got a {type(self.train_dataset).__name__} with {columns}. What has no end is read by a "
                 "`TokenBudgetStream`."
             )
-        is_plain = isinstance(self.data_collator, _PLAIN_COLLATORS) or self.data_collator is default_data_collator
+        # One that is derived from these may do more.
+        is_plain = type(self.data_collator) in _PLAIN_COLLATORS or self.data_collator is default_data_collator
         if self._is_packing_model and not is_plain:
             raise ValueError(
                 "`data_collator` must be one that only pads with `max_tokens_per_batch` and a model that reads packed rows, "
