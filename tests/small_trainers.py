@@ -2,7 +2,7 @@
 
 import torch
 from datasets import Dataset
-from transformers import Seq2SeqTrainingArguments
+from transformers import BartConfig, BartForConditionalGeneration, Seq2SeqTrainingArguments
 
 from metaphrase.training.batching import PairCollator
 from metaphrase.training.trainer import MetaphraseTrainer
@@ -47,3 +47,13 @@ def with_lengths(pairs):
     return Dataset.from_list(
         [{f"{side}_length": len(pair[name]) for side, name in SIDES.items()} | pair for pair in pairs]
     )
+
+
+def tiny_bart():
+    """With positions to spare, and the same weights at each call."""
+    torch.manual_seed(3)
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+    fields = {"vocab_size": 60, "dropout": 0.0, "forced_eos_token_id": None, "max_position_embeddings": 32}
+    return BartForConditionalGeneration(BartConfig(**sizes, **heads, **ids, **fields))

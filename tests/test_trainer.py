@@ -1,21 +1,15 @@
-"""MetaphraseTrainer: its loss, its evaluation, and what it saves."""
+"""MetaphraseTrainer: its loss, its batches, and what it saves."""
 
 import dataclasses
-import math
 
 import pytest
 import torch
-from accelerate.data_loader import prepare_data_loader
-from datasets import Dataset
 from other_families import other_model
-from small_trainers import SIDES, make_trainer, small_pairs, with_lengths
+from small_trainers import SIDES, make_trainer, small_pairs, tiny_bart, with_lengths
 from tiny_generator import SOURCES, TARGETS, tiny_pair
 from tiny_models import tiny_model
-from torch.utils.data import DataLoader
 from transformers import (
     AutoTokenizer,
-    BartConfig,
-    BartForConditionalGeneration,
     DataCollatorForSeq2Seq,
     Seq2SeqTrainingArguments,
 )
@@ -41,82 +35,6 @@ def pairs():
     return small_pairs()
 
 
-def test_evaluation_loss_is_per_token_and_not_smoothed(model, pairs, tmp_path):
-    metrics = make_trainer(model, pairs, tmp_path, label_smoothing_factor=0.3).evaluate()
-    total = count = 0
-    with torch.no_grad():
-        for pair in pairs:
-            batch = PairCollator(0)([pair])
-            total += model(**batch).loss.item() * len(pair["labels"])
-            count += len(pair["labels"])
-    assert metrics["eval_loss"] == pytest.approx(total / count, rel=1e-5)
-    assert metrics["eval_perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
-
-
-def evaluated_by(trainer, processes, loader_of, monkeypatch):
-    """The sum of the losses and the number of tokens that several processes come to, one after the other in this one."""
-    total = torch.zeros(2, dtype=torch.float64)
-    for rank in range(processes):
-        monkeypatch.setattr(Seq2SeqTrainingArguments, "process_index", rank)
-        monkeypatch.setattr(Seq2SeqTrainingArguments, "world_size", processes)
-        trainer.evaluation_loop(loader_of(rank), "Evaluation", prediction_loss_only=True)
-        total += trainer._evaluation_loss
-    return total
-
-
-@pytest.mark.parametrize("family", ["ours", "other"])
-@pytest.mark.parametrize("processes", [2, 3])
-# Of batches of 5, the last one lacks rows, or processes lack a batch, or there are fewer pairs than processes, or all is even.
-@pytest.mark.parametrize("count", [12, 6, 2, 10])
-def test_several_processes_count_each_pair_once(family, processes, count, model, pairs, tmp_path, monkeypatch):
-    trainer = make_trainer(model if family == "ours" else tiny_bart(), pairs[:count], tmp_path)
-    trainer.evaluate()
-    expected, loader = trainer._evaluation_loss.clone(), DataLoader(pairs[:count], 5, collate_fn=PairCollator(0))
-    assert expected[1] == sum(len(pair["labels"]) for pair in pairs[:count])
-    shares = [prepare_data_loader(loader, num_processes=processes, process_index=rank) for rank in range(processes)]
-    assert len({len(share) for share in shares}) == 1
-    torch.testing.assert_close(evaluated_by(trainer, processes, shares.__getitem__, monkeypatch), expected)
-
-
-def test_several_processes_count_each_pair_of_a_budget_once(model, pairs, tmp_path, monkeypatch):
-    trainer = make_trainer(model, pairs, tmp_path, max_tokens_per_batch=40, prediction_loss_only=True)
-    trainer.evaluate()
-    expected = trainer._evaluation_loss.clone()
-    columns = [{f"{side}_length": len(pair[name]) for side, name in SIDES.items()} | pair for pair in pairs]
-    dataset = Dataset.from_list(columns)
-    total = evaluated_by(trainer, 2, lambda rank: trainer.get_eval_dataloader(dataset), monkeypatch)
-    torch.testing.assert_close(total, expected)
-
-
-def test_fewer_pairs_than_processes_are_evaluated_with_a_budget_too(model, pairs, tmp_path, monkeypatch):
-    trainer = make_trainer(model, pairs, tmp_path, max_tokens_per_batch=40, prediction_loss_only=True)
-    columns = [{f"{side}_length": len(pair[name]) for side, name in SIDES.items()} | pair for pair in pairs[:2]]
-    dataset = Dataset.from_list(columns)
-    expected = trainer.evaluate(dataset)["eval_loss"]
-    monkeypatch.setattr(Seq2SeqTrainingArguments, "world_size", 3)
-    loader = trainer.get_eval_dataloader(dataset)
-    [batch] = list(loader)
-    assert len(batch["labels"]) == 2
-    monkeypatch.undo()
-    assert model.eval()(**batch).loss.item() == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize("processes", [2, 3, 5])
-def test_pairs_of_a_batch_each_are_counted_once_by_any_number_of_processes(
-    model, pairs, tmp_path, processes, monkeypatch
-):
-    dataset = with_lengths(pairs[:7])
-    trainer = make_trainer(model, pairs[:7], tmp_path, max_tokens_per_batch=40, prediction_loss_only=True)
-    # Of a pair each, however short.
-    monkeypatch.setattr(
-        "metaphrase.training.token_budget.cut_into_batches", lambda order, *_: [[int(index)] for index in order]
-    )
-    trainer.evaluate()
-    expected = trainer._evaluation_loss.clone()
-    total = evaluated_by(trainer, processes, lambda rank: trainer.get_eval_dataloader(dataset), monkeypatch)
-    torch.testing.assert_close(total, expected)
-
-
 @pytest.mark.parametrize("family", ["ours", "other"])
 @pytest.mark.parametrize("r_drop_alpha", [0.0, 1.0])
 def test_a_filler_adds_nothing_to_a_step(family, r_drop_alpha, model, pairs, tmp_path):
@@ -130,41 +48,6 @@ def test_a_filler_adds_nothing_to_a_step(family, r_drop_alpha, model, pairs, tmp
     loss.backward()
     gradients = [parameter.grad for parameter in model.parameters()]
     assert all(gradient is not None and not gradient.any() for gradient in gradients)
-
-
-@pytest.mark.parametrize("batch_size", [5, 100])
-def test_the_rest_of_what_is_evaluated_is_not_dropped(model, pairs, tmp_path, batch_size):
-    whole, dropping = (
-        make_trainer(model, pairs, tmp_path, per_device_eval_batch_size=batch_size, dataloader_drop_last=drops)
-        for drops in (False, True)
-    )
-    assert dropping.evaluate()["eval_loss"] == whole.evaluate()["eval_loss"]
-    assert dropping.args.dataloader_drop_last
-    trained = make_trainer(model, pairs, tmp_path, per_device_train_batch_size=5, dataloader_drop_last=True)
-    assert len(trained.get_train_dataloader()) == 2
-
-
-class NewInEachEpoch(torch.utils.data.Dataset):
-    """Pairs with other labels in each epoch, as those with noise."""
-
-    def __init__(self, pairs):
-        self.pairs, self.epoch = pairs, torch.zeros((), dtype=torch.int64).share_memory_()
-
-    def set_epoch(self, epoch):
-        self.epoch.fill_(epoch)
-
-    def __len__(self):
-        return len(self.pairs)
-
-    def __getitem__(self, index):
-        return {**self.pairs[index], "labels": [5 + int(self.epoch), *self.pairs[index]["labels"]]}
-
-
-def test_each_evaluation_is_of_the_same_noise(pairs, tmp_path):
-    options = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
-    trainer = make_trainer(tiny_bart(), NewInEachEpoch(pairs), tmp_path, **options)
-    losses = [trainer.evaluate()["eval_loss"] for _ in range(3)]
-    assert losses == [make_trainer(tiny_bart(), NewInEachEpoch(pairs), tmp_path).evaluate()["eval_loss"]] * 3
 
 
 def test_a_budget_counts_the_widths_that_the_collator_makes(pairs, tmp_path):
@@ -184,34 +67,6 @@ def test_a_budget_counts_the_widths_that_the_collator_makes(pairs, tmp_path):
     trainer = make_trainer(tiny_model(vocab_size=60), pairs, tmp_path, max_tokens_per_batch=64)
     trainer.data_collator = PairCollator(0, 8)
     assert trainer._layout_of_epochs()["length_multiple"] == 1
-
-
-@pytest.mark.parametrize("decodes", [True, False])
-def test_a_budget_bounds_what_is_evaluated_too(decodes, model, pairs, tmp_path, monkeypatch):
-    """Whether it is decoded as well or not: without `compute_metrics`, the loss alone is asked for, and no logits."""
-    trainer = make_trainer(model, pairs, tmp_path, max_tokens_per_batch=40, predict_with_generate=decodes)
-    trainer.eval_dataset = with_lengths(pairs)
-    costs = [batch["input_ids"].numel() + batch["labels"].numel() for batch in trainer.get_eval_dataloader()]
-    assert max(costs) <= 40
-    made = []
-    forward = type(model).forward
-
-    def spied(self, *args, **kwargs):
-        made.append((output := forward(self, *args, **kwargs)).logits)
-        return output
-
-    monkeypatch.setattr(type(model), "forward", spied)
-    loss = trainer.evaluate()["eval_loss"]
-    assert made and all(logits is None for logits in made)
-    monkeypatch.undo()
-    assert loss == pytest.approx(make_trainer(model, pairs, tmp_path).evaluate()["eval_loss"], rel=1e-5)
-    # Who predicts wants to see them.
-    trainer.args.predict_with_generate = False
-    batch = trainer._prepare_inputs(PairCollator(0)(pairs[:2]))
-    logits = trainer.prediction_step(trainer.model, batch, prediction_loss_only=False)[1][0]
-    assert logits.shape == (*batch["labels"].shape, model.config.vocab_size)
-    logits = trainer.predict(pairs).predictions[0]
-    assert len(logits) == len(pairs) and logits.shape[-1] == model.config.vocab_size
 
 
 @pytest.mark.parametrize("length", [{"max_steps": 5}, {"num_train_epochs": 2}])
@@ -251,16 +106,6 @@ def test_training_loss_is_smoothed(model, pairs, tmp_path):
     expected = sequence_loss(model(**batch, return_logits=True).logits, batch["labels"], label_smoothing=0.3)
     assert torch.allclose(loss, expected)
     assert not torch.allclose(loss, model(**batch).loss)
-
-
-def tiny_bart():
-    """With positions to spare, and the same weights at each call."""
-    torch.manual_seed(3)
-    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
-    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
-    fields = {"vocab_size": 60, "dropout": 0.0, "forced_eos_token_id": None, "max_position_embeddings": 32}
-    return BartForConditionalGeneration(BartConfig(**sizes, **heads, **ids, **fields))
 
 
 def test_other_families_have_their_labels_smoothed(pairs, tmp_path):
@@ -312,47 +157,6 @@ def test_other_families_refuse_r_drop(pairs, tmp_path):
         make_trainer(tiny_bart(), pairs, tmp_path, r_drop_alpha=1.0)
 
 
-def test_predictions_reach_the_score_in_order(model, pairs, tmp_path):
-    seen = {}
-
-    def score(decoded, labels):
-        seen.update(decoded=decoded, labels=labels)
-        return {"bleu": 12.5}
-
-    trainer = make_trainer(
-        model, pairs, tmp_path, score=score, generation_options={"max_new_tokens": 6, "num_beams": 2}
-    )
-    metrics = trainer.evaluate()
-    assert metrics["eval_bleu"] == 12.5
-    assert seen["labels"] == [pair["labels"] for pair in pairs]
-    for pair, decoded in zip(pairs, seen["decoded"], strict=True):
-        alone = model.generate(torch.tensor([pair["input_ids"]]), max_new_tokens=6, num_beams=2)[0, 1:].tolist()
-        end = alone.index(2) + 1 if 2 in alone else len(alone)
-        assert decoded == alone[:end]
-
-
-def test_some_rows_alone_are_decoded(model, pairs, tmp_path):
-    seen = []
-    trainer = make_trainer(model, pairs, tmp_path, score=lambda *given: seen.extend(given) or {"bleu": 1.0})
-    trainer.decoded_rows = spread(len(pairs), 3)
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(
-        make_trainer(model, pairs, tmp_path).evaluate()["eval_loss"]
-    )
-    assert len(seen[0]) == 3
-    assert seen[1] == [pairs[row]["labels"] for row in (0, 4, 8)]
-
-
-def test_all_rows_of_another_data_set_are_decoded(model, pairs, tmp_path):
-    seen = []
-    trainer = make_trainer(model, pairs, tmp_path, score=lambda *given: seen.append(given[1]) or {"bleu": 1.0})
-    trainer.decoded_rows = [0, 10]
-    trainer.evaluate(pairs[:3])
-    trainer.predict(pairs[1:3])
-    trainer.evaluate()
-    assert [len(labels) for labels in seen] == [3, 2, 2]
-    assert seen[0] == [pair["labels"] for pair in pairs[:3]]
-
-
 def test_spread_rows_are_as_many_as_asked_for():
     assert spread(5, None) == spread(5, 7) == [0, 1, 2, 3, 4]
     assert spread(10, 4) == [0, 2, 5, 7]
@@ -380,11 +184,10 @@ def test_tokenizers_are_saved_with_every_checkpoint(model, pairs, tmp_path):
 
 
 def test_the_loader_of_a_budget_has_the_settings_of_loaders(model, pairs, tmp_path):
-    columns = [{f"{side}_length": len(pair[name]) for side, name in SIDES.items()} | pair for pair in pairs]
     options = {"dataloader_num_workers": 1, "dataloader_multiprocessing_context": "spawn", "dataloader_in_order": False}
     known = {item.name for item in dataclasses.fields(Seq2SeqTrainingArguments)}
     options = {name: value for name, value in options.items() if name in known}
-    trainer = make_trainer(model, Dataset.from_list(columns), tmp_path, max_tokens_per_batch=40, **options)
+    trainer = make_trainer(model, with_lengths(pairs), tmp_path, max_tokens_per_batch=40, **options)
     loader = trainer.get_train_dataloader()
     if "dataloader_multiprocessing_context" in known:
         assert loader.multiprocessing_context.get_start_method() == "spawn"
@@ -394,8 +197,7 @@ def test_the_loader_of_a_budget_has_the_settings_of_loaders(model, pairs, tmp_pa
 @pytest.mark.parametrize(("half", "multiple"), [({}, 1), ({"bf16": True}, 32)])
 def test_packed_rows_have_few_lengths_in_half_precision(half, multiple, model, pairs, tmp_path):
     trainer = make_trainer(model, pairs, tmp_path, max_tokens_per_batch=40, **half)
-    columns = [{f"{side}_length": len(pair[name]) for side, name in SIDES.items()} | pair for pair in pairs]
-    trainer.train_dataset = Dataset.from_list(columns)
+    trainer.train_dataset = with_lengths(pairs)
     batches = list(trainer.get_train_dataloader())
     real = [[token for pair in pairs for token in pair[name]] for name in SIDES.values()]
     for name, tokens in zip(SIDES.values(), real, strict=True):

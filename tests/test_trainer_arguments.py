@@ -96,36 +96,6 @@ def test_a_loss_of_ones_own_trains_and_evaluates(family, decodes, model, pairs, 
     assert found[0] == pytest.approx(found[1], rel=1e-4) and len(found[0]) == 3
 
 
-@pytest.mark.parametrize("batch_size", [1, 5, 64])
-def test_the_evaluation_loss_is_the_same_beside_metrics_of_decoded_texts(batch_size, model, pairs, tmp_path):
-    lone = make_trainer(model, pairs, tmp_path).evaluate()
-    options = {
-        "compute_metrics": lambda found: {"rows": len(found.predictions)},
-        "per_device_eval_batch_size": batch_size,
-    }
-    beside = make_trainer(model, pairs, tmp_path, **options).evaluate()
-    assert beside["eval_rows"] == len(pairs)
-    for name in ("eval_loss", "eval_perplexity"):
-        assert beside[name] == pytest.approx(lone[name], rel=1e-5)
-
-
-def test_evaluation_decodes_as_it_is_asked_to(model, pairs, tmp_path):
-    lengths = {"score": lambda texts, labels: {"longest": max(map(len, texts))}, "generation_max_length": 9}
-    model.generation_config.eos_token_id = None
-    trainer = make_trainer(model, pairs, tmp_path, **lengths)
-    # The start token is not among what is scored.
-    assert trainer.evaluate()["eval_longest"] == 8
-    assert trainer.evaluate(max_length=5)["eval_longest"] == 4
-    assert trainer.evaluate(max_new_tokens=6)["eval_longest"] == 6
-    assert trainer.predict(trainer.eval_dataset, max_length=4).metrics["test_longest"] == 3
-    trainer.generation_options = {"max_new_tokens": 7}
-    assert trainer.evaluate()["eval_longest"] == 7
-    assert trainer.evaluate(max_length=5)["eval_longest"] == 4
-    trainer.generation_options = {"max_length": 7}
-    assert trainer.evaluate()["eval_longest"] == 6
-    assert trainer.evaluate(max_length=5)["eval_longest"] == 4
-
-
 BUDGET = {"max_tokens_per_batch": 60}
 
 

@@ -7,18 +7,17 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from accelerate.utils import gather_object
 from transformers import PreTrainedModel, Seq2SeqTrainer
 
-from metaphrase.inference import decode
 from metaphrase.modeling import IGNORED_LABEL, sequence_loss
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.adafactor_options import AdafactorOptionsMixin
 from metaphrase.training.adapters import is_adapted
 from metaphrase.training.averaging import DEFAULT_METRIC, is_better_lower, scores_in
-from metaphrase.training.batching import LengthGroupedSampler, source_of, with_decoder_inputs
+from metaphrase.training.batching import LengthGroupedSampler, with_decoder_inputs
 from metaphrase.training.checkpoint_folders import checkpoints_in, step_of
 from metaphrase.training.checkpoints import WholeCheckpoints
+from metaphrase.training.decoded_evaluation import DecodedEvaluationMixin
 from metaphrase.training.exponential_average import ExponentialAverageMixin
 from metaphrase.training.gradient_clipping import GradientClippingMixin
 from metaphrase.training.parameter_groups import ParameterGroupsMixin
@@ -36,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class MetaphraseTrainer(
+    DecodedEvaluationMixin,
     ExponentialAverageMixin,
     RDropMixin,
     ParameterGroupsMixin,
@@ -118,10 +118,6 @@ class MetaphraseTrainer(
                 )
             # Models of other families neither smooth labels nor divide by those of the whole step.
             self.compute_loss_func = self._loss_of_logits
-        self._asked_of_decoding: dict = {}
-        self._evaluation_loss = torch.zeros(2, dtype=torch.float64)
-        self._evaluates_loss_alone = False
-        self._evaluates_own = True
 
     def _check_arguments(self) -> None:
         """Refuses arguments of which one would be ignored.
@@ -196,10 +192,6 @@ class MetaphraseTrainer(
         finally:
             self.args.dataloader_drop_last = drops
 
-    @property
-    def _decodes(self) -> bool:
-        return self.args.predict_with_generate and self.score is not None
-
     def save_model(self, output_dir=None, _internal_call=False):
         """As the parent's, and whole also where a checkpoint is not: there, transformers saves no model that can be loaded."""
         is_checkpoint = _internal_call and output_dir is not None
@@ -266,13 +258,12 @@ class MetaphraseTrainer(
             inputs = {**inputs, "smoothing": self.label_smoothing}
         if is_training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if (self._decodes or self._evaluates_loss_alone) and self._is_packing_model and not is_given:
+        if self._evaluates_without_logits and self._is_packing_model and not is_given:
             inputs = {**inputs, "return_logits": False}
         # A function that was given divides by what it is told.
         count = torch.tensor(max(num_labels, 1), device=labels.device) if is_given else None
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=count)
-        if num_labels:
-            self._evaluation_loss += torch.tensor([loss.item() * num_labels, num_labels], dtype=torch.float64)
+        self._count_loss(loss, num_labels)
         return (loss, outputs) if return_outputs else loss
 
     def _with_shifted_labels(self, inputs: Mapping) -> dict:
@@ -282,99 +273,6 @@ class MetaphraseTrainer(
             return dict(inputs)
         packed = {name: inputs[name] for name in ("target_lengths",) if name in inputs}
         return {**inputs, "decoder_input_ids": model.prepare_decoder_input_ids_from_labels(inputs["labels"], **packed)}
-
-    def _without_repeats(self, labels: torch.Tensor) -> torch.Tensor:
-        """Labels `(batch, target)` of a batch to be evaluated, those of repeated pairs ignored.
-
-        So that all processes have equal batches, accelerate fills the last ones up with the first pairs.
-        """
-        state = self.accelerator.gradient_state
-        # As in its `gather_for_metrics`: so many pairs of the last batches, of all processes in order, are no repeats.
-        if not state.end_of_dataloader or state.remainder <= 0:
-            return labels
-        own = max(0, state.remainder - self.args.process_index * len(labels))
-        return torch.cat([labels[:own], torch.full_like(labels[own:], IGNORED_LABEL)])
-
-    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval", **gen_kwargs):
-        self._evaluates_own = eval_dataset is None or eval_dataset is self.eval_dataset
-        self._asked_of_decoding = gen_kwargs
-        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **gen_kwargs)
-
-    def predict(self, test_dataset, ignore_keys=None, metric_key_prefix="test", **gen_kwargs):
-        self._evaluates_own, self._asked_of_decoding = test_dataset is self.eval_dataset, gen_kwargs
-        return super().predict(test_dataset, ignore_keys, metric_key_prefix, **gen_kwargs)
-
-    def _decoding_options(self) -> dict:
-        """Arguments of `generate()`: those of this call before those of the trainer, and these before the training arguments."""
-        options, limits = dict(self.generation_options), ("max_length", "max_new_tokens")
-        if any(name in self._asked_of_decoding for name in limits):
-            # Of the two, `generate()` obeys the second.
-            options = {name: value for name, value in options.items() if name not in limits}
-        options |= self._asked_of_decoding
-        if "max_new_tokens" not in options:
-            options.setdefault("max_length", self.args.generation_max_length)
-        options.setdefault("num_beams", self.args.generation_num_beams)
-        return {name: value for name, value in options.items() if value is not None}
-
-    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **gen_kwargs):
-        loss, generated, labels = super().prediction_step(
-            model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs
-        )
-        if loss is not None and self.args.predict_with_generate and not prediction_loss_only:
-            # The parent's is that of one batch, and counted nowhere.
-            with torch.no_grad(), self.compute_loss_context_manager():
-                loss = self.compute_loss(model, self._prepare_inputs(inputs)).detach()
-        return loss, generated, labels
-
-    def evaluation_loop(
-        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
-    ):
-        self._evaluation_loss.zero_()
-        # Loaders with persistent workers are kept, and count: another epoch would be evaluated with another noise.
-        dataloader.iteration = 0
-        decodes = self._decodes
-        if prediction_loss_only is None:
-            prediction_loss_only = self.args.prediction_loss_only
-        self._evaluates_loss_alone = prediction_loss_only or decodes
-        try:
-            output = super().evaluation_loop(
-                dataloader, description, self._evaluates_loss_alone, ignore_keys, metric_key_prefix
-            )
-        finally:
-            self._evaluates_loss_alone = False
-        total, count = self._sum_over_processes(self._evaluation_loss)
-        if count:
-            output.metrics[f"{metric_key_prefix}_loss"] = total / count
-            output.metrics[f"{metric_key_prefix}_perplexity"] = float(torch.tensor(total / count).exp())
-        if decodes:
-            scores = self._decode_and_score(dataloader.dataset)
-            output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in scores.items()})
-        return output
-
-    def _sum_over_processes(self, values: torch.Tensor) -> list[float]:
-        gathered = self.accelerator.gather(values.float().to(self.args.device)[None])
-        return (gathered.double().sum(dim=0) if self.args.world_size > 1 else values).tolist()
-
-    def _decode_and_score(self, dataset: Sequence[dict]) -> dict[str, float]:
-        """Decodes this process's share of the data set, gathers all and scores them."""
-        rank, processes = self.args.process_index, self.args.world_size
-        is_chosen = self.decoded_rows is not None and self._evaluates_own
-        rows = list(self.decoded_rows if is_chosen else range(len(dataset)))
-        indices = rows[rank::processes]
-        hypotheses = decode(
-            self.whole_model(),
-            [source_of(dataset[index]) for index in indices],
-            batch_size=self.args.per_device_eval_batch_size,
-            show_progress=None if not self.args.disable_tqdm and self.is_world_process_zero() else False,
-            **self._decoding_options(),
-        )
-        decoded = [(index, candidates[0].ids) for index, candidates in zip(indices, hypotheses, strict=True)]
-        if processes > 1:
-            decoded = gather_object(decoded)
-        in_order = [ids for _, ids in sorted(decoded)]
-        # Padded already, labels end in what is none.
-        labels = [[label for label in dataset[index]["labels"] if label != IGNORED_LABEL] for index in rows]
-        return self.score(in_order, labels)
 
 
 def _smooths(model: PreTrainedModel) -> bool:
