@@ -228,8 +228,10 @@ def projected_loss(
         A scalar in float32; it can be differentiated once.
 
     Raises:
-        ValueError: If the halves have different labels.
+        ValueError: If the halves have different labels, or `smoothing` is out of range.
     """
+    if not 0 <= smoothing < 1:
+        raise ValueError(f"`smoothing` must be at least 0 and below 1, got {smoothing}.")
     if r_drop_alpha:
         check_halves(labels)
     labels = labels.to(hidden_states.device)

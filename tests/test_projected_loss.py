@@ -54,6 +54,12 @@ def test_loss_and_gradients_are_those_of_the_plain_loss(has_bias, smoothing, ign
         torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("smoothing", [-0.1, 1.0, float("nan")])
+def test_a_smoothing_that_is_no_share_is_refused(smoothing):
+    with pytest.raises(ValueError, match="`smoothing` must be at least 0 and below 1"):
+        projected_loss(*problem(), smoothing)
+
+
 @pytest.mark.parametrize("divisor", [13, torch.tensor(13)])
 def test_a_loss_that_is_divided_can_be_differentiated_again_and_again(divisor):
     *leaves, labels = problem()

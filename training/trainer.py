@@ -131,6 +131,8 @@ class MetaphraseTrainer(
             )
         if self._decodes and self.compute_metrics is not None:
             raise ValueError("`score` and `compute_metrics` must not both be given with `predict_with_generate`.")
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(f"`label_smoothing_factor` must be at least 0 and below 1, got {self.label_smoothing}.")
         if self.r_drop_alpha < 0:
             raise ValueError(f"`r_drop_alpha` must be at least 0, got {self.r_drop_alpha}.")
         if self.r_drop_alpha and self.compute_loss_func is not None:
