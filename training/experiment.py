@@ -3,13 +3,11 @@
 import contextlib
 import json
 import logging
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import datasets
 import torch
-from accelerate.utils import broadcast_object_list
 from transformers import (
     EarlyStoppingCallback,
     PreTrainedModel,
@@ -24,13 +22,14 @@ from metaphrase.inference import Generator
 from metaphrase.inference.output_file import as_lines
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.tokenization import TokenizerPair, set_languages
-from metaphrase.training.adapters import ALL_LINEAR, add_lora, import_peft, is_adapted, merge_lora
-from metaphrase.training.averaging import RECIPE_NAME, average_checkpoints, select_checkpoints
+from metaphrase.training.adapters import ALL_LINEAR, add_lora, import_peft
+from metaphrase.training.averaging import RECIPE_NAME
 from metaphrase.training.base_model import check_model, fit_special_ids, fit_vocabulary, load_base
 from metaphrase.training.batching import PairCollator
 from metaphrase.training.decoding_settings import length_limit, settle_decoding
 from metaphrase.training.evaluation import evaluate_generator
 from metaphrase.training.exponential_average import ExponentialAverage
+from metaphrase.training.final_weights import average_run, averaged_metric, check_averaged, save_final
 from metaphrase.training.length_limits import longest_sequence
 from metaphrase.training.metrics import DEFAULT_METRICS, check_metrics, write_metrics
 from metaphrase.training.pairs import column_texts
@@ -49,7 +48,6 @@ from metaphrase.training.run_folder import (
     only_writer,
     resumes,
 )
-from metaphrase.training.sharded_weights import load_whole_weights
 from metaphrase.training.task_corpus import TASK_COLUMN, make_corpus
 from metaphrase.training.trainer import MetaphraseTrainer
 from metaphrase.training.validation_scores import TaskScores, ValidationSample
@@ -145,10 +143,11 @@ class Experiment:
             return self._train()
 
     def _train(self) -> dict:
+        recipe = self.recipe
         # Not before: a dry run needs neither.
         check_devices(self.arguments.n_gpu)
         if self.is_unchecked:
-            checkpoint_to_resume(self.recipe, self.folder)
+            checkpoint_to_resume(recipe, self.folder)
         set_seed(self.arguments.seed)
         with self.arguments.main_process_first(desc="reading the corpus"):
             self.corpus.load()
@@ -158,14 +157,14 @@ class Experiment:
         model = self.make_model(tokenizers)
         logger.info("The model has %s parameters.", f"{model.num_parameters():,}")
         trainer = self._make_trainer(model, tokenizers, encoded)
-        self._check_averaged(trainer)
+        check_averaged(recipe, trainer)
         if trainer.is_world_process_zero():
             if self.arguments.bf16 and self.arguments.device.type == "cpu":
                 warn_of_slow_bfloat16()
             trainer.add_callback(_AtBeginning(self._write_provenance))
         trainer.train(resume_from_checkpoint=self.checkpoint)
-        self._average(trainer)
-        model = self._save_model(trainer, tokenizers)
+        average_run(recipe, trainer, self.folder)
+        model = save_final(trainer, tokenizers, self.folder)
         trainer.save_state()
         result = {}
         if trainer.is_world_process_zero():
@@ -254,65 +253,6 @@ class Experiment:
             model = add_lora(model, recipe.lora_rank, recipe.lora_alpha, recipe.lora_dropout, targets)
         return model
 
-    def _check_averaged(self, trainer: MetaphraseTrainer) -> None:
-        """Refuses, before any work, a mean of checkpoints that cannot be read."""
-        for name in ("average_last", "average_best"):
-            if getattr(self.recipe, name) is not None and not trainer.has_whole_checkpoints:
-                raise ValueError(
-                    f"`{name}` needs checkpoints with whole weights, got settings by which each process saves its share: choose "
-                    "`fsdp_state_dict_type` FULL_STATE_DICT, or for DeepSpeed `zero3_save_16bit_model` true."
-                )
-
-    @property
-    def _averaged_metric(self) -> str:
-        """By what `average_best` chooses."""
-        return self.recipe.metric_for_best_model or DEFAULT_METRICS[0]
-
-    def _average(self, trainer: MetaphraseTrainer) -> None:
-        """Gives the model the mean of the checkpoints that the recipe names."""
-        recipe = self.recipe
-        if recipe.average_last is None and recipe.average_best is None:
-            return
-        metric = self._averaged_metric if recipe.average_best is not None else None
-        average = self.folder / "average"
-        folders = [average]
-        if trainer.is_world_process_zero():
-            numbers = {"last": recipe.average_last, "best": recipe.average_best}
-            # A file in the folder may be of another run.
-            log = trainer.state.log_history
-            try:
-                # A run that ended early is not lost for the checkpoints that it lacks; one is its own mean.
-                folders = select_checkpoints(self.folder, **numbers, metric=metric, log_history=log, or_fewer=True)
-                if len(folders) > 1:
-                    folders = [average_checkpoints(folders, average, overwrite=True)]
-            except Exception as error:
-                # Whatever it is, the trained weights are in no file yet, and other processes wait for the word of this one.
-                folders = [None]
-                logger.warning(
-                    "There is no mean of checkpoints: %s The finished model has the weights of step %d, the last one.",
-                    *(error, trainer.state.global_step),
-                )
-        broadcast_object_list(folders)
-        if folders[0] is not None:
-            load_whole_weights(trainer.model, folders[0])
-        trainer.accelerator.wait_for_everyone()
-        if trainer.is_world_process_zero() and average.exists():
-            # `save_model` writes it where a run's model lies.
-            shutil.rmtree(average)
-
-    def _save_model(self, trainer: MetaphraseTrainer, tokenizers: TokenizerPair) -> PreTrainedModel:
-        """Saves the model, an adapter merged into it, and returns it."""
-        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-        if not is_adapted(model):
-            trainer.save_model()
-            return trainer.whole_model()
-        trainer.save_model(str(self.folder / "adapter"))
-        model = trainer.whole_model()
-        if trainer.is_world_process_zero():
-            model = merge_lora(model, self.folder)
-            tokenizers.save_pretrained(self.folder)
-        return model
-
     def _make_trainer(
         self, model: PreTrainedModel, tokenizers: TokenizerPair, encoded: dict[str, datasets.Dataset]
     ) -> MetaphraseTrainer:
@@ -347,7 +287,7 @@ class Experiment:
             layer_decay=recipe.layer_decay,
             num_best_kept=recipe.average_best or 0,
             num_last_kept=recipe.average_last or 0,
-            best_kept_metric=self._averaged_metric,
+            best_kept_metric=averaged_metric(recipe),
             generation_options={"num_beams": arguments.generation_num_beams or 1},
         )
 

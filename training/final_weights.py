@@ -1,0 +1,88 @@
+"""What a finished run keeps: the mean of its checkpoints where the recipe asks for one, and an adapter merged into its model."""
+
+import logging
+import shutil
+from pathlib import Path
+
+from accelerate.utils import broadcast_object_list
+from transformers import PreTrainedModel
+
+from metaphrase.tokenization import TokenizerPair
+from metaphrase.training.adapters import is_adapted, merge_lora
+from metaphrase.training.averaging import DEFAULT_METRIC, average_checkpoints, select_checkpoints
+from metaphrase.training.recipe import Recipe
+from metaphrase.training.sharded_weights import load_whole_weights
+from metaphrase.training.trainer import MetaphraseTrainer
+
+logger = logging.getLogger(__name__)
+
+
+def averaged_metric(recipe: Recipe) -> str:
+    """By what `average_best` chooses."""
+    return recipe.metric_for_best_model or DEFAULT_METRIC
+
+
+def check_averaged(recipe: Recipe, trainer: MetaphraseTrainer) -> None:
+    """Refuses, before any work, a mean of checkpoints that cannot be read.
+
+    Raises:
+        ValueError: Naming the field.
+    """
+    for name in ("average_last", "average_best"):
+        if getattr(recipe, name) is not None and not trainer.has_whole_checkpoints:
+            raise ValueError(
+                f"`{name}` needs checkpoints with whole weights, got settings by which each process saves its share: choose "
+                "`fsdp_state_dict_type` FULL_STATE_DICT, or for DeepSpeed `zero3_save_16bit_model` true."
+            )
+
+
+def average_run(recipe: Recipe, trainer: MetaphraseTrainer, run: Path) -> None:
+    """Gives the model the mean of the checkpoints that the recipe names. All processes must ask for it.
+
+    Args:
+        recipe: With `average_last` or `average_best`; with neither, nothing is done.
+        trainer: Of the finished training.
+        run: The folder with the checkpoints.
+    """
+    if recipe.average_last is None and recipe.average_best is None:
+        return
+    metric = averaged_metric(recipe) if recipe.average_best is not None else None
+    average = run / "average"
+    folders = [average]
+    if trainer.is_world_process_zero():
+        numbers = {"last": recipe.average_last, "best": recipe.average_best}
+        # A file in the folder may be of another run.
+        log = trainer.state.log_history
+        try:
+            # A run that ended early is not lost for the checkpoints that it lacks; one is its own mean.
+            folders = select_checkpoints(run, **numbers, metric=metric, log_history=log, or_fewer=True)
+            if len(folders) > 1:
+                folders = [average_checkpoints(folders, average, overwrite=True)]
+        except Exception as error:
+            # Whatever it is, the trained weights are in no file yet, and other processes wait for the word of this one.
+            folders = [None]
+            logger.warning(
+                "There is no mean of checkpoints: %s The finished model has the weights of step %d, the last one.",
+                *(error, trainer.state.global_step),
+            )
+    broadcast_object_list(folders)
+    if folders[0] is not None:
+        load_whole_weights(trainer.model, folders[0])
+    trainer.accelerator.wait_for_everyone()
+    if trainer.is_world_process_zero() and average.exists():
+        # `save_model` writes it where a run's model lies.
+        shutil.rmtree(average)
+
+
+def save_final(trainer: MetaphraseTrainer, tokenizers: TokenizerPair, run: Path) -> PreTrainedModel:
+    """Saves the model, an adapter merged into it, and returns it. All processes must ask for it."""
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    if not is_adapted(model):
+        trainer.save_model()
+        return trainer.whole_model()
+    trainer.save_model(str(run / "adapter"))
+    model = trainer.whole_model()
+    if trainer.is_world_process_zero():
+        model = merge_lora(model, run)
+        tokenizers.save_pretrained(run)
+    return model
