@@ -1,5 +1,6 @@
 """Vocabularies: from texts to the model that a tokenizer looks its pieces up in, one function per kind."""
 
+import itertools
 import json
 import logging
 import re
@@ -15,6 +16,10 @@ from metaphrase.tokenization.tokenizer_settings import BYTE_COUNT, KINDS_THAT_FI
 logger = logging.getLogger(__name__)
 
 TEXTS_PER_BATCH = 1000
+# Characters. Learning merges takes the square of a word's length, which base64 or a long address would make hours of. What no
+# space cuts in Chinese is mostly shorter, and loses a pair at each cut.
+LONGEST_WORD = 1000
+_LONG_WORD = re.compile(f"[^ ]{{{LONGEST_WORD + 1},}}")
 
 # The library gives characters that its unigram training lost scores this far apart, in an order that differs per run.
 UNIGRAM_PENALTY_STEP = 1e-4
@@ -44,14 +49,26 @@ def train_vocabulary(texts: Iterable[str], settings: TokenizerSettings) -> model
 
 
 def _training_texts(texts: Iterable[str], settings: TokenizerSettings) -> Iterator[str]:
-    """What there is to learn from: the texts between the additional special tokens, which are never split."""
+    """What there is to learn from: the texts between the additional special tokens, which are never split.
+
+    Words of more than `LONGEST_WORD` characters are cut, where a vocabulary of parts of words is learned, and counted.
+    """
     additional = sorted(settings.special_tokens.additional_special_tokens, key=len, reverse=True)
     pattern = re.compile("|".join(map(re.escape, additional))) if additional else None
-    has_visible_text = False
+    has_visible_text, num_cut = False, 0
     for text in checked_texts(texts):
         parts = [text] if pattern is None else pattern.split(text)
         has_visible_text = has_visible_text or any(part.strip() for part in parts)
-        yield from parts
+        for part in parts:
+            if len(part) <= LONGEST_WORD or settings.kind not in KINDS_THAT_FILL_A_VOCABULARY:
+                yield part
+                continue
+            words = [match.span() for match in _LONG_WORD.finditer(part)]
+            num_cut += len(words)
+            cuts = [cut for start, end in words for cut in range(start + LONGEST_WORD, end, LONGEST_WORD)]
+            yield from (part[start:end] for start, end in itertools.pairwise([0, *cuts, len(part)]))
+    if num_cut:
+        logger.warning("To learn the vocabulary, %d words of more than %d characters were cut.", num_cut, LONGEST_WORD)
     if not has_visible_text:
         raise ValueError("`texts` must hold at least one character that is not white space, got none.")
 
