@@ -22,6 +22,7 @@ from metaphrase.training.exponential_average import ExponentialAverageMixin
 from metaphrase.training.gradient_clipping import GradientClippingMixin
 from metaphrase.training.parameter_groups import ParameterGroupsMixin
 from metaphrase.training.r_drop import RDropMixin
+from metaphrase.training.repeated_pairs import RepeatedPairsMixin
 from metaphrase.training.sharded_weights import (
     as_plain_class,
     gather_model,
@@ -42,6 +43,7 @@ class MetaphraseTrainer(
     AdafactorOptionsMixin,
     GradientClippingMixin,
     TokenBudgetMixin,
+    RepeatedPairsMixin,
     WholeCheckpoints,
     Seq2SeqTrainer,
 ):
@@ -51,11 +53,12 @@ class MetaphraseTrainer(
     number of pairs, and packed without padding where the model can read that. Without it, batches of like length
     (`train_sampling_strategy: group_by_length`) come in random order, where the parent's run from the longest to the shortest
     again and again. Label smoothing happens inside the model (for other families, on its logits), so it needs no decoder input
-    from the collator, follows `num_items_in_batch`, and leaves the evaluation loss what it says it is. That loss is the mean
-    over all tokens, not over batches, of each pair once, however many processes share them (but where a collator packs them
-    without `max_tokens_per_batch`), and its exponential is reported as perplexity. Accumulated batches give the gradient of
-    one large batch, with models of other families, too. Checkpoints are whole or not there, and a resumed run ends as one that
-    was not stopped. With `predict_with_generate`, the evaluation decodes in batches of like length and hands texts to `score`.
+    from the collator, follows `num_items_in_batch`, and leaves the evaluation loss what it says it is. That loss is the mean over
+    all tokens, not over batches, of each pair once, however many processes share them (but where a collator packs them without
+    `max_tokens_per_batch`), and its exponential is reported as perplexity. Accumulated batches give the gradient of one large
+    batch, with models of other families, too, and so do those of several processes, each pair of an epoch counted once (but with
+    a `compute_loss_func`). Checkpoints are whole or not there, and a resumed run ends as one that was not stopped. With
+    `predict_with_generate`, the evaluation decodes in batches of like length and hands texts to `score`.
     """
 
     def __init__(
@@ -242,14 +245,21 @@ class MetaphraseTrainer(
         smoothing = self.label_smoothing if self.model.training else 0.0
         return sequence_loss(outputs["logits"], labels, num_items_in_batch, smoothing)
 
+    @property
+    def _has_own_loss(self) -> bool:
+        """Whether a `compute_loss_func` was given."""
+        return self.compute_loss_func is not None and self.compute_loss_func != self._loss_of_logits
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         is_training, num_labels = model.training, 0
         if not is_training:
-            labels = self._without_repeats(inputs["labels"])
+            state, labels = self.accelerator.gradient_state, inputs["labels"]
+            if state.end_of_dataloader:
+                labels = self._own_labels(labels, state.remainder)
             num_labels = (labels != IGNORED_LABEL).sum().item()
             # A batch of repeats alone is computed as it stands and not counted: where weights are shared, all must take part.
             inputs = {**inputs, "labels": labels} if num_labels else inputs
-        is_given = self.compute_loss_func is not None and self.compute_loss_func != self._loss_of_logits
+        is_given = self._has_own_loss
         # For a function, the parent takes away the labels, of which models make what their decoder reads.
         if is_given:
             inputs = self._with_shifted_labels(inputs)
