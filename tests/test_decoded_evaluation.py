@@ -224,7 +224,8 @@ def test_predictions_are_those_that_are_scored(rows, model, pairs, tmp_path):
         assert [row[row != IGNORED_LABEL].tolist() for row in array] == expected
     # Who asks for the loss alone gets it alone.
     trainer.args.prediction_loss_only = True
-    assert trainer.predict(pairs).predictions is None
+    seen.clear()
+    assert trainer.predict(pairs).predictions is None and "eval_loss" in trainer.evaluate() and not seen
 
 
 def test_all_rows_of_another_data_set_are_decoded(model, pairs, tmp_path):

@@ -159,6 +159,16 @@ def test_early_stopping_and_best_checkpoint(data, tmp_path):
     assert state["best_model_checkpoint"].endswith("checkpoint-3")
 
 
+@pytest.mark.parametrize("field", [{"predict_with_generate": "false"}, {"prediction_loss_only": "true"}])
+def test_the_finished_model_alone_can_be_decoded_and_scored(field, data, tmp_path):
+    fields = {"metrics": ["ter"], "max_steps": 2, "eval_steps": 1, **field}
+    result = Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    assert list(result["scores"]) == ["ter"]
+    log = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
+    evaluated = [entry for entry in log if "eval_loss" in entry]
+    assert len(evaluated) == 2 and not any("eval_ter" in entry for entry in log)
+
+
 def test_several_gpus_need_a_process_each(data, tmp_path, monkeypatch):
     experiment = Experiment(make_recipe(data, tmp_path / "run"))
     monkeypatch.setattr(Seq2SeqTrainingArguments, "n_gpu", 2)
@@ -190,6 +200,7 @@ def test_unknown_field_of_the_network_is_refused(data, tmp_path):
             "one of loss, perplexity, chrf, got 'bleu', by which `average_best`",
         ),
         ({"average_best": 2, "predict_with_generate": "false"}, "one of loss, perplexity, got 'bleu', by which"),
+        ({"average_best": 2, "prediction_loss_only": "true"}, "one of loss, perplexity, got 'bleu', by which"),
         ({"metric_for_best_model": "eval_ter"}, "one of loss, perplexity, bleu, chrf, got 'eval_ter'."),
     ],
     ids=str,

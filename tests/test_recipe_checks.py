@@ -34,7 +34,6 @@ STREAM = {"train_file": "a", "streaming": True, "max_tokens_per_batch": 600}
         ({"model_name_or_path": "x", "vocab_size": 9}, ("model_name_or_path", "vocab_size")),
         ({"tokenizer_name_or_path": "x", "lowercase": True}, ("tokenizer_name_or_path", "lowercase")),
         ({"tokenizer_name_or_path": "x", "joint_vocabulary": False}, ("tokenizer_name_or_path", "joint_vocabulary")),
-        ({"metrics": ["bleu"], "training": {"predict_with_generate": False}}, ("metrics", "predict_with_generate")),
         ({"early_stopping_threshold": 0.1}, ("early_stopping_threshold", "early_stopping_patience")),
         ({"early_stopping_patience": 2}, ("early_stopping_patience", "eval_strategy")),
         (
@@ -72,6 +71,10 @@ STREAM = {"train_file": "a", "streaming": True, "max_tokens_per_batch": 600}
         (
             {"max_decoded_samples": 5, "training": {"predict_with_generate": False}},
             ("max_decoded_samples", "predict_with_generate"),
+        ),
+        (
+            {"max_decoded_samples": 5, "training": {"prediction_loss_only": True}},
+            ("max_decoded_samples", "prediction_loss_only"),
         ),
         ({"objective": "ul2", "train_text_file": "a", "max_decoded_samples": 5}, ("objective", "max_decoded_samples")),
         ({"bleu_tokenize": "none", "metrics": ["chrf"]}, ("bleu_tokenize", "metrics")),

@@ -14,8 +14,7 @@ from metaphrase.training.batching import source_of
 class DecodedEvaluationMixin:
     """For a trainer, before its parents: an evaluation whose loss is a mean over tokens, and which decodes for a `score`.
 
-    The trainer has `whole_model()`, and its `compute_loss` asks for labels `_without_repeats` and hands each loss to
-    `_count_loss`.
+    The trainer has `whole_model()`, and its `compute_loss` hands each loss to `_count_loss`.
     """
 
     score: Callable[[list[list[int]], list[list[int]]], dict[str, float]] | None = None
@@ -31,7 +30,7 @@ class DecodedEvaluationMixin:
 
     @property
     def _decodes(self) -> bool:
-        return self.args.predict_with_generate and self.score is not None
+        return self.args.predict_with_generate and self.score is not None and not self.args.prediction_loss_only
 
     @property
     def _evaluates_without_logits(self) -> bool:
@@ -87,18 +86,6 @@ class DecodedEvaluationMixin:
             with torch.no_grad(), self.compute_loss_context_manager():
                 loss = self.compute_loss(model, self._prepare_inputs(inputs)).detach()
         return loss, generated, labels
-
-    def _without_repeats(self, labels: torch.Tensor) -> torch.Tensor:
-        """Labels `(batch, target)` of a batch to be evaluated, those of repeated pairs ignored.
-
-        So that all processes have equal batches, accelerate fills the last ones up with the first pairs.
-        """
-        state = self.accelerator.gradient_state
-        # As in its `gather_for_metrics`: so many pairs of the last batches, of all processes in order, are no repeats.
-        if not state.end_of_dataloader or state.remainder <= 0:
-            return labels
-        own = max(0, state.remainder - self.args.process_index * len(labels))
-        return torch.cat([labels[:own], torch.full_like(labels[own:], IGNORED_LABEL)])
 
     def _count_loss(self, loss: torch.Tensor, num_labels: int) -> None:
         """Counts a batch's loss, a mean over so many labels; one without labels has none."""

@@ -268,7 +268,8 @@ class Experiment:
         if self.scores.metrics and validation is not None:
             most = recipe.max_decoded_samples
             sample = ValidationSample(validation, most, bool(recipe.tasks), tokenizers, self.scores)
-            if arguments.eval_strategy != "no" or arguments.eval_on_start:
+            is_decoded = arguments.predict_with_generate and not arguments.prediction_loss_only
+            if is_decoded and (arguments.eval_strategy != "no" or arguments.eval_on_start):
                 sample.check(f"validation targets{f' of `max_decoded_samples` {most}' if most is not None else ''}")
         return MetaphraseTrainer(
             model=model,

@@ -214,12 +214,11 @@ def _check_tokenizer_and_model(recipe: "Recipe") -> None:
 
 
 def _check_evaluation(recipe: "Recipe") -> None:
-    if recipe.metrics and not recipe.predict_with_generate:
-        raise ValueError(f"`metrics` must come with true `predict_with_generate`, got {recipe.metrics} and false.")
-    if recipe.max_decoded_samples is not None and not recipe.predict_with_generate:
+    if recipe.max_decoded_samples is not None and (field := _hindrance(recipe)) is not None:
+        given = str(bool(getattr(recipe, field))).lower()
         raise ValueError(
-            "`max_decoded_samples` must come with true `predict_with_generate`, without which nothing is decoded while training, "
-            f"got {recipe.max_decoded_samples} and false."
+            f"`max_decoded_samples` must be left out with {given} `{field}`, by which nothing is decoded while training, got "
+            f"{recipe.max_decoded_samples}."
         )
     check_bleu_is_computed(recipe.metrics or DEFAULT_METRICS, recipe.bleu_tokenize)
     if recipe.repetition_penalty is not None and recipe.repetition_penalty <= 0:
@@ -258,13 +257,19 @@ def check_evaluated(recipe: "Recipe") -> None:
         raise ValueError(f"`eval_strategy` must come with {names}, got {strategy} and nothing to evaluate.")
 
 
+def _hindrance(recipe: "Recipe") -> str | None:
+    """What keeps validation pairs from being decoded while training; the finished model is scored all the same."""
+    needed = {"predict_with_generate": True, "prediction_loss_only": False}
+    return next((name for name, value in needed.items() if bool(getattr(recipe, name)) is not value), None)
+
+
 def _check_best(recipe: "Recipe") -> None:
     """What tells the best checkpoint must be among what is evaluated while training."""
     given = recipe.metric_for_best_model
     if _strategy(recipe.eval_strategy) == "no" or (given is None and recipe.average_best is None):
         return
     evaluated = ["loss", "perplexity"]
-    if recipe.objective == "pairs" and recipe.predict_with_generate:
+    if recipe.objective == "pairs" and _hindrance(recipe) is None:
         names = recipe.metrics or DEFAULT_METRICS
         tasks = [task for task, fields in recipe.tasks.items() if any(fields.get(name) for name in _VALIDATION)]
         evaluated += [*names, *(f"{task}_{name}" for task in tasks for name in names)]
