@@ -155,7 +155,17 @@ def test_arguments_decide_precision_and_checkpoints(tmp_path):
     shared = estimate_run(model, arguments, lengths * 8, devices=8, on_accelerator=True)
     assert shared.precision == Precision(2, 2, True) and shared.state.cast_weights == 0
     assert shared.state.weights == -(-4 * model.num_parameters() // 8)
-    assert any("on a CPU" in note for note in estimate_run(model, arguments, lengths * 8, devices=8).notes)
+    assert any("FSDP on accel" in note for note in estimate_run(model, arguments, lengths * 8, devices=8).notes)
+    # What else a process takes is known for a CPU.
+    assert any("heap" in note for note in half.notes) and not any("heap" in note for note in shared.notes)
+
+
+def test_layers_that_are_not_computed_again_after_all_are_told(tmp_path):
+    model, said = meta_model(tiny_config()), "All layers are taken to be computed again"
+    for options, is_said in (({}, False), ({"use_reentrant": False}, False), ({"every_n_layers": 2}, True)):
+        arguments = arguments_of(tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs=options)
+        notes = estimate_run(model, arguments, [(4, 4)]).notes
+        assert any(said in note for note in notes) == is_said
 
 
 def test_time_needs_a_rate(tmp_path):

@@ -189,6 +189,14 @@ def test_attributes_reach_the_training_arguments(tmp_path):
         _ = recipe.nonsense
 
 
+def test_what_transformers_calls_otherwise_now_is_no_cause_for_a_warning(tmp_path, recwarn):
+    words = ["--gradient_checkpointing", "true", "--gradient_checkpointing_kwargs", '{"use_reentrant": true}']
+    arguments = load_recipe(None, words).training_arguments(output_dir=str(tmp_path))
+    assert arguments.gradient_checkpointing is True
+    assert arguments.gradient_checkpointing_kwargs == {"use_reentrant": True}
+    assert not [warning for warning in recwarn if "checkpointing" in str(warning.message)]
+
+
 def test_data_path(tmp_path):
     (tmp_path / "a.tsv").write_text("a\tb\n")
     recipe = load_recipe(None, ["--data_dir", str(tmp_path), "--train_file", "a.tsv", "--test_file", "lost.tsv"])

@@ -93,7 +93,8 @@ def _measured_rate(experiment: Experiment, model, train, lengths: np.ndarray) ->
         for batch in batches
     ]
     if arguments.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
+        # Later versions of transformers warn of the first name.
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     return measure_flops_per_second(
         model.to(device), batches, arguments.gradient_checkpointing, bf16=bool(arguments.bf16)
     )

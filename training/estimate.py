@@ -210,6 +210,8 @@ def estimate_run(
     precision = precision_of(model, arguments, sharding, on_accelerator)
     is_checkpointed = _is_checkpointed(arguments)
     notes: list[str] = []
+    if is_checkpointed and {"every_n_layers", "offload"} & set(arguments.gradient_checkpointing_kwargs or {}):
+        notes.append("All layers are taken to be computed again, and what they keep to stay on the device.")
     flops_per_step = training_flops(model, shapes, is_checkpointed) // data.steps_per_epoch
     if r_drop_start_step is not None:
         flops_per_step += flops_per_step * max(0, data.steps - r_drop_start_step) // data.steps
@@ -258,6 +260,10 @@ def _estimate_memory(
     accumulates = arguments.gradient_accumulation_steps > 1
     state = estimate_states(model, optimizer, precision, sharding, accumulates, is_averaged)
     notes += [remark] if remark else []
+    if not precision.on_accelerator:
+        notes.append(
+            "A process on a CPU takes half a GiB before its first tensor, and its heap up to 1.8 times as much as its tensors."
+        )
     if sharding.engine == "fsdp" and not precision.on_accelerator:
         notes.append(
             "accelerate shares weights by FSDP on accelerators alone: on a CPU each process holds all of them."

@@ -35,6 +35,11 @@ TRAINING_DEFAULTS: dict[str, Any] = {
 TRAINING_FIELDS = {item.name: item for item in dataclasses.fields(Seq2SeqTrainingArguments) if item.init}
 # Of this machine and moment, or secret: never part of a saved recipe.
 NEVER_SAVED = ("data_dir", "hub_token", "resume_from_checkpoint", "local_rank")
+# What later versions of transformers call otherwise, and warn of: a recipe may keep the name that all of them know.
+RENAMED = {
+    "gradient_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+}
 # Schedules that follow a metric; earlier versions of transformers know the first alone.
 LED_BY_METRIC = [
     getattr(SchedulerType, name) for name in ("REDUCE_ON_PLATEAU", "GREEDY") if hasattr(SchedulerType, name)
@@ -177,6 +182,9 @@ class Recipe(RecipeFields):
         arguments = {**TRAINING_DEFAULTS, **copy.deepcopy(self.training), **extra}
         if not arguments.get("output_dir"):
             raise ValueError("`output_dir` must be given, got none. Pass --output_dir FOLDER.")
+        for name, later in RENAMED.items():
+            if later in TRAINING_FIELDS and arguments.get(later) is None and name in arguments:
+                arguments[later] = arguments.pop(name)
         metric = arguments.get("metric_for_best_model")
         if metric is not None and arguments.get("greater_is_better") is None:
             # transformers knows losses alone.
