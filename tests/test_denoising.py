@@ -137,6 +137,13 @@ def test_noise_that_never_changes_is_warned_of(caplog):
     assert not caplog.records
     make_dataset(length=30)
     assert "Blocks of 30 tokens have a single hidden span, which is always their end" in caplog.text
+    caplog.clear()
+    # The spans of 64 tokens alone: of fewer than one and a half, the other denoisers have several.
+    DenoisingDataset(make_blocks(1, 127), ul2_mixture(range(1000, 900, -1), 2))
+    assert "For 2 of 7 denoisers: Blocks of 127 tokens have a single hidden span" in caplog.text
+    caplog.clear()
+    DenoisingDataset(make_blocks(1, 700), ul2_mixture(range(1000, 500, -1), 2))
+    assert not caplog.records
 
 
 def test_epochs_are_checked_and_kept_in_shared_memory_by_copies():

@@ -12,7 +12,13 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerContro
 from transformers.trainer_utils import has_length
 
 from metaphrase.tokenization.special_tokens import sentinel_tokens
-from metaphrase.training.mixture_of_denoisers import MODE_TOKENS, Objective, mode_token_ids_of, ul2_mixture
+from metaphrase.training.mixture_of_denoisers import (
+    MODE_TOKENS,
+    MixtureOfDenoisers,
+    Objective,
+    mode_token_ids_of,
+    ul2_mixture,
+)
 from metaphrase.training.span_corruption import MIN_BLOCK_LENGTH, SpanCorruption
 from metaphrase.training.text_infilling import TextInfilling, full_stop_ids_of
 
@@ -126,14 +132,23 @@ def _pair_lengths(blocks: datasets.Dataset, objective: Objective) -> np.ndarray:
     distinct, place = np.unique(lengths, return_inverse=True)
     for length in distinct.tolist():
         objective.check_block_length(length)
-    if isinstance(objective, SpanCorruption) and objective.is_fixed(longest := int(distinct[-1])):
-        logger.warning(
-            "Blocks of %d tokens have a single hidden span, which is always their end: take longer blocks, more noise, "
-            "shorter spans, or `spans_anywhere`.",
-            longest,
-        )
+    _warn_of_fixed_spans(objective, int(distinct[-1]))
     sides = np.array([objective.lengths(length) for length in distinct.tolist()], dtype=np.int64)
     return np.append(sides, sides.sum(axis=1, keepdims=True), axis=1)[place]
+
+
+def _warn_of_fixed_spans(objective: Objective, longest: int) -> None:
+    """Says so where even the longest blocks have so little noise that it is always at the same place."""
+    is_mixture = isinstance(objective, MixtureOfDenoisers)
+    parts = [denoiser.objective for denoiser in objective.denoisers] if is_mixture else [objective]
+    fixed = [part for part in parts if isinstance(part, SpanCorruption) and part.is_fixed(longest)]
+    if fixed:
+        logger.warning(
+            "%sBlocks of %d tokens have a single hidden span, which is always their end: take longer blocks, more noise, "
+            "shorter spans, or `spans_anywhere`.",
+            f"For {len(fixed)} of {len(parts)} denoisers: " if is_mixture else "",
+            longest,
+        )
 
 
 class EpochCallback(TrainerCallback):
