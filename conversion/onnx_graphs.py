@@ -290,15 +290,25 @@ def _forget_origin(model: "onnx_ir.Model") -> None:
                 value.metadata_props.clear()
 
 
+_LEVELS = {
+    "torch.onnx._internal.exporter._registration": logging.ERROR,
+    "onnxscript": logging.WARNING,
+    "onnx_ir": logging.WARNING,
+}
+
+
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what the exporter has to say of libraries that are not there, and of axes that are the same length."""
-    log = logging.getLogger("torch.onnx._internal.exporter._registration")
-    level = log.level
-    log.setLevel(logging.ERROR)
+    """Without what the exporter has to say of libraries that are not there, of axes of one length, and of each node."""
+    logs = {logging.getLogger(name): level for name, level in _LEVELS.items()}
+    before = {log: log.level for log in logs}
+    for log, level in logs.items():
+        log.setLevel(level)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="# The axis name: .* will not be used")
+            warnings.filterwarnings("ignore", message=".*treespec, LeafSpec", category=FutureWarning)
             yield
     finally:
-        log.setLevel(level)
+        for log, level in before.items():
+            log.setLevel(level)

@@ -69,7 +69,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--num_processes",
         type=int,
         default=1,
-        help="processes that share the windows, of which there must be as many [%(default)s]; on a CPU they share its cores, "
+        help="processes that share the windows, each taking one at a time [%(default)s]; on a CPU they share its cores, "
         "else each has an accelerator",
     )
     parser.add_argument("--seed", type=int, default=42, help="of sampling [%(default)s]")

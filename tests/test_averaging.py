@@ -391,6 +391,7 @@ def test_what_cannot_be_chosen_is_refused(tmp_path):
         (run, {"last": 3}, "`last` must be at most the number of checkpoints, 2 in .*, got 3. .*`save_total_limit`"),
         (run, {"last": 1, "metric": "bleu"}, "`metric` must come with `best`, got 'bleu' without"),
         (run, {"best": 1, "metric": "rouge"}, "one of eval_bleu, eval_loss, got 'rouge'"),
+        (run, {"best": 1, "log_history": [{"step": 1}]}, "logged, where nothing was evaluated, got 'eval_bleu'"),
         (tmp_path / "empty", {"last": 1}, r"must hold folders `checkpoint-\*`, got none in .*empty"),
     ):
         with pytest.raises(ValueError, match=message):

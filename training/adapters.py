@@ -95,7 +95,10 @@ def add_lora(
     adapted = peft.get_peft_model(model, config)
     trained, total = adapted.get_nb_trainable_parameters()
     logger.info(
-        "LoRA of rank %d: %s parameters are trained, %s with those of the model.", rank, f"{trained:,}", f"{total:,}"
+        "LoRA of rank %d: %s parameters are trained beside the %s of the model.",
+        rank,
+        f"{trained:,}",
+        f"{total - trained:,}",
     )
     return adapted
 

@@ -110,7 +110,8 @@ def _scores(log: Sequence[Mapping], by_step: Mapping[int, Path], metric: str) ->
     """What each checkpoint scored, so that more is better."""
     if not _logged(log, metric):
         known = sorted({key for entry in log for key in entry if key.startswith("eval_")})
-        raise ValueError(f"`metric` must be one that was logged, one of {', '.join(known) or 'none'}, got {metric!r}.")
+        which = f"one of {', '.join(known)}, got" if known else "where nothing was evaluated, got"
+        raise ValueError(f"`metric` must be one that was logged, {which} {metric!r}.")
     if any((path / EXPONENTIAL_AVERAGE_NAME).is_file() for path in by_step.values()):
         logger.warning("The scores are those of exponential averages; the mean is one of the weights under them.")
     return {step: score for step, score in scores_in(log, metric).items() if step in by_step}

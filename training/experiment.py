@@ -22,7 +22,7 @@ from metaphrase.inference import Generator
 from metaphrase.inference.output_file import as_lines
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.tokenization import TokenizerPair, set_languages
-from metaphrase.training.adapters import ALL_LINEAR, add_lora, import_peft
+from metaphrase.training.adapters import ALL_LINEAR, add_lora, import_peft, is_adapted
 from metaphrase.training.averaging import RECIPE_NAME
 from metaphrase.training.base_model import check_model, fit_special_ids, fit_vocabulary, load_base
 from metaphrase.training.batching import PairCollator
@@ -155,7 +155,8 @@ class Experiment:
             encoded = self.corpus.encode(tokenizers)
         self._check_scored(tokenizers)
         model = self.make_model(tokenizers)
-        logger.info("The model has %s parameters.", f"{model.num_parameters():,}")
+        if not is_adapted(model):
+            logger.info("The model has %s parameters.", f"{model.num_parameters():,}")
         trainer = self._make_trainer(model, tokenizers, encoded)
         check_averaged(recipe, trainer)
         if trainer.is_world_process_zero():
@@ -302,7 +303,8 @@ class Experiment:
         corpus = self.corpus
         split = corpus.scored_split()
         if split is None:
-            logger.warning("There are neither test nor validation pairs: the model is not scored.")
+            if self.recipe.objective == "pairs":
+                logger.warning("There are neither test nor validation pairs: the model is not scored.")
             earlier = self.folder / "metrics.json"
             if earlier.exists():
                 # A card would give them to weights that they do not belong to.
