@@ -68,7 +68,7 @@ def _training_texts(texts: Iterable[str], settings: TokenizerSettings) -> Iterat
             cuts = [cut for start, end in words for cut in range(start + LONGEST_WORD, end, LONGEST_WORD)]
             yield from (part[start:end] for start, end in itertools.pairwise([0, *cuts, len(part)]))
     if num_cut:
-        logger.warning("To learn the vocabulary, %d words of more than %d characters were cut.", num_cut, LONGEST_WORD)
+        logger.warning("To learn the vocabulary, words of more than %d characters were cut: %d.", LONGEST_WORD, num_cut)
     if not has_visible_text:
         raise ValueError("`texts` must hold at least one character that is not white space, got none.")
 
