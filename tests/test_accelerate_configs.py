@@ -201,7 +201,7 @@ trainer.save_model()
 process = arguments.process_index
 local = sum(getattr(weight, "_local_tensor", weight).numel() for weight in trainer.model.parameters())
 result = {"losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry] + [loss], "local": local,
-          "is_sharded": trainer.accelerator.is_fsdp2}
+          "is_sharded": trainer.accelerator.is_fsdp2, "drawn": torch.rand(3).tolist()}
 del trainer, model
 leave_processes()
 with open(f"{folder}/result_{process}.json", "w") as file:
@@ -283,3 +283,5 @@ def test_two_processes_on_a_cpu_train_as_one(batching, tmp_path):
     several = run_program(launch("ddp_cpu_2_processes.yaml"), folders[1], {}, batching)
     assert len(several) == 2 and not several[0]["is_sharded"]
     assert_same_training(one, several[0], folders)
+    # The same order of pairs, and dropout of its own in each.
+    assert several[0]["drawn"] != several[1]["drawn"]

@@ -80,6 +80,16 @@ def test_pairs_of_a_budget_are_counted_as_trained_on(is_packed, length, model, p
     assert samples == pytest.approx(metrics["epoch"] * len(pairs), rel=0.02)
 
 
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_pairs_before_a_run_was_stopped_count_too(is_packed, model, pairs, tmp_path, monkeypatch):
+    monkeypatch.setattr(type(model), "supports_packing", is_packed)
+    trainer = make_trainer(model, pairs, tmp_path, max_tokens_per_batch=40, num_train_epochs=3, save_strategy="epoch")
+    trainer.train_dataset = with_lengths(pairs)
+    trainer.train()
+    metrics = trainer.train(resume_from_checkpoint=str(checkpoints_in(tmp_path)[1])).metrics
+    assert metrics["train_samples_per_second"] * metrics["train_runtime"] == pytest.approx(3 * len(pairs), rel=0.02)
+
+
 def test_pairs_of_a_stream_are_counted_as_trained_on(model, pairs, tmp_path):
     trainer = make_trainer(model, pairs, tmp_path, max_tokens_per_batch=40, max_steps=30)
     read = []

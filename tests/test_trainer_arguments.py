@@ -133,6 +133,14 @@ def test_what_would_be_ignored_is_refused(options, message, model, pairs, tmp_pa
         trainer.train()
 
 
+def test_fewer_pairs_than_processes_cannot_share_a_budget(model, pairs, tmp_path, monkeypatch):
+    trainer = make_trainer(model, pairs, tmp_path, max_tokens_per_batch=60)
+    trainer.train_dataset = with_lengths(pairs[:2])
+    monkeypatch.setattr(type(trainer.args), "world_size", 3)
+    with pytest.raises(ValueError, match="a pair for each process with `max_tokens_per_batch`, got 2 and 3 processes"):
+        trainer.get_train_dataloader()
+
+
 def test_lengths_of_what_is_evaluated_are_not_needed(model, pairs, tmp_path):
     trainer = make_trainer(model, pairs, tmp_path, max_tokens_per_batch=60)
     with_them = trainer.evaluate(with_lengths(pairs))["eval_loss"]

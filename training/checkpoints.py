@@ -90,7 +90,9 @@ class WholeCheckpoints(BestCheckpoint, DataPlace):
       the epoch and the number of its batches say all about the place in the data.
 
     What a data set or a collator draws at random must follow from seed, epoch and index, as in `DenoisingDataset`: the states of
-    workers are in no checkpoint. An iterable data set is read again from the beginning of the epoch, as transformers does.
+    workers are in no checkpoint. An iterable data set is read again from the beginning of the epoch, as transformers does. With
+    three or more processes of which DDP does not look for unused parameters, as under gradient checkpointing, it adds up
+    gradients in an order that the first step determines: a resumed run differs by their last digits.
     """
 
     _resumed: _Resumed | None = None
@@ -101,6 +103,8 @@ class WholeCheckpoints(BestCheckpoint, DataPlace):
     _num_batches = 0
     _num_batches_reported = 0
     _reported_step = -1
+    # Of this call of `train`.
+    _first_step = 0
     _is_epoch_end = False
     _is_reporting = False
     _is_saving = False
@@ -136,6 +140,7 @@ class WholeCheckpoints(BestCheckpoint, DataPlace):
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
         self._resumed, self._reported_step = None, self.state.global_step
+        self._first_step = self.state.global_step
         self._start, self._seconds_before = time.time(), 0.0
         # Without a length, transformers counts all steps as one epoch.
         self._steps_per_epoch = num_update_steps_per_epoch if has_length(self.train_dataset) else None

@@ -35,7 +35,7 @@ from metaphrase.training.metrics import DEFAULT_METRICS, check_metrics, write_me
 from metaphrase.training.pairs import column_texts
 from metaphrase.training.parameter_groups import freeze
 from metaphrase.training.precision import warn_of_slow_bfloat16
-from metaphrase.training.processes import check_devices, check_processes
+from metaphrase.training.processes import check_devices, check_processes, meet_on_cpu
 from metaphrase.training.r_drop import check_r_drop
 from metaphrase.training.recipe import Recipe
 from metaphrase.training.recipe_checks import check_evaluated
@@ -103,6 +103,8 @@ class Experiment:
         check_processes()
         # Without `use_cpu`, transformers refuses bf16 where there is no accelerator.
         extra = {} if torch.accelerator.is_available() else {"dataloader_pin_memory": False, "use_cpu": True}
+        if extra or recipe.use_cpu:
+            meet_on_cpu(recipe.ddp_timeout, recipe.ddp_backend)
         self.arguments: Seq2SeqTrainingArguments = recipe.training_arguments(**extra)
         # They are pickled with each checkpoint.
         self.arguments.hub_token = None

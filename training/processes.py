@@ -1,8 +1,10 @@
-"""Processes: whether as many were started as were asked for, one for each device, and how they part."""
+"""Processes: whether as many were started as were asked for, one for each device, and how they meet and part."""
 
 import gc
 import os
+from datetime import timedelta
 
+from accelerate import PartialState
 from torch import distributed
 
 _MPI = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -23,6 +25,19 @@ def check_processes() -> None:
             "`accelerate launch` must start several processes on a CPU by `--multi_gpu --num_processes N`, got `--cpu`, "
             "with which it starts one. `torchrun --nproc_per_node N` starts them too."
         )
+
+
+def meet_on_cpu(timeout: float, backend: str | None = None) -> None:
+    """Lets several processes on a CPU meet, if there are any, and wait for each other so long: transformers would not say.
+
+    Half an hour, torch's default, ends a run where one process reads a large corpus or scores the finished model.
+
+    Args:
+        timeout: Seconds.
+        backend: Of the group; by default accelerate's choice.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not distributed.is_initialized():
+        PartialState(cpu=True, backend=backend, timeout=timedelta(seconds=timeout))
 
 
 def check_devices(num_devices: int) -> None:

@@ -95,6 +95,11 @@ class TokenBudgetMixin:
                 f"`max_tokens_per_batch`, got a {type(self.train_dataset).__name__} with {columns}. What has no end is read by a "
                 "`TokenBudgetStream`."
             )
+        if hasattr(self.train_dataset, "__len__") and len(self.train_dataset) < self.args.world_size:
+            raise ValueError(
+                f"`train_dataset` must have a pair for each process with `max_tokens_per_batch`, got {len(self.train_dataset)} "
+                f"and {self.args.world_size} processes."
+            )
         # One that is derived from these may do more.
         is_plain = type(self.data_collator) in _PLAIN_COLLATORS or self.data_collator is default_data_collator
         if self._is_packing_model and not is_plain:
@@ -132,7 +137,7 @@ class TokenBudgetMixin:
         if self._trains_by_budget:
             # The parent multiplies steps by a number of pairs, which a budget does not go by, and takes the share of those steps
             # that were made in this call.
-            num_steps = self.state.global_step - getattr(self, "_initial_global_step", 0)
+            num_steps = self.state.global_step - self._first_step
             [num_trained] = self._sum_over_processes(torch.as_tensor([self._num_trained]))
             num_train_samples = num_trained * self.state.max_steps / max(num_steps, 1)
         return super()._finalize_training(trial, num_train_samples, start_time)

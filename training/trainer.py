@@ -21,6 +21,7 @@ from metaphrase.training.decoded_evaluation import DecodedEvaluationMixin
 from metaphrase.training.exponential_average import ExponentialAverageMixin
 from metaphrase.training.gradient_clipping import GradientClippingMixin
 from metaphrase.training.parameter_groups import ParameterGroupsMixin
+from metaphrase.training.process_seeds import ProcessSeedsMixin
 from metaphrase.training.r_drop import RDropMixin
 from metaphrase.training.repeated_pairs import RepeatedPairsMixin
 from metaphrase.training.sharded_weights import (
@@ -44,6 +45,7 @@ class MetaphraseTrainer(
     GradientClippingMixin,
     TokenBudgetMixin,
     RepeatedPairsMixin,
+    ProcessSeedsMixin,
     WholeCheckpoints,
     Seq2SeqTrainer,
 ):
