@@ -161,12 +161,21 @@ def test_early_stopping_and_best_checkpoint(data, tmp_path):
 
 @pytest.mark.parametrize("field", [{"predict_with_generate": "false"}, {"prediction_loss_only": "true"}])
 def test_the_finished_model_alone_can_be_decoded_and_scored(field, data, tmp_path):
-    fields = {"metrics": ["ter"], "max_steps": 2, "eval_steps": 1, **field}
+    # A rate of no words is none, and nobody asks for it.
+    (data / "few.tsv").write_text("the dog\t\na cat\t\n", encoding="utf-8")
+    fields = {"metrics": ["wer"], "max_steps": 2, "eval_steps": 1, "validation_file": "few.tsv", **field}
     result = Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
-    assert list(result["scores"]) == ["ter"]
+    assert list(result["scores"]) == ["wer"]
     log = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
     evaluated = [entry for entry in log if "eval_loss" in entry]
-    assert len(evaluated) == 2 and not any("eval_ter" in entry for entry in log)
+    assert len(evaluated) == 2 and not any("eval_wer" in entry for entry in log)
+
+
+def test_processes_on_a_cpu_meet_before_anything_else(data, tmp_path, monkeypatch):
+    met = []
+    monkeypatch.setattr("metaphrase.training.experiment.meet_on_cpu", lambda *given: met.append(given))
+    Experiment(make_recipe(data, tmp_path / "run", ddp_timeout=77, use_cpu="true"))
+    assert met == [(77, None)]
 
 
 def test_several_gpus_need_a_process_each(data, tmp_path, monkeypatch):

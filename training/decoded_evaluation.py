@@ -73,8 +73,7 @@ class DecodedEvaluationMixin:
             decoded, labels = self._decode(dataloader.dataset)
             scores = self.score(decoded, labels)
             output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in scores.items()})
-            if not prediction_loss_only:
-                output = output._replace(predictions=_as_array(decoded), label_ids=_as_array(labels))
+            output = output._replace(predictions=_as_array(decoded), label_ids=_as_array(labels))
         return output
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **gen_kwargs):
