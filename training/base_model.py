@@ -105,7 +105,10 @@ def fit_vocabulary(
 
 
 def _has_two_vocabularies(model: PreTrainedModel) -> bool:
-    return model.get_decoder().get_input_embeddings().weight is not model.get_input_embeddings().weight
+    decoder = model.get_decoder()
+    # FSMT's is a plain module.
+    embedding = decoder.get_input_embeddings() if isinstance(decoder, PreTrainedModel) else decoder.embed_tokens
+    return embedding.weight is not model.get_input_embeddings().weight
 
 
 def _announce_growth(recipe: Recipe, what: str, entries: int, rows: int) -> None:
