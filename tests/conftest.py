@@ -52,6 +52,22 @@ def same_environment():
         yield
 
 
+@pytest.fixture
+def model():
+    """A small model for `pairs`."""
+    from tiny_models import tiny_model
+
+    return tiny_model(vocab_size=60)
+
+
+@pytest.fixture
+def pairs():
+    """A few pairs of ids, as `make_trainer` of `small_trainers` takes them."""
+    from small_trainers import small_pairs
+
+    return small_pairs()
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """The folders of two runs with three checkpoints: one by a plain Trainer, and one by `WholeCheckpoints`."""

@@ -5,24 +5,13 @@ import math
 import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
-from small_trainers import make_trainer, small_pairs, tiny_bart, with_lengths
-from tiny_models import tiny_model
+from small_trainers import make_trainer, tiny_bart, with_lengths
 from torch.utils.data import DataLoader
 from transformers import Seq2SeqTrainingArguments
 
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.training.batching import PairCollator
 from metaphrase.training.validation_scores import spread
-
-
-@pytest.fixture
-def model():
-    return tiny_model(vocab_size=60)
-
-
-@pytest.fixture
-def pairs():
-    return small_pairs()
 
 
 def test_evaluation_loss_is_per_token_and_not_smoothed(model, pairs, tmp_path):

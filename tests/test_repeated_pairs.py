@@ -4,7 +4,7 @@ import pytest
 import torch
 from accelerate import skip_first_batches
 from accelerate.data_loader import prepare_data_loader
-from small_trainers import make_trainer, small_pairs, tiny_bart
+from small_trainers import make_trainer, tiny_bart
 from test_trainer_arguments import token_mean
 from tiny_models import tiny_model
 from torch.utils.data import DataLoader
@@ -14,11 +14,6 @@ from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.training.batching import PairCollator
 from metaphrase.training.packed_collator import PackedCollator
 from metaphrase.training.random_states import get_random_states
-
-
-@pytest.fixture
-def pairs():
-    return small_pairs()
 
 
 def trained_on(trainer, processes, monkeypatch, skipped=0, collator=None):

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from other_families import other_model
-from small_trainers import SIDES, make_trainer, small_pairs, tiny_bart, with_lengths
+from small_trainers import SIDES, make_trainer, tiny_bart, with_lengths
 from tiny_generator import SOURCES, TARGETS, tiny_pair
 from tiny_models import tiny_model
 from transformers import (
@@ -23,16 +23,6 @@ from metaphrase.training.token_budget import WithFillers
 from metaphrase.training.token_budget_loaders import count_pairs
 from metaphrase.training.token_stream import TokenBudgetStream
 from metaphrase.training.validation_scores import spread
-
-
-@pytest.fixture
-def model():
-    return tiny_model(vocab_size=60)
-
-
-@pytest.fixture
-def pairs():
-    return small_pairs()
 
 
 @pytest.mark.parametrize("family", ["ours", "other"])

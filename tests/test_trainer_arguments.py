@@ -4,23 +4,12 @@ import pytest
 import torch
 from datasets import Dataset
 from other_families import other_model
-from small_trainers import SIDES, make_trainer, small_pairs, with_lengths
-from tiny_models import tiny_model
+from small_trainers import SIDES, make_trainer, with_lengths
 from torch import nn
 
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.training.batching import PairCollator
 from metaphrase.training.packed_collator import PackedCollator
-
-
-@pytest.fixture
-def model():
-    return tiny_model(vocab_size=60)
-
-
-@pytest.fixture
-def pairs():
-    return small_pairs()
 
 
 def padded_already(pairs, width=24):

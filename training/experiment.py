@@ -103,7 +103,7 @@ class Experiment:
         check_processes()
         # Without `use_cpu`, transformers refuses bf16 where there is no accelerator.
         extra = {} if torch.accelerator.is_available() else {"dataloader_pin_memory": False, "use_cpu": True}
-        if extra or recipe.use_cpu:
+        if recipe.use_cpu or "use_cpu" in extra:
             meet_on_cpu(recipe.ddp_timeout, recipe.ddp_backend)
         self.arguments: Seq2SeqTrainingArguments = recipe.training_arguments(**extra)
         # They are pickled with each checkpoint.

@@ -5,6 +5,7 @@ import random
 import numpy as np
 import torch
 
+from metaphrase.training.processes import share_out_pairs
 from metaphrase.training.random_states import get_random_states, set_random_states
 
 
@@ -16,7 +17,7 @@ class ProcessSeedsMixin:
     """
 
     def get_train_dataloader(self):
-        if not self._has_own_seeds:
+        if not share_out_pairs(self.args, self.accelerator):
             return super().get_train_dataloader()
         # The order, for which accelerate takes the seed of this generator, is one for all processes.
         states = get_random_states()
@@ -27,15 +28,11 @@ class ProcessSeedsMixin:
             set_random_states(states)
 
     def _init_training_state(self, *args, **kwargs):
-        if self._has_own_seeds and self.args.process_index > 0:
+        # Processes that share out a batch must drop alike.
+        if share_out_pairs(self.args, self.accelerator) and self.args.process_index > 0:
             words = np.random.SeedSequence([self.args.seed, self.args.process_index]).generate_state(3).tolist()
             random.seed(words[0])
             np.random.seed(words[1])  # noqa: NPY002
             # Those of accelerators too.
             torch.manual_seed(words[2])
         return super()._init_training_state(*args, **kwargs)
-
-    @property
-    def _has_own_seeds(self) -> bool:
-        # Processes that share out the layers of one batch must drop alike.
-        return self.args.world_size > 1 and getattr(self.accelerator, "parallelism_config", None) is None

@@ -4,8 +4,9 @@ import gc
 import os
 from datetime import timedelta
 
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from torch import distributed
+from transformers import TrainingArguments
 
 _MPI = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
@@ -38,6 +39,11 @@ def meet_on_cpu(timeout: float, backend: str | None = None) -> None:
     """
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not distributed.is_initialized():
         PartialState(cpu=True, backend=backend, timeout=timedelta(seconds=timeout))
+
+
+def share_out_pairs(arguments: TrainingArguments, accelerator: Accelerator) -> bool:
+    """Whether several processes have pairs of their own, each with the whole model; others share out the layers of one batch."""
+    return arguments.world_size > 1 and getattr(accelerator, "parallelism_config", None) is None
 
 
 def check_devices(num_devices: int) -> None:

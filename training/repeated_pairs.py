@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from metaphrase.modeling import IGNORED_LABEL
+from metaphrase.training.processes import share_out_pairs
 
 
 class RepeatedPairsMixin:
@@ -24,14 +25,12 @@ class RepeatedPairsMixin:
         """Whether the last batches of an epoch of training may hold pairs again."""
         accelerator = self.accelerator
         return (
-            self.args.world_size > 1
+            share_out_pairs(self.args, accelerator)
             and self.max_tokens_per_batch is None
             and hasattr(self.train_dataset, "__len__")
             and not self.args.dataloader_drop_last
             and accelerator.even_batches
             and not accelerator.dispatch_batches
-            # What such processes share is not pairs alone.
-            and getattr(accelerator, "parallelism_config", None) is None
             # A loss of one's own need not be a number where there is no label at all.
             and not self._has_own_loss
         )
