@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import logging
 import shutil
 import sys
 
@@ -80,8 +81,31 @@ def make_generator(seed=0, **fields):
     return Generator(model, pair)
 
 
+class Heard(logging.Handler):
+    """Names of the loggers that said something."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def emit(self, record):
+        self.names.add(record.name)
+
+
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory):
+def heard():
+    """What was said while `exported` was made, as the command line hears it."""
+    handler, log = Heard(), logging.getLogger()
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    yield handler.names
+    log.setLevel(level)
+    log.removeHandler(handler)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory, heard):
     """A model (rotary, gated, grouped heads, normed queries, two vocabularies), its folder, and its export."""
     folder = tmp_path_factory.mktemp("onnx")
     generator = make_generator()
@@ -91,6 +115,11 @@ def exported(tmp_path_factory):
 
 
 # the whole export
+
+
+def test_the_exporter_says_nothing_of_each_node(exported, heard):
+    assert any(name.startswith("metaphrase") for name in heard)
+    assert not [name for name in heard if name.startswith(("onnx", "torch.onnx"))]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
