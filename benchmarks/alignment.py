@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from machine import describe_machine
 
+from metaphrase.demo.corpus import split_of_sentence
+from metaphrase.demo.english import third_person_singular, to_english
+from metaphrase.demo.german import german_noun, german_present, to_german
+from metaphrase.demo.grammar import Adjective, Case, Noun, Particle, Sentence, Verb
+from metaphrase.demo.lexicon import BE, HAVE
+from metaphrase.demo.sampler import Sampler
 from metaphrase.inference import Generator, alignment_error_rate, cross_attentions, word_alignment
-from metaphrase.training.demo_corpus import split_of_sentence
-from metaphrase.training.demo_english import third_person_singular, to_english
-from metaphrase.training.demo_german import german_noun, german_present, to_german
-from metaphrase.training.demo_lexicon import BE, HAVE
-from metaphrase.training.demo_sampler import Sampler
-from metaphrase.training.demo_syntax import Adjective, Case, Noun, Particle, Sentence, Verb
 
 Link = tuple[int, int]
 ADJECTIVE_ENDINGS = ("e", "en", "em", "er", "es")

@@ -31,10 +31,10 @@ from transformers import (
     set_seed,
 )
 
+from metaphrase.data.collators import PairCollator
+from metaphrase.data.token_budget import TokenBudgetSampler
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
-from metaphrase.training.batching import PairCollator
-from metaphrase.training.memory import keep_few_kernels, keep_freed_memory
-from metaphrase.training.token_budget import TokenBudgetSampler
+from metaphrase.training.cpu_setup import keep_few_kernels, keep_freed_memory
 from metaphrase.training.trainer import MetaphraseTrainer
 
 VOCAB_SIZES = {"transformer-tiny": 10000, "transformer-base": 32000, "t5-large": 32128}
@@ -149,7 +149,7 @@ def switch_off(contestant: Contestant) -> None:
         modeling_metaphrase,
         stacks,
     )
-    from metaphrase.training import token_budget_loaders
+    from metaphrase.training import loaders as token_budget_loaders
 
     if not contestant.cheap_dropout:
 

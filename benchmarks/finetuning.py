@@ -19,9 +19,9 @@ from seeds import RESULTS, carry_out, draw, read_run
 from transformers import MarianConfig, MarianMTModel, PreTrainedModel, T5Config, T5ForConditionalGeneration, set_seed
 
 from metaphrase.conversion import convert
+from metaphrase.demo.corpus import write_demo_corpus
 from metaphrase.scripts.train import find_recipe
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.training.demo_corpus import write_demo_corpus
 
 VOCAB_SIZE = 2000
 # What random weights need, in place of the recipe's own.

@@ -43,12 +43,12 @@ from seeds import RESULTS
 from transformers import AutoModelForSeq2SeqLM, CompileConfig, PreTrainedModel
 
 from metaphrase.conversion import convert
+from metaphrase.evaluation.metrics import compute_metrics
 from metaphrase.inference import decode, quantize
-from metaphrase.inference.ctranslate2_engine import CTranslate2Engine
-from metaphrase.inference.decoding import pad_sources
+from metaphrase.inference.batches import pad_sources
+from metaphrase.inference.ctranslate2.engine import CTranslate2Engine
 from metaphrase.modeling import MetaphraseForConditionalGeneration
 from metaphrase.tokenization import TokenizerPair, iterate_lines
-from metaphrase.training.metrics import compute_metrics
 
 # By name: beams, and sources in a batch.
 SETTINGS = {

@@ -1,4 +1,7 @@
-"""BART (Lewis et al. 2020, arXiv 1910.13461), and what all families that fairseq and Marian gave rise to have in common."""
+"""BART (Lewis et al. 2020, arXiv 1910.13461), and what all families that fairseq and Marian gave rise to have in common.
+
+mBART (Liu et al. 2020, arXiv 2001.08210) and PLBart (Ahmad et al. 2021, arXiv 2103.06333).
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -127,3 +130,21 @@ class Bart(Family):
 
     def fill(self, name: str, shape: tuple[int, ...], config: MetaphraseConfig) -> torch.Tensor | None:
         return torch.zeros(shape) if name == _LOGITS_BIAS else None
+
+
+class MBart(Bart):
+    """BART pre-norm, with targets that end with the code of their language, which the decoder starts with in training."""
+
+    name = "mbart"
+    config_class = "MBartConfig"
+    model_class = "MBartForConditionalGeneration"
+    fixed = Bart.fixed | {"norm_position": "pre", "final_norm": True, "decoder_start_from_labels": True}
+
+
+class PLBart(Bart):
+    """BART for programming languages, with targets as mBART's."""
+
+    name = "plbart"
+    config_class = "PLBartConfig"
+    model_class = "PLBartForConditionalGeneration"
+    fixed = Bart.fixed | {"decoder_start_from_labels": True}

@@ -5,12 +5,9 @@ import difflib
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from metaphrase.conversion.bart import Bart
+from metaphrase.conversion.bart import Bart, MBart, PLBart
 from metaphrase.conversion.family import Family
-from metaphrase.conversion.fsmt import FSMT
-from metaphrase.conversion.m2m_100 import M2M100
-from metaphrase.conversion.marian import Marian, Pegasus
-from metaphrase.conversion.mbart import MBart, PLBart
+from metaphrase.conversion.marian import FSMT, M2M100, Marian, Pegasus
 from metaphrase.conversion.t5 import MT5, T5, UMT5
 
 FAMILIES: dict[str, Family] = {

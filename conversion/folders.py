@@ -20,15 +20,15 @@ from transformers.utils.hub import convert_file_size_to_int
 from metaphrase.conversion.families import FAMILIES, config_class, find_family, model_class
 from metaphrase.conversion.family import Family
 from metaphrase.conversion.plans import NamedWeights, plan_ours, plan_theirs, skeleton
-from metaphrase.conversion.t5gemma import obstacles as obstacles_of_t5gemma
-from metaphrase.conversion.weight_files import (
+from metaphrase.conversion.t5 import obstacles as obstacles_of_t5gemma
+from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
+from metaphrase.storage.weight_files import (
     WeightFiles,
     check_output,
     folder_in_one_step,
     read_json,
     write_weights,
 )
-from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from metaphrase.conversion.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, Family, Place
-from metaphrase.conversion.weight_files import Kind, Planned, WeightFiles, listed
 from metaphrase.modeling import MetaphraseConfig
+from metaphrase.storage.weight_files import Kind, Planned, WeightFiles, listed
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from metaphrase.conversion.weight_files import weight_names
+from metaphrase.storage.weight_files import weight_names
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
-from metaphrase.training.averaging import RECIPE_NAME
-from metaphrase.training.recipe_values import load_yaml
+from metaphrase.training.checkpointing.averaging import RECIPE_NAME
+from metaphrase.training.recipe.parsing import load_yaml
 
 # A recipe's fields that say where the texts came from; the rest are hyperparameters.
 DATA_FIELDS = ("data_dir", "dataset", "dataset_name", "dataset_config", "corpus", "files")

@@ -1,23 +1,23 @@
 """Inference: many lines in, many lines out."""
 
+from metaphrase.decoding.options import GENERATION_OPTIONS, complete_sampling
+from metaphrase.decoding.quantization import QUANTIZATIONS, quantize
+from metaphrase.decoding.searches.constrained_beam_search import constrained_beam_search
+from metaphrase.decoding.searches.contrastive_search import contrastive_search
+from metaphrase.decoding.searches.diverse_beam_search import diverse_beam_search
+from metaphrase.decoding.searches.ensemble import EnsembleSearch
+from metaphrase.decoding.searches.joint_search import Partner
+from metaphrase.decoding.searches.speculative_decoding import SpeculativeSearch
 from metaphrase.inference.alignment import AttentionMap, cross_attention, cross_attentions
-from metaphrase.inference.constrained_beam_search import constrained_beam_search
-from metaphrase.inference.contrastive_search import contrastive_search
-from metaphrase.inference.decoding import decode
-from metaphrase.inference.diverse_beam_search import diverse_beam_search
+from metaphrase.inference.batches import decode
 from metaphrase.inference.engine import Engine, Hypothesis
-from metaphrase.inference.ensemble import EnsembleSearch
-from metaphrase.inference.forced_decoding import ForcedScore
-from metaphrase.inference.generation_options import GENERATION_OPTIONS, complete_sampling
 from metaphrase.inference.generator import Generator
 from metaphrase.inference.generator_pool import GeneratorPool
-from metaphrase.inference.joint_search import Partner
 from metaphrase.inference.loading import ENGINES
 from metaphrase.inference.minimum_bayes_risk import expected_utilities
 from metaphrase.inference.pipelines import SummarizationPipeline, Text2TextGenerationPipeline, TranslationPipeline
-from metaphrase.inference.quantization import QUANTIZATIONS, quantize
 from metaphrase.inference.run import ScoredText
-from metaphrase.inference.speculative_decoding import SpeculativeSearch
+from metaphrase.inference.scoring import ForcedScore
 from metaphrase.inference.word_alignment import alignment_error_rate, format_pharaoh, word_alignment, word_weights
 
 __all__ = [

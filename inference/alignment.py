@@ -9,16 +9,16 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from metaphrase.inference.call_options import plain_options
-from metaphrase.inference.forced_decoding import (
+from metaphrase.decoding.options import plain_options
+from metaphrase.inference.generator import Generator
+from metaphrase.inference.run import Run, check_single
+from metaphrase.inference.scoring import (
     check_pairs,
     encode_forced,
     forced_inputs,
     pair_lengths,
     read_texts,
 )
-from metaphrase.inference.generator import Generator
-from metaphrase.inference.run import Run, check_single
 from metaphrase.inference.source_limits import check_sources, count_cut
 from metaphrase.modeling.evaluation_mode import evaluating
 from metaphrase.modeling.length_batches import batches_by_length

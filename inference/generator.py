@@ -8,19 +8,24 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from metaphrase.inference.call_options import plain_options
+from metaphrase.decoding.options import check_ranges, plain_options
+from metaphrase.decoding.searches.ensemble import EnsembleSearch
+from metaphrase.decoding.searches.joint_search import check_partner, check_target_vocabulary
 from metaphrase.inference.engine import Engine
-from metaphrase.inference.ensemble import EnsembleSearch
-from metaphrase.inference.forced_decoding import ForcedScore, encode_forced, read_texts, score_targets
-from metaphrase.inference.generation_options import check_ranges
-from metaphrase.inference.joint_search import check_partner, check_target_vocabulary
 from metaphrase.inference.loading import ENGINES, load_parts
 from metaphrase.inference.minimum_bayes_risk import decode_by_risk
 from metaphrase.inference.run import EncodedSources, Run, ScoredText, check_single, written_texts
+from metaphrase.inference.scoring import ForcedScore, encode_forced, read_texts, score_targets
 from metaphrase.inference.source_limits import check_source_length, count_cut, counting_on
 from metaphrase.inference.text_options import read_text_options
-from metaphrase.inference.window_decoding import decode_windows, line_bar
-from metaphrase.inference.windows import PreparedWindows, check_seed, read_windows, seed_window
+from metaphrase.inference.windows import (
+    PreparedWindows,
+    check_seed,
+    decode_windows,
+    line_bar,
+    read_windows,
+    seed_window,
+)
 from metaphrase.modeling.length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
 from metaphrase.modeling.patience import without_patience
 from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts, readable_tokens, shorten

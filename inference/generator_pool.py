@@ -22,8 +22,14 @@ from metaphrase.inference.loading import default_device, find_device
 from metaphrase.inference.run import ScoredText
 from metaphrase.inference.source_limits import counting_on
 from metaphrase.inference.text_options import read_text_options
-from metaphrase.inference.window_decoding import decode_window, line_bar, settings_of_window
-from metaphrase.inference.windows import PreparedWindows, check_seed, read_windows
+from metaphrase.inference.windows import (
+    PreparedWindows,
+    check_seed,
+    decode_window,
+    line_bar,
+    read_windows,
+    settings_of_window,
+)
 from metaphrase.tokenization import checked_texts
 
 # What a generator counts.
@@ -195,7 +201,7 @@ def _converted_once(name_or_path: Any, engine: str | None) -> tuple[Any, Tempora
     """What the processes load, and, if that is a converted copy, what it lasts as long as: they are ended, and remove nothing."""
     if engine != "ctranslate2" or not isinstance(name_or_path, str | os.PathLike):
         return name_or_path, None
-    from metaphrase.inference.ctranslate2_engine import converted_copy, is_exported  # An extra.
+    from metaphrase.inference.ctranslate2.engine import converted_copy, is_exported  # An extra.
 
     return (name_or_path, None) if is_exported(name_or_path) else converted_copy(name_or_path)
 

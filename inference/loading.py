@@ -6,9 +6,9 @@ import torch
 from transformers import PreTrainedModel
 
 import metaphrase.modeling  # noqa: F401 (registers the models with the Auto classes)
-from metaphrase.conversion.whole_model import load_whole, naming
+from metaphrase.decoding.quantization import quantization_of, quantize
 from metaphrase.inference.engine import Engine
-from metaphrase.inference.quantization import quantization_of, quantize
+from metaphrase.storage.loading import load_whole, naming
 from metaphrase.tokenization import TokenizerPair, set_languages
 
 ENGINES = ("torch", "ctranslate2")
@@ -27,7 +27,7 @@ def load_parts(
     """A model in evaluation mode, or an engine, with its tokenizers; for arguments and errors see `Generator.from_pretrained`."""
     with naming(name_or_path, "name_or_path"):
         if engine == "ctranslate2":
-            from metaphrase.inference.ctranslate2_engine import CTranslate2Engine  # An extra.
+            from metaphrase.inference.ctranslate2.engine import CTranslate2Engine  # An extra.
 
             model = CTranslate2Engine.from_pretrained(name_or_path, device=device, dtype=dtype)
         else:

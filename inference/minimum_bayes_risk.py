@@ -15,8 +15,7 @@ import numpy as np
 from sacrebleu.metrics import BLEU, CHRF
 from transformers import GenerationConfig
 
-from metaphrase.inference.call_options import plain_options
-from metaphrase.inference.generation_options import complete_sampling
+from metaphrase.decoding.options import complete_sampling, plain_options
 
 # So many columns of the matrices at a time: (candidates + references) rows of this width are held.
 _COLUMNS_AT_ONCE = 1 << 14

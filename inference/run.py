@@ -5,14 +5,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from metaphrase.inference.call_options import plain_options
-from metaphrase.inference.decoding import decode
+from metaphrase.decoding.options import plain_options
+from metaphrase.decoding.searches.ensemble import EnsembleSearch
+from metaphrase.decoding.searches.joint_search import Partner, check_partner, check_target_vocabulary, is_metaphrase
+from metaphrase.decoding.searches.phrase_constraints import encode_phrases
+from metaphrase.decoding.searches.speculative_decoding import DEFAULT_NUM_ASSISTANT_TOKENS, SpeculativeSearch
+from metaphrase.inference.batches import decode
 from metaphrase.inference.engine import Engine, Hypothesis
-from metaphrase.inference.ensemble import EnsembleSearch
-from metaphrase.inference.joint_search import Partner, check_partner, check_target_vocabulary, is_metaphrase
-from metaphrase.inference.phrase_constraints import encode_phrases
 from metaphrase.inference.source_limits import check_sources, count_cut, cut_to_positions, numbering
-from metaphrase.inference.speculative_decoding import DEFAULT_NUM_ASSISTANT_TOKENS, SpeculativeSearch
 from metaphrase.inference.text_options import options_of_texts, read_text_options
 
 

@@ -13,19 +13,18 @@ from pathlib import Path
 
 from transformers import set_seed
 
-from metaphrase.hub_card import draw_attention_map, write_attention_page
-from metaphrase.hub_card.attention_page import MAX_SENTENCES, MAX_WEIGHT_BYTES, check_sentences, describe_choice
-from metaphrase.inference import Generator, cross_attentions, format_pharaoh, word_alignment
-from metaphrase.inference.generation_options import (
+from metaphrase.decoding.options import (
     add_generation_options,
     add_language_options,
     chosen_generation_options,
 )
-from metaphrase.inference.input_lines import check_files, read_lines
-from metaphrase.inference.loading_options import add_source_length
-from metaphrase.inference.output_file import NewFile, OutputStream, standard_output
+from metaphrase.hub_card import draw_attention_map, write_attention_page
+from metaphrase.hub_card.attention_page import MAX_SENTENCES, MAX_WEIGHT_BYTES, check_sentences, describe_choice
+from metaphrase.inference import Generator, cross_attentions, format_pharaoh, word_alignment
+from metaphrase.inference.line_files import NewFile, OutputStream, check_files, read_lines, standard_output
 from metaphrase.inference.source_limits import TooLongError
 from metaphrase.scripts.console import run, warn_of_lengths
+from metaphrase.scripts.options import add_source_length
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 
 from metaphrase.scripts.console import run
-from metaphrase.training.averaging import DEFAULT_METRIC, average_checkpoints, select_checkpoints
+from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC, average_checkpoints, select_checkpoints
 
 logger = logging.getLogger(__name__)
 

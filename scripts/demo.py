@@ -16,16 +16,16 @@ from pathlib import Path
 
 from transformers import set_seed
 
+from metaphrase.demo.corpus import SPLITS, write_demo_corpus
+from metaphrase.demo.summaries import write_demo_summaries
 from metaphrase.hub_card import draw_attention_map, renew_model_card
 from metaphrase.inference import Generator, cross_attention
 from metaphrase.scripts.console import run
 from metaphrase.scripts.train import RECIPES
-from metaphrase.training.checkpoints import checkpoints_in, discard_checkpoint, last_whole_checkpoint
-from metaphrase.training.demo_corpus import SPLITS, write_demo_corpus
-from metaphrase.training.demo_summaries import write_demo_summaries
+from metaphrase.training.checkpointing.trainer_mixin import checkpoints_in, discard_checkpoint, last_whole_checkpoint
+from metaphrase.training.cpu_setup import keep_few_kernels, keep_freed_memory
 from metaphrase.training.experiment import Experiment
-from metaphrase.training.memory import keep_few_kernels, keep_freed_memory
-from metaphrase.training.recipe import load_recipe
+from metaphrase.training.recipe.recipe import load_recipe
 from metaphrase.training.run_folder import discard_model
 
 logger = logging.getLogger(__name__)

@@ -17,17 +17,11 @@ from pathlib import Path
 from datasets import Dataset
 from transformers import set_seed
 
-from metaphrase.inference import ENGINES, Generator
-from metaphrase.inference.generation_options import add_generation_options, chosen_generation_options
-from metaphrase.inference.input_lines import check_files
-from metaphrase.inference.loading_options import add_loading_options, chosen_loading_options, chosen_models
-from metaphrase.inference.output_file import NewFile, OutputStream, as_lines
-from metaphrase.inference.source_limits import check_source_length
-from metaphrase.scripts.console import check_dependents, run, warn_of_lengths
-from metaphrase.tokenization import join_pieces
-from metaphrase.training.data_report import DataReport
-from metaphrase.training.evaluation import evaluate_generator, generation_settings
-from metaphrase.training.metrics import (
+from metaphrase.data.pairs import column_texts, load_pairs
+from metaphrase.data.reports import DataReport
+from metaphrase.decoding.options import add_generation_options, chosen_generation_options
+from metaphrase.evaluation.evaluate import evaluate_generator, generation_settings
+from metaphrase.evaluation.metrics import (
     DEFAULT_METRICS,
     METRICS,
     check_metrics,
@@ -37,7 +31,12 @@ from metaphrase.training.metrics import (
     to_json,
     write_metrics,
 )
-from metaphrase.training.pairs import column_texts, load_pairs
+from metaphrase.inference import ENGINES, Generator
+from metaphrase.inference.line_files import NewFile, OutputStream, as_lines, check_files
+from metaphrase.inference.source_limits import check_source_length
+from metaphrase.scripts.console import check_dependents, run, warn_of_lengths
+from metaphrase.scripts.options import add_loading_options, chosen_loading_options, chosen_models
+from metaphrase.tokenization import join_pieces
 
 logger = logging.getLogger(__name__)
 

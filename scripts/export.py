@@ -43,11 +43,11 @@ def main(words: Sequence[str]) -> None:
     if arguments.format == "onnx":
         if arguments.quantization is not None:
             raise ValueError(f"`--quantization` must be left out with --format onnx, got {arguments.quantization!r}.")
-        from metaphrase.conversion.onnx_export import export_onnx
+        from metaphrase.conversion.onnx.export import export_onnx
 
         written = export_onnx(arguments.model, arguments.output, overwrite=arguments.overwrite)
     else:
-        from metaphrase.conversion.ctranslate2 import export_ctranslate2
+        from metaphrase.conversion.ctranslate2.export import export_ctranslate2
 
         written = export_ctranslate2(
             arguments.model, arguments.output, quantization=arguments.quantization, overwrite=arguments.overwrite

@@ -15,25 +15,27 @@ from contextlib import AbstractContextManager
 
 from transformers import set_seed
 
-from metaphrase.inference import Generator, GeneratorPool
-from metaphrase.inference.generation_options import (
+from metaphrase.decoding.options import (
     add_generation_options,
     add_phrase_options,
     chosen_generation_options,
     chosen_phrase_options,
 )
-from metaphrase.inference.input_lines import check_files, count_lines, read_lines
-from metaphrase.inference.loading_options import add_loading_options, chosen_loading_options, chosen_models
-from metaphrase.inference.minimum_bayes_risk import UTILITIES
-from metaphrase.inference.output_file import (
+from metaphrase.inference import Generator, GeneratorPool
+from metaphrase.inference.line_files import (
     NewFile,
     OutputStream,
     ResumedFile,
+    check_files,
     check_regular,
+    count_lines,
     format_targets,
+    read_lines,
     standard_output,
 )
+from metaphrase.inference.minimum_bayes_risk import UTILITIES
 from metaphrase.scripts.console import check_dependents, run, warn_of_lengths
+from metaphrase.scripts.options import add_loading_options, chosen_loading_options, chosen_models
 
 logger = logging.getLogger(__name__)
 

@@ -21,14 +21,14 @@ from huggingface_hub.utils import validate_repo_id
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from metaphrase.conversion.weight_files import weight_names
 from metaphrase.hub_card import write_model_card
 from metaphrase.hub_card.card import FIGURE_NAME, earlier_arguments, is_own_card
 from metaphrase.hub_card.facts import SECRET_FIELDS, count_parameters, read_mapping, read_recipe, without_machine_path
 from metaphrase.scripts.console import run
+from metaphrase.storage.weight_files import weight_names
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
-from metaphrase.training.averaging import PROVENANCE_NAME, RECIPE_NAME
-from metaphrase.training.recipe_values import dump_yaml
+from metaphrase.training.checkpointing.averaging import PROVENANCE_NAME, RECIPE_NAME
+from metaphrase.training.recipe.parsing import dump_yaml
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from metaphrase.hub_card import renew_model_card
 from metaphrase.scripts.console import run
-from metaphrase.training.dry_run import dry_run
+from metaphrase.training.cpu_setup import keep_few_kernels, keep_freed_memory
+from metaphrase.training.distributed import leave_processes
 from metaphrase.training.experiment import Experiment
-from metaphrase.training.memory import keep_few_kernels, keep_freed_memory
-from metaphrase.training.processes import leave_processes
-from metaphrase.training.recipe import format_help, load_recipe
+from metaphrase.training.planning.dry_run import dry_run
+from metaphrase.training.recipe.recipe import format_help, load_recipe
 
 logger = logging.getLogger(__name__)
 

@@ -1,11 +1,9 @@
-"""What all tests share: the folder of the tests on the path, so that they can import `tiny_models`, and one thread."""
+"""Fixtures that all tests share."""
 
 import gc
 import os
 import shutil
-import sys
 import warnings
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -16,8 +14,6 @@ from transformers.integrations import flex_attention as flex_integration
 
 from metaphrase.modeling import packed_flex
 
-# pytest's import mode "importlib" leaves the path alone. Last on the path, so that nothing installed is hidden.
-sys.path.append(str(Path(__file__).parent))
 torch.set_num_threads(1)
 
 
@@ -173,7 +169,7 @@ def files(tmp_path):
 @pytest.fixture(scope="module")
 def corpus():
     """A few made-up pairs of each split."""
-    from metaphrase.training.demo_corpus import make_demo_corpus
+    from metaphrase.demo.corpus import make_demo_corpus
 
     made = make_demo_corpus(num_train=2000, num_validation=20, num_test=20)
     return {split: pairs[: 60 if split == "train" else 8] for split, pairs in made.items()}

@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 from transformers import Seq2SeqTrainingArguments
 
+from metaphrase.data.denoising.dataset import DenoisingDataset, longest_block, make_objective, objective_tokens
+from metaphrase.data.denoising.span_corruption import MIN_BLOCK_LENGTH
+from metaphrase.data.encoding import encode_pairs
+from metaphrase.data.pair_stream import PairStream, TextStream
+from metaphrase.data.pairs import column_texts, load_pairs, split_pairs
+from metaphrase.data.reports import DataReport
+from metaphrase.data.text_blocks import load_texts, text_blocks
+from metaphrase.data.token_stream import TokenBudgetStream
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.training.data_report import DataReport
-from metaphrase.training.dataset import encode_pairs
-from metaphrase.training.denoising import DenoisingDataset, longest_block, make_objective, objective_tokens
-from metaphrase.training.length_limits import fit_budget, fit_limits
-from metaphrase.training.pair_stream import PairStream, TextStream
-from metaphrase.training.pairs import column_texts, load_pairs, split_pairs
-from metaphrase.training.recipe import Recipe
-from metaphrase.training.span_corruption import MIN_BLOCK_LENGTH
-from metaphrase.training.text_blocks import load_texts, text_blocks
-from metaphrase.training.token_stream import TokenBudgetStream
+from metaphrase.training.recipe.length_limits import fit_budget, fit_limits
+from metaphrase.training.recipe.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 

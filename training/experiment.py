@@ -17,29 +17,36 @@ from transformers import (
 )
 from transformers.integrations import get_reporting_integration_callbacks
 
-from metaphrase.conversion.whole_model import naming, refuse_missing_folder
+from metaphrase.data.collators import PairCollator
+from metaphrase.data.pairs import column_texts
+from metaphrase.evaluation.evaluate import evaluate_generator
+from metaphrase.evaluation.metrics import DEFAULT_METRICS, check_metrics, write_metrics
+from metaphrase.evaluation.task_scores import TaskScores, ValidationSample
 from metaphrase.inference import Generator
-from metaphrase.inference.output_file import as_lines
+from metaphrase.inference.line_files import as_lines
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
+from metaphrase.storage.loading import naming, refuse_missing_folder
 from metaphrase.tokenization import TokenizerPair, set_languages
 from metaphrase.training.adapters import ALL_LINEAR, add_lora, import_peft, is_adapted
-from metaphrase.training.averaging import RECIPE_NAME
-from metaphrase.training.base_model import check_model, fit_special_ids, fit_vocabulary, load_base
-from metaphrase.training.batching import PairCollator
-from metaphrase.training.decoding_settings import length_limit, settle_decoding
-from metaphrase.training.evaluation import evaluate_generator
+from metaphrase.training.checkpointing.averaging import RECIPE_NAME
+from metaphrase.training.cpu_setup import warn_of_slow_bfloat16
+from metaphrase.training.distributed import check_devices, check_processes, meet_on_cpu
 from metaphrase.training.exponential_average import ExponentialAverage
 from metaphrase.training.final_weights import average_run, averaged_metric, check_averaged, save_final
-from metaphrase.training.length_limits import longest_sequence
-from metaphrase.training.metrics import DEFAULT_METRICS, check_metrics, write_metrics
-from metaphrase.training.pairs import column_texts
-from metaphrase.training.parameter_groups import freeze
-from metaphrase.training.precision import warn_of_slow_bfloat16
-from metaphrase.training.processes import check_devices, check_processes, meet_on_cpu
+from metaphrase.training.model_setup import (
+    check_model,
+    fit_special_ids,
+    fit_vocabulary,
+    length_limit,
+    load_base,
+    settle_decoding,
+)
+from metaphrase.training.optimizer import freeze
 from metaphrase.training.r_drop import check_r_drop
-from metaphrase.training.recipe import Recipe
-from metaphrase.training.recipe_checks import check_evaluated
-from metaphrase.training.recipe_fields import DEFAULT_PRESET
+from metaphrase.training.recipe.checks import check_evaluated
+from metaphrase.training.recipe.fields import DEFAULT_PRESET
+from metaphrase.training.recipe.length_limits import longest_sequence
+from metaphrase.training.recipe.recipe import Recipe
 from metaphrase.training.run_folder import (
     DATA_REPORT_NAME,
     check_place,
@@ -50,7 +57,6 @@ from metaphrase.training.run_folder import (
 )
 from metaphrase.training.task_corpus import TASK_COLUMN, make_corpus
 from metaphrase.training.trainer import MetaphraseTrainer
-from metaphrase.training.validation_scores import TaskScores, ValidationSample
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.adapters import is_adapted, merge_lora
-from metaphrase.training.averaging import DEFAULT_METRIC, average_checkpoints, select_checkpoints
-from metaphrase.training.recipe import Recipe
-from metaphrase.training.sharded_weights import load_whole_weights
+from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC, average_checkpoints, select_checkpoints
+from metaphrase.training.checkpointing.sharding import load_whole_weights
+from metaphrase.training.recipe.recipe import Recipe
 from metaphrase.training.trainer import MetaphraseTrainer
 
 logger = logging.getLogger(__name__)

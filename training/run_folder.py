@@ -16,11 +16,11 @@ from transformers.utils import (
     WEIGHTS_NAME,
 )
 
-from metaphrase.inference.write_lock import WriteLock
+from metaphrase.storage.write_lock import WriteLock
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
-from metaphrase.training.averaging import RECIPE_NAME, is_better_lower
-from metaphrase.training.checkpoint_folders import check_whole, checkpoints_in, last_whole_checkpoint, remove_folder
-from metaphrase.training.recipe import LED_BY_METRIC, OWN_FIELDS, Recipe, load_recipe
+from metaphrase.training.checkpointing.averaging import RECIPE_NAME, is_better_lower
+from metaphrase.training.checkpointing.folders import check_whole, checkpoints_in, last_whole_checkpoint, remove_folder
+from metaphrase.training.recipe.recipe import LED_BY_METRIC, OWN_FIELDS, Recipe, load_recipe
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ import datasets
 import numpy as np
 from transformers import Seq2SeqTrainingArguments
 
+from metaphrase.data.task_mixture import mixed_rows, mixing_rates
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.corpora import SPLITS, PairCorpus, StreamedPairCorpus, TextCorpus
-from metaphrase.training.recipe import Recipe
-from metaphrase.training.task_mixture import mixed_rows, mixing_rates
+from metaphrase.training.recipe.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 

@@ -9,29 +9,26 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, Seq2SeqTrainer
 
+from metaphrase.data.collators import LengthGroupedSampler, with_decoder_inputs
 from metaphrase.modeling import IGNORED_LABEL, sequence_loss
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.training.adafactor_options import AdafactorOptionsMixin
 from metaphrase.training.adapters import is_adapted
-from metaphrase.training.averaging import DEFAULT_METRIC, is_better_lower, scores_in
-from metaphrase.training.batching import LengthGroupedSampler, with_decoder_inputs
-from metaphrase.training.checkpoint_folders import checkpoints_in, step_of
-from metaphrase.training.checkpoints import WholeCheckpoints
-from metaphrase.training.decoded_evaluation import DecodedEvaluationMixin
-from metaphrase.training.exponential_average import ExponentialAverageMixin
-from metaphrase.training.gradient_clipping import GradientClippingMixin
-from metaphrase.training.parameter_groups import ParameterGroupsMixin
-from metaphrase.training.process_seeds import ProcessSeedsMixin
-from metaphrase.training.r_drop import RDropMixin
-from metaphrase.training.repeated_pairs import RepeatedPairsMixin
-from metaphrase.training.sharded_weights import (
+from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC, is_better_lower, scores_in
+from metaphrase.training.checkpointing.folders import checkpoints_in, step_of
+from metaphrase.training.checkpointing.sharding import (
     as_plain_class,
     gather_model,
     gather_partitions,
     is_sharded,
     keep_embeddings_together,
 )
-from metaphrase.training.token_budget_loaders import TokenBudgetMixin
+from metaphrase.training.checkpointing.trainer_mixin import WholeCheckpoints
+from metaphrase.training.distributed import ProcessSeedsMixin, RepeatedPairsMixin
+from metaphrase.training.evaluation_loop import DecodedEvaluationMixin
+from metaphrase.training.exponential_average import ExponentialAverageMixin
+from metaphrase.training.loaders import TokenBudgetMixin
+from metaphrase.training.optimizer import AdafactorOptionsMixin, GradientClippingMixin, ParameterGroupsMixin
+from metaphrase.training.r_drop import RDropMixin
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,92 @@
+"""Diverse beam search: groups of beams, each kept away from the tokens that the groups before it have just chosen.
+
+Source: Vijayakumar et al. 2018, Diverse Beam Search, section 4 and algorithm 1 (arXiv 1610.02424), with Hamming diversity.
+"""
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.utils import GenerateBeamEncoderDecoderOutput
+
+from metaphrase.decoding.searches.any_model import search_inputs, search_output
+from metaphrase.modeling.beam_search import Beams, Candidates, Selection, beam_search
+
+
+def diverse_beam_search(
+    model: PreTrainedModel,
+    input_ids: torch.LongTensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    num_beam_groups: int | None = None,
+    diversity_penalty: float | None = None,
+    **model_kwargs,
+) -> torch.LongTensor | GenerateBeamEncoderDecoderOutput:
+    """For `generate(custom_generate=diverse_beam_search, num_beams=..., num_beam_groups=..., diversity_penalty=...)`.
+
+    Each group is a beam search of `num_beams / num_beam_groups` beams. At each step the groups choose one after the other, and a
+    token costs `diversity_penalty` for each beam of earlier groups that has just gone on with it.
+
+    Args:
+        model: Any encoder-decoder.
+        input_ids: From `generate()`, as are the next three.
+        logits_processor: Come before the penalty.
+        stopping_criteria: Those of length and end of sequence.
+        generation_config: Gives what is not given here.
+        num_beam_groups: Divides `num_beams`; 1 is beam search.
+        diversity_penalty: From 0 on, in nats; with 0 all groups find the same.
+        **model_kwargs: From `generate()`.
+
+    Returns:
+        The `num_return_sequences` best hypotheses of all groups, and with `return_dict_in_generate` their `sequences_scores`:
+        sums of log-probabilities, less the penalties, normalized by length. Groups may agree on a hypothesis; then it comes
+        more than once.
+
+    Raises:
+        ValueError: If a number is out of its range, or something is asked for that this search cannot do.
+    """
+    groups = generation_config.num_beam_groups if num_beam_groups is None else num_beam_groups
+    penalty = generation_config.diversity_penalty if diversity_penalty is None else diversity_penalty
+    groups, penalty = 1 if groups is None else groups, 0.0 if penalty is None else penalty
+    num_beams = generation_config.num_beams
+    if groups < 1:
+        raise ValueError(f"`num_beam_groups` must be at least 1, got {groups}.")
+    if num_beams % groups:
+        raise ValueError(f"`num_beams` must be a multiple of `num_beam_groups`, got {num_beams} and {groups}.")
+    if not penalty >= 0.0:
+        raise ValueError(f"`diversity_penalty` must not be negative, got {penalty}.")
+    inputs = search_inputs(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+    selection = _DiverseSelection(generation_config, groups, penalty)
+    ids, scores = beam_search(
+        inputs.project, inputs.state, inputs.prompt, logits_processor, generation_config, selection
+    )
+    return search_output(ids, scores, generation_config)
+
+
+class _DiverseSelection(Selection):
+    """The best continuations of each group, the groups before it considered."""
+
+    def __init__(self, config: GenerationConfig, groups: int, penalty: float):
+        super().__init__(config)
+        self.groups = groups
+        self._penalty = penalty
+
+    def choose(self, log_probs: torch.Tensor, beams: Beams, num_left: int) -> Candidates:
+        # (sources * groups, ...) -> (sources, groups, ...)
+        log_probs, scores, is_over = (
+            tensor.unflatten(0, (-1, self.groups)) for tensor in (log_probs, beams.scores, beams.is_over)
+        )
+        # How many beams of earlier groups have gone on with each token. (sources, vocab)
+        counts = log_probs.new_zeros(len(log_probs), log_probs.shape[-1])
+        chosen = []
+        for group in range(self.groups):
+            distinct = log_probs[:, group] - self._penalty * counts[:, None]
+            chosen.append(self.choose_best(distinct, scores[:, group], num_left))
+            tokens = chosen[-1].tokens.take_along_dim(chosen[-1].chosen, dim=1)
+            # A group that is done chooses nothing any more.
+            counts.scatter_add_(1, tokens, (~is_over[:, group, None]).to(counts.dtype).expand_as(tokens))
+        return Candidates(
+            **{
+                name: torch.stack([vars(candidates)[name] for candidates in chosen], dim=1).flatten(0, 1)
+                for name in vars(chosen[0])
+            }
+        )

@@ -1,0 +1,136 @@
+"""Phrase constraints: what a caller says that a target must contain, read and checked."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from metaphrase.decoding.searches.phrase_automaton import Phrase
+from metaphrase.tokenization import encode_phrase
+
+
+def read_constraints(force_words_ids: Sequence, first_words_ids: Sequence | None = None) -> list[list[Phrase]]:
+    """The phrases of each constraint.
+
+    Args:
+        force_words_ids: For each constraint the ids of a phrase, or several such lists, of which one must occur.
+        first_words_ids: For each constraint further lists of ids, which meet it only where the target begins with them.
+
+    Raises:
+        ValueError: If lists are empty or nested otherwise, or a constraint stands twice.
+    """
+    if not isinstance(force_words_ids, list | tuple) or not force_words_ids:
+        raise ValueError(f"`force_words_ids` must be a list of at least one phrase, got {force_words_ids!r}.")
+    firsts = [[]] * len(force_words_ids) if first_words_ids is None else first_words_ids
+    if len(firsts) != len(force_words_ids):
+        raise ValueError(
+            "`first_words_ids` must have a list for each phrase of `force_words_ids`, "
+            f"got {len(firsts)} for {len(force_words_ids)}."
+        )
+    constraints = []
+    for given, first in zip(force_words_ids, firsts, strict=True):
+        is_set = isinstance(given, list | tuple) and len(given) > 0 and all(isinstance(p, list | tuple) for p in given)
+        phrases = [Phrase(_checked_ids(ids, "force_words_ids")) for ids in (given if is_set else [given])]
+        phrases += [Phrase(_checked_ids(ids, "first_words_ids"), is_first=True) for ids in first]
+        phrases = list(dict.fromkeys(phrases))
+        if any(set(phrases) == set(other) for other in constraints):
+            raise ValueError(f"`force_words_ids` must not have a constraint twice, got {list(given)} again.")
+        constraints.append(phrases)
+    return constraints
+
+
+def check_constraints(constraints: Sequence[Sequence[Phrase]], vocab_size: int, config: GenerationConfig) -> None:
+    """Refuses what no target can meet.
+
+    Args:
+        constraints: From `read_constraints`.
+        vocab_size: Tokens there are.
+        config: As `generate()` prepares it.
+
+    Raises:
+        ValueError: If ids are not of the vocabulary or end a target, or if phrases are forbidden.
+    """
+    if config.num_beams < 2:
+        raise ValueError(f"`num_beams` must be at least 2 for constrained beam search, got {config.num_beams}.")
+    ends = [] if config._eos_token_tensor is None else config._eos_token_tensor.flatten().tolist()
+    # A pad token stands for the place behind the end.
+    ends += [] if config._pad_token_tensor is None else [int(config._pad_token_tensor)]
+    forbidden = [*(config.bad_words_ids or []), *([token] for token in config.suppress_tokens or [])]
+    for phrase in (phrase for phrases in constraints for phrase in phrases):
+        ids = list(phrase.ids)
+        if min(ids) < 0 or max(ids) >= vocab_size:
+            raise ValueError(f"`force_words_ids` must hold ids from 0 to {vocab_size - 1}, got {ids}.")
+        if set(ids) & set(ends):
+            raise ValueError(
+                f"`force_words_ids` must not hold the end of sequence or padding, got {sorted(set(ids) & set(ends))} in {ids}."
+            )
+        for words in forbidden:
+            if _contains(ids, list(words)):
+                raise ValueError(f"A phrase must not be both forced and forbidden, got {ids} and {list(words)}.")
+
+
+def num_places(prompt_length: int, config: GenerationConfig) -> int:
+    """How many tokens of a target are free, where some are forced by other settings."""
+    # A first token is forced behind the start token alone.
+    first = config.forced_bos_token_id if prompt_length == 1 else None
+    num_taken = sum(token is not None for token in (first, config.forced_eos_token_id))
+    return config.max_length - prompt_length - num_taken
+
+
+def ids_without_text(special_ids: Iterable[int], config: GenerationConfig) -> set[int]:
+    """Ids behind which alone a target still begins: those given, and those of the config."""
+    forced, names = config.forced_bos_token_id, ("bos", "decoder_start", "pad", "eos")
+    found = {*special_ids, *([] if forced is None else [forced])}
+    for tensor in (getattr(config, f"_{name}_token_tensor") for name in names):
+        found |= set() if tensor is None else set(tensor.flatten().tolist())
+    return found
+
+
+def _checked_ids(ids: Iterable[int], name: str) -> tuple[int, ...]:
+    is_list = isinstance(ids, list | tuple) and len(ids) > 0
+    if not is_list or not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        raise ValueError(f"A phrase of `{name}` must be a list of at least one token id, got {ids!r}.")
+    return tuple(ids)
+
+
+def _contains(ids: list[int], part: list[int]) -> bool:
+    return any(ids[start : start + len(part)] == part for start in range(len(ids) - len(part) + 1))
+
+
+def encode_phrases(
+    tokenizer: PreTrainedTokenizerBase, own: GenerationConfig, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Puts the ids of phrases in place of their texts.
+
+    Args:
+        tokenizer: Of the targets.
+        own: The model's settings: some models have forbidden words of their own, such as Marian its padding.
+        options: Arguments of a search; `must_contain` and `never_contain` hold texts.
+
+    Returns:
+        The arguments with `force_words_ids` and what belongs to it, and `bad_words_ids` instead.
+
+    Raises:
+        ValueError: If either is no list of phrases, or phrases are given as ids besides; or as `encode_phrase` does.
+    """
+    options = dict(options)
+    must_contain, never_contain = options.pop("must_contain", None), options.pop("never_contain", None)
+    for name, phrases in (("must_contain", must_contain), ("never_contain", never_contain)):
+        if phrases is not None and not isinstance(phrases, list | tuple):
+            raise ValueError(f"`{name}` must be a list of phrases, got {phrases!r}.")
+    if must_contain:
+        if options.get("force_words_ids") is not None:
+            raise ValueError("`force_words_ids` must be None where `must_contain` is given.")
+        options["force_words_ids"], options["first_words_ids"] = [], []
+        for phrases in must_contain:
+            is_one = isinstance(phrases, str) or not isinstance(phrases, Iterable)
+            phrases = [phrases] if is_one else phrases
+            encoded = [encode_phrase(tokenizer, phrase) for phrase in phrases]
+            options["force_words_ids"].append([ids for inside, _ in encoded for ids in inside])
+            options["first_words_ids"].append([ids for _, first in encoded for ids in first])
+        options["special_ids"] = sorted({*tokenizer.all_special_ids} - {tokenizer.unk_token_id})
+    if never_contain:
+        encoded = [encode_phrase(tokenizer, phrase) for phrase in never_contain]
+        forbidden = options.get("bad_words_ids") or own.bad_words_ids or []
+        options["bad_words_ids"] = [*forbidden, *(ids for both in encoded for part in both for ids in part)]
+    return options

@@ -1,0 +1,274 @@
+"""Speculative decoding: a small model drafts some tokens, and the large one checks them all in one pass.
+
+Rows accept different numbers of tokens, so each has a length of its own. What comes out is what the large model would have
+written by itself: the same tokens by greedy search, the same distribution by sampling.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, LogitsProcessorList
+
+from metaphrase.decoding.ragged_state import RaggedDecoderState
+from metaphrase.decoding.searches.joint_search import JointSearch, Projection
+from metaphrase.modeling.positions import LearnedPositionEmbedding
+from metaphrase.modeling.search_rules import process
+
+DEFAULT_NUM_ASSISTANT_TOKENS = 5
+
+
+class SpeculativeSearch(JointSearch):
+    """Greedy search and sampling with a draft model, for `generate(custom_generate=...)` of the target model.
+
+    A block of tokens rounds otherwise than one by one: in bfloat16, of two tokens that are as good as equally probable, greedy
+    search may take the other one.
+
+    Attributes:
+        num_drafted: Tokens that the draft model has proposed so far.
+        num_accepted: Those of them that have gone into a target.
+    """
+
+    def __init__(self, num_assistant_tokens: int = DEFAULT_NUM_ASSISTANT_TOKENS):
+        """Chooses how far the draft model runs ahead.
+
+        Raises:
+            ValueError: If `num_assistant_tokens` is not above 0.
+        """
+        if num_assistant_tokens < 1:
+            raise ValueError(f"`num_assistant_tokens` must be at least 1, got {num_assistant_tokens}.")
+        self.num_assistant_tokens = num_assistant_tokens
+        self.num_drafted = self.num_accepted = 0
+
+    def state_class(self, config: GenerationConfig) -> type[RaggedDecoderState]:
+        return RaggedDecoderState
+
+    def search(
+        self,
+        projections: Sequence[Projection],
+        states: Sequence[RaggedDecoderState],
+        prompt: torch.Tensor,
+        processors: LogitsProcessorList,
+        config: GenerationConfig,
+        return_scores: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `JointSearch`; the second model drafts. Scores are sums of log-probabilities.
+
+        Raises:
+            ValueError: If there are beams, or a model has positions that depend on the length of the batch.
+        """
+        if config.num_beams > 1:
+            raise ValueError(f"`num_beams` must be 1 with `assistant_model`, got {config.num_beams}.")
+        for state in states:
+            rope_type = (state.decoder.config.rope_parameters or {}).get("rope_type", "default")
+            if rope_type in ("dynamic", "longrope"):
+                raise ValueError(
+                    f"`rope_type` must not depend on the length with `assistant_model`, got {rope_type!r}."
+                )
+        speculation = _Speculation(projections, states, prompt, processors, config, return_scores)
+        while speculation.goes_on:
+            speculation.take_round(self.num_assistant_tokens)
+        self.num_drafted += speculation.num_drafted
+        self.num_accepted += speculation.num_accepted
+        return speculation.collect()
+
+
+class _Speculation:
+    """The targets of a batch, while they are written.
+
+    Source: Leviathan et al. 2023, algorithm 1, arXiv 2211.17192; Chen et al. 2023, algorithm 2, arXiv 2302.01318.
+
+    Attributes:
+        rows: Where in the result the rows of the batch belong, `(rows)`.
+        ids: Prompts and what is written so far, padding behind it, `(rows, max_length)`.
+        lengths: Tokens so far, the prompt counted, `(rows)`. A row that has ended, but not all others of its source, waits at its
+            prompt.
+        is_ended: `(rows)`.
+    """
+
+    def __init__(
+        self,
+        projections: Sequence[Projection],
+        states: Sequence[RaggedDecoderState],
+        prompt: torch.Tensor,
+        processors: LogitsProcessorList,
+        config: GenerationConfig,
+        with_scores: bool,
+    ):
+        (self.project, self.project_draft), (self.state, self.draft) = projections, states
+        self.processors, self.config = processors, config
+        count, self.prompt_length = prompt.shape
+        self.copies = count // self.state.rows
+        for state in states:
+            state.spread(self.copies)
+        self.padding = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
+        self.rows = torch.arange(count, device=prompt.device)
+        self.ids = nn.functional.pad(prompt, (0, config.max_length - self.prompt_length), value=self.padding)
+        self.lengths = torch.full_like(self.rows, self.prompt_length)
+        self.is_ended = torch.zeros_like(self.rows, dtype=torch.bool)
+        self.result, self.longest = self.ids.clone(), self.prompt_length
+        self.totals = torch.zeros(count, device=prompt.device) if with_scores else None
+        self.num_drafted = self.num_accepted = 0
+        self.limits = [_longest_readable(state, config.max_length) for state in states]
+
+    @property
+    def goes_on(self) -> bool:
+        return len(self.rows) > 0 and self.prompt_length < self.config.max_length
+
+    def collect(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """All targets `(sources * copies, length)`, padded behind their ends, and the sums of their log-probabilities."""
+        return self.result[:, : self.longest], self.totals
+
+    def take_round(self, num_assistant_tokens: int) -> None:
+        """Drafts, checks, and takes at least one token for each row."""
+        longest = int(self.lengths.max())
+        # The model reads the whole draft, the draft model all of it but the last token.
+        room = min(self.config.max_length - 1, self.limits[0], self.limits[1] + 1) - longest
+        drafted, draft_probs = self._draft(max(0, min(num_assistant_tokens, room)))
+        width = drafted.shape[1]
+        # The last token has not been read yet; in the first round, no token of the prompt has.
+        block = self._columns(self.state.lengths, longest - self.state.length)
+        hidden_states = self.state.read(torch.cat((block, drafted), dim=1))[:, -1 - width :]
+        places = self.lengths[:, None] + torch.arange(width + 1, device=self.ids.device)
+        # The draft stands in `ids` already: what a processor reads before each place.
+        scores = self._processed(places.flatten(), self.project(hidden_states).float().flatten(0, 1))
+        scores = scores.unflatten(0, places.shape)
+        tokens, accepted = self._choose(scores, drafted, draft_probs)
+        self._take(tokens, accepted, places, scores)
+
+    def _columns(self, starts: torch.Tensor, width: int) -> torch.Tensor:
+        """So many ids of each row, `(rows, width)`, from its own start on, `(rows)`."""
+        return self.ids.take_along_dim(starts[:, None] + torch.arange(width, device=self.ids.device), dim=1)
+
+    def _processed(self, lengths: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """What the processors make of scores `(rows * places, vocab)`, each behind so many ids of its row, `(rows * places)`.
+
+        A processor reads rows of one length: those that are alike go together.
+        """
+        if not self.processors:
+            return scores
+        processed, places = torch.empty_like(scores), len(scores) // len(self.ids)
+        for length in lengths.unique().tolist():
+            chosen = (lengths == length).nonzero()[:, 0]
+            processed[chosen] = process(self.processors, self.ids[chosen // places, :length], scores[chosen])
+        return processed
+
+    def _draft(self, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Lets the draft model go on by itself.
+
+        Returns:
+            Tokens `(rows, width)`, which are written into `ids` too, and, for sampling, the probabilities that they were drawn
+            by, `(rows, width, vocab)`.
+        """
+        if width == 0:
+            return self.ids[:, :0], None
+        # It reads what it has not: as many tokens in each row, some of them again where rows differ.
+        unread = int((self.lengths - self.draft.lengths).max())
+        starts = (self.lengths - unread).clamp(min=0)
+        self.draft.go_back(starts)
+        last = (self.lengths - 1 - starts)[:, None, None]
+        hidden_states = self.draft.read(self._columns(starts, unread)).take_along_dim(last, dim=1)
+        self.draft.go_back(self.lengths)
+        probs = []
+        for place in range(width):
+            scores = self._processed(self.lengths + place, self.project_draft(hidden_states[:, 0]).float())
+            if self.config.do_sample:
+                probs.append(nn.functional.softmax(scores, dim=-1))
+                tokens = torch.multinomial(probs[-1], num_samples=1)
+            else:
+                tokens = scores.argmax(dim=-1, keepdim=True)
+            self.ids.scatter_(1, self.lengths[:, None] + place, tokens)
+            if place + 1 < width:
+                hidden_states = self.draft.read(tokens)
+        self.num_drafted += width * int((~self.is_ended).sum())
+        return self._columns(self.lengths, width), torch.stack(probs, dim=1) if probs else None
+
+    def _choose(
+        self, scores: torch.Tensor, drafted: torch.Tensor, draft_probs: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Accepts the beginning of the draft, and puts a token of the target model behind it.
+
+        A drafted token is accepted with the probability p / q, of the target model and of the draft model; in place of the first
+        one that is not, a token is drawn from what p has more than q. Greedy search is the same with all of p in one token.
+
+        Args:
+            scores: Of the target model, `(rows, width + 1, vocab)`.
+            drafted: `(rows, width)`.
+            draft_probs: `(rows, width, vocab)`, for sampling.
+
+        Returns:
+            Tokens `(rows, width + 1)`, of which those count that are accepted and the next one, and how many are, `(rows)`.
+        """
+        if not self.config.do_sample:
+            tokens = scores.argmax(dim=-1)
+            return tokens, (tokens[:, :-1] == drafted).long().cumprod(dim=1).sum(dim=1)
+        probs = nn.functional.softmax(scores, dim=-1)
+        if draft_probs is None:
+            return torch.multinomial(probs[:, 0], num_samples=1), torch.zeros_like(self.lengths)
+        target, draft = (
+            each.take_along_dim(drafted[:, :, None], dim=2)[:, :, 0] for each in (probs[:, :-1], draft_probs)
+        )
+        is_accepted = torch.rand_like(target) * draft < target
+        accepted = is_accepted.long().cumprod(dim=1).sum(dim=1)
+        # Behind a draft that is accepted as a whole, all of p is left.
+        surplus = probs - nn.functional.pad(draft_probs, (0, 0, 0, 1))
+        place = accepted[:, None, None]
+        probs, surplus = (each.take_along_dim(place, dim=1)[:, 0] for each in (probs, surplus.clamp(min=0)))
+        # Nothing is left where the two are the same but for rounding.
+        surplus = torch.where(surplus.sum(dim=-1, keepdim=True) > 0, surplus, probs)
+        added = torch.multinomial(surplus, num_samples=1)
+        return nn.functional.pad(drafted, (0, 1)).scatter(1, accepted[:, None], added), accepted
+
+    def _take(self, tokens: torch.Tensor, accepted: torch.Tensor, places: torch.Tensor, scores: torch.Tensor) -> None:
+        """Writes what was chosen, up to the ends; rows whose sources are done leave.
+
+        Args:
+            tokens: `(rows, width + 1)`.
+            accepted: Of the drafted ones, `(rows)`.
+            places: Where the tokens stand in `ids`, `(rows, width + 1)`.
+            scores: Of the target model, `(rows, width + 1, vocab)`.
+        """
+        order, ends = torch.arange(tokens.shape[1], device=tokens.device), self.config._eos_token_tensor
+        counts = accepted + 1
+        is_end = torch.zeros_like(tokens, dtype=torch.bool) if ends is None else torch.isin(tokens, ends)
+        is_end &= order < counts[:, None]
+        # Up to the first end, that included.
+        ended_counts = is_end.long().argmax(dim=1) + 1
+        counts = torch.where(is_end.any(dim=1), ended_counts, counts).masked_fill(self.is_ended, 0)
+        is_taken = order < counts[:, None]
+        self.ids.scatter_(1, places, tokens.masked_fill(~is_taken, self.padding))
+        self.num_accepted += int(torch.minimum(accepted, counts).sum())
+        if self.totals is not None:
+            log_probs = nn.functional.log_softmax(scores, dim=-1).take_along_dim(tokens[:, :, None], dim=2)[:, :, 0]
+            self.totals[self.rows] += log_probs.masked_fill(~is_taken, 0.0).sum(dim=1)
+        self.lengths = self.lengths + counts
+
+        is_ending = ~self.is_ended & (is_end.any(dim=1) | (self.lengths == self.config.max_length))
+        if bool(is_ending.any()):
+            self.result[self.rows[is_ending]] = self.ids[is_ending]
+            self.longest = max(self.longest, int(self.lengths[is_ending].max()))
+            self.is_ended = self.is_ended | is_ending
+            self.lengths = self.lengths.masked_fill(self.is_ended, self.prompt_length)
+        # What is not taken was not read; the last token is yet to be.
+        for state in (self.state, self.draft):
+            state.go_back(torch.minimum(state.lengths, self.lengths - 1))
+        is_left = self.is_ended.view(-1, self.copies).all(dim=1)
+        if bool(is_left.any()):
+            self._keep((~is_left).nonzero()[:, 0])
+
+    def _keep(self, sources: torch.Tensor) -> None:
+        """Goes on with these sources alone, `(sources)`."""
+        kept = (self.copies * sources[:, None] + torch.arange(self.copies, device=sources.device)).flatten()
+        for name in ("rows", "ids", "lengths", "is_ended"):
+            setattr(self, name, getattr(self, name)[kept])
+        if len(sources):
+            self.state.keep(sources)
+            self.draft.keep(sources)
+
+
+def _longest_readable(state: RaggedDecoderState, max_length: int) -> int:
+    """How many tokens a decoder can read, of so many."""
+    positions = state.decoder.embed_positions
+    if isinstance(positions, LearnedPositionEmbedding):
+        return min(max_length, positions.num_embeddings - positions.offset)
+    return max_length

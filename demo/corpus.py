@@ -1,0 +1,231 @@
+"""The demo corpus: tens of thousands of English-German sentence pairs that the project makes itself.
+
+Sentences come from a small grammar: `demo_syntax` holds its structures, `demo_lexicon` its words, `demo_sampler` draws
+sentences, `demo_english` and `demo_german` say them. The English determines the German, so exact match is a fair score.
+
+The splits measure whether a model translates *combinations* that it never saw. A sentence has three kinds of combination:
+
+- an adjective and the noun that it describes, before the noun or after *be*;
+- the noun of a subject and its verb, also inside a relative clause (*the dog that sleeps*);
+- a verb and the noun of an object, direct or indirect, also inside a relative clause (*the apple that I eat*).
+
+Fixed rule: number nouns, adjectives and verbs in the order of the lexicon. A combination whose two numbers, added, leave a
+certain rest after division by 16 belongs to the test split; another rest, eight further, is that of validation. So one
+combination in eight is held out, in every inflected form, and each word meets its other partners in training. No training
+sentence has a held-out combination; a test sentence has at least one of the test split and none of validation, and the
+other way round. Every word form of validation and test is frequent in training. The test rest is chosen so that *black* and
+*cat* never meet in training: "The cat is black." is the first test pair.
+
+The same arguments give the same corpus everywhere: only `random.Random.random` is used, whose sequence Python guarantees.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+from metaphrase.demo.english import to_english
+from metaphrase.demo.german import to_german
+from metaphrase.demo.grammar import (
+    Adjective,
+    Clause,
+    Coordination,
+    Nominal,
+    Noun,
+    NounPhrase,
+    RelativePronoun,
+    Sentence,
+    Subordinate,
+    Verb,
+)
+from metaphrase.demo.lexicon import ADJECTIVES, BE, DEFINITE, NOUNS, VERBS
+from metaphrase.demo.sampler import Sampler
+
+Pair = tuple[str, str]
+Combination = tuple[Adjective | Noun | Verb, Noun | Verb]
+
+SPLITS = ("train", "validation", "test")
+MIN_WORDS, MAX_WORDS = 3, 18  # of an English sentence
+MIN_OCCURRENCES = 20
+_DEFAULT_NUM_TRAIN = 30000
+_HELD_OUT_MODULUS = 16
+_MAX_DRAWS_PER_PAIR = 20
+_NUMBERS = {word: number for words in (NOUNS, ADJECTIVES, VERBS) for number, word in enumerate(words)}
+_CAT = next(noun for noun in NOUNS if noun.english == "cat")
+_BLACK = next(adjective for adjective in ADJECTIVES if adjective.english == "black")
+_TEST_REST = (_NUMBERS[_BLACK] + _NUMBERS[_CAT]) % _HELD_OUT_MODULUS
+_VALIDATION_REST = (_TEST_REST + _HELD_OUT_MODULUS // 2) % _HELD_OUT_MODULUS
+
+FIRST_TEST_SENTENCE = Sentence(Clause(NounPhrase(_CAT, DEFINITE), BE, predicate=_BLACK))
+
+
+def split_of_combination(combination: Combination) -> str:
+    """The split that a combination of two words belongs to: "train" for seven in eight."""
+    first, second = combination
+    rest = (_NUMBERS[first] + _NUMBERS[second]) % _HELD_OUT_MODULUS
+    return {_TEST_REST: "test", _VALIDATION_REST: "validation"}.get(rest, "train")
+
+
+def _nouns(nominal: Nominal | None) -> list[Noun]:
+    match nominal:
+        case NounPhrase() | RelativePronoun():
+            return [nominal.noun]
+        case Coordination():
+            return [nominal.first.noun, nominal.second.noun]
+    return []
+
+
+def _phrase_combinations(nominal: Nominal | None) -> Iterator[Combination]:
+    """The combinations inside a noun phrase: its adjectives, its possessor's, its relative clause's."""
+    match nominal:
+        case Coordination():
+            yield from _phrase_combinations(nominal.first)
+            yield from _phrase_combinations(nominal.second)
+        case NounPhrase():
+            yield from ((adjective, nominal.noun) for adjective in nominal.adjectives)
+            yield from _phrase_combinations(nominal.possessor)
+            if nominal.relative:
+                yield from _clause_combinations(nominal.relative)
+
+
+def _clause_combinations(clause: Clause) -> Iterator[Combination]:
+    for noun in _nouns(clause.subject):
+        yield (clause.predicate, noun) if clause.verb is BE else (noun, clause.verb)
+    objects = (clause.indirect_object, clause.direct_object)
+    yield from ((clause.verb, noun) for nominal in objects for noun in _nouns(nominal))
+    for nominal in (clause.subject, *objects, clause.phrase and clause.phrase.complement):
+        yield from _phrase_combinations(nominal)
+
+
+def combinations(sentence: Sentence) -> Iterator[Combination]:
+    """All combinations of a sentence: adjective and noun, subject and verb, verb and object."""
+    yield from _clause_combinations(sentence.clause)
+    for part in (sentence.front, sentence.subordinate):
+        if isinstance(part, Subordinate):
+            yield from _clause_combinations(part.clause)
+        elif part:
+            yield from _phrase_combinations(getattr(part, "complement", None))
+    if sentence.coordinated:
+        yield from _clause_combinations(sentence.coordinated[1])
+
+
+def split_of_sentence(sentence: Sentence) -> str | None:
+    """The only split that may hold the sentence; None for one that has combinations of both validation and test."""
+    held_out = {split_of_combination(combination) for combination in combinations(sentence)} - {"train"}
+    if len(held_out) > 1:
+        return None
+    return held_out.pop() if held_out else "train"
+
+
+def words_of(line: str) -> list[str]:
+    """The words of a line as written, without punctuation: a capital at the start makes another form."""
+    return line.replace(",", "").rstrip(".?").split()
+
+
+class _Collector:
+    """Distinct pairs by split. It refuses a second German sentence for an English one."""
+
+    def __init__(self, counts: dict[str, int]) -> None:
+        self.counts = counts
+        self.pairs: dict[str, list[Pair]] = {split: [] for split in SPLITS}
+        self._german_of: dict[str, str] = {}
+
+    def is_full(self, split: str) -> bool:
+        return len(self.pairs[split]) >= self.counts[split]
+
+    def add(self, split: str, pair: Pair) -> None:
+        """Add a pair, unless it is known.
+
+        Raises:
+            ValueError: If the English sentence is known with other German.
+        """
+        english, german = pair
+        known = self._german_of.get(english)
+        if known is None:
+            self._german_of[english] = german
+            self.pairs[split].append(pair)
+        elif known != german:
+            raise ValueError(f"An English sentence must have one translation, got {known!r} and {german!r}.")
+
+
+def _pair(sentence: Sentence) -> Pair:
+    return to_english(sentence), to_german(sentence)
+
+
+def _draw(seed: int, max_draws: int) -> Iterator[tuple[str, Pair]]:
+    """Pairs with their split.
+
+    Raises:
+        ValueError: When more than `max_draws` are asked for.
+    """
+    sampler = Sampler(seed)
+    for _ in range(max_draws):
+        sentence = sampler.sentence()
+        split = split_of_sentence(sentence)
+        pair = _pair(sentence)
+        if split and MIN_WORDS <= len(words_of(pair[0])) <= MAX_WORDS:
+            yield split, pair
+    raise ValueError(f"The counts of pairs must be within what the grammar gives: not reached in {max_draws} draws.")
+
+
+def make_demo_corpus(
+    num_train: int = _DEFAULT_NUM_TRAIN, num_validation: int = 500, num_test: int = 1000, seed: int = 0
+) -> dict[str, list[Pair]]:
+    """Make the corpus: `{"train": [(english, german), ...], "validation": [...], "test": [...]}`, all pairs distinct.
+
+    Every word form of validation and test occurs in training at least `MIN_OCCURRENCES` times. A training split smaller
+    than the default asks for proportionally fewer, but one. The first test pair, "The cat is black.", is always there.
+
+    Raises:
+        ValueError: If `num_train` or `num_test` is below one, `num_validation` is negative, or the grammar does not give
+            so many distinct sentences.
+    """
+    for name, count, minimum in (
+        ("num_train", num_train, 1),
+        ("num_validation", num_validation, 0),
+        ("num_test", num_test, 1),
+    ):
+        if count < minimum:
+            raise ValueError(f"`{name}` must be at least {minimum}, got {count}.")
+    collector = _Collector({"train": num_train, "validation": num_validation, "test": num_test})
+    collector.add("test", _pair(FIRST_TEST_SENTENCE))
+    draws = _draw(seed, max_draws=_MAX_DRAWS_PER_PAIR * (num_train + num_validation + num_test) + 1000)
+    held_out = []
+    while not collector.is_full("train"):
+        split, pair = next(draws)
+        if split == "train":
+            collector.add("train", pair)
+        else:
+            held_out.append((split, pair))
+    frequencies = Counter(word for pair in collector.pairs["train"] for line in pair for word in words_of(line))
+    threshold = min(MIN_OCCURRENCES, max(1, MIN_OCCURRENCES * num_train // _DEFAULT_NUM_TRAIN))
+    candidates = chain(held_out, draws)
+    while not (collector.is_full("validation") and collector.is_full("test")):
+        split, pair = next(candidates)
+        is_familiar = all(frequencies[word] >= threshold for line in pair for word in words_of(line))
+        if is_familiar and not collector.is_full(split):
+            collector.add(split, pair)
+    return collector.pairs
+
+
+def write_demo_corpus(folder: str | Path, **arguments: int) -> dict[str, Path]:
+    """Write train.tsv, validation.tsv and test.tsv (UTF-8; English, tab, German; no header) and return their paths.
+
+    Args:
+        folder: Where to write; made if missing.
+        **arguments: Those of `make_demo_corpus`.
+
+    Raises:
+        ValueError: As `make_demo_corpus`.
+    """
+    return write_splits(folder, make_demo_corpus(**arguments))
+
+
+def write_splits(folder: str | Path, corpus: dict[str, list[Pair]], prefix: str = "") -> dict[str, Path]:
+    """Writes the pairs of each split to a file of its own, whose name starts with `prefix`, and returns the paths."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = {split: folder / f"{prefix}{split}.tsv" for split in SPLITS}
+    for split, path in paths.items():
+        path.write_text("".join(f"{source}\t{target}\n" for source, target in corpus[split]), "utf-8", newline="\n")
+    return paths

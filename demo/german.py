@@ -1,0 +1,216 @@
+"""The demo corpus in German: declension, conjugation, and the order of the clause.
+
+Order follows the topological fields of the German clause: whatever stands first, the finite verb, the middle field, the
+rest of the verb, and the final field for relative clauses that leave their noun. A subordinate clause moves the finite
+verb behind the rest.
+
+Choices between forms that are equally right are made once: English past is rendered by the perfect (but *was*, *had*
+and *knew* by the preterite); a negated indefinite object by *kein*; the subject precedes object pronouns in the middle
+field.
+"""
+
+from enum import Enum
+
+from metaphrase.demo.grammar import (
+    Adjective,
+    Case,
+    Clause,
+    Coordination,
+    Declension,
+    Determiner,
+    Gender,
+    Nominal,
+    Noun,
+    NounPhrase,
+    Particle,
+    PrepositionalPhrase,
+    Pronoun,
+    RelativePronoun,
+    Sentence,
+    Subordinate,
+    Verb,
+    punctuate,
+)
+from metaphrase.demo.lexicon import BARE, BE, DEFINITE, HAVE, INDEFINITE, NO, WHO
+
+_PLURAL = 3  # the column after the three genders
+
+# Rows: nominative, accusative, dative, genitive. Columns: masculine, feminine, neuter, plural. "-": no ending.
+_DEFINITE = [row.split() for row in ("der die das die", "den die das die", "dem der dem den", "des der des der")]
+_DETERMINER_ENDINGS = {
+    Declension.WEAK: [row.split() for row in ("er e es e", "en e es e", "em er em en", "es er es er")],
+    Declension.MIXED: [row.split() for row in ("- e - e", "en e - e", "em er em en", "es er es er")],
+}
+_ADJECTIVE_ENDINGS = {
+    Declension.WEAK: [row.split() for row in ("e e e en", "en e e en", "en en en en", "en en en en")],
+    Declension.MIXED: [row.split() for row in ("er e es en", "en e es en", "en en en en", "en en en en")],
+    Declension.STRONG: [row.split() for row in ("er e es e", "en e es e", "em er em en", "en er en er")],
+}
+
+
+class VerbPlace(Enum):
+    """Where the finite verb stands: in questions, in main clauses, in subordinate clauses."""
+
+    FIRST = 1
+    SECOND = 2
+    LAST = 3
+
+
+def to_german(sentence: Sentence) -> str:
+    """The sentence in German."""
+    is_first = sentence.is_question and not sentence.front and sentence.clause.subject is not WHO
+    place = VerbPlace.FIRST if is_first else VerbPlace.SECOND
+    words = _german_clause(sentence.clause, place, _german_front(sentence.front))
+    if sentence.subordinate:
+        words += [",", *_german_subordinate(sentence.subordinate)]
+    if sentence.coordinated:
+        conjunction, clause = sentence.coordinated
+        words += [conjunction.german, *_german_clause(clause, VerbPlace.SECOND)]
+    return punctuate(words, "?" if sentence.is_question else ".")
+
+
+def _german_front(front: Particle | PrepositionalPhrase | Subordinate | None) -> list[str]:
+    match front:
+        case Particle():
+            return [front.german]
+        case PrepositionalPhrase():
+            return german_phrase(front)
+        case Subordinate():
+            return [*_german_subordinate(front), ","]
+    return []
+
+
+def _german_subordinate(subordinate: Subordinate) -> list[str]:
+    return [subordinate.conjunction.german, *_german_clause(subordinate.clause, VerbPlace.LAST)]
+
+
+def german_phrase(phrase: PrepositionalPhrase) -> list[str]:
+    """A prepositional phrase in German: *im Garten*, *zur Mutter*, but *auf dem Berg*."""
+    preposition, complement = phrase.preposition, phrase.complement
+    words = german_nominal(complement, preposition.case)
+    fused = dict(preposition.contractions).get(words[0])
+    if fused and isinstance(complement, NounPhrase) and complement.determiner is DEFINITE:
+        return [fused, *words[1:]]
+    return [preposition.german, *words]
+
+
+def german_nominal(nominal: Nominal, case: Case, is_negated: bool = False) -> list[str]:
+    """A noun phrase or pronoun in German, without its relative clause. Negated, *ein* and no article become *kein*."""
+    match nominal:
+        case Pronoun():
+            return [nominal.forms[case]]
+        case RelativePronoun():
+            column = _PLURAL if nominal.is_plural else nominal.noun.gender
+            return ["denen" if column == _PLURAL and case == Case.DATIVE else _DEFINITE[case][column]]
+        case Coordination():
+            return [*german_nominal(nominal.first, case), "und", *german_nominal(nominal.second, case)]
+    column = _PLURAL if nominal.is_plural else nominal.noun.gender
+    determiner = NO if is_negated and nominal.determiner in (INDEFINITE, BARE) else nominal.determiner
+    words = [german_determiner(determiner, case, column)] if determiner is not BARE else []
+    words += [german_adjective(adjective, determiner.declension, case, column) for adjective in nominal.adjectives]
+    words.append(german_noun(nominal.noun, nominal.is_plural, case))
+    return words + (german_nominal(nominal.possessor, Case.GENITIVE) if nominal.possessor else [])
+
+
+def german_determiner(determiner: Determiner, case: Case, column: int) -> str:
+    """A determiner's form; `column` is a gender, or 3 for the plural. Numbers from two on have no endings."""
+    if determiner is DEFINITE:
+        return _DEFINITE[case][column]
+    if determiner.declension is Declension.STRONG:
+        return determiner.stem
+    return determiner.stem + _DETERMINER_ENDINGS[determiner.declension][case][column].strip("-")
+
+
+def german_adjective(adjective: Adjective, declension: Declension, case: Case, column: int) -> str:
+    """An adjective before its noun; `column` is a gender, or 3 for the plural."""
+    return adjective.stem + _ADJECTIVE_ENDINGS[declension][case][column]
+
+
+def german_noun(noun: Noun, is_plural: bool, case: Case) -> str:
+    """A noun's form. The genitive in -(e)s follows the rule for the native nouns of this lexicon."""
+    if is_plural:
+        needs_n = case == Case.DATIVE and not noun.german_plural.endswith(("n", "s"))
+        return noun.german_plural + ("n" if needs_n else "")
+    if noun.is_weak and case != Case.NOMINATIVE:
+        return noun.german_plural  # the ending -(e)n is that of the plural
+    if case != Case.GENITIVE or noun.gender == Gender.FEMININE:
+        return noun.german
+    return noun.german + ("s" if noun.german.endswith(("er", "el", "en", "ig")) else "es")
+
+
+def _german_clause(clause: Clause, place: VerbPlace, front: list[str] | None = None) -> list[str]:
+    """A clause in German; `front` stands before a verb in second place, where the subject would stand without it."""
+    finite, rest = german_verb(clause, is_last=place is VerbPlace.LAST)
+    subject, final = [], []
+    if not isinstance(clause.subject, RelativePronoun):
+        relative = getattr(clause.subject, "relative", None)
+        subject = german_nominal(clause.subject, Case.NOMINATIVE) + (_german_relative(relative) if relative else [])
+    if relative := getattr(clause.direct_object, "relative", None):
+        final = _german_relative(relative)
+    middle = _german_middle_field(clause)
+    match place:
+        case VerbPlace.FIRST:
+            return [finite, *subject, *middle, *rest, *final]
+        case VerbPlace.SECOND if front:
+            return [*front, finite, *subject, *middle, *rest, *final]
+        case VerbPlace.SECOND:
+            return [*subject, finite, *middle, *rest, *final]
+        case VerbPlace.LAST:
+            return [*subject, *middle, *rest, finite, *final]
+
+
+def _german_relative(clause: Clause) -> list[str]:
+    """A relative clause between commas: its pronoun, then the clause with the verb at the end."""
+    if isinstance(clause.subject, RelativePronoun):
+        pronoun = german_nominal(clause.subject, Case.NOMINATIVE)
+    else:
+        pronoun = german_nominal(clause.direct_object, clause.verb.case)
+    return [",", *pronoun, *_german_clause(clause, VerbPlace.LAST), ","]
+
+
+def _german_middle_field(clause: Clause) -> list[str]:
+    """What stands between the finite verb and the rest of the verb, after the subject."""
+    words = [clause.frequency.german] if clause.frequency else []
+    if clause.indirect_object:
+        words += german_nominal(clause.indirect_object, Case.DATIVE)
+    direct = clause.direct_object
+    if direct and not isinstance(direct, RelativePronoun):
+        words += german_nominal(direct, clause.verb.case, clause.is_negated)
+    negates_object = isinstance(direct, NounPhrase) and direct.determiner in (INDEFINITE, BARE)
+    if clause.is_negated and not negates_object:
+        words.append("nicht")
+    if clause.phrase:
+        words += german_phrase(clause.phrase)
+    if clause.predicate:
+        words.append(clause.predicate.german)
+    return words
+
+
+def german_verb(clause: Clause, is_last: bool = False) -> tuple[str, list[str]]:
+    """The finite verb, and what stands at the end of the clause: infinitive, participle or separable particle."""
+    verb, subject, modal = clause.verb, clause.subject, clause.modal
+    slot = 3 if subject.is_plural else subject.person - 1
+    if modal:
+        return modal.forms[slot], [verb.infinitive.replace("|", "")]
+    if clause.is_past and verb.preterite_forms:
+        return verb.preterite_forms[slot], []
+    if clause.is_past:
+        return german_present(BE if verb.auxiliary == "sein" else HAVE, slot), [verb.participle]
+    particle = verb.infinitive.rpartition("|")[0]
+    finite = german_present(verb, slot)
+    if is_last:
+        return particle + finite, []
+    return finite, [particle] if particle else []
+
+
+def german_present(verb: Verb, slot: int) -> str:
+    """The present tense for ich, du, er or a plural (slots 0 to 3), without the separable particle.
+
+    The second person has the vowel of the third; its -s- merges with an s, ß or z before it: *er isst*, *du isst*.
+    """
+    if verb.present_forms:
+        return verb.present_forms[slot]
+    infinitive = verb.infinitive.rpartition("|")[2]
+    stem = verb.third[:-1]
+    second = verb.third if stem.endswith(("s", "ß", "z")) else stem + "st"
+    return (infinitive[:-1], second, verb.third, infinitive)[slot]

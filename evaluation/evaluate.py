@@ -1,0 +1,152 @@
+"""Evaluation: what a trained model scores on a test set, and how that was found."""
+
+import logging
+import math
+import operator
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from metaphrase.data.collators import PairCollator, with_decoder_inputs
+from metaphrase.evaluation.metrics import check_references, compute_metrics
+from metaphrase.inference import Generator
+from metaphrase.inference.run import is_single
+from metaphrase.modeling import IGNORED_LABEL
+from metaphrase.modeling.length_batches import batches_by_length
+from metaphrase.modeling.position_limits import longest_target
+from metaphrase.tokenization import TextFrame, check_target_language, shorten
+
+logger = logging.getLogger(__name__)
+
+
+def corpus_loss(
+    model: PreTrainedModel,
+    sources: Sequence[Sequence[int]],
+    targets: Sequence[Sequence[int]],
+    *,
+    batch_size: int = 64,
+    max_tokens_per_batch: int = 8192,
+) -> dict[str, float | None]:
+    """Mean negative log-likelihood per target token (the end of sequence counts as one), without label smoothing.
+
+    Args:
+        model: In evaluation mode.
+        sources: Ids of each source.
+        targets: Ids of each target.
+        batch_size: Most pairs in a batch.
+        max_tokens_per_batch: Most tokens of both sides in a batch, padding counted.
+
+    Returns:
+        `loss` in nats, its exponential `perplexity`, and `num_target_tokens`. A figure that is no finite number is `None`, and a
+        warning says so.
+
+    Raises:
+        ValueError: If there are no pairs.
+    """
+    if not sources:
+        raise ValueError("`sources` must not be empty, got no pairs.")
+    collate = PairCollator(model.config.pad_token_id or 0)
+    lengths = [len(source) + len(target) for source, target in zip(sources, targets, strict=True)]
+    total, count = 0.0, 0
+    with torch.inference_mode():
+        for batch in batches_by_length(lengths, batch_size, max_tokens_per_batch):
+            inputs = collate([{"input_ids": sources[index], "labels": targets[index]} for index in batch])
+            inputs = with_decoder_inputs(model, inputs)
+            loss = model(**{name: tensor.to(model.device) for name, tensor in inputs.items()}).loss
+            num_labels = int((inputs["labels"] != IGNORED_LABEL).sum())
+            total, count = total + loss.item() * num_labels, count + num_labels
+    loss = total / count
+    # Beyond that the exponential is no float any more.
+    perplexity = math.inf if loss >= math.log(sys.float_info.max) else math.exp(loss)
+    return {"loss": _finite("loss", loss), "perplexity": _finite("perplexity", perplexity), "num_target_tokens": count}
+
+
+def _finite(name: str, value: float) -> float | None:
+    """A figure as JSON can hold it, which has neither NaN nor infinity: a score must not be lost for them."""
+    if math.isfinite(value):
+        return value
+    logger.warning("The %s must be a finite number to be written down, got %s: it becomes null.", name, value)
+    return None
+
+
+def evaluate_generator(
+    generator: Generator,
+    sources: Sequence[str],
+    targets: Sequence[str],
+    *,
+    references: Sequence[str] | None = None,
+    metrics: Sequence[str],
+    metric_options: dict[str, dict] | None = None,
+    generation_options: dict | None = None,
+    show_progress: bool | None = None,
+    on_decoded: Callable[[list[str]], object] | None = None,
+) -> tuple[dict, list[str]]:
+    """Decodes a test set and scores it.
+
+    Args:
+        generator: Model and tokenizers.
+        sources: Source texts.
+        targets: One target for each, as the model is trained on them: the loss is of these.
+        references: What the decoded texts are compared with; by default the targets as decoding writes them, the pieces of a
+            `pretokenized` text joined.
+        metrics: Names of scores (see `metaphrase.evaluation.metrics`).
+        metric_options: For each metric its options.
+        generation_options: Arguments of `generate()`; what is not given is as the model's generation config says.
+        show_progress: A progress bar; `None` shows it on a terminal only.
+        on_decoded: Called with the decoded texts before they are scored, so that they can be kept whatever comes after.
+
+    Returns:
+        What `metrics.json` holds, and the decoded texts. There is a loss where the generator is one model of
+        torch, and none for an ensemble or another engine. Sources that were cut off are counted, if any were, and targets
+        (`num_truncated_references`) of which the loss is of as much as the model can read; scores are of the whole text.
+
+    Raises:
+        ValueError: If the sides differ in length or are empty, or the references cannot be encoded without their language.
+    """
+    if len(sources) != len(targets) or not sources:
+        raise ValueError(
+            f"`sources` and `targets` must be equally many and not empty, got {len(sources)} and {len(targets)}."
+        )
+    references = generator.tokenizers.as_decoded(targets) if references is None else references
+    if len(references) != len(targets):
+        raise ValueError(f"`references` must be as many as `targets`, got {len(references)} and {len(targets)}.")
+    # Before the sources are decoded, which takes long.
+    check_references(references, metrics, "references")
+    if is_single(generator):
+        check_target_language(generator.tokenizers.target)
+    generation_options = dict(generation_options or {})
+    before, truncated_before = generator.num_unfinished, generator.num_truncated
+    predictions = generator.generate(sources, show_progress=show_progress, **generation_options)
+    if on_decoded is not None:
+        on_decoded(predictions)
+    result = {
+        "scores": compute_metrics(predictions, references, metrics, metric_options),
+        "num_examples": len(sources),
+        "num_unfinished": generator.num_unfinished - before,
+        "generation": generation_settings(generator.model, generation_options),
+    }
+    if generator.num_truncated > truncated_before:
+        result["num_truncated"] = generator.num_truncated - truncated_before
+    if is_single(generator):
+        encode = generator.tokenizers.encode_targets
+        end, limit, whole = TextFrame.of(encode).end, longest_target(generator.model), encode(list(targets))
+        labels = [shorten(ids, limit, end) for ids in whole]
+        if count := sum(map(operator.ne, whole, labels)):
+            result["num_truncated_references"] = count
+        limits = {"batch_size": generator.batch_size, "max_tokens_per_batch": generator.max_tokens_per_batch}
+        result.update(corpus_loss(generator.model, generator.encode(list(sources)), labels, **limits))
+    return result, predictions
+
+
+def generation_settings(model: PreTrainedModel, generation_options: dict) -> dict:
+    """The settings that decoding really used: those of the model's generation config, under those given."""
+    own = model.generation_config.to_diff_dict()
+    silent = ("transformers_version", "use_cache", "return_dict_in_generate")
+    kept = {
+        name: value
+        for name, value in own.items()
+        if name not in silent and not name.startswith(("_", "output_")) and not name.endswith("token_id")
+    }
+    return {"num_beams": 1, **kept, **generation_options}

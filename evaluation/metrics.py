@@ -1,0 +1,303 @@
+"""Scores of a corpus of predictions against references, as `evaluate.Metric` classes that never touch the network.
+
+Rates and shares are in percent. Every result holds a `score` and a `signature`; two scores may be compared only when
+their signatures are equal. BLEU, chrF and TER are sacreBLEU's, under its option names (Post 2018, arXiv 1804.08771).
+"""
+
+import inspect
+import json
+import os
+import tempfile
+import unicodedata
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from sacrebleu.metrics import BLEU, CHRF, TER
+
+from metaphrase.evaluation.error_rates import CharacterErrorRate, WordErrorRate
+from metaphrase.evaluation.metric_base import CorpusMetric, References, check_choice, number_of_references
+
+DEFAULT_METRICS = ("bleu", "chrf")
+
+
+class SacreBleuMetric(CorpusMetric):
+    """A score that sacreBLEU computes, with the options of its class there."""
+
+    scorer_class: ClassVar[type]
+    fixed_options: ClassVar[dict[str, Any]] = {}
+    details: ClassVar[tuple[str, ...]]
+
+    @classmethod
+    def option_names(cls) -> list[str]:
+        names = [name for name in inspect.signature(cls.scorer_class).parameters if name != "references"]
+        return [name for name in names if name not in cls.fixed_options]
+
+    def _compute(self, predictions, references, **options) -> dict[str, Any]:
+        scorer = self.scorer_class(**options, **self.fixed_options)
+        # One document for each reference number; `None` marks a line that has fewer references than another.
+        documents = [
+            [texts[number] if number < len(texts) else None for texts in references]
+            for number in range(max(len(texts) for texts in references))
+        ]
+        score = scorer.corpus_score(list(predictions), documents)
+        result = {"score": score.score} | {name: getattr(score, name) for name in self.details}
+        return result | {"signature": str(scorer.get_signature())}
+
+
+class Bleu(SacreBleuMetric):
+    """BLEU (Papineni et al. 2002).
+
+    `tokenize="none"` scores tokens split at spaces, for text that is tokenised already: a different quantity from BLEU
+    on plain text, as its signature says.
+    """
+
+    scorer_class = BLEU
+    details = ("precisions", "counts", "totals", "bp", "sys_len", "ref_len")
+
+    def _compute(self, predictions, references, **options) -> dict[str, Any]:
+        if options.get("tokenize") is not None:
+            check_choice("`tokenize`", options["tokenize"], BLEU.TOKENIZERS)
+        check_choice("`smooth_method`", options.get("smooth_method", "exp"), BLEU.SMOOTH_DEFAULTS)
+        # sacreBLEU warns of tokenised text, which is no mistake where `tokenize="none"` asks for it.
+        options.setdefault("force", options.get("tokenize") == "none")
+        return super()._compute(predictions, references, **options)
+
+
+class ChrF(SacreBleuMetric):
+    """chrF (Popović 2015); with `word_order=2` chrF++ (Popović 2017)."""
+
+    scorer_class = CHRF
+    details = ("char_order", "word_order", "beta")
+
+
+class ChrFPlusPlus(ChrF):
+    """chrF++: chrF with words and pairs of words beside characters (Popović 2017)."""
+
+    fixed_options: ClassVar[dict[str, Any]] = {"word_order": 2}
+
+
+class Ter(SacreBleuMetric):
+    """Translation edit rate, lower is better (Snover et al. 2006)."""
+
+    scorer_class = TER
+    details = ("num_edits", "ref_length")
+
+
+class _SpaceTokenizer:
+    def tokenize(self, text: str) -> list[str]:
+        return text.split()
+
+
+class Rouge(CorpusMetric):
+    """ROUGE F-measures by rouge_score, the mean over all lines; `score` is ROUGE-L (Lin 2004).
+
+    Of several references the best one counts, for each kind by itself. `rougeLsum` takes newlines as the ends of
+    sentences: put one between the sentences of both columns, else it is `rougeL` under another name. The default
+    tokenizer keeps only a-z and 0-9, so that Greek or Chinese scores zero: `references_without_tokens` counts such
+    lines, and `tokenize="none"` splits at spaces instead, case kept.
+    """
+
+    kinds = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+
+    def _compute(self, predictions, references, use_stemmer: bool = False, tokenize: str = "default") -> dict[str, Any]:
+        from rouge_score import rouge_scorer, tokenizers  # takes a second to import
+
+        check_choice("`tokenize`", tokenize, ("default", "none"))
+        if tokenize == "none" and use_stemmer:
+            raise ValueError('`use_stemmer` must be False when `tokenize` is "none", got True.')
+        tokenizer = _SpaceTokenizer() if tokenize == "none" else tokenizers.DefaultTokenizer(use_stemmer)
+        scorer = rouge_scorer.RougeScorer(self.kinds, tokenizer=tokenizer)
+        lines = [scorer.score_multi(texts, line) for line, texts in zip(predictions, references, strict=True)]
+        scores = {kind: 100 * float(np.mean([line[kind].fmeasure for line in lines])) for kind in self.kinds}
+        stem = "yes" if use_stemmer else "no"
+        return {
+            "score": scores["rougeL"],
+            **scores,
+            "references_without_tokens": sum(not any(map(tokenizer.tokenize, texts)) for texts in references),
+            "signature": f"nrefs:{number_of_references(references)}|stem:{stem}|tok:{tokenize}"
+            f"|rouge_score:{version('rouge_score')}",
+        }
+
+
+class ExactMatch(CorpusMetric):
+    """Share of the predictions that equal a reference, character by character.
+
+    `ignore_case` folds case; `ignore_punctuation` drops the characters of all Unicode categories P, then evens out
+    spaces.
+    """
+
+    def _compute(self, predictions, references, ignore_case: bool = False, ignore_punctuation: bool = False):
+        def plain(text: str) -> str:
+            if ignore_case:
+                text = text.casefold()
+            if ignore_punctuation:
+                text = "".join(mark for mark in text if not unicodedata.category(mark).startswith("P"))
+                text = " ".join(text.split())
+            return text
+
+        pairs = zip(predictions, references, strict=True)
+        matches = sum(plain(prediction) in map(plain, texts) for prediction, texts in pairs)
+        case, punctuation = ("ci" if ignore_case else "mixed"), ("no" if ignore_punctuation else "yes")
+        return {
+            "score": 100 * matches / len(predictions),
+            "matches": matches,
+            "num_examples": len(predictions),
+            "signature": f"nrefs:{number_of_references(references)}|case:{case}|punct:{punctuation}",
+        }
+
+
+METRICS: dict[str, type[CorpusMetric]] = {
+    "bleu": Bleu,
+    "chrf": ChrF,
+    "chrf++": ChrFPlusPlus,
+    "ter": Ter,
+    "rouge": Rouge,
+    "exact_match": ExactMatch,
+    "wer": WordErrorRate,
+    "cer": CharacterErrorRate,
+}
+
+
+def check_metrics(names: Sequence[str], bleu_tokenize: str | None = None) -> None:
+    """Refuses before any work what `compute_metrics` would refuse after it.
+
+    Args:
+        names: Keys of `METRICS`.
+        bleu_tokenize: sacreBLEU's tokenizer; one that has to be fetched is fetched.
+
+    Raises:
+        ValueError: If there is no such score or tokenizer, what the tokenizer needs is not installed, or BLEU is not asked for.
+    """
+    for name in names:
+        check_choice("A name in `metrics`", name, METRICS)
+    check_bleu_is_computed(names, bleu_tokenize)
+    if bleu_tokenize is None:
+        return
+    check_choice("`bleu_tokenize`", bleu_tokenize, BLEU.TOKENIZERS)
+    try:
+        BLEU(tokenize=bleu_tokenize)
+    except (ImportError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"`bleu_tokenize` must be installed, got {bleu_tokenize!r}: {reason}") from error
+
+
+def check_bleu_is_computed(names: Sequence[str], bleu_tokenize: str | None) -> None:
+    """Refuses a tokenizer of BLEU among scores without BLEU."""
+    if bleu_tokenize is not None and "bleu" not in names:
+        raise ValueError(f"`metrics` must hold bleu with `bleu_tokenize`, got {list(names)} and {bleu_tokenize!r}.")
+
+
+def check_references(references: Sequence[str], names: Sequence[str], where: str) -> None:
+    """Refuses before any work references that a score cannot be computed for.
+
+    Args:
+        references: One text for each example.
+        names: Keys of `METRICS`.
+        where: What the references are.
+
+    Raises:
+        ValueError: If there is no such score, or it is a rate of words or characters and there are none.
+    """
+    for name in names:
+        check_choice("A name in `metrics`", name, METRICS)
+        metric = METRICS[name]
+        if issubclass(metric, WordErrorRate) and not any(map(metric.units, references)):
+            raise ValueError(
+                f"`metrics` must not hold {name} where no reference has a {metric.unit}, got {len(references)} empty {where}."
+            )
+
+
+def compute_metrics(
+    predictions: Sequence[str],
+    references: References,
+    names: Sequence[str] = DEFAULT_METRICS,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Returns `{name: result}`, ready for JSON.
+
+    Args:
+        predictions: One text for each example.
+        references: One text, or a list of texts, for each example.
+        names: Keys of `METRICS`.
+        options: Keyword arguments of a score under its name: `{"bleu": {"tokenize": "none"}}`.
+
+    Raises:
+        ValueError: If a name or option is unknown, options are given for a score that is not asked for, or the corpora
+            are empty or of different lengths.
+    """
+    if isinstance(names, str):
+        raise ValueError(f"`names` must be a sequence of names, got the text {names!r}.")
+    for name in names:
+        check_choice("A name in `names`", name, METRICS)
+    options = dict(options or {})
+    for name in options:
+        check_choice("A key of `options`", name, names)
+    return {
+        name: METRICS[name]().compute(predictions=predictions, references=references, **options.get(name, {}))
+        for name in names
+    }
+
+
+def to_json(metrics: Mapping[str, Any]) -> str:
+    """The text that `write_metrics` writes.
+
+    Raises:
+        ValueError: If a value is no JSON, as are NaN and infinity.
+    """
+    try:
+        return json.dumps(metrics, indent=2, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"`metrics` must hold finite numbers, texts, lists and dicts only: {error}.") from error
+
+
+def is_folder(path: str | os.PathLike) -> bool:
+    """Whether a path is that of a folder, one that is there or one that a slash at its end says to be one."""
+    return Path(path).is_dir() or os.fspath(path).endswith(("/", os.sep))
+
+
+def metrics_path(path: str | os.PathLike) -> Path:
+    """The file that `write_metrics` writes: a folder stands for `metrics.json` in it."""
+    return Path(path) / "metrics.json" if is_folder(path) else Path(path)
+
+
+def check_writable(path: str | os.PathLike) -> Path:
+    """Finds out before any work whether `write_metrics` can write what comes of it, and returns the file's path.
+
+    Folders that are missing are made.
+
+    Raises:
+        ValueError: If something other than a file is there, or the folder cannot be made or written to.
+    """
+    path = metrics_path(path)
+    if path.exists() and not path.is_file():
+        raise ValueError(f"`output` must be a file, or a folder for metrics.json, got {path}, which is neither.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Permissions say too little: a file system may be read-only, and some users may write everywhere.
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ValueError(f"`output` must be in a folder that can be written to, got {path}: {error}") from error
+    return path
+
+
+def write_metrics(path: str | os.PathLike, metrics: Mapping[str, Any]) -> Path:
+    """Writes `metrics` as JSON in one step, so that a reader finds the old file or the new one, and returns its path.
+
+    A folder stands for `metrics.json` in it (see `metrics_path`).
+
+    Raises:
+        ValueError: If a value is no JSON, as are NaN and infinity; the file is then left as it was.
+    """
+    path, text = metrics_path(path), to_json(metrics)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path

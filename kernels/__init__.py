@@ -1,0 +1,1 @@
+"""Faster kernels for training, plugged into the network by `import metaphrase`."""

@@ -1,0 +1,1 @@
+"""Sequence-to-sequence Transformers for the Hugging Face stack."""

@@ -1,0 +1,358 @@
+"""CTranslate2: an exported model computes what ours does, whatever its configuration, and what cannot be is refused by name."""
+
+import json
+import random
+
+import pytest
+
+pytest.importorskip("ctranslate2")
+
+import torch
+from ctranslate2.converters.transformers import TransformersConverter
+from tiny_generator import SOURCES, save_generator, tiny_generator, tiny_pair
+from tiny_models import tiny_config, tiny_model
+from transformers import AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGeneration
+
+from metaphrase.conversion.ctranslate2.export import QUANTIZATIONS, export_ctranslate2, vocabulary
+from metaphrase.conversion.ctranslate2.spec import SINUSOIDAL_POSITIONS, make_spec, obstacles
+from metaphrase.inference import Generator, decode
+from metaphrase.inference.ctranslate2.engine import CTranslate2Engine
+from metaphrase.inference.source_limits import TooLongError
+from metaphrase.modeling import MetaphraseConfig
+from metaphrase.scripts import export
+from metaphrase.tokenization import TokenizerPair
+
+GREEDY = {"num_beams": 1}
+# One of four: among the worse ones there are ties, as between texts that repeat a token and differ in where they do not.
+BEAMS = {"num_beams": 4, "early_stopping": True}
+
+_ROTATIONS = [
+    None,
+    {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+    {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0},
+    {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0},
+    # The factor on cosine and sine is not 1 here.
+    {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16},
+    {
+        "rope_type": "llama3",
+        "rope_theta": 10_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    },
+]
+_CHOICES = {
+    "position_embedding_type": ["sinusoidal", "learned", "relative", "rotary", "alibi", "none"],
+    "sinusoidal_layout": ["interleaved", "half_split", "fairseq"],
+    "position_offset": [0, 2],
+    "rope_parameters": _ROTATIONS,
+    "relative_attention_shared": [True, False],
+    "norm_type": ["layernorm", "rmsnorm"],
+    "norm_position": ["pre", "post"],
+    "norm_eps": [1e-6, 1e-2],
+    "embedding_norm": [True, False],
+    "final_norm": [None, True, False],
+    "qk_norm": [True, False],
+    "scale_embedding": [True, False],
+    "attention_scale": [None, 1.0, 0.1],
+    "attention_bias": [True, False],
+    "mlp_bias": [True, False],
+    "logits_bias": [True, False],
+    "logits_scale": [1.0, 0.3],
+    "tie_word_embeddings": [True, False],
+    "gated_mlp": [True, False],
+    "activation_function": ["relu", "gelu", "gelu_new", "quick_gelu", "silu", "tanh", "relu2", "mish"],
+    "encoder_layers": [1, 2, 3],
+    "decoder_layers": [1, 2, 3],
+    "encoder_attention_heads": [1, 2, 4],
+    "decoder_attention_heads": [1, 2, 4],
+    "num_key_value_heads": [None, 1, 2],
+    "head_dim": [None, 6, 16],
+    "hidden_size": [32, 40],
+}
+
+
+def draw_configurations(count: int, seed: int) -> list[dict]:
+    """Fields of so many configurations that CTranslate2 can express, drawn at random: no choice is left out by hand."""
+    draw, drawn = random.Random(seed), []
+    while len(drawn) < count:
+        fields = {name: draw.choice(values) for name, values in _CHOICES.items()}
+        is_joint = draw.choice([True, False])
+        try:
+            config = tiny_config(**fields)
+        except ValueError:
+            continue
+        if not obstacles(config):
+            drawn.append(fields | {"is_joint": is_joint, "seed": draw.randrange(1000)})
+    return drawn
+
+
+DRAWN = draw_configurations(20, seed=1)
+
+
+def saved(folder, *, is_joint=True, seed=0, spare_rows=3, **fields):
+    """A generator with a model of these fields, and where it is saved. Its embeddings have rows that are no token."""
+    pair = tiny_pair(is_joint)
+    own = pair.config_fields()
+    own["vocab_size"] += spare_rows
+    if not is_joint:
+        own["decoder_vocab_size"] += spare_rows
+    model = tiny_model(seed=seed, **({"share_embeddings": is_joint} | own | fields))
+    model.generation_config.max_new_tokens = 12
+    return Generator(model, pair), save_generator(Generator(model, pair), folder)
+
+
+def random_sources(size, seed=0, lengths=(3, 17, 9, 1, 6, 25)):
+    """Ids of sources of different lengths, each with its end."""
+    draw = random.Random(seed)
+    return [[draw.randrange(4, size) for _ in range(length)] + [2] for length in lengths]
+
+
+def assert_same(results, expected, tolerance=2e-3):
+    assert [[h.ids for h in row] for row in results] == [[h.ids for h in row] for row in expected]
+    assert [[h.is_finished for h in row] for row in results] == [[h.is_finished for h in row] for row in expected]
+    scores, theirs = ([h.score for row in rows for h in row] for rows in (expected, results))
+    torch.testing.assert_close(torch.tensor(theirs), torch.tensor(scores), rtol=1e-4, atol=tolerance)
+
+
+def assert_engine_is_torch(model, engine, sources):
+    """Tokens and scores, greedily and by beams, alone and in one batch."""
+    for options in (BEAMS, BEAMS | {"early_stopping": "never", "length_penalty": 0.6}, GREEDY):
+        expected = decode(model, sources, return_scores=True, **options)
+        assert_same(decode(engine, sources, return_scores=True, **options), expected)
+        assert_same(decode(engine, sources, return_scores=True, batch_size=1, **options), expected)
+    # An output that is the same whatever is read would prove nothing.
+    assert len({tuple(row[0].ids) for row in expected}) > 1
+    assert len({round(row[0].score, 2) for row in expected}) >= len(sources) // 2
+
+
+# configurations
+
+
+@pytest.mark.parametrize("fields", DRAWN, ids=range(len(DRAWN)))
+def test_drawn_configurations_give_the_same_tokens(fields, tmp_path):
+    generator, folder = saved(tmp_path / "model", **fields)
+    engine = CTranslate2Engine(export_ctranslate2(folder, tmp_path / "exported"), device="cpu")
+    assert engine.translator.compute_type == "float32"
+    assert_engine_is_torch(generator.model, engine, random_sources(generator.model.config.vocab_size))
+
+
+def test_the_draw_reaches_every_choice():
+    for name, values in _CHOICES.items():
+        left = {str(value) for value in values} - {str(fields[name]) for fields in DRAWN}
+        # Those that are always refused, and of the six rotations those that few draws could reach.
+        assert left <= {"alibi", "relu2", "mish"} or name == "rope_parameters", (name, left)
+
+
+@pytest.mark.parametrize(
+    "rotation", [rotation for rotation in _ROTATIONS if (rotation or {}).get("rope_type") != "dynamic"]
+)
+@pytest.mark.parametrize("head_dim", [6, 16])
+@pytest.mark.parametrize("qk_norm", [True, False])
+def test_every_rotation(rotation, qk_norm, head_dim, tmp_path):
+    """Of a head of 6 half is odd."""
+    heads = {"decoder_attention_heads": 1 if qk_norm else 4, "head_dim": head_dim, "qk_norm": qk_norm}
+    fields = {"position_embedding_type": "rotary", "rope_parameters": rotation, **heads}
+    generator, folder = saved(tmp_path / "model", **fields)
+    engine = CTranslate2Engine(export_ctranslate2(folder, tmp_path / "exported"), device="cpu")
+    assert_engine_is_torch(generator.model, engine, random_sources(generator.model.config.vocab_size))
+
+
+@pytest.mark.parametrize("buckets,distance", [(32, 128), (8, 10), (8, 64)])
+def test_relative_positions_of_long_sources(buckets, distance, tmp_path):
+    fields = {"relative_attention_num_buckets": buckets, "relative_attention_max_distance": distance}
+    generator, folder = saved(tmp_path / "model", position_embedding_type="relative", **fields)
+    engine = CTranslate2Engine(export_ctranslate2(folder, tmp_path / "exported"), device="cpu")
+    sources = random_sources(generator.model.config.vocab_size, lengths=(300, 200, 77))
+    options = {"max_new_tokens": 150, "min_new_tokens": 150}
+    assert decode(engine, sources, **options) == decode(generator.model, sources, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"share_embeddings": False}, {"decoder_start_token_id": 0}])
+def test_special_ids_and_spare_rows(options, tmp_path):
+    """One tokenizer for two embeddings; and a decoder that starts with padding."""
+    generator, folder = saved(tmp_path / "model", **options)
+    engine = CTranslate2Engine(export_ctranslate2(folder, tmp_path / "exported"), device="cpu")
+    assert_engine_is_torch(generator.model, engine, random_sources(generator.model.config.vocab_size))
+    start = generator.tokenizers.target.convert_ids_to_tokens(generator.model.config.decoder_start_token_id)
+    assert json.loads((tmp_path / "exported" / "config.json").read_text())["decoder_start_token"] == start
+
+
+def test_rows_without_a_token_have_names_of_their_own():
+    pair = tiny_pair()
+    tokenizer, size = pair.source, len(pair.source)
+    names = vocabulary(tokenizer, size + 2)
+    assert names[:size] == tokenizer.convert_ids_to_tokens(list(range(size)))
+    assert names[size:] == [f"<unused_{size}>", f"<unused_{size + 1}>"]
+    assert vocabulary(tokenizer, size - 2) == names[: size - 2]
+
+    class Unlucky:
+        def get_vocab(self):
+            return {"<unused_1>": 0}
+
+    assert vocabulary(Unlucky(), 2) == ["<unused_1>", "<<unused_1>>"]
+
+
+def test_sinusoids_go_on_where_the_models_first_table_ends(tmp_path):
+    fields = {"position_embedding_type": "sinusoidal", "max_position_embeddings": 4}
+    generator, folder = saved(tmp_path / "model", **fields)
+    engine = CTranslate2Engine(export_ctranslate2(folder, tmp_path / "exported"), device="cpu")
+    assert_engine_is_torch(generator.model, engine, random_sources(generator.model.config.vocab_size))
+    assert make_spec(generator.model).encoder.position_encodings.encodings.shape[0] == SINUSOIDAL_POSITIONS
+
+
+def test_a_source_beyond_the_table_of_positions_is_refused(tmp_path):
+    _, folder = saved(tmp_path / "model", position_embedding_type="learned", max_position_embeddings=16)
+    engine = CTranslate2Engine(export_ctranslate2(folder, tmp_path / "exported"), device="cpu")
+    assert decode(engine, [[5] * 16])
+    with pytest.raises(TooLongError, match="than the model has positions, 16, got 17 in number 3 "):
+        decode(engine, [[5], [6] * 16, [5] * 17, [7] * 3], max_new_tokens=4)
+    with pytest.raises(ValueError, match="must not be longer than the exported table of positions"):
+        decode(engine, [[5]], max_new_tokens=30, min_new_tokens=30)
+
+
+# refusals
+
+REFUSED = {
+    "`position_embedding_type` 'alibi'": {"position_embedding_type": "alibi"},
+    "`rope_type` 'dynamic'": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+    "`rope_type` 'longrope'": {
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 4,
+            "long_factor": [2.0] * 4,
+            "factor": 2.0,
+            "original_max_position_embeddings": 16,
+        }
+    },
+    "`qk_norm` True with `decoder_attention_heads` 4": {"qk_norm": True},
+    "`activation_function` 'relu2'": {"activation_function": "relu2"},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_expressed_is_refused(message):
+    with pytest.raises(ValueError, match=f"CTranslate2 cannot express .*{message}"):
+        make_spec(tiny_model(**REFUSED[message]))
+
+
+def test_all_options_in_the_way_are_named():
+    fields = {"position_embedding_type": "alibi", "qk_norm": True, "activation_function": "mish"}
+    with pytest.raises(ValueError) as refusal:
+        make_spec(tiny_model(**fields))
+    assert all(f"`{name}`" in str(refusal.value) for name in fields)
+
+
+def test_options_without_effect_are_not_refused():
+    # Scaled rotations of a model that does not rotate, and a norm of queries in a decoder of one head.
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    assert not obstacles(tiny_config(position_embedding_type="none", rope_parameters=dynamic))
+    assert not obstacles(tiny_config(qk_norm=True, decoder_attention_heads=1))
+    assert not obstacles(MetaphraseConfig())
+
+
+def test_every_preset_can_be_expressed_or_says_why():
+    refused = {name: obstacles(MetaphraseConfig.from_preset(name)) for name in MetaphraseConfig.presets()}
+    assert {name for name, found in refused.items() if found} == set()
+
+
+@pytest.mark.parametrize("ends", [[2, 3], None])
+def test_anything_but_one_end_is_refused(ends, tmp_path):
+    generator, _ = saved(tmp_path / "model")
+    generator.model.config.eos_token_id = generator.model.generation_config.eos_token_id = ends
+    folder = save_generator(generator, tmp_path / "changed")
+    with pytest.raises(ValueError, match=r"`eos_token_id` \[.*\]: it knows exactly one"):
+        export_ctranslate2(folder, tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
+
+
+def test_other_families_are_refused(tmp_path):
+    small = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    T5ForConditionalGeneration(T5Config(vocab_size=16, **small)).save_pretrained(tmp_path / "t5")
+    with pytest.raises(ValueError, match="`model_type` must be metaphrase, got 't5'"):
+        export_ctranslate2(tmp_path / "t5", tmp_path / "exported")
+
+
+# folders
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Saved generators, by whether they have one tokenizer."""
+    folder = tmp_path_factory.mktemp("models")
+    return {joint: save_generator(tiny_generator(joint), folder / str(joint)) for joint in (True, False)}
+
+
+@pytest.mark.parametrize("is_joint", [True, False])
+def test_export_by_command_line(is_joint, models, tmp_path):
+    output = tmp_path / "exported"
+    export.main([str(models[is_joint]), str(output), "--format", "ctranslate2"])
+    names = {"shared_vocabulary.json"} if is_joint else {"source_vocabulary.json", "target_vocabulary.json"}
+    assert names | {"model.bin", "config.json", "export.json", "generation_config.json"} <= {
+        path.name for path in output.iterdir()
+    }
+    generator = Generator.from_pretrained(output, engine="ctranslate2", device="cpu")
+    assert generator.generate(SOURCES) == tiny_generator(is_joint).generate(SOURCES)
+
+
+@pytest.mark.parametrize("is_joint", [True, False])
+def test_export_by_the_converter_of_ctranslate2(is_joint, models, tmp_path):
+    """Its folder has no tokenizers, so that those of the model are taken."""
+    TransformersConverter(str(models[is_joint])).convert(str(tmp_path / "converted"))
+    engine = CTranslate2Engine(tmp_path / "converted", device="cpu")
+    generator = Generator(engine, TokenizerPair.from_pretrained(models[is_joint]))
+    assert generator.generate(SOURCES, max_new_tokens=8) == tiny_generator(is_joint).generate(SOURCES)
+
+
+def test_what_is_exported_by_both_is_the_same(models, tmp_path):
+    TransformersConverter(str(models[False])).convert(str(tmp_path / "converted"), quantization="int8")
+    export_ctranslate2(models[False], tmp_path / "exported", quantization="int8")
+    for name in ("model.bin", "config.json", "source_vocabulary.json", "target_vocabulary.json"):
+        assert (tmp_path / "converted" / name).read_bytes() == (tmp_path / "exported" / name).read_bytes()
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_quantization(quantization, models, tmp_path):
+    """The weights shrink, and on this machine it still runs, if in another type."""
+    whole = export_ctranslate2(models[True], tmp_path / "whole")
+    output = export_ctranslate2(models[True], tmp_path / "exported", quantization=quantization)
+    ratio = (output / "model.bin").stat().st_size / (whole / "model.bin").stat().st_size
+    expected = {"float32": (0.99, 1.01), "int8": (0.25, 0.5)}.get(quantization.split("_")[0], (0.5, 0.65))
+    assert expected[0] <= ratio <= expected[1]
+    assert json.loads((output / "export.json").read_text())["quantization"] == quantization
+    targets = Generator.from_pretrained(output, engine="ctranslate2", device="cpu").generate(SOURCES)
+    assert len(targets) == len(SOURCES) and all(targets)
+
+
+def test_unknown_quantization_is_refused(models, tmp_path):
+    with pytest.raises(ValueError, match=r"`quantization` must be one of int8, .*got 'int4'"):
+        export_ctranslate2(models[True], tmp_path / "exported", quantization="int4")
+
+
+def test_weights_of_lower_precision_keep_their_type(models, tmp_path):
+    model = AutoModelForSeq2SeqLM.from_pretrained(models[True], dtype=torch.bfloat16)
+    generator = tiny_generator()
+    generator.model = model
+    folder = save_generator(generator, tmp_path / "half")
+    sizes = [
+        (export_ctranslate2(source, tmp_path / f"exported_{index}") / "model.bin").stat().st_size
+        for index, source in enumerate((folder, models[True]))
+    ]
+    assert 0.5 <= sizes[0] / sizes[1] < 0.65
+    # Here it computes in float32, and so must be compared with the same weights in float32.
+    engine = CTranslate2Engine(tmp_path / "exported_0", device="cpu", compute_type="float32")
+    assert_engine_is_torch(model.float(), engine, random_sources(model.config.vocab_size))
+
+
+def test_what_is_there_is_replaced_only_if_asked_and_written_here(models, tmp_path):
+    output = export_ctranslate2(models[True], tmp_path / "exported")
+    with pytest.raises(ValueError, match=r"`output` must not exist, got .*Pass --overwrite to replace it"):
+        export_ctranslate2(models[True], output)
+    export_ctranslate2(models[False], output, overwrite=True)
+    assert (output / "target_tokenizer").is_dir() and not (output / "shared_vocabulary.json").exists()
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    with pytest.raises(ValueError, match=r"must hold export\.json to be overwritten"):
+        export_ctranslate2(models[True], foreign, overwrite=True)

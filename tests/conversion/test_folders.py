@@ -1,0 +1,411 @@
+"""Conversion of whole folders: files, types, ties, tokenizers, settings, and what is refused."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from converted_models import bart_like, draw, fill_randomly
+from hub_copies import FLAT_FILES
+from safetensors.torch import load_file, save_file
+from tiny_models import tiny_model
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    BartForConditionalGeneration,
+    MarianMTModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    T5GemmaConfig,
+)
+
+from metaphrase.conversion import FAMILIES, convert
+from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
+from metaphrase.scripts import convert as verb
+from metaphrase.scripts.console import run
+
+TINY = {
+    "vocab_size": 37,
+    "hidden_size": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+}
+
+
+def tiny_t5(**fields):
+    config = T5Config(
+        vocab_size=37, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0, **fields
+    )
+    model = T5ForConditionalGeneration(config).eval()
+    fill_randomly(model, 0)
+    return model
+
+
+def logits_of(model):
+    ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+    with torch.no_grad():
+        return model.eval()(input_ids=ids, decoder_input_ids=ids.flip(1)).logits
+
+
+def changed(folder, output, change):
+    """A copy of a folder whose weights were changed."""
+    shutil.copytree(folder, output)
+    tensors = load_file(output / "model.safetensors")
+    change(tensors)
+    save_file(tensors, output / "model.safetensors", metadata={"format": "pt"})
+    return output
+
+
+# --- files --------------------------------------------------------------------------------------------------------
+
+
+def test_converted_folder_needs_no_package(bart, tmp_path):
+    folder, _ = bart
+    convert(folder, tmp_path / "ours")
+    names = {path.name for path in (tmp_path / "ours").iterdir()}
+    assert names == FLAT_FILES | {"config.json", "generation_config.json", "model.safetensors", "conversion.json"}
+    written = json.loads((tmp_path / "ours" / "config.json").read_text(encoding="utf-8"))
+    assert written["auto_map"]["AutoModelForSeq2SeqLM"] == "modeling_metaphrase.MetaphraseForConditionalGeneration"
+    assert written["architectures"] == ["MetaphraseForConditionalGeneration"]
+    provenance = json.loads((tmp_path / "ours" / "conversion.json").read_text(encoding="utf-8"))
+    assert provenance == {"source": "bart", "from": "bart", "to": "metaphrase"}
+
+
+def test_converted_out_folder_loads_as_the_familys_own_class(bart, tmp_path):
+    folder, model = bart
+    convert(folder, tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "theirs", to="bart")
+    names = {path.name for path in (tmp_path / "theirs").iterdir()}
+    assert names == {"config.json", "generation_config.json", "model.safetensors", "conversion.json"}
+    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "theirs")
+    assert type(loaded) is BartForConditionalGeneration
+    torch.testing.assert_close(logits_of(loaded), logits_of(model), atol=1e-5, rtol=1e-5)
+    for field in ("d_model", "encoder_ffn_dim", "activation_function", "scale_embedding", "attention_dropout"):
+        assert getattr(loaded.config, field) == getattr(model.config, field)
+
+
+def test_tied_weights_are_stored_once(bart, tmp_path):
+    folder, _ = bart
+    convert(folder, tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "theirs", to="bart")
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
+    assert [name for name in ours if "embed_tokens" in name or "lm_head.w" in name] == [
+        "model.encoder.embed_tokens.weight"
+    ]
+    assert set(theirs) == set(load_file(folder / "model.safetensors"))
+
+
+@pytest.mark.parametrize("to_sharded", [True, False])
+def test_weights_may_lie_in_many_files(bart, tmp_path, to_sharded):
+    _, model = bart
+    model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    size = "20000" if to_sharded else "5GB"
+    convert(tmp_path / "shards", tmp_path / "ours", max_shard_size=size)
+    convert(tmp_path / "ours", tmp_path / "theirs", to="bart", max_shard_size=size)
+    for name in ("ours", "theirs"):
+        files = list((tmp_path / name).glob("*.safetensors"))
+        assert (len(files) > 2) is to_sharded
+        for path in files if to_sharded else ():
+            tensors = load_file(path).values()
+            assert sum(tensor.nbytes for tensor in tensors) <= 20_000 or len(tensors) == 1
+        loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / name)
+        torch.testing.assert_close(logits_of(loaded), logits_of(model), atol=1e-5, rtol=1e-5)
+
+
+def test_each_weight_keeps_its_type(tmp_path):
+    model = tiny_t5().bfloat16()
+    model.config.dtype = torch.bfloat16
+    model.save_pretrained(tmp_path / "theirs")
+
+    def in_part(tensors):
+        for name in tensors:
+            if name.endswith("wo.weight"):
+                tensors[name] = tensors[name].float()
+
+    folder = changed(tmp_path / "theirs", tmp_path / "mixed", in_part)
+    convert(folder, tmp_path / "ours")
+    kinds = {name: value.dtype for name, value in load_file(tmp_path / "ours" / "model.safetensors").items()}
+    assert {kind for name, kind in kinds.items() if "down_proj" in name} == {torch.float32}
+    assert {kind for name, kind in kinds.items() if "down_proj" not in name} == {torch.bfloat16}
+    assert json.loads((tmp_path / "ours" / "config.json").read_text(encoding="utf-8"))["dtype"] == "bfloat16"
+    assert MetaphraseForConditionalGeneration.from_pretrained(tmp_path / "ours").dtype == torch.bfloat16
+    convert(tmp_path / "ours", tmp_path / "again", to="t5")
+    first, again = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "again"))
+    assert first.keys() == again.keys()
+    assert all(first[name].dtype == again[name].dtype and torch.equal(first[name], again[name]) for name in first)
+
+
+def test_checkpoint_of_the_model_without_a_head(bart, tmp_path):
+    _, model = bart
+    model.model.save_pretrained(tmp_path / "bare")
+    assert not any(name.startswith("model.") for name in load_file(tmp_path / "bare" / "model.safetensors"))
+    convert(tmp_path / "bare", tmp_path / "ours")
+    ours = MetaphraseForConditionalGeneration.from_pretrained(tmp_path / "ours")
+    bias = model.final_logits_bias
+    torch.testing.assert_close(logits_of(ours) + bias, logits_of(model), atol=1e-5, rtol=1e-5)
+
+
+def test_head_that_differs_from_the_embedding_is_not_tied(bart, tmp_path):
+    """As transformers does, whatever the configuration says."""
+    folder, _ = bart
+
+    def untie(tensors):
+        tensors["lm_head.weight"] = tensors["model.shared.weight"] * 2
+
+    def copy(tensors):
+        tensors["lm_head.weight"] = tensors["model.shared.weight"].clone()
+
+    for change, is_tied in ((untie, False), (copy, True)):
+        source = changed(folder, tmp_path / f"theirs_{is_tied}", change)
+        convert(source, tmp_path / f"ours_{is_tied}")
+        ours = MetaphraseForConditionalGeneration.from_pretrained(tmp_path / f"ours_{is_tied}")
+        assert ours.config.tie_word_embeddings is is_tied
+        theirs = BartForConditionalGeneration.from_pretrained(source)
+        torch.testing.assert_close(logits_of(ours), logits_of(theirs), atol=1e-5, rtol=1e-5)
+
+
+def test_embeddings_that_are_equal_but_not_tied_stay_apart(bart, tmp_path):
+    folder, model = bart
+    shutil.copytree(folder, tmp_path / "theirs")
+    tensors = load_file(folder / "model.safetensors")
+    for name in ("lm_head.weight", "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"):
+        tensors[name] = tensors["model.shared.weight"].clone()
+    save_file(tensors, tmp_path / "theirs" / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"tie_word_embeddings": False}
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    ours = MetaphraseForConditionalGeneration.from_pretrained(tmp_path / "ours")
+    assert not ours.config.tie_word_embeddings and not ours.config.share_embeddings
+    torch.testing.assert_close(logits_of(ours), logits_of(model), atol=1e-5, rtol=1e-5)
+
+
+def test_trained_positions_of_marian_become_learned(tmp_path):
+    ids = {"pad_token_id": 28, "decoder_start_token_id": 28, "eos_token_id": 0, "forced_eos_token_id": 0}
+    theirs = bart_like("marian", draw("marian", 100), tie_word_embeddings=True, **ids).eval()
+    theirs._keys_to_ignore_on_save = None
+    with torch.no_grad():
+        theirs.model.decoder.embed_positions.weight += 0.1
+    theirs.save_pretrained(tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    ours = MetaphraseForConditionalGeneration.from_pretrained(tmp_path / "ours")
+    assert ours.config.position_embedding_type == "learned"
+    torch.testing.assert_close(logits_of(ours), logits_of(theirs), atol=1e-5, rtol=1e-5)
+    convert(tmp_path / "ours", tmp_path / "again", to="marian")
+    again = MarianMTModel.from_pretrained(tmp_path / "again")
+    torch.testing.assert_close(logits_of(again), logits_of(theirs), atol=1e-5, rtol=1e-5)
+
+
+def test_t5_says_whether_it_is_tied_to_older_versions_too(tmp_path):
+    config = MetaphraseConfig.from_preset("t5-v1.1-small", **TINY, head_dim=8)
+    MetaphraseForConditionalGeneration(config).save_pretrained(tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "theirs", to="t5")
+    written = json.loads((tmp_path / "theirs" / "config.json").read_text(encoding="utf-8"))
+    assert written["tie_word_embeddings"] is False
+    loaded = T5ForConditionalGeneration.from_pretrained(tmp_path / "theirs")
+    assert loaded.config.scale_decoder_outputs is False
+    assert not torch.equal(loaded.lm_head.weight, loaded.shared.weight)
+
+
+# --- out ----------------------------------------------------------------------------------------------------------
+
+PRESETS = {"bart-base": "bart", "marian": "marian", "t5-small": "t5", "t5-v1.1-base": "t5"}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_published_presets_fit_their_family(preset, tmp_path):
+    family = PRESETS[preset]
+    ids = {"pad_token_id": 36, "decoder_start_token_id": 36} if family == "marian" else {}
+    head = {"head_dim": 8} if family == "t5" else {}
+    config = MetaphraseConfig.from_preset(preset, **TINY, **ids, **head)
+    ours = MetaphraseForConditionalGeneration(config)
+    fill_randomly(ours, 1)
+    ours.save_pretrained(tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "theirs", to=family)
+    theirs = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "theirs")
+    assert type(theirs).__name__ == FAMILIES[family].model_class
+    if family == "bart":
+        # The rows above the first position, which nothing reads.
+        assert not theirs.model.decoder.embed_positions.weight[:2].any()
+    torch.testing.assert_close(logits_of(theirs), logits_of(ours), atol=1e-5, rtol=1e-5)
+    convert(tmp_path / "theirs", tmp_path / "again")
+    again = MetaphraseForConditionalGeneration.from_pretrained(tmp_path / "again")
+    torch.testing.assert_close(logits_of(again), logits_of(ours), atol=1e-5, rtol=1e-5)
+
+
+def test_every_option_in_the_way_is_named(tmp_path):
+    tiny_model(num_key_value_heads=2, head_dim=6, position_offset=5).save_pretrained(tmp_path / "ours")
+    with pytest.raises(ValueError, match="The model is no bart") as error:
+        convert(tmp_path / "ours", tmp_path / "theirs", to="bart")
+    said = str(error.value)
+    for words in (
+        "`position_embedding_type` must be learned, got rotary",
+        "`norm_type` must be layernorm, got rmsnorm",
+        "`norm_position` must be post, got pre",
+        "`norm_eps` must be 1e-05, got 1e-06",
+        "`embedding_norm` must be True, got False",
+        "`final_norm` must be False, got True",
+        "`gated_mlp` must be False, got True",
+        "`num_key_value_heads` must be None or `encoder_attention_heads`, got 2 and 4",
+        "`head_dim` times `decoder_attention_heads` must be `hidden_size`, got 6, 4 and 32",
+        "`position_offset` must be 0 or 2, got 5",
+    ):
+        assert words in said
+    assert not (tmp_path / "theirs").exists()
+
+
+def test_every_field_is_mapped_fixed_or_free():
+    """A field that a family forgets would change what its model computes, unseen."""
+    declared = {name for name in MetaphraseConfig.__annotations__ if name in MetaphraseConfig.__dataclass_fields__}
+    own = {"decoder_vocab_size", "num_key_value_heads", "head_dim", "logits_bias", "tie_word_embeddings"}
+    own |= {"share_embeddings", "position_embedding_type", "position_offset", "sinusoidal_layout", "logits_scale"}
+    own |= {"gated_mlp", "activation_function", "decoder_attention_heads", "decoder_ffn_dim"}
+    special = {name for name in declared if name.endswith("_token_id")}
+    for family in FAMILIES.values():
+        assert declared - special - own - set(family.same) - set(family.fixed) - set(family.free) == set(), family.name
+
+
+# --- refused ------------------------------------------------------------------------------------------------------
+
+
+def test_weights_must_be_those_of_the_class(bart, tmp_path):
+    folder, _ = bart
+    name = "model.decoder.layers.0.fc1.weight"
+
+    def missing(tensors):
+        del tensors[name]
+
+    def cut(tensors):
+        tensors[name] = tensors[name][1:].contiguous()
+
+    for change, words in (
+        (missing, f"Weights are missing: {name}."),
+        (cut, f"The weight `{name}` must have the shape"),
+    ):
+        source = changed(folder, tmp_path / change.__name__, change)
+        with pytest.raises(ValueError) as error:
+            convert(source, tmp_path / "ours")
+        assert words in str(error.value)
+        assert not (tmp_path / "ours").exists()
+    assert not list(tmp_path.glob(".*partial"))
+
+
+def test_weights_that_the_class_does_not_read_are_left_behind_and_named(bart, tmp_path, caplog):
+    folder, model = bart
+
+    def add(tensors):
+        for number in range(7):
+            tensors[f"model.decoder.adapter.{number}.weight"] = torch.zeros(2)
+
+    source = changed(folder, tmp_path / "more", add)
+    convert(source, tmp_path / "ours")
+    ours = MetaphraseForConditionalGeneration.from_pretrained(tmp_path / "ours")
+    torch.testing.assert_close(logits_of(ours), logits_of(model), atol=1e-5, rtol=1e-5)
+    [said] = [record.getMessage() for record in caplog.records if "left behind" in record.getMessage()]
+    assert "model.decoder.adapter.0.weight, " in said and said.endswith("model.decoder.adapter.4.weight and 2 more.")
+
+
+def test_weights_of_ours_must_be_whole_too(tmp_path):
+    config = MetaphraseConfig.from_preset("bart-base", **TINY)
+    MetaphraseForConditionalGeneration(config).save_pretrained(tmp_path / "ours")
+    name = "model.encoder.layers.1.mlp.up_proj.weight"
+    source = changed(tmp_path / "ours", tmp_path / "cut", lambda tensors: tensors.pop(name))
+    with pytest.raises(ValueError, match=f"Weights are missing: {name}"):
+        convert(source, tmp_path / "theirs", to="bart")
+    more = changed(tmp_path / "ours", tmp_path / "more", lambda tensors: tensors.update(extra=torch.zeros(2)))
+    with pytest.raises(ValueError, match="Weights have no place in the model: extra"):
+        convert(more, tmp_path / "theirs", to="bart")
+
+
+def test_quantized_weights_are_refused(bart, tmp_path):
+    folder, _ = bart
+    name = "model.decoder.layers.0.fc1.weight"
+
+    def quantize(tensors):
+        tensors[f"{name}_scale"] = tensors[name].abs().max()
+        tensors[name] = (tensors[name] / tensors[f"{name}_scale"] * 127).round().to(torch.int8)
+
+    source = changed(folder, tmp_path / "quantized", quantize)
+    with pytest.raises(ValueError, match=f"The weight `{name}` must be of floating point, got I8"):
+        convert(source, tmp_path / "ours")
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    (source / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ValueError, match="must hold plain weights, got `quantization_config`"):
+        convert(source, tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    ("content", "said"), [("{", "must be readable as JSON"), ("[]", "must hold fields with values, got list")]
+)
+def test_file_that_cannot_be_read_is_named(bart, tmp_path, name, content, said):
+    source = tmp_path / "source"
+    shutil.copytree(bart[0], source)
+    (source / name).write_text(content)
+    with pytest.raises(ValueError, match=f"{name} {said}"):
+        convert(source, tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
+def test_pickles_are_never_opened(bart, tmp_path):
+    folder, _ = bart
+    source = tmp_path / "theirs"
+    shutil.copytree(folder, source)
+    (source / "model.safetensors").unlink()
+    (source / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch /tmp/opened'\ntR.")
+    with pytest.raises(ValueError, match=r"A pickle, as pytorch_model\.bin is, is never opened here: load it with"):
+        convert(source, tmp_path / "ours")
+
+
+def test_loading_another_family_says_how_it_is_converted(bart):
+    folder, _ = bart
+    with pytest.raises(
+        ValueError, match=rf"`model_type` must be metaphrase, got 'bart'.*`metaphrase convert {folder} O"
+    ):
+        MetaphraseForConditionalGeneration.from_pretrained(folder)
+
+
+def test_what_cannot_be_converted_is_refused(bart, tmp_path, capsys):
+    folder, _ = bart
+    tiny_model().save_pretrained(tmp_path / "ours")
+    stack = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "vocab_size": 37}
+    T5GemmaConfig(encoder=stack, decoder=stack, vocab_size=37).save_pretrained(tmp_path / "gemma")
+    (tmp_path / "gemma" / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    (tmp_path / "taken").mkdir()
+    for words, said in (
+        ([tmp_path / "ours", tmp_path / "a"], "`to` must name a family for a model of Metaphrase, one of t5, mt5"),
+        ([folder, tmp_path / "a", "--to", "t5"], "`to` must be left out for a bart, got 't5'"),
+        ([tmp_path / "ours", tmp_path / "a", "--to", "brat"], "got 'brat'. Did you mean 'bart'?"),
+        (
+            [tmp_path / "gemma", tmp_path / "a"],
+            "A t5gemma does not fit: every sub-layer has a norm before and one after",
+        ),
+        ([tmp_path / "gemma", tmp_path / "a"], "`encoder.layer_types` has sliding_attention"),
+        ([tmp_path / "gemma", tmp_path / "a"], "`decoder.final_logit_softcapping` is 30.0"),
+        ([folder, tmp_path / "taken"], "`output` must not exist"),
+        ([folder, tmp_path / "taken", "--overwrite"], "`output` must hold conversion.json to be overwritten"),
+        ([folder, folder / "inside"], "`output` must lie apart from what is converted"),
+        (
+            [folder, tmp_path / "a", "--max_shard_size", "0KB"],
+            "`max_shard_size` must be a whole number above 0, of bytes or of a unit, as 500MB, got '0KB'",
+        ),
+        ([folder, tmp_path / "a", "--max_shard_size", "0.5GB"], "as 500MB, got '0.5GB'"),
+        ([folder, tmp_path / "a", "--revision", "main"], "`revision` must be left out for a folder"),
+    ):
+        assert run(verb.main, "convert", [str(word) for word in words]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_conversion_may_be_overwritten(bart, tmp_path):
+    folder, _ = bart
+    convert(folder, tmp_path / "ours")
+    (tmp_path / "ours" / "model.safetensors").unlink()
+    (tmp_path / "ours" / "README.md").write_text("A card of my own.")
+    assert run(verb.main, "convert", [str(folder), str(tmp_path / "ours"), "--overwrite"]) == 0
+    assert (tmp_path / "ours" / "model.safetensors").is_file()
+    assert (tmp_path / "ours" / "README.md").read_text() == "A card of my own."

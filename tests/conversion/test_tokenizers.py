@@ -1,0 +1,119 @@
+"""What comes along when a folder is converted: tokenizers, settings of generation, a licence; and what does not."""
+
+import json
+import shutil
+
+import pytest
+from safetensors import SafetensorError
+from tiny_generator import SOURCES, TARGETS, tiny_pair
+from transformers import AutoTokenizer
+
+from metaphrase.conversion import convert
+from metaphrase.conversion.folders import _tokenizer_class
+from metaphrase.scripts import convert as verb
+from metaphrase.scripts.console import run
+from metaphrase.tokenization import TokenizerPair
+
+
+@pytest.fixture
+def source(bart, tmp_path):
+    """A folder with a BART and a tokenizer."""
+    folder = shutil.copytree(bart[0], tmp_path / "theirs")
+    tiny_pair().save_pretrained(folder)
+    return folder
+
+
+def change(path, removed=(), **fields):
+    """Changes some fields of a JSON file."""
+    content = json.loads(path.read_text(encoding="utf-8")) | fields
+    path.write_text(json.dumps({name: content[name] for name in content if name not in removed}), encoding="utf-8")
+
+
+def test_tokenizers_and_generation_settings_come_along(source, tmp_path):
+    (source / "LICENSE").write_text("free", encoding="utf-8")
+    change(source / "generation_config.json", num_beams=3, forced_bos_token_id=7, max_length=11)
+    convert(source, tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "again", to="bart")
+    for name in ("ours", "again"):
+        pair = TokenizerPair.from_pretrained(tmp_path / name)
+        assert pair.encode_sources(SOURCES) == tiny_pair().encode_sources(SOURCES)
+        assert (tmp_path / name / "LICENSE").read_text(encoding="utf-8") == "free"
+        written = json.loads((tmp_path / name / "generation_config.json").read_text(encoding="utf-8"))
+        assert written["num_beams"] == 3 and written["forced_bos_token_id"] == 7 and written["max_length"] == 11
+
+
+def test_tokenizer_that_named_no_class_is_that_of_its_family(source, tmp_path):
+    change(source / "tokenizer_config.json", removed=["tokenizer_class"])
+    convert(source, tmp_path / "ours")
+    written = json.loads((tmp_path / "ours" / "tokenizer_config.json").read_text(encoding="utf-8"))
+    assert written["tokenizer_class"] == "RobertaTokenizer"
+    assert type(AutoTokenizer.from_pretrained(tmp_path / "ours")).__name__ == "RobertaTokenizer"
+
+
+def test_tokenizer_class_may_be_named_in_the_configuration_alone(source, tmp_path):
+    change(source / "tokenizer_config.json", removed=["tokenizer_class"])
+    change(source / "config.json", tokenizer_class="BertTokenizer")
+    convert(source, tmp_path / "ours")
+    written = json.loads((tmp_path / "ours" / "tokenizer_config.json").read_text(encoding="utf-8"))
+    assert written["tokenizer_class"] == "BertTokenizer"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "named"),
+    [("bart", None), ("bart", "BertTokenizer"), ("umt5", "T5Tokenizer"), ("umt5", None), ("t5", "TokenizersBackend")],
+)
+def test_tokenizer_class_is_the_one_that_transformers_takes(model_type, named, source):
+    removed = ["tokenizer_class"] if named is None else []
+    change(source / "tokenizer_config.json", removed, **({} if named is None else {"tokenizer_class": named}))
+    change(source / "config.json", model_type=model_type)
+    assert type(AutoTokenizer.from_pretrained(source)).__name__ == _tokenizer_class(model_type, named)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "named", "expected"),
+    [
+        ("bart", None, "RobertaTokenizer"),
+        ("mbart", "MBart50Tokenizer", "MBart50Tokenizer"),
+        # transformers reads the tokenizers of this family as they are, whatever class is named.
+        ("umt5", "T5Tokenizer", "TokenizersBackend"),
+        ("marian", None, "MarianTokenizer"),
+        ("metaphrase", "TokenizersBackend", "TokenizersBackend"),
+        ("metaphrase", None, None),
+    ],
+)
+def test_tokenizer_class_of_a_family_is_known_without_its_library_too(model_type, named, expected):
+    assert _tokenizer_class(model_type, named) == expected
+
+
+def test_nothing_of_a_training_comes_along(source, bart, tmp_path):
+    pair = tiny_pair(False)
+    pair.save_pretrained(source)
+    for name in ("target_vocab.json", "bpe.codes"):
+        (source / name).write_text("{}", encoding="utf-8")
+    shutil.copytree(bart[0], source / "checkpoint-5")
+    pair.source.save_pretrained(source / "checkpoint-5")
+    (source / "target_tokenizer" / "notes.md").write_text("mine", encoding="utf-8")
+    convert(source, tmp_path / "ours")
+    assert {path.name for path in (tmp_path / "ours").iterdir() if path.is_dir()} == {"target_tokenizer"}
+    assert all((tmp_path / "ours" / name).is_file() for name in ("target_vocab.json", "bpe.codes"))
+    assert not (tmp_path / "ours" / "target_tokenizer" / "notes.md").exists()
+    assert TokenizerPair.from_pretrained(tmp_path / "ours").encode_targets(TARGETS) == pair.encode_targets(TARGETS)
+
+
+def test_a_full_disk_is_told_in_a_line(bart, tmp_path, monkeypatch, capsys):
+    def fail(*args, **kwargs):
+        raise SafetensorError("Error while serializing: No space left on device")
+
+    monkeypatch.setattr("metaphrase.storage.weight_files.save_file", fail)
+    assert run(verb.main, "convert", [str(bart[0]), str(tmp_path / "ours")]) == 2
+    assert "model.safetensors could not be written: Error while serializing: No space" in capsys.readouterr().err
+    assert not (tmp_path / "ours").exists()
+
+
+def test_settings_of_older_days_are_in_the_configuration(source, tmp_path):
+    (source / "generation_config.json").unlink()
+    change(source / "config.json", num_beams=4, max_length=13)
+    convert(source, tmp_path / "ours")
+    written = json.loads((tmp_path / "ours" / "generation_config.json").read_text(encoding="utf-8"))
+    assert written["num_beams"] == 4 and written["max_length"] == 13 and written["forced_eos_token_id"] == 2
+    assert "d_model" not in written and "architectures" not in written

@@ -1,0 +1,222 @@
+"""Encoded pairs: ids with their end, filtering with every pair accounted for, and a cache that other processes hit."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+from letter_pair import TARGET_END, LetterPair
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from metaphrase.data.encoding import encode_pairs, tokenizer_fingerprint
+from metaphrase.data.pairs import load_pairs
+from metaphrase.data.reports import DROP_REASONS, DataReport
+
+
+def in_memory(*pairs: tuple[str, str]) -> datasets.Dataset:
+    return datasets.Dataset.from_list([{"source": source, "target": target} for source, target in pairs])
+
+
+def encode(*pairs: tuple[str, str], **options):
+    limits = {"max_source_length": 4, "max_target_length": 3}
+    return encode_pairs(in_memory(*pairs), LetterPair(), **{**limits, **options})
+
+
+def test_ids_lengths_and_order():
+    encoded, report = encode(("ab", "c"), ("a", "a"), ("abc", "de"))
+    assert encoded.column_names == ["input_ids", "labels", "source_length", "target_length"]
+    assert encoded["input_ids"][:] == [[97, 98, 1], [97, 1], [97, 98, 99, 1]]
+    assert encoded["labels"][:] == [[99, 2], [97, 2], [100, 101, 2]]
+    assert encoded["source_length"][:] == [3, 2, 4]
+    assert encoded["target_length"][:] == [2, 2, 3]
+    assert (report.read, report.kept) == (3, 3)
+    assert (report.source_lengths.mean, report.source_lengths.longest) == (3.0, 4)
+    assert report.source_lengths.percentile_95 == pytest.approx(3.9)
+
+
+def test_each_dropped_pair_has_one_reason():
+    pairs = [
+        ("a", "b"),
+        ("", ""),
+        (" \u3000\t", "b"),
+        ("~", "b"),
+        ("a", "\xa0"),
+        ("abcd", "bcde"),
+        ("a", "abc"),
+        ("ab", "a"),
+    ]
+    encoded, report = encode(*pairs)
+    assert encoded["input_ids"][:] == [[97, 1], [97, 98, 1]]
+    counts = {reason: getattr(report, reason) for reason in DROP_REASONS if getattr(report, reason)}
+    assert counts == {"empty_source": 3, "empty_target": 1, "source_too_long": 1, "target_too_long": 1}
+    assert report.read == report.kept + report.dropped == 8
+    assert "2 of 8 pairs kept" in str(report)
+    assert "3 empty source, 1 empty target, 1 source too long, 1 target too long" in str(report)
+    assert "\n" not in str(report)
+    assert json.loads(json.dumps(report.to_dict()))["empty_source"] == 3
+    assert json.loads(json.dumps(report.to_dict()))["source_lengths"]["longest"] == 3
+
+
+def test_a_text_is_empty_where_nothing_is_between_beginning_and_end():
+    class FramedPair(LetterPair):
+        def encode_sources(self, texts: list[str]) -> list[list[int]]:
+            return [[3, *ids] for ids in super().encode_sources(texts)]
+
+    encoded, report = encode_pairs(
+        in_memory(("~", "b"), ("a", "b")), FramedPair(), max_source_length=None, max_target_length=None
+    )
+    assert encoded["input_ids"][:] == [[3, 97, 1]]
+    assert (report.empty_source, report.kept) == (1, 1)
+
+
+def test_truncation_keeps_the_end_and_is_counted():
+    encoded, report = encode(("abcdef", "abc"), ("abc", "ab"), ("ab", "xyz"), ("", "abcdef"), too_long="truncate")
+    assert encoded["input_ids"][:] == [[97, 98, 99, 1], [97, 98, 99, 1], [97, 98, 1]]
+    assert encoded["labels"][:] == [[97, 98, 2], [97, 98, 2], [120, 121, 2]]
+    assert (report.source_truncated, report.target_truncated, report.empty_source, report.kept) == (1, 2, 1, 3)
+    assert "truncated: 1 sources, 2 targets" in str(report)
+
+
+def test_no_limit():
+    encoded, report = encode(("a" * 50, "b" * 60), max_source_length=None, max_target_length=None)
+    assert (encoded[0]["source_length"], encoded[0]["target_length"], report.kept) == (51, 61, 1)
+
+
+def test_errors_name_the_pair():
+    with pytest.raises(ValueError, match=r"row 1 5 and 2 tokens: 'abcd', 'a'"):
+        encode(("a", "a"), ("abcd", "a"), too_long="error")
+    with pytest.raises(ValueError, match=r"empty, got in row 1 2 and 1 tokens: 'a', ' '"):
+        encode(("a", "a"), ("a", " "), empty="error")
+
+
+def test_empty_sides_can_be_kept():
+    encoded, report = encode(("", "a"), ("a", ""), empty="keep")
+    assert encoded["input_ids"][:] == [[1], [97, 1]]
+    assert encoded["labels"][:] == [[97, 2], [2]]
+    assert report.dropped == 0
+
+
+def test_nothing_left_shows_the_report():
+    with pytest.raises(ValueError, match=r"0 of 2 pairs kept; not used: 1 empty source, 1 source too long"):
+        encode(("", "a"), ("abcdefg", "a"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_source_length": 1}, "max_source_length"),
+        ({"max_target_length": 0}, "max_target_length"),
+        ({"too_long": "cut"}, "too_long"),
+        ({"empty": "drop"}, "empty"),
+        ({"report": DataReport(read=0)}, "report"),
+    ],
+)
+def test_refused_arguments(options, message):
+    with pytest.raises(ValueError, match=f"`{message}`"):
+        encode(("a", "a"), **options)
+
+
+def test_columns_must_be_there():
+    with pytest.raises(ValueError, match="columns source and target"):
+        encode_pairs(
+            datasets.Dataset.from_dict({"text": ["a"]}), LetterPair(), max_source_length=4, max_target_length=4
+        )
+
+
+def test_tokenizer_without_an_end_is_refused():
+    class Endless(LetterPair):
+        def encode_targets(self, texts: list[str]) -> list[list[int]]:
+            return [[ord(letter) for letter in text] or [TARGET_END] for text in texts]
+
+    with pytest.raises(ValueError, match="target tokenizer must end"):
+        encode_pairs(in_memory(("a", "b")), Endless(), max_source_length=4, max_target_length=4)
+
+
+def test_report_of_reading_goes_on_and_is_not_changed():
+    before = DataReport(read=10, malformed=2, invalid_utf8=1)
+    _, report = encode(("a", "b"), ("", "b"), report=before)
+    assert (report.read, report.malformed, report.invalid_utf8, report.other_splits) == (10, 2, 1, 5)
+    assert (report.empty_source, report.kept) == (1, 1)
+    assert before == DataReport(read=10, malformed=2, invalid_utf8=1)
+
+
+def test_text_can_be_kept_beside_the_ids():
+    encoded, _ = encode(("a", "b"), ("", "b"), ("c", "d"), keep_text=True)
+    assert encoded.column_names == ["source", "target", "input_ids", "labels", "source_length", "target_length"]
+    assert list(zip(encoded["source"], encoded["input_ids"], strict=True)) == [("a", [97, 1]), ("c", [99, 1])]
+
+
+def test_processes_do_not_change_the_result():
+    pairs = [("a" * (index % 5), "b" * (index % 4)) for index in range(40)]
+    alone, alone_report = encode(*pairs)
+    parallel, parallel_report = encode(*pairs, num_proc=2)
+    assert parallel.to_list() == alone.to_list()
+    assert parallel_report == alone_report
+
+
+def word_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "</s>", "<unk>", *words])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="<pad>", unk_token="<unk>")
+
+
+class WordPair:
+    def __init__(self, source: PreTrainedTokenizerFast, target: PreTrainedTokenizerFast):
+        self.source, self.target = source, target
+        type(self).calls = 0
+
+    def encode_sources(self, texts: list[str]) -> list[list[int]]:
+        # The question for what ends a text, which is asked even if the cache answers.
+        type(self).calls += texts[:1] != [""]
+        return self.source(texts)["input_ids"]
+
+    def encode_targets(self, texts: list[str]) -> list[list[int]]:
+        return self.target(texts)["input_ids"]
+
+
+def encode_on_disk(folder: Path, words: list[str], **options) -> tuple[int, str, list]:
+    """Reads and encodes the pairs of `folder`; returns the calls of the tokenizer, the report and the result."""
+    pairs = load_pairs(file=folder / "a.tsv", source_prefix="go ", cache_dir=folder / "cache")
+    tokenizers = WordPair(word_tokenizer(words), word_tokenizer(words))
+    limits = {"max_source_length": 4, "max_target_length": 4}
+    encoded, report = encode_pairs(pairs, tokenizers, **{**limits, **options})
+    return WordPair.calls, str(report), encoded.to_list()
+
+
+def test_cache_is_hit_by_another_process_and_counts_there_too(tmp_path):
+    (tmp_path / "a.tsv").write_text("one\ttwo\none two three four\ttwo\n\tone\n")
+    calls, *first = encode_on_disk(tmp_path, ["go", "one", "two"])
+    assert calls == 1
+    program = (
+        "import runpy, json, pathlib;"
+        f"module = runpy.run_path({str(Path(__file__).resolve())!r});"
+        f"print(json.dumps(module['encode_on_disk'](pathlib.Path({str(tmp_path)!r}), ['go', 'one', 'two'])))"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "7", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    calls, *second = json.loads(done.stdout.splitlines()[-1])
+    assert calls == 0
+    assert second == first
+
+
+def test_cache_is_not_hit_when_anything_that_matters_changes(tmp_path):
+    (tmp_path / "a.tsv").write_text("one\ttwo\n")
+    assert encode_on_disk(tmp_path, ["go", "one", "two"])[0] == 1
+    assert encode_on_disk(tmp_path, ["go", "one", "two"])[0] == 0
+    assert encode_on_disk(tmp_path, ["go", "two", "one"])[0] == 1
+    assert encode_on_disk(tmp_path, ["go", "one", "two"], max_source_length=3)[0] == 1
+    assert encode_on_disk(tmp_path, ["go", "one", "two"], keep_text=True)[0] == 1
+
+
+def test_fingerprint_forgets_what_a_call_leaves_behind():
+    used, fresh = (WordPair(word_tokenizer(["a"]), word_tokenizer(["b"])) for _ in range(2))
+    used.source(["a a a", "a"], padding=True, truncation=True, max_length=2)
+    assert tokenizer_fingerprint(used) == tokenizer_fingerprint(fresh)
+    swapped = WordPair(fresh.target, fresh.source)
+    assert tokenizer_fingerprint(swapped) != tokenizer_fingerprint(fresh)

@@ -1,0 +1,405 @@
+"""Raw pairs: every layout, what is refused, what is counted, and splits without a shared source."""
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from metaphrase.data import pairs as pairs_module
+from metaphrase.data.pairs import column_texts, load_pairs, split_pairs
+from metaphrase.data.reports import DataReport
+
+PAIRS = [("One house.", "Ein Haus."), ('A "quoted" word', 'Ein "Wort", so'), ("Grüße", "日本語")]
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load_cached(**options):
+        names = ("file", "source_file", "target_file")
+        paths = {name: tmp_path / options[name] for name in names if name in options}
+        return load_pairs(**{**options, **paths}, cache_dir=tmp_path / "cache")
+
+    return load_cached
+
+
+def as_tuples(dataset: datasets.Dataset) -> list[tuple[str, str]]:
+    assert dataset.column_names == ["source", "target"]
+    return list(zip(dataset["source"], dataset["target"], strict=True))
+
+
+def write(folder: Path, name: str, content: str | bytes) -> str:
+    content = content.encode() if isinstance(content, str) else content
+    (folder / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    return name
+
+
+def rows_as_json(pairs, source="source", target="target", key=None):
+    rows = [{source: first, target: second} for first, second in pairs]
+    return [{key: row} for row in rows] if key else rows
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+@pytest.mark.parametrize("last", [True, False])
+def test_parallel_text_lines_end_only_at_line_feeds(tmp_path, load, ending, last):
+    sources = ["a\u2028b", "c\x85d\x0be", "", "f\x1cg\rh"]
+    targets = ["1", "2", "3", "4\x0c"]
+    for name, lines in (("s.en", sources), ("t.de", targets)):
+        write(tmp_path, name, "\ufeff" + ending.join(lines) + (ending if last else ""))
+    assert as_tuples(load(source_file="s.en", target_file="t.de")) == list(zip(sources, targets, strict=True))
+
+
+def test_unequal_line_counts_name_both_files_and_counts(tmp_path, load):
+    write(tmp_path, "s.en", "a\nb\nc\n")
+    write(tmp_path, "t.de", "1\n2")
+    with pytest.raises(ValueError, match=r"3 in .*s\.en and 2 in .*t\.de"):
+        load(source_file="s.en", target_file="t.de")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "columns"),
+    [
+        ("a.tsv", "\ufeff" + "".join(f"{s}\t{t}\n" for s, t in PAIRS), {}),
+        ("a.tsv.gz", "\r\n".join(f"{s}\t{t}" for s, t in PAIRS), {}),
+        ("header.tsv", "source\ttarget\n" + "".join(f"{s}\t{t}\n" for s, t in PAIRS), {}),
+        (
+            "names.tsv",
+            "de\tid\ten\n" + "".join(f"{t}\t7\t{s}\n" for s, t in PAIRS),
+            {"source_column": "en", "target_column": "de"},
+        ),
+        (
+            "numbers.tsv",
+            "".join(f"x\t{t}\t{s}\n" for s, t in PAIRS),
+            {"source_column": 2, "target_column": 1},
+        ),
+        (
+            "a.csv",
+            "\ufefftarget,source\r\n"
+            + "".join('"{}","{}"\r\n'.format(t.replace('"', '""'), s.replace('"', '""')) for s, t in PAIRS),
+            {},
+        ),
+        ("a.jsonl", "".join(json.dumps(row) + "\n" for row in rows_as_json(PAIRS)), {}),
+        ("a.json.gz", "\n".join(json.dumps(row, ensure_ascii=False) for row in rows_as_json(PAIRS)), {}),
+        ("array.json", "\ufeff" + json.dumps(rows_as_json(PAIRS), indent=2), {}),
+        (
+            "nested.jsonl",
+            "".join(json.dumps(row) + "\n" for row in rows_as_json(PAIRS, "en", "de", "translation")),
+            {"source_column": "en", "target_column": "de"},
+        ),
+    ],
+)
+def test_layouts_of_one_file(tmp_path, load, name, content, columns):
+    write(tmp_path, name, content)
+    assert as_tuples(load(file=name, **columns)) == PAIRS
+
+
+@pytest.mark.parametrize("key", [None, "translation"])
+def test_parquet(tmp_path, load, key):
+    pq.write_table(pa.Table.from_pylist(rows_as_json(PAIRS, "en", "de", key)), tmp_path / "a.parquet", row_group_size=2)
+    assert as_tuples(load(file="a.parquet", source_column="en", target_column="de")) == PAIRS
+    with pytest.raises(ValueError, match=r"'fr'; it has \['en', 'de'\]"):
+        load(file="a.parquet", source_column="fr", target_column="de")
+
+
+def test_parquet_of_bytes_that_are_not_utf8_and_of_nulls(tmp_path, load):
+    bad = pa.Array.from_buffers(pa.string(), 2, pa.array([b"ok", b"\xff\xfe"], pa.binary()).buffers())
+    pq.write_table(pa.table({"source": bad, "target": pa.array(["1", "2"])}), tmp_path / "bad.parquet")
+    report = DataReport()
+    assert as_tuples(load(file="bad.parquet", invalid_utf8="skip", report=report)) == [("ok", "1")]
+    assert report.invalid_utf8 == 1
+    pq.write_table(pa.table({"source": ["a", None], "target": ["1", "2"]}), tmp_path / "null.parquet")
+    with pytest.raises(ValueError, match="row 1 must hold a text 'source'"):
+        load(file="null.parquet")
+
+
+def table_with_repeats(*names):
+    return pa.Table.from_arrays([pa.array([f"{name} {place}"]) for place, name in enumerate(names)], names=names)
+
+
+def test_parquet_with_a_name_that_occurs_twice(tmp_path, load):
+    pq.write_table(table_with_repeats("note", "target", "source", "note"), tmp_path / "other.parquet")
+    assert as_tuples(load(file="other.parquet")) == [("source 2", "target 1")]
+    pq.write_table(table_with_repeats("source", "target", "target"), tmp_path / "wanted.parquet")
+    with pytest.raises(ValueError, match=r"Column 'target' must occur once in .*wanted\.parquet, got \['source', 'tar"):
+        load(file="wanted.parquet")
+    sides = [pa.array([text]) for text in ("a", "b", "c", "d")]
+    for names, message in ((["note", "target", "source", "note"], None), (["source", "target", "target", "x"], "once")):
+        pq.write_table(pa.table({"translation": pa.StructArray.from_arrays(sides, names)}), tmp_path / "nested.parquet")
+        if message is None:
+            assert as_tuples(load(file="nested.parquet")) == [("c", "b")]
+            continue
+        with pytest.raises(ValueError, match=message):
+            load(file="nested.parquet")
+
+
+def test_parquet_reads_no_column_that_is_not_asked_for(tmp_path, load, monkeypatch):
+    pq.write_table(table_with_repeats("source", "note", "target"), tmp_path / "a.parquet")
+    read = []
+    iter_batches = pq.ParquetFile.iter_batches
+    monkeypatch.setattr(
+        pq.ParquetFile, "iter_batches", lambda *given, **more: read.append(more) or iter_batches(*given, **more)
+    )
+    assert as_tuples(load(file="a.parquet")) == [("source 0", "target 2")]
+    assert read == [{"columns": ["source", "target"]}]
+
+
+@pytest.mark.parametrize("fault", ["empty", "cut", "damaged"])
+def test_a_broken_parquet_file_is_named(tmp_path, load, fault):
+    pq.write_table(pa.table({"source": ["a", "b"], "target": ["1", "2"]}), tmp_path / "a.parquet", compression="none")
+    whole = (tmp_path / "a.parquet").read_bytes()
+    broken = {"empty": b"", "cut": whole[:-20], "damaged": whole[:20] + b"\xff" * 60 + whole[80:]}
+    write(tmp_path, "a.parquet", broken[fault])
+    with pytest.raises(ValueError, match=r"a\.parquet must be a whole Parquet file, got: "):
+        load(file="a.parquet", malformed="skip")
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
+def test_a_column_that_a_header_names_twice_is_refused(tmp_path, load, name):
+    separator = "," if name == "a.csv" else "\t"
+    write(tmp_path, name, "source,target,note,note\na,b,c,d\n".replace(",", separator))
+    assert as_tuples(load(file=name)) == [("a", "b")]
+    write(tmp_path, name, "source,target,source\na,b,c\n".replace(",", separator))
+    with pytest.raises(ValueError, match=rf"Column 'source' must occur once in .*{name}"):
+        load(file=name)
+
+
+def test_an_integer_that_python_refuses_is_malformed(tmp_path, load):
+    rows = ['{"source": "a", "target": "b"}', '{"id": %s, "source": "c", "target": "d"}' % ("1" * 5000)]
+    write(tmp_path, "a.jsonl", "\n".join(rows))
+    with pytest.raises(ValueError, match=r"a\.jsonl must hold one JSON object per line, got in line 2: Exceeds"):
+        load(file="a.jsonl")
+    report = DataReport()
+    assert as_tuples(load(file="a.jsonl", malformed="skip", report=report)) == [("a", "b")]
+    assert report.malformed == 1
+    write(tmp_path, "a.json", f"[{','.join(rows)}]")
+    with pytest.raises(ValueError, match=r"a\.json must be a JSON array of objects, got: Exceeds"):
+        load(file="a.json")
+
+
+@pytest.mark.parametrize("key", [None, "translation"])
+def test_folder_that_datasets_understands(tmp_path, load, key):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    rows = rows_as_json([*PAIRS, ("lost", None)], "en", "de", key)
+    write(folder, "train.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    options = {"dataset_name": str(folder), "source_column": "en", "target_column": "de"}
+    with pytest.raises(ValueError, match=r"row 3 must hold a text 'de'"):
+        load(**options)
+    report = DataReport()
+    assert as_tuples(load(**options, malformed="skip", report=report)) == PAIRS
+    assert (report.read, report.malformed, report.kept) == (4, 1, 3)
+    with pytest.raises(ValueError, match="'source'"):
+        load(dataset_name=str(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.tsv", b"a\tb\nc\xe9\td\ne\tf\n"),
+        ("a.csv", b'source,target\n"a",b\n"c\xe9",d\ne,f\n'),
+        (
+            "a.jsonl",
+            b'{"source": "a", "target": "b"}\n{"source": "c\xe9", "target": "d"}\n{"source": "e", "target": "f"}\n',
+        ),
+        ("a.json", b'[{"source":"a","target":"b"},{"source": "c\xe9", "target": "d"},{"source": "e", "target": "f"}]'),
+    ],
+)
+def test_invalid_utf8_is_refused_or_counted(tmp_path, load, name, content):
+    write(tmp_path, name, content)
+    with pytest.raises(ValueError, match=name.replace(".", r"\.")):
+        load(file=name)
+    report = DataReport()
+    assert as_tuples(load(file=name, invalid_utf8="skip", report=report)) == [("a", "b"), ("e", "f")]
+    assert (report.read, report.invalid_utf8, report.kept) == (3, 1, 2)
+
+
+@pytest.mark.parametrize(("content", "line"), [(b"\xef\xbb\xbfab\n\xc3\xbcc\xe9\n", 2), (b"\xef\xbb\xbfa\xe9\nb\n", 1)])
+def test_invalid_utf8_names_line_and_byte_offset(tmp_path, load, content, line):
+    write(tmp_path, "s.en", content)
+    write(tmp_path, "t.de", b"1\n2\n")
+    with pytest.raises(ValueError, match=rf"s\.en must be UTF-8 .* line {line} at byte offset {content.index(0xE9)}\."):
+        load(source_file="s.en", target_file="t.de")
+
+
+def test_lone_surrogate_in_json_cannot_be_utf8(tmp_path, load):
+    write(tmp_path, "a.jsonl", '{"source": "\\ud800", "target": "x"}\n{"source": "a", "target": "b"}\n')
+    with pytest.raises(ValueError, match="line 1"):
+        load(file="a.jsonl")
+    assert as_tuples(load(file="a.jsonl", invalid_utf8="skip")) == [("a", "b")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.tsv", "a\tb\nc\nd\te\tf\ng\th", "2 tab-separated columns, got 1 in line 2"),
+        ("a.csv", "source,target\na,b\nc\nd,e,f\ng,h\n", "2 columns, got 1 in line 3"),
+        (
+            "a.jsonl",
+            '{"source": "a", "target": "b"}\n{"source": "c", "target": null}\n{"source": 5, "target": "f"}\n'
+            '{"source": "g", "target": "h"}\n',
+            "line 2 must hold a text 'target', got one of type NoneType",
+        ),
+    ],
+)
+def test_malformed_lines_are_refused_or_counted(tmp_path, load, name, content, message):
+    write(tmp_path, name, content)
+    with pytest.raises(ValueError, match=message):
+        load(file=name)
+    report = DataReport()
+    assert as_tuples(load(file=name, malformed="skip", report=report)) == [("a", "b"), ("g", "h")]
+    assert (report.read, report.malformed) == (4, 2)
+    again = DataReport()
+    load(file=name, malformed="skip", report=again)
+    assert again == report, "a cache hit must count what the first reading counted"
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("a.csv", ["", "source,target", "a,b", "", '"c\n\nd",e', "", ""]),
+        (
+            "a.jsonl",
+            ["", *map(json.dumps, rows_as_json([("a", "b")])), " \t", '{"source": "c\\n\\nd", "target": "e"}', "", ""],
+        ),
+        ("a.json", ["", *map(json.dumps, rows_as_json([("a", "b"), ("c\n\nd", "e")])), ""]),
+    ],
+)
+def test_blank_lines_of_csv_and_json_are_no_pairs(tmp_path, load, name, lines, ending):
+    write(tmp_path, name, ending.join(lines))
+    report = DataReport()
+    assert as_tuples(load(file=name, report=report)) == [("a", "b"), ("c\n\nd", "e")]
+    assert (report.read, report.dropped) == (2, 0)
+
+
+def test_blank_lines_of_tsv_and_parallel_text_count(tmp_path, load):
+    write(tmp_path, "a.tsv", "a\tb\n\n")
+    with pytest.raises(ValueError, match="2 tab-separated columns, got 1 in line 2"):
+        load(file="a.tsv")
+    write(tmp_path, "a.en", "a\n\n")
+    write(tmp_path, "a.de", "b\n\n")
+    assert as_tuples(load(source_file="a.en", target_file="a.de")) == [("a", "b"), ("", "")]
+
+
+def test_csv_keeps_words_that_look_like_missing_values_and_line_ends_in_quotes(tmp_path, load):
+    write(tmp_path, "a.csv", 'source,target\nNA,null\n"a\r\nb",""\n')
+    assert as_tuples(load(file="a.csv")) == [("NA", "null"), ("a\r\nb", "")]
+
+
+def test_csv_of_long_fields_and_of_broken_quotes(tmp_path, load):
+    document = "word " * 50_000
+    write(tmp_path, "long.csv", f"source,target\n{document},x\n")
+    assert load(file="long.csv")[0]["source"] == document
+    write(tmp_path, "broken.csv", 'source,target\na,b\n"c,d\ne,f\n')
+    with pytest.raises(ValueError, match="RFC 4180"):
+        load(file="broken.csv", malformed="skip")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options", "message"),
+    [
+        ("a.tsv", "a\tb\tc\n", {}, "must say which two"),
+        ("a.tsv", "a\tb\n", {"source_column": "en", "target_column": "de"}, "must be a header"),
+        ("a.tsv", "a\tb\n", {"source_column": 0, "target_column": 2}, "must exist"),
+        ("a.csv", "en,de\na,b\n", {}, r"it has \['en', 'de'\]"),
+        ("a.csv", "en,de\na,b\n", {"source_column": 0, "target_column": 1}, "must be names"),
+        ("a.xml", "a", {}, "must end in"),
+        ("a.tsv", "", {}, "at least one pair"),
+        ("a.tsv", "a\tb\n", {"max_samples": 0}, "max_samples"),
+        ("a.tsv", "a\tb\n", {"malformed": "ignore"}, "malformed"),
+        ("a.tsv", "a\tb\n", {"dataset_name": "x"}, "exactly one"),
+        ("a.json", "[{]", {}, "JSON array"),
+    ],
+)
+def test_refusals(tmp_path, load, name, content, options, message):
+    write(tmp_path, name, content)
+    with pytest.raises(ValueError, match=message):
+        load(file=name, **options)
+
+
+def test_missing_or_half_named_places(load):
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.tsv"):
+        load(file="nowhere.tsv")
+    with pytest.raises(ValueError, match="together"):
+        load(source_file="a.en")
+
+
+def test_prefix_goes_before_text_but_not_before_emptiness_and_samples_are_counted(tmp_path, load):
+    write(tmp_path, "a.tsv", "a\tb\n \tc\nd\te\n")
+    report = DataReport()
+    pairs = load(file="a.tsv", source_prefix="summarize: ", max_samples=2, report=report)
+    assert as_tuples(pairs) == [("summarize: a", "b"), (" ", "c")]
+    assert (report.read, report.beyond_max_samples, report.kept) == (3, 1, 2)
+
+
+def test_changed_file_is_read_again(tmp_path, load):
+    write(tmp_path, "a.tsv", "a\tb\n")
+    first = load(file="a.tsv")
+    assert load(file="a.tsv").cache_files == first.cache_files
+    write(tmp_path, "a.tsv", "c\td\n")
+    os.utime(tmp_path / "a.tsv", ns=(1, 1))
+    assert as_tuples(load(file="a.tsv")) == [("c", "d")]
+
+
+def in_memory(pairs) -> datasets.Dataset:
+    return datasets.Dataset.from_list([{"source": source, "target": target} for source, target in pairs])
+
+
+def test_split_keeps_equal_sources_together_and_exact_sizes():
+    pairs = [(f"source {index % 40}{' ' * (index // 40 % 2)}", f"target {index}") for index in range(100)]
+    pairs += [(f"single {index}", "x") for index in range(20)]
+    splits = split_pairs(in_memory(pairs), 11, 7, seed=3)
+    assert {name: len(split) for name, split in splits.items()} == {"train": 102, "validation": 11, "test": 7}
+    sources = [{source.strip() for source in split["source"]} for split in splits.values()]
+    assert not (sources[0] & sources[1] or sources[0] & sources[2] or sources[1] & sources[2])
+    assert sorted(pair for split in splits.values() for pair in as_tuples(split)) == sorted(pairs)
+    assert as_tuples(splits["train"]) == [pair for pair in pairs if pair in set(as_tuples(splits["train"]))]
+
+
+def test_split_depends_on_seed_and_text_alone():
+    pairs = [(f"s{index}", f"t{index}") for index in range(50)]
+    first = split_pairs(in_memory(pairs), 5, 0, seed=1)
+    assert list(first) == ["train", "validation"]
+    assert set(split_pairs(in_memory(pairs[::-1]), 5, 0, seed=1)["validation"]["source"]) == set(
+        first["validation"]["source"]
+    )
+    assert set(split_pairs(in_memory(pairs), 5, 0, seed=2)["validation"]["source"]) != set(
+        first["validation"]["source"]
+    )
+    # A constant: the same in every process and version.
+    assert sorted(first["validation"]["source"]) == ["s10", "s2", "s22", "s46", "s7"]
+
+
+def test_columns_are_not_read_row_by_row(monkeypatch):
+    # A hundred thousand rows would take many seconds.
+    monkeypatch.setattr(datasets.arrow_dataset.Column, "__iter__", None)
+    monkeypatch.setattr(pairs_module, "_ROWS_PER_READ", 3)
+    whole = in_memory([(f"source {number}", f"target {number}") for number in range(8)])
+    splits = split_pairs(whole, 2, 1)
+    assert [len(splits[name]) for name in ("train", "validation", "test")] == [5, 2, 1]
+    # With an indices mapping, as after a split.
+    texts = splits["train"]["target"][:]
+    assert list(column_texts(splits["train"], "target")) == texts and len(texts) == 5
+
+
+def test_split_refuses_what_cannot_be():
+    pairs = in_memory([("a", "1"), ("a", "2"), ("b", "3"), ("b", "4")])
+    for numbers in ((4, 0), (2, 2), (-1, 0)):
+        with pytest.raises(ValueError, match="num_validation"):
+            split_pairs(pairs, *numbers)
+    with pytest.raises(ValueError, match="whole groups"):
+        split_pairs(pairs, 1, 0)
+
+
+@pytest.mark.skipif("METAPHRASE_DATA" not in os.environ, reason="METAPHRASE_DATA names no folder with real corpora")
+def test_real_corpora(tmp_path):
+    folder = Path(os.environ["METAPHRASE_DATA"])
+    pairs = load_pairs(file=folder / "tatoeba_en_es" / "en_es.tsv", cache_dir=tmp_path)
+    assert len(pairs) == 118964
+    multi30k = folder / "multi30k_en_de"
+    pairs = load_pairs(source_file=multi30k / "train.en", target_file=multi30k / "train.de", cache_dir=tmp_path)
+    assert len(pairs) == 29000

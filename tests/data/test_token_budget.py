@@ -1,0 +1,176 @@
+"""Batches by a budget of tokens."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+from random_lengths import random_lengths
+
+from metaphrase.data.token_budget import (
+    TokenBudgetSampler,
+    WithFillers,
+    cut_into_batches,
+    padded_cost,
+    split_to_count,
+)
+
+
+def test_cost_counts_both_sides_with_their_padding():
+    assert padded_cost([3, 5], [2, 7]) == 2 * (5 + 7)
+
+
+def test_batches_are_as_large_as_the_budget_allows_and_no_larger():
+    lengths = np.array([[3, 2], [3, 3], [5, 2], [1, 1]])
+    assert cut_into_batches(range(4), lengths, 12) == [[0, 1], [2], [3]]
+    assert cut_into_batches(range(4), lengths, 11) == [[0], [1], [2], [3]]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("window", [2, 200])
+def test_every_pair_comes_once_within_the_budget_and_all_processes_work_alike(processes, window):
+    lengths = random_lengths()
+    shards = [TokenBudgetSampler(lengths, 600, 7, processes, rank, window) for rank in range(processes)]
+    for epoch in range(6):
+        for shard in shards:
+            shard.set_epoch(epoch)
+        batches = [list(shard) for shard in shards]
+        assert {len(own) for own in batches} == {len(shards[0])}
+        seen = [index for own in batches for batch in own for index in batch]
+        assert sorted(seen) == list(range(len(lengths)))
+        assert all(padded_cost(*lengths[batch].T) <= 600 for own in batches for batch in own)
+
+
+def test_an_epoch_of_more_batches_than_planned_is_formed_anew_from_all_pairs():
+    lengths = random_lengths()
+    sampler = TokenBudgetSampler(lengths, 600, 7, batches_per_window=2)
+    whole = TokenBudgetSampler(lengths, 600, 7, batches_per_window=10**6)
+    assert len(whole) < 0.95 * len(sampler)
+    sampler.batches_per_process = len(whole)
+    batches = list(sampler)
+    assert len(batches) == len(whole)
+    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
+    assert all(padded_cost(*lengths[batch].T) <= 600 for batch in batches)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_no_pair_of_a_small_heavy_tailed_corpus_is_lost_in_any_epoch(processes):
+    generator = np.random.default_rng(6)
+    is_long, long = generator.random((300, 2)) < 0.1, generator.integers(50, 100, (300, 2))
+    lengths = np.where(is_long, long, generator.integers(2, 8, (300, 2)))
+    budget = int(lengths.sum(axis=1).max())
+    sampler = TokenBudgetSampler(lengths, budget, 42, processes)
+    orders = set()
+    for epoch in range(24):
+        batches = sampler.epoch_batches(epoch)
+        assert len(batches) == len(sampler) * processes
+        assert sorted(index for batch in batches for index in batch) == list(range(300)), epoch
+        assert all(padded_cost(*lengths[batch].T) <= budget for batch in batches)
+        orders.add(str(batches))
+    assert len(orders) == 24
+
+
+def test_order_depends_on_seed_and_epoch_alone():
+    lengths = random_lengths()
+
+    def order(seed, epoch):
+        sampler = TokenBudgetSampler(lengths, 600, seed)
+        sampler.set_epoch(epoch)
+        torch.rand(3)  # what else draws random numbers must not matter
+        return list(sampler)
+
+    assert order(1, 2) == order(1, 2)
+    assert order(1, 2) != order(1, 3)
+    assert order(1, 2) != order(2, 2)
+    assert {frozenset(batch) for batch in order(1, 2)} != {frozenset(batch) for batch in order(1, 3)}
+
+
+def test_little_is_padded():
+    lengths = random_lengths()
+    sampler = TokenBudgetSampler(lengths, 2000, 0)
+    shuffled = np.random.default_rng(0).permutation(len(lengths))
+    costs = sum(padded_cost(*lengths[shuffled[i : i + 64]].T) for i in range(0, len(shuffled), 64))
+    assert sampler.padding_share() < 0.15 < 0.4 < 1 - lengths.sum() / costs
+
+
+def test_batches_do_not_run_from_short_to_long():
+    lengths = random_lengths()
+    widths = [lengths[batch].sum(axis=1).max() for batch in TokenBudgetSampler(lengths, 2000, 0)]
+    assert abs(np.corrcoef(np.arange(len(widths)), widths)[0, 1]) < 0.4
+
+
+def test_longest_pair_that_no_batch_can_hold_is_refused_by_name():
+    lengths = np.array([[3, 2], [300, 250], [5, 2]])
+    with pytest.raises(ValueError, match=r"number 2 of .*, with 300 source and 250 target tokens, 550 in all, got 549"):
+        TokenBudgetSampler(lengths, 549, 0)
+    assert len(TokenBudgetSampler(lengths, 550, 0)) >= 1
+
+
+def test_fewer_pairs_than_processes_are_refused():
+    with pytest.raises(ValueError, match="at least 3 pairs"):
+        TokenBudgetSampler(np.array([[3, 2], [3, 2]]), 100, 0, num_processes=3)
+
+
+def test_splitting_halves_the_largest():
+    assert split_to_count([[1, 2, 3, 4], [5]], 3) == [[1, 2], [3, 4], [5]]
+    # Of equals the first, and the halves in the place of the whole.
+    assert split_to_count([[1, 2], [3, 4, 5], [6, 7, 8]], 5) == [[1, 2], [3], [4, 5], [6], [7, 8]]
+    assert split_to_count([[1, 2], [3, 4, 5], [6, 7, 8]], 6) == [[1], [2], [3], [4, 5], [6], [7, 8]]
+
+
+def test_many_batches_are_split_in_no_time():
+    start = time.process_time()
+    batches = split_to_count([list(range(number % 60 + 2)) for number in range(40_000)], 44_000)
+    assert len(batches) == 44_000
+    assert time.process_time() - start < 2
+
+
+@pytest.mark.parametrize(("pairs", "processes"), [(5, 2), (7, 3), (9, 4), (6, 3)])
+def test_pairs_that_take_a_batch_each_are_filled_up_to_whole_steps(pairs, processes):
+    lengths = np.array([[1000, 100]] * pairs)
+    lengths[1] = 999, 100
+    shards = [TokenBudgetSampler(lengths, 2048, 0, processes, rank) for rank in range(processes)]
+    assert {shard.num_fillers for shard in shards} == {-pairs % processes}
+    for epoch in range(3):
+        for shard in shards:
+            shard.set_epoch(epoch)
+        own = [list(shard) for shard in shards]
+        assert {len(batches) for batches in own} == {-(-pairs // processes)}
+        seen = [index for batches in own for batch in batches for index in batch]
+        assert sorted(seen) == [*range(pairs), *[pairs + 1] * (-pairs % processes)]
+        # No step is made of fillers alone.
+        assert all(any(batch[0] < pairs for batch in step) for step in zip(*own, strict=True))
+    fillers = -pairs % processes
+    assert shards[0].padding_share() == pytest.approx(fillers / (pairs + fillers), abs=0.01)
+
+
+def test_a_filler_is_the_same_pair_without_labels():
+    pairs = [{"input_ids": [4, 2], "labels": [5, 6, 2]}, {"input_ids": [7, 2], "labels": [8, 2]}]
+    filled = WithFillers(pairs)
+    assert [filled[0], filled[1]] == pairs and len(filled) == 2
+    assert filled[3] == {"input_ids": [7, 2], "labels": [-100, -100]}
+
+
+def test_lengths_are_rounded_up_as_the_collator_pads():
+    sampler = TokenBudgetSampler(np.full((2000, 2), 9), 4096, 0, length_multiple=8)
+    assert max(len(batch) * 32 for batch in sampler) <= 4096
+    assert sampler.padding_share() == pytest.approx(1 - 18 / 32)
+    # A pair that the budget holds before its widths are rounded is not refused.
+    sampler = TokenBudgetSampler([[9, 9], [4, 4], [3, 2]], 20, 0, length_multiple=8)
+    # Rounded, two of the short ones exceed it as well.
+    assert sorted(sampler) == [[0], [1], [2]]
+    with pytest.raises(ValueError, match="18 in all, got 17"):
+        TokenBudgetSampler([[9, 9]], 17, 0, length_multiple=8)
+
+
+@pytest.mark.parametrize("seed", [20240601, 2**64, 10**14, 2**63 // 1_000_003])
+def test_any_seed_will_do(seed):
+    lengths = random_lengths(200)
+    orders = [list(TokenBudgetSampler(lengths, 600, seed + more)) for more in (0, 0, 1)]
+    assert orders[0] == orders[1] != orders[2]
+
+
+@pytest.mark.parametrize("pairs", [1, 2, 5])
+def test_few_pairs(pairs):
+    sampler = TokenBudgetSampler(np.full((pairs, 2), 4), 16, 0)
+    assert sorted(index for batch in sampler for index in batch) == list(range(pairs))

@@ -1,0 +1,278 @@
+"""Constrained beam search: all that must occur occurs, and what comes out is the best of what it is in."""
+
+import itertools
+
+import pytest
+import torch
+from small_searches import ENDS, MODELS, OURS, log_probabilities, one_of, search_model, search_sources
+from tiny_models import tiny_model
+
+from metaphrase.decoding.searches import any_model as search_state_module
+from metaphrase.decoding.searches.constrained_beam_search import ConstrainedSelection
+from metaphrase.decoding.searches.phrase_automaton import PhraseAutomaton
+from metaphrase.inference import constrained_beam_search
+from metaphrase.modeling.beam_search import beam_search
+
+OPTIONS = {"num_beams": 5, "max_new_tokens": 9, "eos_token_id": ENDS, "return_dict_in_generate": True}
+MANY_ENDS = [*ENDS, 2, 3, 10, 13, 14, 15, 16, 18, 20, 30, 35, 36]
+CONSTRAINTS = {
+    "one token": [[7]],
+    "a phrase": [[7, 8, 7, 6]],
+    "two": [[7, 8], [20, 3, 15]],
+    "overlapping": [[7, 8, 10], [8, 10, 13], [13]],
+    "one of several": [[[7, 8, 10, 13], [20, 21]], [[22], [23, 24]]],
+    "repeating": [[7, 7, 8], [7, 7]],
+    "overlapping where there is no more room": [[7, 8, 10, 13, 14], [13, 14, 15, 16, 18]],
+    "all there is room for": [[7, 8, 10, 13], [20, 21, 22, 24, 26]],
+}
+
+
+def constrained(model, inputs, phrases, **options):
+    search = {"custom_generate": constrained_beam_search, "force_words_ids": phrases}
+    return model.generate(**inputs, **OPTIONS | options, **search)
+
+
+def contains(ids, phrase):
+    return any(ids[start : start + len(phrase)] == phrase for start in range(len(ids)))
+
+
+def meets(ids, constraints):
+    sets = [phrases if isinstance(phrases[0], list) else [phrases] for phrases in constraints]
+    return all(any(contains(ids, phrase) for phrase in phrases) for phrases in sets)
+
+
+def until_end(row, ends=ENDS):
+    """The ids behind the start, up to the first end."""
+    row = row[1:]
+    end = next((place for place, token in enumerate(row) if token in ends), len(row) - 1)
+    return row[: end + 1]
+
+
+@pytest.mark.parametrize("phrases", CONSTRAINTS.values(), ids=CONSTRAINTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_target_contains_every_phrase_and_scores_what_it_is_worth(name, phrases, monkeypatch):
+    made = []
+    for kind in ("TreeDecoderState", "CachedState"):
+        first = getattr(search_state_module, kind)
+        monkeypatch.setattr(search_state_module, kind, lambda *a, n=kind, f=first: made.append(n) or f(*a))
+    model = search_model(name)
+    inputs = search_sources(model, batch=3)
+    found = constrained(model, inputs, phrases, num_return_sequences=2, length_penalty=0.5)
+    assert made == ["TreeDecoderState" if name in OURS else "CachedState"]
+    free = model.generate(**inputs, **OPTIONS).sequences.tolist()
+    assert not all(meets(until_end(row), phrases) for row in free)
+    for index, row in enumerate(found.sequences.tolist()):
+        ids = until_end(row)
+        assert meets(ids, phrases), (ids, phrases)
+        if name == "half precision":
+            continue
+        with torch.inference_mode():
+            logits = model(**one_of(inputs, index // 2), decoder_input_ids=torch.tensor([[row[0], *ids[:-1]]])).logits
+        total = logits[0].log_softmax(-1).take_along_dim(torch.tensor(ids)[:, None], dim=1).sum().item()
+        assert found.sequences_scores[index].item() == pytest.approx(total / len(ids) ** 0.5, abs=2e-3)
+
+
+@pytest.mark.parametrize("options", [{}, {"length_penalty": 0.3, "early_stopping": True}, {"eos_token_id": None}])
+@pytest.mark.parametrize("name", ["sinusoidal", "relative"])
+def test_without_phrases_the_selection_is_that_of_beam_search(name, options):
+    model = search_model(name)
+    inputs = search_sources(model)
+
+    def search(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        made = search_state_module.search_inputs(
+            model, input_ids, logits_processor, stopping_criteria, generation_config, kwargs
+        )
+        automaton = PhraseAutomaton([], model.config.get_text_config(decoder=True).vocab_size)
+        selection = ConstrainedSelection(generation_config, automaton, made.prompt)
+        made = (made.project, made.state, made.prompt, logits_processor, generation_config, selection)
+        return search_state_module.search_output(*beam_search(*made), generation_config)
+
+    options = OPTIONS | {"num_return_sequences": 5} | options
+    found = model.generate(**inputs, **options, custom_generate=search)
+    expected = model.generate(**inputs, **options, output_scores=True)
+    assert found.sequences.tolist() == expected.sequences.tolist()
+    torch.testing.assert_close(found.sequences_scores, expected.sequences_scores, atol=1e-4, rtol=1e-4)
+
+
+def test_what_beam_search_has_already_is_left_as_it_is():
+    model = search_model("sinusoidal")
+    inputs = search_sources(model, batch=8)
+    free = model.generate(**inputs, **OPTIONS | {"num_beams": 12}).sequences.tolist()
+    for row, ids in enumerate(map(until_end, free)):
+        phrase = [token for token in ids if token not in ENDS][:2]
+        if phrase and contains(ids, phrase) and model.config.pad_token_id not in phrase:
+            found = constrained(model, one_of(inputs, row), [phrase], num_beams=24).sequences
+            assert until_end(found[0].tolist()) == ids
+
+
+TINY = {"vocab_size": 6, "decoder_layers": 1, "initializer_range": 0.25}
+
+
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0])
+@pytest.mark.parametrize("phrases", [[[4]], [[3, 4]], [[3, 4], [4, 5]], [[[3, 3], [5]], [4]], [[4, 4], [3]]], ids=str)
+def test_a_wide_beam_finds_the_best_of_all_targets(phrases, length_penalty):
+    """Of all 6^4 and shorter targets of a vocabulary of 6."""
+    end, most = 2, 4
+    is_forced = False
+    for seed in range(2):
+        model = tiny_model(seed=seed, **TINY)
+        source = {"input_ids": torch.tensor([[4, 3, 5, 2]]), "attention_mask": torch.ones(1, 4, dtype=torch.long)}
+        start = model.config.decoder_start_token_id
+        # (6^3, length) -> log-probabilities of all tokens behind each beginning
+        tree = {}
+        for length in range(most):
+            prefixes = list(itertools.product(range(6), repeat=length))
+            targets = torch.tensor([[start, *prefix] for prefix in prefixes])
+            tree.update(zip(prefixes, log_probabilities(model, source, targets).tolist(), strict=True))
+        best = []
+        for length in range(1, most + 1):
+            for ids in itertools.product(range(6), repeat=length):
+                whole = end not in ids[:-1] and (ids[-1] == end or length == most)
+                if whole:
+                    total = sum(tree[ids[:place]][token] for place, token in enumerate(ids))
+                    best.append((total / length**length_penalty, list(ids)))
+        best.sort(reverse=True)
+        is_forced |= not meets(best[0][1], phrases)
+        best = [(score, ids) for score, ids in best if meets(ids, phrases)]
+        options = {"num_beams": 200, "max_new_tokens": most, "eos_token_id": end, "length_penalty": length_penalty}
+        found = constrained(model, source, phrases, **options, num_return_sequences=3)
+        for place, row in enumerate(found.sequences.tolist()):
+            assert until_end(row, [end]) == best[place][1]
+            assert found.sequences_scores[place].item() == pytest.approx(best[place][0], abs=1e-3)
+    assert is_forced
+
+
+@pytest.mark.parametrize("name", ["sinusoidal", "t5"])
+def test_batched_is_alone(name):
+    model = search_model(name)
+    inputs = search_sources(model, batch=7)
+    options = {"num_return_sequences": 2, "early_stopping": True, "max_new_tokens": 10, "eos_token_id": MANY_ENDS}
+    together = constrained(model, inputs, [[7, 8]], **options)
+    lengths = set()
+    for row in range(7):
+        alone = constrained(model, one_of(inputs, row), [[7, 8]], **options)
+        width = alone.sequences.shape[1]
+        assert together.sequences[2 * row : 2 * row + 2, :width].tolist() == alone.sequences.tolist()
+        torch.testing.assert_close(together.sequences_scores[2 * row :][:2], alone.sequences_scores, atol=1e-3, rtol=0)
+        lengths.add(width)
+    assert len(lengths) > 1
+
+
+@pytest.mark.parametrize("name", ["sinusoidal", "marian"])
+def test_what_must_not_occur_does_not(name):
+    model = search_model(name)
+    inputs = search_sources(model)
+    free = constrained(model, inputs, [[7, 8]]).sequences.tolist()
+    # What stands before the phrase, and its beginning with that.
+    banned = [[row[row.index(7) - 1], 7] for row in free if row.index(7) > 1] + [[20]]
+    found = constrained(model, inputs, [[7, 8]], bad_words_ids=banned).sequences.tolist()
+    assert len(banned) > 2 and found != free
+    for ids in map(until_end, found):
+        assert contains(ids, [7, 8]) and not any(contains(ids, words) for words in banned)
+
+
+@pytest.mark.parametrize("forced", [{"forced_bos_token_id": 8}, {"forced_eos_token_id": 4}, {"min_new_tokens": 9}])
+def test_phrases_find_room_beside_what_other_settings_force(forced):
+    model = search_model("sinusoidal")
+    phrases = [[7, 8, 10, 13], [20, 21, 22, 24]]
+    for row in constrained(model, search_sources(model), phrases, **forced).sequences.tolist():
+        assert meets(until_end(row), phrases)
+        assert row[1] == 8 or "forced_bos_token_id" not in forced
+        assert row[9] == 4 or "forced_eos_token_id" not in forced
+
+
+def text_of(row, special):
+    """The ids without those in front that are no text."""
+    return list(itertools.dropwhile(lambda token: token in special, until_end(row)))
+
+
+def own_special(model):
+    """What the model's settings say is no text."""
+    settings = model.generation_config
+    return {settings.bos_token_id, settings.decoder_start_token_id, settings.pad_token_id, *ENDS}
+
+
+def test_a_phrase_of_the_beginning_counts_only_there():
+    model = search_model("sinusoidal")
+    inputs = search_sources(model, batch=8)
+    options = {"num_beams": 10}
+    firsts = set()
+    for token in (20, 5, 2, 36):
+        found = constrained(model, inputs, [[7, 8, 10]], first_words_ids=[[[token, 3]]], **options).sequences.tolist()
+        for row in found:
+            begins = text_of(row, own_special(model))[:2] == [token, 3]
+            assert begins or contains(row, [7, 8, 10])
+            firsts.add(begins)
+    assert firsts == {True, False}
+
+
+BEGINNINGS = {
+    "a forced token": ({"forced_bos_token_id": 6}, [], True),
+    "the code of a language": ({"special_ids": [6]}, [6], True),
+    "a code, behind which no token is forced": ({"special_ids": [6], "forced_bos_token_id": 8}, [6, 6], True),
+    "text": ({}, [6], False),
+}
+
+
+@pytest.mark.parametrize(("options", "front", "may_begin"), BEGINNINGS.values(), ids=BEGINNINGS)
+@pytest.mark.parametrize("name", ["sinusoidal", "bart"])
+def test_a_target_still_begins_behind_what_is_no_text(name, options, front, may_begin):
+    model = search_model(name)
+    inputs = search_sources(model, batch=8)
+    if front:
+        prompt = torch.tensor([[model.generation_config.decoder_start_token_id, *front]] * 8)
+        options = options | {"decoder_input_ids": prompt}
+    special = own_special(model) | ({6} if may_begin else set())
+    firsts = set()
+    for token in (20, 5, 2, 36):
+        arguments = options | {"num_beams": 10, "first_words_ids": [[[token, 3]]]}
+        for row in constrained(model, inputs, [[7, 8, 10]], **arguments).sequences.tolist():
+            assert row[1] == 6
+            begins = text_of(row, special)[:2] == [token, 3]
+            assert begins or contains(row, [7, 8, 10])
+            firsts.add(begins)
+    assert (True in firsts) == may_begin
+
+
+@pytest.mark.parametrize("name", ["sinusoidal", "bart"])
+def test_what_a_prompt_contains_is_met_and_what_it_begins_goes_on(name):
+    model = search_model(name)
+    inputs, start = search_sources(model, batch=2), model.generation_config.decoder_start_token_id
+    prompts = torch.tensor([[start, 7, 8], [start, 9, 7]])
+    room = {"max_new_tokens": 1}
+    for row in constrained(model, inputs, [[7, 8]], decoder_input_ids=prompts, **room).sequences.tolist():
+        assert contains(row, [7, 8])
+    # The first one has all of it already, and goes on as it would.
+    free = model.generate(
+        **one_of(inputs, 0), decoder_input_ids=prompts[:1], **OPTIONS | {"num_beams": 10, "max_new_tokens": 3}
+    )
+    found = constrained(
+        model, one_of(inputs, 0), [[7, 8]], decoder_input_ids=prompts[:1], num_beams=10, max_new_tokens=3
+    )
+    assert found.sequences.tolist() == free.sequences.tolist()
+    with pytest.raises(ValueError, match=r"`max_new_tokens` must leave room .* got 2 tokens for 1 places"):
+        constrained(model, inputs, [[8, 10]], decoder_input_ids=prompts[:, [0, 2, 1]], **room)
+
+
+@pytest.mark.parametrize(
+    ("phrases", "options", "message"),
+    [
+        ([], {}, r"`force_words_ids` must be a list of at least one phrase, got \[\]"),
+        ([[]], {}, r"must be a list of at least one token id, got \[\]"),
+        ([[7, "a"]], {}, r"must be a list of at least one token id, got \[7, 'a'\]"),
+        ([[7, 37]], {}, r"`force_words_ids` must hold ids from 0 to 36, got \[7, 37\]"),
+        ([[7, 8], [7, 8]], {}, r"must not have a constraint twice, got \[7, 8\] again"),
+        ([[7, 4]], {}, r"must not hold the end of sequence or padding, got \[4\] in \[7, 4\]"),
+        ([[7, 0]], {}, r"must not hold the end of sequence or padding, got \[0\]"),
+        ([[7, 8, 7]], {"bad_words_ids": [[3], [8, 7]]}, r"both forced and forbidden, got \[7, 8, 7\] and \[8, 7\]"),
+        ([[7, 8, 7]], {"suppress_tokens": [8]}, r"both forced and forbidden, got \[7, 8, 7\] and \[8\]"),
+        ([[7] * 6, [8] * 4], {}, r"`max_new_tokens` must leave room .* got 10 tokens for 9 places"),
+        ([[7] * 9], {"forced_eos_token_id": 4}, r"`max_new_tokens` must leave room .* got 9 tokens for 8 places"),
+        ([[7]], {"num_beams": 1}, r"`num_beams` must be at least 2 for constrained beam search, got 1"),
+        ([[7], [8]], {"max_new_tokens": 2, "bad_words_ids": [[7, 8], [8, 7]]}, r"got fewer for 5 of 5 sources"),
+    ],
+)
+def test_errors_name_the_argument(phrases, options, message):
+    model = search_model("sinusoidal")
+    with pytest.raises(ValueError, match=message):
+        constrained(model, search_sources(model), phrases, **options)

@@ -1,0 +1,250 @@
+"""Tests of `metaphrase.decoding.searches.ensemble`: what a plain mean over whole passes of all models gives, token for token."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from tiny_generator import SOURCES, save_generator, tiny_generator, tiny_pair
+from tiny_models import DESIGNS, tiny_model
+from transformers import GenerationMixin
+from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
+
+from metaphrase.decoding.searches.ensemble import mean_log_probs
+from metaphrase.inference import EnsembleSearch, Generator, Partner, cross_attentions, decode
+from metaphrase.inference.batches import pad_sources
+from metaphrase.modeling.decoder_state import DecoderState
+from metaphrase.tokenization import TokenizerPair
+
+ENDS = [5, 11, 17]
+# The longer one of each two is shorter than the one before, so that decoding keeps their order.
+TEXTS = [[12, 2], [30, 4, 4, 4, 9, 2], [21, 6, 2], [7, 8, 9, 2], [9, 9, 2]]
+# What the second model reads, by a tokenizer of its own.
+OTHER_TEXTS = [[12, 13, 14, 15, 16, 17, 2], [5, 4, 2], [33, 32, 31, 30, 2], [8, 2], [2]]
+BEAMS = {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.6}
+
+
+@pytest.fixture(scope="module")
+def models():
+    """Two models of different architectures, which agree in nothing but the target vocabulary."""
+    one = tiny_model(**DESIGNS["sinusoidal"])
+    # As sure of what it says as the first.
+    fields = DESIGNS["alibi"] | {"initializer_range": 0.4}
+    other = tiny_model(seed=1, **fields, vocab_size=41, decoder_vocab_size=37, hidden_size=24, share_embeddings=False)
+    return one, other
+
+
+def ensemble(models, mean="linear", **options):
+    one, other = models
+    options = {"max_new_tokens": 9, "eos_token_id": ENDS} | options
+    partners, search = [Partner(other, OTHER_TEXTS)], EnsembleSearch(mean)
+    return decode(one, TEXTS, return_scores=True, partners=partners, search=search, **options)
+
+
+def plain(models, mean, monkeypatch, **options):
+    """transformers' own search over a forward pass of all models over the whole prefix, at each step."""
+    one, other = models
+    inputs, other_inputs = pad_sources(TEXTS, one), pad_sources(OTHER_TEXTS, other)
+    memory = BaseModelOutput(last_hidden_state=other.get_encoder()(**other_inputs).last_hidden_state)
+    forward = one.forward
+
+    @functools.wraps(forward)  # transformers asks for the names of its arguments
+    def mixed(decoder_input_ids, encoder_outputs, attention_mask, **kwargs):
+        first = forward(
+            decoder_input_ids=decoder_input_ids, encoder_outputs=encoder_outputs, attention_mask=attention_mask
+        )
+        copies = len(decoder_input_ids) // len(TEXTS)
+        repeated = BaseModelOutput(last_hidden_state=memory.last_hidden_state.repeat_interleave(copies, dim=0))
+        mask = other_inputs["attention_mask"].repeat_interleave(copies, dim=0)
+        second = other(decoder_input_ids=decoder_input_ids, encoder_outputs=repeated, attention_mask=mask)
+        if mean == "linear":
+            logits = ((first.logits.softmax(-1) + second.logits.softmax(-1)) / 2).log()
+        else:
+            logits = (first.logits.log_softmax(-1) + second.logits.log_softmax(-1)) / 2
+        return Seq2SeqLMOutput(logits=logits)
+
+    monkeypatch.setattr(one, "forward", mixed)
+    loop = GenerationMixin._beam_search if options.get("num_beams", 1) > 1 else GenerationMixin._sample
+    options |= {"return_dict_in_generate": True, "output_scores": True, "use_cache": False, "custom_generate": loop}
+    with torch.inference_mode():
+        output = one.generate(**inputs, **{"max_new_tokens": 9, "eos_token_id": ENDS} | options)
+    monkeypatch.undo()
+    return output
+
+
+def cut(row):
+    end = next((place for place, token in enumerate(row) if token in ENDS), len(row))
+    return row[: end + 1]
+
+
+@pytest.mark.parametrize("options", [{}, {"no_repeat_ngram_size": 1}, BEAMS], ids=["greedy", "processor", "beams"])
+@pytest.mark.parametrize("mean", ["linear", "log_linear"])
+def test_tokens_are_those_of_whole_passes(models, mean, options, monkeypatch):
+    expected = plain(models, mean, monkeypatch, **options)
+    found = [hypothesis for row in ensemble(models, mean, **options) for hypothesis in row]
+    assert [h.ids for h in found] == [cut(row) for row in expected.sequences[:, 1:].tolist()]
+    if "num_beams" in options:
+        assert [h.score for h in found] == pytest.approx(expected.sequences_scores.tolist(), abs=1e-4)
+    # None of the two says it by itself, and the means differ.
+    alone = [h.ids for row in decode(models[0], TEXTS, max_new_tokens=9, eos_token_id=ENDS, **options) for h in row]
+    other = "log_linear" if mean == "linear" else "linear"
+    assert alone != [h.ids for h in found] != [h.ids for row in ensemble(models, other, **options) for h in row]
+
+
+@pytest.mark.parametrize("mean", ["linear", "log_linear"])
+def test_samples_are_those_of_whole_passes(models, mean, monkeypatch):
+    options = {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "eos_token_id": -1}
+    torch.manual_seed(0)
+    expected = plain(models, mean, monkeypatch, **options).sequences[:, 1:].tolist()
+    torch.manual_seed(0)
+    assert [h.ids for row in ensemble(models, mean, **options) for h in row] == expected
+    assert len({tuple(row) for row in expected}) == 3 * len(TEXTS)
+
+
+PENALTIES = {"repetition_penalty": 2.5, "exponential_decay_length_penalty": (2, 1.5)}
+ALONE = {
+    "greedy": {},
+    "beams": BEAMS,
+    "penalties": PENALTIES,
+    "penalties of beams": BEAMS | PENALTIES,
+    "penalties of samples": PENALTIES | {"do_sample": True, "num_return_sequences": 2},
+}
+
+
+@pytest.mark.parametrize("options", ALONE.values(), ids=ALONE)
+@pytest.mark.parametrize("mean", ["linear", "log_linear"])
+def test_a_model_with_itself_is_that_model(models, mean, options):
+    one, _ = models
+    options = {"max_new_tokens": 9, "eos_token_id": ENDS, "return_scores": True} | options
+    torch.manual_seed(0)
+    alone = decode(one, TEXTS, **options)
+    torch.manual_seed(0)
+    search = EnsembleSearch(mean)
+    together = decode(one, TEXTS, partners=[Partner(one, TEXTS), Partner(one, TEXTS)], search=search, **options)
+    for row, expected in zip(together, alone, strict=True):
+        assert [h.ids for h in row] == [h.ids for h in expected]
+        assert [h.score for h in row] == pytest.approx([h.score for h in expected], abs=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, BEAMS], ids=["greedy", "beams"])
+def test_batched_is_alone(models, options):
+    one, other = models
+    options = {"max_new_tokens": 9, "eos_token_id": ENDS, "return_scores": True} | options
+    search = EnsembleSearch()
+    together = decode(one, TEXTS, partners=[Partner(other, OTHER_TEXTS)], search=search, **options)
+    for index, row in enumerate(together):
+        [alone] = decode(
+            one, TEXTS[index:][:1], partners=[Partner(other, OTHER_TEXTS[index:][:1])], search=search, **options
+        )
+        assert [h.ids for h in row] == [h.ids for h in alone]
+        assert [h.score for h in row] == pytest.approx([h.score for h in alone], abs=1e-4)
+
+
+def test_means_are_distributions():
+    logits = [torch.randn(4, 7, generator=torch.Generator().manual_seed(seed)) * 5 for seed in range(3)]
+    linear, log_linear = (mean_log_probs(logits, mean) for mean in ("linear", "log_linear"))
+    torch.testing.assert_close(linear.exp(), torch.stack([each.softmax(-1) for each in logits]).mean(0))
+    geometric = torch.stack([each.softmax(-1) for each in logits]).log().mean(0).exp()
+    torch.testing.assert_close(log_linear.exp(), geometric / geometric.sum(-1, keepdim=True))
+
+
+# Through the generator
+
+
+def test_from_several_folders(tmp_path):
+    generators = [tiny_generator(joint=False, seed=seed) for seed in range(3)]
+    folders = [save_generator(each, tmp_path / str(seed)) for seed, each in enumerate(generators)]
+    loaded = Generator.from_pretrained(folders, device="cpu", source_prefix="a ", ensemble_mean="log_linear")
+    assert [member.source_prefix for member in loaded.members] == ["a ", "a "] and loaded.ensemble.mean == "log_linear"
+    first, *members = [tiny_generator(joint=False, seed=seed, source_prefix="a ") for seed in range(3)]
+    together = Generator(first.model, first.tokenizers, source_prefix="a ", members=members, ensemble_mean="log_linear")
+    texts = loaded.generate([*SOURCES, ""], num_beams=2)
+    assert texts == together.generate([*SOURCES, ""], num_beams=2) and texts[-1] == ""
+    assert texts != first.generate([*SOURCES, ""], num_beams=2)
+    assert Generator.from_pretrained(folders[:1], device="cpu").generate(SOURCES) == generators[0].generate(SOURCES)
+
+
+def test_members_read_by_their_own_tokenizers():
+    """The second member knows other source ids, by which the first one would read other words."""
+    pair = tiny_pair(joint=False)
+    source = TokenizerPair.train(SOURCES[1:] * 3, SOURCES, joint=False, kind="byte", show_progress=False).source
+    other_pair = TokenizerPair(source, pair.target)
+    other = tiny_model(seed=4, share_embeddings=False, **other_pair.config_fields())
+    first = tiny_generator(joint=False)
+    members = [Generator(other, other_pair)]
+    found = Generator(first.model, pair, members=members).generate_n_best(SOURCES)
+    read = [pair.encode_sources(SOURCES), other_pair.encode_sources(SOURCES)]
+    assert read[0] != read[1]
+    hypotheses = decode(
+        first.model, read[0], return_scores=True, partners=[Partner(other, read[1])], search=EnsembleSearch()
+    )
+    assert [each[0].score for each in found] == [each[0].score for each in hypotheses]
+
+
+def test_other_vocabularies_are_refused_by_name():
+    first = tiny_generator()
+    with pytest.raises(
+        ValueError, match=r"The target vocabulary of `model 2 of the ensemble` must be .* tokens that differ"
+    ):
+        Generator(first.model, first.tokenizers, members=[tiny_generator(kind="byte")])
+
+
+@pytest.mark.parametrize("field", ["decoder_vocab_size", "decoder_start_token_id", "eos_token_id"])
+def test_other_special_ids_are_refused_by_name(field):
+    first, other = tiny_generator(), tiny_generator(seed=1)
+    setattr(other.model.config, field, 3)
+    with pytest.raises(
+        ValueError, match=f"`{field}` of `model 2 of the ensemble` must be that of the first model, .* got 3"
+    ):
+        Generator(first.model, first.tokenizers, members=[other])
+
+
+def test_what_only_one_model_can_do_is_refused(models):
+    with pytest.raises(ValueError, match="use_cache=False"):
+        ensemble(models, use_cache=False)
+    with pytest.raises(ValueError, match="num_beams=2, do_sample=True"):
+        ensemble(models, num_beams=2, do_sample=True)
+    with pytest.raises(ValueError, match="`ensemble_mean` must be one of linear, log_linear, got 'harmonic'"):
+        EnsembleSearch("harmonic")
+    with pytest.raises(ValueError, match=r"must be in float32 or bfloat16, .* got one with dtype=torch.float16"):
+        ensemble((models[0], copy.deepcopy(models[1]).half()))
+
+
+def test_scores_and_attention_are_of_one_model():
+    first, other = tiny_generator(), tiny_generator()
+    generator = Generator(first.model, first.tokenizers, members=[other])
+    for ask in (generator.score, functools.partial(cross_attentions, generator)):
+        with pytest.raises(ValueError, match="`generator` must be one model, got an ensemble of 2"):
+            ask([SOURCES[0]], [SOURCES[0]])
+
+
+def test_other_families_are_refused():
+    first, other = tiny_generator(), tiny_generator()
+    other.model = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"must be a Metaphrase model, .* got Linear"):
+        Generator(first.model, first.tokenizers, members=[other])
+
+
+def test_batches_are_measured_by_the_model_that_reads_most(models, monkeypatch):
+    rows = []
+    first = DecoderState.__init__
+    monkeypatch.setattr(
+        DecoderState,
+        "__init__",
+        lambda state, decoder, memory, mask: (
+            rows.append(tuple(memory.shape[:2])) or first(state, decoder, memory, mask)
+        ),
+    )
+    ensemble(models, max_tokens_per_batch=14)
+    # Longest first, by the longer one of the two: 7 and 6 tokens, 5 and 4, 3.
+    assert rows == [(2, 6), (2, 7), (2, 4), (2, 5), (1, 3), (1, 1)]
+
+
+def test_each_model_computes_each_token_once(models, monkeypatch):
+    rows = []
+    step = DecoderState.step
+    monkeypatch.setattr(DecoderState, "step", lambda state, tokens: rows.append(len(tokens)) or step(state, tokens))
+    found = ensemble(models, eos_token_id=ENDS)
+    longest = max(len(h.ids) for [h] in found)
+    assert len(rows) == 2 * longest and rows[::2] == rows[1::2] == sorted(rows[::2], reverse=True)
+    assert rows[-1] < len(TEXTS)

@@ -1,0 +1,88 @@
+"""The phrase automaton: what it says of a text is what looking through the text says."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from metaphrase.decoding.searches import phrase_automaton
+from metaphrase.decoding.searches.phrase_automaton import Phrase, PhraseAutomaton
+
+VOCAB = 5
+CASES = [
+    [[Phrase((1,))]],
+    [[Phrase((1, 2, 1, 3))]],
+    [[Phrase((1, 1, 2))], [Phrase((1, 1))]],
+    [[Phrase((1, 2, 3))], [Phrase((2, 3, 4))], [Phrase((3,))]],
+    [[Phrase((1, 2)), Phrase((3, 3, 3))], [Phrase((2, 1))]],
+    [[Phrase((1, 2)), Phrase((4, 2), is_first=True)], [Phrase((2, 2))]],
+]
+
+
+def is_met(text, phrases):
+    for phrase in phrases:
+        places = [0] if phrase.is_first else range(len(text))
+        if any(tuple(text[place : place + len(phrase.ids)]) == phrase.ids for place in places):
+            return True
+    return False
+
+
+def follow(automaton, text):
+    states = torch.tensor([automaton.start])
+    met = torch.zeros(1, automaton.num_constraints, dtype=torch.bool)
+    for token in text:
+        states, met = automaton.read(states, met, torch.tensor([token]))
+    return states, met
+
+
+def fewest(text, constraints):
+    """With how many tokens more a text meets all constraints, by trying all."""
+    for count in range(9):
+        for more in itertools.product(range(1, VOCAB), repeat=count):
+            if all(is_met((*text, *more), phrases) for phrases in constraints):
+                return count
+    raise AssertionError(f"{constraints} need more tokens behind {text}")
+
+
+@pytest.mark.parametrize("constraints", CASES, ids=str)
+def test_met_is_what_a_text_contains(constraints):
+    automaton = PhraseAutomaton(constraints, VOCAB)
+    for length in range(7):
+        rng = random.Random(length)
+        for _ in range(60):
+            text = [rng.randrange(VOCAB) for _ in range(length)]
+            assert follow(automaton, text)[1][0].tolist() == [is_met(text, phrases) for phrases in constraints]
+
+
+@pytest.mark.parametrize("constraints", CASES, ids=str)
+def test_missing_is_exact(constraints):
+    automaton = PhraseAutomaton(constraints, VOCAB)
+    for text in [(), (1,), (0, 2), (1, 1), (4,), (1, 2), (3, 3), (2, 1, 2)]:
+        assert automaton.num_missing(*follow(automaton, text)).item() == fewest(text, constraints), text
+
+
+@pytest.mark.parametrize("constraints", CASES, ids=str)
+def test_with_many_constraints_missing_is_enough_and_can_always_be_lowered(constraints, monkeypatch):
+    exact = PhraseAutomaton(constraints, VOCAB)
+    monkeypatch.setattr(phrase_automaton, "MOST_EXACT_CONSTRAINTS", 0)
+    automaton = PhraseAutomaton(constraints, VOCAB)
+    for length in range(5):
+        for text in itertools.product(range(VOCAB), repeat=length):
+            states, met = follow(automaton, text)
+            missing = automaton.num_missing(states, met).item()
+            assert exact.num_missing(states, met).item() <= missing <= automaton.num_tokens
+            assert (missing == 0) == bool(met.all())
+            if missing:
+                behind = automaton.read(states, met[:, None], automaton.alphabet)
+                assert automaton.num_missing(*behind).min() < missing
+
+
+@pytest.mark.parametrize("constraints", CASES, ids=str)
+def test_each_phrase_leads_on_token_by_token(constraints):
+    automaton = PhraseAutomaton(constraints, VOCAB)
+    for phrase in (phrase for phrases in constraints for phrase in phrases if not phrase.is_first):
+        values = [
+            automaton.progress(*follow(automaton, phrase.ids[:count])).item() for count in range(len(phrase.ids) + 1)
+        ]
+        assert values[0] == 0 and values == sorted(set(values)) and values[-1] <= automaton.most_progress

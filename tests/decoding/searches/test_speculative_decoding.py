@@ -1,0 +1,356 @@
+"""Tests of `metaphrase.decoding.searches.speculative_decoding`: the target model's own tokens, and its own distribution."""
+
+import copy
+import functools
+from collections import Counter
+
+import pytest
+import torch
+from other_families import generator_of
+from tiny_generator import SOURCES, tiny_generator, tiny_pair
+from tiny_models import DESIGNS, tiny_model
+from transformers import GenerationConfig
+
+from metaphrase.decoding.ragged_state import RaggedDecoderState
+from metaphrase.decoding.searches.speculative_decoding import _Speculation
+from metaphrase.inference import Generator, Partner, SpeculativeSearch, decode
+
+ENDS = [5, 11, 17]
+TEXTS = [[12, 2], [30, 4, 4, 4, 9, 2], [21, 6, 2], [7, 8, 9, 2], [9, 9, 2], [3, 14, 15, 9, 2]]
+
+
+def noisy(model, noise=0.1, seed=0):
+    """A draft model that often agrees with the model, but not always."""
+    draft, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * parameter.std(correction=0), alpha=noise)
+    return draft
+
+
+def speculate(model, draft, texts=TEXTS, num_assistant_tokens=3, **options):
+    search = SpeculativeSearch(num_assistant_tokens)
+    rows = decode(model, texts, return_scores=True, partners=[Partner(draft, texts)], search=search, **options)
+    return rows, search
+
+
+def assert_same(found, expected):
+    for row, alone in zip(found, expected, strict=True):
+        assert [h.ids for h in row] == [h.ids for h in alone]
+        assert [h.is_finished for h in row] == [h.is_finished for h in alone]
+        assert [h.score for h in row] == pytest.approx([h.score for h in alone], abs=1e-3, rel=1e-4)
+
+
+@pytest.fixture
+def accepted(monkeypatch):
+    """How many tokens each row accepted, round by round."""
+    seen = []
+    choose = _Speculation._choose
+
+    def spy(self, *arguments):
+        tokens, counts = choose(self, *arguments)
+        seen.append(counts.tolist())
+        return tokens, counts
+
+    monkeypatch.setattr(_Speculation, "_choose", spy)
+    return seen
+
+
+@pytest.mark.parametrize("num_assistant_tokens", [1, 3, 8])
+@pytest.mark.parametrize("design", DESIGNS)
+def test_greedy_tokens_are_those_of_the_model(design, num_assistant_tokens, accepted):
+    model = tiny_model(**DESIGNS[design])
+    options = {"max_new_tokens": 14, "eos_token_id": ENDS}
+    draft, texts = noisy(model), [[token % model.config.vocab_size for token in text] for text in TEXTS]
+    found, search = speculate(model, draft, texts, num_assistant_tokens, **options)
+    assert_same(found, decode(model, texts, return_scores=True, **options))
+    # Rows of one round accepted different numbers.
+    assert any(len(set(counts)) > 1 for counts in accepted)
+    assert 0 < search.num_accepted < search.num_drafted
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"no_repeat_ngram_size": 1},
+        {"repetition_penalty": 2.0, "min_new_tokens": 5},
+        {"eos_token_id": None},
+        {"eos_token_id": list(range(2, 30))},
+        {"max_new_tokens": 1},
+        {"max_new_tokens": 2},
+        {"forced_bos_token_id": 8, "forced_eos_token_id": 5},
+        {"exponential_decay_length_penalty": (3, 1.5)},
+        {"batch_size": 1},
+        {"batch_size": 4},
+    ],
+)
+def test_options_mean_what_they_mean_without(options):
+    model = tiny_model(decoder_layers=1)
+    options = {"max_new_tokens": 14, "eos_token_id": ENDS} | options
+    found, _ = speculate(model, noisy(model), **options)
+    assert_same(found, decode(model, TEXTS, return_scores=True, **options))
+
+
+def test_a_prompt_is_read_before_the_search():
+    model = tiny_model()
+    prompts = torch.tensor([[2, 9, 4], [2, 8, 30], [2, 12, 12]] * 2)
+    # In the order in which they are decoded.
+    texts = sorted(TEXTS, key=len, reverse=True)
+    options = {"max_new_tokens": 9, "eos_token_id": ENDS, "decoder_input_ids": prompts, "no_repeat_ngram_size": 2}
+    found, _ = speculate(model, noisy(model), texts, **options)
+    expected = decode(model, texts, **options)
+    assert [h.ids for [h] in found] == [h.ids for [h] in expected]
+    # transformers puts the start token before them.
+    assert [h.ids[:3] for [h] in found] == prompts.tolist()
+
+
+def test_a_draft_of_another_architecture_that_reads_other_ids():
+    model = tiny_model(**DESIGNS["alibi"])
+    draft = tiny_model(seed=1, vocab_size=50, decoder_vocab_size=37, share_embeddings=False, hidden_size=16, head_dim=4)
+    options = {"max_new_tokens": 9, "eos_token_id": ENDS}
+    partner = Partner(draft, [[49, *text, 40] for text in TEXTS])
+    found = decode(model, TEXTS, return_scores=True, partners=[partner], search=SpeculativeSearch(), **options)
+    assert_same(found, decode(model, TEXTS, return_scores=True, **options))
+
+
+@pytest.mark.parametrize("positions", [14, 6, 2])
+def test_a_draft_with_fewer_positions_stops_where_they_end(positions, accepted):
+    model = tiny_model(position_embedding_type="learned", max_position_embeddings=14)
+    draft = tiny_model(position_embedding_type="learned", max_position_embeddings=positions)
+    texts, options = [text[-positions:] for text in TEXTS], {"max_length": 14, "eos_token_id": ENDS}
+    found, search = speculate(model, draft, texts, **options)
+    assert_same(found, decode(model, texts, return_scores=True, **options))
+    assert search.num_drafted > 0
+
+
+def test_a_draft_does_not_run_past_the_positions_of_the_model():
+    """Without a draft all targets end before the positions do."""
+    model = tiny_model(position_embedding_type="learned", max_position_embeddings=6)
+    options = {"max_length": 40, "eos_token_id": list(range(24))}
+    expected = decode(model, TEXTS, return_scores=True, **options)
+    assert {len(h.ids) for [h] in expected} == {1, 2}
+    found, _ = speculate(model, noisy(model), num_assistant_tokens=8, **options)
+    assert_same(found, expected)
+
+
+def test_a_model_that_drafts_for_itself_is_always_right(monkeypatch):
+    model, widths = tiny_model(), []
+    read = RaggedDecoderState.read
+    monkeypatch.setattr(RaggedDecoderState, "read", lambda self, ids: widths.append(ids.shape[1]) or read(self, ids))
+    _, search = speculate(model, model, TEXTS[:1], max_new_tokens=12, eos_token_id=None)
+    assert search.num_accepted == search.num_drafted == 9
+    # Three rounds: the draft model reads the prompt, later what it has not read of the last round; then the target model.
+    assert widths == [1, 1, 1, 4, 2, 1, 1, 4, 2, 1, 1, 4]
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_finished_sources_are_not_computed(copies, monkeypatch):
+    model, rows = tiny_model(), []
+    read = RaggedDecoderState.read
+    monkeypatch.setattr(RaggedDecoderState, "read", lambda self, ids: rows.append(len(ids)) or read(self, ids))
+    torch.manual_seed(0)
+    options = {"do_sample": True, "num_return_sequences": copies, "eos_token_id": ENDS, "max_new_tokens": 25}
+    speculate(model, noisy(model), **options)
+    assert rows[0] == 6 * copies and rows == sorted(rows, reverse=True) and len(set(rows)) > 2
+
+
+# Sampling
+
+VOCABULARY = 6
+TINY = {"vocab_size": VOCABULARY, "decoder_layers": 1, "encoder_layers": 1, "hidden_size": 8, "initializer_range": 0.3}
+END = 5
+
+
+@functools.cache
+def tiny_sampler(seed):
+    return tiny_model(seed=seed, encoder_attention_heads=2, decoder_attention_heads=2, **TINY)
+
+
+def next_probabilities(model, text, prefix, temperature, top_k):
+    """What may come next, `(vocab)`, from a plain pass over the whole prefix."""
+    ids = torch.tensor([[model.config.decoder_start_token_id, *prefix]])
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([text]), decoder_input_ids=ids).logits[0, -1] / temperature
+    if top_k:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
+    return logits.softmax(-1)
+
+
+def exact_distribution(model, text, length, temperature=1.0, top_k=0):
+    """The probability of each target of at most so many tokens, by counting them all."""
+    prefixes, whole = {(): 1.0}, {}
+    for _ in range(length):
+        longer = {}
+        for prefix, probability in prefixes.items():
+            probs = next_probabilities(model, text, prefix, temperature, top_k).tolist()
+            for token, share in enumerate(probs):
+                (whole if token == END else longer)[*prefix, token] = probability * share
+        prefixes = longer
+    return whole | prefixes
+
+
+def excess(counts, probabilities):
+    """How many standard deviations Pearson's chi-square statistic lies above its mean."""
+    draws = sum(counts.values())
+    expected = {target: draws * probability for target, probability in probabilities.items()}
+    common = [target for target, count in expected.items() if count >= 5]
+    terms = [(counts[target] - expected[target]) ** 2 / expected[target] for target in common]
+    rest = draws - sum(expected[target] for target in common)
+    terms.append((draws - sum(counts[target] for target in common) - rest) ** 2 / max(rest, 5.0))
+    # The mean is the number of degrees of freedom, the variance twice that.
+    return (sum(terms) - len(common)) / (2 * len(common)) ** 0.5
+
+
+@pytest.mark.parametrize("options", [{"top_k": 0}, {"top_k": 3, "temperature": 1.7}], ids=["all", "processed"])
+@pytest.mark.parametrize("num_assistant_tokens", [1, 2, 5])
+def test_samples_follow_the_distribution_of_the_model(num_assistant_tokens, options):
+    """The chi-square statistic of all targets lies where it would of the model's own draws, that of the draft's far beyond."""
+    model, draft = tiny_sampler(0), tiny_sampler(1)
+    texts, copies, length = [[3, 4, 2], [4, 2]], 3000, 3
+    torch.manual_seed(0)
+    settings = {"do_sample": True, "eos_token_id": END, "max_new_tokens": length, "num_return_sequences": copies}
+    found, search = speculate(model, draft, texts, num_assistant_tokens, **settings, **options)
+    assert 0.1 < search.num_accepted / search.num_drafted < 0.9
+    for text, row in zip(texts, found, strict=True):
+        assert len(row) == copies
+        counts = Counter(tuple(hypothesis.ids) for hypothesis in row)
+        own, other = (exact_distribution(each, text, length, **options) for each in (model, draft))
+        assert counts.keys() <= own.keys() and sum(own.values()) == pytest.approx(1.0)
+        assert abs(excess(counts, own)) < 4
+        if not options["top_k"]:
+            assert excess(counts, other) > 40
+
+
+def test_as_many_drafts_are_accepted_as_the_two_distributions_share():
+    """The first draft of a target is accepted with the probability that both give to the same token."""
+    model, draft, copies = tiny_sampler(0), tiny_sampler(1), 10000
+    for text in ([3, 4, 2], [4, 2]):
+        torch.manual_seed(0)
+        options = {
+            "do_sample": True,
+            "top_k": 0,
+            "num_return_sequences": copies,
+            "max_new_tokens": 2,
+            "eos_token_id": -1,
+        }
+        _, search = speculate(model, draft, [text], 1, **options)
+        own, other = (next_probabilities(each, text, (), 1.0, 0) for each in (model, draft))
+        # A row whose draft is refused takes one token, and has no room for another draft: each had one.
+        assert search.num_drafted == copies
+        expected = torch.minimum(own, other).sum().item()
+        assert search.num_accepted / copies == pytest.approx(
+            expected, abs=4 * (expected * (1 - expected) / copies) ** 0.5
+        )
+        assert 0.1 < expected < 0.95
+
+
+def test_sampled_scores_are_the_log_probabilities_of_the_model():
+    model, draft, text = tiny_sampler(0), tiny_sampler(1), [3, 4, 2]
+    torch.manual_seed(0)
+    options = {"do_sample": True, "top_k": 0, "num_return_sequences": 20, "max_new_tokens": 6, "eos_token_id": END}
+    [found], _ = speculate(model, draft, [text], **options)
+    for hypothesis in found:
+        steps = [
+            next_probabilities(model, text, hypothesis.ids[:place], 1.0, 0)[token].log().item()
+            for place, token in enumerate(hypothesis.ids)
+        ]
+        assert hypothesis.score == pytest.approx(sum(steps), abs=1e-4)
+
+
+# Through the generator
+
+
+@pytest.fixture(scope="module")
+def generator():
+    return tiny_generator()
+
+
+@pytest.fixture(scope="module")
+def draft(generator):
+    return Generator(noisy(generator.model, 0.05), generator.tokenizers)
+
+
+def test_texts_are_those_without_an_assistant(draft):
+    generator = tiny_generator()
+    texts = [*SOURCES, ""]
+    for assistant in (draft, draft.model):
+        for number in (1, 4):
+            options = {"assistant_model": assistant, "num_assistant_tokens": number}
+            assert generator.generate(texts, **options) == generator.generate(texts)
+    scored = generator.generate_n_best(texts, assistant_model=draft)
+    expected = generator.generate_n_best(texts)
+    assert [c.text for [c] in scored] == [c.text for [c] in expected]
+    assert [c.score for [c] in scored] == pytest.approx([c.score for [c] in expected], abs=1e-3)
+    assert 0 < generator.num_accepted < generator.num_drafted
+
+
+def test_no_number_of_drafted_tokens_is_the_default(generator, draft):
+    expected = generator.generate(SOURCES, assistant_model=draft)
+    assert generator.generate(SOURCES, assistant_model=draft, num_assistant_tokens=None) == expected
+    with pytest.raises(ValueError, match="`num_assistant_tokens` must be at least 1, got 0"):
+        generator.generate(SOURCES, assistant_model=draft, num_assistant_tokens=0)
+
+
+def test_a_draft_that_reads_by_its_own_tokenizer(generator):
+    other_pair = type(generator.tokenizers)(tiny_pair(kind="byte").source, generator.tokenizers.target)
+    small = tiny_model(seed=4, share_embeddings=False, **other_pair.config_fields())
+    assistant = Generator(small, other_pair)
+    assert generator.generate(SOURCES, assistant_model=assistant) == generator.generate(SOURCES)
+    with pytest.raises(
+        ValueError, match=r"`vocab_size` of `assistant_model` must be that of the model, .* with its own"
+    ):
+        generator.generate(SOURCES, assistant_model=small)
+
+
+def test_models_of_other_families_are_left_to_transformers(generator, draft, monkeypatch):
+    """It takes one source at a time."""
+    monkeypatch.setattr("metaphrase.inference.run.is_metaphrase", lambda model: model is generator.model)
+    called = []
+    handle = draft.model.register_forward_hook(lambda *_: called.append("draft"))
+    found = generator.generate_n_best([*SOURCES, ""], assistant_model=draft.model)
+    handle.remove()
+    expected = generator.generate_n_best([*SOURCES, ""])
+    assert [c.text for [c] in found] == [c.text for [c] in expected] and called
+    assert [c.score for [c] in found] == pytest.approx([c.score for [c] in expected], abs=1e-3)
+
+
+@pytest.mark.parametrize("where", ["call", "config", "own"])
+def test_drafts_out_of_the_source_are_of_one_source_at_a_time(where):
+    generator = generator_of("t5")
+    expected = generator.generate(SOURCES, max_new_tokens=8)
+    drafting = {"prompt_lookup_num_tokens": 2}
+    options = {"call": drafting, "config": {"generation_config": GenerationConfig(**drafting)}, "own": {}}[where]
+    if where == "own":
+        generator.model.generation_config.update(**drafting)
+    assert generator.generate(SOURCES, max_new_tokens=8, **options) == expected
+
+
+def test_what_does_not_fit_is_refused(generator, draft):
+    with pytest.raises(ValueError, match=r"The target vocabulary of `assistant_model` must be that of the first model"):
+        generator.generate(SOURCES, assistant_model=tiny_generator(kind="byte"))
+    with pytest.raises(ValueError, match="`num_beams` must be 1 with `assistant_model`, got 3"):
+        generator.generate(SOURCES, assistant_model=draft, num_beams=3)
+    with pytest.raises(ValueError, match="`num_assistant_tokens` must be at least 1, got 0"):
+        generator.generate(SOURCES, assistant_model=draft, num_assistant_tokens=0)
+    with pytest.raises(ValueError, match="use_cache=False"):
+        generator.generate(SOURCES, assistant_model=draft, use_cache=False)
+    other = tiny_generator(seed=1)
+    other.model.config.decoder_start_token_id = 4
+    with pytest.raises(
+        ValueError, match="`decoder_start_token_id` of `assistant_model` must be that of the first model"
+    ):
+        generator.generate(SOURCES, assistant_model=other)
+    together = Generator(generator.model, generator.tokenizers, members=[draft])
+    with pytest.raises(ValueError, match="`assistant_model` must be left out for an ensemble"):
+        together.generate(SOURCES, assistant_model=draft)
+    with pytest.raises(ValueError, match="`assistant_model` must be one model, got an ensemble of 2"):
+        generator.generate(SOURCES, assistant_model=together)
+    with pytest.raises(ValueError, match="`model 2 of the ensemble` must be one model, got an ensemble of 2"):
+        Generator(generator.model, generator.tokenizers, members=[together])
+    scaled = tiny_model(
+        position_embedding_type="rotary", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    )
+    with pytest.raises(
+        ValueError, match="`rope_type` must not depend on the length with `assistant_model`, got 'dynamic'"
+    ):
+        speculate(scaled, scaled)

@@ -1,0 +1,110 @@
+"""Call options: however a setting is given, it means the same, and comes before the model's own."""
+
+import logging
+
+import pytest
+from tiny_generator import SOURCES
+from transformers import GenerationConfig
+from transformers.utils import logging as transformers_logging
+
+from metaphrase.decoding.options import plain_options
+from metaphrase.inference.alignment import cross_attentions
+from metaphrase.inference.batches import decode
+
+
+@pytest.fixture
+def warned():
+    """What transformers says."""
+    records, handler, logger = [], logging.Handler(), transformers_logging.get_logger("transformers")
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger.addHandler(handler)
+    yield records
+    logger.removeHandler(handler)
+
+
+def config_of(**settings):
+    return {"generation_config": GenerationConfig(**settings)}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {}),
+        ({"num_beams": 4, "top_k": None}, {"num_beams": 4, "top_k": None}),
+        (config_of(num_beams=4), {"num_beams": 4}),
+        (config_of(num_beams=4) | {"num_beams": 2, "do_sample": True}, {"num_beams": 2, "do_sample": True}),
+        (config_of(num_beams=4) | {"num_beams": None}, {"num_beams": None}),
+        ({"num_return_sequences": None}, {"num_return_sequences": 1}),
+        ({"max_length": 5}, {"max_length": 5, "max_new_tokens": None}),
+        ({"min_new_tokens": 5}, {"min_length": None, "min_new_tokens": 5}),
+        ({"max_length": 5, "max_new_tokens": 6}, {"max_length": 5, "max_new_tokens": 6}),
+        (config_of(max_length=5, max_new_tokens=6), {"max_length": None, "max_new_tokens": 6}),
+        (config_of(max_new_tokens=6) | {"max_length": 5}, {"max_length": 5, "max_new_tokens": None}),
+    ],
+)
+def test_settings_stand_by_their_own_names(given, expected):
+    assert plain_options(given) == expected == plain_options(plain_options(given))
+
+
+def test_what_transformers_does_not_know_stays_in_its_config():
+    options = plain_options(config_of(num_beams=4, depth=3))
+    assert options.keys() == {"num_beams", "generation_config"} and options["generation_config"].depth == 3
+    with pytest.raises(ValueError, match="`generation_config` must be a GenerationConfig, got dict"):
+        plain_options({"generation_config": {"num_beams": 2}})
+
+
+@pytest.mark.parametrize("beams", [{}, {"num_beams": 3, "num_return_sequences": 2}], ids=["greedy", "beam"])
+def test_a_config_means_what_its_settings_mean(beams, generator, sources):
+    """Its end of sequence too, up to which scores are added up."""
+    ids = [hypothesis.ids for [hypothesis] in decode(generator.model, sources)]
+    end = next(token for token in ids[0][1:-2] if not all(token in row for row in ids))
+    settings = {"eos_token_id": end, **beams}
+    expected = decode(generator.model, sources, return_scores=True, **settings)
+    assert {h.is_finished for found in expected for h in found} == {True, False}
+    assert decode(generator.model, sources, return_scores=True, **config_of(**settings)) == expected
+    texts = generator.generate_n_best([*SOURCES, ""], **settings)
+    unfinished, generator.num_unfinished = generator.num_unfinished, 0
+    assert generator.generate_n_best([*SOURCES, ""], **config_of(**settings)) == texts
+    assert generator.num_unfinished == unfinished
+
+
+def test_the_number_of_targets_may_come_from_a_config_or_be_left_open(generator):
+    several = config_of(num_beams=3, num_return_sequences=3)
+    assert generator.num_targets(**several) == 3
+    assert [len(found) for found in generator.generate_n_best([SOURCES[0], ""], **several)] == [3, 3]
+    assert [len(found) for found in generator.generate_stream([SOURCES[0], ""], **several)] == [3, 3]
+    with pytest.raises(ValueError, match="`num_return_sequences` must be 1 for `generate`, got 3"):
+        generator.generate(SOURCES, **several)
+    with pytest.raises(ValueError, match="`num_return_sequences` must be 1 for one map, got 3"):
+        cross_attentions(generator, SOURCES, **several)
+    assert generator.generate([*SOURCES, ""], num_return_sequences=None) == generator.generate([*SOURCES, ""])
+    assert [len(found) for found in generator.generate_stream(["", SOURCES[0]], num_return_sequences=None)] == [1, 1]
+
+
+@pytest.mark.parametrize("wrap", [dict, config_of], ids=["arguments", "config"])
+@pytest.mark.parametrize(
+    ("own", "given"),
+    [
+        ({"max_new_tokens": 8}, {"max_length": 5}),
+        ({"max_length": 5}, {"max_new_tokens": 7}),
+        ({"min_new_tokens": 7}, {"min_length": 3}),
+        ({"min_length": 7}, {"min_new_tokens": 2}),
+    ],
+    ids=str,
+)
+def test_a_length_that_was_given_comes_before_the_models_own(own, given, wrap, generator, sources, warned):
+    def written(**options):
+        found = decode(generator.model, sources, batch_size=2, return_scores=True, **options)
+        return [hypothesis.ids for [hypothesis] in found]
+
+    settings = generator.model.generation_config
+    if "min_length" in own | given:
+        # Targets end with their second token, unless they must be longer.
+        settings.eos_token_id = sorted({ids[1] for ids in written()})
+    elif "max_length" in own:
+        settings.max_new_tokens = None
+    by_default = written(**own)
+    expected = written(**given)
+    settings.update(**own)
+    assert written(**wrap(**given)) == expected != by_default == written()
+    assert not warned

@@ -1,0 +1,266 @@
+"""Tests of `metaphrase.decoding.quantization`: packed layers compute what rounded weights do, for each row by itself."""
+
+import copy
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from tiny_generator import SOURCES, save_generator, tiny_generator
+from tiny_models import CROSSED, random_batch, run_model, tiny_model
+from torch import nn
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    MarianConfig,
+    MarianMTModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from metaphrase.decoding import quantization
+from metaphrase.decoding.quantization import Float16Linear, Int8Linear, has_kernels, quantization_of
+from metaphrase.inference import Generator, quantize
+from metaphrase.modeling import int8_product
+from metaphrase.modeling.step_layer import step_layers
+
+pytestmark = pytest.mark.skipif(not has_kernels(), reason="this build of torch has no kernels of FBGEMM")
+
+
+@pytest.fixture
+def all_sizes(monkeypatch):
+    """Small layers are packed too."""
+    monkeypatch.setattr(quantization, "_LEAST_SIZE", 1)
+
+
+def some_linear(bias=True):
+    linear = nn.Linear(48, 33, bias=bias).requires_grad_(False)
+    # Outputs of very different sizes, one of them nothing.
+    linear.weight *= torch.logspace(-3, 3, 33)[:, None]
+    linear.weight[5] = 0
+    return linear
+
+
+def some_states(*shape):
+    states = torch.randn(*shape, 48) * torch.rand(*shape, 1).mul(8).exp()
+    states[0] = 0
+    return states
+
+
+def rounded(states, levels):
+    """Rounded to so many levels of the largest of each row."""
+    step = states.abs().amax(dim=-1, keepdim=True).clamp_min(1e-30) / levels
+    return (states / step).round() * step
+
+
+@pytest.fixture(params=[63, 127])
+def levels(request, monkeypatch):
+    """Of activations, those that every processor can add up, and those that this one can."""
+    levels = min(request.param, int8_product.activation_levels())
+    monkeypatch.setattr(int8_product, "activation_levels", lambda: levels)
+    return levels
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(3,), (2, 4), (0,)])
+def test_int8_is_a_product_of_rounded_weights_and_states(shape, bias, levels):
+    linear, states = some_linear(bias), some_states(*shape) if 0 not in shape else torch.zeros(*shape, 48)
+    expected = nn.functional.linear(rounded(states, levels).double(), rounded(linear.weight, 127).double())
+    expected = expected if linear.bias is None else expected + linear.bias
+    output = Int8Linear(linear)(states)
+    assert output.shape == expected.shape and output.dtype == torch.float32
+    # Where a state lies half-way between two levels, division decides: few of so many.
+    scale = states.norm(dim=-1, keepdim=True) * linear.weight.norm(dim=1)
+    assert ((output - expected).abs() <= 2e-3 * scale + 1e-5).all()
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 4), (0,)])
+def test_float16_is_a_product_of_rounded_weights(shape):
+    linear, states = some_linear(), some_states(*shape) if 0 not in shape else torch.zeros(*shape, 48)
+    expected = nn.functional.linear(states, linear.weight.half().float(), linear.bias)
+    output = Float16Linear(linear)(states)
+    assert output.dtype == torch.float32
+    torch.testing.assert_close(
+        output, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max() if len(states) else 1)
+    )
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", [Int8Linear, Float16Linear])
+def test_joined_layers_are_the_layers_side_by_side(kind, bias):
+    layers, states = [kind(some_linear(bias)) for _ in range(3)], some_states(4)
+    layers[1:] = [kind(nn.Linear(48, size, bias=bias)) for size in (7, 20)]
+    joined = kind.join(layers)
+    assert joined.out_features == 33 + 7 + 20 and not joined.training
+    torch.testing.assert_close(
+        joined(states), torch.cat([layer(states) for layer in layers], dim=-1), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_steps_of_a_quantized_model_join_its_layers(all_sizes):
+    model = tiny_model(gated_mlp=True)
+    quantize(model, "int8")
+    layer = step_layers(model.get_decoder())[0]
+    (projection,) = layer.token_projection.layers
+    assert type(projection) is Int8Linear and projection.out_features == 3 * model.config.hidden_size
+    (inner,) = layer.inner_projection.layers
+    assert inner.out_features == 2 * model.config.decoder_ffn_dim
+    assert layer.token_output.layers == [model.get_decoder().layers[0].self_attn.o_proj]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("positive", [slice(0), slice(None), slice(0, None, 2)], ids=["none", "all", "some"])
+def test_a_row_does_not_depend_on_its_batch(positive, bias):
+    linear, states = some_linear(bias), some_states(400)
+    states[positive] = states[positive].relu()
+    layer = Int8Linear(linear)
+    alone = torch.cat([layer(row) for row in states.split(1)])
+    # Another level of one entry would be 1e-3 of it.
+    size = states.norm(dim=-1, keepdim=True) * linear.weight.norm(dim=1) + (1 if bias else 0)
+    assert ((layer(states) - alone).abs() <= 1e-6 * size).all()
+
+
+def test_what_is_no_number_stays_none():
+    layer, states = Int8Linear(some_linear()), some_states(3)
+    states[1, 7] = torch.nan
+    assert layer(states)[1].isnan().all() and layer(states[1:2]).isnan().all()
+    assert layer(states)[[0, 2]].isfinite().all()
+
+
+def check_largest_sums():
+    """All products as large as can be: what the kernel adds them up in must hold them."""
+    linear = nn.Linear(512, 16, bias=False).requires_grad_(False)
+    linear.weight.fill_(1.0)
+    for rows in (1, 2, 64):
+        for sign in (1.0, -1.0):
+            output = Int8Linear(linear)(torch.full((rows, 512), sign))
+            assert torch.allclose(output, torch.full((rows, 16), sign * 512), rtol=1e-5)
+
+
+def test_largest_sums_are_exact(levels):
+    check_largest_sums()
+
+
+def test_kernels_that_add_up_in_16_bits_get_7():
+    """In a process of its own, in which FBGEMM takes the kernels of a processor without VNNI."""
+    code = "import test_quantization as t; t.check_largest_sums(); print(t.int8_product.activation_levels())"
+    environment = {**os.environ, "FBGEMM_ENABLE_INSTRUCTIONS": "AVX2", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["63"]
+
+
+FAMILIES = {
+    "t5": lambda: T5ForConditionalGeneration(
+        T5Config(d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, vocab_size=37, decoder_start_token_id=0)
+    ),
+    "bart": lambda: BartForConditionalGeneration(BartConfig(d_model=64, vocab_size=37, **{
+        f"{side}_{name}": size
+        for side in ("encoder", "decoder")
+        for name, size in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 96))
+    })),
+    "marian": lambda: MarianMTModel(MarianConfig(
+        d_model=64, vocab_size=37, pad_token_id=0, decoder_start_token_id=0, forced_eos_token_id=None,
+        encoder_layers=2, decoder_layers=2, encoder_ffn_dim=96, decoder_ffn_dim=96,
+        encoder_attention_heads=4, decoder_attention_heads=4, max_position_embeddings=64,
+    )),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["int8", "float16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_families(family, kind, all_sizes):
+    model = FAMILIES[family]().eval()
+    ids = torch.randint(3, 37, (4, 9))
+    with torch.inference_mode():
+        expected = model(input_ids=ids, decoder_input_ids=ids).logits
+        assert quantize(model, kind) > 20
+        logits = model(input_ids=ids, decoder_input_ids=ids).logits
+    error = (logits - expected).norm() / expected.norm()
+    assert 0 < error < {"int8": 0.1, "float16": 2e-3}[kind]
+    assert model.generate(ids, max_new_tokens=4, num_beams=2).shape[0] == 4
+
+
+@pytest.mark.parametrize("kind", ["int8", "float16"])
+@pytest.mark.parametrize("design", CROSSED)
+def test_searches_are_those_of_the_plain_decoder(design, kind, all_sizes):
+    """Steps with a cache of our own, and transformers' loops around the forward pass."""
+    model = tiny_model(**CROSSED[design])
+    assert quantize(model, kind) > 20
+    inputs = {name: tensor for name, tensor in random_batch(model.config).items() if name != "decoder_input_ids"}
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": [5, 11, 17]}
+    expected = model.generate(**inputs, **options, return_dict_in_generate=True, output_logits=True)
+    assert torch.equal(model.generate(**inputs, **options), expected.sequences)
+
+
+def test_small_layers_and_embeddings_stay(monkeypatch):
+    model = tiny_model()
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    sizes = sorted({linear.weight.numel() for linear in linears})
+    monkeypatch.setattr(quantization, "_LEAST_SIZE", sizes[-1])
+    embeddings = model.get_input_embeddings()
+    count = quantize(model, "int8")
+    assert count == sum(linear.weight.numel() == sizes[-1] for linear in linears)
+    left = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    assert len(left) == len(linears) - count and all(linear.weight.numel() < sizes[-1] for linear in left)
+    assert model.get_input_embeddings() is embeddings
+
+
+def test_a_quantized_model_is_neither_trained_nor_saved(tmp_path, all_sizes):
+    model = tiny_model()
+    quantize(model, "int8")
+    with pytest.raises(ValueError, match="must stay in evaluation mode"):
+        model.train()
+    with pytest.raises(ValueError, match="must not be saved"):
+        model.save_pretrained(tmp_path / "model")
+    model.eval()
+    copied = copy.deepcopy(model)
+    assert torch.equal(run_model(copied).logits, run_model(model).logits)
+
+
+def test_without_kernels_weights_stay_as_they_are(all_sizes, monkeypatch, caplog):
+    monkeypatch.setattr(quantization, "has_kernels", lambda: False)
+    model = tiny_model()
+    expected = run_model(model).logits
+    assert quantize(model, "int8") == 0
+    assert torch.equal(run_model(model).logits, expected)
+    assert "int8 weights need a torch with FBGEMM" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "expected"),
+    [
+        ("int8", "cpu", "int8"),
+        ("float16", "cpu", "float16"),
+        (torch.float16, torch.device("cpu"), "float16"),
+        ("float16", "cuda", None),
+        ("bfloat16", "cpu", None),
+        ("auto", "cpu", None),
+        (torch.float32, "cpu", None),
+    ],
+)
+def test_types_of_weights(dtype, device, expected):
+    assert quantization_of(dtype, device) == expected
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="`dtype` int8 needs the device cpu, got cuda:1"):
+        quantization_of("int8", "cuda:1")
+    with pytest.raises(ValueError, match="`quantization` must be one of int8, float16, got 'int4'"):
+        quantize(tiny_model(), "int4")
+    with pytest.raises(ValueError, match=r"must be on a CPU in float32 to be quantized, got torch.bfloat16 on cpu"):
+        quantize(tiny_model().bfloat16(), "int8")
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float16"])
+def test_generator(dtype, tmp_path, all_sizes):
+    folder = save_generator(tiny_generator(), tmp_path / "model")
+    generator = Generator.from_pretrained(folder, device="cpu", dtype=dtype)
+    kind = {"int8": Int8Linear, "float16": Float16Linear}[dtype]
+    assert any(isinstance(module, kind) for module in generator.model.modules())
+    texts = generator.generate(SOURCES, num_beams=2)
+    assert texts == [generator.generate([source], num_beams=2)[0] for source in SOURCES]
+    expected = Generator.from_pretrained(folder, device="cpu").generate(SOURCES, num_beams=2)
+    if dtype == "float16":
+        assert texts == expected

@@ -1,0 +1,145 @@
+"""Chosen scores: as transformers says them, with no vocabulary kept for each step."""
+
+import pytest
+import torch
+from other_families import other_model
+from tiny_generator import SOURCES, tiny_generator, tiny_pair
+from transformers import MarianConfig, MarianMTModel, StoppingCriteria
+
+from metaphrase.inference import Generator
+from metaphrase.inference.batches import decode, pad_sources
+from metaphrase.modeling.chosen_scores import ChosenScores, totals_of_steps
+
+OPTIONS = {
+    "greedy": {},
+    "beams": {"num_beams": 4, "num_return_sequences": 3},
+    "penalties": {"num_beams": 3, "length_penalty": 0.5, "repetition_penalty": 1.5},
+    "samples": {"do_sample": True, "top_k": 9, "num_return_sequences": 3},
+    "sampled beams": {"do_sample": True, "num_beams": 3},
+    "a function": {"prefix_allowed_tokens_fn": lambda number, ids: list(range(4, 28))},
+    "a prompt": {"decoder_input_ids": [[1, 7, 8]]},
+}
+LIMITS = {"max_new_tokens": 8, "eos_token_id": 22}
+
+
+def kept_scores(model, sources, options):
+    """What transformers says itself: of beams, or the sum of the transitions that were chosen."""
+    if "decoder_input_ids" in options:
+        options = {"decoder_input_ids": torch.tensor(options["decoder_input_ids"]).expand(len(sources), -1)}
+    output = model.generate(
+        **pad_sources(sources, model), **options, **LIMITS, return_dict_in_generate=True, output_scores=True
+    )
+    if options.get("num_beams", 1) > 1:
+        return output.sequences_scores.tolist()
+    transitions = model.compute_transition_scores(output.sequences, output.scores, normalize_logits=True)
+    totals = []
+    for row, ids in zip(transitions.tolist(), output.sequences[:, -transitions.shape[1] :].tolist(), strict=True):
+        totals.append(sum(row[: ids.index(22) + 1 if 22 in ids else None]))
+    return totals
+
+
+@pytest.fixture
+def outputs(monkeypatch):
+    """What `generate()` has returned."""
+    kept = []
+
+    def keeping(model):
+        generate = model.generate
+        monkeypatch.setattr(model, "generate", lambda **kwargs: kept.append(generate(**kwargs)) or kept[-1])
+        return kept
+
+    return keeping
+
+
+@pytest.mark.parametrize("family", ["bart", "t5"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_scores_are_those_of_transformers_and_no_step_is_kept(family, options, outputs):
+    model, sources = other_model(family), sorted(tiny_pair().encode_sources(SOURCES), key=len, reverse=True)
+    torch.manual_seed(3)
+    expected = kept_scores(model, sources, options)
+    outputs = outputs(model)
+    torch.manual_seed(3)
+    found = decode(model, sources, return_scores=True, **options, **LIMITS)
+    assert [h.score for row in found for h in row] == pytest.approx(expected, abs=1e-5)
+    assert len({round(score, 3) for score in expected}) > 2
+    [output] = outputs
+    assert output.scores and all(step.numel() == 0 for step in output.scores)
+    torch.manual_seed(3)
+    assert [[h.ids for h in row] for row in decode(model, sources, **options, **LIMITS)] == [
+        [h.ids for h in row] for row in found
+    ]
+
+
+def test_steps_that_were_undone_and_padding_outside_of_the_vocabulary_do_not_count():
+    logits = torch.randn(3, 2, 6)
+    # The last step was undone, and 99 stands for nothing: the first row has ended with 3.
+    tokens = torch.tensor([[3, 99, 5], [4, 3, 1]])
+    chosen = ChosenScores(empties=False)
+    for step in (1, 2, 3):
+        chosen(tokens[:, :step], tuple(logits[:step]))
+    sequences, ends = torch.cat((torch.tensor([[1], [1]]), tokens[:, :2]), dim=1), torch.tensor([3])
+    log_probs = logits.log_softmax(dim=-1)
+    expected = torch.stack((log_probs[0, 0, 3], log_probs[0, 1, 4] + log_probs[1, 1, 3]))
+    torch.testing.assert_close(chosen.totals(sequences, 1, ends), expected)
+    torch.testing.assert_close(totals_of_steps(tuple(logits), sequences, 1, ends), expected)
+
+
+def test_drafted_tokens_are_scored_too():
+    model, sources = other_model("bart"), tiny_pair().encode_sources(SOURCES)
+    plain = decode(model, sources, return_scores=True, **LIMITS)
+    drafted = decode(model, sources, return_scores=True, prompt_lookup_num_tokens=3, **LIMITS)
+    for [expected], [found] in zip(plain, drafted, strict=True):
+        assert found.ids == expected.ids and found.score == pytest.approx(expected.score, abs=1e-4)
+
+
+def test_a_model_with_two_vocabularies_scores_as_forced_decoding_does():
+    pair = tiny_pair(joint=False)
+    sizes = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "max_position_embeddings": 64}
+    sizes |= {"encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    sizes |= {"share_encoder_decoder_embeddings": False, "tie_word_embeddings": False, "forced_eos_token_id": None}
+    torch.manual_seed(0)
+    model = MarianMTModel(MarianConfig(**pair.config_fields(), **sizes, init_std=0.5)).eval()
+    assert model.config.vocab_size != model.config.decoder_vocab_size
+    generator = Generator(model, pair)
+    found = decode(model, pair.encode_sources(SOURCES), return_scores=True, max_new_tokens=6)
+    scores = generator.score(SOURCES, [h.ids for [h] in found])
+    assert [h.score for [h] in found] == pytest.approx([score.total for score in scores], abs=1e-4)
+
+
+def test_what_only_transformers_loops_do_of_ours_is_scored_alike(outputs):
+    generator = tiny_generator()
+    sources = generator.tokenizers.encode_sources(SOURCES)
+    for options in ({}, {"num_beams": 3}):
+        expected = decode(generator.model, sources, return_scores=True, max_new_tokens=8, **options)
+        # What is hooked to the decoder is met by transformers' loops alone.
+        hook = generator.model.get_decoder().register_forward_pre_hook(lambda module, arguments: None)
+        try:
+            found = decode(generator.model, sources, return_scores=True, max_new_tokens=8, **options)
+        finally:
+            hook.remove()
+        assert [h.ids for [h] in found] == [h.ids for [h] in expected]
+        assert [h.score for [h] in found] == pytest.approx([h.score for [h] in expected], abs=1e-4)
+
+
+class _LooksBack(StoppingCriteria):
+    """A caller's own, which may read all scores so far."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.sizes = [step.numel() for step in scores]
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def test_a_callers_own_criteria_and_loops_have_what_they_had():
+    model, sources = other_model("bart"), tiny_pair().encode_sources(SOURCES)
+    expected = decode(model, sources, return_scores=True, **LIMITS)
+    own = _LooksBack()
+    assert decode(model, sources, return_scores=True, stopping_criteria=[own], **LIMITS) == expected
+    assert min(own.sizes) > 0
+    loop = type(model)._sample
+
+    def own_loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        return loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
+
+    found = decode(model, sources, return_scores=True, custom_generate=own_loop, **LIMITS)
+    for [one], [other] in zip(found, expected, strict=True):
+        assert one.ids == other.ids and one.score == pytest.approx(other.score, abs=1e-5)

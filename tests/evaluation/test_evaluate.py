@@ -1,0 +1,162 @@
+"""Evaluation: the loss of a corpus, and what is written down about a test set."""
+
+import math
+
+import pytest
+import torch
+from other_families import other_model
+from sacrebleu.metrics import BLEU, CHRF
+from tiny_generator import PIECES, SOURCES, TARGETS, tiny_generator, tiny_pair
+from transformers import T5Config, T5ForConditionalGeneration
+from transformers.modeling_outputs import Seq2SeqLMOutput
+
+from metaphrase.evaluation import evaluate as evaluation
+from metaphrase.evaluation.evaluate import corpus_loss, evaluate_generator, generation_settings
+from metaphrase.modeling.length_batches import batches_by_length
+
+
+@pytest.fixture
+def generator():
+    return tiny_generator(joint=False)
+
+
+def loss_one_by_one(model, sources, targets):
+    total = 0.0
+    for source, target in zip(sources, targets, strict=True):
+        start = [model.config.decoder_start_token_id, *target[:-1]]
+        with torch.inference_mode():
+            inputs = {"input_ids": torch.tensor([source]), "decoder_input_ids": torch.tensor([start])}
+            # With a cache, FSMT has no causal mask.
+            logits = model(**inputs, use_cache=False).logits[0]
+        total -= sum(logits.log_softmax(-1)[place, token].item() for place, token in enumerate(target))
+    return total / sum(map(len, targets))
+
+
+@pytest.mark.parametrize("limits", [{}, {"batch_size": 2}, {"max_tokens_per_batch": 50}, {"batch_size": 1}])
+def test_loss_is_that_of_every_pair_by_itself(generator, limits):
+    sources, targets = generator.tokenizers.encode_sources(SOURCES), generator.tokenizers.encode_targets(TARGETS)
+    result = corpus_loss(generator.model, sources, targets, **limits)
+    assert result["loss"] == pytest.approx(loss_one_by_one(generator.model, sources, targets), rel=1e-5)
+    assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
+    assert result["num_target_tokens"] == sum(len(target) + 1 for target in TARGETS)
+
+
+@pytest.mark.parametrize(
+    ("loss", "named"), [(math.nan, ["loss", "perplexity"]), (math.inf, ["loss", "perplexity"]), (1e3, ["perplexity"])]
+)
+def test_a_figure_that_is_no_finite_number_is_none(loss, named, generator, monkeypatch, caplog):
+    monkeypatch.setattr(generator.model, "forward", lambda **_: Seq2SeqLMOutput(loss=torch.tensor(loss)))
+    result = corpus_loss(generator.model, [[5, 1]], [[6, 1]])
+    assert [name for name in result if result[name] is None] == named and result["num_target_tokens"] == 2
+    assert [record.args[0] for record in caplog.records] == named
+
+
+def test_texts_are_handed_over_before_they_are_scored(generator):
+    handed = []
+    with pytest.raises(ValueError, match="A key of `options`"):
+        evaluate_generator(
+            generator, SOURCES, TARGETS, metrics=["chrf"], metric_options={"none": {}}, on_decoded=handed.extend
+        )
+    assert handed == generator.generate(SOURCES)
+
+
+def test_loss_of_a_model_of_transformers(generator):
+    sizes = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, initializer_factor=5.0)).eval()
+    sources, targets = [[5, 6, 1], [7, 1]], [[8, 1], [9, 10, 11, 1]]
+    expected = loss_one_by_one(model, sources, targets)
+    assert corpus_loss(model, sources, targets)["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["fsmt", "bart", "marian"])
+def test_loss_of_other_families_is_that_of_the_targets_as_decoding_reads_them(family):
+    """Sources and targets differ in length, so that one cannot be taken for the other."""
+    model, pair = other_model(family), tiny_pair()
+    sources, targets = pair.encode_sources(SOURCES), pair.encode_targets(TARGETS)
+    expected = loss_one_by_one(model, sources, targets)
+    assert corpus_loss(model, sources, targets)["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_result_of_a_test_set(generator):
+    generator.model.generation_config.length_penalty = 0.5
+    generator.generate(SOURCES, eos_token_id=-1)
+    result, predictions = evaluate_generator(
+        generator,
+        [*SOURCES, ""],
+        [*TARGETS, "nichts"],
+        metrics=["bleu", "chrf"],
+        metric_options={"bleu": {"tokenize": "char"}},
+        generation_options={"num_beams": 2, "eos_token_id": -1},
+    )
+    assert predictions == [*generator.generate(SOURCES, num_beams=2, eos_token_id=-1), ""]
+    references = [[*TARGETS, "nichts"]]
+    assert result["scores"]["bleu"]["score"] == BLEU(tokenize="char").corpus_score(predictions, references).score
+    assert "tok:char" in result["scores"]["bleu"]["signature"]
+    assert result["scores"]["chrf"]["score"] == CHRF().corpus_score(predictions, references).score > 0
+    # What the generator left unfinished before is not counted here.
+    assert result["num_examples"] == 6 and result["num_unfinished"] == 5
+    used = {"num_beams": 2, "length_penalty": 0.5, "max_new_tokens": 8, "eos_token_id": -1}
+    assert used.items() <= result["generation"].items()
+    assert result["num_target_tokens"] == sum(len(target) + 1 for target in [*TARGETS, "nichts"])
+
+
+def test_loss_sees_the_prefix_that_decoding_sees():
+    plain, prefixed = tiny_generator(), tiny_generator(source_prefix="the ")
+    result, _ = evaluate_generator(prefixed, SOURCES, TARGETS, metrics=["bleu"])
+    expected, _ = evaluate_generator(plain, ["the " + source for source in SOURCES], TARGETS, metrics=["bleu"])
+    assert result == expected
+    assert result["loss"] != evaluate_generator(plain, SOURCES, TARGETS, metrics=["bleu"])[0]["loss"]
+
+
+def test_loss_is_of_the_pieces_that_a_model_learned_and_scores_are_of_whole_words():
+    generator = tiny_generator(kind="pretokenized")
+    # Encoded again, words that were joined would be unknown, and fewer.
+    labels = generator.tokenizers.encode_targets(PIECES)
+    expected = loss_one_by_one(generator.model, generator.tokenizers.encode_sources(SOURCES), labels)
+    result, predictions = evaluate_generator(generator, SOURCES, PIECES, metrics=["chrf"])
+    assert result["loss"] == pytest.approx(expected, rel=1e-5)
+    assert result["num_target_tokens"] == sum(map(len, labels))
+    assert result["scores"]["chrf"]["score"] == CHRF().corpus_score(predictions, [TARGETS]).score
+    other, _ = evaluate_generator(generator, SOURCES, PIECES, references=SOURCES, metrics=["chrf"])
+    assert other["loss"] == result["loss"]
+    assert other["scores"]["chrf"]["score"] == CHRF().corpus_score(predictions, [SOURCES]).score
+
+
+def test_batches_of_the_loss_are_bounded_as_those_of_decoding_are(monkeypatch):
+    bounds = []
+
+    def recorded(lengths, batch_size, max_tokens):
+        bounds.append((batch_size, max_tokens))
+        return batches_by_length(lengths, batch_size, max_tokens)
+
+    monkeypatch.setattr(evaluation, "batches_by_length", recorded)
+    generator = tiny_generator(max_tokens_per_batch=20, batch_size=3)
+    evaluate_generator(generator, SOURCES, TARGETS, metrics=["bleu"], generation_options={"max_new_tokens": 2})
+    assert bounds == [(3, 20)]
+
+
+def test_settings_are_the_models_own_under_those_given(generator):
+    generator.model.generation_config.num_beams = 4
+    assert {"num_beams": 4, "max_new_tokens": 8}.items() <= generation_settings(generator.model, {}).items()
+    assert generation_settings(generator.model, {"num_beams": 1})["num_beams"] == 1
+
+
+@pytest.mark.parametrize(("sources", "targets"), [(SOURCES, TARGETS[1:]), ([], [])])
+def test_sides_must_be_equally_many_and_not_empty(generator, sources, targets):
+    with pytest.raises(ValueError, match=f"equally many and not empty, got {len(sources)} and {len(targets)}"):
+        evaluate_generator(generator, sources, targets, metrics=["bleu"])
+
+
+def test_there_must_be_a_reference_for_each_target(generator):
+    with pytest.raises(ValueError, match="`references` must be as many as `targets`, got 1 and 5"):
+        evaluate_generator(generator, SOURCES, TARGETS, references=["one"], metrics=["bleu"])
+
+
+def test_references_that_cannot_be_scored_are_refused_before_decoding(generator, monkeypatch):
+    monkeypatch.setattr(generator, "generate", None)
+    with pytest.raises(
+        ValueError, match="`metrics` must not hold wer where no reference has a word, got 2 empty refer"
+    ):
+        evaluate_generator(generator, ["a b", "c"], ["", " "], metrics=["bleu", "wer"])
+    with pytest.raises(ValueError, match=r"A name in `metrics` must be one of bleu, .*, got 'blue'"):
+        evaluate_generator(generator, ["a b"], ["a"], metrics=["blue"])

@@ -1,0 +1,185 @@
+"""Decoding: batches, order, ends of sequence and scores."""
+
+import pytest
+import torch
+from other_families import generator_of
+from tiny_generator import SOURCES, tiny_generator, tiny_pair
+from transformers.generation import utils
+
+from metaphrase.inference.batches import decode
+from metaphrase.modeling.length_batches import batches_by_length
+
+BEAM = {"num_beams": 3, "num_return_sequences": 3}
+
+
+def log_probability(model, source, target):
+    """The sum of the log-probabilities of a target's ids, from a teacher-forced pass."""
+    labels = torch.tensor([target])
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([source]), labels=labels).logits
+    return logits.log_softmax(-1).gather(-1, labels[..., None]).sum().item()
+
+
+def ends_early(model, sources):
+    """A token that the model writes in the middle of a target but not in every target."""
+    written = [hypotheses[0].ids for hypotheses in decode(model, sources)]
+    for token in {token for ids in written for token in ids[1:-2]}:
+        if not all(token in ids for ids in written):
+            return token
+    raise AssertionError(f"all targets are alike: {written}")
+
+
+@pytest.mark.parametrize(("batch_size", "max_tokens"), [(1, 100), (2, 100), (64, 12), (64, 1), (3, 20)])
+def test_batches_hold_every_index_once_within_both_limits(batch_size, max_tokens):
+    lengths = [3, 9, 1, 4, 4, 25, 2, 9]
+    batches = batches_by_length(lengths, batch_size, max_tokens)
+    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
+    for batch in batches:
+        assert len(batch) <= batch_size
+        assert len(batch) == 1 or len(batch) * max(lengths[index] for index in batch) <= max_tokens
+    assert [lengths[index] for batch in batches for index in batch] == sorted(lengths, reverse=True)
+
+
+def test_batches_are_as_full_as_allowed():
+    assert batches_by_length([5] * 6, 64, 15) == [[0, 1, 2], [3, 4, 5]]
+    assert batches_by_length([5] * 5, 4, 1000) == [[0, 1, 2, 3], [4]]
+    assert batches_by_length([], 4, 10) == []
+
+
+@pytest.mark.parametrize("options", [{}, BEAM], ids=["greedy", "beam"])
+def test_batched_is_alone_in_the_order_of_the_sources(generator, sources, options):
+    alone = [decode(generator.model, [source], return_scores=True, **options)[0] for source in sources]
+    assert len({tuple(hypotheses[0].ids) for hypotheses in alone}) > 2
+    for limits in ({}, {"batch_size": 2}, {"max_tokens_per_batch": 40}):
+        together = decode(generator.model, sources, return_scores=True, **limits, **options)
+        assert [[h.ids for h in hypotheses] for hypotheses in together] == [[h.ids for h in one] for one in alone]
+        scores = [[h.score for h in hypotheses] for hypotheses in together]
+        assert torch.allclose(torch.tensor(scores), torch.tensor([[h.score for h in one] for one in alone]), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "seed"), [({"encoder_repetition_penalty": 1.5}, 0), ({"encoder_no_repeat_ngram_size": 1}, 2)]
+)
+def test_what_looks_at_a_source_sees_no_padding(options, seed):
+    generator, options = tiny_generator(seed=seed), {**options, "num_beams": 4}
+    sources = generator.encode(SOURCES)
+    alone = [decode(generator.model, [source], **options)[0][0].ids for source in sources]
+    assert [best.ids for [best] in decode(generator.model, sources, **options)] == alone
+    assert alone != [best.ids for [best] in decode(generator.model, sources, num_beams=4)]
+
+
+def test_greedy_score_is_the_log_probability_up_to_the_end(generator, sources):
+    end = ends_early(generator.model, sources)
+    results = decode(generator.model, sources, return_scores=True, eos_token_id=end)
+    assert len({len(hypothesis.ids) for [hypothesis] in results}) > 1
+    for source, [hypothesis] in zip(sources, results, strict=True):
+        assert hypothesis.score == pytest.approx(log_probability(generator.model, source, hypothesis.ids), abs=1e-4)
+
+
+def test_beam_scores_descend_and_are_normalized_by_length(generator, sources):
+    for source, hypotheses in zip(
+        sources, decode(generator.model, sources, return_scores=True, length_penalty=1.0, **BEAM), strict=True
+    ):
+        scores = [hypothesis.score for hypothesis in hypotheses]
+        assert len(set(map(tuple, (h.ids for h in hypotheses)))) == 3
+        assert scores == sorted(scores, reverse=True)
+        for hypothesis in hypotheses:
+            total = log_probability(generator.model, source, hypothesis.ids)
+            # Whether the start token counts among the length is transformers' own business.
+            shares = [total / length for length in (len(hypothesis.ids), len(hypothesis.ids) + 1)]
+            assert any(hypothesis.score == pytest.approx(share, abs=1e-4) for share in shares)
+
+
+def test_scores_only_where_asked_for(generator, sources):
+    for options in ({}, BEAM):
+        assert all(h.score is None for hypotheses in decode(generator.model, sources, **options) for h in hypotheses)
+
+
+@pytest.mark.parametrize(
+    "form", ["int", "list", "tensor", "number in a tensor", "configured list", "configured tensor"]
+)
+def test_any_end_of_sequence_ends_a_target(generator, sources, form):
+    end = ends_early(generator.model, sources)
+    options = {}
+    if form == "configured list":
+        generator.model.generation_config.eos_token_id = [generator.model.config.eos_token_id, end]
+    elif form == "configured tensor":
+        generator.model.generation_config.eos_token_id = torch.tensor([generator.model.config.eos_token_id, end])
+    else:
+        both = [generator.model.config.eos_token_id, end]
+        forms = {"int": end, "list": both, "tensor": torch.tensor(both), "number in a tensor": torch.tensor(end)}
+        options["eos_token_id"] = forms[form]
+    full = [hypothesis.ids for [hypothesis] in decode(generator.model, sources, eos_token_id=-1)]
+    results = [hypothesis for [hypothesis] in decode(generator.model, sources, **options)]
+    assert {hypothesis.is_finished for hypothesis in results} == {True, False}
+    for hypothesis, ids in zip(results, full, strict=True):
+        assert hypothesis.is_finished == (hypothesis.ids[-1] == end)
+        assert hypothesis.ids == (ids[: ids.index(end) + 1] if end in ids else ids)
+
+
+def test_mode_is_left_as_it_was_even_after_an_error(generator, sources):
+    for was_training in (True, False):
+        generator.model.train(was_training)
+        decode(generator.model, sources[:1])
+        assert generator.model.training is was_training
+        with pytest.raises(ValueError, match="num_return_sequences"):
+            decode(generator.model, sources[:1], num_return_sequences=2)
+        assert generator.model.training is was_training
+
+
+def test_modes_of_parts_are_left_as_they_were(generator, sources):
+    model = generator.model
+    for of_model, of_encoder in ((True, False), (False, True)):
+        model.train(of_model)
+        model.get_encoder().train(of_encoder)
+        before = [module.training for module in model.modules()]
+        assert len(set(before)) == 2
+        decode(model, sources[:1])
+        generator.score(["a cat"], ["eine Katze"])
+        assert [module.training for module in model.modules()] == before
+
+
+def test_dropout_is_off(sources):
+    generator = tiny_generator()
+    expected = decode(generator.model, sources)
+    generator.model.train()
+    for module in generator.model.modules():
+        if hasattr(module, "dropout") and isinstance(module.dropout, float):
+            module.dropout = 0.9
+    generator.model.config.dropout = 0.9
+    assert decode(generator.model, sources) == expected
+
+
+def test_nothing_in_nothing_out(generator):
+    assert decode(generator.model, []) == []
+
+
+def test_what_other_processes_decode_is_not_waited_for(generator, sources, monkeypatch):
+    # Where DeepSpeed shares out weights, generate() would go on until all processes are done; a decoder's model is whole.
+    expected, wanted = decode(generator.model, sources), []
+    monkeypatch.setattr(utils, "is_deepspeed_zero3_enabled", lambda: True)
+    for name, result in (("is_available", True), ("is_initialized", True), ("get_world_size", 2)):
+        monkeypatch.setattr(utils.dist, name, lambda *_, result=result, **__: result)
+    monkeypatch.setattr(utils.dist, "all_reduce", lambda *_, **__: wanted.append(True))
+    assert decode(generator.model, sources) == expected
+    assert not wanted
+
+
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
+@pytest.mark.parametrize("family", ["metaphrase", "bart"])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_an_end_that_is_forced_at_the_limit_is_none(family, beams):
+    model, end = generator_of(family).model, 2
+    sources = tiny_pair().encode_sources(SOURCES)
+    own = decode(model, sources, num_beams=beams, max_new_tokens=8)
+    model.generation_config.forced_eos_token_id = end
+    for limits in ({"max_new_tokens": 8}, {"max_length": 9}, {"max_new_tokens": 7, "decoder_input_ids": [[1, 5]]}, {}):
+        model.generation_config.max_new_tokens = None if limits else 8
+        found = [h for [h] in decode(model, sources, num_beams=beams, **limits)]
+        assert any(len(h.ids) == 8 and not h.is_finished for h in found)
+        assert all(h.ids[-1] == end and h.is_finished == (len(h.ids) < 8) for h in found)
+    # With nothing to force, nothing has changed; and without any limit there are 20 tokens, as transformers has it.
+    assert own == decode(model, sources, num_beams=beams, max_new_tokens=8, forced_eos_token_id=None)
+    model.generation_config.max_new_tokens = None
+    lengths = {h.is_finished: len(h.ids) for [h] in decode(model, sources, num_beams=beams)}
+    assert lengths[False] == 20

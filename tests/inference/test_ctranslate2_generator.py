@@ -1,0 +1,213 @@
+"""Generators on the engine CTranslate2, in Python and on the command line: what they write, what they refuse."""
+
+import builtins
+import importlib
+import json
+import sys
+import tempfile
+
+import pytest
+
+pytest.importorskip("ctranslate2")
+
+import torch
+from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator, tiny_pair
+from tiny_models import tiny_model
+
+from metaphrase.conversion.ctranslate2.export import export_ctranslate2
+from metaphrase.inference import Generator, GeneratorPool, cross_attention
+from metaphrase.inference.ctranslate2.engine import CTranslate2Engine
+from metaphrase.inference.source_limits import TooLongError
+from metaphrase.scripts import evaluate, generate
+
+BEAMS = {"num_beams": 4, "num_return_sequences": 4, "early_stopping": True}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Of a model and of its export, by whether it has one tokenizer."""
+    folder, made = tmp_path_factory.mktemp("generators"), {}
+    for is_joint in (True, False):
+        source = save_generator(tiny_generator(is_joint), folder / f"model_{is_joint}")
+        made[is_joint] = source, export_ctranslate2(source, folder / f"exported_{is_joint}")
+    return made
+
+
+@pytest.mark.parametrize("is_joint", [True, False])
+@pytest.mark.parametrize("is_exported", [True, False])
+def test_generator_writes_the_same(is_joint, is_exported, folders):
+    ours = tiny_generator(is_joint, source_prefix="a ")
+    theirs = Generator.from_pretrained(
+        folders[is_joint][is_exported], engine="ctranslate2", device="cpu", source_prefix="a "
+    )
+    texts = [SOURCES[0], "", *SOURCES]
+    assert theirs.generate(texts) == ours.generate(texts)
+    assert theirs.num_unfinished == ours.num_unfinished
+    expected, results = (generator.generate_n_best(texts, **BEAMS) for generator in (ours, theirs))
+    assert [[c.text for c in row] for row in results] == [[c.text for c in row] for row in expected]
+    for row, scored in zip(expected, results, strict=True):
+        assert [c.score for c in scored] == pytest.approx([c.score for c in row], abs=1e-3)
+    stream = theirs.generate_stream(texts, window=2, return_scores=False)
+    assert [row[0].text for row in stream] == ours.generate(texts)
+
+
+def test_the_converted_copy_lasts_as_long_as_the_generator(folders):
+    generator = Generator.from_pretrained(folders[True][0], engine="ctranslate2", device="cpu")
+    copy = generator.model.folder
+    assert copy.is_dir() and copy != folders[True][0]
+    # It is loaded anew to sample.
+    assert len(generator.generate(SOURCES, do_sample=True)) == len(SOURCES)
+    del generator
+    assert not copy.exists()
+
+
+def test_processes_share_one_converted_copy_which_goes_with_the_pool(folders, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with GeneratorPool(folders[True][0], num_processes=2, engine="ctranslate2", device="cpu") as pool:
+        assert len(list(tmp_path.glob("metaphrase_ctranslate2_*"))) == 1
+        found = [row[0].text for row in pool.generate_stream(SOURCES, window=2)]
+    assert not list(tmp_path.glob("metaphrase_ctranslate2_*"))
+    assert found == tiny_generator(True).generate(SOURCES)
+    with pytest.raises(OSError, match="not_there"):
+        GeneratorPool(tmp_path / "not_there", num_processes=2, engine="ctranslate2", device="cpu")
+    assert not list(tmp_path.glob("metaphrase_ctranslate2_*"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "compute_type"),
+    [("auto", "float32"), ("int8", "int8_float32"), ("float32", "float32"), (torch.float32, "float32")],
+)
+def test_type_of_the_weights(dtype, compute_type, folders):
+    generator = Generator.from_pretrained(folders[True][1], engine="ctranslate2", device="cpu", dtype=dtype)
+    assert generator.model.translator.compute_type == compute_type
+    assert all(generator.generate(SOURCES))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int4"])
+def test_unknown_types_are_refused(dtype, folders):
+    with pytest.raises(ValueError, match="ompute type"):
+        Generator.from_pretrained(folders[True][1], engine="ctranslate2", device="cpu", dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [("foo", "one that torch knows"), ("mps", "cpu or, of .* GPUs that CTranslate2"), ("cuda:99", "got 'cuda:99'")],
+)
+def test_devices_that_are_not_there_are_refused_before_loading(device, message):
+    with pytest.raises(ValueError, match=f"`device` must be .*{message}"):
+        Generator.from_pretrained("no-such/model", engine="ctranslate2", device=device)
+
+
+def test_unknown_engines_are_refused(folders):
+    with pytest.raises(ValueError, match="`engine` must be one of torch, ctranslate2, got 'onnx'"):
+        Generator.from_pretrained(folders[True][0], engine="onnx")
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"must hold model\.bin"):
+        CTranslate2Engine(tmp_path)
+
+
+def test_without_generation_settings_the_special_tokens_are_those_of_the_folder(folders, tmp_path):
+    folder = export_ctranslate2(folders[True][0], tmp_path / "exported")
+    (folder / "generation_config.json").unlink()
+    generator = Generator.from_pretrained(folder, engine="ctranslate2", device="cpu")
+    assert generator.generate(SOURCES, max_new_tokens=8) == tiny_generator().generate(SOURCES)
+
+
+def test_a_start_that_changes_is_given_with_each_call(tmp_path):
+    """As mBART's, whose decoder starts with the code of a language."""
+    generator = tiny_generator()
+    generator.model.config.decoder_start_from_labels = True
+    folder = export_ctranslate2(save_generator(generator, tmp_path / "model"), tmp_path / "exported")
+    assert json.loads((folder / "config.json").read_text())["decoder_start_token"] is None
+    theirs = Generator.from_pretrained(folder, engine="ctranslate2", device="cpu")
+    for options in ({}, {"decoder_start_token_id": 7}, {"decoder_start_token_id": 7, "forced_bos_token_id": 9}):
+        for beams in ({}, {"num_beams": 4, "early_stopping": True}):
+            assert theirs.generate(SOURCES, **options, **beams) == generator.generate(SOURCES, **options, **beams)
+
+
+def test_what_needs_a_model_in_torch_is_refused(folders):
+    generator = Generator.from_pretrained(folders[True][1], engine="ctranslate2", device="cpu")
+    with pytest.raises(ValueError, match="`generator` must run in torch for that, got a CTranslate2Engine"):
+        cross_attention(generator, SOURCES[0])
+    with pytest.raises(ValueError, match="`generator` must run in torch for that"):
+        generator.score(SOURCES[:1], SOURCES[:1])
+    with pytest.raises(ValueError, match="`engine` must be torch for an ensemble, got 'ctranslate2'"):
+        Generator.from_pretrained([folders[True][1]] * 2, engine="ctranslate2")
+
+
+def test_evaluation_by_command_line_is_without_a_loss(folders, tmp_path):
+    source, target, output = tmp_path / "source", tmp_path / "target", tmp_path / "metrics.json"
+    source.write_text("\n".join(SOURCES) + "\n", encoding="utf-8")
+    target.write_text("\n".join(TARGETS) + "\n", encoding="utf-8")
+    words = ["--source", str(source), "--target", str(target), "--output", str(output), "--num_beams", "3"]
+    results = []
+    for more in ([], ["--engine", "ctranslate2", "--dtype", "float32"]):
+        evaluate.main([str(folders[True][0]), "--device", "cpu", "--early_stopping", *words, *more])
+        results.append(json.loads(output.read_text(encoding="utf-8")))
+    ours, theirs = results
+    assert ours["loss"] > 0 and "loss" not in theirs
+    assert theirs["scores"] == ours["scores"] and theirs["num_unfinished"] == ours["num_unfinished"]
+    assert ours["inference"] == {"engine": "torch", "dtype": "auto", "models": 1}
+    assert theirs["inference"] == {"engine": "ctranslate2", "dtype": "float32", "models": 1}
+
+
+def test_generate_by_command_line(folders, tmp_path):
+    source = tmp_path / "source"
+    source.write_text("\n".join(SOURCES) + "\n", encoding="utf-8")
+    written = []
+    for index, words in enumerate(([], ["--engine", "ctranslate2"], ["--engine", "ctranslate2", "--dtype", "float32"])):
+        output = tmp_path / f"output_{index}"
+        folder = folders[True][1 if index == 2 else 0]
+        words = [*words, "--device", "cpu", "--num_beams", "3", "--early_stopping"]
+        generate.main([str(folder), "--input", str(source), "--output", str(output), *words])
+        written.append(output.read_text(encoding="utf-8"))
+    assert written[0] == written[1] == written[2] and written[0].strip()
+
+
+@pytest.mark.parametrize("name", ["metaphrase.inference.ctranslate2.engine", "metaphrase.conversion.ctranslate2.spec"])
+def test_versions_with_wrong_results_are_refused(name, monkeypatch):
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr("ctranslate2.__version__", "4.8.4")
+    with pytest.raises(ImportError, match=r"must be at least 4\.8\.5, got 4\.8\.4"):
+        importlib.import_module(name)
+
+
+def test_without_the_package_the_error_says_what_to_install(folders, monkeypatch):
+    for name in list(sys.modules):
+        if name.split(".")[0] == "ctranslate2" or name.startswith(
+            ("metaphrase.inference.ctr", "metaphrase.conversion.ctr")
+        ):
+            monkeypatch.delitem(sys.modules, name)
+    whole = builtins.__import__
+
+    def absent(name, *args, **kwargs):
+        if name.split(".")[0] == "ctranslate2":
+            raise ModuleNotFoundError("No module named 'ctranslate2'")
+        return whole(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", absent)
+    from metaphrase.scripts import export
+
+    for call in (
+        lambda: Generator.from_pretrained(folders[True][0], engine="ctranslate2"),
+        lambda: export.main([str(folders[True][0]), "out", "--format", "ctranslate2"]),
+    ):
+        with pytest.raises(ImportError, match=r"pip install metaphrase\[ctranslate2\]"):
+            call()
+
+
+def test_a_line_beyond_the_table_of_positions_is_named(tmp_path):
+    pair = tiny_pair()
+    model = tiny_model(position_embedding_type="learned", max_position_embeddings=24, **pair.config_fields())
+    folder = save_generator(Generator(model, pair), tmp_path / "model")
+    generator = Generator.from_pretrained(folder, engine="ctranslate2", device="cpu")
+    lines = ["a", "", "a cat", "", "a dog", "a cat " * 9, "a"]
+    message = "than the model has positions, 24, got 55 in number 6 .*line 6"
+    with pytest.raises(TooLongError, match=message):
+        generator.generate(lines, max_new_tokens=4)
+    for risk in (None, {"num_candidates": 2}):
+        with pytest.raises(TooLongError, match=message):
+            list(generator.generate_stream(lines, window=2, max_new_tokens=4, risk=risk))

@@ -1,0 +1,169 @@
+"""The generator: texts in, as many texts out, in order."""
+
+import pytest
+import torch
+from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
+
+from metaphrase.evaluation.evaluate import evaluate_generator
+from metaphrase.inference import Generator, ScoredText
+from metaphrase.inference import run as run_module
+
+WHITE = ["", " ", "\t", "\u2028", "\x85 \u00a0", "\r"]
+
+
+def test_order_and_number_are_kept_and_batched_is_alone(generator):
+    texts = [SOURCES[0], "", *SOURCES, SOURCES[0]]
+    targets = generator.generate(texts)
+    assert len(targets) == len(texts)
+    assert targets == [generator.generate([text])[0] for text in texts]
+    assert targets[1] == "" and targets[0] == targets[2] == targets[-1] and len(set(targets)) > 3
+
+
+@pytest.mark.parametrize("joint", [True, False])
+def test_separate_tokenizers_decode_with_the_targets_own(joint):
+    generator = tiny_generator(joint=joint)
+    ids = generator.model.generate(torch.tensor(generator.tokenizers.encode_sources(SOURCES[:1])))
+    assert generator.generate(SOURCES[:1]) == generator.tokenizers.decode_targets(ids[:, 1:])
+
+
+def test_white_space_gives_empty_texts_without_asking_the_model(generator, monkeypatch):
+    seen = []
+    whole = run_module.decode
+    monkeypatch.setattr(
+        run_module, "decode", lambda model, sources, **k: seen.extend(sources) or whole(model, sources, **k)
+    )
+    targets = generator.generate([*WHITE, SOURCES[0], *WHITE])
+    assert targets[: len(WHITE)] == targets[-len(WHITE) :] == [""] * len(WHITE)
+    assert targets[len(WHITE)] != "" and len(seen) == 1
+    assert generator.generate_n_best(WHITE, num_beams=2, num_return_sequences=2) == [[ScoredText("", 0.0)] * 2] * 6
+    assert len(seen) == 1
+
+
+def test_n_best_is_as_many_as_asked_for_best_first(generator):
+    results = generator.generate_n_best([*SOURCES, ""], num_beams=3, num_return_sequences=3)
+    assert [len(candidates) for candidates in results] == [3] * 6
+    for candidates in results[:-1]:
+        assert [c.score for c in candidates] == sorted((c.score for c in candidates), reverse=True)
+    assert [candidates[0].text for candidates in results] == generator.generate([*SOURCES, ""], num_beams=3)
+
+
+def test_number_of_targets_may_come_from_the_models_own_settings(generator):
+    generator.model.generation_config.update(num_beams=2, num_return_sequences=2)
+    assert [len(candidates) for candidates in generator.generate_n_best([SOURCES[0], ""])] == [2, 2]
+
+
+def test_generate_and_evaluate_write_one_target_whatever_the_models_own_settings_say(generator):
+    greedy, beams = generator.generate(SOURCES), generator.generate(SOURCES, num_beams=3)
+    generator.model.generation_config.update(num_beams=3, num_return_sequences=3)
+    assert generator.generate(SOURCES) == beams and generator.generate(SOURCES, num_beams=1) == greedy
+    _, predictions = evaluate_generator(generator, SOURCES, TARGETS, metrics=["chrf"])
+    assert predictions == beams
+
+
+def test_generate_refuses_several_targets(generator):
+    with pytest.raises(ValueError, match=r"`num_return_sequences` must be 1 for `generate`, got 2"):
+        generator.generate(SOURCES, num_beams=2, num_return_sequences=2)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 100])
+def test_stream_is_the_same_in_any_window_and_reads_one_window_ahead(generator, window):
+    read = []
+    stream = generator.generate_stream((read.append(text) or text for text in [*SOURCES, ""]), window=window)
+    first = next(stream)
+    assert min(window, 6) <= len(read) <= min(2 * window, 6)
+    assert [candidates[0].text for candidates in [first, *stream]] == generator.generate([*SOURCES, ""])
+
+
+def test_stream_has_scores_only_if_asked_for(generator):
+    [[scored]] = generator.generate_stream(SOURCES[:1])
+    [[bare]] = generator.generate_stream(SOURCES[:1], return_scores=False)
+    assert scored.score < 0 and bare == ScoredText(scored.text, None)
+
+
+def test_unfinished_targets_are_counted(generator):
+    generator.generate([*SOURCES, ""], max_new_tokens=3, eos_token_id=-1)
+    assert generator.num_unfinished == len(SOURCES)
+    generator.generate_n_best(SOURCES, max_new_tokens=3, eos_token_id=-1, num_beams=2, num_return_sequences=2)
+    assert generator.num_unfinished == 3 * len(SOURCES)
+    generator.generate(SOURCES, eos_token_id=list(range(len(generator.tokenizers.target))))
+    assert generator.num_unfinished == 3 * len(SOURCES)
+
+
+def test_prefix_stands_before_every_text_that_is_not_empty(generator):
+    prefixed = tiny_generator(source_prefix="the ")
+    targets = prefixed.generate([*SOURCES, " "])
+    assert targets == [*generator.generate(["the " + text for text in SOURCES]), ""]
+    assert targets[:-1] != generator.generate(SOURCES)
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ("a man", "must hold one text each, got the single string 'a man'"),
+        (["a cat", None], "must hold strings only, got NoneType as text 2"),
+        ([7], "must hold strings only, got int as text 1"),
+    ],
+)
+def test_what_is_no_list_of_texts_is_refused(texts, message, generator):
+    for decoded in (generator.generate, generator.generate_n_best, generator.generate_mbr):
+        with pytest.raises(ValueError, match="`texts` " + message):
+            decoded(texts)
+    for options in ({}, {"risk": {"num_candidates": 2}}):
+        with pytest.raises(ValueError, match="`lines` " + message):
+            list(generator.generate_stream(texts, **options))
+
+
+@pytest.mark.parametrize("seed", [-1, 1 << 64, 1.5])
+def test_a_seed_that_is_none_is_refused_before_anything_is_read(seed, generator):
+    read = []
+    with pytest.raises(ValueError, match=r"`seed` must be a whole number from 0 to 2\*\*64 - 1, got"):
+        list(generator.generate_stream((read.append(text) or text for text in SOURCES), seed=seed, do_sample=True))
+    assert not read
+    assert len(list(generator.generate_stream(SOURCES, seed=(1 << 64) - 1, window=2, do_sample=True))) == len(SOURCES)
+
+
+def test_sampling_follows_the_seed(generator):
+    samples = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        samples.append(generator.generate(SOURCES, do_sample=True, temperature=3.0))
+    assert samples[0] == samples[1] != samples[2]
+
+
+@pytest.mark.parametrize("field", ["batch_size", "max_tokens_per_batch"])
+def test_sizes_must_be_positive(field):
+    with pytest.raises(ValueError, match=f"`{field}` must be at least 1, got 0"):
+        tiny_generator(**{field: 0})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "foo"}, "`device` must be one that torch knows, .* got 'foo'"),
+        ({"device": "cpu:x"}, "`device` must be one that torch knows, .* got 'cpu:x'"),
+        ({"device": "cuda:99"}, "`device` must be one that torch can use here, got 'cuda:99': "),
+        ({"dtype": "foo"}, "`dtype` must be auto, int8 or one of torch's, .* got 'foo'"),
+        ({"dtype": "linspace"}, "`dtype` must be auto, int8 or one of torch's"),
+        ({"dtype": torch.int64}, "`dtype` must be auto, int8 or one of torch's, .* got 'torch.int64'"),
+        ({"dtype": "float8_e4m3fn"}, "`dtype` must be auto, int8 or one of torch's"),
+    ],
+)
+def test_devices_and_types_that_torch_has_not_are_refused_before_loading(options, message):
+    with pytest.raises(ValueError, match=message):
+        Generator.from_pretrained("no-such/model", **{"device": "cpu"} | options)
+
+
+def test_types_have_several_names(tmp_path):
+    save_generator(tiny_generator(), tmp_path)
+    for dtype in ("bfloat16", "torch.bfloat16", torch.bfloat16):
+        assert Generator.from_pretrained(tmp_path, device="cpu", dtype=dtype).model.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("joint", [True, False])
+def test_loaded_is_saved(joint, tmp_path):
+    generator = tiny_generator(joint=joint)
+    generator.model.train()
+    loaded = Generator.from_pretrained(save_generator(generator, tmp_path), device="cpu", source_prefix="a ")
+    assert not loaded.model.training and loaded.source_prefix == "a "
+    assert loaded.generate(SOURCES) == generator.generate(["a " + text for text in SOURCES])
+    assert Generator.from_pretrained(tmp_path, device="cpu", dtype="bfloat16").model.dtype == torch.bfloat16

@@ -1,0 +1,314 @@
+"""Generator pool: what one generator writes, by several processes, which end with the pool and with whoever made it."""
+
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_generator import SOURCES, save_generator, tiny_generator
+
+from metaphrase.inference import GeneratorPool, generator_pool
+from metaphrase.inference.generator_pool import spread_devices
+from metaphrase.inference.line_files import format_targets
+from metaphrase.inference.windows import decode_window
+from metaphrase.scripts import generate
+
+LIMIT_SECONDS = 60
+LINES = [f"{source} {number}" for number in range(5) for source in (*SOURCES, "")]
+
+
+@pytest.fixture(scope="module")
+def generator():
+    return tiny_generator(kind="byte")
+
+
+@pytest.fixture(scope="module")
+def folder(generator, tmp_path_factory):
+    return str(save_generator(generator, tmp_path_factory.mktemp("pool") / "model"))
+
+
+@pytest.fixture(scope="module")
+def pool(folder):
+    with GeneratorPool(folder, num_processes=2, device="cpu", assistant_model=None) as pool:
+        yield pool
+
+
+def processes_of(pool):
+    return list(pool._executor._processes)
+
+
+def is_running(process):
+    try:
+        # One that has ended and was not waited for yet is a zombie.
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def assert_they_end(processes):
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while any(map(is_running, processes)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"do_sample": True, "temperature": 3.0, "seed": 5, "return_scores": False},
+        {"must_contain": ["H"], "num_beams": 3, "max_new_tokens": 12},
+    ],
+    ids=str,
+)
+def test_it_writes_what_one_generator_writes(options, pool, generator):
+    expected = list(generator.generate_stream(LINES, window=4, **options))
+    assert len(expected) == len(LINES)
+    assert list(pool.generate_stream(LINES, window=4, **options)) == expected
+    assert pool.num_targets(num_beams=3, num_return_sequences=2) == 2
+    # A stream that was left is taken up.
+    rest = pool.generate_stream(LINES[8:], window=4, first_window=2, **options)
+    assert list(rest) == expected[8:]
+
+
+def test_both_work(pool):
+    assert len(set(processes_of(pool))) == pool.num_processes == 2
+    assert os.getpid() not in processes_of(pool)
+
+
+def test_minimum_bayes_risk(pool, generator):
+    risk, options = {"num_candidates": 4, "utility": "bleu"}, {"seed": 2, "return_scores": True}
+    found = list(pool.generate_stream(LINES[:9], window=4, risk=risk, **options))
+    expected = [
+        candidates
+        for number in range(3)
+        for candidates in decode_window(
+            generator, number, LINES[4 * number : min(9, 4 * number + 4)], risk=risk, **options
+        )
+    ]
+    assert found == expected and {len(candidates) for candidates in found} == {1}
+    assert found == list(generator.generate_stream(LINES[:9], window=4, risk=risk, **options))
+    torch.manual_seed(2)
+    assert [chosen for [chosen] in found[:4]] == generator.generate_mbr(LINES[:4], **risk)
+
+
+def one_token(number, ids):
+    """Allows one token alone, which the number of the text says."""
+    return [10 + number]
+
+
+def test_functions_are_told_the_number_of_the_text_in_the_stream(pool, generator):
+    options = {"prefix_allowed_tokens_fn": one_token, "max_new_tokens": 3}
+    expected = list(generator.generate_stream(LINES[:9], window=4, **options))
+    assert len({candidates[0].text for candidates in expected}) > 6
+    assert list(pool.generate_stream(LINES[:9], window=4, **options)) == expected
+    assert list(pool.generate_stream(LINES[4:9], window=4, first_window=1, **options)) == expected[4:]
+
+
+def test_what_generators_count_is_added_up(pool):
+    before = pool.num_unfinished
+    list(pool.generate_stream(SOURCES * 2, window=2, max_new_tokens=2))
+    assert pool.num_unfinished - before == 10
+
+
+def test_mistakes_come_with_their_words_and_end_nothing(pool, generator):
+    with pytest.raises(ValueError, match="`num_beams` must be a multiple of `num_beam_groups`, got 4 and 3"):
+        list(pool.generate_stream(SOURCES, num_beams=4, num_beam_groups=3))
+    with pytest.raises(ValueError, match="`window` must be at least 1, got 0"):
+        list(pool.generate_stream(SOURCES, window=0))
+    with pytest.raises(ValueError, match=r"`seed` must be a whole number from 0 to 2\*\*64 - 1, got -1"):
+        list(pool.generate_stream(SOURCES, seed=-1))
+    with pytest.raises(ValueError, match="`lines` must hold one text each, got the single string 'the cat'"):
+        list(pool.generate_stream("the cat"))
+    with pytest.raises(ValueError, match="`lines` must hold strings only, got NoneType as text 3"):
+        list(pool.generate_stream(["a cat", "the dog", None], window=2))
+
+    def lines():
+        yield from SOURCES[:4]
+        raise OSError("the disk is gone")
+
+    results = []
+    with pytest.raises(OSError, match="the disk is gone"):
+        for candidates in pool.generate_stream(lines(), window=2):
+            results.append(candidates[0].text)
+    assert results == generator.generate(SOURCES[:4])
+
+
+def test_no_more_is_read_than_a_window_for_each_and_one(pool):
+    read = []
+
+    def lines():
+        for number in itertools.count():
+            read.append(number)
+            yield f"the cat {number}"
+
+    stream = pool.generate_stream(lines(), window=3)
+    next(stream)
+    time.sleep(0.5)
+    # One is here, one for each process is there or done.
+    assert len(read) <= 3 * (1 + pool.num_processes)
+    stream.close()
+
+
+def test_a_model_that_is_not_there(tmp_path):
+    with pytest.raises(OSError, match="no_model"):
+        GeneratorPool(str(tmp_path / "no_model"), num_processes=1, device="cpu")
+    with pytest.raises(ValueError, match="`num_processes` must be at least 1, got 0"):
+        GeneratorPool("model", num_processes=0)
+
+
+def test_processes_end_in_the_middle_of_their_work_and_a_closed_pool_says_so(folder):
+    """A window that would take minutes."""
+    long = {"max_new_tokens": 100_000, "eos_token_id": -1, "num_beams": 1}
+    with GeneratorPool(folder, num_processes=1, device="cpu", assistant_model=folder) as pool:
+        # With a draft model that is the model itself, all is accepted.
+        texts = [scored.text for [scored] in pool.generate_stream(SOURCES, num_beams=1, num_assistant_tokens=2)]
+        assert texts == tiny_generator(kind="byte").generate(SOURCES, num_beams=1)
+        assert pool.num_drafted == pool.num_accepted > 0
+        stream = pool.generate_stream(LINES, window=2, max_new_tokens=1)
+        next(stream)
+        [process] = processes_of(pool)
+        future = pool._executor.submit(
+            generator_pool._decode, 0, SOURCES, {"seed": None, "return_scores": False, "risk": None, **long}
+        )
+        while not future.running():
+            time.sleep(0.01)
+        started = time.monotonic()
+    assert time.monotonic() - started < LIMIT_SECONDS / 2 and not is_running(process)
+    for call in (lambda: list(stream), pool.num_targets, lambda: list(pool.generate_stream(LINES))):
+        with pytest.raises(ValueError, match="must be used before it is closed"):
+            call()
+    pool.close()
+
+
+def test_a_death_is_named(folder):
+    with GeneratorPool(folder, num_processes=1, device="cpu") as pool:
+        [process] = processes_of(pool)
+        stream = pool.generate_stream(itertools.cycle(SOURCES), window=5)
+        next(stream)
+        os.kill(process, signal.SIGKILL)
+        with pytest.raises(ChildProcessError, match="One of the processes that decode has died"):
+            list(stream)
+
+
+# Arguments: the folder of a model. Says which processes it has, and waits.
+PARENT = """
+import sys
+from metaphrase.inference import GeneratorPool
+
+if __name__ == "__main__":
+    pool = GeneratorPool(sys.argv[1], num_processes=1, device="cpu")
+    print(*pool._executor._processes, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_processes_do_not_outlive_a_killed_parent(folder, tmp_path):
+    (tmp_path / "parent.py").write_text(PARENT, encoding="utf-8")
+    command = [sys.executable, str(tmp_path / "parent.py"), folder]
+    parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        processes = [int(word) for word in parent.stdout.readline().split()]
+        assert len(processes) == 1 and all(map(is_running, processes))
+    finally:
+        parent.kill()
+        parent.wait()
+    assert_they_end(processes)
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "expected"),
+    [
+        (None, 4, ["cuda:0", "cuda:1", "cuda:2", "cuda:0"]),
+        ("cuda", 2, ["cuda:0", "cuda:1"]),
+        ("cuda:2", 2, ["cuda:2", "cuda:2"]),
+        ("cpu", 3, ["cpu"] * 3),
+    ],
+)
+def test_devices_with_accelerators(device, count, expected, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
+    assert spread_devices(device, count) == expected
+
+
+def test_devices_without_accelerators(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    # What an engine takes for the best one.
+    assert spread_devices(None, 2) == [None, None]
+
+
+def test_unknown_devices_are_refused_before_a_process_starts():
+    with pytest.raises(ValueError, match=r"`device` must be one that torch knows, .* got 'foo'"):
+        GeneratorPool("no/such/model", num_processes=2, device="foo")
+
+
+def test_the_command_as_a_file(folder, generator, tmp_path):
+    """Each process imports the file that was run; a second one takes up what the first has left."""
+    (tmp_path / "in").write_text("".join(f"{line}\n" for line in LINES), encoding="utf-8")
+    output = tmp_path / "out"
+    found = generator.generate_stream(LINES, window=7, num_beams=2, num_return_sequences=2)
+    expected = "".join(format_targets(index, candidates, True) for index, candidates in enumerate(found))
+    output.write_text(expected[: len(expected) // 2], encoding="utf-8")
+    words = [folder, "--device", "cpu", "--num_processes", "2", "--window", "7", "--num_beams", "2"]
+    words += ["--num_return_sequences", "2", "--input", str(tmp_path / "in"), "--output", str(output), "--resume"]
+    done = subprocess.run(
+        [sys.executable, str(Path(generate.__file__)), *words],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS * 2,
+    )
+    assert done.returncode == 0, done.stderr
+    assert output.read_text(encoding="utf-8") == expected
+    assert "going on at line" in done.stderr and "leaked" not in done.stderr
+
+
+def test_an_interrupt_from_the_terminal_ends_all_and_keeps_what_was_written(folder, generator, tmp_path):
+    """The terminal sends it to all processes of the command, while the reader waits for more lines."""
+    output = tmp_path / "out"
+    words = [folder, "--device", "cpu", "--num_processes", "2", "--window", "2", "--output", str(output)]
+    command = subprocess.Popen(
+        [sys.executable, str(Path(generate.__file__)), *words],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        # A shell lets what it starts in the background ignore interrupts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    try:
+        command.stdin.write("".join(f"{line}\n" for line in LINES[:9]).encode())
+        command.stdin.flush()
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while not (output.is_file() and output.stat().st_size):
+            assert time.monotonic() < deadline and command.poll() is None
+            time.sleep(0.05)
+        processes = processes_of_session(command.pid)
+        os.killpg(command.pid, signal.SIGINT)
+        assert command.wait(timeout=LIMIT_SECONDS) != 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(command.pid, signal.SIGKILL)
+        command.communicate()
+    assert len(processes) >= 3
+    assert_they_end(processes)
+    found = generator.generate_stream(LINES[:9], window=2)
+    expected = "".join(format_targets(index, candidates, False) for index, candidates in enumerate(found))
+    written = output.read_text(encoding="utf-8")
+    assert expected.startswith(written) and written.endswith("\n")
+
+
+def processes_of_session(session):
+    """All processes whose session is the given one."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(path.read_text().rsplit(")", 1)[1].split()[3]) == session:
+                found.append(int(path.parent.name))
+    return found

@@ -1,0 +1,232 @@
+"""Output files: as they come, and after a run that was killed as if it had not been."""
+
+import io
+import os
+import signal
+import sys
+
+import pytest
+from killed_outputs import Server
+from tiny_generator import SOURCES, save_generator, tiny_generator
+
+from metaphrase.inference import ScoredText
+from metaphrase.inference.line_files import NewFile, OutputStream, ResumedFile, format_targets, standard_output
+from metaphrase.scripts import generate
+
+NUM_LINES = 23
+LINES = [f"{SOURCES[index % 5]} {SOURCES[index % 3]}" if index % 7 != 3 else "" for index in range(NUM_LINES)]
+SEARCHES = {
+    "greedy": [],
+    "beams": ["--num_beams", "3", "--n_best"],
+    "n_best": ["--num_beams", "3", "--num_return_sequences", "3"],
+    "sampling": ["--temperature", "3", "--num_return_sequences", "2", "--seed", "5"],
+    "risk": ["--mbr_candidates", "3", "--n_best"],
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(save_generator(tiny_generator(kind="byte"), tmp_path_factory.mktemp("output") / "model"))
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def words(model, tmp_path):
+    (tmp_path / "in").write_text("".join(line + "\n" for line in LINES), encoding="utf-8")
+    return [model, "--device", "cpu", "--input", str(tmp_path / "in"), "--window", "5", "--batch_size", "2"]
+
+
+def whole_output(words, path):
+    generate.main([*words, "--output", str(path)])
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_runs_that_were_killed_end_as_one_that_was_not(words, search, tmp_path, server):
+    words = [*words, *SEARCHES[search]]
+    whole, output = whole_output(words, tmp_path / "whole"), tmp_path / "out"
+    resumed = [*words, "--output", str(output), "--resume"]
+    size = len(whole)
+    # In the middle of lines and of groups, at their ends, and where nothing has been written; and from outside.
+    line_ends = [place for place, byte in enumerate(whole, start=1) if byte == ord("\n")]
+    for most_bytes in (0, line_ends[4], line_ends[6] - 1, size // 2 + 1, size - 1):
+        assert server.run(resumed, output, most_bytes=most_bytes) == -signal.SIGXFSZ
+        assert output.read_bytes() == whole[:most_bytes]
+    assert server.run(resumed, output) == 0
+    assert output.read_bytes() == whole
+    output.unlink()
+    statuses = [server.run(resumed, output, seen_bytes=size * part // 3) for part in (1, 2)]
+    # Where the machine is busy, a run may be through before it is killed.
+    assert set(statuses) <= {-signal.SIGKILL, 0}
+    assert server.run(resumed, output) == 0
+    assert output.read_bytes() == whole
+
+
+def test_sampling_differs_from_window_to_window(model, tmp_path):
+    (tmp_path / "in").write_text("the cat sleeps\n" * 12, encoding="utf-8")
+    options = ["--device", "cpu", "--input", str(tmp_path / "in"), "--window", "4", "--temperature", "3"]
+    lines = whole_output([model, *options], tmp_path / "out").decode().split("\n")[:-1]
+    windows = [tuple(lines[start : start + 4]) for start in (0, 4, 8)]
+    assert len(set(windows)) == 3
+
+
+def test_a_whole_output_stays_as_it_is_and_an_output_without_resume_begins_anew(words, tmp_path, caplog):
+    output = tmp_path / "out"
+    whole = whole_output(words, output)
+    before = output.stat().st_mtime_ns
+    caplog.set_level("INFO")
+    generate.main([*words, "--output", str(output), "--resume"])
+    assert output.read_bytes() == whole and output.stat().st_mtime_ns == before
+    assert "going on at line 21" in caplog.text and "3 lines in" in caplog.text
+    output.write_bytes(whole[: len(whole) // 2])
+    assert whole_output(words, output) == whole
+
+
+@pytest.mark.parametrize(
+    "change", ["other_option", "other_input", "other_line", "fewer_lines", "n_best", "plain", "group"]
+)
+def test_an_output_of_another_command_is_refused_and_stays(words, tmp_path, change):
+    output, n_best = tmp_path / "out", [*words, *SEARCHES["n_best"]]
+    options, message = words, r"source 2[0-2] has '.*' in place of '.*'"
+    whole_output(n_best if change in ("plain", "group") else words, output)
+    if change == "other_option":
+        options = [*words, "--num_beams", "4", "--length_penalty", "-5"]
+    elif change == "other_input":
+        (tmp_path / "in").write_text("the dog\n" * NUM_LINES, encoding="utf-8")
+    elif change == "other_line":
+        lines = output.read_bytes().split(b"\n")
+        output.write_bytes(b"\n".join([*lines[:-2], b"x" + lines[-2], b""]))
+    elif change == "fewer_lines":
+        (tmp_path / "in").write_text("".join(line + "\n" for line in LINES[:20]), encoding="utf-8")
+        message = "must not hold targets of more sources than the input has, got 23 whole ones in"
+    elif change == "n_best":
+        options, message = n_best, "but line 1 of .* is not of source 0"
+    elif change == "plain":
+        message = "in place of|more sources than"
+    elif change == "group":
+        options = [*words, "--num_beams", "3", "--num_return_sequences", "2"]
+        message = "must hold 2 lines .* but line 3 of .* is not of source 1"
+    before = output.read_bytes()
+    with pytest.raises(ValueError, match=message):
+        generate.main([*options, "--output", str(output), "--resume"])
+    assert output.read_bytes() == before
+
+
+@pytest.mark.parametrize("search", ["greedy", "n_best"])
+@pytest.mark.parametrize("notes", [b"my precious notes", b"\xff\xfe", b"0 ||| mine", b"\x00"])
+def test_a_file_without_a_line_feed_is_not_taken_for_an_unfinished_line(words, tmp_path, search, notes):
+    output = tmp_path / "notes"
+    output.write_bytes(notes)
+    with pytest.raises(ValueError, match=r"source 0 has '.*' in place of '.*'"):
+        generate.main([*words, *SEARCHES[search], "--output", str(output), "--resume"])
+    assert output.read_bytes() == notes
+
+
+def test_an_unfinished_end_may_differ_in_the_digits_of_its_score_alone(tmp_path):
+    path, target = tmp_path / "out", ScoredText("ä", -1.234567)
+    lines = format_targets(0, [target, target], True)
+    for begun, fits in (
+        (format_targets(0, [ScoredText("ä", -1.234571)], True) + "0 ||| ä ||| -1.2345", True),
+        ("0 ||| ä ||| -1.2346", True),
+        (format_targets(0, [ScoredText("ä", -1.24)], True) + "0 |||", False),
+        ("0 ||| ö ||| -1.23", False),
+    ):
+        path.write_text(begun, encoding="utf-8")
+        with ResumedFile(path, num_targets=2, with_scores=True, window=4) as output:
+            if fits:
+                output.write(lines)
+            else:
+                with pytest.raises(ValueError, match="source 0 has"):
+                    output.write(lines)
+        assert path.read_text(encoding="utf-8") == (lines if fits else begun)
+
+
+def test_resuming_needs_a_file(words, tmp_path):
+    with pytest.raises(ValueError, match="`output` must be given with `resume`, got None and True"):
+        generate.main([*words, "--resume"])
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(ValueError, match="`output` must be a regular file with `resume`"):
+            generate.main([*words, "--output", str(path), "--resume"])
+
+
+def test_scores_may_differ_in_their_last_digits_alone(tmp_path):
+    path = tmp_path / "out"
+    for score, fits in ((-1.234567, True), (-1.234571, True), (-1.24, False)):
+        path.write_text(format_targets(0, [ScoredText("a\u2028b ||| c", -1.234567)], True), encoding="utf-8")
+        with ResumedFile(path, num_targets=1, with_scores=True, window=4) as output:
+            lines = format_targets(0, [ScoredText("a\u2028b ||| c", score)], True)
+            if fits:
+                output.write(lines)
+            else:
+                with pytest.raises(ValueError, match="source 0 has"):
+                    output.write(lines)
+
+
+@pytest.mark.parametrize("num_targets", [1, 2])
+@pytest.mark.parametrize("window", [1, 3, 100])
+def test_how_far_a_file_goes_is_read_from_it_at_every_byte(tmp_path, num_targets, window):
+    texts = [["", "ä ||| b"][:num_targets], ["c\u2028d", "\x85"][:num_targets]] * 3
+    with_scores = num_targets > 1
+    groups = [
+        format_targets(i, [ScoredText(t, -0.5) for t in group], with_scores).encode() for i, group in enumerate(texts)
+    ]
+    whole, path = b"".join(groups), tmp_path / "out"
+    for size in range(len(whole) + 1):
+        path.write_bytes(whole[:size])
+        done = sum(len(b"".join(groups[: number + 1])) <= size for number in range(len(groups)))
+        with ResumedFile(path, num_targets=num_targets, with_scores=with_scores, window=window) as output:
+            assert output.num_done == done
+            assert output.first_source == (max(done - 1, 0) // window) * window
+            for group in groups[output.first_source :]:
+                output.write(group.decode())
+            output.finish()
+        assert path.read_bytes() == whole
+
+
+def test_line_breaks_in_targets_are_blanks(tmp_path):
+    assert format_targets(3, [ScoredText("a\r\nb", None)], False) == "a  b\n"
+    with open(tmp_path / "out", "w", encoding="utf-8") as stream:
+        OutputStream(stream).write("a\n")
+        assert (tmp_path / "out").read_text(encoding="utf-8") == "a\n"
+
+
+@pytest.mark.parametrize("lines", [["a\n", "b\n"], []])
+def test_what_is_there_stays_until_something_stands_in_its_place(tmp_path, lines):
+    path = tmp_path / "out"
+    path.write_text("of an older run\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="no such option"), NewFile(path):
+        raise ValueError("no such option")
+    assert path.read_text(encoding="utf-8") == "of an older run\n"
+    with NewFile(path) as output:
+        for count, line in enumerate(lines, start=1):
+            output.write(line)
+            assert path.read_text(encoding="utf-8") == "".join(lines[:count])
+        output.finish()
+    assert path.read_text(encoding="utf-8") == "".join(lines)
+
+
+def test_a_new_file_may_be_a_pipe(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with NewFile(path) as output:
+        output.write("a\n")
+        assert os.read(reader, 100) == b"a\n"
+        output.finish()
+    os.close(reader)
+
+
+def test_standard_output_is_utf_8_whatever_the_locale_says(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="latin-1", newline="\r\n"))
+    OutputStream(standard_output()).write("größer, 大\n")
+    assert written.getvalue() == "größer, 大\n".encode()
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert standard_output() is sys.stdout

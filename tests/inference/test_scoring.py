@@ -1,0 +1,182 @@
+"""Forced decoding: each token's log-probability is the model's own, batched or alone, and that of generation."""
+
+import pytest
+import torch
+from other_families import calmer, generator_of
+from tiny_generator import SOURCES, TARGETS, tiny_generator
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import MBartTokenizer, PreTrainedTokenizerFast
+
+from metaphrase.inference import ForcedScore, Generator, cross_attentions, decode
+from metaphrase.inference import scoring as forced_decoding_module
+from metaphrase.tokenization import TokenizerPair
+
+FAMILIES = ["metaphrase", "two vocabularies", "t5", "bart", "marian"]
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def generator(request):
+    return generator_of(request.param)
+
+
+def by_hand(generator, source, ids):
+    """Log-probabilities from one pass per token, each over all the tokens before it."""
+    model = generator.model
+    [source_ids] = generator.tokenizers.encode_sources([source])
+    found = []
+    for place, token in enumerate(ids):
+        read = torch.tensor([[model.config.decoder_start_token_id, *ids[:place]]])
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([source_ids]), decoder_input_ids=read).logits[0, -1]
+        found.append(logits.double().log_softmax(-1)[token].item())
+    return found
+
+
+def test_each_token_has_its_probability(generator):
+    [score] = generator.score(SOURCES[:1], TARGETS[1:2])
+    [ids] = generator.tokenizers.encode_targets(TARGETS[1:2])
+    assert score.ids == ids and score.tokens == [*TARGETS[1], "</s>"]
+    expected = by_hand(generator, SOURCES[0], ids)
+    assert score.log_probabilities == pytest.approx(expected, abs=TOLERANCE)
+    assert min(expected) < -1 and len({round(value, 3) for value in expected}) > len(ids) // 2
+    assert score.total == pytest.approx(sum(expected), abs=1e-4)
+    assert score.mean == pytest.approx(sum(expected) / len(ids), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("sizes", [{"batch_size": 2}, {"max_tokens_per_batch": 60}, {"max_tokens_per_batch": 1}])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_batched_is_alone_in_order(family, sizes, monkeypatch):
+    generator = calmer(generator_of(family, **sizes))
+    shapes = []
+    whole = forced_decoding_module.forced_inputs
+
+    def record(*arguments):
+        inputs = whole(*arguments)
+        shapes.append([tuple(inputs[name].shape) for name in ("input_ids", "decoder_input_ids")])
+        return inputs
+
+    monkeypatch.setattr(forced_decoding_module, "forced_inputs", record)
+    targets = [TARGETS[3], TARGETS[2], TARGETS[0], "", TARGETS[1]]
+    batched = generator.score(SOURCES, targets)
+    for batch, width in [shape for pair in shapes for shape in pair]:
+        assert batch <= sizes.get("batch_size", 64)
+        assert batch == 1 or batch * width <= sizes.get("max_tokens_per_batch", 8192)
+    assert len(shapes) == 5 if sizes.get("max_tokens_per_batch") == 1 else 1 < len(shapes) < 5
+    everything = calmer(generator_of(family)).score(SOURCES, targets)
+    for index, (source, target) in enumerate(zip(SOURCES, targets, strict=True)):
+        [alone] = generator.score([source], [target])
+        for score in (batched[index], everything[index]):
+            assert score.ids == alone.ids
+            assert score.log_probabilities == pytest.approx(alone.log_probabilities, abs=TOLERANCE)
+
+
+def test_equal_to_what_greedy_search_found(generator):
+    model, sources = generator.model, generator.tokenizers.encode_sources(SOURCES[:3])
+    for text, ids in zip(SOURCES, sources, strict=False):
+        output = model.generate(
+            torch.tensor([ids]),
+            num_beams=1,
+            do_sample=False,
+            max_new_tokens=7,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+        expected = model.compute_transition_scores(output.sequences, output.scores, normalize_logits=True)[0]
+        [score] = generator.score([text], [output.sequences[0, 1:].tolist()])
+        assert score.log_probabilities == pytest.approx(expected.tolist(), abs=TOLERANCE)
+
+
+def test_mean_is_the_score_of_beam_search(generator):
+    options = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 6, "length_penalty": 1.0}
+    sources = generator.tokenizers.encode_sources(SOURCES[:2])
+    for text, hypotheses in zip(SOURCES, decode(generator.model, sources, return_scores=True, **options), strict=False):
+        scores = generator.score([text] * 3, [hypothesis.ids for hypothesis in hypotheses])
+        assert [score.mean for score in scores] == pytest.approx([h.score for h in hypotheses], abs=TOLERANCE)
+
+
+def test_ids_and_texts_and_the_prefix():
+    generator, prefixed = tiny_generator(), tiny_generator(source_prefix="the ")
+    ids = generator.tokenizers.encode_targets(TARGETS[:2])
+    expected = generator.score(["the cat", "the dog"], TARGETS[:2])
+    assert generator.score(["the cat", "the dog"], ids) == expected
+    assert generator.score(("the cat", "the dog"), [TARGETS[0], tuple(ids[1])]) == expected
+    assert prefixed.score(["cat", "dog"], TARGETS[:2]) == expected != generator.score(["cat", "dog"], TARGETS[:2])
+    assert generator.score([], []) == []
+
+
+def test_decoder_starts_as_generation_does():
+    generator = tiny_generator()
+    before = generator.score(SOURCES[:1], TARGETS[:1])
+    generator.model.generation_config.decoder_start_token_id = 7
+    [score] = generator.score(SOURCES[:1], TARGETS[:1])
+    assert score.log_probabilities != pytest.approx(before[0].log_probabilities, abs=0.01)
+    ids = generator.model.generate(torch.tensor(generator.tokenizers.encode_sources(SOURCES[:1])), num_beams=1)
+    assert ids[0, 0] == 7
+    for config in (generator.model.generation_config, generator.model.config):
+        config.decoder_start_token_id = config.bos_token_id = None
+    with pytest.raises(ValueError, match="`decoder_start_token_id` must be set"):
+        generator.score(SOURCES[:1], TARGETS[:1])
+
+
+def test_code_of_a_language_behind_the_end_is_left_to_the_start():
+    letters = ["<s>", "<pad>", "</s>", "<unk>", *"\u2581adehrs"]
+    vocabulary = [(letter, 0.0 if index < 4 else -2.0) for index, letter in enumerate(letters)]
+    tokenizer = MBartTokenizer(vocab=vocabulary, extra_special_tokens=["en_XX", "de_DE"], tgt_lang="de_DE")
+    pair = TokenizerPair(tokenizer, tokenizer)
+    [whole] = pair.encode_targets(["der hase"])
+    end, code = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("de_DE")
+    assert whole[-2:] == [end, code]
+    # Ids are taken as they are, be there what may behind the end.
+    assert forced_decoding_module.encode_forced(pair, ["der hase", whole, "der"]) == [
+        whole[:-1],
+        whole,
+        [*pair.encode_targets(["der"])[0][:-1]],
+    ]
+
+
+def test_an_end_that_a_text_names_is_its_own():
+    letters = ["<pad>", "<s>", "</s>", "<unk>", "die", "Katze"]
+    made = Tokenizer(models.WordLevel({word: index for index, word in enumerate(letters)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+    pair = TokenizerPair(tokenizer, tokenizer)
+    texts = ["die </s> Katze", "die Katze", "die </s>"]
+    assert forced_decoding_module.encode_forced(pair, texts) == [[4, 2, 5, 2], [4, 5, 2], [4, 2, 2]]
+    generator = Generator(generator_of("bart").model, pair)
+    [score, _, _] = generator.score(["Katze"] * 3, texts)
+    assert score.tokens == ["die", "</s>", "Katze", "</s>"] and len(score.log_probabilities) == 4
+    [attention] = cross_attentions(generator, ["Katze"], texts[:1])
+    assert attention.target_tokens == score.tokens
+
+
+def test_model_stays_in_its_mode():
+    generator = tiny_generator()
+    generator.model.train()
+    generator.score(SOURCES[:1], TARGETS[:1])
+    assert generator.model.training
+
+
+@pytest.mark.parametrize(
+    ("sources", "targets", "message"),
+    [
+        (SOURCES[:3], TARGETS[:2], "`sources` and `targets` must be equally many, got 3 and 2"),
+        (["a cat", " \t"], TARGETS[:2], r"`sources` must not be empty or white space, got ' \\t' in number 2"),
+        ("a cat", ["eine Katze"], "`sources` must hold one text each, got the single string 'a cat'"),
+        (["a cat"], "eine Katze", "`targets` must hold one text each, got the single string"),
+        (["a cat", None], TARGETS[:2], "`sources` must hold strings only, got NoneType as text 2"),
+        (["a cat"], [None], "`targets` must hold texts or lists of ids, got None in number 1"),
+        (["a cat"], [[]], "`targets` must have a token each, got none in number 1"),
+        (["a cat"] * 2, [[3], [5, -100]], "`targets` must hold ids from 0 and below [0-9]+, got -100 in number 2"),
+        (["a cat"], [[5, 999]], "`targets` must hold ids from 0 and below [0-9]+, got 999 in number 1"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(sources, targets, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_generator().score(sources, targets)
+
+
+def test_score_adds_up():
+    score = ForcedScore([5, 6], ["a", "b"], [-1.0, -2.0])
+    assert (score.total, score.mean) == (-3.0, -1.5)

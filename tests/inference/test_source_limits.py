@@ -1,0 +1,320 @@
+"""Source limits: a source that is too long for its model is named before anything is computed."""
+
+import copy
+import json
+from types import SimpleNamespace
+
+import pytest
+from other_families import other_model
+from pipeline_models import family_model
+from tiny_generator import SOURCES, save_generator, tiny_generator, tiny_pair
+from tiny_languages import mbart_tokenizer, nllb_tokenizer
+from tiny_models import tiny_model
+from torch import nn
+from transformers import (
+    BertConfig,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
+    GPT2Config,
+    RobertaConfig,
+    pipeline,
+)
+
+from metaphrase.evaluation.evaluate import evaluate_generator
+from metaphrase.inference import Generator, GeneratorPool, cross_attentions
+from metaphrase.inference.batches import decode
+from metaphrase.inference.source_limits import TooLongError, check_source_length, numbering
+from metaphrase.modeling.position_limits import longest_source, longest_target
+from metaphrase.scripts import attention, evaluate, generate
+from metaphrase.scripts.console import run
+from metaphrase.tokenization import TokenizerPair, shorten
+
+LONG = "a dog " * 30
+TEXTS = [*SOURCES[:2], "", "the cat", LONG, "a cat"]
+
+
+@pytest.fixture(params=["bart", "learned"])
+def generator(request):
+    fields = tiny_pair().config_fields()
+    learned = {"position_embedding_type": "learned", "max_position_embeddings": 64}
+    model = family_model("bart") if request.param == "bart" else tiny_model(**fields, **learned)
+    model.generation_config.max_new_tokens = 4
+    return Generator(model, tiny_pair())
+
+
+@pytest.mark.parametrize(("name", "limit"), [("bart", 64), ("t5", None)])
+def test_limits_of_families(name, limit):
+    assert longest_source(family_model(name)) == longest_target(family_model(name)) == limit
+
+
+def test_a_table_that_grows_is_no_limit():
+    generator = Generator(other_model("fsmt"), tiny_pair())
+    assert longest_source(generator.model) is None and longest_target(generator.model) is None
+    assert len(generator.generate(["a" * 99], max_new_tokens=70)) == 1
+
+
+def joined(kind):
+    """An encoder-decoder of an encoder and a decoder of `bert`, or of `roberta`, or of BERT's encoder and GPT-2's decoder."""
+    sizes = {"vocab_size": 28, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 16, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2}
+    encoder = (RobertaConfig if kind == "roberta" else BertConfig)(**sizes, pad_token_id=0)
+    decoder = copy.deepcopy(encoder)
+    if kind == "gpt2":
+        decoder = GPT2Config(
+            vocab_size=28, n_embd=16, n_layer=1, n_head=2, n_positions=32, bos_token_id=1, eos_token_id=2
+        )
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    config.decoder_start_token_id, config.pad_token_id = 1, 0
+    model = EncoderDecoderModel(config).eval()
+    model.generation_config.update(decoder_start_token_id=1, pad_token_id=0, eos_token_id=27, max_new_tokens=4)
+    return model
+
+
+@pytest.mark.parametrize(("kind", "limits"), [("bert", (64, 64)), ("roberta", (63, 63)), ("gpt2", (64, 32))])
+def test_what_was_joined_of_other_kinds_has_limits_too(kind, limits):
+    model = joined(kind)
+    assert (longest_source(model), longest_target(model)) == limits
+    generator = Generator(model, tiny_pair())
+    generator.generate(["a" * (limits[0] - 1)])
+    with pytest.raises(
+        TooLongError, match=f"than the model has positions, {limits[0]}, got {limits[0] + 1} in number 1 "
+    ):
+        generator.generate(["a" * limits[0]])
+    model.generation_config.update(eos_token_id=None)
+    found = generator.generate(SOURCES[:2], max_new_tokens=limits[1])
+    assert len(found) == 2
+    with pytest.raises(ValueError, match=f"`max_new_tokens` must not let a target .* {limits[1]}, got a target of "):
+        generator.generate(SOURCES[:2], max_new_tokens=limits[1] + 1)
+
+
+SEARCHES = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "groups": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+    "contrastive": {"penalty_alpha": 0.6, "top_k": 4},
+    "phrases": {"force_words_ids": [[7, 8]]},
+    "samples": {"do_sample": True},
+}
+
+
+@pytest.mark.parametrize("options", SEARCHES.values(), ids=SEARCHES)
+def test_a_target_may_be_as_long_as_the_table(options, generator):
+    options = options | {"eos_token_id": None}
+    [[hypothesis]] = decode(generator.model, generator.encode(["a cat"]), max_new_tokens=64, **options)
+    assert len(hypothesis.ids) == 64
+    with pytest.raises(ValueError, match=r"`max_(new_tokens|position_embeddings)`.* 6[45]"):
+        generator.generate(["a cat"], max_new_tokens=65, **options)
+    # Nothing stays hooked.
+    assert not generator.model.get_decoder()._forward_pre_hooks
+
+
+def test_a_metaphrase_model_without_a_table_has_none():
+    model = tiny_model(**tiny_pair().config_fields())
+    assert longest_source(model) is longest_target(model) is None
+
+
+def test_each_side_has_a_limit_of_its_own():
+    stacks = [SimpleNamespace(embed_positions=nn.Embedding(rows, 2)) for rows in (9, 7)]
+    model = SimpleNamespace(get_encoder=lambda: stacks[0], get_decoder=lambda: stacks[1])
+    assert (longest_source(model), longest_target(model)) == (9, 7)
+
+
+def test_a_source_may_be_as_long_as_the_table(generator):
+    [length] = map(len, generator.encode(["a" * 63]))
+    assert length == 64
+    generator.generate(["a" * 63])
+    with pytest.raises(TooLongError, match="than the model has positions, 64, got 65 in number 1 "):
+        generator.generate(["a" * 64])
+
+
+def test_a_draft_model_with_fewer_positions_reads_the_beginning():
+    fields = tiny_pair().config_fields() | {"position_embedding_type": "learned"}
+    generator, draft = (
+        Generator(tiny_model(**fields, max_position_embeddings=count), tiny_pair()) for count in (64, 12)
+    )
+    expected = generator.generate(SOURCES, max_new_tokens=8)
+    for assistant in (draft, draft.model):
+        assert generator.generate(SOURCES, max_new_tokens=8, assistant_model=assistant) == expected
+    assert generator.num_drafted > 0 and generator.num_truncated == 0
+    with pytest.raises(TooLongError, match="than the model has positions, 64, got"):
+        generator.generate(TEXTS, assistant_model=draft)
+
+
+def test_what_is_too_long_is_numbered_among_all(generator):
+    message = r"has positions, 64, got 181 in number 5 \(in a file: line 5\)"
+    with pytest.raises(ValueError, match=message):
+        generator.generate(TEXTS)
+    for options in ({}, {"risk": {"num_candidates": 2}}):
+        stream = generator.generate_stream(iter(TEXTS), window=2, **options)
+        assert len([next(stream) for _ in range(4)]) == 4
+        with pytest.raises(ValueError, match=message):
+            next(stream)
+    with pytest.raises(ValueError, match="number 15 "):
+        next(generator.generate_stream(iter(TEXTS), window=10, first_window=1))
+
+
+def test_attention_names_what_is_too_long(generator):
+    for targets in (None, ["a", "a"]):
+        with pytest.raises(ValueError, match="got 181 in number 2 "):
+            cross_attentions(generator, ["a cat", LONG], targets)
+
+
+def test_the_command_names_the_line_among_empty_ones(generator, tmp_path, capsys):
+    folder, source, output = str(save_generator(generator, tmp_path / "model")), tmp_path / "in", tmp_path / "out"
+    source.write_text("".join(f"{text}\n" for text in TEXTS), encoding="utf-8")
+    output.write_text("older\n", encoding="utf-8")
+    words = [folder, "--device", "cpu", "--input", str(source), "--output", str(output)]
+    for verb, more in ((generate, []), (attention, ["--format", "pharaoh"]), (attention, ["--format", "html"])):
+        assert run(verb.main, "verb", [*words, *more]) == 2
+        assert "got 181 in number 5 (in a file: line 5)" in capsys.readouterr().err
+    assert output.read_text(encoding="utf-8") == "older\n"
+
+
+def test_another_process_names_it_too(tmp_path):
+    learned = {"position_embedding_type": "learned", "max_position_embeddings": 64}
+    model = tiny_model(**tiny_pair().config_fields(), **learned)
+    folder = save_generator(Generator(model, tiny_pair()), tmp_path)
+    pool = GeneratorPool(folder, num_processes=1, device="cpu")
+    with pool, pytest.raises(TooLongError, match="got 181 in number 5 "):
+        list(pool.generate_stream(iter(TEXTS), window=2, max_new_tokens=2))
+
+
+CUT = {"max_source_length": 6}
+
+
+def test_longer_sources_are_cut_where_that_is_asked_for_and_counted(generator):
+    bounded = Generator(generator.model, generator.tokenizers, **CUT)
+    # Five characters and the end of sequence.
+    expected = generator.generate(["".join(text[:5]) for text in TEXTS])
+    assert bounded.generate(TEXTS) == expected
+    num_cut = sum(len(text) > 5 for text in TEXTS)
+    assert num_cut == 4 and bounded.num_truncated == num_cut
+    stream = bounded.generate_stream(TEXTS, window=2)
+    # What is read ahead does not count yet.
+    assert next(stream)[0].text == expected[0] and bounded.num_truncated == num_cut + 2
+    assert [row[0].text for row in stream] == expected[1:]
+    assert bounded.num_truncated == 2 * num_cut
+    bounded.generate_mbr(TEXTS, num_candidates=2)
+    assert bounded.num_truncated == 3 * num_cut
+    bounded.generate_mbr(TEXTS, num_candidates=2, num_references=2)
+    assert bounded.num_truncated == 4 * num_cut
+    assert bounded.score(["a small dog"], ["ein"]) == generator.score(["a sma"], ["ein"])
+    assert bounded.num_truncated == 4 * num_cut + 1
+
+
+def test_a_prefix_counts_and_the_limit_leaves_place_for_an_end(generator):
+    bounded = Generator(generator.model, generator.tokenizers, source_prefix="the ", **CUT)
+    assert bounded.generate(["dog"]) == generator.generate(["the d"])
+    with pytest.raises(ValueError, match=r"`max_source_length` must be at least 2, .*got 1"):
+        Generator(generator.model, generator.tokenizers, max_source_length=1)
+    for tokenizer in (mbart_tokenizer(), nllb_tokenizer()):
+        with pytest.raises(ValueError, match=r"`max_source_length` must be at least 3, .*got 2"):
+            Generator(generator.model, TokenizerPair(tokenizer, tokenizer), max_source_length=2)
+
+
+@pytest.mark.parametrize("kind", ["char", "byte_bpe", "unigram", "wordpiece"])
+def test_a_limit_leaves_place_for_a_text_behind_the_prefix(kind):
+    generator = tiny_generator(kind=kind)
+    options = {"source_prefix": "the cat sleeps: "}
+    needed = next(n for n in range(2, 40) if len(set(map(tuple, cut_sources(generator, n, **options)))) > 1)
+    for length in range(2, needed):
+        with pytest.raises(
+            ValueError, match=rf"`max_source_length` must leave a token .* `source_prefix`, got {length} "
+        ):
+            Generator(generator.model, generator.tokenizers, max_source_length=length, **options)
+    bounded = Generator(generator.model, generator.tokenizers, max_source_length=needed, **options)
+    assert len(set(map(tuple, bounded.encode(["a dog", "1 dog", ". dog"])))) > 1
+
+
+def test_sources_of_a_selection_have_their_numbers_in_the_whole():
+    with pytest.raises(TooLongError, match="got 9 in number 40 ") as raised, numbering([20, 40, 60]):
+        raise TooLongError(2, 9, 8)
+    assert (raised.value.number, raised.value.num_tokens, raised.value.limit) == (40, 9, 8)
+
+
+def test_a_tokenizer_that_knows_none_of_the_probes_is_not_refused():
+    def encode(texts):
+        return [[{"the": 5}.get(word, 1) for word in text.split()] + [2] for text in texts]
+
+    check_source_length(3, encode, "the ")
+
+
+def cut_sources(generator, length, source_prefix):
+    """Ids of some sources with a prefix, as a generator would cut them that does not look."""
+    whole = generator.tokenizers.encode_sources([source_prefix + text for text in ("a dog", "1 dog", ". dog")])
+    return [shorten(ids, length, ids[-1:]) for ids in whole]
+
+
+def test_a_source_that_several_models_read_is_cut_once(tmp_path):
+    model, other = tiny_generator(), tiny_generator(seed=1)
+    together = Generator(
+        model.model, model.tokenizers, members=[Generator(other.model, model.tokenizers, **CUT)], **CUT
+    )
+    whole = Generator(model.model, model.tokenizers, members=[other])
+    assert together.generate(TEXTS) == whole.generate([text[:5] for text in TEXTS])
+    assert together.num_truncated == 4
+    folder = save_generator(model, tmp_path)
+    loaded = Generator.from_pretrained([folder, folder], device="cpu", **CUT)
+    assert loaded.max_source_length == loaded.members[0].max_source_length == 6
+    drafted = Generator(model.model, model.tokenizers, **CUT)
+    assert drafted.generate(TEXTS, assistant_model=other.model) == model.generate([text[:5] for text in TEXTS])
+    assert drafted.num_truncated == 4
+
+
+def test_processes_cut_as_well(tmp_path):
+    whole = tiny_generator()
+    folder = str(save_generator(whole, tmp_path))
+    with GeneratorPool(folder, num_processes=1, device="cpu", **CUT) as pool:
+        found = [row[0].text for row in pool.generate_stream(iter(TEXTS), window=2)]
+        assert found == whole.generate([text[:5] for text in TEXTS])
+        assert pool.num_truncated == 4
+
+
+def test_the_command_line_cuts_as_well(generator, files, tmp_path, caplog):
+    folder = str(save_generator(generator, tmp_path / "model"))
+    expected = generator.generate([text[:5] for text in TEXTS])
+    source = tmp_path / "in"
+    source.write_text("".join(f"{text}\n" for text in TEXTS), encoding="utf-8")
+    words = [folder, "--device", "cpu", "--max_source_length", "6"]
+    with caplog.at_level("WARNING"):
+        generate.main([*words, "--input", str(source), "--output", str(tmp_path / "out")])
+    assert (tmp_path / "out").read_text(encoding="utf-8") == "".join(f"{text}\n" for text in expected)
+    assert "4 of 6 sources had more tokens than max_source_length: their ends were cut off" in caplog.text
+    evaluate.main([*words, "--source", files[0], "--target", files[1], "--output", str(tmp_path / "m.json")])
+    result = json.loads((tmp_path / "m.json").read_text(encoding="utf-8"))
+    assert result["num_truncated"] == 4 and result["inference"]["max_source_length"] == 6
+    assert "num_truncated_references" not in result
+
+
+def test_the_loss_of_a_reference_that_is_too_long_is_of_what_can_be_read(generator):
+    long, short = (evaluate_generator(generator, ["a cat"], ["a" * num], metrics=["chrf"])[0] for num in (99, 63))
+    assert long["num_truncated_references"] == 1 and "num_truncated_references" not in short
+    assert long["loss"] == short["loss"] and long["num_target_tokens"] == 64
+
+
+def test_targets_and_sources_that_are_scored_have_positions(generator):
+    for pair, name in (((["a", LONG], ["a"] * 2), "source"), ((["a"] * 2, ["a", LONG]), "target")):
+        message = rf"A {name} must not have more tokens .* positions, 64, got 181 in number 2 \(in a file: line 2\)"
+        with pytest.raises(TooLongError, match=message):
+            generator.score(*pair)
+    assert len(generator.score(["a"], ["a" * 63])[0].ids) == 64
+
+
+def test_attention_is_of_what_was_read(generator):
+    bounded = Generator(generator.model, generator.tokenizers, **CUT)
+    for targets in (None, ["ein", "die"]):
+        first, second = cross_attentions(bounded, ["the cat", "a cat"], targets)
+        expected = cross_attentions(generator, ["the c", "a cat"], targets)
+        assert (first.weights == expected[0].weights).all() and (second.weights == expected[1].weights).all()
+        assert first.source == "the cat" and first.source_words == ["the", "cat"]
+        assert first.source_word_ids == expected[0].source_word_ids
+    assert bounded.num_truncated == 2
+
+
+def test_a_pipeline_names_what_is_too_long(generator):
+    pipe = pipeline("text2text-generation", model=generator.model, tokenizer=generator.tokenizers.source)
+    with pytest.raises(ValueError, match="than the model has positions, 64, got 181: `truncation=True`"):
+        pipe(LONG)
+    pipe.tokenizer = copy.deepcopy(pipe.tokenizer)
+    pipe.tokenizer.model_max_length = 64
+    assert pipe(LONG, truncation=True) == pipe(LONG[:63])

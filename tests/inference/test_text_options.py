@@ -1,0 +1,129 @@
+"""Text options: what is of each text stays with it, whatever is decoded beside it."""
+
+import pytest
+import torch
+from tiny_generator import SOURCES
+
+from metaphrase.inference.batches import decode
+
+TEXTS = [SOURCES[2], "", SOURCES[3], " ", *SOURCES]
+LENGTH = 8
+
+
+@pytest.fixture
+def prompts(generator):
+    """For each text the start token and a token of its own."""
+    start = generator.model.config.decoder_start_token_id
+    return [[start, 5 + index] for index in range(len(TEXTS))]
+
+
+def only(number, ids):
+    """Allows one token alone, which the number of the text says."""
+    return [5 + number]
+
+
+def letters(generator, number):
+    return generator.tokenizers.decode_targets([[5 + number] * LENGTH])[0]
+
+
+@pytest.mark.parametrize("form", [list, torch.tensor])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3, "num_return_sequences": 2}], ids=["greedy", "beam"])
+def test_prompts_stay_with_their_texts(options, form, generator, prompts):
+    found = generator.generate_n_best(TEXTS, decoder_input_ids=form(prompts), **options)
+    generator.batch_size = 2
+    assert [[c.text for c in row] for row in found] == [
+        [c.text for c in row] for row in generator.generate_n_best(TEXTS, decoder_input_ids=form(prompts), **options)
+    ]
+    for text, prompt, candidates in zip(TEXTS, prompts, found, strict=True):
+        [alone] = generator.generate_n_best([text], decoder_input_ids=[prompt], **options)
+        assert [c.text for c in candidates] == [c.text for c in alone]
+        assert [c.score for c in candidates] == pytest.approx([c.score for c in alone], abs=1e-4)
+        beginning = generator.tokenizers.decode_targets([prompt[1:]])[0]
+        assert not text.strip() or all(c.text.startswith(beginning) for c in candidates)
+    # The start token may be left out, by all.
+    bare = generator.generate_n_best(TEXTS, decoder_input_ids=[prompt[1:] for prompt in prompts], **options)
+    assert [[c.text for c in row] for row in bare] == [[c.text for c in row] for row in found]
+
+
+def test_one_row_is_for_all_texts_of_a_stream_too(generator, prompts):
+    [prompt] = prompts[6:7]
+    found = generator.generate(TEXTS, decoder_input_ids=[prompt])
+    assert found == generator.generate(TEXTS, decoder_input_ids=[prompt] * len(TEXTS)) != generator.generate(TEXTS)
+    stream = generator.generate_stream(TEXTS, window=2, decoder_input_ids=[prompt])
+    assert [row[0].text for row in stream] == found
+
+
+def test_scores_are_of_what_was_written_behind_the_prompt(generator):
+    """Targets of different lengths, and a prompt that holds an end of sequence."""
+    model, sources = generator.model, generator.tokenizers.encode_sources(SOURCES)
+    start, end = model.config.decoder_start_token_id, model.config.eos_token_id
+    prompt = [start, end, 7]
+    free = [hypothesis.ids for [hypothesis] in decode(model, sources, decoder_input_ids=[prompt], eos_token_id=-1)]
+    ends = [end, next(token for token in free[0][3:6] if not all(token in row[2:4] for row in free))]
+    found = decode(model, sources, decoder_input_ids=[prompt], eos_token_id=ends, return_scores=True)
+    assert len({len(hypothesis.ids) for [hypothesis] in found}) > 1
+    for source, [hypothesis] in zip(sources, found, strict=True):
+        assert hypothesis.ids[:2] == prompt[1:] and hypothesis.is_finished == (hypothesis.ids[-1] in ends)
+        assert len(hypothesis.ids) > 2
+        labels = torch.tensor([hypothesis.ids])
+        with torch.inference_mode():
+            log_probs = model(input_ids=torch.tensor([source]), labels=labels).logits.log_softmax(-1)
+        behind = log_probs.gather(-1, labels[..., None])[0, 2:].sum().item()
+        assert hypothesis.score == pytest.approx(behind, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"do_sample": True, "num_return_sequences": 3},
+    ],
+    ids=["greedy", "beam", "sampling"],
+)
+def test_functions_are_told_the_number_of_the_text(options, generator):
+    generator.batch_size = 3
+    options = {"prefix_allowed_tokens_fn": only, **options}
+    expected = [letters(generator, number) if text.strip() else "" for number, text in enumerate(TEXTS)]
+    found = generator.generate_n_best(TEXTS, **options)
+    assert [{candidate.text for candidate in row} for row in found] == [{text} for text in expected]
+    # In a stream it is the number in the whole stream, also where one was taken up.
+    stream = generator.generate_stream(TEXTS, window=2, **options)
+    assert [{candidate.text for candidate in row} for row in stream] == [{text} for text in expected]
+    rest = generator.generate_stream(TEXTS[4:], window=2, first_window=2, **options)
+    assert [row[0].text for row in rest] == expected[4:]
+
+
+def test_functions_for_minimum_bayes_risk(generator):
+    risk = {"num_candidates": 2, "num_references": 2, "reference_options": {"prefix_allowed_tokens_fn": only}}
+    [*chosen] = generator.generate_stream(TEXTS, window=3, risk=risk, prefix_allowed_tokens_fn=only)
+    for number, (text, [best]) in enumerate(zip(TEXTS, chosen, strict=True)):
+        assert best.text == (letters(generator, number) if text.strip() else "")
+        assert not text.strip() or best.score == pytest.approx(100.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"decoder_input_ids": [[1, 5]] * 2},
+            "`decoder_input_ids` must have a row for each text, or one for all, got 2 for 5",
+        ),
+        ({"decoder_input_ids": [1, 5]}, r"`decoder_input_ids` must be rows of equally many ids, got \[1, 5\]"),
+        ({"decoder_input_ids": [[1, 5], [1]]}, "`decoder_input_ids` must be rows of equally many ids"),
+        ({"decoder_start_token_id": [1] * 5}, "`decoder_start_token_id` must be one id for all texts"),
+    ],
+)
+def test_what_fits_no_texts_is_refused(options, message, generator):
+    with pytest.raises(ValueError, match=message):
+        generator.generate(SOURCES, **options)
+
+
+def test_rows_that_do_not_go_together_are_refused(generator, prompts):
+    rows = [prompts[0], *([5, 6] for _ in SOURCES[1:])]
+    with pytest.raises(
+        ValueError, match="must begin with the start token, 1, in all rows or in none, got it in 1 of 5"
+    ):
+        generator.generate(SOURCES, decoder_input_ids=rows)
+    with pytest.raises(ValueError, match="`decoder_input_ids` must have one row for all texts in a stream, got 9"):
+        list(generator.generate_stream(TEXTS, decoder_input_ids=prompts))

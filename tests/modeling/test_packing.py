@@ -1,0 +1,324 @@
+"""Packed rows: all pairs in one row give what they give padded, in a batch, or alone."""
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+from packed_rows import TARGETS, assert_close, gradients, packed, ragged_pairs
+from tiny_models import DESIGNS, tiny_model
+
+from metaphrase.modeling import IGNORED_LABEL, fused_linear, grid, grid_attention, packed_attention, stacks
+from metaphrase.modeling.packed_attention import choose_kernel, packed_mask
+from metaphrase.modeling.packing import Packing, Segments
+
+
+def padded(config):
+    sources, targets = ragged_pairs(config)
+    pad = torch.nn.utils.rnn.pad_sequence
+    return {
+        "input_ids": pad(sources, batch_first=True, padding_value=config.pad_token_id),
+        "attention_mask": pad([torch.ones_like(row) for row in sources], batch_first=True),
+        "labels": pad(targets, batch_first=True, padding_value=IGNORED_LABEL),
+    }
+
+
+@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
+@pytest.mark.parametrize("design", DESIGNS)
+def test_packed_rows_have_the_loss_the_logits_and_the_gradients_of_padded_ones(design, kernel):
+    # Larger weights make gradients so steep that the order of additions alone moves them by more than the tolerance.
+    model = tiny_model(attn_implementation="eager", **DESIGNS[design] | {"initializer_range": 0.2})
+    expected, expected_gradients = gradients(model, padded(model.config))
+    model.set_attn_implementation(kernel)
+    output, actual_gradients = gradients(model, packed(model.config))
+    torch.testing.assert_close(output.loss, expected.loss, rtol=1e-5, atol=1e-5)
+    rows = [expected.logits[row, :length] for row, length in enumerate(TARGETS)]
+    torch.testing.assert_close(output.logits[0], torch.cat(rows), rtol=1e-4, atol=1e-4)
+    assert_close(actual_gradients, expected_gradients)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("design", DESIGNS)
+def test_packed_flex_attention_gives_the_logits_of_padded_rows(design, uncompiled_flex):
+    # torch has no backward pass of flex attention on a CPU.
+    model = tiny_model(attn_implementation="eager", **DESIGNS[design] | {"initializer_range": 0.2})
+    expected = model(**padded(model.config)).logits
+    model.set_attn_implementation("flex_attention")
+    actual = model(**packed(model.config)).logits[0]
+    rows = [expected[row, :length] for row, length in enumerate(TARGETS)]
+    torch.testing.assert_close(actual, torch.cat(rows), rtol=1e-5, atol=1e-4)
+
+
+def attend_by_offsets(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, scale=None):
+    """What flash attention by offsets is documented to compute, of `(tokens, heads, head_dim)`."""
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert (max_q, max_k) == (int(cu_seq_q.diff().max()), int(cu_seq_k.diff().max()))
+    outputs = []
+    for number in range(len(cu_seq_q) - 1):
+        asks, seen = (slice(*offsets[number : number + 2].tolist()) for offsets in (cu_seq_q, cu_seq_k))
+        states = (rows.transpose(0, 1) for rows in (query[asks], key[seen], value[seen]))
+        output = torch.nn.functional.scaled_dot_product_attention(*states, is_causal=is_causal, scale=scale)
+        outputs.append(output.transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def varlen_attn_of_2_13(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+    assert window_size in [(-1, -1), (-1, 0)]
+    return attend_by_offsets(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size == (-1, 0), scale)
+
+
+def varlen_attn_of_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
+    return attend_by_offsets(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal)
+
+
+@pytest.mark.parametrize("varlen_attn", [varlen_attn_of_2_13, varlen_attn_of_2_10])
+@pytest.mark.parametrize("design", ["sinusoidal", "half_split", "learned", "rotary", "none"])
+def test_attention_by_offsets_is_told_what_the_rows_are(design, varlen_attn, monkeypatch):
+    # torch has no such kernel for a CPU: a plain one takes its place.
+    calls = []
+
+    def count(*args, **kwargs):
+        calls.append(kwargs)
+        return varlen_attn(*args, **kwargs)
+
+    count.__signature__ = inspect.signature(varlen_attn)
+    monkeypatch.setattr(packed_attention, "varlen_attn", count)
+    fields = DESIGNS[design] | {"initializer_range": 0.2, "attention_scale": 0.3}
+    model = tiny_model(attn_implementation="eager", **fields)
+    expected, expected_gradients = gradients(model, packed(model.config))
+    model.set_attn_implementation("sdpa")
+    monkeypatch.setattr(stacks, "choose_kernel", lambda *_: "varlen")
+    output, actual_gradients = gradients(model, packed(model.config))
+    assert len(calls) == model.config.encoder_layers + 2 * model.config.decoder_layers
+    torch.testing.assert_close(output.loss, expected.loss, rtol=1e-5, atol=1e-5)
+    assert_close(actual_gradients, expected_gradients)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_dim", "has_bias", "dropout", "kernel"),
+    [
+        ((9, 0), torch.bfloat16, 64, False, 0.0, "varlen"),
+        ((8, 0), torch.float16, 256, False, 0.0, "varlen"),
+        ((9, 0), torch.bfloat16, 64, True, 0.0, "flex"),
+        ((8, 0), torch.float32, 16, True, 0.0, "flex"),
+        # What the kernels cannot do.
+        ((7, 5), torch.float16, 64, False, 0.0, "grid"),
+        ((7, 5), torch.float16, 64, True, 0.0, "grid"),
+        ((9, 0), torch.float32, 64, False, 0.0, "grid"),
+        ((9, 0), torch.bfloat16, 64, False, 0.1, "grid"),
+        ((9, 0), torch.bfloat16, 64, True, 0.1, "grid"),
+        ((9, 0), torch.bfloat16, 36, False, 0.0, "grid"),
+        ((9, 0), torch.bfloat16, 264, False, 0.0, "grid"),
+        ((9, 0), torch.bfloat16, 8, True, 0.0, "grid"),
+        ((9, 0), torch.bfloat16, 192, True, 0.0, "grid"),
+    ],
+)
+def test_gpu_has_a_kernel_that_it_can_run(capability, dtype, head_dim, has_bias, dropout, kernel, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    states = SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype)
+    assert choose_kernel("sdpa", states, head_dim, has_bias, dropout) == kernel
+
+
+def test_autocast_decides_which_kernel_a_gpu_runs(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
+    states = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float32)
+    assert choose_kernel("sdpa", states, 64, False, 0.0) == "varlen"
+
+
+@pytest.mark.parametrize("kept", [0, 2**25])
+@pytest.mark.parametrize("block", [1, 24 * 24 * 2, 24 * 24 * 8, 2**20])
+@pytest.mark.parametrize("design", ["relative", "relative_per_layer", "alibi", "rotary"])
+def test_blocks_of_the_grid_and_what_they_keep_change_nothing(design, block, kept, monkeypatch):
+    model = tiny_model(**DESIGNS[design] | {"initializer_range": 0.2})
+    expected, expected_gradients = gradients(model, packed(model.config))
+    monkeypatch.setattr(grid, "BLOCK_ENTRIES", block)
+    monkeypatch.setattr(grid_attention, "MAX_KEPT_BYTES", kept)
+    output, actual_gradients = gradients(model, packed(model.config))
+    torch.testing.assert_close(output.loss, expected.loss, rtol=1e-6, atol=1e-6)
+    assert_close(actual_gradients, expected_gradients)
+
+
+@pytest.fixture
+def filled_memory():
+    """New memory holds what is not a number, rather than what happened to be there."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("is_autocast", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_what_new_memory_holds_changes_nothing(dropout, is_autocast, filled_memory, monkeypatch):
+    model = tiny_model(initializer_range=0.2, position_embedding_type="sinusoidal", attention_dropout=dropout).train()
+    monkeypatch.setattr(fused_linear, "_LEAST_SIZE", 0)
+    assert torch.empty(3).isnan().all()
+    found = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+            found.append(gradients(model, packed(model.config)))
+        torch.use_deterministic_algorithms(False)
+    (actual, actual_gradients), (expected, expected_gradients) = found
+    torch.testing.assert_close(actual.loss, expected.loss, rtol=0, atol=0)
+    torch.testing.assert_close(actual_gradients, expected_gradients, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_each_sequence_attends_as_if_it_were_alone(is_causal, is_compiled, monkeypatch):
+    monkeypatch.setattr(grid, "BLOCK_ENTRIES", 2 * 2 * 24 * 24)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: is_compiled)
+    # One cell of a row is empty, none is, or most are.
+    lengths = (24, 23, 16, 15, 9, 1)
+    sources = Segments(torch.tensor(lengths), sum(lengths))
+    queries = sources if is_causal else Segments(torch.tensor(lengths[::-1]), sum(lengths))
+    states = [torch.randn(1, 2, sum(lengths), 4, requires_grad=True) for _ in range(3)]
+    packing = Packing(queries, sources, is_causal, "grid")
+    actual = grid_attention.grid_attention(*states, packed_mask(packing, None, states[0]), packing, 0.6, 0.0)
+    sizes = (queries.lengths.tolist(), list(lengths), list(lengths))
+    parts = zip(*(side.split(each, dim=2) for side, each in zip(states, sizes, strict=True)), strict=True)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    expected = torch.cat([attend(*part, is_causal=is_causal, scale=0.6) for part in parts], dim=2).transpose(1, 2)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    weight = torch.randn_like(actual)
+    found = [torch.autograd.grad((output * weight).sum(), states) for output in (actual, expected)]
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("offset", [0.0, 300.0, -300.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_may_be_of_any_size(dtype, offset, is_causal):
+    """Exponentials of the scores themselves would be infinite, or zero in all of a row."""
+    lengths = (24, 23, 16, 15, 9, 1)
+    segments = Segments(torch.tensor(lengths), sum(lengths))
+    query, key, value = torch.randn(3, 1, 2, sum(lengths), 4)
+    # All scores of a row differ by as much, which changes no weight.
+    query[..., 0], key[..., 0] = 1, offset
+    # A score of 300 in bfloat16 is one of 298, 300, 302: of its weights it is known that they add up to 1.
+    value = value if dtype == torch.float32 else torch.ones_like(value)
+    states = [side.to(dtype).requires_grad_() for side in (query, key, value)]
+    packing = Packing(segments, segments, is_causal, "grid")
+    actual = grid_attention.grid_attention(*states, packed_mask(packing, None, states[0]), packing, 1.0, 0.0)
+    parts = zip(*(side.double().split(lengths, dim=2) for side in states), strict=True)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    expected = torch.cat([attend(*part, is_causal=is_causal, scale=1.0) for part in parts], dim=2).transpose(1, 2)
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=1e-3 if dtype == torch.float32 else 1e-2)
+    gradients = torch.autograd.grad(actual.float().square().sum(), states)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+@pytest.mark.parametrize(("fewer", "times"), [(0, 1), (1, 2)])
+def test_weights_are_kept_where_those_of_all_blocks_have_room(fewer, times, monkeypatch):
+    # One long sequence does not make the others as wide.
+    lengths = torch.tensor([64] + [8] * 15)
+    segments = Segments(lengths, int(lengths.sum()))
+    states = [torch.randn(1, 2, segments.num_tokens, 4, requires_grad=True) for _ in range(3)]
+    monkeypatch.setattr(grid, "BLOCK_ENTRIES", 2 * 64 * 64)
+    monkeypatch.setattr(grid_attention, "MAX_KEPT_BYTES", 4 * 2 * (64 * 64 + 15 * 16 * 16) - fewer)
+    computed, compute = [], grid_attention._weights
+    monkeypatch.setattr(grid_attention, "_weights", lambda *parts: computed.append(parts) or compute(*parts))
+    packing = Packing(segments, segments, False, "grid")
+    grid_attention.grid_attention(*states, None, packing, 0.5, 0.0).sum().backward()
+    assert len(computed) == times * len(grid_attention.grid_of(packing, 2, in_blocks=True).blocks) > times
+
+
+@pytest.mark.parametrize("kept", [0, 2**25])
+def test_dropped_weights_are_the_same_forward_and_backward(kept, monkeypatch):
+    """The gradient of a loss under a fixed mask of dropout agrees with its finite differences."""
+    monkeypatch.setattr(grid_attention, "MAX_KEPT_BYTES", kept)
+    model = tiny_model(position_embedding_type="relative", attention_dropout=0.4, initializer_range=0.2).train()
+    inputs = packed(model.config)
+
+    def loss():
+        torch.manual_seed(3)
+        return model(**inputs).loss
+
+    for name in (
+        "encoder.layers.0.self_attn.v_proj",
+        "decoder.layers.1.cross_attn.k_proj",
+        "decoder.layers.0.self_attn.q_proj",
+    ):
+        weight = model.model.get_submodule(name).weight
+        direction = torch.randn_like(weight)
+        model.zero_grad()
+        loss().backward()
+        slope = (weight.grad * direction).sum().item()
+        with torch.no_grad():
+            weight += 1e-2 * direction
+            above = loss().item()
+            weight -= 2e-2 * direction
+            below = loss().item()
+            weight += 1e-2 * direction
+        assert (above - below) / 2e-2 == pytest.approx(slope, rel=0.05, abs=2e-4), name
+
+
+@pytest.mark.parametrize("kept", [0, 2**25])
+@pytest.mark.parametrize("longest", [20, 40])
+def test_bfloat16_stays_close_in_narrow_and_in_wide_grids(longest, kept, monkeypatch):
+    monkeypatch.setattr(grid_attention, "MAX_KEPT_BYTES", kept)
+    model = tiny_model(position_embedding_type="relative", initializer_range=0.2)
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([longest, 3, longest // 2])
+    inputs = {
+        "input_ids": torch.randint(3, 37, (1, int(lengths.sum())), generator=generator),
+        "labels": torch.randint(3, 37, (1, int(lengths.sum())), generator=generator),
+        "source_lengths": lengths,
+        "target_lengths": lengths,
+    }
+    expected, expected_gradients = gradients(model, inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        output, actual = gradients(model, inputs)
+    assert output.loss.item() == pytest.approx(expected.loss.item(), rel=1e-2)
+    for name, gradient in expected_gradients.items():
+        assert (actual[name] - gradient).norm() <= 0.05 * gradient.norm() + 1e-3, name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"source_lengths": torch.tensor([5, 1, 19])}, "add up to the 33 tokens"),
+        ({"source_lengths": torch.tensor([5, 1, 19, 8, 0])}, "at least 1"),
+        ({"longest_source": 18}, "must be 19, got 18"),
+        ({"target_lengths": torch.tensor([3, 27])}, "as many sources as targets, got 4 sources and 2 targets"),
+        ({"target_lengths": None}, "must be given together"),
+        ({"target_lengths": torch.tensor([3, 40, 2, 8])}, r"add up to the 30 tokens of the row, got \[3, 40, 2, 8\]"),
+        ({"target_lengths": torch.tensor([30, 1, 0, 0])}, "at least 1 and add up to the 30 tokens"),
+        (
+            {"target_lengths": torch.tensor([], dtype=torch.long)},
+            r"one for each sequence, .* got \(0,\) of torch.int64",
+        ),
+        ({"target_lengths": [3, 27]}, "must be a tensor of integers with one for each sequence, .* got list"),
+        ({"source_lengths": torch.tensor(33)}, r"one for each sequence, .* got \(\)"),
+        ({"source_lengths": [33]}, "must be a tensor .* got list"),
+        ({"source_lengths": torch.tensor([5.0, 1.0, 19.0, 8.0])}, r"of integers .* got \(4,\) of torch.float32"),
+        ({"attention_mask": torch.ones(1, 33)}, "`attention_mask` must be left out"),
+    ],
+)
+def test_lengths_that_do_not_fit_are_refused(change, message):
+    model = tiny_model()
+    inputs = packed(model.config) | {"longest_target": None} | change
+    with pytest.raises(ValueError, match=message):
+        model(**inputs)
+
+
+def test_rows_of_several_pairs_must_be_one():
+    model = tiny_model()
+    inputs = packed(model.config)
+    inputs["input_ids"] = inputs["input_ids"].repeat(2, 1)
+    with pytest.raises(ValueError, match=r"must be one, .* got 2 rows"):
+        model(**inputs)
+
+
+def test_each_block_is_as_wide_as_its_own_longest_row(monkeypatch):
+    monkeypatch.setattr(grid, "BLOCK_ENTRIES", 2 * 64 * 64)
+    sources, targets = (Segments(torch.tensor(side), sum(side)) for side in ((64, 40, 9, 3), (5, 30, 17, 4)))
+    blocks = grid.Grid(Packing(targets, sources, False, "grid"), 2, in_blocks=True).blocks
+    assert [(block.sequences, block.query_width, block.key_width) for block in blocks] == [
+        (slice(0, 2), 32, 64),
+        (slice(2, 4), 24, 16),
+    ]
+    (whole,) = grid.Grid(Packing(targets, sources, False, "grid"), 2, in_blocks=False).blocks
+    assert (whole.sequences, whole.query_width, whole.key_width) == (slice(0, 4), 32, 64)

@@ -1,0 +1,68 @@
+"""`metaphrase average`: a run of the trainer, and the words of the command."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from averages import all_weights, mean_by_hand
+from tiny_models import tiny_model
+from transformers import AutoModelForSeq2SeqLM, Seq2SeqTrainingArguments
+
+from metaphrase.data.collators import PairCollator
+from metaphrase.scripts import average as script
+from metaphrase.scripts.console import run
+from metaphrase.training.trainer import MetaphraseTrainer
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of the trainer with three checkpoints, scored by what is given."""
+    folder, scores = tmp_path_factory.mktemp("trained") / "run", iter([5.0, 9.0, 7.0])
+    pairs = [{"input_ids": [5 + index, 6, 2], "labels": [7, 5 + index, 2]} for index in range(6)]
+    options = {"max_steps": 3, "eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    options |= {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "remove_unused_columns": False}
+    trainer = MetaphraseTrainer(
+        model=tiny_model(initializer_range=0.2),
+        args=Seq2SeqTrainingArguments(
+            output_dir=str(folder), learning_rate=0.01, predict_with_generate=True, generation_max_length=6, **options
+        ),
+        train_dataset=pairs,
+        eval_dataset=pairs,
+        data_collator=PairCollator(0),
+        score=lambda decoded, labels: {"bleu": next(scores)},
+    )
+    trainer.train()
+    return folder
+
+
+def test_command_averages_checkpoints_of_a_run(trained, tmp_path):
+    checkpoints = {step: all_weights(trained / f"checkpoint-{step}") for step in (1, 2, 3)}
+    log = json.loads((trained / "checkpoint-3" / "trainer_state.json").read_text())["log_history"]
+    losses = {entry["step"]: entry["eval_loss"] for entry in log if "eval_loss" in entry}
+    for words, steps in (
+        ([str(trained), "--last", "2"], (2, 3)),
+        ([str(trained), "--best", "2"], (2, 3)),
+        ([str(trained), "--best", "2", "--metric", "loss"], sorted(losses, key=losses.get)[:2]),
+        ([str(trained / "checkpoint-1"), str(trained / "checkpoint-3")], (1, 3)),
+    ):
+        output = tmp_path / "-".join(Path(word).name for word in words)
+        script.main([*words, "--output", str(output)])
+        expected = mean_by_hand([checkpoints[step] for step in steps])
+        averaged = all_weights(output)
+        assert all(torch.equal(averaged[name], expected[name].float()) for name in expected)
+        AutoModelForSeq2SeqLM.from_pretrained(output)
+
+
+def test_mistakes_of_the_command_are_one_line(trained, tmp_path, capsys):
+    both = [str(trained / f"checkpoint-{step}") for step in (1, 2)]
+    for words, message in (
+        ([str(trained)], "Exactly one of `last` and `best` must be given"),
+        ([*both, "--last", "2"], "`--last`, `--best` and `--metric` choose from one run, got 2 folders."),
+        ([str(trained), "--last", "1"], "`folders` must be at least two, and different"),
+        ([str(trained), "--last", "2", "--output", str(tmp_path)], "Pass --overwrite"),
+    ):
+        given = words if "--output" in words else [*words, "--output", str(tmp_path / "mean")]
+        assert run(script.main, "average", given) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("metaphrase average: error: ") and message in said and said.count("\n") == 1

@@ -1,0 +1,320 @@
+"""The command line: `metaphrase evaluate` on tiny models."""
+
+import errno
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from cli_texts import as_lines, targets_of
+from sacrebleu.metrics import BLEU
+from tiny_generator import PIECES, SOURCES, TARGETS, diverged_generator, save_generator, tiny_generator
+
+from metaphrase.evaluation import evaluate as evaluation
+from metaphrase.evaluation.evaluate import evaluate_generator
+from metaphrase.inference import Generator
+from metaphrase.scripts import evaluate
+from metaphrase.scripts.console import run
+
+
+def test_a_prefix_that_fills_the_sources_is_refused(cli_model, files, tmp_path, capsys):
+    words = [
+        cli_model,
+        "--device",
+        "cpu",
+        "--source",
+        files[0],
+        "--target",
+        files[1],
+        "--output",
+        str(tmp_path / "m.json"),
+    ]
+    words += ["--max_source_length", "5", "--source_prefix", "the small cat: "]
+    assert run(evaluate.main, "evaluate", words) == 2
+    assert "`max_source_length` must leave a token for the text behind `source_prefix`" in capsys.readouterr().err
+    assert not (tmp_path / "m.json").exists()
+
+
+def test_evaluate_writes_scores_and_predictions(cli_model, files, tmp_path):
+    words = [cli_model, "--device", "cpu", "--source", files[0], "--target", files[1], "--num_beams", "2"]
+    evaluate.main([*words, "--output", str(tmp_path / "m.json"), "--predictions", str(tmp_path / "p.txt")])
+    predictions = (tmp_path / "p.txt").read_text(encoding="utf-8").split("\n")[:-1]
+    assert predictions == as_lines(targets_of(SOURCES, num_beams=2))
+    result = json.loads((tmp_path / "m.json").read_text(encoding="utf-8"))
+    expected = BLEU().corpus_score(targets_of(SOURCES, num_beams=2), [TARGETS]).score
+    assert result["scores"]["bleu"]["score"] == pytest.approx(expected)
+    assert result["scores"].keys() == {"bleu", "chrf"} and "tok:13a" in result["scores"]["bleu"]["signature"]
+    assert result["generation"]["num_beams"] == 2 and result["num_examples"] == 5
+    assert result["data"]["name"] == "test.en"
+
+
+def test_evaluate_of_an_ensemble(cli_model, other_cli_model, files, tmp_path, capsys):
+    words = [cli_model, "--device", "cpu", "--source", files[0], "--target", files[1]]
+    evaluate.main([*words, "--ensemble", other_cli_model, "--output", str(tmp_path / "m.json")])
+    result = json.loads((tmp_path / "m.json").read_text(encoding="utf-8"))
+    together = Generator.from_pretrained([cli_model, other_cli_model], device="cpu").generate(SOURCES)
+    assert result["scores"]["bleu"]["score"] == pytest.approx(BLEU().corpus_score(together, [TARGETS]).score)
+    assert result["inference"]["models"] == 2 and "loss" not in result
+    assert run(evaluate.main, "evaluate", [*words, "--ensemble_mean", "linear"]) == 2
+    assert "`ensemble` must be given with `ensemble_mean`, got None and 'linear'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [["--dtype", "bfloat16"], ["--ensemble", "MODEL"], ["--max_source_length", "9"]], ids=str
+)
+def test_scores_of_another_model_than_the_saved_one_stay_out_of_its_folder(words, files, tmp_path, monkeypatch):
+    folder = save_generator(tiny_generator(), tmp_path / "model")
+    (folder / "metrics.json").write_text("{}", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    words = [str(folder) if word == "MODEL" else word for word in words]
+    evaluate.main([str(folder), "--device", "cpu", "--source", files[0], "--target", files[1], *words])
+    assert (folder / "metrics.json").read_text(encoding="utf-8") == "{}"
+    assert json.loads((tmp_path / "metrics.json").read_text(encoding="utf-8"))["num_examples"] == 5
+
+
+@pytest.fixture
+def scored_folder(files, tmp_path, monkeypatch):
+    """A model with scores of its own, beside the current folder; and the words that measured them."""
+    folder = save_generator(tiny_generator(), tmp_path / "model")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    words = [str(folder), "--device", "cpu", "--metrics", "chrf", "--source", files[0], "--target"]
+    evaluate.main([*words, files[1]])
+    return folder, [*words, files[1]]
+
+
+def test_evaluate_again_replaces_what_it_measured(scored_folder):
+    folder, words = scored_folder
+    earlier = (folder / "metrics.json").read_text(encoding="utf-8")
+    assert json.loads(earlier)["scores"].keys() == {"chrf"}
+    evaluate.main([*words, "--metrics", "bleu", "chrf"])
+    assert json.loads((folder / "metrics.json").read_text(encoding="utf-8"))["scores"].keys() == {"bleu", "chrf"}
+    assert not Path("metrics.json").exists()
+
+
+@pytest.mark.parametrize(
+    "words", [["--target", "TURNED"], ["--num_beams", "2"], ["--source_prefix", "a "], ["--length_penalty", "2.5"]]
+)
+def test_scores_of_other_pairs_or_settings_stay_in_the_folder(words, scored_folder, files, tmp_path, caplog):
+    folder, same = scored_folder
+    earlier = (folder / "metrics.json").read_text(encoding="utf-8")
+    (tmp_path / "other").mkdir()
+    turned = tmp_path / "other" / "test.de"
+    turned.write_text("\n".join(reversed(TARGETS)), encoding="utf-8")
+    words = [str(turned) if word == "TURNED" else word for word in words]
+    evaluate.main([*same, *words])
+    assert (folder / "metrics.json").read_text(encoding="utf-8") == earlier
+    assert json.loads(Path("metrics.json").read_text(encoding="utf-8"))["num_examples"] == 5
+    assert f"{folder}/metrics.json is of the training run, or of other pairs or settings, and stays" in caplog.text
+    evaluate.main([*same, *words, "--output", str(folder)])
+    assert (folder / "metrics.json").read_text(encoding="utf-8") != earlier
+
+
+@pytest.mark.parametrize("change", [{"tasks": {}, "data": {"name": "test.en", "split": "test", "num_train": 9}}, None])
+def test_scores_of_the_training_run_stay_in_the_folder(change, scored_folder):
+    folder, words = scored_folder
+    path = folder / "metrics.json"
+    own = json.loads(path.read_text(encoding="utf-8"))
+    earlier = "no JSON" if change is None else json.dumps(own | change)
+    path.write_text(earlier, encoding="utf-8")
+    evaluate.main(words)
+    assert path.read_text(encoding="utf-8") == earlier
+    assert json.loads(Path("metrics.json").read_text(encoding="utf-8")) == own
+
+
+def test_scores_that_are_not_the_models_do_not_become_so_from_within_its_folder(scored_folder, monkeypatch):
+    folder, words = scored_folder
+    earlier = (folder / "metrics.json").read_text(encoding="utf-8")
+    monkeypatch.chdir(folder)
+    for more in (["--num_beams", "2"], ["--dtype", "bfloat16"]):
+        with pytest.raises(
+            ValueError, match="`output` must be given in a model's folder for scores that are not to be"
+        ):
+            evaluate.main([*words, *more])
+    assert (folder / "metrics.json").read_text(encoding="utf-8") == earlier
+
+
+def test_settings_that_cannot_be_written_are_found_before_decoding(cli_model, files, tmp_path, monkeypatch):
+    monkeypatch.setattr(Generator, "generate", refuse)
+    words = [cli_model, "--device", "cpu", "--source", files[0], "--target", files[1], "--output", str(tmp_path)]
+    with pytest.raises(ValueError, match="`metrics` must hold finite numbers"):
+        evaluate.main([*words, "--length_penalty", "inf"])
+
+
+def test_evaluate_options_reach_the_metrics_and_the_folder(files, tmp_path):
+    folder = save_generator(tiny_generator(), tmp_path / "model")
+    pair = ["--source", files[0], "--target", files[1]]
+    evaluate.main(
+        [str(folder), "--device", "cpu", *pair, "--metrics", "bleu", "--bleu_tokenize", "none", "--lowercase"]
+    )
+    result = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+    assert "case:lc" in result["scores"]["bleu"]["signature"] and "tok:none" in result["scores"]["bleu"]["signature"]
+
+
+def test_evaluate_joins_references_but_not_predictions(files, tmp_path):
+    folder = save_generator(tiny_generator(), tmp_path / "model")
+    pieces = tmp_path / "pieces.de"
+    pieces.write_text("\n".join(PIECES), encoding="utf-8")
+    results, output = [], tmp_path / "m.json"
+    words_of_all = [str(folder), "--device", "cpu", "--source", files[0], "--metrics", "chrf", "--output", str(output)]
+    for words in (["--target", files[1]], ["--target", str(pieces), "--joiner", "@@"], ["--target", str(pieces)]):
+        evaluate.main([*words_of_all, *words])
+        results.append(json.loads(output.read_text(encoding="utf-8")))
+    assert results[0]["scores"] == results[1]["scores"] and results[0]["loss"] == results[1]["loss"]
+    assert results[2]["loss"] != results[0]["loss"]
+
+
+@pytest.mark.parametrize("words", [[], ["--joiner", "@@"]], ids=str)
+def test_loss_of_a_pretokenized_model_is_of_its_pieces(words, files, tmp_path):
+    generator = tiny_generator(kind="pretokenized")
+    folder = save_generator(generator, tmp_path / "model")
+    pieces = tmp_path / "pieces.de"
+    pieces.write_text("\n".join(PIECES), encoding="utf-8")
+    evaluate.main([str(folder), "--device", "cpu", "--source", files[0], "--target", str(pieces), *words])
+    result = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+    expected, _ = evaluate_generator(generator, SOURCES, PIECES, metrics=["bleu", "chrf"])
+    assert result["loss"] == pytest.approx(expected["loss"]) and result["scores"] == expected["scores"]
+
+
+def test_evaluate_reads_files_as_training_does(cli_model, files, tmp_path, capsys):
+    words = [cli_model, "--device", "cpu", "--metrics", "chrf", "--output", str(tmp_path / "m.json")]
+    evaluate.main([*words, "--source", files[0], "--target", files[1]])
+    expected = json.loads((tmp_path / "m.json").read_text(encoding="utf-8"))
+    rows = [
+        f"{number}\t{target}\t{source}" for number, (source, target) in enumerate(zip(SOURCES, TARGETS, strict=True))
+    ]
+    numbered, named = tmp_path / "numbered.tsv", tmp_path / "named.tsv"
+    numbered.write_text("\n".join(rows), encoding="utf-8")
+    named.write_text("\n".join(["id\tde\ten", *rows, "no pair"]), encoding="utf-8")
+    evaluate.main([*words, "--file", str(numbered), "--source_column", "2", "--target_column", "1"])
+    result = json.loads((tmp_path / "m.json").read_text(encoding="utf-8"))
+    assert result == expected | {"data": expected["data"] | {"name": "numbered.tsv"}}
+    words += ["--file", str(named), "--source_column", "en", "--target_column", "de"]
+    assert run(evaluate.main, "evaluate", words) == 2
+    assert "3 tab-separated columns, got 1 in line 7. `malformed: skip`" in capsys.readouterr().err
+    evaluate.main([*words, "--malformed", "skip"])
+    result = json.loads((tmp_path / "m.json").read_text(encoding="utf-8"))
+    assert result == expected | {"data": expected["data"] | {"name": "named.tsv", "malformed": 1}}
+
+
+def refuse(*args, **kwargs):
+    pytest.fail("Work has begun.")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--metrics", "blue"], "A name in `metrics` must be one of bleu, .*, got 'blue'. Did you mean 'bleu'?"),
+        (["--bleu_tokenize", "nosuch"], "`bleu_tokenize` must be one of none, .*, got 'nosuch'."),
+        (
+            ["--metrics", "chrf", "--bleu_tokenize", "none"],
+            "`metrics` must hold bleu with `bleu_tokenize`, got .*chrf.* 'none'",
+        ),
+        (
+            ["--metrics", "ter", "rouge", "--lowercase"],
+            "`metrics` must hold a score that regards case with `lowercase`",
+        ),
+        (["--source_column", "zz"], "`file` must be given with `source_column`, got None and 'zz'"),
+        (["--target_column", "1"], "`file` must be given with `target_column`, got None and 1"),
+        (["--predictions", "FOLDER"], "`predictions` must be a file, got the folder "),
+        (["--predictions", "FOLDER/new/"], "`predictions` must be a file, got the folder .*new/"),
+        (["--output", "FOLDER/test.en/m.json"], "`output` must be in a folder that can be written to, got .*m.json: "),
+        (
+            ["--output", "FOLDER/taken"],
+            "`output` must be a file, or a folder for metrics.json, got .*metrics.json, which",
+        ),
+    ],
+    ids=str,
+)
+def test_evaluate_finds_mistakes_before_any_work(words, said, cli_model, files, tmp_path, monkeypatch):
+    monkeypatch.setattr(Generator, "from_pretrained", refuse)
+    (tmp_path / "taken" / "metrics.json").mkdir(parents=True)
+    words = [word.replace("FOLDER", str(tmp_path)) for word in words]
+    with pytest.raises(ValueError, match=said):
+        evaluate.main([cli_model, "--source", files[0], "--target", files[1], *words])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--predictions", "test.de"], "`predictions` must be another file than `target`, got 'test.de' for both"),
+        (["--output", "test.en"], "`output` must be another file than `source`, got 'test.en' for both"),
+        (["--output", "link"], "`output` must be another file than `target`, got 'link' for both"),
+        (["--output", "m.json", "--predictions", "./m.json"], "`predictions` must be another file than `output`"),
+        (["--output", "./", "--predictions", "metrics.json"], "`predictions` must be another file than `output`"),
+    ],
+    ids=str,
+)
+def test_evaluate_writes_over_nothing_that_it_reads(words, said, cli_model, files, tmp_path, monkeypatch):
+    monkeypatch.setattr(Generator, "from_pretrained", refuse)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("test.de")
+    with pytest.raises(ValueError, match=said):
+        evaluate.main([cli_model, "--source", files[0], "--target", files[1], *words])
+    (tmp_path / "test.tsv").write_text("a cat\teine Katze\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"`predictions` must be another file than `file`, got 'test.tsv' for both"):
+        evaluate.main([cli_model, "--file", "test.tsv", "--output", "m.json", "--predictions", "test.tsv"])
+    assert [Path(path).read_text(encoding="utf-8").splitlines() for path in files] == [SOURCES, TARGETS]
+
+
+def test_evaluate_finds_a_folder_that_it_cannot_write_to_before_any_work(files, tmp_path, monkeypatch):
+    folder = save_generator(tiny_generator(), tmp_path / "model")
+    make_file = tempfile.TemporaryFile
+
+    def refuse_there(*args, dir=None, **kwargs):
+        if dir == folder:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), dir)
+        return make_file(*args, dir=dir, **kwargs)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse_there)
+    words = [str(folder), "--device", "cpu", "--source", files[0], "--target", files[1], "--metrics", "chrf"]
+    evaluate.main([*words, "--output", str(tmp_path)])
+    assert (tmp_path / "metrics.json").is_file()
+    monkeypatch.setattr(Generator, "from_pretrained", refuse)
+    with pytest.raises(ValueError, match=r"`output` must be in a folder .*, got .*model/metrics.json: .*Read-only"):
+        evaluate.main(words)
+
+
+def test_evaluate_keeps_what_was_decoded_when_it_cannot_be_scored(cli_model, files, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluation, "compute_metrics", lambda *_: 1 / 0)
+    words = [cli_model, "--device", "cpu", "--source", files[0], "--target", files[1], "--output", str(tmp_path)]
+    predictions = tmp_path / "p.txt"
+    with pytest.raises(ZeroDivisionError):
+        evaluate.main([*words, "--predictions", str(predictions)])
+    assert predictions.read_text(encoding="utf-8").split("\n")[:-1] == as_lines(targets_of(SOURCES))
+
+
+def test_evaluate_keeps_old_predictions_until_there_are_new_ones(cli_model, files, tmp_path, monkeypatch):
+    predictions = tmp_path / "p.txt"
+    predictions.write_text("an older target\n", encoding="utf-8")
+    monkeypatch.setattr(Generator, "generate", lambda *_, **__: 1 / 0)
+    words = [cli_model, "--device", "cpu", "--source", files[0], "--target", files[1], "--output", str(tmp_path)]
+    with pytest.raises(ZeroDivisionError):
+        evaluate.main([*words, "--predictions", str(predictions)])
+    assert predictions.read_text(encoding="utf-8") == "an older target\n"
+
+
+def test_scores_of_a_model_that_diverged_are_written(files, tmp_path, caplog):
+    folder = save_generator(diverged_generator(), tmp_path / "model")
+    with caplog.at_level("INFO"):
+        evaluate.main([str(folder), "--device", "cpu", "--source", files[0], "--target", files[1]])
+    result = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+    assert result["loss"] is None and result["perplexity"] is None and result["scores"].keys() == {"bleu", "chrf"}
+    assert "The loss must be a finite number to be written down, got nan: it becomes null." in caplog.text
+    assert "Written to" in caplog.text
+
+
+def test_evaluate_makes_the_folder_of_predictions_before_any_work(cli_model, files, tmp_path, monkeypatch):
+    words = [cli_model, "--device", "cpu", "--source", files[0], "--target", files[1]]
+    words += ["--output", str(tmp_path / "m.json"), "--predictions", str(tmp_path / "new" / "place" / "p.txt")]
+    evaluate.main(words)
+    assert len((tmp_path / "new" / "place" / "p.txt").read_text(encoding="utf-8").splitlines()) >= len(SOURCES)
+    monkeypatch.setattr(Generator, "from_pretrained", refuse)
+    with pytest.raises(OSError, match=r"m.json"):
+        evaluate.main([*words[:-1], str(tmp_path / "m.json" / "p.txt")])
+
+
+def test_evaluate_names_what_is_missing(cli_model, files, capsys):
+    assert run(evaluate.main, "evaluate", [cli_model, "--source", files[0]]) == 2
+    assert "target_file" in capsys.readouterr().err

@@ -1,0 +1,417 @@
+"""Pushing to the Hub: what goes up and what never does, against a server on this machine that answers as the Hub does."""
+
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from hub_stand_in import StandIn
+from huggingface_hub import ModelCard, constants
+from tiny_generator import save_generator, tiny_generator
+
+from metaphrase.hub_card import write_model_card
+from metaphrase.scripts import push
+from metaphrase.scripts.console import run
+from metaphrase.training.recipe.recipe import load_recipe
+
+FORBIDDEN = {
+    "optimizer.pt": "not safetensors",
+    "scheduler.pt": "not safetensors",
+    "rng_state.pth": "not safetensors",
+    "training_args.bin": "not safetensors",
+    "pytorch_model.bin": "not safetensors",
+    "cache.pkl": "not safetensors",
+    ".secret.json": "hidden",
+    "data.parquet": "not a file of the model",
+    "checkpoint-20/model.safetensors": "a checkpoint",
+    "runs/events.json": "logs",
+    "notes/text.txt": "not a file of the model",
+    "customers.json": "not a file of the model",
+    "train_corpus.txt": "not a file of the model",
+    "evaluate_mine.py": "not code of the model",
+    "outputs.png": "not a picture of the card",
+    # Leavings, which no one loads.
+    "model_before.safetensors": "not a file of the model",
+    "model-00001-of-00002.safetensors": "not a file of the model",
+    # It names folders of this machine.
+    "trainer_state.json": "a state of the training run",
+    "target_tokenizer/merges.bin": "not safetensors",
+    "target_tokenizer/model.safetensors": "not a file of the model",
+}
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    # The store of large files is reached by the plain protocol, which needs no second service.
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    with StandIn() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        huggingface_hub.close_session()
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+    huggingface_hub.close_session()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder as training leaves it, with all that must not leave the machine."""
+    path = save_generator(tiny_generator(joint=False), tmp_path / "trained")
+    for name, content in {"recipe.yaml": "seed: 1\n", "metrics.json": "{}", "test_predictions.txt": "ein\n"}.items():
+        (path / name).write_text(content, encoding="utf-8")
+    for name in FORBIDDEN:
+        (path / name).parent.mkdir(exist_ok=True)
+        is_read = name == "trainer_state.json"
+        (path / name).write_bytes(b'{"forbidden": 1}' if is_read else pickle.dumps("forbidden"))
+    return path
+
+
+def content_of(folder):
+    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    return {name: path.read_bytes() for name, path in files.items()}
+
+
+def push_words(folder, *options, repo_id="somebody/tiny"):
+    return [str(folder), repo_id, "--token", "hf_of_the_test", *options]
+
+
+def test_exactly_the_model_goes_up_byte_for_byte(hub, folder, capsys):
+    push.main(push_words(folder, "--private", "--commit_message", "first"))
+    [(branch, message, files)] = hub.commits
+    assert (branch, message) == ("main", "first")
+    assert files == {name: content for name, content in content_of(folder).items() if name not in FORBIDDEN}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "recipe.yaml", "metrics.json"} <= files.keys()
+    assert {"modeling_metaphrase.py", "target_tokenizer/tokenizer.json", "test_predictions.txt"} <= files.keys()
+    assert not any(b"forbidden" in content for content in files.values())
+    assert hub.repositories["somebody/tiny"]["visibility"] == "private"
+    tokens = {token for _, path, token, _ in hub.calls if path == "/api/repos/create" or "somebody/tiny" in path}
+    assert tokens == {"Bearer hf_of_the_test"}
+    assert re.fullmatch(r"somebody/tiny [0-9a-f]{40}\n", capsys.readouterr().out)
+
+
+RECIPE_WITH_PATHS = r"""
+tokenizer_name_or_path: /home/jane/clients/acme/tokenizer
+resume_from_checkpoint: /home/jane/runs/acme/checkpoint-10
+learning_rate: 1e-3
+target_language: no
+tasks:
+  translate: {train_file: ~/clients/acme/train.tsv, source_prefix: "/translate "}
+  summarize: {train_file: C:\clients\acme\all.tsv, source_prefix: "/summarize ", validation_file: data/dev.tsv}
+"""
+
+
+def test_recipe_goes_up_without_the_folders_of_this_machine(hub, folder, tmp_path, capsys):
+    (folder / "recipe.yaml").write_text(RECIPE_WITH_PATHS, encoding="utf-8")
+    push.main(push_words(folder, "--dry_run"))
+    said = capsys.readouterr().out
+    push.main(push_words(folder))
+    files = hub.commits[0][2]
+    shared = tmp_path / "shared.yaml"
+    shared.write_bytes(files["recipe.yaml"])
+    assert load_recipe(shared).to_dict() == {
+        "tokenizer_name_or_path": "tokenizer",
+        "learning_rate": 1e-3,
+        "target_language": "no",
+        "tasks": {
+            "translate": {"train_file": "train.tsv", "source_prefix": "/translate "},
+            "summarize": {"train_file": "all.tsv", "source_prefix": "/summarize ", "validation_file": "data/dev.tsv"},
+        },
+    }
+    assert not any(word in content for content in files.values() for word in (b"jane", b"clients"))
+    cut = rf"^ +{shared.stat().st_size}  recipe.yaml \(absolute paths cut to their last part\)$"
+    assert re.search(cut, said, re.MULTILINE) and b"checkpoint-10" in files["recipe.yaml"]
+    # The run goes on from the folder's own.
+    assert (folder / "recipe.yaml").read_text(encoding="utf-8") == RECIPE_WITH_PATHS
+
+
+def test_card_is_written_for_the_repository_where_there_is_none(hub, folder):
+    push.main(push_words(folder))
+    card = hub.commits[0][2]["README.md"].decode()
+    assert '"somebody/tiny"' in card and "path/to/this/folder" not in card
+    assert (folder / "README.md").read_text(encoding="utf-8") == card
+    assert "visibility" not in hub.repositories["somebody/tiny"]
+
+
+def test_card_that_is_there_is_left_alone_unless_told_otherwise(hub, folder):
+    (folder / "README.md").write_text("my own words", encoding="utf-8")
+    push.main(push_words(folder))
+    push.main(push_words(folder, "--overwrite_card"))
+    first, second = (files["README.md"] for _, _, files in hub.commits)
+    assert first == b"my own words" and b"somebody/tiny" in second
+
+
+def test_card_of_training_is_written_anew_to_name_the_repository(hub, folder):
+    write_model_card(folder)
+    assert "path/to/this/folder" in (folder / "README.md").read_text(encoding="utf-8")
+    push.main(push_words(folder))
+    card = hub.commits[0][2]["README.md"].decode()
+    assert '"somebody/tiny"' in card and "path/to/this/folder" not in card
+
+
+GIVEN = {"license": "apache-2.0", "base_model": "me/base", "datasets": ["me/pairs", "me/more"], "tags": ["demo"]}
+
+
+def stated(card):
+    """Of a card what no file of its folder says."""
+    data = ModelCard(card.decode()).data
+    return {name: getattr(data, name) for name in GIVEN} | {"tags": data.tags[2:]}
+
+
+def test_what_a_card_was_given_stays_in_it(hub, folder):
+    summary = "Written *by hand*.\n\n- Source language: see below\n- & more"
+    words = {"summary": summary, "task": "summarization", "source_language": "Old_Norse & <Danish>"}
+    write_model_card(folder, **GIVEN, **words)
+    for name in ("tiny", "other"):
+        push.main(push_words(folder, repo_id=f"somebody/{name}"))
+        card = hub.commits[-1][2]["README.md"]
+        text = card.decode()
+        assert stated(card) == GIVEN and ModelCard(text).data.pipeline_tag == "summarization"
+        assert f"{summary}\n\n- Source language: Old\\_Norse &amp; &lt;Danish&gt; (no ISO" in text
+        assert "- Target language: unknown\n" in text and "- Licence: apache-2.0\n" in text
+        assert f"# {name}\n" in text and f'model_id = "somebody/{name}"' in text
+
+
+def test_options_of_the_card_replace_what_it_was_given(hub, folder):
+    write_model_card(folder, **GIVEN)
+    push.main(push_words(folder, "--license", "mit", "--datasets", "me/third"))
+    assert stated(hub.commits[-1][2]["README.md"]) == GIVEN | {"license": "mit", "datasets": ["me/third"]}
+    (folder / "README.md").unlink()
+    push.main(push_words(folder, "--base_model", "me/other"))
+    expected = {"license": None, "base_model": "me/other", "datasets": None, "tags": []}
+    assert stated(hub.commits[-1][2]["README.md"]) == expected
+
+
+def test_what_a_card_says_by_itself_follows_the_files(hub, folder):
+    write_model_card(folder, license="mit")
+    (folder / "recipe.yaml").write_text("source_language: en\ntarget_language: de\n", encoding="utf-8")
+    push.main(push_words(folder))
+    card = ModelCard(hub.commits[0][2]["README.md"].decode())
+    assert "trained to translate from en to de" in card.text and "turn one text into another" not in card.text
+    assert (card.data.pipeline_tag, card.data.language, card.data.license) == ("translation", ["en", "de"], "mit")
+
+
+def test_dry_run_tells_what_the_card_will_state(folder, capsys):
+    write_model_card(folder, **GIVEN)
+    before = content_of(folder)
+    push.main(push_words(folder, "--dry_run", "--license", "mit"))
+    said = capsys.readouterr().out
+    for line in ("license: mit", "base_model: me/base", "datasets: me/pairs, me/more", "tags: demo"):
+        assert re.search(rf"^ +{line}$", said, re.MULTILINE), line
+    assert content_of(folder) == before
+
+
+def test_options_of_the_card_need_a_card_that_is_written(hub, folder):
+    (folder / "README.md").write_text("my own words", encoding="utf-8")
+    for option in ("--license", "--base_model", "--datasets"):
+        with pytest.raises(ValueError, match=f"`{option[2:]}` must come with --overwrite_card where README.md is"):
+            push.main(push_words(folder, option, "mit", "--dry_run"))
+    push.main(push_words(folder, "--license", "mit", "--overwrite_card"))
+    assert stated(hub.commits[0][2]["README.md"])["license"] == "mit"
+
+
+def test_card_whose_metadata_cannot_be_read_is_not_replaced(hub, folder):
+    path = write_model_card(folder)
+    broken = path.read_text(encoding="utf-8").replace("---\n", "---\nlicense: [\n", 1)
+    path.write_text(broken, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"The metadata of README\.md must be readable, got an error in .*README\.md"):
+        push.main(push_words(folder))
+    assert path.read_text(encoding="utf-8") == broken and hub.calls == []
+
+
+def test_existing_repository_and_other_branch(hub, folder):
+    for _ in range(2):
+        push.main(push_words(folder, "--revision", "second"))
+    assert [branch for branch, _, _ in hub.commits] == ["second", "second"] == hub.branches
+    assert list(hub.repositories) == ["somebody/tiny"]
+
+
+def test_what_is_private_goes_to_no_public_repository(hub, folder, capsys):
+    push.main(push_words(folder))
+    assert run(push.main, "push", push_words(folder, "--private")) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.endswith("`private` must be left out for a repository that is public, got 'somebody/tiny'.")
+    assert len(hub.commits) == 1
+    for _ in range(2):
+        push.main(push_words(folder, "--private", repo_id="somebody/hidden"))
+    assert len(hub.commits) == 3
+
+
+def test_large_files_go_to_their_own_store(hub, folder):
+    hub.lfs = True
+    push.main(push_words(folder))
+    assert list(hub.objects.values()) == [(folder / "model.safetensors").read_bytes()]
+    assert hub.commits[0][2]["model.safetensors"] == (folder / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("option", ["--dry_run", "--dry-run"])
+def test_dry_run_tells_all_and_does_nothing(folder, option, monkeypatch, capsys):
+    def refuse(*arguments, **options):
+        raise AssertionError("a dry run must not use the network")
+
+    monkeypatch.setattr("socket.socket.connect", refuse)
+    before = content_of(folder)
+    push.main(push_words(folder, option))
+    assert content_of(folder) == before
+    said = capsys.readouterr().out
+    shared = {name: len(content) for name, content in before.items() if name not in FORBIDDEN}
+    for name, size in shared.items():
+        assert re.search(rf"^ +{size:,}  {re.escape(name)}$", said, re.MULTILINE)
+    assert f"{sum(shared.values()):,}  bytes in {len(shared)} files" in said
+    assert re.search(r"written first  README.md", said) and "somebody/tiny, main" in said
+    for name, reason in FORBIDDEN.items():
+        top = name if name.startswith("target_tokenizer") or "/" not in name else name.split("/")[0] + "/"
+        assert re.search(rf"^ +left out  {re.escape(top)} \({reason}", said, re.MULTILINE), name
+
+
+def test_files_of_other_tokenizers_are_part_of_the_model(folder):
+    (folder / "README.md").write_text("![attention](attention.png)", encoding="utf-8")
+    names = {"spiece.model", "source.spm", "target.spm", "merges.txt", "chat_template.jinja", "attention.png"}
+    names |= {"bpe.codes", "dict.txt", "LICENSE", "NOTICE.txt"}
+    for name in {*names, "other.model", "script.sh"}:
+        (folder / name).write_bytes(b"x")
+    selection = push.select_files(folder)
+    assert names <= selection.sizes.keys() and {"other.model", "script.sh"} <= selection.left_out.keys()
+
+
+def test_shards_go_up_with_their_index(folder):
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    index = {"weight_map": {"a": "model-1.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    push.check_folder(folder)
+    sizes = push.select_files(folder).sizes
+    assert {name for name in sizes if "safetensors" in name} == {"model-1.safetensors", "model.safetensors.index.json"}
+
+
+def test_picture_whose_name_ends_that_of_the_cards_stays(folder):
+    (folder / "README.md").write_text("![a](training_curve.png) ![b](./shown.png)", encoding="utf-8")
+    for name in ("training_curve.png", "curve.png", "shown.png"):
+        (folder / name).write_bytes(b"x")
+    selection = push.select_files(folder)
+    assert {"training_curve.png", "shown.png"} <= selection.sizes.keys()
+    assert selection.left_out["curve.png"] == "not a picture of the card"
+
+
+@pytest.mark.parametrize("options", [[], ["--dry_run"]], ids=["push", "dry run"])
+def test_weights_that_are_not_whole_are_refused(hub, folder, options):
+    # With a card of another hand nobody else reads them.
+    (folder / "README.md").write_text("my own words", encoding="utf-8")
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"`model\.safetensors` must be a whole safetensors file"):
+        push.main(push_words(folder, *options))
+    # What is not the model's is not taken for it.
+    (folder / "model.safetensors").rename(folder / "exponential_average.safetensors")
+    with pytest.raises(ValueError, match=r"but model\.safetensors is missing"):
+        push.main(push_words(folder, *options))
+    assert hub.calls == []
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_folder_without_a_model_is_refused(hub, folder, name):
+    (folder / name).unlink()
+    with pytest.raises(ValueError, match=r"`folder` must hold a whole model, but .* is missing"):
+        push.main(push_words(folder))
+    assert hub.calls == [] and not (folder / "README.md").exists()
+
+
+def test_missing_shard_missing_folder_and_secret_are_refused(folder, tmp_path):
+    with pytest.raises(ValueError, match="`folder` must be an existing folder"):
+        push.main(push_words(tmp_path / "nowhere"))
+    (folder / "recipe.yaml").write_text("hub_token: hf_abc\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="must hold no secret before it is shared, got hub_token"):
+        push.main(push_words(folder))
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"but model-2\.safetensors is missing"):
+        push.main(push_words(folder))
+    for damaged in ("{}", "[]", '{"weight_map": 1}', "{"):
+        (folder / "model.safetensors.index.json").write_text(damaged, encoding="utf-8")
+        with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json must be an index of weights"):
+            push.main(push_words(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        (
+            "recipe.yaml",
+            "a: [\n",
+            "`recipe.yaml` must be readable, got an error in '.*recipe.yaml': it must be valid YAML",
+        ),
+        ("recipe.yaml", "- a\n", "`recipe.yaml` must hold fields with values, got list in '.*recipe.yaml'"),
+        ("config.json", "{", "`config.json` must be readable, got an error in '.*config.json'"),
+        ("tokenizer_config.json", "[]", "`tokenizer_config.json` must hold fields with values, got list in"),
+    ],
+    ids=["no YAML", "a list", "no JSON", "a list of a tokenizer"],
+)
+@pytest.mark.parametrize("options", [[], ["--dry_run"]], ids=["push", "dry run"])
+def test_file_that_cannot_be_read_is_one_line(hub, folder, name, content, expected, options, capsys):
+    # With a card of another hand no other fact of the folder is asked for.
+    (folder / "README.md").write_text("my own words", encoding="utf-8")
+    (folder / name).write_text(content, encoding="utf-8")
+    assert run(push.main, "push", push_words(folder, *options)) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert [line for line in said if re.match(f"metaphrase push: error: {expected}", line)] == said[-1:]
+    assert hub.calls == []
+
+
+@pytest.mark.parametrize("repo_id", ["tiny", "a/b/c", "some body/tiny", "somebody/tiny--x", "somebody/.tiny"])
+def test_names_that_the_hub_would_not_take_are_refused(hub, folder, repo_id):
+    with pytest.raises(ValueError):
+        push.main(push_words(folder, repo_id=repo_id))
+    assert hub.calls == []
+
+
+@pytest.mark.parametrize(
+    ("refusal", "expected"),
+    [
+        ((401, "Invalid username or password."), "log in with `hf auth login`.*Invalid username or password"),
+        ((403, "You have no right."), "log in with `hf auth login`.*You have no right"),
+        ((500, "Out of order."), "500.*Out of order"),
+    ],
+)
+def test_refusal_is_one_line(hub, folder, refusal, expected, capsys):
+    hub.refusal = refusal
+    assert run(push.main, "push", push_words(folder)) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert re.match(f"metaphrase push: error: .*{expected}", line)
+    assert "hf_of_the_test" not in line and hub.commits == []
+
+
+def test_hub_that_is_not_there_is_one_line(hub, folder, monkeypatch, capsys):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert run(push.main, "push", push_words(folder)) == 2
+    said = capsys.readouterr().err
+    assert "metaphrase push: error: http://127.0.0.1:9 cannot be reached: " in said and "Traceback" not in said
+
+
+def test_push_to_hub_of_model_and_tokenizer(hub, tmp_path):
+    """transformers' own way, in a process that knows the stand-in from its start."""
+    folder = save_generator(tiny_generator(), tmp_path / "trained")
+    program = (
+        "import sys, metaphrase.modeling\n"
+        "from transformers import AutoModelForSeq2SeqLM, AutoTokenizer\n"
+        "for kind in (AutoModelForSeq2SeqLM, AutoTokenizer):\n"
+        "    kind.from_pretrained(sys.argv[1]).push_to_hub('somebody/tiny', token='hf_of_the_test')\n"
+    )
+    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+    subprocess.run([sys.executable, "-c", program, str(folder)], env=environment, check=True, timeout=120)
+    model, tokenizer = (files for _, _, files in hub.commits)
+    assert json.loads(model["config.json"])["auto_map"]["AutoModelForSeq2SeqLM"].startswith("modeling_metaphrase.")
+    code = {path.name for path in Path(push.__file__).parents[1].joinpath("modeling").glob("*.py")} - {"__init__.py"}
+    assert {name for name in model if name.endswith(".py")} == code
+    assert model["model.safetensors"] == (folder / "model.safetensors").read_bytes()
+    assert json.loads(tokenizer["tokenizer.json"]) == json.loads((folder / "tokenizer.json").read_bytes())
+    assert not any(name.endswith((".bin", ".pt")) for name in {**model, **tokenizer})

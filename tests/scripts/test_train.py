@@ -1,0 +1,106 @@
+"""The command line: `metaphrase train` on tiny recipes."""
+
+import json
+
+import pytest
+from small_runs import SMALL
+
+from metaphrase.hub_card.card import FIGURE_NAME, MARKER, is_own_card
+from metaphrase.scripts import train
+from metaphrase.scripts.console import run
+from metaphrase.training.experiment import Experiment
+from metaphrase.training.recipe.recipe import load_recipe
+
+TEXTS = [f"{noun} {verb}" for noun in ("dog", "cat", "bird", "fish") for verb in ("runs", "sees", "eats")]
+
+
+@pytest.fixture
+def words(tmp_path):
+    """The words of a run of two steps, without validation or test, in `run`."""
+    (tmp_path / "train.tsv").write_text("".join(f"{text}\t{text[::-1]}\n" for text in TEXTS), encoding="utf-8")
+    (tmp_path / "train.txt").write_text("".join(f"{text}\n" for text in TEXTS * 4), encoding="utf-8")
+    fields = {"data_dir": tmp_path, "output_dir": tmp_path / "run", "train_file": "train.tsv"}
+    fields |= {"tokenizer_kind": "char", "preset": "metaphrase-tiny", "max_steps": 2, "save_steps": 1}
+    fields |= {"logging_steps": 1, "per_device_train_batch_size": 4, "use_cpu": "true", "disable_tqdm": "true"}
+    fields |= {f"model.{name}": value for name, value in SMALL.items()}
+    return [word for name, value in fields.items() for word in (f"--{name}", str(value))]
+
+
+def test_a_dry_run_may_look_at_a_folder_that_holds_a_run(words, tmp_path, capsys):
+    assert run(train.main, "train", words) == 0
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    assert run(train.main, "train", [*words, "--dry_run"]) == 0
+    assert "parameters" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
+    with pytest.raises(ValueError, match="`output_dir` must not hold the checkpoints of another run"):
+        Experiment(load_recipe(None, words), is_dry_run=True).train()
+
+
+def test_a_card_by_another_hand_does_not_fail_a_run(words, tmp_path, caplog):
+    words += ["--test_file", "train.tsv", "--generation_max_length", "9"]
+    assert run(train.main, "train", words) == 0
+    card = tmp_path / "run" / "README.md"
+    claimed = card.read_text(encoding="utf-8").replace(MARKER, "My own words.")
+    card.write_text(claimed, encoding="utf-8")
+    assert run(train.main, "train", [*words, "--resume", "--max_steps", "3"]) == 0
+    assert card.read_text(encoding="utf-8") == claimed
+    assert "README.md was made or changed by somebody: it stays as it is." in caplog.text
+    assert json.loads((tmp_path / "run" / "trainer_state.json").read_text(encoding="utf-8"))["global_step"] == 3
+
+
+@pytest.mark.parametrize("objective", ["pairs", "span_corruption"])
+def test_a_run_without_scores_has_a_card_and_a_curve_and_says_where_it_lies(objective, words, tmp_path, caplog):
+    if objective != "pairs":
+        words += ["--objective", objective, "--train_file", "null", "--train_text_file", "train.txt"]
+        words += ["--num_sentinels", "20", "--max_source_length", "40", "--max_target_length", "40"]
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "metrics.json").write_text('{"scores": {"bleu": {"score": 1.0}}}', encoding="utf-8")
+    with caplog.at_level("INFO"):
+        assert run(train.main, "train", words) == 0
+    assert f"The model lies in {folder}" in caplog.text
+    assert is_own_card(folder / "README.md") and (folder / FIGURE_NAME).is_file()
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    assert "No scores are known" in card and f"({FIGURE_NAME})" in card
+    # What was scored before belongs to other weights.
+    assert not (folder / "metrics.json").exists() and (folder / "metrics_of_earlier_weights.json").is_file()
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        ["demo.yaml", "--dry_run", "--resume", "--seed", "7"],
+        ["--dry_run", "--resume", "demo.yaml", "--seed", "7"],
+        ["--resume", "--seed", "7", "--dry_run", "demo.yaml"],
+        ["--seed", "7", "--dry_run", "demo.yaml", "--resume"],
+    ],
+    ids=" ".join,
+)
+def test_recipe_stands_before_or_behind_the_options_without_a_value(order, tmp_path, monkeypatch):
+    read = []
+    (tmp_path / "demo.yaml").write_text("learning_rate: 0.5\n", encoding="utf-8")
+
+    class Read:
+        def __init__(self, recipe, is_dry_run):
+            assert is_dry_run
+            read.append(recipe)
+            self.arguments = recipe.training_arguments(use_cpu=True)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "Experiment", Read)
+    monkeypatch.setattr(train, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(train, "keep_few_kernels", lambda: None)
+    monkeypatch.setattr(train, "dry_run", lambda experiment: "estimated")
+    train.main(order)
+    [recipe] = read
+    assert (recipe.learning_rate, recipe.seed, recipe.resume_from_checkpoint) == (0.5, 7, "true")
+
+
+@pytest.mark.parametrize(
+    "words", [["demo", "--dry_run", "demo"], ["--dry_run", "demo", "--resume", "demo"]], ids=" ".join
+)
+def test_two_recipes_are_refused(words, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        train.main(words)
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and "[--field value ...]" in said and "unrecognized arguments: demo" in said

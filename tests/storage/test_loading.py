@@ -1,0 +1,94 @@
+"""Whole models: weights that are missing, cut or of another shape are an error, and nothing is written from what is left."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from other_families import other_model
+from safetensors.torch import load_file, save_file
+
+from metaphrase.inference import Generator
+from metaphrase.scripts import attention, export
+from metaphrase.scripts.console import run
+from metaphrase.storage.loading import load_whole
+from metaphrase.training.model_setup import load_base
+from metaphrase.training.recipe.recipe import Recipe
+
+LOST = "model.decoder.layers.0.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def folder(cli_model, tmp_path):
+    return shutil.copytree(cli_model, tmp_path / "model")
+
+
+def change(folder, edit):
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def lose(folder):
+    change(folder, lambda tensors: tensors.pop(LOST))
+
+
+def reshape(folder):
+    change(folder, lambda tensors: tensors.update({LOST: tensors[LOST][1:].clone()}))
+
+
+def cut(folder):
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+
+
+def damage_index(folder):
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    (folder / "model.safetensors.index.json").write_text("{}")
+
+
+DAMAGES = {
+    lose: rf"must hold whole weights, got \S+model, where these are missing: {LOST}\.",
+    reshape: rf"The weight `{LOST}` of \S+model must have the shape \(\d+, \d+\), got \(\d+, \d+\)",
+    cut: r"must hold whole weights, got \S+model: ",
+    damage_index: r"index\.json must be an index of weights, with a `weight_map`, and is damaged",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_model_that_is_not_whole_is_not_used(damage, folder):
+    damage(folder)
+    with pytest.raises(ValueError, match=DAMAGES[damage]):
+        Generator.from_pretrained(folder)
+    with pytest.raises(ValueError, match=DAMAGES[damage]):
+        load_base(Recipe(train_file="a", model_name_or_path=str(folder)))
+
+
+@pytest.mark.parametrize("engine", ["ctranslate2", "onnx"])
+def test_model_that_is_not_whole_is_not_exported(engine, folder, capsys):
+    pytest.importorskip({"ctranslate2": "ctranslate2", "onnx": "onnxscript"}[engine])
+    lose(folder)
+    output = folder.parent / "exported"
+    assert run(export.main, "export", [str(folder), str(output), "--format", engine]) == 2
+    assert f"where these are missing: {LOST}." in capsys.readouterr().err.splitlines()[-1]
+    assert not output.exists()
+
+
+def test_whole_model_is_what_was_saved(cli_model):
+    model = load_whole(cli_model, trust_remote_code=False)
+    assert torch.equal(model.state_dict()[LOST], load_file(f"{cli_model}/model.safetensors")[LOST])
+
+
+def test_other_families_may_make_weights_anew(tmp_path):
+    # BART's head is its embedding, and a bias that no checkpoint need hold is zero.
+    other_model("bart").save_pretrained(tmp_path)
+    change(tmp_path, lambda tensors: tensors.pop("final_logits_bias"))
+    assert (load_whole(tmp_path, trust_remote_code=False).final_logits_bias == 0).all()
+
+
+def test_configuration_of_another_type_is_one_line(folder, capsys):
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"hidden_size": "32"}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert run(attention.main, "attention", [str(folder), "--source", "a", "--format", "pharaoh"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("metaphrase attention: error: Validation error for field 'hidden_size': ")

@@ -1,0 +1,66 @@
+"""Models, batches and arguments for the tests of the estimates."""
+
+import torch
+from tiny_models import tiny_model
+from transformers import Seq2SeqTrainingArguments
+
+from metaphrase.training.planning.activations import Precision
+from metaphrase.training.planning.batches import BatchShape
+
+PAIRS, SOURCE, TARGET = 8, 32, 24
+FLOAT32, AUTOCAST = Precision(), Precision(compute_bytes=2)
+
+# Dimensions that all differ, so that none can stand for another.
+WIDTHS = {
+    "vocab_size": 101,
+    "hidden_size": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 112,
+    "initializer_range": None,
+    "dropout": 0.1,
+}
+_CLASSIC = {"norm_type": "layernorm", "norm_position": "post", "gated_mlp": False}
+DESIGNS = {
+    "recommended": {},
+    "without dropout": {"dropout": 0.0},
+    "vaswani": {**_CLASSIC, "position_embedding_type": "sinusoidal", "activation_function": "relu"},
+    "bart": {**_CLASSIC, "position_embedding_type": "learned", "activation_function": "gelu", "embedding_norm": True},
+    "t5": {"position_embedding_type": "relative", "gated_mlp": False, "activation_function": "relu"},
+    "t5 v1.1": {"position_embedding_type": "relative", "activation_function": "gelu_new", "mlp_bias": False},
+    "bias of each layer": {"position_embedding_type": "relative", "relative_attention_shared": False},
+    "alibi": {"position_embedding_type": "alibi", "activation_function": "gelu"},
+    "grouped and normed": {"num_key_value_heads": 2, "qk_norm": True},
+    "every dropout": {"attention_dropout": 0.1, "activation_dropout": 0.1, "position_embedding_type": "none"},
+    "every dropout, plain": {
+        **_CLASSIC,
+        "attention_dropout": 0.1,
+        "activation_dropout": 0.1,
+        "activation_function": "relu",
+    },
+    "no final norm": {"final_norm": False, "gated_mlp": False},
+    "two vocabularies": {"share_embeddings": False, "decoder_vocab_size": 77, "logits_bias": True},
+    "wide": {"encoder_ffn_dim": 512, "decoder_ffn_dim": 384, "head_dim": 32},
+}
+
+
+def training_model(**fields):
+    return tiny_model(**WIDTHS | fields).train()
+
+
+def batch_and_shape(is_packed, pairs=PAIRS):
+    """Pairs of one length, padded or packed, and their shape."""
+    shape = BatchShape.of([SOURCE] * pairs, [TARGET] * pairs, is_packed)
+    source, target = (torch.randint(4, 70, (pairs, length)) for length in (SOURCE, TARGET))
+    if not is_packed:
+        return {"input_ids": source, "attention_mask": torch.ones_like(source), "labels": target}, shape
+    lengths = {"source_lengths": torch.tensor([SOURCE] * pairs), "target_lengths": torch.tensor([TARGET] * pairs)}
+    longest = {"longest_source": SOURCE, "longest_target": TARGET}
+    return {"input_ids": source.view(1, -1), "labels": target.view(1, -1), **lengths, **longest}, shape
+
+
+def arguments_of(folder, **options):
+    settings = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    settings |= {"remove_unused_columns": False, "dataloader_pin_memory": False}
+    return Seq2SeqTrainingArguments(output_dir=str(folder), **settings | options)

@@ -1,0 +1,45 @@
+"""Small experiments: recipes over the few made-up pairs of the fixture `data`."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from small_runs import SMALL
+from transformers import AutoModelForSeq2SeqLM
+
+from metaphrase.training.recipe.recipe import Recipe, load_recipe
+
+BASE = {
+    "preset": "metaphrase-tiny",
+    "vocab_size": 600,
+    "max_steps": 6,
+    "per_device_train_batch_size": 8,
+    "per_device_eval_batch_size": 8,
+    "eval_strategy": "steps",
+    "eval_steps": 3,
+    "save_strategy": "steps",
+    "save_steps": 3,
+    "logging_steps": 1,
+    "generation_max_length": 12,
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "label_smoothing_factor": 0.1,
+}
+
+
+def make_recipe(data: Path, output: Path, **fields: Any) -> Recipe:
+    """The recipe of a small run; a field of `None` is left out."""
+    fields = {**BASE, "train_file": "train.tsv", "validation_file": "validation.tsv", "test_file": "test.tsv", **fields}
+    words = ["--data_dir", str(data), "--output_dir", str(output)]
+    for name, value in {f"model.{key}": value for key, value in SMALL.items()}.items():
+        if fields.get("model_name_or_path") is None:
+            words += [f"--{name}", str(value)]
+    for name, value in fields.items():
+        if value is not None:
+            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return load_recipe(None, words)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Those of the model that a run left in a folder."""
+    return AutoModelForSeq2SeqLM.from_pretrained(folder).state_dict()

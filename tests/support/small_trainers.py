@@ -1,0 +1,59 @@
+"""Trainers of a small model on a few pairs of ids."""
+
+import torch
+from datasets import Dataset
+from transformers import BartConfig, BartForConditionalGeneration, Seq2SeqTrainingArguments
+
+from metaphrase.data.collators import PairCollator
+from metaphrase.training.trainer import MetaphraseTrainer
+
+SIDES = {"source": "input_ids", "target": "labels"}
+
+
+def small_pairs():
+    generator = torch.Generator().manual_seed(1)
+
+    def row():
+        length = int(torch.randint(2, 9, (), generator=generator))
+        return [*torch.randint(4, 60, (length,), generator=generator).tolist(), 2]
+
+    return [{"input_ids": row(), "labels": row()} for _ in range(12)]
+
+
+def make_trainer(model, pairs, folder, **options):
+    names = ("score", "tokenizers", "generation_options", "max_tokens_per_batch", "r_drop_alpha")
+    names += ("num_best_kept", "num_last_kept", "compute_loss_func", "compute_metrics", "optimizers")
+    names += ("layer_decay", "learning_rate_factors")
+    own = {name: options.pop(name) for name in names if name in options}
+    settings = {
+        "predict_with_generate": True,
+        "report_to": "none",
+        "remove_unused_columns": False,
+        "disable_tqdm": True,
+    }
+    settings |= {
+        "use_cpu": True,
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 5,
+        "save_strategy": "no",
+    }
+    arguments = Seq2SeqTrainingArguments(output_dir=str(folder), **{**settings, **options})
+    return MetaphraseTrainer(
+        model=model, args=arguments, train_dataset=pairs, eval_dataset=pairs, data_collator=PairCollator(0), **own
+    )
+
+
+def with_lengths(pairs):
+    return Dataset.from_list(
+        [{f"{side}_length": len(pair[name]) for side, name in SIDES.items()} | pair for pair in pairs]
+    )
+
+
+def tiny_bart():
+    """With positions to spare, and the same weights at each call."""
+    torch.manual_seed(3)
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+    fields = {"vocab_size": 60, "dropout": 0.0, "forced_eos_token_id": None, "max_position_embeddings": 32}
+    return BartForConditionalGeneration(BartConfig(**sizes, **heads, **ids, **fields))

@@ -1,0 +1,408 @@
+"""Special tokens, text files and trained tokenizers: exact round trips, stable vocabularies, errors that say what is wrong."""
+
+import gzip
+import json
+import logging
+import os
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+
+import pytest
+from sentences import SENTENCES
+from tokenizers.pre_tokenizers import ByteLevel
+
+from metaphrase.tokenization import (
+    TOKENIZER_KINDS,
+    SpecialTokens,
+    TokenizerPair,
+    iterate_lines,
+    sentinel_tokens,
+    train_tokenizer,
+)
+from metaphrase.tokenization.vocabulary_trainer import byte_characters
+
+SPLIT_SENTENCES = ["ein an@@ trie@@ b .", "an@@ a b . <unk>", "ein b@@ e@@ in ."] * 2
+
+STRANGE_TEXTS = [
+    "",
+    " ",
+    "  leading",
+    "trailing  ",
+    "a  b\n\nc\td\r\n",
+    "family \U0001f469\u200d\U0001f469\u200d\U0001f467 flag \U0001f1e9\U0001f1ea",
+    "e\u0301 is not \u00e9, \ufb01 is not fi, \u212b",
+    "nul\0byte",
+    "</s>",
+    "one </s> two<pad><s> <unk>",
+    "\u2028line\u00a0separators\u0085",
+    "日本語 العربية",
+    "\u2581 Ġ ## @@",
+    "\ufeffmark",
+    "\U0010ffff\ue000",
+]
+
+# What text of seen characters each kind gives back, as its docstring promises.
+SEEN_TEXTS = {
+    "bpe": ["A dog", "a  b ", "kleiner  Hund: 42", "</s>", "dog</s>", "a <s> b"],
+    "unigram": ["A dog", "a  b ", "kleiner  Hund: 42", "</s>", "dog</s>", "a <s> b"],
+    "char": ["A dog", " a  b ", "kleiner  Hund: 42", "</s>", "dog</s>", "a <s> b"],
+    "wordpiece": ["A dog", "a b", "kleiner Hund: 42", "Gras, Gras.", "Größere Übungen"],
+    "pretokenized": ["ein b .", ". . ein"],
+}
+
+
+def train(kind, texts=None, **settings):
+    if texts is None:
+        texts = SPLIT_SENTENCES if kind == "pretokenized" else SENTENCES
+    if kind in ("byte_bpe", "bpe", "unigram", "wordpiece"):
+        settings = {"vocab_size": 280 if kind == "byte_bpe" else 130} | settings
+    return train_tokenizer(texts, kind=kind, show_progress=False, **settings)
+
+
+def round_trip(tokenizer, text):
+    return tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("kind", TOKENIZER_KINDS)
+def test_special_token_ids_and_inputs(kind):
+    special_tokens = SpecialTokens(additional_special_tokens=("<2de>",))
+    tokenizer = train(kind, special_tokens=special_tokens, additional_special_tokens=sentinel_tokens(2))
+    names = ["<pad>", "<s>", "</s>", "<unk>", "<2de>", "<extra_id_0>", "<extra_id_1>"]
+    assert tokenizer.convert_tokens_to_ids(names) == list(range(7))
+    ids = [tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id]
+    assert ids == [0, 1, 2, 3]
+    assert tokenizer.padding_side == "right"
+    assert len(tokenizer) == max(tokenizer.get_vocab().values()) + 1
+    batch = tokenizer(["A dog", "A small dog"], padding=True)
+    assert sorted(batch) == ["attention_mask", "input_ids"]
+    assert batch["input_ids"][0][-1] == 0 or kind == "pretokenized"
+
+
+@pytest.mark.parametrize("kind", TOKENIZER_KINDS)
+def test_one_end_and_no_beginning(kind):
+    tokenizer = train(kind)
+    text = "ein an@@ trie@@ b ." if kind == "pretokenized" else "A small dog"
+    bare = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert bare and not {0, 1, 2} & set(bare)
+    assert tokenizer(text)["input_ids"] == [*bare, 2]
+    assert tokenizer(text, text)["input_ids"] == [*bare, 2, *bare, 2]
+
+
+@pytest.mark.parametrize("kind", ["byte_bpe", "byte"])
+@pytest.mark.parametrize("text", STRANGE_TEXTS)
+def test_byte_kinds_give_every_text_back(kind, text):
+    tokenizer = train(kind)
+    assert round_trip(tokenizer, text) == text
+    assert tokenizer.unk_token_id not in tokenizer(text)["input_ids"]
+
+
+@pytest.mark.parametrize("kind", sorted(SEEN_TEXTS))
+def test_text_of_seen_characters_comes_back(kind):
+    tokenizer = train(kind)
+    for text in SEEN_TEXTS[kind]:
+        assert round_trip(tokenizer, text) == text
+        assert not {0, 1, 2, 3} & set(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_first_space_is_what_the_metaspace_kinds_lose(kind):
+    assert round_trip(train(kind), " A dog") == "A dog"
+    assert round_trip(train(kind), "  A dog") == " A dog"
+
+
+def test_wordpiece_spaces_out_what_would_be_looked_up_as_something_else():
+    tokenizer = train("wordpiece", [*SENTENCES, "# < / s >"])
+    assert round_trip(tokenizer, "a  </s> ##s") == "a < /s> # # s"
+    assert round_trip(tokenizer, "s##s") == "s # # s"
+
+
+def test_wordpiece_knows_control_characters_that_split_no_word():
+    text = "a\x1cb \x1fc"
+    assert round_trip(train("wordpiece", [text] * 3), text) == text
+
+
+def test_wordpiece_knows_words_as_long_as_sentences():
+    text = "nasseGras" * 100
+    assert round_trip(train("wordpiece"), text) == text
+
+
+@pytest.mark.parametrize("kind", TOKENIZER_KINDS)
+def test_control_tokens_are_never_read_from_text(kind):
+    # The texts hold the characters often enough to be merged.
+    texts = ["x </s> y", "</s>", "<pad><s></s>x<unk>"] * 50
+    tokenizer = train(kind, texts, vocab_size=None)
+    for text in ["</s>", "x</s>y", "x <pad> y", "</s></s>", "x <s> </s>"]:
+        assert not {0, 1, 2} & set(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+@pytest.mark.parametrize("kind", TOKENIZER_KINDS)
+def test_control_tokens_spelled_like_words_are_never_read_from_text(kind):
+    special_tokens = SpecialTokens(eos_token="EOS", pad_token="-*-", unk_token="[UNK]")
+    tokenizer = train(kind, ["EOS xEOSx", "EOS -*- x-*-"] * 50, vocab_size=None, special_tokens=special_tokens)
+    for text in ["EOS", "x EOS x", "xEOSx -*-"]:
+        assert not {0, 1, 2} & set(tokenizer(text, add_special_tokens=False)["input_ids"])
+        if kind not in ("wordpiece", "pretokenized"):
+            assert round_trip(tokenizer, text) == text
+
+
+@pytest.mark.parametrize("kind", TOKENIZER_KINDS)
+def test_additional_tokens_are_read_from_text_and_shown(kind):
+    tokenizer = train(kind, additional_special_tokens=["<2de>"])
+    text = "<2de> ein b ." if kind == "pretokenized" else "<2de> A small dog"
+    ids = tokenizer(text)["input_ids"]
+    assert ids[0] == 4 and ids.count(4) == 1
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+def test_additional_tokens_take_no_room_for_pieces_of_them():
+    texts = [f"<2de> {text}" for text in SENTENCES]
+    pieces = train("bpe", texts, additional_special_tokens=["<2de>"]).get_vocab()
+    assert pieces.keys() == train("bpe", additional_special_tokens=["<2de>"]).get_vocab().keys()
+
+
+@pytest.mark.parametrize("kind", TOKENIZER_KINDS)
+def test_same_texts_give_the_same_tokenizer(kind):
+    first, *others = [train(kind).backend_tokenizer.to_str() for _ in range(3)]
+    vocabularies = [train(kind).get_vocab() for _ in range(3)]
+    assert vocabularies[0] == vocabularies[1] == vocabularies[2]
+    if kind == "unigram":
+        # Its file also holds the scores.
+        assert others == [first, first]
+
+
+@pytest.mark.parametrize("kind", ["byte_bpe", "bpe", "unigram", "wordpiece"])
+def test_vocab_size_is_met_exactly(kind, caplog):
+    size = {"byte_bpe": 300, "bpe": 140, "unigram": 66, "wordpiece": 140}[kind]
+    with caplog.at_level(logging.WARNING):
+        assert len(train(kind, vocab_size=size)) == size
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("kind", ["byte_bpe", "bpe", "unigram", "wordpiece"])
+def test_small_texts_give_a_smaller_vocabulary_and_a_warning(kind, caplog):
+    with caplog.at_level(logging.WARNING):
+        tokenizer = train(kind, vocab_size=5000)
+    assert len(tokenizer) < 5000
+    assert f"has {len(tokenizer)} entries, not `vocab_size` 5000" in caplog.text
+
+
+def test_byte_vocabulary_is_in_byte_order():
+    tokenizer = train_tokenizer((), kind="byte")
+    assert len(tokenizer) == 260
+    assert tokenizer("é\0z", add_special_tokens=False)["input_ids"] == [byte + 4 for byte in "é\0z".encode()]
+    assert sorted(byte_characters()) == sorted(ByteLevel.alphabet())
+
+
+def test_char_has_one_token_per_character():
+    tokenizer = train("char", ["ab b", "bä"])
+    assert tokenizer.convert_ids_to_tokens(range(4, len(tokenizer))) == ["b", " ", "a", "ä"]
+    assert tokenizer("äx y", add_special_tokens=False)["input_ids"] == [7, 3, 5, 3]
+
+
+def test_pretokenized_looks_whole_pieces_up_and_undoes_the_joiner():
+    tokenizer = train("pretokenized")
+    ids = tokenizer("ein an@@ trie@@ b .")["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids) == ["ein", "an@@", "trie@@", "b", ".", "</s>"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "ein antrieb ."
+    assert round_trip(tokenizer, " ein  b ") == "ein b"
+    assert round_trip(tokenizer, "ein an@@") == "ein an"
+    assert tokenizer("an trie@@", add_special_tokens=False)["input_ids"][0] == tokenizer.unk_token_id
+    assert tokenizer("<unk> </s>", add_special_tokens=False)["input_ids"] == [3, 3]
+
+
+def test_pretokenized_joiner_may_be_any_string():
+    tokenizer = train("pretokenized", ["wa+ ter a.* b"], joiner="+")
+    assert round_trip(tokenizer, "wa+ ter a.* b") == "water a.* b"
+
+
+@pytest.mark.parametrize("joiner", ["@@", "+", "a.*b\\", "￭"])
+def test_references_are_joined_as_decoding_joins_them(joiner, tmp_path):
+    tokenizer = train("pretokenized", [f"wa{joiner} ter b"], joiner=joiner)
+    TokenizerPair(tokenizer, tokenizer).save_pretrained(tmp_path)
+    pair = TokenizerPair.from_pretrained(tmp_path)
+    assert pair.as_decoded([f"wa{joiner} ter b", "water b", f"wa{joiner}"]) == ["water b", "water b", "wa"]
+
+
+@pytest.mark.parametrize("kind", ["bpe", "byte_bpe", "wordpiece", "char"])
+def test_references_of_other_kinds_stay_as_they_are(kind):
+    tokenizer = train(kind, ["a b@@ c"])
+    assert TokenizerPair(tokenizer, tokenizer).as_decoded(["b@@ c", "b+ c"]) == ["b@@ c", "b+ c"]
+
+
+def test_pretokenized_limits_are_counted_and_reported(caplog):
+    texts = ["a a a b b c", "a d"]
+    assert len(train("pretokenized", texts)) == 4 + 4
+    assert not caplog.records
+    tokenizer = train("pretokenized", texts, min_frequency=2)
+    assert tokenizer.convert_ids_to_tokens([4, 5]) == ["a", "b"] and len(tokenizer) == 6
+    assert "2 of 4 different pieces, 2 of 8 occurrences" in caplog.text
+    caplog.clear()
+    assert len(train("pretokenized", texts, vocab_size=7)) == 7
+    assert "1 of 4 different pieces, 1 of 8 occurrences" in caplog.text and "`vocab_size` 7" in caplog.text
+
+
+def test_normalization_and_lowercase():
+    text = "E\u0301t\u00e9 \ufb01n"
+    assert round_trip(train("byte", normalization="nfc"), text) == unicodedata.normalize("NFC", text)
+    assert round_trip(train("byte", normalization="nfkc", lowercase=True), text) == "\u00e9t\u00e9 fin"
+    lowered = train("pretokenized", ["Ein B@@ aum"], lowercase=True)
+    assert round_trip(lowered, "EIN b@@ AUM") == "ein baum"
+
+
+LOADING_PROGRAM = """
+import json, sys
+sys.modules["metaphrase"] = None
+from transformers import AutoTokenizer
+results = {}
+for kind, texts in json.load(sys.stdin).items():
+    tokenizer = AutoTokenizer.from_pretrained(kind)
+    batch = tokenizer(texts)
+    decoded = [tokenizer.decode(ids, skip_special_tokens=True) for ids in batch["input_ids"]]
+    rest = [sorted(batch), len(tokenizer), tokenizer.pad_token_id, tokenizer.model_max_length, tokenizer.padding_side]
+    results[kind] = [batch["input_ids"], decoded, rest]
+print(json.dumps(results))
+"""
+
+
+def test_saved_tokenizers_load_without_metaphrase(tmp_path):
+    texts = ["<2de> A small </s> Hund", "ein an@@ trie@@ b .", *STRANGE_TEXTS]
+    expected = {}
+    for kind in TOKENIZER_KINDS:
+        tokenizer = train(kind, additional_special_tokens=["<2de>"], model_max_length=77)
+        tokenizer.save_pretrained(tmp_path / kind)
+        ids = tokenizer(texts)["input_ids"]
+        decoded = [tokenizer.decode(row, skip_special_tokens=True) for row in ids]
+        expected[kind] = [ids, decoded, [["attention_mask", "input_ids"], len(tokenizer), 0, 77, "right"]]
+    result = subprocess.run(
+        [sys.executable, "-c", LOADING_PROGRAM],
+        input=json.dumps(dict.fromkeys(TOKENIZER_KINDS, texts)),
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+    )
+    assert json.loads(result.stdout) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "bytebpe"}, r"`kind` must be one of .* got 'bytebpe'. Did you mean 'byte_bpe'\?"),
+        ({"normalization": "nfd"}, r"`normalization` must be one of nfc, nfkc, got 'nfd'"),
+        ({"vocab_size": 0}, r"`vocab_size` must be a positive whole number, got 0"),
+        ({"vocab_size": 1e3}, r"`vocab_size` must be a positive whole number, got 1000.0"),
+        ({"min_frequency": True}, r"`min_frequency` must be a positive whole number, got True"),
+        ({"model_max_length": -1}, r"`model_max_length` must be a positive whole number, got -1"),
+        ({"vocab_size": 259}, r"`vocab_size` must be at least 260 .*4 special tokens \+ 256 bytes.*got 259"),
+        ({"kind": "byte", "vocab_size": 259}, r"`vocab_size` must be at least 260"),
+        ({"kind": "unigram", "min_frequency": 2}, r"`min_frequency` must be left out for kind 'unigram'"),
+        ({"joiner": "@@"}, r"`joiner` must be left out unless `kind` is 'pretokenized'"),
+        ({"kind": "pretokenized", "joiner": "@ @"}, r"`joiner` must be one or more characters without a space"),
+        ({"additional_special_tokens": ["<s>"]}, r"must differ from one another, got <s> more than once"),
+        ({"additional_special_tokens": "<2de>"}, r"must be a sequence of strings, got the single string '<2de>'"),
+    ],
+)
+def test_settings_are_checked_before_any_text_is_read(settings, message):
+    def unreadable():
+        raise AssertionError("the texts were read")
+        yield
+
+    with pytest.raises(ValueError, match=message):
+        train_tokenizer(unreadable(), show_progress=False, **settings)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram", "wordpiece", "char"])
+def test_characters_must_fit_into_the_vocabulary(kind):
+    with pytest.raises(
+        ValueError, match=r"`vocab_size` must be at least \d+ .*characters of the texts\), got 12\."
+    ) as caught:
+        train(kind, vocab_size=12)
+    needed = int(str(caught.value).split("at least ")[1].split()[0])
+    assert len(train(kind, vocab_size=needed)) == needed
+
+
+@pytest.mark.parametrize("kind", ["byte_bpe", "bpe", "unigram", "wordpiece", "char", "pretokenized"])
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ([], "at least one character that is not white space"),
+        (["", " \n"], "at least one character that is not white space"),
+        ("a dog", "got the single string 'a dog'"),
+        (["a", b"b"], "strings only, got bytes as text 2"),
+        (["a", "b\ud800"], "lone surrogate .* in text 2"),
+    ],
+)
+def test_texts_are_checked(kind, texts, message):
+    with pytest.raises(ValueError, match=f"`texts` must .*{message}"):
+        train(kind, texts)
+
+
+@pytest.mark.parametrize("kind", ["byte_bpe", "bpe", "unigram", "wordpiece", "char", "pretokenized"])
+def test_additional_tokens_alone_are_no_text(kind):
+    with pytest.raises(ValueError, match="at least one character that is not white space"):
+        train(kind, ["<2de>", " <2de> "], additional_special_tokens=["<2de>"])
+
+
+@pytest.mark.parametrize("token", ["x", "", "<a b>", "<é>", "<\n>", None])
+def test_special_tokens_must_be_plain(token):
+    with pytest.raises(ValueError, match="two or more printable ASCII characters"):
+        SpecialTokens(eos_token=token)
+
+
+def test_special_tokens_own_their_ids():
+    special_tokens = SpecialTokens(pad_token="[PAD]").with_additional(sentinel_tokens(2))
+    assert special_tokens.tokens == ("[PAD]", "<s>", "</s>", "<unk>", "<extra_id_0>", "<extra_id_1>")
+    ids = (special_tokens.pad_token_id, special_tokens.bos_token_id, special_tokens.eos_token_id)
+    assert (*ids, special_tokens.unk_token_id) == (0, 1, 2, 3)
+    with pytest.raises(ValueError, match="`count` must not be negative, got -1"):
+        sentinel_tokens(-1)
+
+
+def test_iterate_lines_splits_at_line_feeds_only(tmp_path):
+    first, second = tmp_path / "first.txt", tmp_path / "second.txt"
+    first.write_bytes("\ufeffä b\r\n\nc\u2028d\u0085e\x0cf\rg\n".encode())
+    second.write_bytes(b"last")
+    assert list(iterate_lines([first, str(second)])) == ["ä b", "", "c\u2028d\u0085e\x0cf\rg", "last"]
+    assert list(iterate_lines(str(second))) == ["last"]
+
+
+def test_iterate_lines_decompresses(tmp_path):
+    path = tmp_path / "a.en.gz"
+    path.write_bytes(gzip.compress("\ufeffä b\r\nc".encode()))
+    assert list(iterate_lines([path, str(path)])) == ["ä b", "c"] * 2
+
+
+def test_iterate_lines_names_file_and_line_of_invalid_bytes(tmp_path):
+    path = tmp_path / "latin1.txt"
+    path.write_bytes("good\nschön\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin1\.txt` must be UTF-8, but line 2 has the byte 0xf6 at position 3"):
+        list(iterate_lines(path))
+
+
+@pytest.fixture
+def corpora():
+    if not (folder := os.environ.get("METAPHRASE_DATA")):
+        pytest.skip("METAPHRASE_DATA does not name a folder of corpora")
+    return Path(folder)
+
+
+def test_pretokenized_corpus_comes_back_joined(corpora):
+    folder = corpora / "multi30k_en_de_bpe10k"
+    lines = list(iterate_lines([folder / "train.en", folder / "train.de"]))
+    tokenizer = train_tokenizer(lines, kind="pretokenized", show_progress=False)
+    decoded = [tokenizer.decode(ids, skip_special_tokens=True) for ids in tokenizer(lines)["input_ids"]]
+    # Spaces at the ends of a line are not kept.
+    assert decoded == [line.strip(" ").replace("@@ ", "") for line in lines]
+
+
+@pytest.mark.parametrize("kind", ["byte_bpe", "bpe"])
+def test_raw_corpus_comes_back(corpora, kind):
+    folder = corpora / "multi30k_en_de"
+    lines = list(iterate_lines([folder / "train.en", folder / "train.de"]))
+    tokenizer = train_tokenizer(lines, kind=kind, vocab_size=8000, show_progress=False)
+    assert len(tokenizer) == 8000
+    decoded = [tokenizer.decode(ids, skip_special_tokens=True) for ids in tokenizer(lines)["input_ids"]]
+    assert decoded == lines

@@ -1,0 +1,391 @@
+"""Averaging checkpoints: the mean by hand, what surrounds it, which checkpoints are chosen, and writes that fail."""
+
+import json
+import logging
+import shutil
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from averages import all_weights, mean_by_hand
+from safetensors.torch import save_file
+from tiny_generator import tiny_pair
+from tiny_models import random_batch, tiny_model
+from transformers import AutoModelForSeq2SeqLM
+from weights import TIES, expected_groups, tie_groups
+
+from metaphrase.tokenization import TokenizerPair
+from metaphrase.training.checkpointing import averaging
+from metaphrase.training.checkpointing.averaging import average_checkpoints, select_checkpoints
+
+
+def save_models(folder, count=3, dtype=torch.float32, max_shard_size="1GB", **fields):
+    """Models of other weights each, `folder/0`, `folder/1`, ..."""
+    models = [tiny_model(seed=seed, **fields).to(dtype) for seed in range(count)]
+    for index, model in enumerate(models):
+        model.save_pretrained(folder / str(index), max_shard_size=max_shard_size)
+    return models, [folder / str(index) for index in range(count)]
+
+
+def save_tensors(folder, tensors, **config):
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({"model_type": "metaphrase", **config}))
+    return folder
+
+
+# The mean
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("max_shard_size", ["1GB", "40KB"])
+def test_mean_by_hand_in_the_type_and_the_files_of_the_checkpoints(dtype, max_shard_size, tmp_path):
+    models, folders = save_models(tmp_path, dtype=dtype, max_shard_size=max_shard_size)
+    output = average_checkpoints(folders, tmp_path / "mean")
+    written = sorted(path.name for path in output.glob("*.safetensors*"))
+    assert written == sorted(path.name for path in folders[-1].glob("*.safetensors*"))
+    assert len(written) == 1 or "model.safetensors.index.json" in written
+    assert (max_shard_size == "1GB") == (len(written) == 1)
+    expected = mean_by_hand([model.state_dict() for model in models])
+    averaged = AutoModelForSeq2SeqLM.from_pretrained(output, dtype="auto")
+    for name, tensor in averaged.state_dict().items():
+        assert tensor.dtype == dtype
+        assert torch.equal(tensor, expected[name].to(dtype)), name
+    # float64 sums: a mean that is rounded once.
+    largest = max(weight.abs().max().item() for weight in expected.values())
+    assert largest > 0.5
+
+
+@pytest.mark.parametrize("ties", TIES)
+def test_tied_weights_are_stored_once_and_stay_tied(ties, tmp_path):
+    models, folders = save_models(tmp_path, count=2, **TIES[ties])
+    output = average_checkpoints(folders, tmp_path / "mean")
+    assert all_weights(output).keys() == all_weights(folders[0]).keys()
+    averaged = AutoModelForSeq2SeqLM.from_pretrained(output).eval()
+    assert tie_groups(averaged) == expected_groups(averaged.config)
+    with torch.no_grad():
+        for parameters in zip(*(model.parameters() for model in (models[0], *models)), strict=True):
+            parameters[0].copy_((parameters[1] + parameters[2]) / 2)
+    batch = random_batch(averaged.config)
+    torch.testing.assert_close(averaged(**batch).logits, models[0](**batch).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_mean_of_equals_is_exactly_what_they_are(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "0")
+    for name in "12":
+        shutil.copytree(tmp_path / "0", tmp_path / name)
+    output = average_checkpoints([tmp_path / name for name in "012"], tmp_path / "mean")
+    assert (output / "model.safetensors").read_bytes() == (tmp_path / "0" / "model.safetensors").read_bytes()
+
+
+def test_checkpoints_may_be_cut_into_other_files(tmp_path):
+    models, _ = save_models(tmp_path, count=2)
+    models[0].save_pretrained(tmp_path / "cut", max_shard_size="30KB")
+    outputs = [
+        average_checkpoints([tmp_path / name, tmp_path / "1"], tmp_path / f"mean{name}") for name in ("0", "cut")
+    ]
+    assert (outputs[0] / "model.safetensors").read_bytes() == (outputs[1] / "model.safetensors").read_bytes()
+    output = average_checkpoints([tmp_path / "1", tmp_path / "cut"], tmp_path / "mean")
+    assert len(list(output.glob("model-*.safetensors"))) > 1
+    assert all(torch.equal(all_weights(output)[name], weight) for name, weight in all_weights(outputs[0]).items())
+
+
+def test_whole_numbers_are_those_of_the_last(tmp_path, caplog):
+    tensors = {"weight": torch.tensor([1.0, 2.0]), "empty": torch.zeros(0), "scalar": torch.tensor(5.0)}
+    tensors |= {"same": torch.tensor([3, 4]), "steps": torch.tensor(7), "mask": torch.tensor([True, False, True])}
+    first = save_tensors(tmp_path / "a", tensors)
+    other = {"weight": torch.tensor([3.0, 5.0]), "scalar": torch.tensor(-1.0), "steps": torch.tensor(9)}
+    second = save_tensors(tmp_path / "b", tensors | other)
+    with caplog.at_level(logging.WARNING):
+        averaged = all_weights(average_checkpoints([first, second], tmp_path / "mean"))
+    assert averaged["weight"].tolist() == [2.0, 3.5] and averaged["scalar"].item() == 2.0
+    assert averaged["steps"].item() == 9 and averaged["same"].tolist() == [3, 4]
+    assert averaged["mask"].tolist() == [True, False, True] and averaged["empty"].shape == (0,)
+    assert f"Whole numbers that differ are those of {second}: steps." in caplog.text
+
+
+def test_one_tensor_of_one_checkpoint_is_in_memory_at_a_time(tmp_path, monkeypatch):
+    _, folders = save_models(tmp_path)
+    read, alive = averaging._Checkpoint.read, []
+
+    def counted(self, name):
+        assert [reference for reference in alive if reference() is not None] == []
+        tensor = read(self, name)
+        alive.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(averaging._Checkpoint, "read", counted)
+    average_checkpoints(folders, tmp_path / "mean")
+    assert len(alive) == 3 * len(all_weights(folders[0]))
+
+
+# What must agree
+
+
+def test_first_difference_is_named(tmp_path):
+    weights = {"a": torch.zeros(2, 3), "b": torch.zeros(4)}
+    base = save_tensors(tmp_path / "base", weights, hidden_size=32, transformers_version="5.1", _name_or_path="x")
+    same = save_tensors(tmp_path / "same", weights, hidden_size=32, transformers_version="5.2")
+    average_checkpoints([base, same], tmp_path / "mean")
+    others = {
+        "config": (weights, {"hidden_size": 64}, r"`hidden_size` of config.json .*base and in .*got 32 and 64"),
+        "field": (weights, {"hidden_size": 32, "heads": 2}, "`heads` of config.json .* got nothing and 2"),
+        "name": ({**weights, "c": torch.zeros(1)}, {}, r"`c` of the weights .* got nothing and \('F32', \(1,\)\)"),
+        "fewer": ({"b": weights["b"]}, {}, r"`a` of the weights .* got \('F32', \(2, 3\)\) and nothing"),
+        "shape": ({**weights, "a": torch.zeros(3, 2)}, {}, r"`a` .* \('F32', \(2, 3\)\) and \('F32', \(3, 2\)\)"),
+        "type": ({**weights, "b": torch.zeros(4).half()}, {}, r"`b` .* \('F32', \(4,\)\) and \('F16', \(4,\)\)"),
+    }
+    for name, (tensors, config, difference) in others.items():
+        other = save_tensors(tmp_path / name, tensors, **({"hidden_size": 32} | config))
+        with pytest.raises(ValueError, match=difference):
+            average_checkpoints([base, other], tmp_path / "output")
+    assert not (tmp_path / "output").exists()
+
+
+def test_weights_for_other_tokens_are_not_averaged(tmp_path):
+    folders = [save_tensors(tmp_path / name, {"a": torch.zeros(2)}, hidden_size=2) for name in ("one", "two")]
+
+    def write(name, contents):
+        for folder, content in zip(folders, contents, strict=True):
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(content, encoding="utf-8")
+
+    def tokenizer(tokens, **settings):
+        return json.dumps({"model": {"vocab": tokens}, "added_tokens": [], **settings})
+
+    # Settings are of no matter.
+    write("tokenizer.json", [tokenizer({"x": 0}, padding=None), tokenizer({"x": 0}, padding={"length": 3})])
+    average_checkpoints(folders, tmp_path / "mean")
+    write("tokenizer.json", [tokenizer({"x": 0}), tokenizer({"y": 0})])
+    with pytest.raises(ValueError, match=r"vocabulary in `tokenizer.json` must be the same in .*one and in .*two"):
+        average_checkpoints(folders, tmp_path / "output")
+    write("tokenizer.json", [tokenizer({"x": 0})] * 2)
+    # Tokens may be called like parts of another file.
+    write("vocab.json", ['{"model": 0, "a": 1, "b": 2}', '{"model": 0, "b": 1, "a": 2}'])
+    with pytest.raises(ValueError, match=r"vocabulary in `vocab.json` must be the same"):
+        average_checkpoints(folders, tmp_path / "output")
+    write("vocab.json", ['{"a": 0, "b": 1}', '{"b": 1,   "a": 0}'])
+    write("target_tokenizer/spiece.model", ["a", "b"])
+    with pytest.raises(ValueError, match=r"vocabulary in `target_tokenizer/spiece.model` must be the same"):
+        average_checkpoints(folders, tmp_path / "output")
+    assert not (tmp_path / "output").exists()
+
+
+def test_what_is_no_whole_checkpoint_is_refused(tmp_path):
+    good = save_tensors(tmp_path / "good", {"a": torch.zeros(2)})
+
+    def refused(folder, message):
+        with pytest.raises(ValueError, match=message):
+            average_checkpoints([good, folder], tmp_path / "output")
+
+    refused(tmp_path / "none", "must be a folder that exists, got .*none")
+    refused(good, "`folders` must be at least two, and different, got")
+    with pytest.raises(ValueError, match="`folders` must be at least two, and different, got none"):
+        average_checkpoints([], tmp_path / "output")
+    for name, file, message in (
+        ("adapter", "adapter_config.json", "must hold whole weights, got an adapter in .*: merge it first"),
+        ("pickled", "pytorch_model.bin", "must hold model.safetensors or model.safetensors.index.json, got neither"),
+    ):
+        folder = save_tensors(tmp_path / name, {"a": torch.zeros(2)})
+        (folder / file).write_text("{}")
+        (folder / "model.safetensors").unlink(missing_ok=True)
+        refused(folder, message)
+    short = save_tensors(tmp_path / "short", {"a": torch.zeros(2)})
+    (short / "model.safetensors").write_bytes((good / "model.safetensors").read_bytes()[:-1])
+    refused(short, "must hold whole weights, got .*short")
+    shards = save_tensors(tmp_path / "shards", {"a": torch.zeros(2)})
+    (shards / "model.safetensors").rename(shards / "model-1.safetensors")
+    for place in ("../good/model.safetensors", "model-2.safetensors"):
+        (shards / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": place}}))
+        refused(shards, f"index.json must name files beside it, got '{place}'")
+
+
+# What comes along
+
+
+@pytest.mark.parametrize("joint", [True, False])
+def test_all_else_that_belongs_to_the_model_comes_from_the_last(joint, tmp_path, caplog):
+    pair = tiny_pair(joint)
+    left = (
+        "exponential_average.safetensors",
+        "optimizer.pt",
+        "progress.json",
+        "trainer_state.json",
+        "training_args.bin",
+    )
+    for step in (1, 2):
+        folder = tmp_path / "run" / f"checkpoint-{step}"
+        model = tiny_model(seed=step, share_embeddings=joint, **pair.config_fields())
+        model.generation_config.max_length = 10 * step
+        model.save_pretrained(folder)
+        pair.save_pretrained(folder)
+        (folder / "modeling_own.py").write_text(f"STEP = {step}\n")
+        for name in left:
+            (folder / name).write_bytes(b"{}")
+        (folder / "runs").mkdir()
+    (tmp_path / "run" / "recipe.yaml").write_text("preset: metaphrase-tiny\n")
+    folders = [tmp_path / "run" / f"checkpoint-{step}" for step in (1, 2)]
+    with caplog.at_level(logging.INFO):
+        output = average_checkpoints(folders, tmp_path / "run" / "mean")
+    texts = ["a small dog", "the cat"]
+    assert TokenizerPair.from_pretrained(output).encode_targets(texts) == pair.encode_targets(texts)
+    assert TokenizerPair.from_pretrained(output).is_joint == joint
+    assert AutoModelForSeq2SeqLM.from_pretrained(output).generation_config.max_length == 20
+    assert (output / "modeling_own.py").read_text() == "STEP = 2\n"
+    assert (output / "recipe.yaml").read_text() == "preset: metaphrase-tiny\n"
+    assert json.loads((output / "average.json").read_text()) == {"averaged": ["run/checkpoint-1", "run/checkpoint-2"]}
+    assert not any((output / name).exists() for name in (*left, "runs"))
+    told = "exponential_average.safetensors, optimizer.pt, progress.json, runs, trainer_state.json, training_args.bin"
+    assert f"Left behind in {folders[1]}: {told}." in caplog.text
+
+
+# The folder that is written
+
+
+def test_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    _, folders = save_models(tmp_path / "models", count=2)
+    read, count = averaging._Checkpoint.read, []
+
+    def failing(self, name):
+        count.append(name)
+        # An interruption is no Exception.
+        if len(count) == 7:
+            assert [path.name.endswith(".partial") for path in (tmp_path / "output").iterdir()] == [True]
+            raise KeyboardInterrupt
+        return read(self, name)
+
+    monkeypatch.setattr(averaging._Checkpoint, "read", failing)
+    with pytest.raises(KeyboardInterrupt):
+        average_checkpoints(folders, tmp_path / "output" / "mean")
+    assert list((tmp_path / "output").iterdir()) == []
+    average_checkpoints(folders, tmp_path / "output" / "mean")
+    assert [path.name for path in (tmp_path / "output").iterdir()] == ["mean"]
+
+
+def test_average_is_replaced_only_when_told_and_only_by_a_whole_one(tmp_path, monkeypatch):
+    _, folders = save_models(tmp_path / "models")
+    output = average_checkpoints(folders[:2], tmp_path / "out" / "mean")
+    first = (output / "model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match=r"`output` must not exist, got .*mean\. Pass --overwrite"):
+        average_checkpoints(folders[1:], output)
+    rename = Path.rename
+
+    def failing(self, target):
+        if self.name.endswith(".partial"):
+            raise OSError("no space left")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(OSError, match="no space left"):
+        average_checkpoints(folders[1:], output, overwrite=True)
+    monkeypatch.undo()
+    assert (output / "model.safetensors").read_bytes() == first
+    average_checkpoints(folders[1:], output, overwrite=True)
+    assert (output / "model.safetensors").read_bytes() != first
+    assert [path.name for path in output.parent.iterdir()] == ["mean"]
+
+
+def test_nothing_but_an_average_is_ever_replaced(tmp_path):
+    _, folders = save_models(tmp_path / "models", count=2)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.tex").write_text("years of work")
+    with pytest.raises(ValueError, match=r"`output` must hold average\.json to be overwritten, got .*other"):
+        average_checkpoints(folders, other, overwrite=True)
+    for output in (tmp_path, folders[0], folders[1] / "mean"):
+        with pytest.raises(ValueError, match="`output` must lie apart from what is averaged"):
+            average_checkpoints(folders, output, overwrite=True)
+    assert (other / "thesis.tex").read_text() == "years of work"
+
+
+# Which checkpoints
+
+
+def make_run(folder, scores, steps=None, **entry):
+    """A run that logged `eval_bleu` by step, of whose checkpoints those of `steps` still exist."""
+    for step in steps or scores:
+        (folder / f"checkpoint-{step}").mkdir(parents=True)
+    log = [{"step": step, "loss": 1.0} for step in scores]
+    log += [{"step": step, "eval_bleu": score, "eval_loss": -score, **entry} for step, score in scores.items()]
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": max(scores), "log_history": log}))
+    return folder
+
+
+def names(folders):
+    return [folder.name for folder in folders]
+
+
+def test_last_checkpoints_are_the_last_by_step(tmp_path):
+    run = make_run(tmp_path, {2: 1.0, 9: 1.0, 10: 1.0, 100: 1.0})
+    (tmp_path / "checkpoint-best").mkdir()
+    (tmp_path / "checkpoint-200").write_text("no folder")
+    assert names(select_checkpoints(run, last=3)) == ["checkpoint-9", "checkpoint-10", "checkpoint-100"]
+
+
+def test_best_checkpoints_are_among_those_that_exist(tmp_path):
+    scores = {10: 5.0, 20: 30.0, 30: 20.0, 40: 25.0, 50: 20.0, 60: float("nan")}
+    run = make_run(tmp_path, scores, steps=[10, 30, 40, 50, 60])
+    # The best one last; of equals the later one is better.
+    assert names(select_checkpoints(run, best=2)) == ["checkpoint-50", "checkpoint-40"]
+    assert names(select_checkpoints(run, best=3, metric="bleu")) == ["checkpoint-30", "checkpoint-50", "checkpoint-40"]
+    assert names(select_checkpoints(run, best=4))[0] == "checkpoint-10"
+    with pytest.raises(
+        ValueError, match=r"`best` must be at most the number of checkpoints with a score .* 4 in .*got 5"
+    ):
+        select_checkpoints(run, best=5)
+
+
+@pytest.mark.parametrize("metric", ["eval_loss", "loss", "eval_perplexity", "ter", "wer", "cer", "eval_valid_loss"])
+def test_what_counts_errors_is_better_when_it_is_lower(metric, tmp_path):
+    run = make_run(tmp_path, {1: 3.0, 2: 1.0, 3: 2.0})
+    state = json.loads((run / "trainer_state.json").read_text())
+    name = metric if metric.startswith("eval_") else f"eval_{metric}"
+    for entry in state["log_history"]:
+        if "eval_bleu" in entry:
+            entry[name] = entry["eval_bleu"]
+    (run / "trainer_state.json").write_text(json.dumps(state))
+    assert names(select_checkpoints(run, best=2, metric=metric)) == ["checkpoint-3", "checkpoint-2"]
+    assert names(select_checkpoints(run, best=1, metric="bleu")) == ["checkpoint-1"]
+
+
+def test_scores_are_those_of_the_latest_state(tmp_path, caplog):
+    """A run that was killed has its log in its last checkpoint alone."""
+    run = make_run(tmp_path, {1: 3.0, 2: 1.0})
+    shutil.move(run / "trainer_state.json", run / "checkpoint-2" / "trainer_state.json")
+    assert names(select_checkpoints(run, best=1)) == ["checkpoint-1"]
+    make_run(tmp_path / "older", {1: 9.0})
+    shutil.move(tmp_path / "older" / "trainer_state.json", run / "trainer_state.json")
+    assert names(select_checkpoints(run, best=2)) == ["checkpoint-2", "checkpoint-1"]
+    (run / "checkpoint-1" / "exponential_average.safetensors").touch()
+    with caplog.at_level(logging.WARNING):
+        select_checkpoints(run, best=1)
+    assert "The scores are those of exponential averages" in caplog.text
+
+
+def test_a_log_that_is_given_comes_before_all_files(tmp_path):
+    run = make_run(tmp_path, {1: 3.0, 2: 1.0, 3: 2.0})
+    log = [{"step": step, "eval_bleu": score} for step, score in ((1, 1.0), (2, 3.0), (3, 2.0))]
+    assert names(select_checkpoints(run, best=2, log_history=log)) == ["checkpoint-3", "checkpoint-2"]
+    (run / "trainer_state.json").unlink()
+    assert names(select_checkpoints(run, best=1, log_history=log)) == ["checkpoint-2"]
+
+
+def test_what_cannot_be_chosen_is_refused(tmp_path):
+    run = make_run(tmp_path / "run", {1: 3.0, 2: 1.0})
+    (tmp_path / "empty").mkdir()
+    for place, options, message in (
+        (run, {}, "Exactly one of `last` and `best` must be given, got None and None"),
+        (run, {"last": 1, "best": 1}, "Exactly one of `last` and `best`"),
+        (run, {"last": 0}, "`last` must be at least 1, got 0"),
+        (run, {"last": 3}, "`last` must be at most the number of checkpoints, 2 in .*, got 3. .*`save_total_limit`"),
+        (run, {"last": 1, "metric": "bleu"}, "`metric` must come with `best`, got 'bleu' without"),
+        (run, {"best": 1, "metric": "rouge"}, "one of eval_bleu, eval_loss, got 'rouge'"),
+        (run, {"best": 1, "log_history": [{"step": 1}]}, "logged, where nothing was evaluated, got 'eval_bleu'"),
+        (tmp_path / "empty", {"last": 1}, r"must hold folders `checkpoint-\*`, got none in .*empty"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            select_checkpoints(place, **options)
+    (run / "trainer_state.json").unlink()
+    with pytest.raises(ValueError, match=r"`best` needs the scores in `trainer_state\.json`, got none"):
+        select_checkpoints(run, best=1)

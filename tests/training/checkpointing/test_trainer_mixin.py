@@ -1,0 +1,243 @@
+"""How checkpoints are written, replaced and deleted: none has its name before it is whole."""
+
+import os
+import shutil
+
+import pytest
+import torch
+from small_runs import WholeTrainer, make_trainer, names, read
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_jit_checkpoint import CheckpointManager
+from transformers.trainer_utils import get_last_checkpoint
+
+from metaphrase.training.checkpointing.folders import (
+    discard_surplus,
+    publish_checkpoint,
+    remove_unfinished,
+    set_later_aside,
+    unfinished_folder,
+)
+from metaphrase.training.checkpointing.trainer_mixin import (
+    checkpoints_in,
+    discard_checkpoint,
+    is_whole,
+    last_whole_checkpoint,
+)
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """Looks at a run before each change on the disk: every checkpoint must be whole. Gives the names that were there."""
+
+    def look_at(run):
+        seen = []
+
+        def looking(change):
+            def changed(*args, **kwargs):
+                assert all(map(is_whole, checkpoints_in(run)))
+                if seen[-1:] != [names(run)]:
+                    seen.append(names(run))
+                return change(*args, **kwargs)
+
+            return changed
+
+        for module, name in ((torch, "save"), (os, "rename"), (os, "unlink"), (os, "rmdir"), (os, "fsync")):
+            monkeypatch.setattr(module, name, looking(getattr(module, name)))
+        return seen
+
+    return look_at
+
+
+def test_a_checkpoint_has_no_name_before_it_is_whole(run, watch):
+    seen = watch(run)
+    make_trainer(run, max_steps=5, save_total_limit=2).train(resume_from_checkpoint=True)
+    assert seen == [
+        ["checkpoint-1", "checkpoint-2", "checkpoint-3"],
+        ["checkpoint-1", "checkpoint-2", "checkpoint-3", "checkpoint-4"],
+        ["checkpoint-2", "checkpoint-3", "checkpoint-4"],
+        ["checkpoint-3", "checkpoint-4"],
+        ["checkpoint-3", "checkpoint-4", "checkpoint-5"],
+        ["checkpoint-4", "checkpoint-5"],
+    ]
+    assert get_last_checkpoint(str(run)) == str(run / "checkpoint-5")
+    assert not (run / "_unfinished").exists()
+
+
+def test_all_but_the_best_lose_their_names_at_the_end_if_one_is_to_stay(tmp_path, watch):
+    seen = watch(tmp_path)
+    # Nothing is learned: the first is the best.
+    options = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "learning_rate": 0.0}
+    make_trainer(tmp_path, save_total_limit=1, **options).train()
+    assert seen[-2:] == [["checkpoint-1", "checkpoint-3"], ["checkpoint-1"]]
+
+
+def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    done, fsync, rename = [], os.fsync, os.rename
+
+    def flush(descriptor):
+        done.append(os.path.realpath(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def move(source, target):
+        done.append((str(source), str(target)))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(os, "rename", move)
+    make_trainer(tmp_path, max_steps=1).train()
+    checkpoint, unfinished = tmp_path / "checkpoint-1", tmp_path / "_unfinished" / "checkpoint-1"
+    move_at = done.index((str(unfinished), str(checkpoint)))
+    written = {str(unfinished / path.relative_to(checkpoint)) for path in checkpoint.rglob("*")}
+    assert len(written) > 5 and written | {str(unfinished)} == set(done[:move_at])
+    assert done[move_at + 1 :] == [str(tmp_path)]
+
+
+@pytest.mark.parametrize(
+    ("free", "kind", "message"), [(4096, OSError, "No space left on device"), (2**30, RuntimeError, "pos 1")]
+)
+def test_a_full_disk_is_called_so(free, kind, message, run, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 1 vs 0")
+
+    monkeypatch.setattr(torch, "save", fail)
+    usage = type(shutil.disk_usage(run))(2**30, 2**30 - free, free)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(kind, match=message):
+        make_trainer(run, max_steps=4).train(resume_from_checkpoint=True)
+
+
+def test_what_failed_to_be_saved_is_removed_by_the_next_run(run, monkeypatch, caplog):
+    def full(*_):
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WholeTrainer, "_save_scaler", full)
+        with pytest.raises(OSError, match="No space left"):
+            make_trainer(run, max_steps=4).train(resume_from_checkpoint=True)
+    assert names(run) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"] and is_whole(run / "checkpoint-3")
+    assert (run / "_unfinished" / "checkpoint-4" / "optimizer.pt").is_file()
+    make_trainer(run, max_steps=4).train(resume_from_checkpoint=True)
+    assert f"left in {run / '_unfinished'}: checkpoint-4." in caplog.text
+    assert names(run)[-1] == "checkpoint-4" and not (run / "_unfinished").exists()
+
+
+def test_one_being_replaced_gets_its_name_back(run, monkeypatch, caplog):
+    checkpoint = run / "checkpoint-3"
+    state = (checkpoint / "trainer_state.json").read_bytes()
+    shutil.copytree(checkpoint, unfinished_folder(checkpoint))
+    rename = os.rename
+
+    def only_away(source, target):
+        if source == unfinished_folder(checkpoint):
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", only_away)
+        with pytest.raises(KeyboardInterrupt):
+            publish_checkpoint(checkpoint, {})
+    assert names(run) == ["checkpoint-1", "checkpoint-2"]
+    assert last_whole_checkpoint(run) == str(checkpoint)
+    assert (checkpoint / "trainer_state.json").read_bytes() == state and "has its name again" in caplog.text
+    remove_unfinished(run)
+    assert names(run)[-1] == "checkpoint-3" and not (run / "_unfinished").exists()
+
+
+def test_one_that_was_replaced_is_removed(run):
+    checkpoint = run / "checkpoint-3"
+    shutil.copytree(checkpoint, unfinished_folder(checkpoint))
+    (unfinished_folder(checkpoint) / "trainer_state.json").write_text('{"global_step": 3}')
+    publish_checkpoint(checkpoint, {"note": "new"})
+    assert read(checkpoint / "trainer_state.json") == {"global_step": 3}
+    assert read(checkpoint / "progress.json")["note"] == "new" and is_whole(checkpoint)
+    assert not (run / "_unfinished").exists()
+
+
+def test_a_deleted_one_loses_its_name_first(run, monkeypatch):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", stop)
+    with pytest.raises(KeyboardInterrupt):
+        discard_checkpoint(run / "checkpoint-3")
+    assert names(run) == ["checkpoint-1", "checkpoint-2"]
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2, 3])
+@pytest.mark.parametrize("finish", [last_whole_checkpoint, remove_unfinished])
+def test_later_ones_are_all_set_aside_or_the_next_run_does_the_rest(renames, finish, run, monkeypatch):
+    (run / "trainer_state.json").write_text('{"global_step": 3}')
+    rename, done = os.rename, []
+
+    def only_so_many(source, target):
+        if len(done) == renames:
+            raise KeyboardInterrupt
+        done.append(rename(source, target))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", only_so_many)
+        with pytest.raises(KeyboardInterrupt):
+            set_later_aside(run / "checkpoint-1", run)
+    for _ in range(2):
+        finish(run)
+        assert names(run) == ["checkpoint-1"] and all(map(is_whole, checkpoints_in(run / "_abandoned-1")))
+        aside = ["checkpoint-2", "checkpoint-3", "trainer_state.json"]
+        assert sorted(path.name for path in (run / "_abandoned-1").iterdir()) == aside
+        assert sorted(path.name for path in run.iterdir()) == ["_abandoned-1", "checkpoint-1"]
+    assert last_whole_checkpoint(run) == str(run / "checkpoint-1")
+
+
+@pytest.mark.parametrize(
+    ("limit", "best", "expected"),
+    [
+        (None, None, [1, 2, 3, 4, 5]),
+        (0, None, [1, 2, 3, 4, 5]),
+        (6, None, [1, 2, 3, 4, 5]),
+        (3, None, [2, 3, 5]),
+        (3, 1, [1, 3, 5]),
+        (1, None, [3]),
+        (1, 1, [1, 3]),
+        (2, 3, [3, 5]),
+    ],
+)
+def test_the_oldest_go_but_neither_the_best_nor_the_newest(limit, best, expected, tmp_path):
+    # Number 3 was written last: the run was resumed from number 2.
+    for time, step in enumerate((1, 4, 2, 5, 3)):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        os.utime(tmp_path / f"checkpoint-{step}", (1e9 + time, 1e9 + time))
+    best = best and tmp_path / f"checkpoint-{best}"
+    discard_surplus(tmp_path, limit, [tmp_path / "checkpoint-3", best])
+    assert names(tmp_path) == [f"checkpoint-{step}" for step in expected]
+
+
+def test_the_best_is_named_as_it_lies(tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_total_limit": 1}
+    make_trainer(tmp_path / "run", learning_rate=0.1, **options).train()
+    for checkpoint in checkpoints_in(tmp_path / "run"):
+        state = read(checkpoint / "trainer_state.json")
+        assert state["best_model_checkpoint"] == str(tmp_path / "run" / f"checkpoint-{state['best_global_step']}")
+    assert names(tmp_path / "run") == [f"checkpoint-{state['best_global_step']}"]
+
+
+def test_the_hub_gets_a_checkpoint_under_its_name(tmp_path, monkeypatch):
+    pushed = []
+    monkeypatch.setattr(
+        Trainer, "_push_from_checkpoint", lambda self, folder: pushed.append((folder, is_whole(folder)))
+    )
+    trainer = make_trainer(tmp_path / "run", max_steps=2)
+    trainer.args.push_to_hub = True
+    trainer.train()
+    assert pushed == [(str(tmp_path / "run" / f"checkpoint-{step}"), True) for step in (1, 2)]
+
+
+def test_a_checkpoint_on_a_signal_is_whole_too(tmp_path, caplog):
+    class OnSignal(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                CheckpointManager(trainer).execute_jit_checkpoint()
+
+    trainer = make_trainer(tmp_path / "run", callbacks=[OnSignal()], save_steps=3)
+    trainer.train()
+    assert names(tmp_path / "run") == ["checkpoint-2", "checkpoint-3"]
+    assert is_whole(tmp_path / "run" / "checkpoint-2")
+    assert "A checkpoint in the middle of a step" in caplog.text

@@ -1,0 +1,140 @@
+"""The estimate of the activations, against what autograd keeps and what is alive at a time."""
+
+import pytest
+import torch
+from estimated_runs import AUTOCAST, DESIGNS, FLOAT32, WIDTHS, batch_and_shape, training_model
+from live_bytes import LiveBytes
+from tiny_models import tiny_config
+
+from metaphrase.training.planning.activations import Precision, estimate_activations, kept_by_activation
+from metaphrase.training.planning.batches import BatchShape
+from metaphrase.training.r_drop import repeat_batch
+
+
+def tensors_of(model, batch):
+    return [*model.parameters(), *model.buffers(), *(value for value in batch.values() if torch.is_tensor(value))]
+
+
+def kept_bytes(model, batch, is_autocast=False, **options):
+    """Storages that autograd saves in a forward pass, each counted once; weights and what autocast makes of them are not."""
+    known = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(model, batch)}
+    matrices = {tuple(module.weight.shape) for module in model.modules() if isinstance(module, torch.nn.Linear)}
+    sizes, alive = {}, []
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        is_cast = tensor.dtype == torch.bfloat16 and {tuple(tensor.shape), tuple(tensor.shape)[::-1]} & matrices
+        if storage.data_ptr() not in known and not (is_autocast and is_cast):
+            sizes[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=is_autocast),
+    ):
+        loss = model(**batch, **options).loss
+    assert loss.requires_grad
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("design", DESIGNS)
+def test_activations_are_what_autograd_keeps(design, is_packed):
+    model = training_model(**DESIGNS[design])
+    batch, shape = batch_and_shape(is_packed)
+    estimated = estimate_activations(model.config, shape, FLOAT32).kept
+    assert estimated == pytest.approx(kept_bytes(model, batch), rel=0.03)
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("design", ["recommended", "vaswani", "t5", "alibi", "bart", "every dropout"])
+def test_activations_under_autocast_are_what_autograd_keeps(design, is_packed):
+    model = training_model(**DESIGNS[design])
+    batch, shape = batch_and_shape(is_packed)
+    estimated = estimate_activations(model.config, shape, AUTOCAST).kept
+    assert estimated == pytest.approx(kept_bytes(model, batch, is_autocast=True), rel=0.05)
+
+
+@pytest.mark.parametrize("design", ["recommended", "t5 v1.1"])
+def test_activations_of_states_in_half_precision(design):
+    """As under FSDP, which turns weights and states to half precision."""
+    model = training_model(**DESIGNS[design]).bfloat16()
+    batch, shape = batch_and_shape(is_packed=False)
+    estimated = estimate_activations(model.config, shape, Precision(compute_bytes=2, stream_bytes=2)).kept
+    assert estimated == pytest.approx(kept_bytes(model, batch), rel=0.1)
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
+def test_written_out_attention_keeps_its_scores(is_packed):
+    model = training_model(attn_implementation="eager", attention_dropout=0.1)
+    batch, shape = batch_and_shape(is_packed)
+    estimated = estimate_activations(model.config, shape, FLOAT32).kept
+    assert estimated == pytest.approx(kept_bytes(model, batch), rel=0.1)
+
+
+def test_all_logits_are_kept_where_the_loss_is_not_in_chunks():
+    model = training_model(vocab_size=1000)
+    batch, shape = batch_and_shape(is_packed=False)
+    estimated = estimate_activations(model.config, shape, FLOAT32, is_loss_chunked=False).kept
+    assert estimated == pytest.approx(kept_bytes(model, batch, return_logits=True), rel=0.03)
+    assert estimated > 1.05 * estimate_activations(model.config, shape, FLOAT32).kept
+
+
+def test_packed_rows_cost_their_tokens_and_padded_rows_their_cells():
+    lengths = ([3, 9, 16], [16, 2, 4])
+    assert BatchShape.of(*lengths, is_packed=True).tokens == 50
+    padded = BatchShape.of(*lengths, is_packed=False)
+    assert (padded.source_tokens, padded.target_tokens, padded.width("source")) == (48, 48, 16)
+    assert BatchShape.of([3], [17], is_packed=True).width("target") == 24
+
+
+def test_packed_rows_have_the_scores_of_their_own_widths():
+    lengths = ([3, 40], [17, 2])
+    packed, padded = (BatchShape.of(*lengths, is_packed=is_packed) for is_packed in (True, False))
+    sides = [("source", "source"), ("target", "target"), ("target", "source")]
+    assert [packed.scores_of(*each) for each in sides] == [16**2 + 40**2, 24**2 + 16**2, 24 * 16 + 16 * 40]
+    assert [padded.scores_of(*each) for each in sides] == [2 * 40**2, 2 * 17**2, 2 * 17 * 40]
+    assert [packed.repeated(2).scores_of(*each) for each in sides] == [2 * packed.scores_of(*each) for each in sides]
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"), [("relu", (0, True)), ("silu", (1, False)), ("gelu", (1, False)), ("tanh", (0, True))]
+)
+def test_activation_functions_keep_their_input_or_their_output(name, kept):
+    assert kept_by_activation(name) == kept
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["kept", "again"])
+@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, DESIGNS["vaswani"], {"vocab_size": 4000}, {"encoder_layers": 6, "decoder_layers": 6}, DESIGNS["wide"]],
+    ids=["recommended", "vaswani", "vocabulary", "deep", "wide"],
+)
+def test_peak_of_a_step_is_what_is_alive_at_a_time(fields, is_packed, is_checkpointed):
+    model = training_model(**fields)
+    if is_checkpointed:
+        model.gradient_checkpointing_enable()
+    batch, shape = batch_and_shape(is_packed, pairs=16)
+    with LiveBytes(tensors_of(model, batch)) as live:
+        model(**batch, use_cache=False).loss.backward()
+    gradients = sum(parameter.numel() * 4 for parameter in model.parameters())
+    estimated = estimate_activations(model.config, shape, FLOAT32, is_checkpointed).peak(gradients)
+    assert estimated == pytest.approx(live.most, rel=0.2)
+
+
+def test_gradients_that_stay_are_added():
+    activations = estimate_activations(tiny_config(**WIDTHS), batch_and_shape(True)[1], FLOAT32)
+    small = activations.kept // 2
+    assert activations.peak(small, gradients_persist=True) == activations.peak() + small
+    assert activations.peak(small) == activations.peak()
+    assert activations.peak(10 * activations.kept) > 10 * activations.kept
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
+def test_r_drop_keeps_the_activations_of_both_passes(is_packed):
+    model = training_model(dropout=0.1)
+    batch, shape = batch_and_shape(is_packed)
+    estimated = estimate_activations(model.config, shape.repeated(2), FLOAT32).kept
+    assert estimated == pytest.approx(kept_bytes(model, repeat_batch(batch), r_drop_alpha=5.0), rel=0.03)

@@ -1,0 +1,223 @@
+"""The estimate of weights, gradients and optimizer, on one device and on many, and the page of tables that it makes."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from estimated_runs import (
+    FLOAT32,
+    WIDTHS,
+    arguments_of,
+    batch_and_shape,
+    training_model,
+)
+from tiny_models import tiny_config
+from transformers import BartConfig, BartForConditionalGeneration, T5Config, Trainer
+from transformers import T5ForConditionalGeneration as T5
+from transformers.training_args import OptimizerNames
+
+from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
+from metaphrase.training.planning.activations import Precision
+from metaphrase.training.planning.batches import BatchShape
+from metaphrase.training.planning.compute import training_flops
+from metaphrase.training.planning.estimate import estimate_run, meta_model
+from metaphrase.training.planning.memory import (
+    BYTE_STATES,
+    FULL_STATES,
+    ParameterCounts,
+    Sharding,
+    estimate_states,
+    optimizer_bytes,
+    unit_sizes,
+)
+
+pytestmark = pytest.mark.usefixtures("same_environment")
+
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize(
+    ("fields", "head"),
+    [
+        ({}, 0),
+        ({"tie_word_embeddings": False}, 101 * 64),
+        ({"share_embeddings": False, "decoder_vocab_size": 77}, 0),
+        ({"logits_bias": True}, 101),
+    ],
+)
+def test_each_weight_is_counted_once_where_it_is_first(fields, head):
+    model = training_model(position_embedding_type="relative", **fields)
+    counts = ParameterCounts.of(model)
+    assert counts.total == counts.trainable == model.num_parameters()
+    assert counts.head == head
+    assert counts.embeddings == (101 * 64 if "decoder_vocab_size" not in fields else (101 + 77) * 64)
+    layers = {part: getattr(model.model, part) for part in ("encoder", "decoder")}
+    for part, stack in layers.items():
+        inside = sum(parameter.numel() for name, parameter in stack.named_parameters() if "embed_tokens" not in name)
+        assert getattr(counts, part) == inside
+
+
+def test_frozen_weights_have_no_gradients():
+    model = training_model()
+    model.model.encoder.requires_grad_(False)
+    counts = ParameterCounts.of(model)
+    state = estimate_states(model, optimizer_bytes(model, "adamw_torch")[0], FLOAT32, Sharding())
+    assert 0 < counts.trainable < counts.total
+    assert (state.weights, state.gradients, state.optimizer) == tuple(
+        size * count for size, count in ((4, counts.total), (4, counts.trainable), (8, counts.trainable))
+    )
+
+
+def test_other_families_are_counted_too():
+    with torch.device("meta"):
+        t5 = T5(T5Config(vocab_size=50, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=2))
+        sizes = {f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+        bart = BartForConditionalGeneration(
+            BartConfig(
+                vocab_size=50, d_model=16, encoder_ffn_dim=24, decoder_ffn_dim=24, max_position_embeddings=8, **sizes
+            )
+        )
+    for model, positions in ((t5, 0), (bart, 2 * (8 + 2) * 16)):
+        counts = ParameterCounts.of(model)
+        assert counts.total == model.num_parameters()
+        assert (counts.embeddings, counts.head) == (50 * 16 + positions, 0)
+        shape = BatchShape.of([3, 3], [5, 5], is_packed=False)
+        longer = BatchShape.of([6, 6], [5, 5], is_packed=False)
+        # What more source tokens cost is the encoder, and keys and values of the memory in the decoder.
+        encoder = sum(
+            module.weight.numel() for module in model.get_encoder().modules() if hasattr(module, "in_features")
+        )
+        memory = 2 * 2 * 16 * (8 if model is t5 else 16)
+        assert training_flops(model, [longer]) - training_flops(model, [shape]) == 3 * 2 * 6 * (encoder + memory)
+
+
+@pytest.mark.parametrize(
+    ("optim", "optim_args"),
+    [
+        ("adamw_torch", None),
+        ("adamw_torch_fused", None),
+        ("adafactor", None),
+        ("sgd", None),
+        ("sgd", "momentum=0.9"),
+        ("adagrad", None),
+        ("rmsprop", None),
+        ("rmsprop", "momentum=0.5"),
+    ],
+)
+def test_optimizer_bytes_are_those_of_its_state(optim, optim_args, tmp_path):
+    model = training_model()
+    arguments = arguments_of(tmp_path, optim=optim, optim_args=optim_args)
+    optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
+    optimizer = optimizer_class(model.parameters(), **options)
+    model(**batch_and_shape(False)[0]).loss.backward()
+    optimizer.step()
+    # Counters and other single numbers are left out.
+    states = [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if torch.is_tensor(value) and value.dim()
+    ]
+    estimated, remark = optimizer_bytes(model, optim, optim_args)
+    assert estimated == sum(state.numel() * state.element_size() for state in states)
+    assert remark is None
+
+
+def test_optimizers_in_8_bits_take_a_byte_for_each_state():
+    model = training_model(hidden_size=128, tie_word_embeddings=False)
+    names = {name.value for name in OptimizerNames}
+    assert set(BYTE_STATES).isdisjoint(FULL_STATES) and set(BYTE_STATES) | set(FULL_STATES) <= names
+    estimated, _ = optimizer_bytes(model, "adamw_bnb_8bit")
+    embedding = model.model.encoder.embed_tokens.weight.numel()
+    # Two bytes for each weight and eight for each of the embedding, and the scales of the blocks.
+    least = 2 * (model.num_parameters() - embedding) + 8 * embedding
+    assert least < estimated < 1.1 * least
+
+
+def test_an_unknown_optimizer_is_counted_as_another_and_said_so(tmp_path):
+    model = meta_model(tiny_config(**WIDTHS))
+    estimated, remark = optimizer_bytes(model, "galore_adamw")
+    assert estimated == 8 * model.num_parameters() and "galore_adamw" in remark
+    estimate = estimate_run(model, arguments_of(tmp_path, optim="galore_adamw"), [(4, 4)])
+    assert remark in estimate.notes and remark in str(estimate)
+
+
+def test_devices_share_what_their_stage_says():
+    model = meta_model(MetaphraseConfig.from_preset("t5-3b"))
+    count = model.num_parameters()
+    half = Precision(compute_bytes=2, stream_bytes=2, on_accelerator=True)
+
+    def states(sharding, precision=FLOAT32):
+        return estimate_states(model, 8 * count, precision, sharding)
+
+    one = states(Sharding())
+    assert (one.weights, one.gradients, one.optimizer, one.buffers) == (4 * count, 4 * count, 8 * count, 0)
+    every = states(Sharding(8))
+    assert (every.weights, every.gradients, every.optimizer, every.buffers) == (
+        4 * count,
+        4 * count,
+        8 * count,
+        4 * count,
+    )
+    eighth = count // 8
+    shared = states(Sharding(8, 3, "fsdp"), half)
+    assert (shared.weights, shared.gradients, shared.optimizer) == (4 * eighth, 4 * eighth, 8 * eighth)
+    layer, rest = unit_sizes(model)
+    assert layer == sum(parameter.numel() for parameter in model.model.decoder.layers[1].parameters())
+    assert rest + 24 * layer + 24 * unit_sizes(MetaphraseEncoderOnly(model))[0] == count
+    assert shared.gathered_weights == shared.buffers == 2 * (2 * layer + rest)
+    second = states(Sharding(8, 2, "deepspeed", bucket_entries=1000), half)
+    # In half precision; the float32 weights belong to the optimizer.
+    assert (second.weights, second.gradients, second.optimizer) == (2 * count, 2 * count // 8, 12 * count // 8)
+    assert second.buffers == 2 * 2 * 1000 and second.gradients_persist
+    assert states(Sharding(8, 3, "deepspeed", is_offloaded=True), half).optimizer == 0
+
+
+class MetaphraseEncoderOnly(torch.nn.Module):
+    """The encoder's layers as a model of their own."""
+
+    def __init__(self, model):
+        super().__init__()
+        self._no_split_modules, self.layers = model._no_split_modules, model.model.encoder.layers
+
+
+def test_sharding_refuses_what_there_is_not():
+    for fields, message in (
+        ({"devices": 0}, "`devices` must be at least 1, got 0"),
+        ({"stage": 4}, "`stage` must be 0, 1, 2 or 3, got 4"),
+        ({"engine": "magic"}, "`engine` must be ddp, fsdp or deepspeed, got 'magic'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Sharding(**fields)
+
+
+def test_arguments_of_the_recipe_decide_the_sharding(tmp_path):
+    assert Sharding.of(arguments_of(tmp_path)) == Sharding()
+    assert Sharding.of(arguments_of(tmp_path, fsdp=True), 4) == Sharding(4, 3, "fsdp")
+    config = {"reshard_after_forward": False, "cpu_offload": True}
+    assert Sharding.of(arguments_of(tmp_path, fsdp=True, fsdp_config=config), 4) == Sharding(4, 2, "fsdp", True)
+
+
+def test_a_model_on_the_meta_device_takes_no_memory():
+    model = meta_model(MetaphraseConfig.from_preset("t5-11b"))
+    assert isinstance(model, MetaphraseForConditionalGeneration)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def memory_benchmark():
+    specification = importlib.util.spec_from_file_location("memory_benchmark", REPOSITORY / "benchmarks" / "memory.py")
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def test_tables_of_the_page_are_those_of_the_script():
+    benchmark = memory_benchmark()
+    text = benchmark.PAGE.read_text(encoding="utf-8")
+    assert benchmark.fill(text) == text
+    for preset in benchmark.SHARED_PRESETS:
+        assert [f"| {preset} " in line for line in text.splitlines()].count(True) >= len(benchmark.DEVICES)
+    with pytest.raises(ValueError, match="must have the markers"):
+        benchmark.fill("no markers")

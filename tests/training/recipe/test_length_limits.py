@@ -1,0 +1,196 @@
+"""Length limits: what is too long for a model is found before it is trained, and what is scored is scored whole."""
+
+import json
+import logging
+
+import pytest
+from small_runs import SMALL
+from transformers import BartConfig, M2M100Config, MarianConfig
+
+from metaphrase.modeling import MetaphraseConfig
+from metaphrase.training.experiment import Experiment
+from metaphrase.training.recipe.length_limits import longest_sequence
+from metaphrase.training.recipe.recipe import Recipe
+
+SHORT = [("a cat", "eine Katze"), ("the dog", "der Hund"), ("a dog", "ein Hund"), ("the cat", "die Katze")]
+LONG = ("the dog and the cat and a cat", "der Hund und die Katze und eine Katze und noch eine")
+LEARNED = {"position_embedding_type": "learned", "max_position_embeddings": 20}
+# Of bytes, each with the end of sequence.
+LONG_TOKENS = [len(text.encode()) + 1 for text in LONG]
+
+
+@pytest.fixture
+def make(tmp_path):
+    for name, pairs in {"train": SHORT, "scored": [SHORT[0], LONG, SHORT[1]]}.items():
+        text = "".join(f"{source}\t{target}\n" for source, target in pairs)
+        (tmp_path / f"{name}.tsv").write_text(text, encoding="utf-8")
+
+    def experiment(model=None, **fields):
+        base = {
+            "data_dir": str(tmp_path),
+            "output_dir": str(tmp_path / "run"),
+            "train_file": "train.tsv",
+            "tokenizer_kind": "byte",
+            "model": SMALL | (model or {}),
+            "max_source_length": 20,
+            "max_target_length": 20,
+            "max_steps": 2,
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            "save_strategy": "no",
+            "per_device_train_batch_size": 2,
+            "metrics": ["chrf"],
+            "disable_tqdm": True,
+            "use_cpu": True,
+        }
+        fields = {name: value for name, value in (base | fields).items() if value is not None}
+        return Experiment(Recipe.from_mapping(fields, "the test"))
+
+    experiment.folder = tmp_path
+    return experiment
+
+
+def report_of(make, split):
+    return json.loads((make.folder / "run" / "data_report.json").read_text(encoding="utf-8"))[split]
+
+
+def last_evaluation(make):
+    state = json.loads((make.folder / "run" / "trainer_state.json").read_text(encoding="utf-8"))
+    return next(entry for entry in reversed(state["log_history"]) if "eval_loss" in entry)
+
+
+def test_a_validation_pair_beyond_the_budget_of_training_is_evaluated(make, caplog):
+    with caplog.at_level(logging.WARNING):
+        result = make(validation_file="scored.tsv", max_tokens_per_batch=40).train()
+    source, target = LONG_TOKENS
+    assert f"validation: pairs of up to {source} source and {target} target tokens are scored too" in caplog.text
+    assert result["num_examples"] == 3
+    assert last_evaluation(make)["eval_loss"] == pytest.approx(result["loss"], rel=1e-4)
+    assert last_evaluation(make)["eval_chrf"] == pytest.approx(result["scores"]["chrf"]["score"])
+
+
+@pytest.mark.parametrize("split", ["validation", "test"])
+@pytest.mark.parametrize("too_long", ["skip", "error"])
+def test_what_the_model_cannot_read_is_refused_before_training(make, split, too_long, monkeypatch):
+    strategy = {"eval_strategy": "no"} if split == "test" else {}
+    experiment = make(LEARNED, too_long=too_long, **{f"{split}_file": "scored.tsv"}, **strategy)
+    monkeypatch.setattr(experiment, "make_model", lambda _: pytest.fail("The model must not be made."))
+    message = f"The {split} pairs must be within the 20 tokens .*, got 1 sources and 1 targets .* `too_long: truncate`"
+    with pytest.raises(ValueError, match=message):
+        experiment.train()
+
+
+def test_what_the_model_cannot_read_is_truncated_counted_and_scored_against_the_whole_reference(make):
+    result = make(LEARNED, too_long="truncate", validation_file="scored.tsv", max_tokens_per_batch=40).train()
+    report = report_of(make, "validation")
+    assert (report["kept"], report["source_truncated"], report["target_truncated"]) == (3, 1, 1)
+    assert result["num_examples"] == 3
+    assert (result["num_truncated"], result["num_truncated_references"]) == (1, 1)
+    # Of 20 labels of the long pair, and of all of the others with their ends.
+    assert result["num_target_tokens"] == 20 + len(SHORT[0][1]) + len(SHORT[1][1]) + 2
+    assert last_evaluation(make)["eval_loss"] == pytest.approx(result["loss"], rel=1e-4)
+    assert last_evaluation(make)["eval_chrf"] == pytest.approx(result["scores"]["chrf"]["score"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_source_length": 21}, "`max_source_length` must be at most 20 .* `max_position_embeddings` 20, got 21"),
+        ({"max_target_length": 30}, "`max_target_length` must be at most 20 .* got 30"),
+        ({"generation_max_length": 22}, "`generation_max_length` must be at most 21 .* got 22"),
+    ],
+)
+def test_limits_beyond_the_positions_are_refused_at_once(make, fields, message):
+    with pytest.raises(ValueError, match=message):
+        make(LEARNED, **fields)
+    make({"position_embedding_type": "sinusoidal", "max_position_embeddings": 20}, **fields, eval_strategy="no")
+
+
+def test_limits_that_were_not_given_are_what_the_model_can_read(make):
+    sources = "".join(f"{source}\t{target}\n" for source, target in [*SHORT, LONG])
+    (make.folder / "train.tsv").write_text(sources, encoding="utf-8")
+    experiment = make(LEARNED, max_source_length=None, max_target_length=None, eval_strategy="no")
+    experiment.train()
+    report = report_of(make, "train")
+    assert (report["read"], report["source_too_long"]) == (5, 1)
+    assert "max_source_length: 20\nmax_target_length: 20\n" in (make.folder / "run" / "recipe.yaml").read_text()
+
+
+def test_limits_of_a_task_are_held_against_the_positions_too(make):
+    tasks = {"first": {"train_file": "train.tsv", "max_source_length": 30}}
+    with pytest.raises(ValueError, match="Task 'first': `max_source_length` must be at most 20"):
+        make(LEARNED, tasks=tasks, train_file=None)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (MetaphraseConfig(position_embedding_type="learned", max_position_embeddings=30), 30),
+        (MetaphraseConfig(position_embedding_type="rotary", max_position_embeddings=30), None),
+        (BartConfig(max_position_embeddings=30), 30),
+        (MarianConfig(max_position_embeddings=30), 30),
+        (M2M100Config(max_position_embeddings=30), None),
+    ],
+)
+def test_the_model_to_fine_tune_says_what_it_can_read(config, expected, tmp_path):
+    config.save_pretrained(tmp_path)
+    assert longest_sequence(Recipe(model_name_or_path=str(tmp_path)), "metaphrase-tiny") == expected
+
+
+def test_presets_say_what_they_can_read():
+    assert longest_sequence(Recipe(), "metaphrase-tiny") is None
+    assert longest_sequence(Recipe(preset="bart-base"), "metaphrase-tiny") == 1024
+    assert longest_sequence(Recipe(preset="bart-base", model={"position_embedding_type": "alibi"}), "t5-small") is None
+
+
+def test_a_run_whose_limits_were_lowered_goes_on(make):
+    fields = {"max_source_length": None, "max_target_length": None, "save_strategy": "steps", "save_steps": 1}
+    fields |= {"eval_strategy": "no", "max_steps": 1}
+    make(LEARNED, **fields).train()
+    again = make(LEARNED, **fields | {"max_steps": 2, "resume_from_checkpoint": "true"})
+    assert (again.recipe.max_source_length, again.recipe.max_target_length) == (20, 20)
+    again.train()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (20, 20)),
+        ({"max_source_length": 30}, (30, 10)),
+        ({"max_target_length": 8}, (32, 8)),
+        ({"max_source_length": 20, "max_target_length": 20}, (20, 20)),
+        ({"max_source_length": 30, "max_target_length": 20}, None),
+        ({"max_source_length": 39}, None),
+    ],
+)
+def test_a_batch_of_a_stream_can_hold_whatever_pair_comes(make, given, expected):
+    fields = {"max_source_length": None, "max_target_length": None, "streaming": True, "max_tokens_per_batch": 40}
+    fields |= {"per_device_train_batch_size": None, "eval_strategy": "no"} | given
+    if expected is None:
+        with pytest.raises(ValueError, match=r"`max_tokens_per_batch` must be at least .* streamed, .*, got 40, "):
+            make(**fields)
+        return
+    recipe = make(**fields).recipe
+    assert (recipe.max_source_length, recipe.max_target_length) == expected
+
+
+def test_a_stream_has_lengths_for_its_budget_and_its_positions(make):
+    fields = {"max_source_length": None, "max_target_length": None, "streaming": True, "eval_strategy": "no"}
+    fields |= {"per_device_train_batch_size": None}
+    for budget, expected in ((30, (15, 15)), (45, (20, 20)), (40, (20, 20))):
+        recipe = make(LEARNED, **fields, max_tokens_per_batch=budget).recipe
+        assert (recipe.max_source_length, recipe.max_target_length) == expected
+
+
+def test_a_stream_keeps_its_lengths_when_it_goes_on_with_another_budget(make):
+    fields = {"max_source_length": None, "max_target_length": None, "streaming": True, "eval_strategy": "no"}
+    fields |= {"per_device_train_batch_size": None, "save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    make(**fields, max_tokens_per_batch=40).train()
+    fields |= {"resume_from_checkpoint": "true", "max_steps": 2}
+    again = make(**fields, max_tokens_per_batch=50)
+    assert (again.recipe.max_source_length, again.recipe.max_target_length) == (20, 20)
+    again.train()
+    with pytest.raises(ValueError, match=r"`max_tokens_per_batch` must be at least .* got 30, 20 and 20"):
+        make(**fields, max_tokens_per_batch=30)
+    with pytest.raises(ValueError, match=r"`max_source_length` must stay as it was .* got 22, and 20"):
+        make(**fields | {"max_source_length": 22}, max_tokens_per_batch=50)

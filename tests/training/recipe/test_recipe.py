@@ -1,0 +1,324 @@
+"""Recipes: reading YAML strictly, overrides by type, refusals that name the field, and saving."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import SchedulerType, Seq2SeqTrainingArguments
+
+from metaphrase.scripts.train import find_recipe
+from metaphrase.training.recipe.recipe import TRAINING_DEFAULTS, Recipe, format_help, load_recipe
+
+
+@pytest.fixture
+def recipe_file(tmp_path):
+    def write(text: str) -> Path:
+        path = tmp_path / "recipe.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def test_values_of_a_file_have_the_type_of_their_field(recipe_file):
+    recipe = load_recipe(
+        recipe_file(
+            "learning_rate: 1e-3\nmax_steps: 1e4\nwarmup_steps: 2000\neval_strategy: no\nbf16: yes\nsave_total_limit: null\n"
+            "train_file:\nsource_prefix: 'yes'\nbleu_tokenize: none\nmetrics: bleu, chrf\nlabel_names: [labels]\n"
+            "source_column: 0\ntarget_column: de\nlr_scheduler_kwargs: {num_cycles: 2}\nmodel: {hidden_size: 64, dropout: 5E-1}\n"
+            "source_language: no\nrun_name: 1:30\n"
+        )
+    )
+    assert recipe.learning_rate == 1e-3
+    assert (recipe.max_steps, type(recipe.max_steps)) == (10_000, int)
+    assert recipe.warmup_steps == 2000
+    assert recipe.eval_strategy == "no"
+    assert recipe.bf16 is True
+    assert recipe.save_total_limit is None, "a value that was given goes over our default"
+    assert recipe.train_file is None
+    assert recipe.source_prefix == "yes"
+    assert recipe.bleu_tokenize == "none"
+    assert recipe.metrics == ["bleu", "chrf"]
+    assert (recipe.source_column, recipe.target_column) == (0, "de")
+    assert recipe.lr_scheduler_kwargs == {"num_cycles": 2}
+    assert recipe.model == {"hidden_size": 64, "dropout": 0.5}
+    assert recipe.source_language == "no"
+    assert recipe.run_name == "1:30"
+
+
+def test_defaults_are_ours_over_those_of_transformers(recipe_file):
+    recipe = load_recipe(recipe_file(""))
+    assert recipe == Recipe() == load_recipe(None)
+    assert recipe.predict_with_generate is True
+    defaults = {item.name: item.default for item in dataclasses.fields(Seq2SeqTrainingArguments)}
+    assert recipe.seed == defaults["seed"]
+    assert set(TRAINING_DEFAULTS) <= set(defaults)
+
+
+def test_every_training_argument_is_a_field():
+    for item in dataclasses.fields(Seq2SeqTrainingArguments):
+        getattr(Recipe(), item.name)
+        # What `metaphrase push` does is not offered.
+        assert (f"--{item.name} " in format_help()) is not item.name.startswith(("push_to_hub", "hub_"))
+
+
+def test_own_fields_do_not_hide_training_arguments():
+    own = {item.name for item in dataclasses.fields(Recipe)}
+    assert not own & {item.name for item in dataclasses.fields(Seq2SeqTrainingArguments)}
+    assert all(f"--{name}" in format_help() for name in own - {"training"})
+
+
+def test_overrides_by_type(recipe_file):
+    path = recipe_file(
+        "learning_rate: 5\nbf16: true\nmodel: {hidden_size: 8, rope: {theta: 1}}\ntokenizer_kind: bpe\nmax_train_samples: 9\n"
+    )
+    words = (
+        "--learning_rate 1e-3 --no_bf16 --fp16 --max-steps -1 --label_smoothing_factor=1e-1 --metrics bleu chrf "
+        "--model.hidden_size 256 --model.rope.theta 1e4 --model.gated_mlp --model.activation_function gelu "
+        "--no_repeat_ngram_size 3 --max_train_samples null --source_column 1 --report_to tensorboard wandb "
+        "--tokenizer_kind null --label_names a,b --bleu_tokenize none --seed 1 --seed 2 --tf32 no --output_dir 2024"
+    )
+    recipe = load_recipe(path, [*words.split(), "--source_prefix=--to de: ", "--optim_target_modules", "[x, y]"])
+    assert recipe.learning_rate == 1e-3
+    assert (recipe.bf16, recipe.fp16, recipe.tf32) == (False, True, False)
+    assert (recipe.max_steps, recipe.label_smoothing_factor) == (-1, 0.1)
+    assert recipe.metrics == ["bleu", "chrf"]
+    assert recipe.model == {
+        "hidden_size": 256,
+        "rope": {"theta": 1e4},
+        "gated_mlp": True,
+        "activation_function": "gelu",
+    }
+    assert recipe.no_repeat_ngram_size == 3
+    assert recipe.max_train_samples is None
+    assert recipe.tokenizer_kind is None
+    assert recipe.source_column == 1
+    assert recipe.report_to == ["tensorboard", "wandb"]
+    assert recipe.label_names == ["a", "b"]
+    assert recipe.bleu_tokenize == "none"
+    assert recipe.seed == 2
+    assert recipe.output_dir == "2024"
+    assert recipe.source_prefix == "--to de: "
+    assert recipe.optim_target_modules == ["x", "y"]
+
+
+def test_an_empty_field_of_our_own_is_not_set(recipe_file):
+    path = recipe_file("model:\n#  hidden_size: 8\nmetrics:\ntoo_long:\nmax_source_length: 9\nvocab_size: 99\n")
+    recipe = load_recipe(path, ["--max_source_length", "null", "--vocab_size", "null"])
+    unset = Recipe()
+    for name in ("model", "metrics", "too_long", "max_source_length", "vocab_size"):
+        assert getattr(recipe, name) == getattr(unset, name) and not recipe.is_set(name)
+    assert load_recipe(path, ["--model.hidden_size", "16"]).model == {"hidden_size": 16}
+    assert load_recipe(recipe_file("model: {hidden_size: 8}"), ["--model", "null"]).model == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learnin_rate: 1", r"`learnin_rate` in .*recipe\.yaml.*`learning_rate`"),
+        ("hidden_size: 8", r"`hidden_size` in .*recipe\.yaml"),
+        ("seed: 1\nseed: 2", r"recipe\.yaml .*(?s:.*)`seed` occurs twice"),
+        ("model: {a: 1, a: 2}", "`a` occurs twice"),
+        ("1: 2", "a key must be a name"),
+        ("- seed", "must be a mapping"),
+        ("seed: [", r"recipe\.yaml must be valid YAML"),
+        ("seed: '1'", r"`seed` must be int, got '1' \(str\) in .*recipe\.yaml"),
+        ("seed: 1.5", "`seed` must be int, got 1.5"),
+        ("seed: true", "`seed` must be int, got True"),
+        ("seed:", "`seed` must be int, got None"),
+        ("learning_rate: .nan", "`learning_rate` must be float"),
+        ("learning_rate: fast", "`learning_rate` must be float, got 'fast'"),
+        ("bf16: 1", "`bf16` must be true or false, got 1"),
+        ("output_dir: 2024", "`output_dir` must be text or null, got 2024"),
+        ("metrics: [1]", "`metrics` must be list of texts"),
+        ("metrics: {bleu: 1}", "`metrics` must be list of texts"),
+        ("model: tiny", "`model` must be mapping, got 'tiny'"),
+        ("too_long: cut", "`too_long` must be one of skip, truncate, error, got 'cut'"),
+        ("lr_scheduler_type: triangle", "`lr_scheduler_type` must be one of linear, .*got 'triangle'"),
+        ("eval_strategy: false", "`eval_strategy` must be one of no, steps, epoch"),
+    ],
+)
+def test_refused_files(recipe_file, text, message):
+    with pytest.raises(ValueError, match=message):
+        load_recipe(recipe_file(text))
+
+
+def test_parts_of_a_model_keep_the_dots_of_their_names():
+    words = "--learning_rate_factors.encoder.layers.0-3 0.1 --learning_rate_factors.decoder 2"
+    recipe = load_recipe(None, words.split())
+    assert recipe.learning_rate_factors == {"encoder.layers.0-3": 0.1, "decoder": 2}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--learnin_rate", "1"], "`learnin_rate` in the command line.*`learning_rate`"),
+        (["--no_such"], "`no_such` in the command line"),
+        (["seed", "1"], "got 'seed'"),
+        (["--seed"], "`seed` must be int"),
+        (["--seed", "1", "2"], r"`seed` must be int, got \['1', '2'\]"),
+        (["--seed", "1.5"], "`seed` must be int"),
+        (["--no_seed"], "`seed` must be int"),
+        (["--bf16", "maybe"], "`bf16` must be true or false"),
+        (["--seed.x", "1"], "`seed` must be int, which has no keys"),
+        (["--model.a", "1", "--model.a.b", "2"], "`a` must be a mapping"),
+        (["--model.a", "[1"], "valid YAML"),
+        (["--optim", "adm"], "`optim` must be one of"),
+        (["--parallelism_config", "{}"], "`parallelism_config` must be null"),
+    ],
+)
+def test_refused_overrides(words, message):
+    with pytest.raises(ValueError, match=message):
+        load_recipe(None, words)
+
+
+def test_attributes_reach_the_training_arguments(tmp_path):
+    recipe = load_recipe(None, ["--learning_rate", "1e-3", "--use_cpu", "--warmup_steps", "7"])
+    with pytest.raises(ValueError, match="`output_dir`"):
+        recipe.training_arguments()
+    recipe.seed = 5
+    arguments = recipe.training_arguments(output_dir=str(tmp_path), max_steps=3)
+    assert (arguments.learning_rate, arguments.warmup_steps, arguments.seed, arguments.max_steps) == (1e-3, 7, 5, 3)
+    assert arguments.predict_with_generate and not arguments.remove_unused_columns
+    assert arguments.report_to == []
+    assert recipe.is_set("seed") and not recipe.is_set("max_steps")
+    with pytest.raises(AttributeError, match="learning_rate"):
+        recipe.learnin_rate = 1
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = recipe.nonsense
+
+
+def test_what_transformers_calls_otherwise_now_is_no_cause_for_a_warning(tmp_path, recwarn):
+    words = ["--gradient_checkpointing", "true", "--gradient_checkpointing_kwargs", '{"use_reentrant": true}']
+    arguments = load_recipe(None, words).training_arguments(output_dir=str(tmp_path))
+    assert arguments.gradient_checkpointing is True
+    assert arguments.gradient_checkpointing_kwargs == {"use_reentrant": True}
+    assert not [warning for warning in recwarn if "checkpointing" in str(warning.message)]
+
+
+def test_data_path(tmp_path):
+    (tmp_path / "a.tsv").write_text("a\tb\n")
+    recipe = load_recipe(None, ["--data_dir", str(tmp_path), "--train_file", "a.tsv", "--test_file", "lost.tsv"])
+    assert recipe.data_path("train_file") == tmp_path / "a.tsv"
+    with pytest.raises(FileNotFoundError, match=r"`test_file` .*lost\.tsv.*--data_dir"):
+        recipe.data_path("test_file")
+    with pytest.raises(ValueError, match="`validation_file`"):
+        recipe.data_path("validation_file")
+    recipe.data_dir = None
+    recipe.train_file = str(tmp_path / "a.tsv")
+    assert recipe.data_path("train_file") == tmp_path / "a.tsv"
+
+
+def test_pairs_options_of_each_place(tmp_path):
+    for name in ("a.tsv", "b.en", "b.de"):
+        (tmp_path / name).write_text("x")
+    recipe = Recipe(
+        data_dir=str(tmp_path),
+        train_file="a.tsv",
+        test_source_file="b.en",
+        test_target_file="b.de",
+        source_column="en",
+        source_prefix="p ",
+        malformed="skip",
+        max_test_samples=4,
+    )
+    shared = {"source_column": "en", "target_column": None, "source_prefix": "p "}
+    shared |= {"malformed": "skip", "invalid_utf8": "error"}
+    assert recipe.pairs_options("train") == {"file": tmp_path / "a.tsv", **shared, "max_samples": None}
+    assert recipe.pairs_options("validation") is None
+    paths = {"source_file": tmp_path / "b.en", "target_file": tmp_path / "b.de"}
+    assert recipe.pairs_options("test") == {**paths, **shared, "max_samples": 4}
+    hub = Recipe(dataset_name="x", dataset_config_name="y", dataset_test_split="test")
+    assert hub.pairs_options("train")["dataset_split"] == "train"
+    assert hub.pairs_options("validation") is None
+    assert hub.pairs_options("test")["dataset_config_name"] == "y"
+
+
+def test_generation_options_are_those_that_were_set():
+    assert Recipe().generation_options() == {}
+    assert Recipe(num_beams=5, length_penalty=0.0).generation_options() == {"num_beams": 5, "length_penalty": 0.0}
+
+
+def test_saved_recipe_loads_as_what_was_set(tmp_path, recipe_file):
+    path = recipe_file(
+        "train_file: a.tsv\nlearning_rate: 1e-5\ntoo_long: skip\neval_strategy: no\nsource_prefix: '1e-3'\nrun_name: '1:30'\n"
+        "target_language: no\nsave_total_limit: null\nmodel: {hidden_size: 8, activation_function: 'null'}\nmetrics: [bleu]\n"
+    )
+    folder = tmp_path / "data"
+    overrides = ["--data_dir", str(folder), "--hub_token", "secret", "--output_dir", str(tmp_path / "out")]
+    recipe = load_recipe(path, [*overrides, "--test_file", str(folder / "sub" / "t.tsv")])
+    recipe.num_beams = 4
+    recipe.save(tmp_path / "saved.yaml")
+    text = (tmp_path / "saved.yaml").read_text(encoding="utf-8")
+    assert str(tmp_path) not in text and "secret" not in text
+    loaded = load_recipe(tmp_path / "saved.yaml")
+    expected = dict(yaml.safe_load(path.read_text()), learning_rate=1e-5, eval_strategy="no", target_language="no")
+    assert loaded.to_dict() == {**expected, "test_file": "sub/t.tsv", "num_beams": 4}
+    assert loaded.to_dict() == recipe.to_dict()
+    # A reader of YAML 1.1 finds the same values.
+    assert yaml.safe_load(text) == recipe.to_dict()
+
+
+def test_relative_output_folder_is_saved(tmp_path):
+    load_recipe(None, ["--output_dir", "runs/a"]).save(tmp_path / "saved.yaml")
+    assert load_recipe(tmp_path / "saved.yaml").output_dir == "runs/a"
+    Recipe().save(tmp_path / "empty.yaml")
+    assert load_recipe(tmp_path / "empty.yaml") == Recipe()
+
+
+def test_missing_recipe(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"lost\.yaml"):
+        load_recipe(tmp_path / "lost.yaml")
+
+
+def test_uploads_are_left_to_push(tmp_path):
+    with pytest.raises(ValueError, match="`push_to_hub` must be left out, got true: `metaphrase push`"):
+        Recipe(train_file="train.tsv", training={"push_to_hub": True})
+    assert Recipe(train_file="train.tsv", training={"push_to_hub": False}).push_to_hub is False
+
+
+@pytest.mark.parametrize(
+    ("metric", "given", "expected"),
+    [
+        *(("bleu", None, True), ("eval_chrf", None, True), ("german_bleu", None, True), ("loss", None, False)),
+        *(("perplexity", None, False), ("eval_ter", None, False), ("german_wer", None, False), ("ter", True, True)),
+    ],
+)
+def test_the_better_direction_of_a_metric_is_known(metric, given, expected):
+    options = {"output_dir": "run", "use_cpu": True, "metric_for_best_model": metric, "greater_is_better": given}
+    recipe = Recipe(
+        train_file="train.tsv", training={name: value for name, value in options.items() if value is not None}
+    )
+    assert recipe.training_arguments().greater_is_better is expected
+
+
+@pytest.mark.parametrize(
+    "schedule", sorted({"reduce_lr_on_plateau", "greedy"} & {item.value for item in SchedulerType})
+)
+@pytest.mark.parametrize(
+    ("metric", "given", "mode"), [("bleu", None, "max"), ("loss", None, None), ("bleu", {"mode": "min"}, "min")]
+)
+def test_the_rate_falls_where_the_metric_gets_no_better(metric, given, mode, schedule):
+    training = {"output_dir": "run", "use_cpu": True, "metric_for_best_model": metric, "eval_strategy": "steps"}
+    training |= {"lr_scheduler_type": schedule, "eval_steps": 1}
+    training |= {} if given is None else {"lr_scheduler_kwargs": given}
+    recipe = Recipe(train_file="train.tsv", training=training)
+    assert (recipe.training_arguments().lr_scheduler_kwargs or {}).get("mode") == mode
+    # That is no part of what was set.
+    assert recipe.to_dict().get("lr_scheduler_kwargs") == given
+    training |= {"lr_scheduler_type": "linear"}
+    assert (Recipe(training=training).training_arguments().lr_scheduler_kwargs or {}).get("mode") == (given or {}).get(
+        "mode"
+    )
+
+
+def test_a_mere_name_is_that_of_a_recipe_of_the_package(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    assert find_recipe("demo").parent.name == "recipes"
+    for name in ("confgis/demo.yaml", "demo.yaml", "./lost", "runs/demo"):
+        with pytest.raises(FileNotFoundError, match=f"must be a file or one of demo, .*, got '{name}'"):
+            find_recipe(name)
+    (tmp_path / "demo.yaml").write_text("seed: 1\n")
+    assert find_recipe("demo.yaml") == Path("demo.yaml")

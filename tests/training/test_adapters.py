@@ -1,0 +1,417 @@
+"""LoRA: what is trained, evaluated and saved, that accumulation stays exact, and that merging changes nothing that is said."""
+
+import contextlib
+import json
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_generator import SOURCES, tiny_pair
+from tiny_models import DESIGNS, random_batch, tiny_model
+from transformers import AutoModelForSeq2SeqLM, Seq2SeqTrainingArguments
+
+from metaphrase.data.collators import PairCollator
+from metaphrase.inference import Generator
+from metaphrase.tokenization import TokenizerPair
+from metaphrase.training.adapters import add_lora, is_adapted, load_lora, merge_lora
+from metaphrase.training.exponential_average import ExponentialAverage
+from metaphrase.training.optimizer import parameter_groups
+from metaphrase.training.trainer import MetaphraseTrainer
+
+peft = pytest.importorskip("peft")
+UNTIED = {"decoder_vocab_size": 31, "share_embeddings": False, "tie_word_embeddings": False}
+
+
+def make_pairs(count=8):
+    generator = torch.Generator().manual_seed(1)
+    lengths = [8, 1, 5, 2, 7, 3, 3, 6]
+    rows = [torch.randint(3, 20, (2, lengths[row % 8]), generator=generator).tolist() for row in range(count)]
+    return [{"input_ids": [*source, 2], "labels": [*target, 2]} for source, target in rows]
+
+
+def moved_lora(model, rank=4, seed=7, **options):
+    """An adapter that changes what the model says."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        adapted = add_lora(model, rank=rank, **options)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return adapted.eval()
+
+
+def make_trainer(model, folder, **options):
+    own = {name: options.pop(name) for name in ("score", "tokenizers", "callbacks") if name in options}
+    settings = {
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "save_strategy": "no",
+        "max_steps": 1,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 0.1,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+    }
+    return MetaphraseTrainer(
+        model=model,
+        args=Seq2SeqTrainingArguments(output_dir=str(folder), **(settings | options)),
+        train_dataset=make_pairs(),
+        eval_dataset=make_pairs(5),
+        data_collator=PairCollator(0),
+        **own,
+    )
+
+
+def adapter_weights(model):
+    return {name: weight.detach().clone() for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+def base_weights(model):
+    """The weights of the model itself, under the names that it has without adapters."""
+    names = {
+        name: name.removeprefix("base_model.model.") for name, _ in model.named_parameters() if "lora_" not in name
+    }
+    weights = dict(model.named_parameters())
+    return {short.replace(".base_layer", ""): weights[name].detach().clone() for name, short in names.items()}
+
+
+def assert_equal(first, second):
+    assert first.keys() == second.keys()
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+
+
+# What is adapted
+
+
+def test_adapter_says_nothing_at_first_and_is_all_that_is_trained():
+    batch = random_batch(tiny_model().config)
+    expected = tiny_model()(**batch).logits
+    adapted = add_lora(tiny_model(), rank=3, alpha=5, dropout=0.2).eval()
+    torch.testing.assert_close(adapted(**batch).logits, expected)
+    names = adapter_weights(adapted)
+    assert all(".lora_A." in name or ".lora_B." in name for name in names)
+    layers = {name.split(".lora_")[0].rpartition(".")[2] for name in names}
+    assert layers == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert {tuple(weight.shape) for name, weight in names.items() if "lora_A" in name} <= {(3, 32), (3, 48), (3, 40)}
+    assert is_adapted(adapted) and not is_adapted(tiny_model())
+    assert adapted.peft_config["default"].lora_dropout == 0.2
+
+
+def test_adapter_adds_its_product_by_hand():
+    model = tiny_model()
+    weight, states = model.model.decoder.layers[1].mlp.up_proj.weight.detach().clone(), torch.randn(3, 32)
+    adapted = moved_lora(model, rank=4, alpha=6, target_modules=["decoder.layers.1.mlp.up_proj"])
+    layer = adapted.base_model.model.model.decoder.layers[1].mlp.up_proj
+    (first, second) = adapter_weights(adapted).values()
+    expected = states @ (weight + 6 / 4 * second @ first).T + layer.base_layer.bias
+    torch.testing.assert_close(layer(states), expected, atol=1e-5, rtol=1e-5)
+    assert (second @ first).abs().max() > 0.05
+
+
+TOUCHED_EMBEDDINGS = [
+    {"target_modules": ["q_proj"], "trainable_token_indices": [3, 4]},
+    {"target_modules": ["embed_tokens"]},
+]
+
+
+@pytest.mark.parametrize("options", TOUCHED_EMBEDDINGS, ids=lambda options: list(options)[-1])
+def test_adapters_of_embeddings_know_that_these_are_scaled(options):
+    model = tiny_model(**UNTIED, initializer_range=0.2).eval()
+    inputs = random_batch(model.config, with_labels=True)
+    with torch.no_grad():
+        loss = model(**inputs).loss
+        adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_2_SEQ_LM", **options)).eval()
+        torch.testing.assert_close(adapted(**inputs).loss, loss)
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter += 0.3 * torch.ones_like(parameter)
+        changed = adapted(**inputs).loss
+        assert not torch.allclose(changed, loss, rtol=1e-3)
+        torch.testing.assert_close(adapted.merge_and_unload()(**inputs).loss, changed)
+
+
+@pytest.mark.parametrize(
+    ("targets", "count"),
+    [(["q_proj", "v_proj"], 2 * 2 * 3), (["cross_attn.q_proj"], 2), (r".*encoder.*\.mlp\..*_proj", 6)],
+)
+def test_layers_can_be_chosen(targets, count):
+    assert len(adapter_weights(add_lora(tiny_model(), target_modules=targets))) == 2 * count
+
+
+def test_what_cannot_be_adapted_is_refused():
+    for options, message in (
+        ({"rank": 0}, "`rank` must be at least 1, got 0"),
+        ({"alpha": 0}, "`alpha` must be above 0, got 0"),
+        ({"dropout": 1.0}, "`dropout` must be at least 0 and below 1, got 1.0"),
+        ({"target_modules": ["q_proj", "qproj"]}, "got 'qproj', which names nothing"),
+        (
+            {"target_modules": ["embed_tokens"]},
+            "must name linear layers, got 'model.encoder.embed_tokens', a ScaledEmb",
+        ),
+        ({"target_modules": ["lm_head"]}, "must name weights that are not tied, got 'lm_head'"),
+        ({"target_modules": "lm_.*"}, "must name weights that are not tied, got 'lm_head'"),
+    ):
+        model = tiny_model()
+        with pytest.raises(ValueError, match=message):
+            add_lora(model, **options)
+        assert all(parameter.requires_grad for parameter in model.parameters())
+    with pytest.raises(ValueError, match="`model` must be without adapters, got one that has some"):
+        add_lora(add_lora(tiny_model()))
+
+
+def test_missing_package_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    for call in (lambda: add_lora(tiny_model()), lambda: load_lora("x"), lambda: merge_lora("x", "y")):
+        with pytest.raises(
+            ImportError, match=r"LoRA needs peft, which is not installed: pip install metaphrase\[lora\]"
+        ):
+            call()
+
+
+# Training
+
+
+def test_accumulated_steps_equal_one_large_step(tmp_path):
+    trained, smoothing = {}, 0.2
+    for accumulation in (1, 8):
+        model = moved_lora(tiny_model(initializer_range=0.2))
+        start, base = adapter_weights(model), base_weights(model)
+        trainer = make_trainer(
+            model,
+            tmp_path,
+            optim="sgd",
+            max_grad_norm=0.0,
+            label_smoothing_factor=smoothing,
+            per_device_train_batch_size=8 // accumulation,
+            gradient_accumulation_steps=accumulation,
+        )
+        loss = trainer.train().training_loss
+        trained[accumulation] = (loss, adapter_weights(model))
+        assert_equal(base_weights(model), base)
+    assert trained[8][0] == pytest.approx(trained[1][0], abs=1e-5)
+    torch.testing.assert_close(trained[8][1], trained[1][1], atol=1e-6, rtol=1e-5)
+    # The step is that of the loss by hand.
+    model = moved_lora(tiny_model(initializer_range=0.2)).train()
+    loss = model(**PairCollator(0)(make_pairs()), smoothing=smoothing).loss
+    assert trained[1][0] == pytest.approx(loss.item(), abs=1e-5)
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            expected = parameter.detach() - 0.1 * parameter.grad
+            torch.testing.assert_close(trained[1][1][name], expected, atol=1e-6, rtol=1e-5)
+            assert not torch.equal(trained[1][1][name], start[name])
+
+
+def test_evaluation_of_an_adapted_model(tmp_path):
+    decoded = []
+    model = moved_lora(tiny_model())
+    options = {"predict_with_generate": True, "per_device_eval_batch_size": 2, "generation_max_length": 8}
+    trainer = make_trainer(model, tmp_path, score=lambda ids, labels: decoded.extend(ids) or {"bleu": 1.0}, **options)
+    trainer.generation_options = {"max_new_tokens": 6, "num_beams": 2}
+    metrics = trainer.evaluate()
+    pairs = make_pairs(5)
+    assert metrics["eval_bleu"] == 1.0
+    assert metrics["eval_loss"] == pytest.approx(model(**PairCollator(0)(pairs)).loss.item(), rel=1e-4)
+    merged = merge_lora(model, tmp_path / "merged").eval()
+    for pair, ids in zip(pairs, decoded, strict=True):
+        alone = merged.generate(torch.tensor([pair["input_ids"]]), max_new_tokens=6, num_beams=2)[0, 1:].tolist()
+        assert ids == alone[: len(ids)] and len(ids) == (alone.index(2) + 1 if 2 in alone else len(alone))
+
+
+@pytest.fixture
+def base_folder(tmp_path):
+    """A model with tokenizers in a folder, as one to fine-tune lies there."""
+    pair = tiny_pair()
+    model = tiny_model(initializer_range=0.2, **pair.config_fields())
+    model.generation_config.max_new_tokens = 7
+    model.save_pretrained(tmp_path / "base")
+    pair.save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def fine_tune(base_folder, folder, resume=None, **options):
+    model = add_lora(AutoModelForSeq2SeqLM.from_pretrained(base_folder), rank=4, dropout=0.1)
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 2} | options
+    trainer = make_trainer(model, folder, tokenizers=tiny_pair(), **options)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def test_checkpoint_holds_the_adapter_alone_and_training_goes_on_from_it(base_folder, tmp_path):
+    whole = fine_tune(base_folder, tmp_path / "run")
+    losses = [entry["loss"] for entry in whole.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0]
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    assert [path.name for path in checkpoint.glob("*.safetensors")] == ["adapter_model.safetensors"]
+    saved = load_file(checkpoint / "adapter_model.safetensors")
+    assert len(saved) == len(adapter_weights(whole.model)) and all("lora_" in name for name in saved)
+    assert json.loads((checkpoint / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base_folder)
+    resumed = fine_tune(base_folder, tmp_path / "resumed", str(checkpoint))
+    assert_equal(adapter_weights(resumed.model), adapter_weights(whole.model))
+
+    loaded = load_lora(tmp_path / "run" / "checkpoint-4").eval()
+    batch = random_batch(loaded.config)
+    assert torch.equal(loaded(**batch).logits, whole.model.eval()(**batch).logits)
+    assert not any(parameter.requires_grad for parameter in loaded.parameters())
+    trainable = load_lora(tmp_path / "run" / "checkpoint-4", is_trainable=True)
+    assert adapter_weights(trainable).keys() == adapter_weights(whole.model).keys()
+
+
+def test_best_adapter_comes_back_at_the_end(base_folder, tmp_path):
+    options = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+    }
+    trainer = fine_tune(base_folder, tmp_path / "run", learning_rate=3.0, **options)
+    best = trainer.state.best_model_checkpoint
+    saved = load_file(f"{best}/adapter_model.safetensors")
+    found = {
+        name.replace(".default", ""): weight
+        for name, weight in adapter_weights(load_lora(best, is_trainable=True)).items()
+    }
+    now = {name.replace(".default", ""): weight for name, weight in trainer.model.named_parameters() if "lora_" in name}
+    assert_equal(found, saved)
+    assert_equal({name: weight.detach() for name, weight in now.items()}, saved)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, rel=1e-5)
+
+
+def test_average_and_rates_by_part_work_on_adapters(base_folder, tmp_path):
+    average = ExponentialAverage(0.5)
+    trainer = fine_tune(base_folder, tmp_path / "run", callbacks=[average])
+    assert average.num_updates == 4
+    moved = adapter_weights(trainer.model)
+    saved = load_file(tmp_path / "run" / "checkpoint-4" / "adapter_model.safetensors")
+    assert any(not torch.equal(weight, saved[name.replace(".default", "")]) for name, weight in moved.items())
+    groups = parameter_groups(trainer.model, 1.0, 0.0, {"encoder": 0.1, "decoder.layers.0": 0.5})
+    counts = dict.fromkeys((1.0, 0.5, 0.1), 0)
+    for group in groups:
+        counts[group["lr"]] += len(group["params"])
+    assert counts == {1.0: 2 * 11, 0.5: 2 * 11, 0.1: 2 * 2 * 7}
+
+
+# Merging
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_merged_model_says_what_the_adapted_one_said(design, tmp_path):
+    model = tiny_model(**DESIGNS[design])
+    names = set(model.state_dict())
+    batch = random_batch(model.config)
+    before = model(**batch).logits
+    adapted = moved_lora(model)
+    expected = adapted(**batch).logits
+    options = {"max_new_tokens": 6, "num_beams": 2, "do_sample": False}
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    generated = adapted.generate(**inputs, **options)
+    assert (expected - before).abs().max() > 1e-2
+    merge_lora(adapted, tmp_path)
+    merged = AutoModelForSeq2SeqLM.from_pretrained(tmp_path).eval()
+    assert type(merged) is type(model) and set(merged.state_dict()) == names
+    scale = expected.abs().max().item()
+    torch.testing.assert_close(merged(**batch).logits, expected, atol=1e-5 * max(scale, 1), rtol=1e-5)
+    assert torch.equal(merged.generate(**inputs, **options), generated)
+
+
+def test_adapter_of_an_untied_output_projection_is_merged_too(tmp_path):
+    model = tiny_model(**UNTIED)
+    adapted = moved_lora(model, target_modules=["lm_head", "q_proj"])
+    batch = random_batch(model.config)
+    expected = adapted(**batch).logits
+    merge_lora(adapted, tmp_path)
+    logits = AutoModelForSeq2SeqLM.from_pretrained(tmp_path).eval()(**batch).logits
+    torch.testing.assert_close(logits, expected, atol=1e-5 * expected.abs().max().item(), rtol=1e-5)
+    # In training the loss of a wrapped projection is the same too.
+    labelled = random_batch(model.config, with_labels=True)
+    adapted = moved_lora(tiny_model(**UNTIED), target_modules=["lm_head", "q_proj"])
+    torch.testing.assert_close(adapted.train()(**labelled).loss, adapted.eval()(**labelled).loss)
+
+
+def test_folder_is_merged_into_one_that_needs_neither_peft_nor_the_base(base_folder, tmp_path, monkeypatch):
+    trainer = fine_tune(base_folder, tmp_path / "run", learning_rate=0.01)
+    trainer.save_model()
+    texts = Generator(trainer.model.eval(), tiny_pair()).generate(SOURCES)
+    batch = random_batch(trainer.model.config)
+    expected = trainer.model(**batch).logits
+    merged = merge_lora(tmp_path / "run", tmp_path / "merged")
+    assert all(parameter.requires_grad for parameter in merged.parameters())
+    torch.testing.assert_close(merged.eval()(**batch).logits, expected, atol=1e-5, rtol=1e-5)
+    base_folder.rename(tmp_path / "elsewhere")
+    with monkeypatch.context() as without_peft:
+        without_peft.setitem(sys.modules, "peft", None)
+        loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(loaded(**batch).logits, expected, atol=1e-5, rtol=1e-5)
+    assert not any("adapter" in path.name for path in (tmp_path / "merged").iterdir())
+
+    generator = Generator.from_pretrained(tmp_path / "merged", device="cpu")
+    assert generator.model.generation_config.max_new_tokens == 7
+    assert generator.generate(SOURCES) == texts
+    # With the base elsewhere the adapter must be told where.
+    with pytest.raises(
+        ValueError, match=r"`base_model` must be the model that the adapter in .*run was trained on, got '.*base'"
+    ):
+        load_lora(tmp_path / "run")
+    again = merge_lora(tmp_path / "run", tmp_path / "again", tmp_path / "elsewhere")
+    assert torch.equal(again.eval()(**batch).logits, merged(**batch).logits)
+
+
+def test_tokenizers_and_generation_settings_come_from_the_adapter_first(base_folder, tmp_path):
+    other = tiny_pair(kind="byte")
+    adapted = moved_lora(AutoModelForSeq2SeqLM.from_pretrained(base_folder))
+    adapted.save_pretrained(tmp_path / "adapter")
+    merge_lora(tmp_path / "adapter", tmp_path / "first")
+    texts = ["the cat"]
+    assert TokenizerPair.from_pretrained(tmp_path / "first").encode_sources(texts) == tiny_pair().encode_sources(texts)
+    other.save_pretrained(tmp_path / "adapter")
+    adapted.generation_config.update(max_new_tokens=11)
+    adapted.generation_config.save_pretrained(tmp_path / "adapter")
+    merged = merge_lora(tmp_path / "adapter", tmp_path / "second")
+    assert TokenizerPair.from_pretrained(tmp_path / "second").encode_sources(texts) == other.encode_sources(texts)
+    assert merged.generation_config.max_new_tokens == 11
+
+
+def test_what_cannot_be_merged_is_refused(base_folder, tmp_path):
+    adapter = tmp_path / "adapter"
+    with pytest.raises(ValueError, match=r"must be a folder with adapter_config\.json, got .*base without"):
+        merge_lora(base_folder, tmp_path / "out")
+    moved_lora(AutoModelForSeq2SeqLM.from_pretrained(base_folder)).save_pretrained(adapter)
+    with pytest.raises(ValueError, match="`output` must not hold an adapter, which would be added once more"):
+        merge_lora(adapter, adapter)
+    # An adapter in another format is not unpickled.
+    (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
+    with pytest.raises(ValueError, match=r"must be a folder with adapter_model\.safetensors"):
+        merge_lora(adapter, tmp_path / "out")
+    moved_lora(tiny_model()).save_pretrained(tmp_path / "nameless")
+    with pytest.raises(ValueError, match=r"`base_model` must be given, because the adapter in .*nameless does not say"):
+        merge_lora(tmp_path / "nameless", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert is_adapted(load_lora(tmp_path / "nameless", tiny_model()))
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_each_source_may_have_an_adapter_of_its_own(beams):
+    model = moved_lora(tiny_model(**UNTIED), target_modules=["q_proj", "v_proj"])
+    model.add_adapter("other", model.peft_config["default"])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B.other" in name:
+                parameter.normal_(generator=torch.Generator().manual_seed(3))
+    inputs = random_batch(model.config)
+    del inputs["decoder_input_ids"]
+    options = {"num_beams": beams, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    names = ["other", "__base__", "default"]
+    found = model.generate(**inputs, **options, adapter_names=names)
+    alone = []
+    for row, name in enumerate(names):
+        with model.disable_adapter() if name == "__base__" else contextlib.nullcontext():
+            if name != "__base__":
+                model.set_adapter(name)
+            alone.append(model.generate(**inputs, **options)[row].tolist())
+    assert found.tolist() == alone and alone[0] != alone[1]

@@ -1,0 +1,102 @@
+"""Training comes to the same weights however it is arranged: accumulated, packed, checkpointed, compiled.
+
+Plain gradient descent, so that a difference in the weights is as large as that in the gradients, and no dropout unless it
+is said.
+"""
+
+import pytest
+import torch
+from arrangements import COLLATORS, assert_same, train
+from tiny_models import tiny_model
+from tokenizers import Tokenizer, models
+from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("kind", COLLATORS)
+def test_eight_accumulated_batches_of_one_are_one_batch_of_eight(kind, smoothing, tmp_path):
+    options = {"collator": COLLATORS[kind], "label_smoothing_factor": smoothing}
+    expected = train(tmp_path / "8", per_device_train_batch_size=8, **options)
+    actual = train(tmp_path / "1", per_device_train_batch_size=1, gradient_accumulation_steps=8, **options)
+    assert_same(actual, expected, **CLOSE)
+
+
+def test_accumulated_token_budgets_are_one_batch_of_all_pairs(tmp_path):
+    expected = train(tmp_path / "one", max_tokens_per_batch=10_000)
+    actual = train(tmp_path / "many", max_tokens_per_batch=64, gradient_accumulation_steps=50)
+    assert len(expected[1]) == len(actual[1]) == 2
+    assert_same(actual, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("position", ["sinusoidal", "relative", "rotary"])
+def test_packed_training_is_padded_training(position, tmp_path):
+    options = {"per_device_train_batch_size": 8, "label_smoothing_factor": 0.1}
+    options["fields"] = {"position_embedding_type": position}
+    expected = train(tmp_path / "padded", COLLATORS["padded"], **options)
+    assert_same(train(tmp_path / "packed", COLLATORS["packed"], **options), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_collator_that_shifts_the_labels_itself_changes_nothing(smoothing, tmp_path):
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), pad_token="<pad>")
+    options = {"per_device_train_batch_size": 8, "label_smoothing_factor": smoothing, "remove_unused_columns": True}
+    without = train(tmp_path / "without", DataCollatorForSeq2Seq(tokenizer), **options)
+    shifting = DataCollatorForSeq2Seq(tokenizer, model=tiny_model(vocab_size=60))
+    assert_same(train(tmp_path / "with", shifting, **options), without, rtol=0, atol=0)
+    expected = train(tmp_path / "ours", per_device_train_batch_size=8, label_smoothing_factor=smoothing)
+    assert_same(without, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("kind", COLLATORS)
+def test_gradient_checkpointing_changes_nothing_with_dropout_either(kind, tmp_path):
+    options = {
+        "collator": COLLATORS[kind],
+        "per_device_train_batch_size": 8,
+        "fields": {"dropout": 0.2, "attention_dropout": 0.1, "activation_dropout": 0.1},
+    }
+    expected = train(tmp_path / "off", **options)
+    actual = train(tmp_path / "on", gradient_checkpointing=True, **options)
+    assert_same(actual, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [
+        ("padded", "eager"),
+        # The graph breaks where the lengths of packed rows are looked at, so that there are many graphs to make.
+        pytest.param("packed", "eager", marks=pytest.mark.slow),
+        pytest.param("padded", "inductor", marks=pytest.mark.slow),
+        pytest.param("packed", "inductor", marks=pytest.mark.slow),
+    ],
+)
+def test_compiling_changes_nothing(kind, backend, tmp_path):
+    options = {
+        "collator": COLLATORS[kind],
+        "per_device_train_batch_size": 12,
+        "label_smoothing_factor": 0.1,
+        "max_steps": 2,
+    }
+    expected = train(tmp_path / "off", **options)
+    torch._dynamo.reset()
+    actual = train(tmp_path / "on", torch_compile=True, torch_compile_backend=backend, **options)
+    torch._dynamo.reset()
+    assert_same(actual, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("kind", COLLATORS)
+def test_bfloat16_is_close_to_float32(kind, tmp_path):
+    options = {"collator": COLLATORS[kind], "per_device_train_batch_size": 8, "label_smoothing_factor": 0.1}
+    start = {
+        name: weight.detach() for name, weight in tiny_model(vocab_size=60, initializer_range=0.2).named_parameters()
+    }
+    expected, expected_losses = train(tmp_path / "float32", **options)
+    actual, losses = train(tmp_path / "bfloat16", bf16=True, **options)
+    assert losses == pytest.approx(expected_losses, rel=5e-3)
+    assert losses != expected_losses
+    moved, moved_expected = (
+        torch.cat([(end[name] - start[name]).flatten() for name in start]) for end in (actual, expected)
+    )
+    assert torch.cosine_similarity(moved, moved_expected, dim=0) > 0.998
+    assert moved.norm().item() == pytest.approx(moved_expected.norm().item(), rel=0.02)

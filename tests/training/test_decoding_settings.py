@@ -1,0 +1,99 @@
+"""Decoding settings: those of a base model cannot stop a checkpoint, and those of a recipe are checked at the entrance."""
+
+import pytest
+from small_experiments import make_recipe
+from tiny_generator import save_generator, tiny_generator
+from transformers import GenerationConfig
+
+from metaphrase.training.experiment import Experiment
+from metaphrase.training.recipe.recipe import Recipe
+
+FEW = {"max_steps": 1, "eval_strategy": "no", "save_strategy": "no", "preset": None, "vocab_size": None}
+
+
+@pytest.fixture
+def base(tmp_path):
+    """A folder with a tiny model, and a function that gives it generation settings."""
+    folder = save_generator(tiny_generator(), tmp_path / "base")
+
+    def with_settings(**settings):
+        config = GenerationConfig.from_pretrained(folder)
+        (folder / "generation_config.json").unlink()
+        for name, value in settings.items():
+            setattr(config, name, value)
+        config.to_json_file(folder / "generation_config.json")
+        return str(folder)
+
+    return with_settings
+
+
+@pytest.mark.parametrize(
+    ("inherited", "own", "left_out"),
+    [
+        (
+            {"num_beams": 4, "early_stopping": True, "length_penalty": 2.0, "no_repeat_ngram_size": 3},
+            {"num_beams": 1},
+            ("length_penalty 2.0", "early_stopping True"),
+        ),
+        ({"temperature": 0.3, "top_k": 7}, {}, ("temperature 0.3", "top_k 7")),
+        ({"num_beams": 4, "num_return_sequences": 4}, {"num_beams": 2}, ("num_return_sequences 4",)),
+        ({"output_scores": True, "penalty_alpha": 0.6}, {}, ("output_scores True", "penalty_alpha 0.6")),
+        ({"use_cache": False, "cache_implementation": "static"}, {}, ("cache_implementation static",)),
+    ],
+    ids=str,
+)
+def test_settings_of_a_base_that_do_not_apply_are_left_out(inherited, own, left_out, base, data, tmp_path, caplog):
+    recipe = make_recipe(data, tmp_path / "run", **FEW, **own, model_name_or_path=base(**inherited))
+    Experiment(recipe).train()
+    assert all(f"{setting}" in caplog.text for setting in left_out)
+    saved = GenerationConfig.from_pretrained(tmp_path / "run")
+    assert all(getattr(saved, setting.split()[0]) is None for setting in left_out)
+    assert saved.no_repeat_ngram_size == inherited.get("no_repeat_ngram_size")
+    saved.validate(strict=True)
+
+
+def test_settings_of_a_base_that_apply_stay(base, data, tmp_path, caplog):
+    inherited = {"num_beams": 4, "early_stopping": True, "length_penalty": 2.0, "do_sample": False}
+    recipe = make_recipe(data, tmp_path / "run", **FEW, model_name_or_path=base(**inherited), length_penalty=1.5)
+    experiment = Experiment(recipe)
+    experiment.corpus.load()
+    config = experiment.make_model(experiment.make_tokenizers(), with_weights=False).generation_config
+    assert (config.num_beams, config.early_stopping, config.length_penalty) == (4, True, 1.5)
+    assert "left out" not in caplog.text
+
+
+def test_several_samples_stay(base, data, tmp_path, caplog):
+    recipe = make_recipe(data, tmp_path / "run", **FEW, model_name_or_path=base(do_sample=True, num_return_sequences=3))
+    experiment = Experiment(recipe)
+    experiment.corpus.load()
+    config = experiment.make_model(experiment.make_tokenizers(), with_weights=False).generation_config
+    assert config.num_return_sequences == 3 and "left out" not in caplog.text
+
+
+def test_settings_that_nothing_can_save_are_found_before_training(base, data, tmp_path):
+    folder = base(pad_token_id=-1)
+    with pytest.raises(
+        ValueError, match=r"The generation settings of .*base must be such that transformers saves them"
+    ):
+        Experiment(make_recipe(data, tmp_path / "run", **FEW, model_name_or_path=folder)).train()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_length_penalty_needs_beams(base, data, tmp_path):
+    for fields in ({}, {"num_beams": 1}, {"num_beams": 1, "model_name_or_path": "x"}):
+        with pytest.raises(ValueError, match=r"`length_penalty` must come with `num_beams` above 1, got 2\.0 and 1"):
+            Recipe(train_file="a", length_penalty=2.0, **fields)
+    Recipe(train_file="a", length_penalty=2.0, num_beams=2)
+    Recipe(train_file="a", length_penalty=1.0)
+    recipe = make_recipe(data, tmp_path / "run", **FEW, model_name_or_path=base(), length_penalty=2.0)
+    with pytest.raises(ValueError, match=r"`length_penalty` must come with `num_beams` above 1, got 2\.0 and 1"):
+        Experiment(recipe).train()
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_the_recipes_length_goes_over_that_of_the_base(given, base, data, tmp_path, caplog):
+    fields = FEW | {"generation_max_length": 3 if given else None, "model_name_or_path": base(max_new_tokens=5)}
+    Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    saved = GenerationConfig.from_pretrained(tmp_path / "run")
+    assert (saved.max_length, saved.max_new_tokens) == ((3, None) if given else (257, 5))
+    assert f"met the length limit, {3 if given else 5} tokens, before their end" in caplog.text

@@ -1,0 +1,258 @@
+"""How a trainer evaluates: the loss over all tokens, and what is decoded and scored."""
+
+import math
+
+import pytest
+import torch
+from accelerate.data_loader import prepare_data_loader
+from small_trainers import make_trainer, tiny_bart, with_lengths
+from torch.utils.data import DataLoader
+from transformers import Seq2SeqTrainingArguments
+
+from metaphrase.data.collators import PairCollator
+from metaphrase.evaluation.task_scores import spread
+from metaphrase.modeling import IGNORED_LABEL
+
+
+def test_evaluation_loss_is_per_token_and_not_smoothed(model, pairs, tmp_path):
+    metrics = make_trainer(model, pairs, tmp_path, label_smoothing_factor=0.3).evaluate()
+    total = count = 0
+    with torch.no_grad():
+        for pair in pairs:
+            batch = PairCollator(0)([pair])
+            total += model(**batch).loss.item() * len(pair["labels"])
+            count += len(pair["labels"])
+    assert metrics["eval_loss"] == pytest.approx(total / count, rel=1e-5)
+    assert metrics["eval_perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
+
+
+def evaluated_by(trainer, processes, loader_of, monkeypatch):
+    """The sum of the losses and the number of tokens that several processes come to, one after the other in this one."""
+    total = torch.zeros(2, dtype=torch.float64)
+    for rank in range(processes):
+        monkeypatch.setattr(Seq2SeqTrainingArguments, "process_index", rank)
+        monkeypatch.setattr(Seq2SeqTrainingArguments, "world_size", processes)
+        trainer.evaluation_loop(loader_of(rank), "Evaluation", prediction_loss_only=True)
+        total += trainer._evaluation_loss
+    return total
+
+
+@pytest.mark.parametrize("family", ["ours", "other"])
+@pytest.mark.parametrize("processes", [2, 3])
+# Of batches of 5, the last one lacks rows, or processes lack a batch, or there are fewer pairs than processes, or all is even.
+@pytest.mark.parametrize("count", [12, 6, 2, 10])
+def test_several_processes_count_each_pair_once(family, processes, count, model, pairs, tmp_path, monkeypatch):
+    trainer = make_trainer(model if family == "ours" else tiny_bart(), pairs[:count], tmp_path)
+    trainer.evaluate()
+    expected, loader = trainer._evaluation_loss.clone(), DataLoader(pairs[:count], 5, collate_fn=PairCollator(0))
+    assert expected[1] == sum(len(pair["labels"]) for pair in pairs[:count])
+    shares = [prepare_data_loader(loader, num_processes=processes, process_index=rank) for rank in range(processes)]
+    assert len({len(share) for share in shares}) == 1
+    torch.testing.assert_close(evaluated_by(trainer, processes, shares.__getitem__, monkeypatch), expected)
+
+
+def test_several_processes_count_each_pair_of_a_budget_once(model, pairs, tmp_path, monkeypatch):
+    trainer = make_trainer(model, pairs, tmp_path, max_tokens_per_batch=40, prediction_loss_only=True)
+    trainer.evaluate()
+    expected = trainer._evaluation_loss.clone()
+    dataset = with_lengths(pairs)
+    total = evaluated_by(trainer, 2, lambda rank: trainer.get_eval_dataloader(dataset), monkeypatch)
+    torch.testing.assert_close(total, expected)
+
+
+def test_fewer_pairs_than_processes_are_evaluated_with_a_budget_too(model, pairs, tmp_path, monkeypatch):
+    trainer = make_trainer(model, pairs, tmp_path, max_tokens_per_batch=40, prediction_loss_only=True)
+    dataset = with_lengths(pairs[:2])
+    expected = trainer.evaluate(dataset)["eval_loss"]
+    monkeypatch.setattr(Seq2SeqTrainingArguments, "world_size", 3)
+    loader = trainer.get_eval_dataloader(dataset)
+    [batch] = list(loader)
+    assert len(batch["labels"]) == 2
+    monkeypatch.undo()
+    assert model.eval()(**batch).loss.item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("processes", [2, 3, 5])
+def test_pairs_of_a_batch_each_are_counted_once_by_any_number_of_processes(
+    model, pairs, tmp_path, processes, monkeypatch
+):
+    dataset = with_lengths(pairs[:7])
+    trainer = make_trainer(model, pairs[:7], tmp_path, max_tokens_per_batch=40, prediction_loss_only=True)
+    # Of a pair each, however short.
+    monkeypatch.setattr(
+        "metaphrase.data.token_budget.cut_into_batches", lambda order, *_: [[int(index)] for index in order]
+    )
+    trainer.evaluate()
+    expected = trainer._evaluation_loss.clone()
+    total = evaluated_by(trainer, processes, lambda rank: trainer.get_eval_dataloader(dataset), monkeypatch)
+    torch.testing.assert_close(total, expected)
+
+
+@pytest.mark.parametrize("batch_size", [5, 100])
+def test_the_rest_of_what_is_evaluated_is_not_dropped(model, pairs, tmp_path, batch_size):
+    whole, dropping = (
+        make_trainer(model, pairs, tmp_path, per_device_eval_batch_size=batch_size, dataloader_drop_last=drops)
+        for drops in (False, True)
+    )
+    assert dropping.evaluate()["eval_loss"] == whole.evaluate()["eval_loss"]
+    assert dropping.args.dataloader_drop_last
+    trained = make_trainer(model, pairs, tmp_path, per_device_train_batch_size=5, dataloader_drop_last=True)
+    assert len(trained.get_train_dataloader()) == 2
+
+
+class NewInEachEpoch(torch.utils.data.Dataset):
+    """Pairs with other labels in each epoch, as those with noise."""
+
+    def __init__(self, pairs):
+        self.pairs, self.epoch = pairs, torch.zeros((), dtype=torch.int64).share_memory_()
+
+    def set_epoch(self, epoch):
+        self.epoch.fill_(epoch)
+
+    def __len__(self):
+        return len(self.pairs)
+
+    def __getitem__(self, index):
+        return {**self.pairs[index], "labels": [5 + int(self.epoch), *self.pairs[index]["labels"]]}
+
+
+def test_each_evaluation_is_of_the_same_noise(pairs, tmp_path):
+    options = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    trainer = make_trainer(tiny_bart(), NewInEachEpoch(pairs), tmp_path, **options)
+    losses = [trainer.evaluate()["eval_loss"] for _ in range(3)]
+    assert losses == [make_trainer(tiny_bart(), NewInEachEpoch(pairs), tmp_path).evaluate()["eval_loss"]] * 3
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+def test_a_budget_bounds_what_is_evaluated_too(decodes, model, pairs, tmp_path, monkeypatch):
+    """Whether it is decoded as well or not: without `compute_metrics`, the loss alone is asked for, and no logits."""
+    trainer = make_trainer(model, pairs, tmp_path, max_tokens_per_batch=40, predict_with_generate=decodes)
+    trainer.eval_dataset = with_lengths(pairs)
+    costs = [batch["input_ids"].numel() + batch["labels"].numel() for batch in trainer.get_eval_dataloader()]
+    assert max(costs) <= 40
+    made = []
+    forward = type(model).forward
+
+    def spied(self, *args, **kwargs):
+        made.append((output := forward(self, *args, **kwargs)).logits)
+        return output
+
+    monkeypatch.setattr(type(model), "forward", spied)
+    loss = trainer.evaluate()["eval_loss"]
+    assert made and all(logits is None for logits in made)
+    monkeypatch.undo()
+    assert loss == pytest.approx(make_trainer(model, pairs, tmp_path).evaluate()["eval_loss"], rel=1e-5)
+    # Who predicts wants to see them.
+    trainer.args.predict_with_generate = False
+    batch = trainer._prepare_inputs(PairCollator(0)(pairs[:2]))
+    logits = trainer.prediction_step(trainer.model, batch, prediction_loss_only=False)[1][0]
+    assert logits.shape == (*batch["labels"].shape, model.config.vocab_size)
+    logits = trainer.predict(pairs).predictions[0]
+    assert len(logits) == len(pairs) and logits.shape[-1] == model.config.vocab_size
+
+
+def test_predictions_reach_the_score_in_order(model, pairs, tmp_path):
+    seen = {}
+
+    def score(decoded, labels):
+        seen.update(decoded=decoded, labels=labels)
+        return {"bleu": 12.5}
+
+    trainer = make_trainer(
+        model, pairs, tmp_path, score=score, generation_options={"max_new_tokens": 6, "num_beams": 2}
+    )
+    metrics = trainer.evaluate()
+    assert metrics["eval_bleu"] == 12.5
+    assert seen["labels"] == [pair["labels"] for pair in pairs]
+    for pair, decoded in zip(pairs, seen["decoded"], strict=True):
+        alone = model.generate(torch.tensor([pair["input_ids"]]), max_new_tokens=6, num_beams=2)[0, 1:].tolist()
+        end = alone.index(2) + 1 if 2 in alone else len(alone)
+        assert decoded == alone[:end]
+
+
+def test_some_rows_alone_are_decoded(model, pairs, tmp_path):
+    seen = []
+    trainer = make_trainer(model, pairs, tmp_path, score=lambda *given: seen.extend(given) or {"bleu": 1.0})
+    trainer.decoded_rows = spread(len(pairs), 3)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(
+        make_trainer(model, pairs, tmp_path).evaluate()["eval_loss"]
+    )
+    assert len(seen[0]) == 3
+    assert seen[1] == [pairs[row]["labels"] for row in (0, 4, 8)]
+
+
+def test_rows_are_decoded_in_the_order_in_which_they_are_given(model, pairs, tmp_path):
+    seen = []
+    trainer = make_trainer(model, pairs, tmp_path, score=lambda *given: seen.append(given) or {}, num_train_epochs=20)
+    trainer.train()
+    for rows in ([0, 4, 8], [8, 0, 4]):
+        trainer.decoded_rows = rows
+        trainer.evaluate()
+    (sorted_ids, sorted_labels), (ids, labels) = seen
+    assert len(set(map(tuple, sorted_ids))) == 3
+    assert (ids, labels) == tuple([side[2], side[0], side[1]] for side in (sorted_ids, sorted_labels))
+
+
+@pytest.mark.parametrize("rows", [None, [1, 5, 7]])
+def test_predictions_are_those_that_are_scored(rows, model, pairs, tmp_path):
+    seen = {}
+
+    def score(decoded, labels):
+        seen.update(predictions=decoded, label_ids=labels)
+        return {}
+
+    model.generation_config.eos_token_id = 2
+    trainer = make_trainer(model, pairs, tmp_path, score=score, generation_max_length=9, learning_rate=0.1)
+    trainer.train()
+    trainer.decoded_rows = rows
+    output = trainer.predict(trainer.eval_dataset)
+    assert len(seen["label_ids"]) == len(rows or pairs)
+    for name, expected in seen.items():
+        array = getattr(output, name)
+        assert array.shape == (len(expected), max(map(len, expected)))
+        assert [row[row != IGNORED_LABEL].tolist() for row in array] == expected
+    # Who asks for the loss alone gets it alone.
+    trainer.args.prediction_loss_only = True
+    seen.clear()
+    assert trainer.predict(pairs).predictions is None and "eval_loss" in trainer.evaluate() and not seen
+
+
+def test_all_rows_of_another_data_set_are_decoded(model, pairs, tmp_path):
+    seen = []
+    trainer = make_trainer(model, pairs, tmp_path, score=lambda *given: seen.append(given[1]) or {"bleu": 1.0})
+    trainer.decoded_rows = [0, 10]
+    trainer.evaluate(pairs[:3])
+    trainer.predict(pairs[1:3])
+    trainer.evaluate()
+    assert [len(labels) for labels in seen] == [3, 2, 2]
+    assert seen[0] == [pair["labels"] for pair in pairs[:3]]
+
+
+@pytest.mark.parametrize("batch_size", [1, 5, 64])
+def test_the_evaluation_loss_is_the_same_beside_metrics_of_decoded_texts(batch_size, model, pairs, tmp_path):
+    lone = make_trainer(model, pairs, tmp_path).evaluate()
+    options = {
+        "compute_metrics": lambda found: {"rows": len(found.predictions)},
+        "per_device_eval_batch_size": batch_size,
+    }
+    beside = make_trainer(model, pairs, tmp_path, **options).evaluate()
+    assert beside["eval_rows"] == len(pairs)
+    for name in ("eval_loss", "eval_perplexity"):
+        assert beside[name] == pytest.approx(lone[name], rel=1e-5)
+
+
+def test_evaluation_decodes_as_it_is_asked_to(model, pairs, tmp_path):
+    lengths = {"score": lambda texts, labels: {"longest": max(map(len, texts))}, "generation_max_length": 9}
+    model.generation_config.eos_token_id = None
+    trainer = make_trainer(model, pairs, tmp_path, **lengths)
+    # The start token is not among what is scored.
+    assert trainer.evaluate()["eval_longest"] == 8
+    assert trainer.evaluate(max_length=5)["eval_longest"] == 4
+    assert trainer.evaluate(max_new_tokens=6)["eval_longest"] == 6
+    assert trainer.predict(trainer.eval_dataset, max_length=4).metrics["test_longest"] == 3
+    trainer.generation_options = {"max_new_tokens": 7}
+    assert trainer.evaluate()["eval_longest"] == 7
+    assert trainer.evaluate(max_length=5)["eval_longest"] == 4
+    trainer.generation_options = {"max_length": 7}
+    assert trainer.evaluate()["eval_longest"] == 6
+    assert trainer.evaluate(max_length=5)["eval_longest"] == 4

@@ -1,0 +1,126 @@
+"""The experiment whose model is the mean of checkpoints."""
+
+import json
+import logging
+
+import pytest
+import torch
+from small_experiments import make_recipe, weights
+
+from metaphrase.evaluation.task_scores import ValidationSample
+from metaphrase.training.experiment import Experiment
+
+
+@pytest.mark.parametrize("choice", ["last", "best"])
+def test_the_finished_model_is_the_mean_of_checkpoints(data, tmp_path, choice):
+    fields = {f"average_{choice}": 2, "max_steps": 9, "metric_for_best_model": "loss", "learning_rate": 1e-2}
+    Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    assert not (tmp_path / "run" / "average").exists()
+    kept = [weights(tmp_path / "run" / f"checkpoint-{step}") for step in (6, 9)]
+    for name, tensor in weights(tmp_path / "run").items():
+        torch.testing.assert_close(tensor, (kept[0][name] + kept[1][name]) / 2, msg=name)
+        assert kept[0][name].ndim == 1 or not torch.equal(kept[0][name], kept[1][name])
+
+
+@pytest.mark.parametrize("choice", ["last", "best"])
+def test_a_run_that_went_back_is_averaged_without_what_it_left(data, tmp_path, choice):
+    fields = {f"average_{choice}": 2, "metric_for_best_model": "loss", "learning_rate": 1e-2}
+    Experiment(make_recipe(data, tmp_path / "run", **fields, max_steps=9)).train()
+    left = weights(tmp_path / "run" / "checkpoint-9")
+    fields["resume_from_checkpoint"] = tmp_path / "run" / "checkpoint-3"
+    Experiment(make_recipe(data, tmp_path / "run", **fields, max_steps=6)).train()
+    kept = [weights(tmp_path / "run" / f"checkpoint-{step}") for step in (3, 6)]
+    for name, tensor in weights(tmp_path / "run").items():
+        torch.testing.assert_close(tensor, (kept[0][name] + kept[1][name]) / 2, msg=name)
+    assert all(
+        torch.equal(left[name], tensor)
+        for name, tensor in weights(tmp_path / "run" / "_abandoned-1" / "checkpoint-9").items()
+    )
+
+
+def test_the_best_are_chosen_by_the_scores_of_this_run(data, tmp_path):
+    (tmp_path / "run").mkdir()
+    log = [{"step": step, "eval_loss": float(step)} for step in (3, 6, 9)]
+    (tmp_path / "run" / "trainer_state.json").write_text(json.dumps({"global_step": 300, "log_history": log}))
+    fields = {"average_best": 2, "max_steps": 9, "metric_for_best_model": "loss", "learning_rate": 1e-2}
+    Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    kept = [weights(tmp_path / "run" / f"checkpoint-{step}") for step in (6, 9)]
+    for name, tensor in weights(tmp_path / "run").items():
+        torch.testing.assert_close(tensor, (kept[0][name] + kept[1][name]) / 2, msg=name)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "reduce_lr_on_plateau"])
+def test_the_best_are_kept_by_what_they_are_chosen_by(data, tmp_path, schedule, monkeypatch):
+    """A schedule that is led by a metric makes the loss transformers' metric for the best model."""
+    scores = iter([90.0, 80.0, 70.0, 60.0])
+    monkeypatch.setattr(ValidationSample, "__call__", lambda *_: {"bleu": next(scores)})
+    fields = {"average_best": 2, "save_total_limit": 2, "max_steps": 4, "eval_steps": 1, "save_steps": 1}
+    fields |= {"learning_rate": 1e-2, "lr_scheduler_type": schedule, "test_file": None}
+    monkeypatch.setattr(Experiment, "_evaluate", lambda *_: {})
+    Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    kept = [weights(tmp_path / "run" / f"checkpoint-{step}") for step in (1, 2)]
+    for name, tensor in weights(tmp_path / "run").items():
+        torch.testing.assert_close(tensor, (kept[0][name] + kept[1][name]) / 2, msg=name)
+
+
+def test_averages_need_checkpoints_that_are_kept(data, tmp_path):
+    with pytest.raises(ValueError, match="`average_last` must be at most `save_total_limit`, got 4 and 2"):
+        make_recipe(data, tmp_path / "run", average_last=4, save_total_limit=2)
+    for choice, field in (("last", "save_strategy"), ("best", "save_strategy"), ("best", "eval_strategy")):
+        with pytest.raises(ValueError, match=f"`average_{choice}` must come with `{field}` .*, got no"):
+            make_recipe(data, tmp_path / "run", **{f"average_{choice}": 2, field: "no"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"save_strategy": "epoch"}, "`save_strategy` that is best or the `eval_strategy`, got epoch and steps"),
+        ({"save_steps": 5, "eval_steps": 3}, "`save_steps` must be a multiple of `eval_steps` .*, got 5 and 3"),
+        ({"save_steps": 2, "eval_steps": 4}, "must be a multiple of .*, got 2 and 4"),
+        ({"save_steps": 0.3, "eval_steps": 0.2}, "must be a multiple of .*, got 0.3 and 0.2"),
+        ({"save_steps": 10, "eval_steps": 0.1}, "must be a multiple of .*, got 10 and 0.1"),
+    ],
+)
+def test_the_best_are_taken_among_checkpoints_that_are_evaluated(data, tmp_path, fields, message):
+    with pytest.raises(ValueError, match=message):
+        make_recipe(data, tmp_path / "run", average_best=2, **fields)
+    for met in (
+        {"save_steps": 6},
+        {"save_strategy": "best", "metric_for_best_model": "bleu"},
+        {"eval_steps": None, "logging_steps": 3},
+        {"save_steps": 0.3, "eval_steps": 0.1},
+    ):
+        make_recipe(data, tmp_path / "run", average_best=2, **met)
+
+
+@pytest.mark.parametrize("choice", ["last", "best"])
+def test_a_run_stopped_before_its_first_checkpoint_is_not_lost(data, tmp_path, caplog, choice):
+    fields = {f"average_{choice}": 2, "early_stopping_patience": 1, "metric_for_best_model": "loss"}
+    # Nothing gets better by a rate of 0; the second evaluation stops the run.
+    fields |= {"max_steps": 100, "save_steps": 50, "eval_steps": 2, "learning_rate": 0.0, "test_file": None}
+    with caplog.at_level(logging.WARNING):
+        Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
+    assert "got none in" in caplog.text and "The finished model has the weights of step 4, the last one." in caplog.text
+    assert weights(tmp_path / "run") and (tmp_path / "run" / "metrics.json").is_file()
+
+
+def test_a_run_none_of_whose_checkpoints_has_a_score_is_not_lost(data, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("metaphrase.training.recipe.checks._check_scored_checkpoints", lambda recipe: None)
+    fields = {"average_best": 2, "metric_for_best_model": "loss", "early_stopping_patience": 1, "learning_rate": 0.0}
+    fields |= {"max_steps": 100, "save_steps": 4, "eval_steps": 3, "test_file": None}
+    with caplog.at_level(logging.WARNING):
+        Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    assert "0 in" in caplog.text and "The finished model has the weights of step 6" in caplog.text
+    last = weights(tmp_path / "run" / "checkpoint-4")
+    assert all(torch.equal(last[name], weight) for name, weight in weights(tmp_path / "run").items())
+
+
+@pytest.mark.parametrize(("steps", "kept"), [(7, [6, 7]), (3, [3])])
+def test_a_run_too_short_for_its_average_is_not_lost(data, tmp_path, caplog, steps, kept):
+    with caplog.at_level(logging.WARNING):
+        Experiment(make_recipe(data, tmp_path / "run", average_last=3, max_steps=steps, save_steps=6)).train()
+    assert f"The last 3 checkpoints were to be taken, but {tmp_path / 'run'} has only {len(kept)}" in caplog.text
+    checkpoints = [weights(tmp_path / "run" / f"checkpoint-{step}") for step in kept]
+    for name, tensor in weights(tmp_path / "run").items():
+        torch.testing.assert_close(tensor, sum(checkpoint[name] for checkpoint in checkpoints) / len(kept), msg=name)

@@ -1,0 +1,346 @@
+"""Freezing and learning rates by part: which weights are meant, what training does to them, and weight decay as it was."""
+
+import logging
+
+import pytest
+import torch
+from tiny_models import DESIGNS, tiny_model
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+)
+
+from metaphrase.data.collators import PairCollator
+from metaphrase.training.optimizer import ParameterGroupsMixin, freeze, parameter_groups
+from metaphrase.training.trainer import MetaphraseTrainer
+
+GroupsTrainer = (
+    MetaphraseTrainer
+    if issubclass(MetaphraseTrainer, ParameterGroupsMixin)
+    else type("GroupsTrainer", (ParameterGroupsMixin, MetaphraseTrainer), {})
+)
+# Source and target have vocabularies of their own, and nothing is tied.
+UNTIED = {"decoder_vocab_size": 31, "share_embeddings": False, "tie_word_embeddings": False}
+
+
+def frozen_names(model):
+    return {name.removeprefix("model.") for name, weight in model.named_parameters() if not weight.requires_grad}
+
+
+def names_below(model, *parts):
+    names = {name.removeprefix("model.") for name, _ in model.named_parameters()}
+    found = {name for name in names if name.startswith(tuple(f"{part}." for part in parts))}
+    assert all(any(name.startswith(f"{part}.") for name in found) for part in parts)
+    return found
+
+
+def tiny_t5():
+    config = T5Config(d_model=8, d_kv=2, d_ff=8, num_layers=2, num_heads=2, vocab_size=10, num_decoder_layers=3)
+    return T5ForConditionalGeneration(config)
+
+
+def tiny_bart():
+    names = ("layers", "attention_heads", "ffn_dim")
+    sizes = {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in names}
+    return BartForConditionalGeneration(BartConfig(d_model=8, vocab_size=10, max_position_embeddings=9, **sizes))
+
+
+# Freezing
+
+
+@pytest.mark.parametrize(
+    ("patterns", "parts"),
+    [
+        (["encoder"], ["encoder"]),
+        (["model.encoder"], ["encoder"]),
+        (["encoder.layers.1"], ["encoder.layers.1"]),
+        (["encoder.layers.0-1"], ["encoder.layers.0", "encoder.layers.1"]),
+        (["decoder.layers.1-2.mlp"], ["decoder.layers.1.mlp", "decoder.layers.2.mlp"]),
+        (["decoder.layers.*.cross_attn"], [f"decoder.layers.{index}.cross_attn" for index in range(12)]),
+        (["*.10"], ["decoder.layers.10"]),
+        (["embeddings"], ["encoder.embed_tokens", "decoder.embed_tokens"]),
+        (["encoder", "!embeddings"], ["encoder.layers", "encoder.norm"]),
+        (["encoder", "!encoder.layers.0", "encoder.layers.0.mlp"], None),
+        (["lm_head"], ["lm_head"]),
+        (["encoder.norm.weight", "lm_head"], ["encoder.norm", "lm_head"]),
+    ],
+)
+def test_patterns_mean_what_they_say(patterns, parts):
+    model = tiny_model(encoder_layers=2, decoder_layers=12, norm_type="rmsnorm", **UNTIED)
+    count = freeze(model, patterns)
+    expected = names_below(model, *parts or ["encoder.layers.1", "encoder.layers.0.mlp", "encoder.norm"])
+    if parts is None:
+        expected |= names_below(model, "encoder.embed_tokens")
+    assert frozen_names(model) == expected
+    weights = dict(model.named_parameters())
+    assert count == sum(weights[name if name in weights else f"model.{name}"].numel() for name in expected)
+
+
+def test_embeddings_of_positions_are_embeddings():
+    model = tiny_model(position_embedding_type="learned", **UNTIED)
+    freeze(model, ["embeddings"])
+    parts = [f"{side}.embed_{what}" for side in ("encoder", "decoder") for what in ("tokens", "positions")]
+    assert frozen_names(model) == names_below(model, *parts)
+
+
+def test_other_families_have_the_same_parts():
+    model = tiny_t5()
+    freeze(model, ["embeddings", "encoder.block.1", "encoder", "!encoder.block.0", "!embeddings"])
+    assert frozen_names(model) == names_below(model, "encoder.block.1", "encoder.final_layer_norm")
+    model = tiny_bart()
+    freeze(model, ["embeddings"])
+    assert frozen_names(model) == {"shared.weight"} | names_below(
+        model, "encoder.embed_positions", "decoder.embed_positions"
+    )
+
+
+def test_tied_weights_that_go_with_a_part_are_told_of(caplog):
+    model = tiny_model()
+    with caplog.at_level(logging.INFO):
+        count = freeze(model, ["encoder"])
+    assert count == sum(parameter.numel() for parameter in model.get_encoder().parameters())
+    assert model.lm_head.weight is model.get_encoder().embed_tokens.weight
+    assert not model.lm_head.weight.requires_grad
+    assert (
+        "encoder.embed_tokens.weight is frozen, and with it, being the same weight: decoder.embed_tokens.weight, "
+        "lm_head.weight." in caplog.text
+    )
+    total = sum(parameter.numel() for parameter in model.parameters())
+    assert f"Frozen: {count:,} of {total:,} parameters (encoder)." in caplog.text
+    caplog.clear()
+    for patterns in (["embeddings", "lm_head"], ["encoder", "!embeddings"], ["encoder.layers"]):
+        freeze(tiny_model(), patterns)
+        assert "same weight" not in caplog.text
+    # The weight is taken out under any of its names.
+    model = tiny_model()
+    freeze(model, ["encoder", "!lm_head"])
+    assert model.lm_head.weight.requires_grad
+
+
+@pytest.mark.parametrize("pattern", ["encoders", "encoder.layers.2", "encoder.layers.0-2", "!lm_heads", "", "layers.0"])
+def test_pattern_that_means_nothing_is_refused(pattern):
+    model = tiny_model()
+    missing = {"encoder.layers.0-2": "encoder.layers.2"}.get(pattern, pattern.removeprefix("!"))
+    message = (
+        f"`freeze` must name parts of the model, got .*, and there is no '{missing}'. At the top there are decoder, enc"
+    )
+    with pytest.raises(ValueError, match=message):
+        freeze(model, ["encoder", pattern])
+    assert frozen_names(model) == set()
+
+
+def test_something_must_be_left_to_train():
+    with pytest.raises(ValueError, match="`freeze` must leave something to train, got encoder, decoder"):
+        freeze(tiny_model(), ["encoder", "decoder"])
+
+
+# Groups
+
+
+def described(model, groups):
+    """Rate and decay by parameter name."""
+    name_of = {parameter: name.removeprefix("model.") for name, parameter in model.named_parameters()}
+    found = [
+        (name_of[parameter], (group["lr"], group["weight_decay"])) for group in groups for parameter in group["params"]
+    ]
+    assert len(found) == len(dict(found))
+    return dict(found)
+
+
+def test_rates_by_pattern_of_which_the_last_holds():
+    model = tiny_model(**UNTIED)
+    rates = {"encoder": 0.1, "encoder.layers.1": 0.5, "*.cross_attn": 2.0}
+    found = described(model, parameter_groups(model, 0.01, 0.0, rates))
+    assert found.keys() == {name.removeprefix("model.") for name, _ in model.named_parameters()}
+    for name, (rate, _) in found.items():
+        factor = 0.5 if name.startswith("encoder.layers.1.") else 0.1 if name.startswith("encoder.") else 1.0
+        assert rate == pytest.approx(0.01 * (2.0 if ".cross_attn." in name else factor)), name
+
+
+def test_tied_weight_learns_as_any_of_its_names_says_and_is_told_of(caplog):
+    model = tiny_model()
+    with caplog.at_level(logging.WARNING):
+        found = described(model, parameter_groups(model, 1.0, 0.0, {"encoder": 0.1}))
+    assert found["encoder.embed_tokens.weight"][0] == pytest.approx(0.1)
+    assert "encoder.embed_tokens.weight learns at 0.1 times the rate, and with it, being the same weight" in caplog.text
+    found = described(model, parameter_groups(model, 1.0, 0.0, {"encoder": 0.1, "lm_head": 3.0}))
+    assert found["encoder.embed_tokens.weight"][0] == 3.0
+    caplog.clear()
+    parameter_groups(model, 1.0, 0.0, {"encoder": 0.1, "lm_head": 1.0})
+    freeze(model, ["embeddings", "lm_head"])
+    parameter_groups(model, 1.0, 0.0, {"encoder": 0.1})
+    assert "same weight" not in caplog.text
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_the_same_weights_decay_as_in_transformers(design, tmp_path):
+    model = tiny_model(**DESIGNS[design])
+    trainer = Trainer(model, Seq2SeqTrainingArguments(str(tmp_path), weight_decay=0.3, use_cpu=True))
+    expected = described(model, trainer.create_optimizer().param_groups)
+    found = described(model, parameter_groups(model, 1.0, 0.3, {"encoder": 0.5, "lm_head": 0.2}))
+    assert {name: decay for name, (_, decay) in found.items()} == {name: decay for name, (_, decay) in expected.items()}
+    norms = [name for name, (_, decay) in found.items() if decay == 0]
+    assert {name for name in found if "norm" in name or "bias" in name} == set(norms)
+
+
+def test_layers_learn_the_more_slowly_the_lower_they_are():
+    model = tiny_model(encoder_layers=3, decoder_layers=1, position_embedding_type="relative", **UNTIED)
+    found = described(model, parameter_groups(model, 1.0, 0.0, {"decoder": 10.0}, layer_decay=0.5))
+    for part, rate in {
+        "encoder.embed_tokens": 0.125,
+        "encoder.position_bias": 0.125,
+        "encoder.layers.0": 0.25,
+        "encoder.layers.1": 0.5,
+        "encoder.layers.2": 1.0,
+        "encoder.norm": 1.0,
+        "decoder.embed_tokens": 5.0,
+        "decoder.position_bias": 5.0,
+        "decoder.layers.0": 10.0,
+        "decoder.norm": 10.0,
+        "lm_head": 1.0,
+    }.items():
+        assert {found[name][0] for name in names_below(model, part)} == {rate}, part
+    # A weight in several places learns at the lowest rate: that of the embedding of the deeper stack.
+    model = tiny_model(encoder_layers=3, decoder_layers=1)
+    found = described(model, parameter_groups(model, 1.0, layer_decay=0.5))
+    assert found["encoder.embed_tokens.weight"][0] == 0.125
+
+
+def test_layers_of_other_families():
+    for model, layers, rates in (
+        (tiny_t5(), "block", {"shared": 0.125, "encoder.final_layer_norm": 1.0, "decoder.block.0": 0.25}),
+        (tiny_bart(), "layers", {"shared": 0.25, "encoder.layernorm_embedding": 0.25, "decoder.embed_positions": 0.25}),
+    ):
+        found = described(model, parameter_groups(model, 1.0, layer_decay=0.5))
+        for part, rate in {**rates, f"encoder.{layers}.0": 0.5, f"encoder.{layers}.1": 1.0}.items():
+            assert {found[name][0] for name in names_below(model, part)} == {rate}, part
+
+
+def test_what_is_frozen_is_in_no_group():
+    model = tiny_model(**UNTIED)
+    freeze(model, ["encoder"])
+    groups = parameter_groups(model, 1.0, 0.1, {"encoder.layers.0": 0.5, "lm_head": 0.5})
+    assert described(model, groups).keys() == names_below(model, "decoder", "lm_head")
+    # Of the full rate first: the trainer logs the rate of the first group.
+    assert [(group["lr"], group["weight_decay"]) for group in groups] == [(1.0, 0.1), (1.0, 0.0), (0.5, 0.1)]
+
+
+def test_what_is_out_of_range_is_refused():
+    model = tiny_model()
+    for options, message in (
+        ({"rates": {"encoder": 0}}, "`learning_rate_factors` must be above 0, got 0 for 'encoder': freeze it instead"),
+        ({"rates": {"coder": 1}}, "`learning_rate_factors` must name parts of the model, got 'coder'"),
+        ({"layer_decay": 0}, "`layer_decay` must be above 0 and at most 1, got 0"),
+        ({"layer_decay": 1.1}, "`layer_decay` must be above 0 and at most 1, got 1.1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parameter_groups(model, 1.0, **options)
+    with pytest.raises(ValueError, match=r"`layer_decay` must come with a model with `encoder\.layers`"):
+        parameter_groups(torch.nn.Linear(2, 2), 1.0, layer_decay=0.5)
+    with pytest.raises(ValueError, match="`model` must have something to train"):
+        parameter_groups(model.requires_grad_(False), 1.0)
+
+
+# The trainer
+
+
+def make_pairs():
+    generator = torch.Generator().manual_seed(1)
+    lengths = [8, 1, 5, 2, 7, 3, 3, 6]
+    rows = [torch.randint(3, 31, (2, length), generator=generator).tolist() for length in lengths]
+    return [{"input_ids": [*source, 2], "labels": [*target, 2]} for source, target in rows]
+
+
+def make_trainer(model, folder, factors=None, layer_decay=1.0, **options):
+    settings = {
+        "use_cpu": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "max_steps": 1,
+        "learning_rate": 0.1,
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+    }
+    arguments = Seq2SeqTrainingArguments(output_dir=str(folder), **(settings | options))
+    trainer = GroupsTrainer(model=model, args=arguments, train_dataset=make_pairs(), data_collator=PairCollator(0))
+    trainer.learning_rate_factors, trainer.layer_decay = factors, layer_decay
+    return trainer
+
+
+def moves_of(folder, factors=None, frozen=(), **options):
+    model = tiny_model(initializer_range=0.2, **UNTIED)
+    start = {name.removeprefix("model."): weight.detach().clone() for name, weight in model.named_parameters()}
+    if frozen:
+        freeze(model, frozen)
+    make_trainer(model, folder, factors, **options).train()
+    return {
+        name.removeprefix("model."): weight - start[name.removeprefix("model.")]
+        for name, weight in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_steps_are_as_long_as_the_rates_say(accumulation, tmp_path):
+    options = {"gradient_accumulation_steps": accumulation, "per_device_train_batch_size": 8 // accumulation}
+    plain = moves_of(tmp_path, per_device_train_batch_size=8)
+    moves = moves_of(tmp_path, {"encoder": 0.5, "lm_head": 3.0}, ["decoder.layers.0"], layer_decay=0.5, **options)
+    for name, move in moves.items():
+        factor = 3.0 if name.startswith("lm_head") else 0.5 if name.startswith("encoder") else 1.0
+        factor *= 0.5 if ".layers.0." in name else 0.25 if "embed" in name else 1.0
+        factor = 0.0 if name.startswith("decoder.layers.0.") else factor
+        torch.testing.assert_close(move, factor * plain[name], atol=1e-6, rtol=1e-4, msg=name)
+    assert plain["encoder.layers.0.mlp.up_proj.weight"].abs().max() > 1e-3
+
+
+def test_schedule_keeps_the_proportions_and_the_log_shows_the_full_rate(tmp_path):
+    options = {"max_steps": 4, "lr_scheduler_type": "linear", "optim": "adamw_torch", "weight_decay": 0.1}
+    trainer = make_trainer(tiny_model(**UNTIED), tmp_path, {"encoder": 0.5}, **options)
+    trainer.train()
+    logged = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    assert logged == pytest.approx([0.1, 0.075, 0.05, 0.025])
+    groups = trainer.optimizer.param_groups
+    assert [(group["initial_lr"], group["weight_decay"]) for group in groups] == [
+        (0.1, 0.1),
+        (0.1, 0.0),
+        (0.05, 0.1),
+        (0.05, 0.0),
+    ]
+    assert type(trainer.optimizer.optimizer) is torch.optim.AdamW
+    assert trainer.optimizer_cls_and_kwargs is None
+
+
+def test_without_rates_the_optimizer_is_the_trainers_own(tmp_path):
+    trainer = make_trainer(tiny_model(), tmp_path, optim="adamw_torch", weight_decay=0.1)
+    groups = trainer.create_optimizer().param_groups
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0] and len({group["lr"] for group in groups}) == 1
+
+
+def test_resumed_run_keeps_its_rates(tmp_path):
+    options = {"optim": "adamw_torch", "save_strategy": "steps", "save_steps": 2, "max_steps": 4, "seed": 3}
+    options |= {"factors": {"encoder": 0.1}, "layer_decay": 0.5, "lr_scheduler_type": "linear"}
+    whole = make_trainer(tiny_model(initializer_range=0.2), tmp_path, **options)
+    whole.train()
+    resumed = make_trainer(tiny_model(seed=9), tmp_path / "resumed", **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    for name, weight in whole.model.named_parameters():
+        assert torch.equal(weight, dict(resumed.model.named_parameters())[name]), name
+
+
+@pytest.mark.parametrize(
+    "optimizer", [(torch.optim.SGD, {"lr": 0.1, "params": []}), (lambda: torch.optim.SGD, {"lr": 0.1})]
+)
+def test_optimizer_that_makes_its_own_groups_is_refused(optimizer, tmp_path):
+    trainer = make_trainer(tiny_model(), tmp_path, {"encoder": 0.1})
+    trainer.optimizer_cls_and_kwargs = optimizer
+    with pytest.raises(
+        ValueError, match="`optim` must be an optimizer that takes groups, got sgd, which makes its own"
+    ):
+        trainer.create_optimizer()

@@ -1,0 +1,338 @@
+"""R-Drop: the divergence against torch's own, the loss against two passes by hand, and its division under accumulation."""
+
+import pytest
+import torch
+from largest_tensor import LargestTensor
+from tiny_models import random_batch, tiny_model
+from torch import nn
+from transformers import BartConfig, BartForConditionalGeneration, Seq2SeqTrainingArguments
+
+from metaphrase.data.collators import PairCollator
+from metaphrase.modeling import IGNORED_LABEL, sequence_loss
+from metaphrase.modeling import projected_loss as projected
+from metaphrase.modeling.divergence import symmetric_divergence
+from metaphrase.training.r_drop import check_r_drop, repeat_batch
+from metaphrase.training.trainer import MetaphraseTrainer
+
+
+def make_pairs():
+    generator = torch.Generator().manual_seed(1)
+    lengths = [8, 1, 5, 2, 7, 3, 3, 6]
+    rows = [torch.randint(3, 37, (2, length), generator=generator).tolist() for length in lengths]
+    return [{"input_ids": [*source, 2], "labels": [*target, 2]} for source, target in rows]
+
+
+def perturb_second_half(module, arguments, output):
+    """In place of dropout, something that does not depend on how many rows share a batch."""
+    first, second = output.flatten(0, 1).chunk(2)
+    return torch.cat((first, second * 1.5)).view_as(output) if module.training else output
+
+
+def two_predictions(rows=23, vocab=11, ignored=(4, 5, 20), dtype=torch.float32):
+    first, second = (torch.randn(rows, vocab, dtype=dtype).mul(3).requires_grad_() for _ in range(2))
+    labels = torch.randint(0, vocab, (rows,))
+    labels[list(ignored)] = IGNORED_LABEL
+    return first, second, labels
+
+
+def reference_divergence(first, second, labels):
+    """Both directions by torch's own function, on the rows that count, in float64."""
+    first, second = (logits[labels != IGNORED_LABEL].double().log_softmax(dim=-1) for logits in (first, second))
+    there = nn.functional.kl_div(first, second, reduction="sum", log_target=True)
+    back = nn.functional.kl_div(second, first, reduction="sum", log_target=True)
+    return (there + back) / 2
+
+
+# The divergence
+
+
+def test_divergence_by_hand():
+    # Odds of 3 to 1 against even odds; the second row is no label.
+    first = torch.tensor([[3.0, 1.0], [9.0, 1.0]]).log()
+    second = torch.tensor([[1.0, 1.0], [1.0, 9.0]]).log()
+    there = 0.75 * torch.tensor(0.75 / 0.5).log() + 0.25 * torch.tensor(0.25 / 0.5).log()
+    back = 0.5 * torch.tensor(0.5 / 0.75).log() + 0.5 * torch.tensor(0.5 / 0.25).log()
+    torch.testing.assert_close(symmetric_divergence(first, second, torch.tensor([0, -100])), (there + back) / 2)
+
+
+@pytest.mark.parametrize("labels_per_chunk", [1, 5, 23, 512])
+def test_divergence_and_its_gradients_equal_torch(labels_per_chunk):
+    first, second, labels = two_predictions()
+    expected = reference_divergence(first, second, labels)
+    expected_gradients = torch.autograd.grad(expected, (first, second))
+    divergence = symmetric_divergence(first, second, labels, labels_per_chunk)
+    torch.testing.assert_close(divergence.double(), expected, rtol=1e-5, atol=0)
+    for gradient, wanted in zip(torch.autograd.grad(divergence, (first, second)), expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-6)
+        assert wanted.abs().max() > 0.1
+
+
+def test_divergence_is_the_same_both_ways_and_zero_of_equals():
+    first, second, labels = two_predictions()
+    torch.testing.assert_close(symmetric_divergence(first, second, labels), symmetric_divergence(second, first, labels))
+    assert symmetric_divergence(first, first.detach().clone(), labels).item() == pytest.approx(0, abs=1e-6)
+
+
+def test_rows_without_a_label_have_no_say_whatever_stands_there():
+    first, second, labels = two_predictions()
+    expected = symmetric_divergence(first, second, labels).item()
+    with torch.no_grad():
+        first[4], second[5] = torch.inf, torch.nan
+    divergence = symmetric_divergence(first, second, labels, 7)
+    divergence.backward()
+    assert divergence.item() == pytest.approx(expected, rel=1e-6)
+    for logits in (first, second):
+        assert torch.equal(logits.grad[[4, 5, 20]], torch.zeros(3, 11)) and logits.grad.isfinite().all()
+    assert symmetric_divergence(first, second, torch.full_like(labels, IGNORED_LABEL)).item() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_divergence_is_computed_in_float32(dtype):
+    first, second, labels = two_predictions(rows=600)
+    first, second = first.detach().to(dtype), second.detach().to(dtype)
+    divergence = symmetric_divergence(first, second, labels)
+    assert divergence.dtype == torch.float32
+    torch.testing.assert_close(divergence.double(), reference_divergence(first, second, labels), rtol=1e-5, atol=0)
+
+
+def test_memory_is_bounded_by_the_chunk():
+    first, second, labels = two_predictions(rows=400)
+    given, kept = {tensor.untyped_storage().data_ptr() for tensor in (first, second)}, []
+
+    def keep(tensor):
+        kept.append(0 if tensor.untyped_storage().data_ptr() in given else tensor.numel())
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda _: None), LargestTensor() as largest:
+        symmetric_divergence(first, second, labels, 10)
+    # One element for each label says whether it counts; nothing as wide as the vocabulary is longer than a chunk, or kept.
+    assert largest.elements == 400 and 10 * 11 < 400
+    assert sum(kept) == 400
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "labels"), [((2, 3), (2, 4), (2,)), ((2, 3), (2, 3), (3,)), ((1, 2, 3), (1, 2, 3), (2,))]
+)
+def test_shapes_must_agree(first, second, labels):
+    with pytest.raises(ValueError, match=r"must be \(labels, vocab\) and `labels` \(labels,\), got"):
+        symmetric_divergence(torch.zeros(first), torch.zeros(second), torch.zeros(labels).long())
+    with pytest.raises(ValueError, match="`labels_per_chunk` must be at least 1, got 0"):
+        symmetric_divergence(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2).long(), 0)
+
+
+# The loss
+
+
+def test_batch_is_repeated_row_by_row_and_shared_inputs_are_not():
+    labels = torch.tensor([[5, 6], [7, -100], [8, 9]])
+    repeated = repeat_batch({"labels": labels, "position_ids": torch.tensor([[0, 1]]), "smoothing": 0.1})
+    assert repeated["labels"].tolist() == labels.tolist() * 2
+    assert repeated["position_ids"].tolist() == [[0, 1]] and repeated["smoothing"] == 0.1
+    with pytest.raises(ValueError, match="`inputs` must hold `labels`, got input_ids"):
+        repeat_batch({"input_ids": labels})
+    with pytest.raises(ValueError, match=r"`encoder_outputs` must be a tensor or a plain number.*got tuple"):
+        repeat_batch({"labels": labels, "encoder_outputs": (torch.zeros(3, 2, 4),)})
+
+
+def twice(batch, alpha, num_items_in_batch=None, **options):
+    """Inputs of a model for R-Drop; labels are counted once by the caller."""
+    items = None if num_items_in_batch is None else 2 * num_items_in_batch
+    return {**repeat_batch(batch), "r_drop_alpha": alpha, "num_items_in_batch": items, **options}
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("num_items_in_batch", [None, 40, torch.tensor(40)])
+def test_loss_equals_two_passes_by_hand(smoothing, num_items_in_batch):
+    model = tiny_model(dropout=0.3, initializer_range=0.2).train()
+    batch = random_batch(model.config, with_labels=True)
+    labels = batch["labels"]
+    torch.manual_seed(5)
+    outputs = model(**twice(batch, 5.0, num_items_in_batch, smoothing=smoothing, return_logits=True))
+    first, second = outputs.logits.chunk(2)
+    assert outputs.logits.shape[0] == 6
+    count = (labels != IGNORED_LABEL).sum() if num_items_in_batch is None else 40
+    entropies = [sequence_loss(logits, labels, num_items_in_batch, smoothing) for logits in (first, second)]
+    divergence = reference_divergence(first.flatten(0, 1), second.flatten(0, 1), labels.flatten()) / count
+    assert divergence > 0.05
+    # Half of the paper's equation 4.
+    expected = (entropies[0] + entropies[1] + 5.0 * divergence.float()) / 2
+    torch.testing.assert_close(outputs.loss, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("fields", [{}, {"logits_bias": True}, {"logits_scale": 0.5}, {"tie_word_embeddings": False}])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("rows", [1, 4, 1000])
+def test_without_logits_loss_and_gradients_are_the_same(rows, smoothing, fields, monkeypatch):
+    monkeypatch.setattr(projected, "_CHUNK_ENTRIES", 1)
+    monkeypatch.setattr(projected, "_MIN_CHUNK_ROWS", rows)
+    model = tiny_model(dropout=0.3, initializer_range=0.2, **fields).train()
+    batch = random_batch(model.config, with_labels=True)
+    found = []
+    for options in ({"return_logits": True}, {}):
+        model.zero_grad()
+        torch.manual_seed(5)
+        outputs = model(**twice(batch, 5.0, 40, smoothing=smoothing, **options))
+        outputs.loss.backward()
+        found.append((outputs.loss.detach(), {name: value.grad for name, value in model.named_parameters()}))
+    assert outputs.logits is None
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
+
+
+def test_without_logits_bfloat16_stays_close():
+    hidden = torch.randn(512, 16, requires_grad=True)
+    weight = torch.randn(53, 16, requires_grad=True)
+    labels = torch.randint(0, 53, (256,)).repeat(2)
+
+    def run():
+        loss = projected.projected_loss(hidden, weight, None, labels, 0.1, 3.0)
+        return loss, *torch.autograd.grad(loss, [hidden, weight])
+
+    expected = run()
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = run()
+    for value, near in zip(actual, expected, strict=True):
+        assert value.dtype == torch.float32 and not torch.equal(value, near)
+        assert (value - near).norm() < 0.02 * near.norm()
+
+
+def test_an_accelerator_counts_labels_by_a_mask(monkeypatch):
+    """There, rows without a label are not taken out but multiplied by zero."""
+    hidden, weight = torch.randn(40, 16), torch.randn(53, 16)
+    labels = torch.randint(0, 53, (20,)).masked_fill(torch.arange(20) % 3 == 0, IGNORED_LABEL).repeat(2)
+    expected = projected.projected_loss(hidden, weight, None, labels, 0.1, 3.0)
+    arguments = (hidden, weight, None, labels.clamp(min=0), labels != IGNORED_LABEL, 2, 0.1, 3.0, torch.float32)
+    torch.testing.assert_close(projected._ProjectedLoss.apply(*arguments), expected / 2, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("return_logits", [True, False])
+def test_a_batch_that_is_not_repeated_is_refused(return_logits):
+    model = tiny_model().train()
+    batch = random_batch(model.config, with_labels=True)
+    with pytest.raises(ValueError, match="the second half of a batch must be the first again"):
+        model(**batch, r_drop_alpha=1.0, return_logits=return_logits)
+
+
+def test_without_dropout_only_the_cross_entropy_is_left():
+    model = tiny_model().train()
+    batch = random_batch(model.config, with_labels=True)
+    torch.testing.assert_close(model(**twice(batch, 7.0)).loss, model(**batch).loss, rtol=1e-5, atol=1e-6)
+
+
+def perturbed_model():
+    model = tiny_model(initializer_range=0.2).train()
+    model.get_encoder().embed_tokens.register_forward_hook(perturb_second_half)
+    return model
+
+
+def test_packed_batch_equals_padded_batch():
+    model, pairs = perturbed_model(), make_pairs()
+    packed = {
+        name: torch.tensor([[token for pair in pairs for token in pair[name]]]) for name in ("input_ids", "labels")
+    }
+    packed["source_lengths"] = torch.tensor([len(pair["input_ids"]) for pair in pairs])
+    packed["target_lengths"] = torch.tensor([len(pair["labels"]) for pair in pairs])
+    packed["labels"][0, 4] = IGNORED_LABEL
+    padded = PairCollator(0)(pairs)
+    padded["labels"][0, 4] = IGNORED_LABEL
+    loss = model(**twice(packed, 3.0, 50)).loss
+    expected = model(**twice(padded, 3.0, 50)).loss
+    assert loss - model(**twice(packed, 0.0, 50)).loss > 0.05
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+
+
+# The trainer
+
+
+def make_trainer(model, folder, **options):
+    settings = {
+        "use_cpu": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "max_steps": 1,
+        "learning_rate": 0.1,
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+        "lr_scheduler_type": "constant",
+    }
+    arguments = Seq2SeqTrainingArguments(output_dir=str(folder), **(settings | options))
+    pairs = make_pairs()
+    trainer = MetaphraseTrainer(
+        model=model, args=arguments, train_dataset=pairs, eval_dataset=pairs, data_collator=PairCollator(0)
+    )
+    trainer.r_drop_alpha = 3.0
+    return trainer
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_accumulated_steps_equal_one_large_step(smoothing, tmp_path):
+    trained = {}
+    for accumulation in (1, 2, 8):
+        model = perturbed_model()
+        trainer = make_trainer(
+            model,
+            tmp_path,
+            per_device_train_batch_size=8 // accumulation,
+            gradient_accumulation_steps=accumulation,
+            label_smoothing_factor=smoothing,
+        )
+        loss = trainer.train().training_loss
+        trained[accumulation] = (loss, {name: value.detach() for name, value in model.named_parameters()})
+    for accumulation in (2, 8):
+        assert trained[accumulation][0] == pytest.approx(trained[1][0], abs=1e-5)
+        torch.testing.assert_close(trained[accumulation][1], trained[1][1], atol=1e-6, rtol=1e-5)
+    # The step is that of the loss by hand.
+    model = perturbed_model()
+    batch = PairCollator(0)(make_pairs())
+    loss = model(**twice(batch, 3.0, smoothing=smoothing)).loss
+    assert trained[1][0] == pytest.approx(loss.item(), abs=1e-5)
+    assert loss - model(**twice(batch, 0.0, smoothing=smoothing)).loss > 0.05
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(trained[1][1][name], parameter.detach() - 0.1 * parameter.grad, atol=1e-6, rtol=1e-5)
+
+
+def test_each_of_several_processes_counts_its_share(tmp_path, monkeypatch):
+    """Gradients are averaged over processes, so each multiplies its part of the sum over all labels by their number."""
+    trainer = make_trainer(perturbed_model(), tmp_path, average_tokens_across_devices=True)
+    batch = PairCollator(0)(make_pairs())
+    expected = trainer.model(**twice(batch, 3.0, 100)).loss
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 4)
+    loss = trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.tensor(100))
+    torch.testing.assert_close(loss, 4 * expected, rtol=1e-5, atol=1e-6)
+
+
+def test_r_drop_sets_in_at_its_step(tmp_path):
+    rows = []
+    trainer = make_trainer(tiny_model(dropout=0.3), tmp_path, max_steps=4, per_device_train_batch_size=4)
+    trainer.r_drop_start_step = 2
+    trainer.model.get_encoder().register_forward_hook(lambda module, arguments, output: rows.append(len(output[0])))
+    trainer.train()
+    assert rows == [4, 4, 8, 8]
+
+
+def test_r_drop_that_would_never_set_in_is_refused(tmp_path):
+    trainer = make_trainer(tiny_model(), tmp_path, max_steps=-1, num_train_epochs=2, per_device_train_batch_size=4)
+    trainer.r_drop_start_step = 4
+    with pytest.raises(ValueError, match="`r_drop_start_step` must be below the 4 steps of the run, got 4"):
+        trainer.train()
+
+
+def test_model_that_r_drop_cannot_train_is_refused():
+    check_r_drop(tiny_model(activation_dropout=0.1))
+    check_r_drop(tiny_model(), other_dropout=0.1)
+    with pytest.raises(ValueError, match=r"`r_drop_alpha` must come with a model whose dropout, .* are not all 0"):
+        check_r_drop(tiny_model())
+    sizes = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 11, "encoder_ffn_dim": 8}
+    sizes |= {"decoder_ffn_dim": 8, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    with pytest.raises(ValueError, match="must come with a Metaphrase model, got a BartForConditionalGeneration"):
+        check_r_drop(BartForConditionalGeneration(BartConfig(**sizes)))
+
+
+def test_evaluation_is_left_alone(tmp_path):
+    model, rows = tiny_model(dropout=0.3), []
+    trainer = make_trainer(model, tmp_path)
+    expected = model(**PairCollator(0)(make_pairs())).loss.item()
+    model.get_encoder().register_forward_hook(lambda module, arguments, output: rows.append(len(output[0])))
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
+    assert sum(rows) == 8

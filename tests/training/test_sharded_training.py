@@ -1,0 +1,339 @@
+"""Whole recipes whose weights are shared out, by FSDP and by DeepSpeed: they end with the model of one process."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from tiny_models import tiny_model
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import StateDictType, fully_shard
+from transformers import MarianConfig, MarianMTModel
+
+from metaphrase.demo.corpus import make_demo_corpus
+from metaphrase.training.adapters import add_lora
+from metaphrase.training.checkpointing.sharding import gather_model, is_sharded, load_whole_weights, whole_shape
+from metaphrase.training.exponential_average import EXPONENTIAL_AVERAGE_NAME
+from metaphrase.training.model_setup import fit_vocabulary
+from metaphrase.training.trainer import MetaphraseTrainer
+
+FOLDER = Path(__file__).parents[2] / "scripts" / "recipes" / "accelerate"
+# The name of a file, and what differs from it: where checkpoints are the shares of the processes.
+WAYS = {
+    "fsdp2": ("fsdp2_cpu_2_processes.yaml", {}),
+    "fsdp2_shares": ("fsdp2_cpu_2_processes.yaml", {"fsdp_state_dict_type": "SHARDED_STATE_DICT"}),
+    "zero2": ("deepspeed_zero2.yaml", {}),
+    "zero3": ("deepspeed_zero3.yaml", {}),
+    "zero3_shares": ("deepspeed_zero3.yaml", {"zero3_save_16bit_model": False}),
+}
+PROGRAM = """
+import os, sys
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from metaphrase.training.experiment import Experiment
+from metaphrase.training.distributed import leave_processes
+from metaphrase.training.recipe.recipe import load_recipe
+
+experiment = Experiment(load_recipe(None, sys.argv[1:]))
+assert experiment.arguments.world_size == int(os.environ.get("WORLD_SIZE", 1))
+if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+    # accelerate looks for FSDP only where it sees accelerators; the device and the processes are those of a CPU all the same.
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+experiment.train()
+leave_processes()
+"""
+BASE = {
+    "train_file": "train.tsv",
+    "validation_file": "validation.tsv",
+    "test_file": "test.tsv",
+    "max_steps": 6,
+    "save_steps": 2,
+    "eval_steps": 2,
+    "eval_strategy": "steps",
+    "save_strategy": "steps",
+    "logging_steps": 1,
+    "learning_rate": 3e-3,
+    "adam_epsilon": 1e-4,
+    "optim": "adamw_torch",
+    "metrics": "bleu",
+    "num_beams": 2,
+    "generation_max_length": 12,
+    "use_cpu": True,
+    "disable_tqdm": True,
+}
+NEW = {"preset": "metaphrase-tiny", "vocab_size": 300, "model.dropout": 0}
+NEW |= {f"model.{side}_layers": 1 for side in ("encoder", "decoder")} | {"model.hidden_size": 32}
+NEW |= {f"model.{side}_ffn_dim": 48 for side in ("encoder", "decoder")}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    made = make_demo_corpus(num_train=2000, num_validation=20, num_test=20)
+    for split, pairs in made.items():
+        lines = [f"{source}\t{target}\n" for source, target in pairs[: 60 if split == "train" else 7]]
+        (folder / f"{split}.tsv").write_text("".join(lines), encoding="utf-8")
+    (folder / "program.py").write_text(PROGRAM)
+    return folder
+
+
+def carry_out(data, output, way, fields):
+    """Trains 8 pairs in a step, in one process or in two, and returns weights and metrics."""
+    done = attempt(data, output, way, fields)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return load_file(output / "model.safetensors"), json.loads((output / "metrics.json").read_text())
+
+
+def attempt(data, output, way, fields):
+    command, pairs = [sys.executable], 8
+    # DeepSpeed does without an accelerator then.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
+    if way is not None:
+        file, changes = WAYS[way]
+        settings = yaml.safe_load((FOLDER / file).read_text())
+        settings["fsdp_config" if "fsdp" in way else "deepspeed_config"] |= changes
+        (data / f"{way}.yaml").write_text(yaml.safe_dump(settings))
+        command += ["-m", "accelerate.commands.launch", "--config_file", str(data / f"{way}.yaml")]
+        command += ["--main_process_port", "0", "--num_processes", "2"]
+        pairs = 4
+    words = ["--data_dir", str(data), "--output_dir", str(output), "--per_device_train_batch_size", str(pairs)]
+    words += [word for name, value in (BASE | fields).items() for word in (f"--{name}", str(value))]
+    command += [str(data / "program.py"), *words]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+
+
+def assert_same(actual, expected):
+    (weights, metrics), (expected_weights, expected_metrics) = actual, expected
+    assert weights.keys() == expected_weights.keys()
+    for name, weight in expected_weights.items():
+        torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-4, msg=name)
+    assert metrics["loss"] == pytest.approx(expected_metrics["loss"], abs=1e-4)
+    assert metrics["num_examples"] == expected_metrics["num_examples"] == 7
+
+
+def skip_without(way):
+    if way.startswith("zero"):
+        pytest.importorskip("deepspeed", reason="needs `pip install .[deepspeed]`")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["fsdp2", "zero2", "zero3"])
+def test_averages_of_checkpoints_are_those_of_one_process(way, data, tmp_path):
+    skip_without(way)
+    fields = NEW | {"average_last": 2}
+    expected = carry_out(data, tmp_path / "one", None, fields)
+    assert_same(carry_out(data, tmp_path / "two", way, fields), expected)
+    last = load_file(tmp_path / "two" / "checkpoint-6" / "model.safetensors")
+    assert not torch.equal(last["model.encoder.norm.weight"], expected[0]["model.encoder.norm.weight"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["fsdp2_shares", "zero3_shares"])
+@pytest.mark.parametrize("field", ["average_last", "average_best"])
+def test_averages_of_shares_are_refused_before_the_training(field, way, data, tmp_path):
+    skip_without(way)
+    done = attempt(data, tmp_path / "two", way, NEW | {field: 2})
+    assert done.returncode != 0 and f"`{field}` needs checkpoints with whole weights" in done.stderr
+    assert not list((tmp_path / "two").glob("checkpoint-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["fsdp2_shares", "zero3_shares"])
+def test_the_best_model_is_found_among_shares(way, data, tmp_path):
+    skip_without(way)
+    # The loss falls: the first checkpoint is to be found.
+    fields = NEW | {"metric_for_best_model": "eval_loss", "greater_is_better": True, "load_best_model_at_end": True}
+    expected = carry_out(data, tmp_path / "one", None, fields)
+    state = json.loads((tmp_path / "one" / "trainer_state.json").read_text())
+    assert state["best_global_step"] == 2
+    assert_same(carry_out(data, tmp_path / "two", way, fields), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_adapters_are_merged_as_by_one_process(way, data, tmp_path):
+    pytest.importorskip("peft")
+    skip_without(way)
+    carry_out(data, tmp_path / "base", None, NEW | {"max_steps": 2})
+    fields = {"model_name_or_path": tmp_path / "base", "lora_rank": 4, "learning_rate": 3e-2}
+    expected = carry_out(data, tmp_path / "one", None, fields)
+    assert_same(carry_out(data, tmp_path / "two", way, fields), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["fsdp2", "zero3"])
+def test_a_model_that_grows_for_new_tokens_is_fine_tuned(way, data, tmp_path):
+    skip_without(way)
+    carry_out(data, tmp_path / "base", None, NEW | {"max_steps": 2})
+    fields = {"model_name_or_path": tmp_path / "base", "additional_special_tokens": "[<new>]"}
+    weights, metrics = carry_out(data, tmp_path / "two", way, fields)
+    config = json.loads((tmp_path / "two" / "config.json").read_text())
+    assert config["vocab_size"] == config["decoder_vocab_size"] == 301
+    assert {len(weight) for name, weight in weights.items() if "embed_tokens" in name} == {301}
+    expected = carry_out(data, tmp_path / "one", None, fields)
+    # The new row is drawn.
+    assert metrics["loss"] == pytest.approx(expected[1]["loss"], abs=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_that_was_stopped_goes_on(way, data, tmp_path):
+    skip_without(way)
+    fields = NEW | {"lr_scheduler_type": "constant"}
+    expected = carry_out(data, tmp_path / "whole", way, fields)
+    carry_out(data, tmp_path / "stopped", way, fields | {"max_steps": 4})
+    resumed = carry_out(data, tmp_path / "stopped", way, fields | {"resume_from_checkpoint": True})
+    assert_same(resumed, expected)
+
+
+# In one process, which shares with nobody.
+
+
+@pytest.fixture
+def mesh():
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["whole", "shared"])
+@pytest.mark.parametrize("fields", [{}, {"tie_word_embeddings": False}], ids=["tied", "untied"])
+def test_whole_weights_are_put_into_a_model_and_taken_out_of_it(fields, is_shared, mesh, tmp_path):
+    model, other = tiny_model(**fields), tiny_model(**fields, initializer_range=0.3)
+    assert not is_sharded(model)
+    if is_shared:
+        fully_shard(model, mesh=mesh)
+        assert is_sharded(model)
+    other.save_pretrained(tmp_path)
+    load_whole_weights(model, tmp_path)
+    whole = gather_model(model)
+    assert type(whole) is type(other) and whole.generation_config is model.generation_config
+    assert (whole.lm_head.weight is whole.model.decoder.embed_tokens.weight) == ("tie_word_embeddings" not in fields)
+    for name, weight in other.state_dict().items():
+        assert torch.equal(whole.state_dict()[name], weight), name
+
+
+def partition(model, monkeypatch):
+    """Stands in for DeepSpeed's third stage: weights are empty outside `GatheredParameters`. Returns what will be gathered."""
+    whole, gathered = {}, []
+    for name, weight in model.named_parameters():
+        weight.ds_id, weight.ds_shape, whole[id(weight)] = name, weight.shape, weight.data
+        weight.data = torch.empty(0)
+
+    @contextlib.contextmanager
+    def gathered_parameters(weights, modifier_rank):
+        for weight in weights:
+            gathered.append(weight.ds_id)
+            weight.data = whole[id(weight)].clone()
+        yield
+        for weight in weights:
+            if modifier_rank == 0:
+                whole[id(weight)] = weight.data.clone()
+            # The memory is another weight's next.
+            weight.data.zero_()
+            weight.data = torch.empty(0)
+
+    zero = SimpleNamespace(GatheredParameters=gathered_parameters)
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(zero=zero))
+    return gathered
+
+
+def test_partitions_are_gathered_one_by_one_and_in_the_order_of_the_model(monkeypatch, tmp_path):
+    model, other = tiny_model(), tiny_model(initializer_range=0.3)
+    other.save_pretrained(tmp_path)
+    gathered = partition(model, monkeypatch)
+    assert is_sharded(model)
+    load_whole_weights(model, tmp_path)
+    # Processes that gather in different orders wait for each other for ever.
+    order = [weight.ds_id for weight in model.state_dict(keep_vars=True).values()]
+    assert gathered == order
+    whole = gather_model(model)
+    assert gathered == order * 2 and all(weight.numel() == 0 for weight in model.parameters())
+    for name, weight in other.state_dict().items():
+        assert torch.equal(whole.state_dict()[name], weight), name
+
+
+def test_a_shared_out_model_is_seen_to_hold_its_tokenizer(monkeypatch):
+    model = tiny_model(share_embeddings=False, decoder_vocab_size=31)
+    head = model.get_output_embeddings().weight
+    assert whole_shape(head) == head.shape
+    partition(model, monkeypatch)
+    assert head.shape == (0,) and whole_shape(head) == (31, model.config.hidden_size)
+    fields = {"vocab_size": model.config.vocab_size, "decoder_vocab_size": 31}
+    # With an adapter, growth would be refused.
+    fit_vocabulary(model, SimpleNamespace(lora_rank=4), SimpleNamespace(config_fields=lambda: fields))
+
+
+def trainer_with(**plugins):
+    state = SimpleNamespace(**plugins)
+    enabled = {f"is_{name}_enabled": f"{name}_plugin" in plugins for name in ("fsdp", "deepspeed")}
+    return SimpleNamespace(**enabled, accelerator=SimpleNamespace(state=state))
+
+
+@pytest.mark.parametrize("kind", StateDictType)
+def test_it_is_known_whether_checkpoints_of_fsdp_are_whole(kind):
+    trainer = trainer_with(fsdp_plugin=SimpleNamespace(state_dict_type=kind))
+    assert MetaphraseTrainer.has_whole_checkpoints.fget(trainer) == (kind == StateDictType.FULL_STATE_DICT)
+    assert MetaphraseTrainer.has_whole_checkpoints.fget(trainer_with())
+
+
+@pytest.mark.parametrize(
+    ("stage", "gathers", "is_whole"),
+    [(2, False, True), (3, True, True), (3, False, False), (3, "auto", False), (3, None, False)],
+)
+def test_it_is_known_whether_checkpoints_of_deepspeed_are_whole(stage, gathers, is_whole):
+    zero = {"stage": stage} | ({} if gathers is None else {"stage3_gather_16bit_weights_on_model_save": gathers})
+    trainer = trainer_with(deepspeed_plugin=SimpleNamespace(deepspeed_config={"zero_optimization": zero}))
+    assert MetaphraseTrainer.has_whole_checkpoints.fget(trainer) == is_whole
+
+
+def test_weights_that_are_missing_are_named(mesh, tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"must hold all weights of the model, got none for .*embed_tokens"):
+        load_whole_weights(tiny_model(share_embeddings=False, decoder_vocab_size=31), tmp_path)
+
+
+def test_averages_beside_weights_are_left_alone(tmp_path, monkeypatch):
+    model, other = tiny_model(), tiny_model()
+    model.save_pretrained(tmp_path)
+    averages = {name: torch.zeros_like(weight) for name, weight in model.state_dict().items()}
+    save_file({name: weight.clone() for name, weight in averages.items()}, tmp_path / EXPONENTIAL_AVERAGE_NAME)
+    files = type(tmp_path).glob
+    # In whatever order a file system lists them.
+    for order in (sorted, lambda paths: sorted(paths, reverse=True)):
+        monkeypatch.setattr(type(tmp_path), "glob", lambda *args, order=order: iter(order(files(*args))))
+        load_whole_weights(other, tmp_path)
+        for name, weight in other.state_dict().items():
+            assert torch.equal(weight, model.state_dict()[name]), name
+
+
+def test_weights_that_are_never_saved_stay(tmp_path):
+    sizes = {"d_model": 8, "vocab_size": 11, "pad_token_id": 0, "decoder_start_token_id": 0, "eos_token_id": 1}
+    for side in ("encoder", "decoder"):
+        sizes |= {f"{side}_layers": 1, f"{side}_attention_heads": 2, f"{side}_ffn_dim": 8}
+    model, other = (MarianMTModel(MarianConfig(**sizes)) for _ in range(2))
+    other.save_pretrained(tmp_path)
+    load_whole_weights(model, tmp_path)
+    for name, weight in other.state_dict().items():
+        assert torch.equal(model.state_dict()[name], weight), name
+    positions = model.model.encoder.embed_positions.weight
+    assert positions.any() and "model.encoder.embed_positions.weight" not in load_file(tmp_path / "model.safetensors")
+
+
+def test_a_model_with_an_adapter_is_gathered_with_it(mesh):
+    pytest.importorskip("peft")
+    model = add_lora(tiny_model(), rank=2, alpha=4, target_modules=["q_proj"])
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    random_state = torch.get_rng_state()
+    whole = gather_model(fully_shard(model, mesh=mesh))
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert before.keys() == whole.state_dict().keys() and any("lora" in name for name in before)
+    assert all(torch.equal(whole.state_dict()[name], weight) for name, weight in before.items())

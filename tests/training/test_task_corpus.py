@@ -1,0 +1,269 @@
+"""Several tasks in one recipe, on a few made-up pairs of two tasks."""
+
+import json
+
+import pytest
+from small_runs import SMALL
+
+from metaphrase.demo.corpus import make_demo_corpus
+from metaphrase.demo.summaries import make_demo_summaries
+from metaphrase.hub_card import write_model_card
+from metaphrase.tokenization import TokenizerPair
+from metaphrase.training.experiment import Experiment
+from metaphrase.training.recipe.recipe import Recipe, load_recipe
+from metaphrase.training.task_corpus import TaskCorpus, task_recipe
+
+SIZES = {"translate": 40, "summarize": 10}
+
+
+def write(path, pairs):
+    path.write_text("".join(f"{source}\t{target}\n" for source, target in pairs), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    corpora = {
+        "translate": make_demo_corpus(num_train=2000, num_validation=6, num_test=6),
+        "summarize": make_demo_summaries(num_train=20, num_validation=4, num_test=4),
+    }
+    for task, splits in corpora.items():
+        for split, pairs in splits.items():
+            write(folder / f"{task}_{split}.tsv", pairs[: SIZES[task]] if split == "train" else pairs)
+    return folder
+
+
+def tasks(**fields):
+    both = {
+        task: {
+            "source_prefix": f"{task}: ",
+            **{f"{split}_file": f"{task}_{split}.tsv" for split in ("train", "validation", "test")},
+        }
+        for task in SIZES
+    }
+    for task, own in fields.items():
+        both[task] |= own
+        both[task] = {name: value for name, value in both[task].items() if value is not None}
+    return both
+
+
+def make_recipe(data, output, **fields):
+    base = {
+        "data_dir": str(data),
+        "output_dir": str(output),
+        "tasks": tasks(),
+        "vocab_size": 600,
+        "model": SMALL,
+        "max_steps": 4,
+        "max_tokens_per_batch": 600,
+        "per_device_eval_batch_size": 8,
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+        "save_strategy": "no",
+        "generation_max_length": 12,
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "metrics": ["bleu", "exact_match"],
+    }
+    return Recipe.from_mapping(base | fields, "the test")
+
+
+def loaded(recipe):
+    corpus = TaskCorpus(recipe, recipe.training_arguments())
+    corpus.load()
+    tokenizers = TokenizerPair.train(*corpus.sides(), vocab_size=600, show_progress=False)
+    return corpus, corpus.encode(tokenizers), tokenizers
+
+
+def counted(encoded, tokenizers):
+    """How often each task's sources stand in the training rows."""
+    texts = tokenizers.decode_targets(encoded["train"]["input_ids"])
+    counts = {task: [text for text in texts if text.startswith(f"{task}: ")] for task in SIZES}
+    assert sum(map(len, counts.values())) == len(texts)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, {"translate": 40, "summarize": 10}),
+        ({"task_mixing": "equal"}, {"translate": 40, "summarize": 40}),
+        ({"task_mixing": "temperature"}, {"translate": 40, "summarize": 20}),
+        ({"mixing_limit": 20}, {"translate": 40, "summarize": 20}),
+        ({"tasks": tasks(summarize={"weight": 2})}, {"translate": 40, "summarize": 20}),
+        ({"tasks": tasks(translate={"max_train_samples": 10})}, {"translate": 10, "summarize": 10}),
+    ],
+)
+def test_tasks_are_mixed_by_their_rates(data, tmp_path, options, expected):
+    _, encoded, tokenizers = loaded(make_recipe(data, tmp_path, **options))
+    counts = counted(encoded, tokenizers)
+    assert {task: len(texts) for task, texts in counts.items()} == expected
+    for task, texts in counts.items():
+        assert len(set(texts)) == min(SIZES[task], expected[task])
+
+
+def test_each_task_keeps_its_prefix_and_its_own_account(data, tmp_path):
+    corpus, encoded, _ = loaded(make_recipe(data, tmp_path))
+    assert encoded["validation"]["task"] == ["translate"] * 6 + ["summarize"] * 4
+    for source, task in zip(encoded["validation"]["source"], encoded["validation"]["task"], strict=True):
+        assert source.startswith(f"{task}: ")
+    assert {name: report.kept for name, report in corpus.reports.items()} == {
+        "translate/train": 40,
+        "translate/validation": 6,
+        "summarize/train": 10,
+        "summarize/validation": 4,
+        "translate/test": 6,
+        "summarize/test": 4,
+    }
+    assert corpus.sizes() == {"num_train": 50, "num_validation": 10, "num_test": 10}
+    # Tokenizers learn from the text, not from prefixes.
+    assert not any(text.startswith("translate: ") for side in corpus.sides() for text in side)
+
+
+def test_what_one_task_drops_is_counted_for_it(data, tmp_path):
+    recipe = make_recipe(data, tmp_path, tasks=tasks(summarize={"max_source_length": 50}))
+    corpus, encoded, _ = loaded(recipe)
+    dropped = corpus.reports["summarize/train"].source_too_long
+    assert 0 < dropped < 10 and corpus.reports["translate/train"].dropped == 0
+    assert len(encoded["train"]) == 50 - dropped
+
+
+def test_run_scores_each_task(data, tmp_path, caplog):
+    recipe = make_recipe(data, tmp_path / "run")
+    with caplog.at_level("INFO"):
+        result = Experiment(recipe).train()
+    assert result["num_examples"] == 10
+    assert {task: part["num_examples"] for task, part in result["tasks"].items()} == {"translate": 6, "summarize": 4}
+    for part in result["tasks"].values():
+        assert set(part["scores"]) == {"bleu", "exact_match"} and part["scores"]["bleu"]["signature"]
+    written = json.loads((tmp_path / "run" / "metrics.json").read_text(encoding="utf-8"))
+    assert written["tasks"].keys() == {"translate", "summarize"}
+    log = json.loads((tmp_path / "run" / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+    evaluated = next(entry for entry in log if "eval_bleu" in entry)
+    assert {"eval_translate_bleu", "eval_summarize_exact_match"} <= evaluated.keys()
+    assert "translate: 80.0 % of training, 40 pairs read 1.00 times." in caplog.messages
+    card = write_model_card(tmp_path / "run").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.split("|")] for line in card.splitlines() if line.startswith("|")]
+    assert [row[1:3] for row in rows if row[1] in SIZES] == [
+        ["translate", "BLEU"],
+        ["translate", "exact match"],
+        ["summarize", "BLEU"],
+        ["summarize", "exact match"],
+    ]
+
+
+def test_saved_recipe_is_the_same_run(data, tmp_path):
+    recipe = make_recipe(data, tmp_path, task_mixing="equal")
+    absolute = make_recipe(data, tmp_path, tasks=tasks(summarize={"train_file": str(data / "summarize_train.tsv")}))
+    assert absolute.to_dict()["tasks"] == recipe.tasks, "no folder of this machine"
+    recipe.save(tmp_path / "recipe.yaml")
+    again = load_recipe(tmp_path / "recipe.yaml", ["--data_dir", str(data), "--output_dir", str(tmp_path)])
+    assert again.tasks == recipe.tasks and again.task_mixing == "equal"
+
+
+def test_task_alone_takes_what_all_share(data, tmp_path):
+    recipe = make_recipe(data, tmp_path, too_long="truncate", max_source_length=33)
+    alone = task_recipe(recipe, "summarize")
+    assert (alone.too_long, alone.max_source_length, alone.data_dir) == ("truncate", 33, str(data))
+    assert alone.source_prefix == "summarize: " and alone.train_file == "summarize_train.tsv"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"train_file": "a.tsv"}, "`tasks` and `train_file` must not both be given, because each task has its own"),
+        ({"streaming": True, "max_steps": 3}, "`tasks` and `streaming` must not both be given"),
+        ({"tasks": {"a": "b"}}, "`tasks.a` must hold fields with values, got 'b'"),
+        ({"tasks": tasks(summarize={"weight": 0})}, "`tasks.summarize.weight` must be a number above 0, got 0"),
+        ({"tasks": tasks(summarize={"weight": "big"})}, "`tasks.summarize.weight` must be a number above 0, got 'big'"),
+        (
+            {"tasks": tasks(summarize={"trian_file": "x"})},
+            "got `trian_file` in `tasks.summarize`. Did you mean `train_file`?",
+        ),
+        (
+            {"tasks": tasks(summarize={"learning_rate": 1})},
+            "must hold a `weight` and fields of data, got `learning_rate`",
+        ),
+        ({"tasks": tasks(summarize={"streaming": True})}, "`tasks.summarize` must not hold `streaming`"),
+        ({"tasks": {}, "train_file": "a.tsv", "mixing_limit": 3}, "`mixing_limit` must come with `tasks`"),
+    ],
+)
+def test_contradictions_are_refused(data, tmp_path, fields, words):
+    with pytest.raises(ValueError) as error:
+        make_recipe(data, tmp_path, **fields)
+    assert words in str(error.value)
+
+
+def test_task_without_training_pairs_is_refused(data, tmp_path):
+    recipe = make_recipe(data, tmp_path, tasks=tasks(summarize={"train_file": None}))
+    with pytest.raises(ValueError, match="Task 'summarize': A recipe must name its training pairs"):
+        TaskCorpus(recipe, recipe.training_arguments())
+
+
+def test_task_that_is_not_scored_is_named(data, tmp_path, caplog):
+    loaded(make_recipe(data, tmp_path, tasks=tasks(summarize={"test_file": None})))
+    assert caplog.messages.count("Task 'summarize' has no test pairs: it is not scored.") == 1
+    caplog.clear()
+    loaded(make_recipe(data, tmp_path))
+    assert "it is not scored" not in caplog.text
+
+
+def test_the_longest_targets_of_any_task_may_be_written(data, tmp_path):
+    recipe = make_recipe(data, tmp_path / "run", tasks=tasks(summarize={"max_target_length": 300}))
+    recipe.generation_max_length = None
+    experiment = Experiment(recipe)
+    assert experiment.corpus.max_target_length == 300
+    experiment.corpus.load()
+    assert experiment.make_model(experiment.make_tokenizers()).generation_config.max_length == 301
+
+
+def test_scores_are_on_files_and_not_on_a_folder(data, tmp_path):
+    corpus, _, _ = loaded(make_recipe(data, tmp_path))
+    assert corpus.data_name("test") == "translate_test.tsv, summarize_test.tsv"
+    alone = corpus.tasks["translate"]
+    assert alone.data_name("test") == "translate_test.tsv"
+    alone.recipe.test_file = None
+    assert alone.data_name("test") == "translate_train.tsv", "where it is taken out of it"
+    for name, expected in (("wmt16", "wmt16"), ("me/corpus", "me/corpus"), (str(tmp_path / "corpus"), "corpus")):
+        alone.recipe.dataset_name = name
+        assert alone.data_name("test") == expected
+
+
+def test_prefixes_that_a_tokenizer_cannot_tell_apart_are_refused(data, tmp_path):
+    recipe = make_recipe(data, tmp_path)
+    corpus = TaskCorpus(recipe, recipe.training_arguments())
+    corpus.load()
+    pair = TokenizerPair.train(*corpus.sides(), kind="pretokenized", show_progress=False)
+    with pytest.raises(ValueError, match="must tell tasks apart, got 'translate: ' for 'translate' and 'summarize: '"):
+        corpus.encode(pair)
+    # Without any, the texts themselves may tell.
+    recipe = make_recipe(data, tmp_path, tasks=tasks(**{task: {"source_prefix": None} for task in SIZES}))
+    corpus = TaskCorpus(recipe, recipe.training_arguments())
+    corpus.load()
+    corpus.encode(pair)
+
+
+def test_each_task_has_a_score_however_few_pairs_are_decoded(data, tmp_path):
+    fields = {"max_decoded_samples": 1, "metric_for_best_model": "summarize_bleu", "save_strategy": "steps"}
+    Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    log = json.loads((tmp_path / "run" / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+    assert {"eval_translate_bleu", "eval_summarize_bleu"} <= next(entry for entry in log if "eval_bleu" in entry).keys()
+
+
+def test_a_task_without_validation_pairs_chooses_no_checkpoint(data, tmp_path):
+    with pytest.raises(ValueError, match=r"must be evaluated while training, one of .*, got 'summarize_bleu'"):
+        make_recipe(
+            data,
+            tmp_path,
+            tasks=tasks(summarize={"validation_file": None}),
+            metric_for_best_model="summarize_bleu",
+        )
+
+
+def test_a_task_whose_references_cannot_be_scored_is_found_before_training(data, tmp_path):
+    write(tmp_path / "empty.tsv", [("a house", "")])
+    recipe = make_recipe(
+        data, tmp_path / "run", metrics=["wer"], tasks=tasks(summarize={"test_file": str(tmp_path / "empty.tsv")})
+    )
+    with pytest.raises(ValueError, match="has a word, got 1 empty test targets of task 'summarize'"):
+        Experiment(recipe).train()

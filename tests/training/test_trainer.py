@@ -1,0 +1,234 @@
+"""MetaphraseTrainer: its loss, its batches, and what it saves."""
+
+import dataclasses
+
+import pytest
+import torch
+from other_families import other_model
+from small_trainers import SIDES, make_trainer, tiny_bart, with_lengths
+from tiny_generator import SOURCES, TARGETS, tiny_pair
+from tiny_models import tiny_model
+from transformers import (
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    Seq2SeqTrainingArguments,
+)
+
+from metaphrase.data.collators import PackedCollator, PairCollator
+from metaphrase.data.token_budget import WithFillers
+from metaphrase.data.token_stream import TokenBudgetStream
+from metaphrase.evaluation.task_scores import spread
+from metaphrase.modeling import IGNORED_LABEL, sequence_loss, shift_right
+from metaphrase.tokenization import TokenizerPair, train_tokenizer
+from metaphrase.training.checkpointing.folders import checkpoints_in, step_of
+from metaphrase.training.loaders import count_pairs
+
+
+@pytest.mark.parametrize("family", ["ours", "other"])
+@pytest.mark.parametrize("r_drop_alpha", [0.0, 1.0])
+def test_a_filler_adds_nothing_to_a_step(family, r_drop_alpha, model, pairs, tmp_path):
+    if family == "other":
+        model, r_drop_alpha = tiny_bart(), 0.0
+    trainer = make_trainer(model, pairs, tmp_path, max_tokens_per_batch=40, r_drop_alpha=r_drop_alpha)
+    collate = trainer._packed_collator() if trainer._is_packing_model else PairCollator(0)
+    batch = collate([WithFillers(pairs)[len(pairs) + 1]])
+    loss = trainer.compute_loss(model.train(), batch, num_items_in_batch=torch.tensor(5))
+    assert loss.item() == 0
+    loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert all(gradient is not None and not gradient.any() for gradient in gradients)
+
+
+def test_a_budget_counts_the_widths_that_the_collator_makes(pairs, tmp_path):
+    trainer = make_trainer(tiny_bart(), pairs, tmp_path, max_tokens_per_batch=64)
+    trainer.data_collator, trainer.train_dataset = PairCollator(0, 8), with_lengths(pairs * 5)
+    costs = [batch["input_ids"].numel() + batch["labels"].numel() for batch in trainer.get_train_dataloader()]
+    assert max(costs) <= 64
+    assert trainer._layout_of_epochs()["length_multiple"] == 8
+    # Before it was noted, widths were not counted so.
+    noted = trainer._layout_of_epochs()
+    assert trainer._has_same_epochs(noted)
+    assert not trainer._has_same_epochs({name: value for name, value in noted.items() if name != "length_multiple"})
+    # transformers' own rounds up to nothing, unless it is told to.
+    trainer.data_collator = DataCollatorForSeq2Seq(None)
+    assert trainer._layout_of_epochs()["length_multiple"] == 1 and len(trainer.get_train_dataloader()) > 0
+    # Packed pairs have no width.
+    trainer = make_trainer(tiny_model(vocab_size=60), pairs, tmp_path, max_tokens_per_batch=64)
+    trainer.data_collator = PairCollator(0, 8)
+    assert trainer._layout_of_epochs()["length_multiple"] == 1
+
+
+@pytest.mark.parametrize("length", [{"max_steps": 5}, {"num_train_epochs": 2}])
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_pairs_of_a_budget_are_counted_as_trained_on(is_packed, length, model, pairs, tmp_path, monkeypatch):
+    monkeypatch.setattr(type(model), "supports_packing", is_packed)
+    trainer = make_trainer(model, pairs, tmp_path, max_tokens_per_batch=40, **length)
+    trainer.train_dataset = with_lengths(pairs)
+    metrics = trainer.train().metrics
+    samples = metrics["train_samples_per_second"] * metrics["train_runtime"]
+    assert samples == pytest.approx(metrics["epoch"] * len(pairs), rel=0.02)
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_pairs_before_a_run_was_stopped_count_too(is_packed, model, pairs, tmp_path, monkeypatch):
+    monkeypatch.setattr(type(model), "supports_packing", is_packed)
+    trainer = make_trainer(model, pairs, tmp_path, max_tokens_per_batch=40, num_train_epochs=3, save_strategy="epoch")
+    trainer.train_dataset = with_lengths(pairs)
+    trainer.train()
+    metrics = trainer.train(resume_from_checkpoint=str(checkpoints_in(tmp_path)[1])).metrics
+    assert metrics["train_samples_per_second"] * metrics["train_runtime"] == pytest.approx(3 * len(pairs), rel=0.02)
+
+
+def test_pairs_of_a_stream_are_counted_as_trained_on(model, pairs, tmp_path):
+    trainer = make_trainer(model, pairs, tmp_path, max_tokens_per_batch=40, max_steps=30)
+    read = []
+    trainer.train_dataset = TokenBudgetStream(lambda number: pairs, 40, seed=0, pairs_in_buffer=len(pairs))
+    step = trainer.training_step
+    trainer.training_step = lambda model, inputs, *rest: (
+        read.append(len(inputs["target_lengths"])) or step(model, inputs, *rest)
+    )
+    metrics = trainer.train().metrics
+    assert metrics["train_samples_per_second"] * metrics["train_runtime"] == pytest.approx(sum(read), rel=0.02)
+    assert sum(read) > len(pairs)
+
+
+def test_fillers_and_ignored_pairs_do_not_count():
+    pairs = [{"input_ids": [5] * size, "labels": [6] * (size + 1)} for size in (3, 1, 7)]
+    pairs.append({"input_ids": [5], "labels": [-100, -100]})
+    assert count_pairs(PairCollator(0)(pairs)) == count_pairs(PackedCollator(0, 32)(pairs)) == 3
+
+
+def test_training_loss_is_smoothed(model, pairs, tmp_path):
+    trainer = make_trainer(model, pairs, tmp_path, label_smoothing_factor=0.3)
+    batch = PairCollator(0)(pairs[:4])
+    loss = trainer.compute_loss(model.train(), dict(batch))
+    expected = sequence_loss(model(**batch, return_logits=True).logits, batch["labels"], label_smoothing=0.3)
+    assert torch.allclose(loss, expected)
+    assert not torch.allclose(loss, model(**batch).loss)
+
+
+def test_other_families_have_their_labels_smoothed(pairs, tmp_path):
+    model = tiny_bart()
+    trainer = make_trainer(model, pairs, tmp_path, label_smoothing_factor=0.3)
+    batch = PairCollator(0)(pairs[:4])
+    loss = trainer.compute_loss(model.train(), dict(batch), num_items_in_batch=torch.tensor(50))
+    logits = model(**batch).logits
+    assert torch.allclose(loss, sequence_loss(logits, batch["labels"], 50, label_smoothing=0.3))
+    metrics = trainer.evaluate()
+    total = count = 0
+    with torch.no_grad():
+        for pair in pairs:
+            total += model.eval()(**PairCollator(0)([pair])).loss.item() * len(pair["labels"])
+            count += len(pair["labels"])
+    assert metrics["eval_loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_a_family_that_does_not_shift_labels_learns_them(tmp_path):
+    """FSMT's class would let its decoder read the sources."""
+    pair = tiny_pair()
+    sides = zip(pair.encode_sources(SOURCES), pair.encode_targets(TARGETS), strict=True)
+    pairs = [{"input_ids": source, "labels": target} for source, target in sides]
+    model = other_model("fsmt")
+    trainer = make_trainer(model, pairs, tmp_path)
+    batch = PairCollator(model.config.pad_token_id)(pairs)
+    shifted = shift_right(batch["labels"], model.config.pad_token_id, model.config.decoder_start_token_id)
+    expected = sequence_loss(model.eval()(**batch, decoder_input_ids=shifted).logits, batch["labels"])
+    assert trainer.compute_loss(model, dict(batch)).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.item(), rel=1e-5)
+    trainer.train()
+
+
+def test_other_families_accumulate_to_the_same_weights(pairs, tmp_path):
+    models, logs = [tiny_bart(), tiny_bart()], []
+    for model, (rows, times) in zip(models, ((12, 1), (3, 4)), strict=True):
+        options = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": times, "max_steps": 3}
+        trainer = make_trainer(model, pairs, tmp_path, **options, logging_steps=1, optim="sgd", learning_rate=0.5)
+        trainer.train()
+        logs.append([(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry])
+    for whole, accumulated in zip(*logs, strict=True):
+        assert accumulated == pytest.approx(whole, rel=1e-4)
+    for name, weight in models[0].named_parameters():
+        assert torch.allclose(models[1].get_parameter(name), weight, atol=1e-5), name
+
+
+def test_other_families_refuse_r_drop(pairs, tmp_path):
+    with pytest.raises(ValueError, match="`r_drop_alpha` must come with a Metaphrase model, got a BartForCond"):
+        make_trainer(tiny_bart(), pairs, tmp_path, r_drop_alpha=1.0)
+
+
+def test_spread_rows_are_as_many_as_asked_for():
+    assert spread(5, None) == spread(5, 7) == [0, 1, 2, 3, 4]
+    assert spread(10, 4) == [0, 2, 5, 7]
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_accumulated_steps_equal_one_large_step(pairs, tmp_path, smoothing):
+    trained = []
+    for rows, accumulation in ((8, 1), (1, 8)):
+        model = tiny_model(vocab_size=60)
+        options = {"max_steps": 1, "learning_rate": 1e-2, "label_smoothing_factor": smoothing, "optim": "sgd"}
+        options |= {"per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulation}
+        make_trainer(model, pairs[:8], tmp_path, lr_scheduler_type="constant", **options).train()
+        trained.append(model.state_dict())
+    for name, tensor in trained[0].items():
+        assert torch.allclose(tensor, trained[1][name], atol=1e-6), name
+
+
+def test_tokenizers_are_saved_with_every_checkpoint(model, pairs, tmp_path):
+    tokenizer = train_tokenizer(["a b c", "d e f"], kind="char", show_progress=False)
+    options = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    make_trainer(model, pairs, tmp_path, tokenizers=TokenizerPair(tokenizer, tokenizer), **options).train()
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "checkpoint-1")
+    assert loaded("a b").input_ids == tokenizer("a b").input_ids
+
+
+def test_the_loader_of_a_budget_has_the_settings_of_loaders(model, pairs, tmp_path):
+    options = {"dataloader_num_workers": 1, "dataloader_multiprocessing_context": "spawn", "dataloader_in_order": False}
+    known = {item.name for item in dataclasses.fields(Seq2SeqTrainingArguments)}
+    options = {name: value for name, value in options.items() if name in known}
+    trainer = make_trainer(model, with_lengths(pairs), tmp_path, max_tokens_per_batch=40, **options)
+    loader = trainer.get_train_dataloader()
+    if "dataloader_multiprocessing_context" in known:
+        assert loader.multiprocessing_context.get_start_method() == "spawn"
+    assert loader.in_order is ("dataloader_in_order" not in known)
+
+
+@pytest.mark.parametrize(("half", "multiple"), [({}, 1), ({"bf16": True}, 32)])
+def test_packed_rows_have_few_lengths_in_half_precision(half, multiple, model, pairs, tmp_path):
+    trainer = make_trainer(model, pairs, tmp_path, max_tokens_per_batch=40, **half)
+    trainer.train_dataset = with_lengths(pairs)
+    batches = list(trainer.get_train_dataloader())
+    real = [[token for pair in pairs for token in pair[name]] for name in SIDES.values()]
+    for name, tokens in zip(SIDES.values(), real, strict=True):
+        rows = [batch[name][0] for batch in batches]
+        assert all(len(row) % multiple == 0 for row in rows)
+        kept = torch.cat(rows)
+        kept = kept[(kept != IGNORED_LABEL) & (kept != model.config.pad_token_id)]
+        assert sorted(kept.tolist()) == sorted(tokens)
+        assert (sum(map(len, rows)) > len(tokens)) == (multiple > 1)
+
+
+@pytest.mark.parametrize(("metric", "kept"), [(None, [1, 3, 6]), ("bleu", [1, 3, 6]), ("ter", [2, 6])])
+def test_the_best_checkpoints_are_kept_however_old(model, pairs, tmp_path, metric, kept):
+    scores = iter([5.0, 1.0, 9.0, 2.0, 3.0, 1.0])
+
+    def score(decoded, labels):
+        return dict.fromkeys(("bleu", "ter"), next(scores))
+
+    options = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 6}
+    options |= {
+        "save_total_limit": 2,
+        "num_best_kept": 2,
+        "metric_for_best_model": metric,
+        "greater_is_better": metric != "ter",
+    }
+    make_trainer(model, pairs, tmp_path, score=score, **options).train()
+    assert [step_of(path) for path in checkpoints_in(tmp_path)] == kept
+
+
+def test_the_last_checkpoints_are_kept_beside_the_best(model, pairs, tmp_path):
+    scores = iter([9.0, 1.0, 2.0, 3.0, 4.0, 5.0])
+    options = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 6}
+    options |= {"save_total_limit": 3, "num_last_kept": 3, "metric_for_best_model": "bleu", "greater_is_better": True}
+    make_trainer(model, pairs, tmp_path, score=lambda *_: {"bleu": next(scores)}, **options).train()
+    assert [step_of(path) for path in checkpoints_in(tmp_path)] == [1, 4, 5, 6]

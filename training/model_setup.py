@@ -1,0 +1,271 @@
+"""Base models: a model to fine-tune, loaded and fitted to the tokenizers that it is to have.
+
+Decoding settings: how the model of a run decodes, from its recipe and from what a base model brings along.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedModel
+
+from metaphrase.modeling import MetaphraseConfig
+from metaphrase.storage.loading import load_whole
+from metaphrase.tokenization import TokenizerPair
+from metaphrase.training.adapters import check_targets
+from metaphrase.training.checkpointing.sharding import whole_shape
+from metaphrase.training.optimizer import check_parts
+from metaphrase.training.recipe.fields import DEFAULT_PRESET
+from metaphrase.training.recipe.recipe import Recipe
+
+logger = logging.getLogger(__name__)
+
+# Lists of ids of the vocabulary that a model had.
+_OF_OLD_IDS = ("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "forced_decoder_ids")
+
+
+def check_model(recipe: Recipe) -> None:
+    """Refuses, before any corpus is read, dimensions of a new model that are wrong, and names of parts that a model lacks.
+
+    Raises:
+        ValueError: Naming the field.
+        OSError: If there is no such model.
+    """
+    # Adapters have rates too, and are not there yet.
+    rates = recipe.learning_rate_factors if recipe.lora_rank is None else {}
+    names_parts = recipe.freeze or rates or recipe.lora_target_modules
+    if recipe.model_name_or_path is None:
+        # What a tokenizer adds is not known yet. Where it makes two vocabularies, embeddings cannot be shared.
+        fields = {"share_embeddings": False, **recipe.model}
+        config = MetaphraseConfig.from_preset(recipe.preset or DEFAULT_PRESET, **fields)
+    elif names_parts:
+        config = AutoConfig.from_pretrained(recipe.model_name_or_path, trust_remote_code=False)
+    if not names_parts:
+        return
+    with torch.device("meta"):
+        model = AutoModelForSeq2SeqLM.from_config(config, trust_remote_code=False)
+    check_parts(model, recipe.freeze or (), rates)
+    if recipe.lora_target_modules:
+        check_targets(model, recipe.lora_target_modules, "lora_target_modules")
+
+
+def load_base(recipe: Recipe, with_weights: bool = True) -> PreTrainedModel:
+    """The model to fine-tune, in float32: in half precision, most updates would be lost in rounding.
+
+    Beside adapters, which are in float32 themselves, it stays as it is saved.
+
+    Args:
+        recipe: Names it.
+        with_weights: Whether it has its weights, or only its shape.
+
+    Raises:
+        ValueError: If its weights are not whole.
+    """
+    name = recipe.model_name_or_path
+    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    dtype = config.dtype or torch.float32
+    if dtype != torch.float32 and recipe.lora_rank is None:
+        logger.info("The weights of %s, which are in %s, are trained in float32.", name, dtype)
+        dtype = torch.float32
+    if with_weights:
+        return load_whole(name, dtype=dtype, trust_remote_code=False)
+    model = AutoModelForSeq2SeqLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(name)
+    except OSError:
+        logger.debug("%s has no generation config of its own.", name)
+    return model
+
+
+def fit_vocabulary(
+    model: PreTrainedModel, recipe: Recipe, tokenizers: TokenizerPair, with_weights: bool = True
+) -> None:
+    """Lets the embeddings of a model grow to hold its tokenizers.
+
+    Raises:
+        ValueError: If they had to grow beside an adapter, or the model cannot hold the targets.
+    """
+    fields = tokenizers.config_fields()
+    source = fields["vocab_size"]
+    target = fields["decoder_vocab_size"] or source
+    if not _has_two_vocabularies(model):
+        source = target = max(source, target)
+    rows = model.get_input_embeddings().num_embeddings
+    if source > rows:
+        _announce_growth(recipe, "embedding", source, rows)
+        model.resize_token_embeddings(source, mean_resizing=with_weights)
+    head = model.get_output_embeddings()
+    rows = target if head is None else whole_shape(head.weight)[0]
+    if target <= rows:
+        return
+    if not hasattr(model, "resize_decoder_token_embeddings"):
+        name = "target_tokenizer_name_or_path" if recipe.target_tokenizer_name_or_path else "tokenizer_name_or_path"
+        raise ValueError(f"`{name}` must have at most the {rows} target entries of the model, got {target}.")
+    _announce_growth(recipe, "embedding of targets", target, rows)
+    # The method of other families knows no options.
+    options = {} if with_weights else {"mean_resizing": False}
+    model.resize_decoder_token_embeddings(target, **options)
+
+
+def _has_two_vocabularies(model: PreTrainedModel) -> bool:
+    decoder = model.get_decoder()
+    # FSMT's is a plain module.
+    embedding = decoder.get_input_embeddings() if isinstance(decoder, PreTrainedModel) else decoder.embed_tokens
+    return embedding.weight is not model.get_input_embeddings().weight
+
+
+def _announce_growth(recipe: Recipe, what: str, entries: int, rows: int) -> None:
+    logger.warning("The %s grows from %d to %d rows, to hold the tokenizer.", what, rows, entries)
+    if recipe.lora_rank is not None:
+        raise ValueError(
+            "`lora_rank` must come with a tokenizer that the model's embedding holds, because an adapter trains no "
+            f"new rows, got {entries} entries and {rows} rows."
+        )
+
+
+def fit_special_ids(model: PreTrainedModel, tokenizers: TokenizerPair, languages: Mapping[str, int]) -> None:
+    """Gives a model the special ids of other tokenizers than its own; without them, decoding would never end.
+
+    A token that had a part keeps it: a decoder that started with the end of sequence starts with the new one. Where the ids are
+    those that the model has, nothing changes.
+
+    Args:
+        model: Whose configurations are changed.
+        tokenizers: Given in place of the model's own.
+        languages: What `set_languages` said.
+
+    Raises:
+        ValueError: If a token of the model has no part that the tokenizers know, or its positions are counted from its padding.
+    """
+    config, fields = model.config, tokenizers.config_fields()
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    olds = {name: _as_list(getattr(config, name, None)) for name in names}
+    # Many models have no beginning of sequence where their tokenizer has one, and the other way round.
+    compared = [name for name in names if name != "bos_token_id" or (olds[name] and fields[name] is not None)]
+    if all(fields[name] in olds[name] for name in compared):
+        return
+    # Where one id has two parts, the last counts.
+    parts = {old: name for name in names for old in olds[name]}
+    _move_padding(model, config.pad_token_id, fields["pad_token_id"])
+    [example] = tokenizers.encode_targets(["a"])
+    for owner in (config, model.generation_config):
+        changed = {name: fields[name] for name in names}
+        for name in ("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"):
+            old = _as_list(getattr(owner, name, None))
+            if not old or name in languages:
+                continue
+            if old[0] not in parts:
+                raise ValueError(
+                    f"`{name}` of the model must be one of its special tokens, pad, bos or eos, where `tokenizer_name_or_path` "
+                    f"names another tokenizer, got {old[0]}. Choose another tokenizer, or give `target_lang`."
+                )
+            changed[name] = fields[parts[old[0]]]
+        if changed.get("decoder_start_token_id", 0) is None:
+            changed["decoder_start_token_id"] = fields["decoder_start_token_id"]
+        if changed.get("forced_bos_token_id") not in (None, example[0]):
+            # The targets of these tokenizers do not begin with it.
+            changed["forced_bos_token_id"] = None
+        changed |= {name: None for name in _OF_OLD_IDS if getattr(owner, name, None) is not None}
+        different = {name: value for name, value in changed.items() if getattr(owner, name, None) != value}
+        for name, value in different.items():
+            logger.warning("`%s` is %s, as the tokenizer has it, not %s.", name, value, getattr(owner, name, None))
+            setattr(owner, name, value)
+
+
+def _as_list(ids: int | list[int] | None) -> list[int]:
+    return [] if ids is None else ids if isinstance(ids, list) else [ids]
+
+
+def _move_padding(model: PreTrainedModel, old: int | None, new: int) -> None:
+    """The row of the padding token does not learn, and the row that was its own is to."""
+    if old is None or old == new:
+        return
+    for name, module in model.named_modules():
+        if getattr(module, "padding_idx", None) is None:
+            continue
+        if "position" in name:
+            raise ValueError(
+                f"`pad_token_id` of the tokenizer must be {old}, from which this model counts its positions, got {new}. "
+                "Convert the model first (`metaphrase convert`), or choose another tokenizer."
+            )
+        module.padding_idx = new
+
+
+# Settings that apply to one way to decode alone, each with the value that says nothing.
+_OF_SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "typical_p": 1.0, "epsilon_cutoff": 0.0}
+_OF_SAMPLING |= {"eta_cutoff": 0.0, "min_p": None, "top_h": None}
+_OF_BEAMS = {"length_penalty": 1.0, "early_stopping": False, "num_beam_groups": 1, "diversity_penalty": 0.0}
+_OF_DETAILED_RESULTS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits")
+
+
+def settle_decoding(model: PreTrainedModel, recipe: Recipe, max_length: int, languages: Mapping[str, int]) -> None:
+    """Gives a model the settings that it decodes by, so that no checkpoint can fail for them.
+
+    transformers saves no settings that contradict each other. Those of a base model that do not apply any more, such as the
+    `length_penalty` of a summarizer that is to search greedily, are left out, and a warning names them.
+
+    Args:
+        model: Whose generation config is changed.
+        recipe: Its own settings go over those of the model.
+        max_length: Most tokens that decoding writes, the start token included.
+        languages: What `set_languages` said.
+
+    Raises:
+        ValueError: If a setting of the recipe is one of beams and the model decodes without, or what is left is not valid.
+    """
+    config, own = model.generation_config, recipe.generation_options()
+    if recipe.generation_max_length is not None:
+        # It would go over `max_length`.
+        config.max_new_tokens = None
+    for name, value in {"max_length": max_length, **own, **languages}.items():
+        setattr(config, name, value)
+    if own.get("length_penalty", 1.0) != 1.0 and (config.num_beams or 1) == 1:
+        raise ValueError(
+            f"`length_penalty` must come with `num_beams` above 1, got {own['length_penalty']} and {config.num_beams or 1}."
+        )
+    _leave_out_what_says_nothing(config)
+    try:
+        config.validate(strict=True)
+    except ValueError as error:
+        raise ValueError(
+            f"The generation settings of {recipe.model_name_or_path or 'the model'} must be such that transformers saves them. "
+            f"It says: {error}"
+        ) from error
+
+
+def _leave_out_what_says_nothing(config: GenerationConfig) -> None:
+    dropped = {}
+    for name, silent in _without_effect(config).items():
+        value = getattr(config, name, None)
+        if value is not None and value != silent:
+            dropped[name] = value
+            setattr(config, name, None)
+    if dropped:
+        logger.warning(
+            "Of the base model's generation settings these are left out, since they say nothing beside the others: %s.",
+            ", ".join(f"{name} {value}" for name, value in dropped.items()),
+        )
+
+
+def _without_effect(config: GenerationConfig) -> dict[str, Any]:
+    """Names of settings that the others leave without effect, each with its silent value."""
+    beams, samples = config.num_beams or 1, config.do_sample is True
+    silent: dict[str, Any] = {}
+    if not samples:
+        # Contrastive search has a `top_k` too, but transformers does not save that.
+        silent |= {**_OF_SAMPLING, "penalty_alpha": None}
+    if beams == 1:
+        silent |= _OF_BEAMS
+    if (config.num_return_sequences or 1) > beams and not (samples and beams == 1):
+        silent["num_return_sequences"] = 1
+    if config.use_cache is False:
+        silent |= {"cache_implementation": None, "cache_config": None}
+    if config.return_dict_in_generate is not True:
+        silent |= dict.fromkeys(_OF_DETAILED_RESULTS, False)
+    return silent
+
+
+def length_limit(config: GenerationConfig) -> int | None:
+    """The most tokens that decoding writes: those of `max_new_tokens`, or else of `max_length` with the start token."""
+    return config.max_length if config.max_new_tokens is None else config.max_new_tokens

@@ -1,0 +1,292 @@
+"""The estimate of a run before it starts: parameters, memory on each device, tokens, steps, operations and hours."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, TrainingArguments
+
+from metaphrase.data.token_budget import round_up
+from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
+from metaphrase.training.planning.activations import (
+    ActivationEstimate,
+    Precision,
+    estimate_activations,
+)
+from metaphrase.training.planning.batches import BatchShape, DataEstimate, estimate_data, plan_batches
+from metaphrase.training.planning.compute import training_flops
+from metaphrase.training.planning.memory import ParameterCounts, Sharding, StateMemory, estimate_states, optimizer_bytes
+
+_MEBIBYTE, _GIBIBYTE, _SECONDS_PER_HOUR = 2**20, 2**30, 3600
+# Batches that may be the most expensive one, by each measure of size.
+_CANDIDATES = 16
+
+
+@dataclass(frozen=True)
+class RunEstimate:
+    """What a run will need. Bytes are those of one device.
+
+    Attributes:
+        parameters: Of the model.
+        precision: In which it is computed.
+        sharding: How devices share the work.
+        state: Bytes that do not depend on the batch.
+        largest_batch: The batch that needs most.
+        activations: Bytes of that batch; `None` for a model of another family.
+        is_checkpointed: Whether layers are computed again in the backward pass.
+        peak: Bytes at the worst moment of a step; without activations if they are not known.
+        other_peak: The same with checkpoints if the run has none, and without if it has.
+        data: What an epoch reads.
+        flops_per_step: Operations of one update, all devices together, on average.
+        hours: Of the run; `None` without a rate.
+        notes: What was assumed or left out.
+    """
+
+    parameters: ParameterCounts
+    precision: Precision
+    sharding: Sharding
+    state: StateMemory
+    largest_batch: BatchShape
+    activations: ActivationEstimate | None
+    is_checkpointed: bool
+    peak: int
+    other_peak: int | None
+    data: DataEstimate
+    flops_per_step: int
+    hours: float | None
+    notes: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything as plain values, ready for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return self.format()
+
+    def format(self) -> str:
+        """Returns a table to read, one line for each quantity."""
+        rows = [*self._parameter_rows(), None, *self._data_rows(), None, *self._memory_rows(), None]
+        time = "unknown" if self.hours is None else format_hours(self.hours)
+        rows += [("compute for each step", f"{self.flops_per_step:.3g} FLOP"), ("time", time)]
+        width = max(len(row[0]) for row in rows if row)
+        lines = ["" if row is None else f"{row[0]:<{width}}  {row[1]}" for row in rows]
+        return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
+
+    def _parameter_rows(self) -> list[tuple[str, str]]:
+        counts = self.parameters
+        parts = {"embeddings": counts.embeddings, "encoder": counts.encoder, "decoder": counts.decoder}
+        parts["head"] = counts.head
+        rows = [("parameters", f"{counts.total:,}")]
+        rows += [(f"  {name}", f"{size:,}" if size or name != "head" else "0 (tied)") for name, size in parts.items()]
+        return [*rows, ("  trained", f"{counts.trainable:,}")]
+
+    def _data_rows(self) -> list[tuple[str, str]]:
+        data = self.data
+        return [
+            ("pairs", f"{data.pairs:,}"),
+            ("tokens for each epoch", f"{data.source_tokens:,} source, {data.target_tokens:,} target"),
+            ("padding", f"{100 * data.padding_share:.1f} %"),
+            ("batches for each epoch", f"{data.batches_per_epoch:,}"),
+            ("steps", f"{data.steps:,}, {data.steps_per_epoch:,} for each epoch"),
+        ]
+
+    def _memory_rows(self) -> list[tuple[str, str]]:
+        state, batch = self.state, self.largest_batch
+        sizes = {
+            "weights": state.weights,
+            "weights cast by autocast": state.cast_weights,
+            "gathered weights": state.gathered_weights,
+            "gradients": state.gradients,
+            "gradients on their way": state.buffers,
+            "optimizer": state.optimizer,
+            "exponential average": state.average,
+        }
+        rows = [("memory of each device", str(self.sharding))]
+        rows += [(f"  {name}", format_bytes(size)) for name, size in sizes.items() if size]
+        tokens = f"{batch.source_tokens:,} source and {batch.target_tokens:,} target tokens"
+        rows.append(("  largest batch", f"{batch.pairs:,} pairs, {tokens}"))
+        if self.activations is None:
+            return [*rows, ("  together", f"{format_bytes(self.peak)}, and activations")]
+        kind, other = ("with", "without") if self.is_checkpointed else ("without", "with")
+        rows.append((f"  activations, {kind} checkpoints", format_bytes(self.activations.kept)))
+        rows += [(f"    {name}", format_bytes(size)) for name, size in self.activations.terms.items() if size]
+        rows.append(("  workspace of the loss", format_bytes(self.activations.loss_workspace)))
+        rows.append(("  workspace of a layer", format_bytes(self.activations.backward_workspace)))
+        rows.append(("  most at a time", format_bytes(self.peak)))
+        return [*rows, (f"  most {other} checkpoints", format_bytes(self.other_peak))]
+
+
+def format_bytes(size: int) -> str:
+    """A size in MiB or GiB."""
+    return f"{size / _GIBIBYTE:,.2f} GiB" if size >= _GIBIBYTE else f"{size / _MEBIBYTE:,.1f} MiB"
+
+
+def format_hours(hours: float) -> str:
+    """A time in hours or minutes."""
+    return f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"
+
+
+def meta_model(config: MetaphraseConfig) -> MetaphraseForConditionalGeneration:
+    """A model without memory for its weights, of any size."""
+    with torch.device("meta"):
+        return MetaphraseForConditionalGeneration(config)
+
+
+def precision_of(
+    model: PreTrainedModel, arguments: TrainingArguments, sharding: Sharding, on_accelerator: bool | None = None
+) -> Precision:
+    """In which precision the arguments let a model be computed.
+
+    Args:
+        model: The model.
+        arguments: Of the training.
+        sharding: FSDP and DeepSpeed turn weights and states to half precision, where autocast keeps the states in float32.
+        on_accelerator: Plans for an accelerator; by default, whether the run has one.
+    """
+    if on_accelerator is None:
+        on_accelerator = arguments.device.type != "cpu"
+    stored = next(iter(model.parameters())).element_size()
+    # What `accelerate launch` was told counts too.
+    is_half = arguments.bf16 or arguments.fp16 or getattr(arguments, "mixed_precision", "no") in ("bf16", "fp16")
+    compute = 2 if is_half else stored
+    is_turned = sharding.engine in ("fsdp", "deepspeed")
+    return Precision(compute, compute if is_turned else stored, on_accelerator)
+
+
+def _candidates(shapes: Sequence[BatchShape]) -> list[BatchShape]:
+    """The batches one of which needs most memory."""
+    sizes = (
+        lambda shape: shape.tokens,
+        lambda shape: shape.target_tokens,
+        lambda shape: shape.pairs * (shape.longest_source + shape.longest_target) ** 2,
+    )
+    return [shape for size in sizes for shape in sorted(shapes, key=size)[-_CANDIDATES:]]
+
+
+def estimate_run(
+    model: PreTrainedModel,
+    arguments: TrainingArguments,
+    lengths: np.ndarray | Sequence[Sequence[int]],
+    *,
+    max_tokens_per_batch: int | None = None,
+    pad_to_multiple_of: int = 1,
+    r_drop_start_step: int | None = None,
+    is_averaged: bool = False,
+    devices: int | None = None,
+    on_accelerator: bool | None = None,
+    flops_per_second: float | None = None,
+) -> RunEstimate:
+    """Estimates a run from its model, which may be on the meta device, its arguments and the lengths of its pairs.
+
+    Args:
+        model: An encoder-decoder of transformers.
+        arguments: Of the training.
+        lengths: Tokens of source and target of each training pair, `(pairs, 2)`.
+        max_tokens_per_batch: The budget of a batch of one device; `None` for `per_device_train_batch_size` pairs.
+        pad_to_multiple_of: What the collator rounds widths up to a multiple of, where batches are not packed.
+        r_drop_start_step: Updates before each batch is passed twice; `None` if that never happens.
+        is_averaged: Whether an exponential average follows what is trained.
+        devices: Plans for so many; by default those of this run.
+        on_accelerator: Plans for an accelerator; by default, whether the run has one.
+        flops_per_second: Rate of one device, stated or measured (`measure_flops_per_second`).
+
+    Raises:
+        ValueError: If there are no lengths, or the rate is not above 0, or the budget cannot hold the longest pair.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    if lengths.ndim != 2 or lengths.shape[1] != 2 or not len(lengths):
+        raise ValueError(f"`lengths` must be those of at least one pair, `(pairs, 2)`, got the shape {lengths.shape}.")
+    if flops_per_second is not None and flops_per_second <= 0:
+        raise ValueError(f"`flops_per_second` must be above 0, got {flops_per_second}.")
+    sharding = Sharding.of(arguments, devices)
+    is_packed = max_tokens_per_batch is not None and getattr(model, "supports_packing", False)
+    multiple = 1 if is_packed else pad_to_multiple_of
+    batches = plan_batches(lengths, arguments, max_tokens_per_batch, sharding.devices, multiple)
+    padded = round_up(lengths, multiple)
+    shapes = [BatchShape.of(*padded[batch].T, is_packed) for batch in batches]
+    data = estimate_data(lengths, shapes, arguments, sharding.devices)
+    precision = precision_of(model, arguments, sharding, on_accelerator)
+    is_checkpointed = _is_checkpointed(arguments)
+    notes: list[str] = []
+    if is_checkpointed and {"every_n_layers", "offload"} & set(arguments.gradient_checkpointing_kwargs or {}):
+        notes.append("All layers are taken to be computed again, and what they keep to stay on the device.")
+    flops_per_step = training_flops(model, shapes, is_checkpointed) // data.steps_per_epoch
+    if r_drop_start_step is not None:
+        flops_per_step += flops_per_step * max(0, data.steps - r_drop_start_step) // data.steps
+        shapes = [shape.repeated(2) for shape in shapes]
+        notes.append("R-Drop passes each batch twice: the largest one is counted with both.")
+    if is_averaged:
+        notes.append("While it evaluates, an exponential average needs as much again as the trained weights do.")
+    memory = _estimate_memory(model, arguments, shapes, precision, sharding, is_checkpointed, is_averaged, notes)
+    hours = None
+    if flops_per_second is not None:
+        hours = data.steps * flops_per_step / (flops_per_second * sharding.devices) / _SECONDS_PER_HOUR
+    else:
+        notes.append("No time is given, because no rate of the device was measured or stated.")
+    return RunEstimate(
+        parameters=ParameterCounts.of(model),
+        precision=precision,
+        sharding=sharding,
+        is_checkpointed=is_checkpointed,
+        data=data,
+        flops_per_step=flops_per_step,
+        hours=hours,
+        notes=notes,
+        **memory,
+    )
+
+
+def _is_checkpointed(arguments: TrainingArguments) -> bool:
+    # The first name is that of transformers from 5.20 on; FSDP has a switch of its own.
+    names = ("activation_checkpointing", "gradient_checkpointing")
+    plugin = getattr(arguments, "fsdp_plugin_args", None) or {}
+    return any(getattr(arguments, name, False) for name in names) or bool(plugin.get("activation_checkpointing"))
+
+
+def _estimate_memory(
+    model: PreTrainedModel,
+    arguments: TrainingArguments,
+    shapes: Sequence[BatchShape],
+    precision: Precision,
+    sharding: Sharding,
+    is_checkpointed: bool,
+    is_averaged: bool,
+    notes: list[str],
+) -> dict[str, Any]:
+    """The fields of `RunEstimate` on memory; adds to `notes` what was assumed."""
+    optimizer, remark = optimizer_bytes(model, arguments.optim, arguments.optim_args)
+    accumulates = arguments.gradient_accumulation_steps > 1
+    state = estimate_states(model, optimizer, precision, sharding, accumulates, is_averaged)
+    notes += [remark] if remark else []
+    if not precision.on_accelerator:
+        notes.append(
+            "A process on a CPU takes half a GiB before its first tensor, and its heap up to 1.8 times as much as its tensors."
+        )
+    if sharding.engine == "fsdp" and not precision.on_accelerator:
+        notes.append(
+            "accelerate shares weights by FSDP on accelerators alone: on a CPU each process holds all of them."
+        )
+    if model.config.model_type != MetaphraseConfig.model_type:
+        notes.append(f"Activations are known for Metaphrase models alone, not for {model.config.model_type}.")
+        largest = max(shapes, key=lambda shape: shape.tokens)
+        unknown = {"activations": None, "other_peak": None}
+        return {"state": state, "largest_batch": largest, "peak": state.peak(None), **unknown}
+    if any(not parameter.requires_grad for parameter in model.parameters()):
+        notes.append("Some weights are frozen: activations are counted as if all were trained.")
+
+    def activate(shape: BatchShape, checkpointed: bool) -> ActivationEstimate:
+        return estimate_activations(model.config, shape, precision, checkpointed)
+
+    def peak(shape: BatchShape, checkpointed: bool) -> int:
+        return state.peak(activate(shape, checkpointed))
+
+    largest = max(_candidates(shapes), key=lambda shape: peak(shape, is_checkpointed))
+    return {
+        "state": state,
+        "largest_batch": largest,
+        "activations": activate(largest, is_checkpointed),
+        "peak": peak(largest, is_checkpointed),
+        "other_peak": peak(largest, not is_checkpointed),
+    }

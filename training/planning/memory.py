@@ -1,0 +1,305 @@
+"""The memory estimate: bytes of weights, gradients and optimizer on one device, whole or shared among many.
+
+Works on any model of transformers, on the meta device too.
+"""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from accelerate.utils import DeepSpeedPlugin
+from torch import nn
+from transformers import PreTrainedModel, TrainingArguments
+
+from metaphrase.training.planning.activations import FLOAT32_BYTES, ActivationEstimate, Precision
+
+# Numbers in float32, and in 8 bits with a scale for each block, that an optimizer keeps for each weight.
+FULL_STATES = {
+    "adamw_torch": 2,
+    "adamw_torch_fused": 2,
+    "adamw_torch_xla": 2,
+    "adamw_torch_npu_fused": 2,
+    "adamw_anyprecision": 2,
+    "paged_adamw_32bit": 2,
+    "stable_adamw": 2,
+    "schedule_free_adamw": 2,
+    "schedule_free_radam": 2,
+    "ademamix": 3,
+    "paged_ademamix_32bit": 3,
+    "adagrad": 1,
+    "rmsprop": 1,
+    "rmsprop_bnb": 1,
+    "rmsprop_bnb_32bit": 1,
+    "lion_32bit": 1,
+    "paged_lion_32bit": 1,
+    "schedule_free_sgd": 1,
+    "sgd": 0,
+    "lomo": 0,
+}
+BYTE_STATES = {
+    "adamw_bnb_8bit": 2,
+    "adamw_8bit": 2,
+    "paged_adamw_8bit": 2,
+    "ademamix_8bit": 3,
+    "paged_ademamix_8bit": 3,
+    "lion_8bit": 1,
+    "paged_lion_8bit": 1,
+    "rmsprop_bnb_8bit": 1,
+}
+# bitsandbytes leaves small weights and embeddings in float32.
+_BLOCK, _MIN_BYTE_ENTRIES = 256, 4096
+_ASSUMED = "adamw_torch"
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Weights of a model, each counted once, where it is made first: embeddings, encoder, decoder, head.
+
+    A head or a target embedding that is tied counts 0.
+    """
+
+    total: int
+    trainable: int
+    embeddings: int
+    encoder: int
+    decoder: int
+    head: int
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "ParameterCounts":
+        """Counts the weights of an encoder-decoder."""
+        counted: set[int] = set()
+
+        def count(parameters: Iterable[nn.Parameter]) -> int:
+            fresh = {id(parameter): parameter.numel() for parameter in parameters if id(parameter) not in counted}
+            counted.update(fresh)
+            return sum(fresh.values())
+
+        # The table of a relative bias is an embedding too, but as wide as there are heads.
+        tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
+        embeddings = count(table.weight for table in tables if table.embedding_dim == model.config.hidden_size)
+        encoder = count(model.get_encoder().parameters())
+        decoder = count(model.get_decoder().parameters())
+        head = count(model.parameters())
+        total = embeddings + encoder + decoder + head
+        trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        return cls(total, trainable, embeddings, encoder, decoder, head)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Who holds what, of weights, gradients and optimizer, when several devices train one model.
+
+    Source: the stages are those of Rajbhandari et al. 2020, section 5, arXiv 1910.02054.
+
+    Attributes:
+        devices: How many share the work.
+        stage: 0 gives each device all; 1 shares the optimizer, 2 the gradients too, 3 the weights too.
+        engine: `ddp`, `fsdp` or `deepspeed`; what they need beside the shares differs.
+        is_offloaded: Whether the optimizer's share lies in the memory of the host.
+        bucket_entries: DeepSpeed's `reduce_bucket_size`.
+    """
+
+    devices: int = 1
+    stage: int = 0
+    engine: str = "ddp"
+    is_offloaded: bool = False
+    bucket_entries: int = 0
+
+    def __post_init__(self):
+        if self.devices < 1:
+            raise ValueError(f"`devices` must be at least 1, got {self.devices}.")
+        if self.stage not in range(4):
+            raise ValueError(f"`stage` must be 0, 1, 2 or 3, got {self.stage}.")
+        if self.engine not in ("ddp", "fsdp", "deepspeed"):
+            raise ValueError(f"`engine` must be ddp, fsdp or deepspeed, got {self.engine!r}.")
+
+    @classmethod
+    def of(cls, arguments: TrainingArguments, devices: int | None = None) -> "Sharding":
+        """What the arguments, or `accelerate launch` in the environment, ask for.
+
+        Args:
+            arguments: Of the training.
+            devices: Plans for so many; by default those of this run.
+        """
+        devices = arguments.world_size if devices is None else devices
+        if (zero := _zero_settings(arguments)) is not None:
+            offload = (zero.get("offload_optimizer") or {}).get("device", "none")
+            bucket = zero.get("reduce_bucket_size", 5 * 10**8)
+            bucket = bucket if isinstance(bucket, int | float) else 0
+            return cls(devices, int(zero.get("stage", 0)), "deepspeed", offload not in (None, "none"), int(bucket))
+        if arguments.fsdp or _is_true("ACCELERATE_USE_FSDP"):
+            plugin = getattr(arguments, "fsdp_plugin_args", None) or {}
+            reshards = plugin.get("reshard_after_forward", os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true"))
+            offloads = plugin.get("cpu_offload", _is_true("FSDP_OFFLOAD_PARAMS"))
+            stage = 2 if str(reshards).lower() in ("false", "shard_grad_op", "2") else 3
+            return cls(devices, stage, "fsdp", bool(offloads))
+        return cls(devices)
+
+    def __str__(self) -> str:
+        if self.devices == 1:
+            return "one device"
+        shared = ("nothing", "optimizer", "optimizer and gradients", "optimizer, gradients and weights")[self.stage]
+        return f"{self.devices} devices by {self.engine}, sharing {shared}"
+
+
+def _is_true(variable: str) -> bool:
+    return os.environ.get(variable, "false").lower() in ("true", "1", "yes")
+
+
+def _zero_settings(arguments: TrainingArguments) -> dict | None:
+    if arguments.deepspeed:
+        return dict(arguments.hf_deepspeed_config.config.get("zero_optimization", {}))
+    if not _is_true("ACCELERATE_USE_DEEPSPEED"):
+        return None
+    return dict(DeepSpeedPlugin().deepspeed_config.get("zero_optimization", {}))
+
+
+def optimizer_bytes(model: PreTrainedModel, optim: str, optim_args: str | None = None) -> tuple[int, str | None]:
+    """Bytes of an optimizer's state for all weights of a model that are trained.
+
+    Args:
+        model: The model.
+        optim: The optimizer's name in the training arguments.
+        optim_args: Its options there, `name=value,...`: momentum is one number more.
+
+    Returns:
+        The bytes, and a remark if the optimizer is not known and another was assumed.
+    """
+    optim = getattr(optim, "value", optim)
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if optim in ("adafactor", "adalomo"):
+        return sum(_factored_bytes(tuple(weight.shape)) for weight in weights), None
+    if optim in BYTE_STATES:
+        embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        each = BYTE_STATES[optim]
+        return sum(
+            each * FLOAT32_BYTES * weight.numel()
+            if id(weight) in embeddings or weight.numel() < _MIN_BYTE_ENTRIES
+            else each * (weight.numel() + FLOAT32_BYTES * -(-weight.numel() // _BLOCK))
+            for weight in weights
+        ), None
+    remark = None
+    if optim not in FULL_STATES:
+        remark = f"The state of the optimizer {optim} is not known: it is counted as that of {_ASSUMED}."
+    states = FULL_STATES.get(optim, FULL_STATES[_ASSUMED])
+    options = dict(option.split("=") for option in (optim_args or "").replace(" ", "").split(",") if "=" in option)
+    states += optim in ("sgd", "rmsprop") and float(options.get("momentum", 0)) > 0
+    return states * FLOAT32_BYTES * sum(weight.numel() for weight in weights), remark
+
+
+def _factored_bytes(shape: tuple[int, ...]) -> int:
+    """Adafactor keeps the means of rows and of columns of a matrix (Shazeer and Stern 2018, section 3, arXiv 1804.04235)."""
+    entries = 1
+    for size in shape:
+        entries *= size
+    return FLOAT32_BYTES * (entries // shape[-1] + entries // shape[-2] if len(shape) > 1 else entries)
+
+
+def unit_sizes(model: PreTrainedModel) -> tuple[int, int]:
+    """Weights of the largest layer that is gathered as one, and of all that stands outside of such layers."""
+    names = set(model._no_split_modules or ())
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+    return max(sizes, default=0), sum(parameter.numel() for parameter in model.parameters()) - sum(sizes)
+
+
+@dataclass(frozen=True)
+class StateMemory:
+    """Bytes on one device that do not depend on the batch.
+
+    Attributes:
+        weights: Its share, in the precision in which they are updated.
+        cast_weights: Copies of weights that autocast makes in half precision.
+        gathered_weights: Weights of other devices, gathered for the computation.
+        gradients: Its share.
+        buffers: Of gradients on their way between devices.
+        optimizer: Its share.
+        gradients_persist: Whether gradients stay while the next batch is computed.
+        average: Of an exponential average of what is trained.
+    """
+
+    weights: int
+    cast_weights: int
+    gathered_weights: int
+    gradients: int
+    buffers: int
+    optimizer: int
+    gradients_persist: bool
+    average: int = 0
+
+    def peak(self, activations: ActivationEstimate | None) -> int:
+        """The most that is needed at a time, together with activations if they are known."""
+        fixed = self.weights + self.gathered_weights + self.buffers + self.optimizer + self.average
+        if activations is None:
+            return fixed + self.gradients + self.cast_weights
+        return fixed + activations.peak(self.gradients, self.gradients_persist, self.cast_weights)
+
+
+def estimate_states(
+    model: PreTrainedModel,
+    optimizer: int,
+    precision: Precision,
+    sharding: Sharding,
+    accumulates: bool = False,
+    is_averaged: bool = False,
+) -> StateMemory:
+    """Bytes of weights, gradients and optimizer on one device.
+
+    Args:
+        model: The model.
+        optimizer: Bytes of the optimizer's whole state.
+        precision: Of the step.
+        sharding: Who holds what.
+        accumulates: Whether gradients of several batches are added up.
+        is_averaged: Whether an exponential average follows what is trained, each device its own.
+    """
+    devices, stage = sharding.devices, sharding.stage
+
+    def share(size: int, first_stage: int) -> int:
+        return -(-size // devices) if stage >= first_stage else size
+
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    average = sum(p.numel() * max(p.element_size(), FLOAT32_BYTES) for p in model.parameters() if p.requires_grad)
+    is_deepspeed = sharding.engine == "deepspeed"
+    if is_deepspeed and precision.compute_bytes < FLOAT32_BYTES:
+        # Weights and gradients are in half precision; the weights that are updated are part of the optimizer.
+        optimizer += trained
+        weights, trained = (size * precision.compute_bytes // FLOAT32_BYTES for size in (weights, trained))
+    gathered, buffers = _traffic(model, precision, sharding, trained)
+    is_away = sharding.is_offloaded and sharding.engine == "fsdp"
+    return StateMemory(
+        weights=0 if is_away else share(weights, 3),
+        cast_weights=_cast_bytes(model, precision) if sharding.engine == "ddp" else 0,
+        gathered_weights=gathered,
+        gradients=0 if is_away else share(trained, 2),
+        buffers=buffers,
+        optimizer=0 if sharding.is_offloaded else share(optimizer, 1),
+        gradients_persist=accumulates or is_deepspeed,
+        average=average if is_averaged else 0,
+    )
+
+
+def _traffic(model: PreTrainedModel, precision: Precision, sharding: Sharding, trained: int) -> tuple[int, int]:
+    """Bytes of gathered weights, and of gradients on their way between devices."""
+    element, entries = precision.compute_bytes, sum(parameter.numel() for parameter in model.parameters())
+    if sharding.devices == 1:
+        return 0, 0
+    if sharding.engine == "ddp":
+        return 0, trained
+    layer, rest = unit_sizes(model)
+    # A layer is computed while the next is on its way, and what is outside of layers stays.
+    units = element * min(2 * layer + rest, entries)
+    if sharding.engine == "fsdp":
+        return (units, units) if sharding.stage == 3 else (element * entries, element * entries)
+    return units if sharding.stage == 3 else 0, 2 * element * min(sharding.bucket_entries, entries)
+
+
+def _cast_bytes(model: PreTrainedModel, precision: Precision) -> int:
+    """Bytes of what autocast makes of weights: those of all projections but the last, which the loss converts itself."""
+    if not precision.casts:
+        return 0
+    head = model.get_output_embeddings()
+    projections = (module for module in model.modules() if isinstance(module, nn.Linear) and module is not head)
+    return precision.compute_bytes * sum(projection.weight.numel() for projection in projections)
