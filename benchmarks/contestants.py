@@ -140,15 +140,10 @@ def make_model(contestant: Contestant, preset: str) -> nn.Module:
 
 def switch_off(contestant: Contestant) -> None:
     """Puts the plain way in place of what a contestant does without."""
-    from metaphrase.modeling import (
-        attention,
-        dropout,
-        fused_linear,
-        grid_attention,
-        layers,
-        modeling_metaphrase,
-        stacks,
-    )
+    from metaphrase.modeling import attention, layers, modeling_metaphrase, stacks
+    from metaphrase.ops import grid_attention
+    from metaphrase.ops import linear_and_dropout as dropout
+    from metaphrase.ops import linear_and_dropout as fused_linear
     from metaphrase.training import loaders as token_budget_loaders
 
     if not contestant.cheap_dropout:

@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.hf_argparser import string_to_bool
 
-from metaphrase.modeling.pipeline_options import generation_settings, with_lengths
+from metaphrase.modeling.pipeline_support import generation_settings, with_lengths
 
 
 def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:

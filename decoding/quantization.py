@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from metaphrase.modeling.int8_product import (
+from metaphrase.decoding.int8 import (
     has_int8_kernels,
     multiply_int8,
     operator_of,

@@ -7,11 +7,11 @@ row, `(rows, width, past)`, which `DecoderState` needs not, and attention over a
 
 import torch
 
+from metaphrase.decoding.decoder_state import DecoderState, attend
+from metaphrase.decoding.prepared_decoder import StepLayer
 from metaphrase.modeling.attention import fold_copies, unfold_copies
 from metaphrase.modeling.decoder import MetaphraseDecoder
-from metaphrase.modeling.decoder_state import DecoderState, attend
 from metaphrase.modeling.positions import rotate
-from metaphrase.modeling.step_layer import StepLayer
 
 
 class RaggedDecoderState(DecoderState):

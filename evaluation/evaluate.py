@@ -14,8 +14,7 @@ from metaphrase.evaluation.metrics import check_references, compute_metrics
 from metaphrase.inference import Generator
 from metaphrase.inference.run import is_single
 from metaphrase.modeling import IGNORED_LABEL
-from metaphrase.modeling.length_batches import batches_by_length
-from metaphrase.modeling.position_limits import longest_target
+from metaphrase.modeling.pipeline_support import batches_by_length, longest_target
 from metaphrase.tokenization import TextFrame, check_target_language, shorten
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,7 @@ from metaphrase.inference.scoring import (
     read_texts,
 )
 from metaphrase.inference.source_limits import check_sources, count_cut
-from metaphrase.modeling.evaluation_mode import evaluating
-from metaphrase.modeling.length_batches import batches_by_length
+from metaphrase.modeling.pipeline_support import batches_by_length, evaluating
 from metaphrase.tokenization import (
     TextFrame,
     checked_texts,

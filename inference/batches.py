@@ -12,9 +12,12 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerationMode
 
+from metaphrase.decoding import fast_generation
+from metaphrase.decoding.fast_generation import is_metaphrase
 from metaphrase.decoding.options import GENERATION_OPTIONS, plain_options
 from metaphrase.decoding.searches.choose import choose_search
 from metaphrase.decoding.searches.joint_search import Partner
+from metaphrase.decoding.sequence_scores import ChosenScores, totals_of_steps
 from metaphrase.inference.engine import BatchSearch, Engine, Hypothesis
 from metaphrase.inference.source_limits import numbering
 from metaphrase.inference.text_options import (
@@ -24,11 +27,16 @@ from metaphrase.inference.text_options import (
     read_text_options,
     with_start,
 )
-from metaphrase.modeling.chosen_scores import ChosenScores, totals_of_steps
-from metaphrase.modeling.evaluation_mode import evaluating
-from metaphrase.modeling.length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, batches_by_length
-from metaphrase.modeling.pipeline_options import length_limits, looks_at_padding, settings_of
-from metaphrase.modeling.position_limits import checking_targets
+from metaphrase.modeling.pipeline_support import (
+    DEFAULT_BATCH_SIZE,
+    DEFAULT_MAX_TOKENS_PER_BATCH,
+    batches_by_length,
+    checking_targets,
+    evaluating,
+    length_limits,
+    looks_at_padding,
+    settings_of,
+)
 
 # Before 5.24, transformers tells a function for the tokens of a prefix the row of a sample; later, the source that it is of.
 _TELLS_ROWS = Version(transformers.__version__) < Version("5.24.dev0")
@@ -188,8 +196,8 @@ def _search_options(
     model: PreTrainedModel, search: Callable | None, return_scores: bool, generation_kwargs: dict
 ) -> dict:
     """Arguments of `generate()` for a search of this package, or else for one of transformers'."""
-    if search is None and hasattr(model, "search_with_scores") and _is_plain(model, generation_kwargs):
-        return {"custom_generate": model.search_with_scores, "return_scores": return_scores}
+    if search is None and is_metaphrase(model) and _is_plain(model, generation_kwargs):
+        return {"custom_generate": fast_generation.search, "return_scores": return_scores}
     options = {"return_dict_in_generate": True, "output_scores": return_scores, "output_logits": False}
     # The scores of its steps are none of what a search here returns.
     return options if search is None else options | {"custom_generate": search, "output_scores": False}

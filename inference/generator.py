@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from metaphrase.decoding.options import check_ranges, plain_options
 from metaphrase.decoding.searches.ensemble import EnsembleSearch
 from metaphrase.decoding.searches.joint_search import check_partner, check_target_vocabulary
+from metaphrase.decoding.weight_copies import without_patience
 from metaphrase.inference.engine import Engine
 from metaphrase.inference.loading import ENGINES, load_parts
 from metaphrase.inference.minimum_bayes_risk import decode_by_risk
@@ -26,8 +27,7 @@ from metaphrase.inference.windows import (
     read_windows,
     seed_window,
 )
-from metaphrase.modeling.length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
-from metaphrase.modeling.patience import without_patience
+from metaphrase.modeling.pipeline_support import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
 from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts, readable_tokens, shorten
 
 

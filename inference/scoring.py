@@ -9,9 +9,14 @@ from transformers import PreTrainedModel
 
 from metaphrase.inference.batches import pad_sources
 from metaphrase.inference.source_limits import TooLongError, TooLongTargetError
-from metaphrase.modeling.evaluation_mode import evaluating
-from metaphrase.modeling.length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, batches_by_length
-from metaphrase.modeling.position_limits import longest_source, longest_target
+from metaphrase.modeling.pipeline_support import (
+    DEFAULT_BATCH_SIZE,
+    DEFAULT_MAX_TOKENS_PER_BATCH,
+    batches_by_length,
+    evaluating,
+    longest_source,
+    longest_target,
+)
 from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts
 
 

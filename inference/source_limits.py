@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from metaphrase.modeling.position_limits import longest_source
+from metaphrase.modeling.pipeline_support import longest_source
 from metaphrase.tokenization import TextFrame, shorten
 
 

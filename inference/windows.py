@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
+from metaphrase.decoding.weight_copies import without_patience
 from metaphrase.inference.source_limits import counting_on
 from metaphrase.inference.text_options import options_of_texts
-from metaphrase.modeling.patience import without_patience
 
 
 def decode_window(

@@ -3,8 +3,8 @@
 from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM, AutoModelForTextEncoding
 
 from .configuration_metaphrase import MetaphraseConfig
+from .loss import IGNORED_LABEL, sequence_loss, shift_right
 from .modeling_metaphrase import MetaphraseEncoderModel, MetaphraseForConditionalGeneration, MetaphraseModel
-from .teacher_forcing import IGNORED_LABEL, sequence_loss, shift_right
 
 AutoConfig.register(MetaphraseConfig.model_type, MetaphraseConfig, exist_ok=True)
 AutoModel.register(MetaphraseConfig, MetaphraseModel, exist_ok=True)

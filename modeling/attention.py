@@ -12,11 +12,9 @@ from torch import nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .acceleration import acceleration
 from .configuration_metaphrase import MetaphraseConfig
-from .dropout import dropout as drop
-from .fused_linear import can_join, cast_once, joined_linear, linear
-from .grid_attention import joined_grid_attention
-from .normalization import HeadRMSNorm, clamp_float16
+from .normalization import HeadRMSNorm, cast_for_autocast
 from .packed_attention import packed_attention
 from .packing import Packing
 from .positions import RelativePositionBias, rotate
@@ -65,7 +63,7 @@ def eager_attention_forward(
             hidden = attention_mask <= torch.finfo(attention_mask.dtype).min
             scores = (scores + attention_mask.to(precise)).masked_fill(hidden, torch.finfo(scores.dtype).min)
     weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
-    weights = drop(weights, p=dropout, training=module.training)
+    weights = acceleration.dropout(weights, p=dropout, training=module.training)
     return torch.matmul(weights, value).transpose(1, 2), weights
 
 
@@ -150,29 +148,13 @@ class MetaphraseAttention(nn.Module):
     def _keys_and_values(
         self, states: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        key = self._split(clamp_float16(linear(self.k_proj, states)))
-        value = self._split(clamp_float16(linear(self.v_proj, states)))
+        key = self._split(acceleration.linear(self.k_proj, states))
+        value = self._split(acceleration.linear(self.v_proj, states))
         if self.config.qk_norm:
             key = self.k_norm(key)
         if rotation is not None:
             key = rotate(key, *rotation)
         return key, value
-
-    def _side_by_side(
-        self, hidden_states: torch.Tensor, memory: torch.Tensor | None, packing: Packing
-    ) -> list[torch.Tensor]:
-        """Query, key and value, `(tokens, several * heads * head_dim)`, as products of all that read the same; or nothing.
-
-        There is nothing where something comes between projection and attention, or where `can_join` says no.
-        """
-        if packing.kernel != "grid" or self.config.qk_norm or self.num_key_value_groups > 1:
-            return []
-        layers, states = [[self.q_proj, self.k_proj, self.v_proj]], [hidden_states]
-        if self.is_cross:
-            layers, states = [[self.q_proj], [self.k_proj, self.v_proj]], [hidden_states, memory]
-        if not all(can_join(part, read) for part, read in zip(layers, states, strict=True)):
-            return []
-        return [joined_linear(part, read).flatten(0, 1) for part, read in zip(layers, states, strict=True)]
 
     def _cached_source(self, memory: torch.Tensor, past_key_values: Cache | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the source: computed at the first step, read from the cache ever after."""
@@ -213,15 +195,13 @@ class MetaphraseAttention(nn.Module):
             Output `(batch, query, hidden)`, and the weights `(batch, heads, query, key)` where the kernel makes them.
         """
         if self.training:
-            hidden_states = cast_once(hidden_states)
+            hidden_states = cast_for_autocast(hidden_states)
         dropout = self.attention_dropout if self.training else 0.0
         if packing is not None and rotation is None and past_key_values is None:
-            rows = self._side_by_side(hidden_states, memory, packing)
-            if rows:
-                heads = self.q_proj.out_features // self.head_dim
-                output = joined_grid_attention(rows, heads, attention_mask, packing, self.scaling, dropout)
-                return linear(self.o_proj, output.reshape(*hidden_states.shape[:-1], -1)), None
-        query = self._split(clamp_float16(linear(self.q_proj, hidden_states)))
+            output = acceleration.fused_attention(self, hidden_states, memory, attention_mask, packing, dropout)
+            if output is not None:
+                return acceleration.linear(self.o_proj, output.reshape(*hidden_states.shape[:-1], -1)), None
+        query = self._split(acceleration.linear(self.q_proj, hidden_states))
         if self.config.qk_norm:
             query = self.q_norm(query)
         if rotation is not None:
@@ -236,7 +216,7 @@ class MetaphraseAttention(nn.Module):
         if packing is not None and packing.kernel != "reference":
             key, value = (repeat_key_value(states, self.num_key_value_groups) for states in (key, value))
             output = packed_attention(self, query, key, value, attention_mask, packing, self.scaling, dropout)
-            return clamp_float16(linear(self.o_proj, output.reshape(*hidden_states.shape[:-1], -1))), None
+            return acceleration.linear(self.o_proj, output.reshape(*hidden_states.shape[:-1], -1)), None
         copies = query.shape[0] // key.shape[0]
         if copies > 1:
             query = fold_copies(query, copies)
@@ -256,8 +236,7 @@ class MetaphraseAttention(nn.Module):
         if copies > 1 and weights is not None:
             weights = unfold_copies(weights, copies)
         # (batch, query, heads, head_dim), or folded -> (batch, query, heads * head_dim) -> (batch, query, hidden)
-        output = linear(self.o_proj, output.reshape(*hidden_states.shape[:-1], -1))
-        return clamp_float16(output), weights
+        return acceleration.linear(self.o_proj, output.reshape(*hidden_states.shape[:-1], -1)), weights
 
 
 def kernel_takes_bias(implementation: str) -> bool:

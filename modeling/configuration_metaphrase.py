@@ -176,7 +176,7 @@ class MetaphraseConfig(PreTrainedConfig):
         kwargs.pop("auto_map", None)
         super().__post_init__(**kwargs)
         # Not named validate_*: @strict would wrap the ValueError in an exception that is none.
-        self._check()
+        self.check()
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> tuple[dict, dict]:
@@ -199,10 +199,10 @@ class MetaphraseConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
         # transformers sets the fields in `kwargs` one by one when the rest is checked already.
         made = super().from_dict(config_dict, **kwargs)
-        (made[0] if isinstance(made, tuple) else made)._check()
+        (made[0] if isinstance(made, tuple) else made).check()
         return made
 
-    def _check(self):
+    def check(self):
         """Checks each field against its range and against the others.
 
         Raises:

@@ -9,15 +9,13 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention import MetaphraseAttention
-from .cache_name import CACHE_NAME, takes_cache
+from .compat import CACHE_NAME, takes_cache
 from .configuration_metaphrase import MetaphraseConfig
-from .fused_linear import cast_once
 from .layers import MetaphraseDecoderLayer
+from .normalization import cast_for_autocast
 from .packing import Segments
 from .positions import positions_from_mask
 from .stacks import Stack, bound_of, indices, is_padding_mask, packed_segments
-from .step_head import forget_head
-from .step_layer import forget_layers
 
 
 class MetaphraseDecoder(Stack):
@@ -33,13 +31,6 @@ class MetaphraseDecoder(Stack):
         super().__init__(config, config.decoder_vocab_size, config.decoder_attention_heads, is_causal=True)
         self.layers = nn.ModuleList([MetaphraseDecoderLayer(config, index) for index in range(config.decoder_layers)])
         self.post_init()
-
-    def train(self, mode: bool = True) -> "MetaphraseDecoder":
-        if mode:
-            # What is trained needs the memory, and has other weights soon.
-            forget_layers(self)
-            forget_head(self)
-        return super().train(mode)
 
     @takes_cache
     @merge_with_config_defaults
@@ -88,7 +79,7 @@ class MetaphraseDecoder(Stack):
             raise ValueError("`encoder_hidden_states` must be given to the decoder, got None.")
         if self.training:
             # Every layer reads it.
-            encoder_hidden_states = cast_once(encoder_hidden_states)
+            encoder_hidden_states = cast_for_autocast(encoder_hidden_states)
         embeddings = self._embed(input_ids, inputs_embeds)
         rows, sources = embeddings.shape[0], encoder_hidden_states.shape[0]
         if rows % sources:

@@ -7,16 +7,13 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from .acceleration import acceleration
 from .attention import MetaphraseAttention
 from .configuration_metaphrase import MetaphraseConfig
 from .layers import MetaphraseEncoderLayer
-from .packed_stack import forget_packed, packed_weights
 from .packing import Segments
 from .positions import positions_from_mask
 from .stacks import Stack, bound_of, indices, is_padding_mask, packed_segments
-
-# With a smaller share of padding, or in a smaller model, to move the tokens costs as much as to compute the padding.
-LEAST_PADDING, LEAST_HIDDEN_SIZE = 0.1, 256
 
 
 class MetaphraseEncoder(Stack):
@@ -28,12 +25,6 @@ class MetaphraseEncoder(Stack):
         super().__init__(config, config.vocab_size, config.encoder_attention_heads, is_causal=False)
         self.layers = nn.ModuleList([MetaphraseEncoderLayer(config, index) for index in range(config.encoder_layers)])
         self.post_init()
-
-    def train(self, mode: bool = True) -> "MetaphraseEncoder":
-        if mode:
-            # What is trained needs the memory, and has other weights soon.
-            forget_packed(self)
-        return super().train(mode)
 
     @merge_with_config_defaults
     @capture_outputs
@@ -64,7 +55,7 @@ class MetaphraseEncoder(Stack):
             ValueError: If the lengths do not fit the row.
         """
         embeddings = self._embed(input_ids, inputs_embeds)
-        with packed_weights(self):
+        with acceleration.encoding(self):
             return self._encode(embeddings, attention_mask, position_ids, lengths, longest, **kwargs)
 
     def _encode(
@@ -79,9 +70,11 @@ class MetaphraseEncoder(Stack):
         if lengths is not None:
             given = {"attention_mask": attention_mask, "position_ids": position_ids}
             segments = packed_segments(lengths, longest, embeddings, "source_lengths", **given)
-            return self._encode_packed(embeddings, segments, **kwargs)
-        if position_ids is None and self._may_skip_padding(attention_mask, embeddings):
-            return self._encode_without_padding(embeddings, attention_mask, **kwargs)
+            return self.encode_packed(embeddings, segments, **kwargs)
+        if position_ids is None:
+            output = acceleration.encode_without_padding(self, embeddings, attention_mask, **kwargs)
+            if output is not None:
+                return output
         length = embeddings.shape[1]
         # Distances are the same on a shifted row: only what depends on the place itself must skip padding.
         bias_positions = indices(length, embeddings) if position_ids is None else position_ids
@@ -99,39 +92,7 @@ class MetaphraseEncoder(Stack):
             hidden_states = layer(hidden_states, mask, bias, rotation, **kwargs)
         return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
 
-    def _may_skip_padding(self, attention_mask: torch.Tensor | None, embeddings: torch.Tensor) -> bool:
-        """Whether to compute the tokens alone: for inference on a CPU, if enough is padding and nobody looks inside."""
-        if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():
-            return False
-        # Large float16 scores are kept finite by the kernels for rows with padding alone.
-        is_known = embeddings.dtype in (torch.float32, torch.bfloat16) and self.config._attn_implementation == "sdpa"
-        if embeddings.device.type != "cpu" or not is_known or embeddings.shape[2] < LEAST_HIDDEN_SIZE:
-            return False
-        if not is_padding_mask(attention_mask) or attention_mask.shape != embeddings.shape[:2]:
-            return False
-        is_token = attention_mask != 0
-        if is_token.sum() > (1 - LEAST_PADDING) * is_token.numel():
-            return False
-        # Distances in a row with a hole in it are not those of its tokens alone, and no row must be empty.
-        starts = nn.functional.pad(is_token, (1, 0)).int().diff() > 0
-        return bool((starts.sum(dim=1) == 1).all()) and not any(
-            module._forward_hooks or module._forward_pre_hooks for module in self.layers.modules()
-        )
-
-    def _encode_without_padding(
-        self, embeddings: torch.Tensor, attention_mask: torch.Tensor, **kwargs
-    ) -> BaseModelOutput:
-        """Encodes the tokens as one packed row. What stands for padding in the output is zero."""
-        rows, length, _ = embeddings.shape
-        is_token = attention_mask != 0
-        places = is_token.flatten().nonzero()[:, 0]
-        segments = Segments(is_token.sum(dim=1), len(places))
-        packed = self._encode_packed(embeddings.flatten(0, 1).index_select(0, places)[None], segments, **kwargs)
-        tokens = packed.last_hidden_state[0]
-        memory = tokens.new_zeros(rows * length, tokens.shape[-1]).index_copy_(0, places, tokens)
-        return BaseModelOutput(last_hidden_state=memory.view(rows, length, -1))
-
-    def _encode_packed(self, embeddings: torch.Tensor, segments: Segments, **kwargs) -> BaseModelOutput:
+    def encode_packed(self, embeddings: torch.Tensor, segments: Segments, **kwargs) -> BaseModelOutput:
         hidden_states, rotation = self._enter(embeddings, segments.positions, segments.longest)
         packing, masks = self._pack(segments, segments, False, hidden_states)
         for layer, mask in zip(self.layers, masks, strict=True):

@@ -6,12 +6,11 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from .acceleration import acceleration
 from .attention import MetaphraseAttention
-from .cache_name import takes_cache
+from .compat import takes_cache
 from .configuration_metaphrase import MetaphraseConfig
-from .dropout import add_dropout, dropout
-from .fused_linear import can_fuse, cast_once, linear
-from .normalization import clamp_float16, make_norm
+from .normalization import cast_for_autocast, clamp_float16, make_norm
 from .packing import Packing
 
 
@@ -31,24 +30,16 @@ class MetaphraseMLP(nn.Module):
         self.is_gated = config.gated_mlp
         self.activation_dropout = config.activation_dropout
 
-    def _activate(self, states: torch.Tensor) -> torch.Tensor:
-        if states.dtype != torch.float16:
-            return self.activation(states)
-        # The polynomial inside an approximated GELU overflows float16 long before its result does.
-        return self.activation(states.float()).to(states.dtype)
-
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if self.training:
-            hidden_states = cast_once(hidden_states)
+            hidden_states = cast_for_autocast(hidden_states)
         if self.is_gated:
-            inner = clamp_float16(linear(self.up_proj, hidden_states))
-            inner = self._activate(clamp_float16(linear(self.gate_proj, hidden_states))) * inner
-        elif can_fuse(self.up_proj, hidden_states, self.activation):
-            inner = linear(self.up_proj, hidden_states, self.activation)
+            inner = acceleration.linear(self.up_proj, hidden_states)
+            inner = clamp_float16(acceleration.linear(self.gate_proj, hidden_states, self.activation) * inner)
         else:
-            inner = self._activate(clamp_float16(linear(self.up_proj, hidden_states)))
-        inner = dropout(clamp_float16(inner), p=self.activation_dropout, training=self.training)
-        return clamp_float16(linear(self.down_proj, inner))
+            inner = acceleration.linear(self.up_proj, hidden_states, self.activation)
+        inner = acceleration.dropout(inner, p=self.activation_dropout, training=self.training)
+        return acceleration.linear(self.down_proj, inner)
 
 
 class _ResidualLayer(GradientCheckpointingLayer):
@@ -66,7 +57,8 @@ class _ResidualLayer(GradientCheckpointingLayer):
         return norm(hidden_states) if self.is_pre_norm else hidden_states
 
     def _leave(self, residual: torch.Tensor, output: torch.Tensor, norm: nn.Module) -> torch.Tensor:
-        hidden_states = clamp_float16(add_dropout(residual, output, p=self.dropout, training=self.training))
+        hidden_states = acceleration.add_dropout(residual, output, p=self.dropout, training=self.training)
+        hidden_states = clamp_float16(hidden_states)
         return hidden_states if self.is_pre_norm else norm(hidden_states)
 
 

@@ -1,28 +1,86 @@
-"""The models: encoder and decoder joined, with a head for generation, and the encoder alone."""
+"""Embedding sizes: how the embeddings of sources and targets, and the head, grow and shrink with their vocabularies.
+
+The models: encoder and decoder joined, with a head for generation, and the encoder alone.
+"""
 
 import inspect
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
 from transformers.utils.generic import can_return_tuple
 
-from .cache_name import CACHE_NAME, takes_cache
+from .chunked_loss import projected_loss
+from .compat import CACHE_NAME, has_own_weight, is_hooked, is_offloaded, takes_cache
 from .configuration_metaphrase import MetaphraseConfig
 from .decoder import MetaphraseDecoder
-from .divergence import divergence_of_halves
-from .embedding_sizes import EncoderDecoderEmbeddings
 from .encoder import MetaphraseEncoder
-from .fused_linear import is_wrapped
-from .generation import MetaphraseGenerationMixin
+from .loss import divergence_of_halves, loss_per_item, num_items, sequence_loss, shift_right
 from .normalization import clamp_float16
-from .pipelines import TranslationPipeline  # noqa: F401 (what is imported here travels with a saved model)
 from .positions import positions_from_mask
-from .projected_loss import projected_loss
 from .stacks import MetaphrasePreTrainedModel
-from .teacher_forcing import loss_per_item, num_items, sequence_loss, shift_right
+
+if TYPE_CHECKING:
+    # transformers copies each file that is named here beside a saved model.
+    from .pipelines import TranslationPipeline  # noqa: F401
+
+
+class EncoderDecoderEmbeddings(MetaphrasePreTrainedModel):
+    """Resizing and tying of one or two vocabularies. `resize_token_embeddings` is for the source, or for both if shared."""
+
+    def _resize_token_embeddings(self, new_num_tokens, pad_to_multiple_of=None, mean_resizing=True):
+        if self.config.share_embeddings:
+            embeddings = super()._resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+            self.config.vocab_size = self.config.decoder_vocab_size = embeddings.num_embeddings
+            return embeddings
+        old = self.get_input_embeddings()
+        new = self._get_resized_embeddings(old, new_num_tokens, pad_to_multiple_of, mean_resizing)
+        self.set_input_embeddings(new.requires_grad_(old.weight.requires_grad))
+        # A weight that DeepSpeed has shared out has no rows.
+        self.config.vocab_size = new.num_embeddings
+        return new
+
+    def _get_resized_lm_head(self, *args, **kwargs):
+        # The parent initializes new rows as those of any projection.
+        self._is_resizing_head = True
+        try:
+            return super()._get_resized_lm_head(*args, **kwargs)
+        finally:
+            self._is_resizing_head = False
+
+    def resize_decoder_token_embeddings(
+        self, new_num_tokens: int, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Module:
+        """Resizes the target vocabulary, embedding and output projection, where it is not the source's.
+
+        Args:
+            new_num_tokens: Entries of the new vocabulary; more are initialized, fewer are cut off at the end.
+            pad_to_multiple_of: Rounds the number up.
+            mean_resizing: Draw new entries from the distribution of the old ones.
+
+        Raises:
+            ValueError: If source and target share their embedding.
+        """
+        if self.config.share_embeddings:
+            raise ValueError(
+                "`share_embeddings` must be false to resize the target alone: use `resize_token_embeddings`."
+            )
+        decoder = self.get_decoder()
+        old = decoder.embed_tokens
+        new = self._get_resized_embeddings(old, new_num_tokens, pad_to_multiple_of, mean_resizing)
+        decoder.embed_tokens = new.requires_grad_(old.weight.requires_grad)
+        size = new.num_embeddings
+        head = self.get_output_embeddings()
+        if head is not None:
+            resized = self._get_resized_lm_head(head, size, mean_resizing=mean_resizing)
+            self.set_output_embeddings(resized.requires_grad_(head.weight.requires_grad))
+        self.config.decoder_vocab_size = size
+        self.tie_weights()
+        return new
 
 
 class MetaphraseModel(EncoderDecoderEmbeddings):
@@ -139,7 +197,7 @@ class MetaphraseModel(EncoderDecoderEmbeddings):
         )
 
 
-class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, MetaphraseGenerationMixin):
+class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMixin):
     """Encoder, decoder and output projection: training by teacher forcing, and `generate()`."""
 
     def __init__(self, config: MetaphraseConfig):
@@ -188,18 +246,19 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, MetaphraseGen
             hidden_states: The decoder's output.
             head: Computes what `lm_head` does, in another way.
         """
-        return clamp_float16((self.lm_head if head is None else head)(self._scale(hidden_states)))
+        return clamp_float16((self.lm_head if head is None else head)(self.scale(hidden_states)))
 
-    def _scale(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def scale(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Multiply the decoder's output by `logits_scale`."""
         return hidden_states if self.config.logits_scale == 1.0 else hidden_states * self.config.logits_scale
 
     def _loss_is_chunked(self, hidden_states: torch.Tensor) -> bool:
         # A head that is no plain projection any more (an adapter's, a quantized, pruned or offloaded one, one with hooks) knows
         # itself how it is applied; float16 needs its logits clamped; and a compiler splits and fuses the plain loss by itself.
         head = self.lm_head
-        is_plain = type(head) is nn.Linear and "weight" in head._parameters and "_hf_hook" not in vars(head)
+        is_plain = type(head) is nn.Linear and has_own_weight(head) and not is_offloaded(head)
         # DeepSpeed hooks all modules, to fetch what it has shared out.
-        is_plain = is_plain and (hasattr(head.weight, "ds_id") or not is_wrapped(head))
+        is_plain = is_plain and (hasattr(head.weight, "ds_id") or not is_hooked(head))
         return is_plain and hidden_states.dtype != torch.float16 and not torch.compiler.is_compiling()
 
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, *args, **kwargs) -> dict:
@@ -290,7 +349,7 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, MetaphraseGen
                 divergence = divergence_of_halves(logits.flatten(0, 1), labels.flatten())
                 loss = loss + loss_per_item(r_drop_alpha * divergence, labels, num_items_in_batch)
         elif labels is not None:
-            states, head = self._scale(hidden_states).flatten(0, 1), self.lm_head
+            states, head = self.scale(hidden_states).flatten(0, 1), self.lm_head
             divisor = num_items(labels, num_items_in_batch, states.device)
             loss = projected_loss(states, head.weight, head.bias, labels.flatten(), smoothing, r_drop_alpha, divisor)
         return Seq2SeqLMOutput(

@@ -49,3 +49,10 @@ def clamp_float16(states: torch.Tensor) -> torch.Tensor:
         return states
     largest = torch.finfo(torch.float16).max
     return states.clamp(min=-largest, max=largest)
+
+
+def cast_for_autocast(states: torch.Tensor) -> torch.Tensor:
+    """Cast states to the precision of autocast, once for several layers that read them. Doubles stay as they are."""
+    kind = states.device.type
+    is_cast = torch.is_autocast_enabled(kind) and states.dtype != torch.float64
+    return states.to(torch.get_autocast_dtype(kind)) if is_cast else states

@@ -1,21 +1,21 @@
-"""Attention over packed rows: which kernel computes it, what it is told of the mask, and how it is called.
+"""Attention over packed rows: choice of a kernel, its mask, its call.
 
-- `reference`: the whole mask, quadratic in the length of the row; what the others are tested against (eager attention).
-- `grid`: a row of a grid for each sequence; on a CPU, and wherever the next two do not apply.
+- `reference`: the model's attention with the mask of the full row, quadratic in its length. The others are tested against it.
 - `varlen`: flash attention by offsets, for half precision on a GPU (Ampere or newer), without bias and dropout.
-- `flex`: flex attention, which adds a position bias score by score, on such a GPU, without dropout.
-- `flash`: one of transformers' flash attention packages, by their name.
-"""
+- `flash`: one of transformers' flash attention packages.
+- `grid`: one row of a grid for each sequence; on a CPU, and wherever the others do not apply. Part of `metaphrase.ops`.
+- `flex`: flex attention, for a position bias on such a GPU, without dropout. Part of `metaphrase.ops`.
 
-import inspect
+Where a kernel of `metaphrase.ops` is chosen and not plugged in, the reference takes its place.
+"""
 
 import torch
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .grid_attention import grid_attention
-from .packed_flex import PackedFlexMask, packed_flex_attention
+from .acceleration import acceleration
+from .compat import varlen_causal
 from .packing import Packing
 
 # The GPUs, by compute capability, for which flash attention is built; Triton's kernels of flex attention need shared memory that
@@ -24,18 +24,24 @@ _LEAST_CAPABILITY = (8, 0)
 
 
 def choose_kernel(implementation: str, states: torch.Tensor, head_dim: int, has_bias: bool, dropout: float) -> str:
-    """The kernel for a packed attention.
+    """Choose the kernel for a packed attention.
 
     Args:
         implementation: The model's `attn_implementation`.
-        states: What enters the attention; gives device and dtype.
+        states: Input of the attention; gives device and dtype.
         head_dim: Width of a head.
-        has_bias: Whether a position bias is added to the scores.
-        dropout: Of the attention weights, 0 outside training.
+        has_bias: True if a position bias is added to the scores.
+        dropout: Dropout of the attention weights, 0 outside training.
 
     Raises:
-        ValueError: If the implementation cannot do it.
+        ValueError: If the implementation cannot attend over packed rows.
     """
+    kernel = _preferred_kernel(implementation, states, head_dim, has_bias, dropout)
+    is_there = kernel in acceleration.packed_kernels or kernel in ("varlen", "flash")
+    return kernel if is_there else "reference"
+
+
+def _preferred_kernel(implementation: str, states: torch.Tensor, head_dim: int, has_bias: bool, dropout: float) -> str:
     if implementation == "eager":
         return "reference"
     if implementation == "flex_attention":
@@ -64,27 +70,37 @@ def _is_recent_gpu(device: torch.device) -> bool:
 
 
 def packed_mask(packing: Packing, bias: nn.Module | None, like: torch.Tensor):
-    """What the kernel of a packing wants as a mask: made once for all layers that share a position bias.
+    """Make the mask for the kernel of a packing, once for all layers that share a position bias.
 
     Args:
-        packing: Of the two rows.
+        packing: The two rows.
         bias: Module that gives a position bias, if there is one.
         like: Gives the dtype.
 
     Returns:
-        For `flex` what it is told; for `grid` and `reference` what is added to the scores. None where the kernel knows all
-        from the packing.
+        A mask of the kernel's own kind; None where the packing alone says what is visible.
     """
-    if packing.kernel == "flex":
-        return PackedFlexMask(packing, bias)
-    if packing.kernel in ("varlen", "flash") or (packing.kernel == "grid" and bias is None and not packing.is_causal):
+    if packing.kernel in acceleration.packed_kernels:
+        return acceleration.packed_kernels[packing.kernel].make_mask(packing, bias, like)
+    if packing.kernel in ("varlen", "flash"):
         return None
-    if packing.kernel == "grid":
-        seen = packing.is_seen_in_grid()
-        # In its sequence, a token stands where it stands in the grid.
-        positions = torch.arange(packing.queries.width, device=like.device)[None, :]
-    else:
-        seen, positions = packing.is_seen(), packing.queries.positions
+    return additive_mask(packing.is_seen(), packing.queries.positions, bias, like)
+
+
+def additive_mask(
+    seen: torch.Tensor, positions: torch.Tensor, bias: nn.Module | None, like: torch.Tensor
+) -> torch.Tensor:
+    """Make a mask that is added to the scores.
+
+    Args:
+        seen: True where a query sees a key, `(sequences or 1, 1, query or 1, key)`.
+        positions: Positions of queries and keys, `(1, query)`.
+        bias: Module that gives a position bias, if there is one.
+        like: Gives the dtype of a mask without a bias.
+
+    Returns:
+        The bias (or 0) where `seen`, the lowest number elsewhere.
+    """
     dtype = like.dtype if bias is None else torch.float32
     mask = torch.zeros(seen.shape, dtype=dtype, device=like.device).masked_fill(~seen, torch.finfo(dtype).min)
     if bias is None:
@@ -93,10 +109,8 @@ def packed_mask(packing: Packing, bias: nn.Module | None, like: torch.Tensor):
 
 
 def _varlen(query, key, value, packing: Packing, scaling: float) -> torch.Tensor:
-    # Before torch 2.13, the kernel knows its own scale alone and takes the causal mask by another name.
+    # Before torch 2.13, the kernel knows its own scale alone.
     query = query * (scaling * query.shape[-1] ** 0.5)
-    names = inspect.signature(varlen_attn).parameters
-    causal = {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
     rows = [states[0].transpose(0, 1) for states in (query, key, value)]  # (tokens, heads, head_dim)
     output = varlen_attn(
         *rows,
@@ -104,7 +118,7 @@ def _varlen(query, key, value, packing: Packing, scaling: float) -> torch.Tensor
         packing.keys.offsets,
         packing.queries.longest,
         packing.keys.longest,
-        **(causal if packing.is_causal else {}),
+        **(varlen_causal() if packing.is_causal else {}),
     )
     return output[None]
 
@@ -138,25 +152,24 @@ def packed_attention(
     scaling: float,
     dropout: float,
 ) -> torch.Tensor:
-    """Attends within each sequence of packed rows, by any kernel but the reference.
+    """Attend within each sequence of packed rows, by any kernel but the reference.
 
     Args:
-        module: The attention.
+        module: The attention module.
         query: `(1, heads, query tokens, head_dim)`.
         key: `(1, heads, key tokens, head_dim)`.
         value: `(1, heads, key tokens, head_dim)`.
-        mask: What `packed_mask` made.
-        packing: Of the two rows, with the kernel.
+        mask: Mask from `packed_mask`.
+        packing: The two rows, and the kernel.
         scaling: Factor of the scores.
         dropout: Probability to drop an attention weight.
 
     Returns:
         `(1, query tokens, heads, head_dim)`.
     """
-    if packing.kernel == "grid":
-        return grid_attention(query, key, value, mask, packing, scaling, dropout)
+    if packing.kernel in acceleration.packed_kernels:
+        attend = acceleration.packed_kernels[packing.kernel].attend
+        return attend(query, key, value, mask, packing, scaling, dropout)
     if packing.kernel == "varlen":
         return _varlen(query, key, value, packing, scaling)
-    if packing.kernel == "flex":
-        return packed_flex_attention(query, key, value, mask, scaling)
     return _flash(module, query, key, value, packing, scaling, dropout)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 
+from .compat import Float32Buffers
 from .configuration_metaphrase import MetaphraseConfig
 
 _MAX_WAVELENGTH = 10_000.0
@@ -126,7 +127,7 @@ class LearnedPositionEmbedding(nn.Embedding):
         return super().forward(position_ids + self.offset)
 
 
-class RotaryPositionEmbedding(nn.Module):
+class RotaryPositionEmbedding(Float32Buffers):
     """Angles by which queries and keys are turned, so that their product depends on the distance alone.
 
     Source: Su et al. 2021, section 3, arXiv 2104.09864. The scaled variants are transformers' own.
@@ -143,15 +144,6 @@ class RotaryPositionEmbedding(nn.Module):
         inverse_frequencies, self.attention_scaling = self.make_frequencies()
         self.register_buffer("inv_freq", inverse_frequencies, persistent=False)
         self.register_buffer("original_inv_freq", inverse_frequencies.clone(), persistent=False)
-
-    def _apply(self, fn, recurse=True):
-        # A model that is cast as a whole, by `.to(torch.bfloat16)`, is the one that is loaded in that type.
-        kept = dict(self.named_buffers(recurse=False))
-        super()._apply(fn, recurse)
-        for name, buffer in self.named_buffers(recurse=False):
-            if buffer.dtype != kept[name].dtype:
-                setattr(self, name, kept[name].to(buffer.device))
-        return self
 
     def make_frequencies(self, device: torch.device | None = None) -> tuple[torch.Tensor, float]:
         """The frequencies `(rotated / 2)` and the factor on cosine and sine."""

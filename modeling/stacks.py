@@ -5,10 +5,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
+from .acceleration import acceleration
 from .attention import combine_bias, kernel_takes_bias
-from .cache_name import CACHE_NAMES
+from .compat import CACHE_NAMES, is_loaded
 from .configuration_metaphrase import MetaphraseConfig
-from .dropout import dropout
 from .normalization import clamp_float16, make_norm
 from .packed_attention import choose_kernel, packed_mask
 from .packing import Packing, Segments
@@ -62,7 +62,7 @@ class MetaphrasePreTrainedModel(PreTrainedModel):
             init.normal_(module.weight, std=self._std_by_shape(module) if std is None else std)
         if isinstance(module, nn.Embedding):
             # A part of a weight does not know that the whole was loaded.
-            if module.padding_idx is not None and not getattr(module.weight, "_is_hf_initialized", False):
+            if module.padding_idx is not None and not is_loaded(module.weight):
                 init.zeros_(module.weight[module.padding_idx])
         elif isinstance(module, SinusoidalPositionEmbedding):
             init.copy_(module.table, module.make_table(module.table.shape[0]))
@@ -121,6 +121,11 @@ class Stack(MetaphrasePreTrainedModel):
         self.is_causal = is_causal
         self.gradient_checkpointing = False
 
+    def train(self, mode: bool = True) -> "Stack":
+        if mode:
+            acceleration.on_train(self)
+        return super().train(mode)
+
     def _embed(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
         if (input_ids is None) == (inputs_embeds is None):
             given = "both" if input_ids is not None else "neither"
@@ -141,7 +146,7 @@ class Stack(MetaphrasePreTrainedModel):
             positions = self.embed_positions(position_ids, length)
             embeddings = clamp_float16(embeddings + positions.to(embeddings.dtype))
         hidden_states = self.embedding_norm(embeddings)
-        hidden_states = dropout(hidden_states, p=self.config.dropout, training=self.training)
+        hidden_states = acceleration.dropout(hidden_states, p=self.config.dropout, training=self.training)
         rotation = None if self.rotary_emb is None else self.rotary_emb(hidden_states, position_ids)
         return hidden_states, rotation
 

@@ -4,6 +4,7 @@ import difflib
 import importlib
 import sys
 
+import metaphrase
 from metaphrase.scripts.console import run
 
 VERBS = {
@@ -41,6 +42,7 @@ def main() -> int:
         hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
         print(f"metaphrase: error: a verb must be one of {', '.join(VERBS)}, got {verb!r}.{hint}", file=sys.stderr)
         return 2
+    metaphrase.install()
     return run(importlib.import_module(f"metaphrase.scripts.{verb}").main, verb, rest)
 
 

@@ -5,7 +5,7 @@ import argparse
 from metaphrase.decoding.options import add_language_options
 from metaphrase.decoding.searches.ensemble import ENSEMBLE_MEANS
 from metaphrase.inference.loading import ENGINES
-from metaphrase.modeling.length_batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
+from metaphrase.modeling.pipeline_support import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
 
 _NAMES = (
     "engine",

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import masking_utils
 from transformers.integrations import flex_attention as flex_integration
 
-from metaphrase.modeling import packed_flex
+from metaphrase.ops import flex_attention as packed_flex
 
 torch.set_num_threads(1)
 

@@ -67,6 +67,6 @@ def _known_language(tokenizer: PreTrainedTokenizerBase, field: str, attribute: s
 
 def _language_id(tokenizer: PreTrainedTokenizerBase, field: str, code: str | None) -> int:
     # It lies with the code that goes to the Hub, and brings the whole network, for which most tokenizers have no use.
-    from metaphrase.modeling.pipeline_tokenizers import language_id
+    from metaphrase.modeling.pipeline_support import language_id
 
     return language_id(tokenizer, field, code)

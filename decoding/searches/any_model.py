@@ -10,9 +10,10 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation.utils import GenerateBeamEncoderDecoderOutput
 from transformers.modeling_outputs import ModelOutput, Seq2SeqLMOutput
 
-from metaphrase.modeling.cache_name import CACHE_NAME, CACHE_NAMES
-from metaphrase.modeling.search_rules import unknown_criteria, unknown_processors
-from metaphrase.modeling.tree_decoder_state import TreeDecoderState
+from metaphrase.decoding.beam_state import TreeDecoderState
+from metaphrase.decoding.fast_generation import is_metaphrase, obstacle, prepared_projection
+from metaphrase.decoding.supported_processors import unknown_criteria, unknown_processors
+from metaphrase.modeling.compat import CACHE_NAME, CACHE_NAMES
 
 # Arguments of the network that a search gives itself, or that change nothing of what it computes.
 _KNOWN = {"attention_mask", "encoder_outputs", "logits_to_keep", "use_cache", *CACHE_NAMES}
@@ -143,9 +144,8 @@ def search_inputs(
         raise ValueError(
             f"`decoder_input_ids` must have a row for each source in this search, got {len(prompt)} and {len(memory)}."
         )
-    is_known = getattr(model, "_is_known", None)
-    if is_known is not None and is_known(input_ids, processors, criteria, config, **model_kwargs):
-        to_logits = model.step_projection()
+    if is_metaphrase(model) and not obstacle(model, input_ids, processors, criteria, config, **model_kwargs):
+        to_logits = prepared_projection(model)
 
         def project(hidden_states: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
             return to_logits(hidden_states if rows is None else hidden_states[rows])

@@ -11,6 +11,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.utils import GenerateBeamEncoderDecoderOutput
 
+from metaphrase.decoding.beam_search import WORST, Beams, Candidates, Selection, beam_search
 from metaphrase.decoding.searches.any_model import search_inputs, search_output
 from metaphrase.decoding.searches.phrase_automaton import PhraseAutomaton
 from metaphrase.decoding.searches.phrase_constraints import (
@@ -19,8 +20,7 @@ from metaphrase.decoding.searches.phrase_constraints import (
     num_places,
     read_constraints,
 )
-from metaphrase.modeling.beam_search import WORST, Beams, Candidates, Selection, beam_search
-from metaphrase.modeling.search_rules import are_ends
+from metaphrase.decoding.supported_processors import are_ends
 
 
 def constrained_beam_search(

@@ -9,8 +9,8 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.utils import GenerateBeamEncoderDecoderOutput
 
 from metaphrase.decoding.searches.any_model import SearchInputs, search_inputs, search_output
-from metaphrase.modeling.position_limits import longest_target
-from metaphrase.modeling.search_rules import process
+from metaphrase.decoding.supported_processors import process
+from metaphrase.modeling.pipeline_support import longest_target
 
 
 def contrastive_search(

@@ -7,8 +7,8 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.utils import GenerateBeamEncoderDecoderOutput
 
+from metaphrase.decoding.beam_search import Beams, Candidates, Selection, beam_search
 from metaphrase.decoding.searches.any_model import search_inputs, search_output
-from metaphrase.modeling.beam_search import Beams, Candidates, Selection, beam_search
 
 
 def diverse_beam_search(

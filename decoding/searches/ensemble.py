@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList
 
+from metaphrase.decoding.beam_search import beam_search
+from metaphrase.decoding.beam_state import TreeDecoderState
+from metaphrase.decoding.decoder_state import DecoderState
+from metaphrase.decoding.sampling import sample
 from metaphrase.decoding.searches.joint_search import JointSearch, Projection
-from metaphrase.modeling.beam_search import beam_search
-from metaphrase.modeling.decoder_state import DecoderState
-from metaphrase.modeling.sampling import sample
-from metaphrase.modeling.tree_decoder_state import TreeDecoderState
 
 ENSEMBLE_MEANS = ("linear", "log_linear")
 

@@ -8,7 +8,14 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.utils import GenerateBeamEncoderDecoderOutput
 
-from metaphrase.modeling.decoder_state import DecoderState
+from metaphrase.decoding.decoder_state import DecoderState
+from metaphrase.decoding.fast_generation import (
+    calls_are_plain,
+    computing_dtype,
+    is_metaphrase,
+    obstacle,
+    prepared_projection,
+)
 from metaphrase.tokenization import TokenizerPair
 
 # From a decoder's output to logits.
@@ -29,11 +36,6 @@ class Partner:
 
     model: PreTrainedModel
     sources: Sequence[Sequence[int]]
-
-
-def is_metaphrase(model: object) -> bool:
-    """Whether a model's decoder can be asked step by step; one that was loaded with its own code can be, too."""
-    return hasattr(model, "search_with_scores")
 
 
 def check_partner(model: PreTrainedModel, other: PreTrainedModel, name: str) -> None:
@@ -112,7 +114,7 @@ class JointSearch(abc.ABC):
         states = self._open_states(
             model, input_ids, logits_processor, stopping_criteria, generation_config, partners, kwargs
         )
-        projections = [each.step_projection() for each in (model, *(partner for partner, _ in partners))]
+        projections = [prepared_projection(each) for each in (model, *(partner for partner, _ in partners))]
         ids, scores = self.search(projections, states, input_ids, logits_processor, generation_config, return_scores)
         return GenerateBeamEncoderDecoderOutput(sequences=ids, sequences_scores=scores)
 
@@ -155,7 +157,7 @@ class JointSearch(abc.ABC):
         model_kwargs: dict,
     ) -> list[DecoderState]:
         """The states of all models before the prompt, that of the first one in front."""
-        if not model._is_known(input_ids, processors, criteria, config, **model_kwargs):
+        if obstacle(model, input_ids, processors, criteria, config, **model_kwargs):
             names = [type(part).__name__ for part in (*processors, *criteria)]
             raise ValueError(
                 "A search over several models must be one that Metaphrase does itself (greedy, by beams or sampling; in float32 "
@@ -165,7 +167,7 @@ class JointSearch(abc.ABC):
             )
         memories = [(model, model_kwargs["encoder_outputs"].last_hidden_state, model_kwargs.get("attention_mask"))]
         for partner, inputs in partners:
-            dtype, is_plain = partner._computing_dtype(), partner._calls_are_plain()
+            dtype, is_plain = computing_dtype(partner), calls_are_plain(partner)
             if dtype not in (torch.float32, torch.bfloat16) or partner.training or not is_plain:
                 raise ValueError(
                     "All models of a search must be in float32 or bfloat16, not in training and without hooks, "

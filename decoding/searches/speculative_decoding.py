@@ -12,8 +12,8 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from metaphrase.decoding.ragged_state import RaggedDecoderState
 from metaphrase.decoding.searches.joint_search import JointSearch, Projection
+from metaphrase.decoding.supported_processors import process
 from metaphrase.modeling.positions import LearnedPositionEmbedding
-from metaphrase.modeling.search_rules import process
 
 DEFAULT_NUM_ASSISTANT_TOKENS = 5
 

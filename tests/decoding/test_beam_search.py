@@ -1,4 +1,4 @@
-"""Tests of `metaphrase.modeling.beam_search`: transformers' own beam search finds the same hypotheses, token for token."""
+"""Tests of `metaphrase.decoding.beam_search`: transformers' own beam search finds the same hypotheses, token for token."""
 
 import itertools
 
@@ -7,8 +7,9 @@ import torch
 from tiny_models import DESIGNS, random_batch, tiny_model
 from transformers import GenerationMixin
 
-from metaphrase.modeling import generation
-from metaphrase.modeling.decoder_state import DecoderState
+from metaphrase.decoding import fast_generation as generation
+from metaphrase.decoding.decoder_state import DecoderState
+from metaphrase.decoding.fast_generation import search as fast_search
 
 ENDS = [5, 11, 17, 23]
 
@@ -88,7 +89,7 @@ def test_scores_are_those_of_transformers(searches):
         "max_new_tokens": 12,
         "eos_token_id": ENDS,
     }
-    ours = model.generate(**sources(model.config), **options, custom_generate=model.search_with_scores)
+    ours = model.generate(**sources(model.config), **options, custom_generate=fast_search, return_scores=True)
     theirs = model.generate(**sources(model.config), **options, return_dict_in_generate=True, output_scores=True)
     assert len(searches) == 1
     assert ours.sequences.tolist() == theirs.sequences.tolist()

@@ -1,4 +1,4 @@
-"""Tests of `metaphrase.modeling.tree_decoder_state`: targets that go on from one another are as if each had been alone."""
+"""Tests of `metaphrase.decoding.beam_state`: targets that go on from one another are as if each had been alone."""
 
 import itertools
 
@@ -7,7 +7,7 @@ import torch
 from decoder_states import assert_near, setting, step_through, whole
 from tiny_models import CROSSED, DESIGNS
 
-from metaphrase.modeling.tree_decoder_state import TreeDecoderState
+from metaphrase.decoding.beam_state import TreeDecoderState
 
 COPIES = 4
 # From which target of its source each one goes on: all from themselves, most from others, all from one.

@@ -1,4 +1,4 @@
-"""Tests of `metaphrase.modeling.compiled_steps`: beam search with compiled steps finds what it finds without."""
+"""Tests of `metaphrase.decoding.compiled_steps`: beam search with compiled steps finds what it finds without."""
 
 import copy
 import pickle
@@ -9,8 +9,8 @@ from tiny_models import random_batch, tiny_model
 from transformers import CompileConfig
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
+from metaphrase.decoding.compiled_steps import reorder_in_place
 from metaphrase.inference.batches import decode
-from metaphrase.modeling.compiled_steps import reorder_in_place
 
 SEARCH = {"num_beams": 3, "do_sample": False, "max_new_tokens": 7, "length_penalty": 1.0}
 

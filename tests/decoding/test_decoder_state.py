@@ -1,13 +1,13 @@
-"""Tests of `metaphrase.modeling.decoder_state`: steps over a state are the decoder's forward pass."""
+"""Tests of `metaphrase.decoding.decoder_state`: steps over a state are the decoder's forward pass."""
 
 import pytest
 import torch
 from decoder_states import assert_near, setting, step_through, whole
 from tiny_models import CROSSED, DESIGNS, tiny_model
 
+from metaphrase.decoding.beam_state import TreeDecoderState
+from metaphrase.decoding.decoder_state import DecoderState
 from metaphrase.decoding.ragged_state import RaggedDecoderState
-from metaphrase.modeling.decoder_state import DecoderState
-from metaphrase.modeling.tree_decoder_state import TreeDecoderState
 
 
 def make_state(model, memory, mask):

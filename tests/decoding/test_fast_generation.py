@@ -8,7 +8,8 @@ from tiny_models import DESIGNS, random_batch, tiny_model
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import BaseStreamer
 
-from metaphrase.modeling import MetaphraseForConditionalGeneration, decoder_state
+from metaphrase.decoding import decoder_state
+from metaphrase.modeling import MetaphraseForConditionalGeneration
 
 CLOSE = {"atol": 1e-3, "rtol": 1e-3}
 START, END = 1, 2

@@ -1,9 +1,9 @@
-"""Tests of `metaphrase.modeling.step_cache`: rows and places are those that were chosen."""
+"""Tests of `metaphrase.decoding.kv_cache`: rows and places are those that were chosen."""
 
 import pytest
 import torch
 
-from metaphrase.modeling.step_cache import StepCache
+from metaphrase.decoding.kv_cache import StepCache
 
 LAYERS, HEADS, HEAD_DIM = 2, 3, 4
 

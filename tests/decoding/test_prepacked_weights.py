@@ -1,4 +1,4 @@
-"""Tests of `metaphrase.modeling.packed_weight` and `packed_stack`: products by packed weights are those of the layers."""
+"""Tests of `metaphrase.decoding.prepacked_weights` and `packed_stack`: products by packed weights are those of the layers."""
 
 import copy
 
@@ -8,9 +8,11 @@ from tiny_generator import SOURCES, tiny_generator
 from tiny_models import DESIGNS, random_batch, tiny_model
 from torch import nn
 
-from metaphrase.modeling import packed_stack, packed_weight, step_linear
-from metaphrase.modeling.packed_weight import PackedWeight, can_pack, is_plain, prefers_onednn
-from metaphrase.modeling.step_linear import StepLinear
+from metaphrase.decoding import prepacked_weights as packed_stack
+from metaphrase.decoding import prepacked_weights as packed_weight
+from metaphrase.decoding import prepared_linear as step_linear
+from metaphrase.decoding.prepacked_weights import PackedWeight, can_pack, is_plain, prefers_onednn
+from metaphrase.decoding.prepared_linear import StepLinear
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this build of torch has no MKL")
 
@@ -230,15 +232,15 @@ def test_a_layer_in_the_place_of_another_is_called(products):
     layer = model.get_encoder().layers[0].mlp
     layer.down_proj = nn.Linear(layer.down_proj.in_features, layer.down_proj.out_features)
     torch.testing.assert_close(encode(model), encode_plainly(model), atol=1e-5, rtol=1e-5)
-    assert layer.down_proj in packed_stack._ready[model.get_encoder()]._linears
+    assert layer.down_proj in packed_stack._stacks._by_owner[model.get_encoder()]._linears
 
 
 def test_training_frees_them_and_makes_none(products):
     model = tiny_model()
     encode(model)
-    assert model.get_encoder() in packed_stack._ready
+    assert model.get_encoder() in packed_stack._stacks
     model.train()
-    assert model.get_encoder() not in packed_stack._ready
+    assert model.get_encoder() not in packed_stack._stacks
     count = len(products)
     encode(model)
     model.eval()
@@ -297,7 +299,7 @@ def test_a_stream_that_is_taken_up_is_written_as_it_would_have_been(products, mo
         candidates = []
         for found in generator.generate_stream(iter(SOURCES[first:]), risk=risk, **options):
             candidates.append([(each.text, each.score) for each in found])
-            was_packed.append(bool(packed_stack._ready[generator.model.get_encoder()]._packed))
+            was_packed.append(bool(packed_stack._stacks._by_owner[generator.model.get_encoder()]._packed))
         return candidates
 
     assert run(0)[2:] == run(2)
@@ -309,4 +311,4 @@ def test_they_do_not_travel(products):
     model = tiny_model()
     names = set(model.state_dict())
     encode(model)
-    assert set(model.state_dict()) == names and copy.deepcopy(model).get_encoder() not in packed_stack._ready
+    assert set(model.state_dict()) == names and copy.deepcopy(model).get_encoder() not in packed_stack._stacks

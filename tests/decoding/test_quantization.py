@@ -19,11 +19,11 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from metaphrase.decoding import int8 as int8_product
 from metaphrase.decoding import quantization
+from metaphrase.decoding.prepared_decoder import step_layers
 from metaphrase.decoding.quantization import Float16Linear, Int8Linear, has_kernels, quantization_of
 from metaphrase.inference import Generator, quantize
-from metaphrase.modeling import int8_product
-from metaphrase.modeling.step_layer import step_layers
 
 pytestmark = pytest.mark.skipif(not has_kernels(), reason="this build of torch has no kernels of FBGEMM")
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from tiny_models import CROSSED, DESIGNS, random_batch, tiny_model
 
+from metaphrase.decoding.decoder_state import DecoderState
 from metaphrase.decoding.ragged_state import RaggedDecoderState
-from metaphrase.modeling.decoder_state import DecoderState
 
 
 def setting(padding="left", **fields):

@@ -1,12 +1,13 @@
-"""Tests of `metaphrase.modeling.sampling`: greedy search token for token, and draws from the same distribution."""
+"""Tests of `metaphrase.decoding.sampling`: greedy search token for token, and draws from the same distribution."""
 
 import pytest
 import torch
 from tiny_models import DESIGNS, random_batch, tiny_model
 from transformers import GenerationMixin
 
-from metaphrase.modeling import generation
-from metaphrase.modeling.decoder_state import DecoderState
+from metaphrase.decoding import fast_generation as generation
+from metaphrase.decoding.decoder_state import DecoderState
+from metaphrase.decoding.fast_generation import search as fast_search
 
 ENDS = [5, 11, 17, 23]
 PLAIN = {"custom_generate": GenerationMixin._sample}
@@ -117,7 +118,7 @@ def test_scores_are_sums_of_log_probabilities(copies):
     options = {"do_sample": copies > 1, "num_return_sequences": copies, "eos_token_id": ENDS, "max_new_tokens": 8}
     options |= {"temperature": 2.0} if copies > 1 else {}
     torch.manual_seed(0)
-    outputs = model.generate(**inputs, **options, custom_generate=model.search_with_scores)
+    outputs = model.generate(**inputs, **options, custom_generate=fast_search, return_scores=True)
     for index, row in enumerate(outputs.sequences.tolist()):
         end = next((place for place, token in enumerate(row) if token in ENDS), len(row) - 1)
         target = torch.tensor([row[: end + 1]])

@@ -22,9 +22,9 @@ from transformers.generation import (
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from metaphrase.decoding import fast_generation as generation
+from metaphrase.decoding.decoder_state import DecoderState
 from metaphrase.inference.batches import decode
-from metaphrase.modeling import generation
-from metaphrase.modeling.decoder_state import DecoderState
 
 OPTIONS = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": [5, 11, 17]}
 
@@ -97,7 +97,7 @@ def test_what_is_not_known_is_left_to_transformers(case, beams, states, monkeypa
 
 def of_transformers(model, **options):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generation.MetaphraseGenerationMixin, "_is_known", lambda *_, **__: False)
+        patch.setattr(generation, "obstacle", lambda *_, **__: "switched off")
         return model.generate(**options)
 
 
@@ -313,7 +313,7 @@ def test_decoding_of_many_sources_searches_here_with_the_same_scores(states, mon
         ours = decode(model, texts, return_scores=True, **OPTIONS, **options)
         assert len(states) == 1
         with monkeypatch.context() as patch:
-            patch.setattr(generation.MetaphraseGenerationMixin, "_is_known", lambda *_, **__: False)
+            patch.setattr(generation, "obstacle", lambda *_, **__: "switched off")
             theirs = decode(model, texts, return_scores=True, **OPTIONS, **options)
         assert len(states) == 1
         for row, expected in zip(ours, theirs, strict=True):

@@ -6,9 +6,9 @@ from other_families import other_model
 from tiny_generator import SOURCES, tiny_generator, tiny_pair
 from transformers import MarianConfig, MarianMTModel, StoppingCriteria
 
+from metaphrase.decoding.sequence_scores import ChosenScores, totals_of_steps
 from metaphrase.inference import Generator
 from metaphrase.inference.batches import decode, pad_sources
-from metaphrase.modeling.chosen_scores import ChosenScores, totals_of_steps
 
 OPTIONS = {
     "greedy": {},

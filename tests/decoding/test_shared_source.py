@@ -5,8 +5,8 @@ import torch
 from tiny_models import CROSSED, DESIGNS, padding_mask, random_batch, tiny_model
 from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
 
+from metaphrase.decoding.fast_generation import SharedSourceCache
 from metaphrase.modeling.attention import fold_copies, unfold_copies
-from metaphrase.modeling.generation import SharedSourceCache
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 COPIES = 3

@@ -1,12 +1,14 @@
-"""Tests of `metaphrase.modeling.shortlist`: the most probable token is on it, and greedy search writes the same with it."""
+"""Tests of `metaphrase.decoding.shortlist`: the most probable token is on it, and greedy search writes the same with it."""
 
 import pytest
 import torch
 from tiny_models import DESIGNS, random_batch, tiny_model
 from torch import nn
 
-from metaphrase.modeling import MetaphraseForConditionalGeneration, shortlist, step_head
-from metaphrase.modeling.int8_product import (
+from metaphrase.decoding import prepared_decoder as step_head
+from metaphrase.decoding import shortlist
+from metaphrase.decoding.fast_generation import search as fast_search
+from metaphrase.decoding.int8 import (
     activation_levels,
     has_int8_kernels,
     multiply_levels,
@@ -14,7 +16,8 @@ from metaphrase.modeling.int8_product import (
     round_weight,
     scale_rows,
 )
-from metaphrase.modeling.shortlist import Shortlist, ShortlistProjection
+from metaphrase.decoding.shortlist import Shortlist, ShortlistProjection
+from metaphrase.modeling import MetaphraseForConditionalGeneration
 
 pytestmark = pytest.mark.skipif(not has_int8_kernels(), reason="this build of torch has no kernels of FBGEMM")
 VOCAB, HIDDEN = 5000, 64
@@ -196,9 +199,9 @@ def greedy(model, **options):
 def without_lists(monkeypatch, model, **options):
     with monkeypatch.context() as patch:
         patch.setattr(step_head, "can_shortlist", lambda head: False)
-        step_head.forget_head(model.get_decoder())
+        step_head.forget_copies(model.get_decoder())
         ids = greedy(model, **options)
-    step_head.forget_head(model.get_decoder())
+    step_head.forget_copies(model.get_decoder())
     return ids
 
 
@@ -270,9 +273,11 @@ def test_what_may_raise_a_logit_or_needs_all_of_them_asks_for_no_list(options, l
 
 
 def test_scores_are_of_all_logits(lists):
-    model, search = tiny_model(**FIELDS), MetaphraseForConditionalGeneration.search_with_scores
+    model = tiny_model(**FIELDS)
     batch = random_batch(model.config)
-    output = model.generate(batch["input_ids"], custom_generate=search, max_new_tokens=4, do_sample=False)
+    output = model.generate(
+        batch["input_ids"], custom_generate=fast_search, return_scores=True, max_new_tokens=4, do_sample=False
+    )
     assert output.sequences_scores is not None and not lists
 
 
@@ -287,7 +292,7 @@ def test_weights_that_changed_are_read_anew(lists):
     fresh.load_state_dict(model.state_dict())
     assert greedy(fresh) == after
     model.train()
-    assert model.get_decoder() not in step_head._ready
+    assert model.get_decoder() not in step_head._heads
 
 
 def test_a_projection_of_ones_own_is_called(lists):

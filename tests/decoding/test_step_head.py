@@ -1,12 +1,12 @@
-"""Tests of `metaphrase.modeling.step_head`: the projection that was made ready is that of the weights as they are."""
+"""Tests of `metaphrase.decoding.prepared_decoder`: the projection that was made ready is that of the weights as they are."""
 
 import pytest
 import torch
 from tiny_models import random_batch, tiny_model
 from torch import nn
 
-from metaphrase.modeling import step_head as step_head_module
-from metaphrase.modeling.step_head import step_head
+from metaphrase.decoding import prepared_decoder as step_head_module
+from metaphrase.decoding.prepared_decoder import step_head
 
 
 def head_of(model):
@@ -29,7 +29,7 @@ def test_the_head_is_copied_and_its_changes_are_seen():
         assert head_of(model) is not before
         torch.testing.assert_close(head_of(model)(states), model.lm_head(states))
     model.train()
-    assert model.get_decoder() not in step_head_module._ready
+    assert model.get_decoder() not in step_head_module._heads
 
 
 @pytest.mark.parametrize("beams", [1, 3])

@@ -1,4 +1,4 @@
-"""Tests of `metaphrase.modeling.step_layer`: joined products are those of the layers, and never those of older weights."""
+"""Tests of `metaphrase.decoding.prepared_decoder`: joined products are those of the layers, and never those of older weights."""
 
 import copy
 import gc
@@ -8,11 +8,12 @@ import torch
 from tiny_models import DESIGNS, random_batch, tiny_model
 from torch import nn
 
-from metaphrase.modeling import row_sums, step_layer, step_linear
-from metaphrase.modeling.decoder_state import DecoderState
-from metaphrase.modeling.row_sums import sum_rows
-from metaphrase.modeling.step_layer import step_layers
-from metaphrase.modeling.step_linear import StepLinear
+from metaphrase.decoding import prepared_decoder as step_layer
+from metaphrase.decoding import prepared_linear as row_sums
+from metaphrase.decoding import prepared_linear as step_linear
+from metaphrase.decoding.decoder_state import DecoderState
+from metaphrase.decoding.prepared_decoder import step_layers
+from metaphrase.decoding.prepared_linear import StepLinear, sum_rows
 
 GATED = {"gated_mlp": True, "num_key_value_heads": 2}
 
@@ -117,7 +118,7 @@ def test_which_layers_look_for_zeros(activation, gated, expected, small_sums, mo
     model = tiny_model(activation_function=activation, gated_mlp=gated)
     expected_step, count = first_step(model), []
     monkeypatch.setattr(step_linear, "sum_rows", lambda *args: count.append(1) or sum_rows(*args))
-    step_layer.forget_layers(model.get_decoder())
+    step_layer.forget_copies(model.get_decoder())
     batch = random_batch(model.config, padding=None)
     with torch.no_grad():
         memory = model.get_encoder()(batch["input_ids"][:1]).last_hidden_state
@@ -248,14 +249,14 @@ def test_copies_are_dropped_when_training_starts_and_with_the_model():
     model = tiny_model()
     decoder = model.get_decoder()
     first_step(model)
-    assert decoder in step_layer._ready
+    assert decoder in step_layer._layers
     model.train()
-    assert decoder not in step_layer._ready
+    assert decoder not in step_layer._layers
     first_step(model.eval())
-    count = len(step_layer._ready)
+    count = len(step_layer._layers)
     del model, decoder
     gc.collect()
-    assert len(step_layer._ready) < count
+    assert len(step_layer._layers) < count
 
 
 def test_copies_do_not_travel(tmp_path):
@@ -263,11 +264,11 @@ def test_copies_do_not_travel(tmp_path):
     names = set(model.state_dict())
     first_step(model)
     assert set(model.state_dict()) == names
-    assert copy.deepcopy(model).get_decoder() not in step_layer._ready
+    assert copy.deepcopy(model).get_decoder() not in step_layer._layers
 
 
 def test_large_layers_are_not_copied(monkeypatch):
-    monkeypatch.setattr("metaphrase.modeling.step_linear.LARGEST_SIZE", 4 * 6)
+    monkeypatch.setattr("metaphrase.decoding.prepared_linear.LARGEST_SIZE", 4 * 6)
     layers = linears(4, 5)
     assert not StepLinear(layers)._is_one
     assert StepLinear(linears(4, 3))._weight.shape == (7, 6)

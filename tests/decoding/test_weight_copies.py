@@ -1,4 +1,4 @@
-"""Tests of `metaphrase.modeling.module_record`: whatever is put in the place of a part is seen."""
+"""Tests of `metaphrase.decoding.weight_copies`: whatever is put in the place of a part is seen."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from tiny_models import tiny_model
 from torch import nn
 from torch.nn.utils import parametrize
 
-from metaphrase.modeling.module_record import ModuleRecord, walk
+from metaphrase.decoding.weight_copies import ModuleRecord, walk
 
 
 def make_module():

@@ -24,7 +24,7 @@ from metaphrase.evaluation.evaluate import evaluate_generator
 from metaphrase.inference import Generator, GeneratorPool, cross_attentions
 from metaphrase.inference.batches import decode
 from metaphrase.inference.source_limits import TooLongError, check_source_length, numbering
-from metaphrase.modeling.position_limits import longest_source, longest_target
+from metaphrase.modeling.pipeline_support import longest_source, longest_target
 from metaphrase.scripts import attention, evaluate, generate
 from metaphrase.scripts.console import run
 from metaphrase.tokenization import TokenizerPair, shorten

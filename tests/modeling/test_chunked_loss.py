@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn.utils import prune
 
 from metaphrase.modeling import IGNORED_LABEL
-from metaphrase.modeling import projected_loss as module
-from metaphrase.modeling.divergence import divergence_of_halves
-from metaphrase.modeling.projected_loss import projected_loss
+from metaphrase.modeling import chunked_loss as module
+from metaphrase.modeling.chunked_loss import projected_loss
+from metaphrase.modeling.loss import divergence_of_halves
 
 ROWS, HIDDEN, VOCAB = 700, 16, 53
 

@@ -5,7 +5,7 @@ import torch
 from tiny_models import random_batch, tiny_model
 from transformers import DynamicCache, EncoderDecoderCache
 
-from metaphrase.modeling.cache_name import CACHE_NAME, CACHE_NAMES
+from metaphrase.modeling.compat import CACHE_NAME, CACHE_NAMES
 
 
 def new_cache() -> EncoderDecoderCache:

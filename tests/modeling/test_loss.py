@@ -1,4 +1,4 @@
-"""Tests of `metaphrase.modeling.teacher_forcing`: the shift by hand, the loss against torch's and transformers' own."""
+"""Tests of `metaphrase.modeling.loss`: the shift by hand, the loss against torch's and transformers' own."""
 
 import pytest
 import torch

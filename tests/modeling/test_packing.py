@@ -8,9 +8,11 @@ import torch
 from packed_rows import TARGETS, assert_close, gradients, packed, ragged_pairs
 from tiny_models import DESIGNS, tiny_model
 
-from metaphrase.modeling import IGNORED_LABEL, fused_linear, grid, grid_attention, packed_attention, stacks
-from metaphrase.modeling.packed_attention import choose_kernel, packed_mask
+from metaphrase.modeling import IGNORED_LABEL, compat, packed_attention, stacks
+from metaphrase.modeling.packed_attention import choose_kernel
 from metaphrase.modeling.packing import Packing, Segments
+from metaphrase.ops import grid, grid_attention
+from metaphrase.ops import linear_and_dropout as fused_linear
 
 
 def padded(config):
@@ -83,6 +85,8 @@ def test_attention_by_offsets_is_told_what_the_rows_are(design, varlen_attn, mon
 
     count.__signature__ = inspect.signature(varlen_attn)
     monkeypatch.setattr(packed_attention, "varlen_attn", count)
+    monkeypatch.setattr(compat, "varlen_attn", count)
+    compat.varlen_causal.cache_clear()
     fields = DESIGNS[design] | {"initializer_range": 0.2, "attention_scale": 0.3}
     model = tiny_model(attn_implementation="eager", **fields)
     expected, expected_gradients = gradients(model, packed(model.config))
@@ -176,7 +180,9 @@ def test_each_sequence_attends_as_if_it_were_alone(is_causal, is_compiled, monke
     queries = sources if is_causal else Segments(torch.tensor(lengths[::-1]), sum(lengths))
     states = [torch.randn(1, 2, sum(lengths), 4, requires_grad=True) for _ in range(3)]
     packing = Packing(queries, sources, is_causal, "grid")
-    actual = grid_attention.grid_attention(*states, packed_mask(packing, None, states[0]), packing, 0.6, 0.0)
+    actual = grid_attention.grid_attention(
+        *states, grid_attention.make_grid_mask(packing, None, states[0]), packing, 0.6, 0.0
+    )
     sizes = (queries.lengths.tolist(), list(lengths), list(lengths))
     parts = zip(*(side.split(each, dim=2) for side, each in zip(states, sizes, strict=True)), strict=True)
     attend = torch.nn.functional.scaled_dot_product_attention
@@ -201,7 +207,9 @@ def test_scores_may_be_of_any_size(dtype, offset, is_causal):
     value = value if dtype == torch.float32 else torch.ones_like(value)
     states = [side.to(dtype).requires_grad_() for side in (query, key, value)]
     packing = Packing(segments, segments, is_causal, "grid")
-    actual = grid_attention.grid_attention(*states, packed_mask(packing, None, states[0]), packing, 1.0, 0.0)
+    actual = grid_attention.grid_attention(
+        *states, grid_attention.make_grid_mask(packing, None, states[0]), packing, 1.0, 0.0
+    )
     parts = zip(*(side.double().split(lengths, dim=2) for side in states), strict=True)
     attend = torch.nn.functional.scaled_dot_product_attention
     expected = torch.cat([attend(*part, is_causal=is_causal, scale=1.0) for part in parts], dim=2).transpose(1, 2)

@@ -9,7 +9,7 @@ from tiny_generator import SOURCES, tiny_generator, tiny_pair
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, pipeline
 
 from metaphrase.inference import Text2TextGenerationPipeline, TranslationPipeline
-from metaphrase.modeling.pipeline_options import generation_arguments, is_of_each_text, length_limits
+from metaphrase.modeling.pipeline_support import generation_arguments, is_of_each_text, length_limits
 
 
 def options_model(**settings):

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast, pipeline
 
 from metaphrase.conversion import convert
 from metaphrase.inference import Generator
-from metaphrase.modeling import pipeline_tokenizers
+from metaphrase.modeling import pipeline_support as pipeline_tokenizers
 from metaphrase.tokenization import TokenizerPair, tokenizer_pair
 
 

@@ -11,8 +11,8 @@ from tiny_models import tiny_model
 from transformers import LogitsProcessorList, PreTrainedTokenizerFast, pipeline
 from transformers.pipelines.pt_utils import KeyDataset
 
-from metaphrase.modeling.encoder_decoder_pipeline import ReturnType
 from metaphrase.modeling.pipeline_tasks import general_task
+from metaphrase.modeling.pipelines import ReturnType
 
 
 @pytest.mark.parametrize("joint", [True, False])

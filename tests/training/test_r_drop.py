@@ -9,8 +9,8 @@ from transformers import BartConfig, BartForConditionalGeneration, Seq2SeqTraini
 
 from metaphrase.data.collators import PairCollator
 from metaphrase.modeling import IGNORED_LABEL, sequence_loss
-from metaphrase.modeling import projected_loss as projected
-from metaphrase.modeling.divergence import symmetric_divergence
+from metaphrase.modeling import chunked_loss as projected
+from metaphrase.modeling.loss import symmetric_divergence
 from metaphrase.training.r_drop import check_r_drop, repeat_batch
 from metaphrase.training.trainer import MetaphraseTrainer
 

@@ -11,8 +11,8 @@ import torch
 from transformers.activations import ACT2FN
 
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.modeling.grid_attention import MAX_KEPT_BYTES, MIN_HALF_WIDTH
-from metaphrase.modeling.projected_loss import chunk_rows
+from metaphrase.modeling.chunked_loss import chunk_rows
+from metaphrase.ops.grid_attention import MAX_KEPT_BYTES, MIN_HALF_WIDTH
 from metaphrase.training.planning.batches import BatchShape
 
 FLOAT32_BYTES, MASK_BYTES, INDEX_BYTES = 4, 1, 8

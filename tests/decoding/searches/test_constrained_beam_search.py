@@ -7,11 +7,11 @@ import torch
 from small_searches import ENDS, MODELS, OURS, log_probabilities, one_of, search_model, search_sources
 from tiny_models import tiny_model
 
+from metaphrase.decoding.beam_search import beam_search
 from metaphrase.decoding.searches import any_model as search_state_module
 from metaphrase.decoding.searches.constrained_beam_search import ConstrainedSelection
 from metaphrase.decoding.searches.phrase_automaton import PhraseAutomaton
 from metaphrase.inference import constrained_beam_search
-from metaphrase.modeling.beam_search import beam_search
 
 OPTIONS = {"num_beams": 5, "max_new_tokens": 9, "eos_token_id": ENDS, "return_dict_in_generate": True}
 MANY_ENDS = [*ENDS, 2, 3, 10, 13, 14, 15, 16, 18, 20, 30, 35, 36]

@@ -10,10 +10,10 @@ from tiny_models import DESIGNS, tiny_model
 from transformers import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
+from metaphrase.decoding.decoder_state import DecoderState
 from metaphrase.decoding.searches.ensemble import mean_log_probs
 from metaphrase.inference import EnsembleSearch, Generator, Partner, cross_attentions, decode
 from metaphrase.inference.batches import pad_sources
-from metaphrase.modeling.decoder_state import DecoderState
 from metaphrase.tokenization import TokenizerPair
 
 ENDS = [5, 11, 17]

@@ -1,0 +1,307 @@
+"""The door into the fast decoder: `generate()` of Metaphrase models, `Generator` and the searches call `search`.
+
+transformers' loops define the result. They run where the fast loops do not support an option; `model.last_search` says which
+loop ran, and why.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.generation import GenerationMixin
+from transformers.generation.utils import GenerateBeamEncoderDecoderOutput, GenerateEncoderDecoderOutput
+from transformers.utils.output_capturing import capture_outputs
+
+from metaphrase.decoding.beam_search import beam_search
+from metaphrase.decoding.beam_state import TreeDecoderState
+from metaphrase.decoding.compiled_steps import compiled_steps, reorder_in_place
+from metaphrase.decoding.decoder_state import DecoderState
+from metaphrase.decoding.prepared_decoder import step_head, step_shortlist
+from metaphrase.decoding.sampling import sample
+from metaphrase.decoding.sequence_scores import ChosenScores
+from metaphrase.decoding.shortlist import Shortlist
+from metaphrase.decoding.supported_processors import unknown_criteria, unknown_processors
+from metaphrase.decoding.weight_copies import walk
+from metaphrase.modeling.compat import CACHE_NAME, CACHE_NAMES
+from metaphrase.modeling.modeling_metaphrase import MetaphraseForConditionalGeneration
+
+logger = logging.getLogger(__name__)
+
+# Arguments of the network that the fast loops support. A Trainer hands on labels, which are not read.
+_SUPPORTED_ARGUMENTS = {"attention_mask", "encoder_outputs", "labels", "logits_to_keep", "use_cache", *CACHE_NAMES}
+# Attention kernels of torch and transformers, which give equal results. A user's own kernel runs in transformers' loops.
+_SUPPORTED_KERNELS = {"eager", "sdpa", "flex_attention"}
+_SUPPORTED_DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class LastSearch:
+    """Which loop decoded last, as `model.last_search`.
+
+    Attributes:
+        loop: "fast" or "transformers".
+        reason: First reason why the fast loop did not run; empty if it did.
+    """
+
+    loop: str
+    reason: str = ""
+
+
+class SharedSourceCache(EncoderDecoderCache):
+    """A cache in which all hypotheses of a source share the keys and values of the source."""
+
+    def reorder_cache(self, beam_idx: torch.LongTensor):
+        """Reorder hypotheses within their sources. Keys and values of the sources stay where they are."""
+        reorder_in_place(self.self_attention_cache, beam_idx)
+
+    def spread(self) -> EncoderDecoderCache:
+        """Return transformers' kind of cache, with one row of the source per hypothesis; itself, if it is static."""
+        if type(self.cross_attention_cache) is not DynamicCache:
+            return self
+        keys = self.cross_attention_cache.layers[0].keys if self.cross_attention_cache.layers else None
+        copies = 1 if keys is None else len(self.self_attention_cache.layers[0].keys) // len(keys)
+        if copies > 1:
+            self.cross_attention_cache.batch_repeat_interleave(copies)
+        return EncoderDecoderCache(self.self_attention_cache, self.cross_attention_cache)
+
+
+def is_metaphrase(model: object) -> bool:
+    """Return True if the fast loops can run the decoder of a model, which may be wrapped in an adapter."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return isinstance(base, MetaphraseForConditionalGeneration)
+
+
+def search(
+    model: MetaphraseForConditionalGeneration,
+    input_ids: torch.LongTensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    return_scores: bool | None = None,
+    **model_kwargs,
+) -> torch.Tensor | GenerateBeamEncoderDecoderOutput | GenerateEncoderDecoderOutput:
+    """Decode by greedy search, sampling or beam search: by the fast loop if it can, else by transformers' loop.
+
+    `generate()` calls it, also as `generate(custom_generate=search, return_scores=True)`.
+
+    Args:
+        model: The model.
+        input_ids: First target ids of each hypothesis, `(sources * copies, length)`.
+        logits_processor: Processors of the logits.
+        stopping_criteria: Criteria of length and end of sequence, and the caller's own.
+        generation_config: As `generate()` prepares it.
+        return_scores: None returns what transformers' loops return. True and False return `sequences`, with
+            `sequences_scores` `(rows)` if True: scores of beams as transformers computes them, else sums of log-probabilities.
+        **model_kwargs: From `generate()`, `encoder_outputs` among them.
+
+    Returns:
+        Ids `(sources * copies, length)`, or an output that holds them.
+    """
+    arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
+    reason = obstacle(model, *arguments, **model_kwargs)
+    if return_scores is None and generation_config.return_dict_in_generate and not reason:
+        reason = "return_dict_in_generate"
+    model.last_search = LastSearch("transformers" if reason else "fast", reason)
+    logger.debug("decoding by the %s loop%s", model.last_search.loop, f": {reason}" if reason else "")
+    if not reason:
+        ids, scores = _fast_search(model, input_ids, logits_processor, generation_config, model_kwargs, return_scores)
+        if return_scores is None:
+            return ids
+        return GenerateBeamEncoderDecoderOutput(sequences=ids, sequences_scores=scores)
+    return _plain_search(model, *arguments, return_scores, model_kwargs)
+
+
+def _plain_search(
+    model: MetaphraseForConditionalGeneration,
+    input_ids: torch.LongTensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    return_scores: bool | None,
+    model_kwargs: dict,
+) -> torch.Tensor | GenerateBeamEncoderDecoderOutput | GenerateEncoderDecoderOutput:
+    """Run transformers' own loop."""
+    loop = GenerationMixin._sample if config.num_beams == 1 else GenerationMixin._beam_search
+    chosen = ChosenScores()
+    if return_scores is not None:
+        config.return_dict_in_generate, config.output_scores = True, return_scores
+    criteria = StoppingCriteriaList([*stopping_criteria, *([chosen] if return_scores else [])])
+    with compiled_steps(model, config, model_kwargs):
+        output = loop(model, input_ids, logits_processor, criteria, config, **model_kwargs)
+    if return_scores is None:
+        return _with_plain_cache(output)
+    scores = getattr(output, "sequences_scores", None)
+    if return_scores and scores is None:
+        scores = chosen.totals(output.sequences, input_ids.shape[1], config._eos_token_tensor)
+    return GenerateBeamEncoderDecoderOutput(sequences=output.sequences, sequences_scores=scores)
+
+
+def _fast_search(
+    model: MetaphraseForConditionalGeneration,
+    input_ids: torch.LongTensor,
+    processors: LogitsProcessorList,
+    config: GenerationConfig,
+    model_kwargs: dict,
+    return_scores: bool | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return ids `(sources * copies, length)` and scores `(sources * copies)`."""
+    encoder_output, mask = model_kwargs["encoder_outputs"][0], model_kwargs.get("attention_mask")
+    copies = len(input_ids) // len(encoder_output)
+    prompt, project = input_ids[::copies], prepared_projection(model)
+    if config.num_beams > 1:
+        state = TreeDecoderState(model.get_decoder(), encoder_output, mask)
+        return beam_search(project, state, prompt, processors, config)
+    state = DecoderState(model.get_decoder(), encoder_output, mask)
+    # Scores and sampling need the logits of all tokens.
+    shorten = None if config.do_sample or return_scores else _prepared_shortlist(model)
+    return sample(project, state, prompt, copies, processors, config, bool(return_scores), shorten)
+
+
+def prepared_projection(model: MetaphraseForConditionalGeneration) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return `model.project` for decoding steps, with the weights as they are now."""
+    return functools.partial(model.project, head=step_head(model.get_decoder(), model.get_output_embeddings()))
+
+
+def _prepared_shortlist(
+    model: MetaphraseForConditionalGeneration,
+) -> Callable[[torch.Tensor], Shortlist | None] | None:
+    shorten = step_shortlist(model.get_decoder(), model.get_output_embeddings())
+    if shorten is None or not _is_of_package(type(model).project):
+        return None
+    return lambda hidden_states: shorten(model.scale(hidden_states))
+
+
+def obstacle(
+    model: MetaphraseForConditionalGeneration,
+    input_ids: torch.LongTensor,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    synced_gpus: bool = False,
+    streamer: object = None,
+    **model_kwargs,
+) -> str:
+    """Return the first reason why the fast loops cannot decode, or an empty string."""
+    cache, mask = model_kwargs.get(CACHE_NAME), model_kwargs.get("attention_mask")
+    copies = max(config.num_beams, config.num_return_sequences)
+    names = {name for name, value in model_kwargs.items() if value is not None}
+    conditions = {
+        "synced_gpus": lambda: synced_gpus,
+        "low_memory": lambda: config.low_memory,
+        "assistant": lambda: config.is_assistant,
+        "streamer": lambda: streamer is not None,
+        "prefill_chunk_size": lambda: config.prefill_chunk_size is not None,
+        "logits processor": lambda: unknown_processors(processors),
+        "stopping criterion": lambda: unknown_criteria(criteria, config),
+        "argument of the network": lambda: names - _SUPPORTED_ARGUMENTS,
+        "kind of cache": lambda: type(cache) is not SharedSourceCache or _is_special(cache.self_attention_cache),
+        "attn_implementation": lambda: model.config._attn_implementation not in _SUPPORTED_KERNELS,
+        "model in training": lambda: model.training,
+        "dtype": lambda: computing_dtype(model) not in _SUPPORTED_DTYPES,
+        "prompts of one source that differ": lambda: len(input_ids) != copies * len(model_kwargs["encoder_outputs"][0]),
+        # The attention kernel decides what a row without a token attends to.
+        "source without a token": lambda: mask is not None and not bool(mask.any(dim=1).all()),
+        "hook or own forward": lambda: not calls_are_plain(model),
+    }
+    return next((name for name, is_met in conditions.items() if is_met()), "")
+
+
+def _is_special(cache: object) -> bool:
+    return type(cache) is not DynamicCache or cache.offloading
+
+
+def computing_dtype(model: PreTrainedModel) -> torch.dtype:
+    """Return the dtype of the model's products, under autocast too."""
+    kind = model.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
+
+
+def calls_are_plain(model: MetaphraseForConditionalGeneration) -> bool:
+    """Return True if no hook and no replaced method of a user would run in a call of the model or its decoder."""
+    attributes = vars(model)
+    is_plain = (
+        "prepare_inputs_for_generation" not in attributes
+        # accelerate casts around the original `forward`, which it stores.
+        and ("forward" not in attributes or "_original_forward" in attributes)
+        and all(_is_of_package(getattr(type(model), name)) for name in ("forward", "prepare_inputs_for_generation"))
+    )
+    return is_plain and not any(
+        module._forward_pre_hooks
+        # `hasattr` would first look for parameters, buffers and modules of that name.
+        or "_hf_hook" in vars(module)
+        or (module._forward_hooks and any(map(_is_of_user, module._forward_hooks.values())))
+        for module in (model, model.base_model, *walk(model.get_decoder()))
+    )
+
+
+def _is_of_package(method: Callable) -> bool:
+    """Return True if a method is defined by the network itself, not by a subclass elsewhere."""
+    return method.__module__.rpartition(".")[0] == MetaphraseForConditionalGeneration.__module__.rpartition(".")[0]
+
+
+def _is_of_user(hook: Callable) -> bool:
+    """Return True unless transformers left the hook after it recorded hidden states or attention weights."""
+    return getattr(hook, "__module__", None) != capture_outputs.__module__
+
+
+def _can_share_sources(model: MetaphraseForConditionalGeneration) -> bool:
+    # Flash attention takes a padding mask for the mask of the last queries. A hook of the decoder, such as peft's choice of
+    # an adapter for each row, may expect one row of the source per hypothesis.
+    is_hooked = any(module._forward_pre_hooks for module in walk(model.get_decoder()))
+    return not is_hooked and "flash" not in model.config._attn_implementation
+
+
+def _with_plain_cache(output: torch.Tensor | GenerateEncoderDecoderOutput | GenerateBeamEncoderDecoderOutput):
+    """Give an output of transformers' loops a cache with one row of the source per hypothesis."""
+    cache = getattr(output, CACHE_NAME, None)
+    if isinstance(cache, SharedSourceCache):
+        setattr(output, CACHE_NAME, cache.spread())
+    return output
+
+
+class FastGeneration(GenerationMixin):
+    """The four steps of `generate()` that `install` replaces. Read in transformers 5.23.0."""
+
+    def _expand_inputs_for_generation(self, expand_size=1, is_encoder_decoder=False, input_ids=None, **model_kwargs):
+        """Repeat the prompt for each hypothesis. The source stays as it is, and all its hypotheses share it."""
+        expand = functools.partial(GenerationMixin._expand_inputs_for_generation, self, expand_size)
+        shares = is_encoder_decoder and expand_size > 1 and model_kwargs.get(CACHE_NAME) is None
+        if not shares or not _can_share_sources(self):
+            return expand(is_encoder_decoder, input_ids, **model_kwargs)
+        shared = {
+            name: model_kwargs.pop(name) for name in ("encoder_outputs", "attention_mask") if name in model_kwargs
+        }
+        input_ids, model_kwargs = expand(False, input_ids, **model_kwargs)
+        return input_ids, model_kwargs | shared
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        """Make a cache whose hypotheses share their source."""
+        shares = model_kwargs.get(CACHE_NAME) is None and _can_share_sources(self)
+        is_plain = generation_config.use_cache is not False and not generation_config.is_assistant
+        if shares and is_plain and generation_config.cache_implementation in (None, "dynamic"):
+            # transformers would copy the configuration, to look for sliding windows that Metaphrase models do not have.
+            model_kwargs[CACHE_NAME] = SharedSourceCache(DynamicCache(), DynamicCache())
+            return
+        GenerationMixin._prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs)
+        cache = model_kwargs.get(CACHE_NAME)
+        if cache is not None and shares:
+            model_kwargs[CACHE_NAME] = SharedSourceCache(cache.self_attention_cache, cache.cross_attention_cache)
+
+    def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        """Decode greedily or by sampling."""
+        return search(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
+
+    def _beam_search(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        """Decode by beam search."""
+        return search(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
+
+
+def install() -> None:
+    """Let `generate()` of all Metaphrase models call `search`."""
+    for name, method in vars(FastGeneration).items():
+        if callable(method) and name in vars(GenerationMixin):
+            setattr(MetaphraseForConditionalGeneration, name, method)

@@ -1,1 +1,0 @@
-"""Faster kernels for training, plugged into the network by `import metaphrase`."""

@@ -1,0 +1,146 @@
+"""Tests of `metaphrase.modeling.encoder`: padding is not computed where nothing depends on it, and nothing else changes."""
+
+import pytest
+import torch
+from tiny_models import DESIGNS, padding_mask, random_batch, tiny_model
+
+from metaphrase.decoding import unpadded_encoding as module
+from metaphrase.modeling.encoder import MetaphraseEncoder
+
+LENGTHS = [9, 4, 1, 6]
+
+
+@pytest.fixture(autouse=True)
+def skips_in_tiny_models(monkeypatch):
+    monkeypatch.setattr(module, "LEAST_HIDDEN_SIZE", 0)
+
+
+@pytest.fixture
+def skipped(monkeypatch):
+    """The lengths of the sources that were encoded without their padding."""
+    calls, original = [], MetaphraseEncoder.encode_packed
+
+    def recorded(self, embeddings, segments, **kwargs):
+        calls.append(segments.lengths.tolist())
+        return original(self, embeddings, segments, **kwargs)
+
+    monkeypatch.setattr(MetaphraseEncoder, "encode_packed", recorded)
+    return calls
+
+
+def make_batch(config, side="right"):
+    ids = torch.randint(3, config.vocab_size, (len(LENGTHS), 11), generator=torch.Generator().manual_seed(0))
+    mask = padding_mask(LENGTHS, 11, side)
+    return ids.masked_fill(mask == 0, config.pad_token_id), mask
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", list(DESIGNS))
+def test_memory_is_that_of_the_padded_rows(name, side, skipped):
+    encoder = tiny_model(**DESIGNS[name]).get_encoder()
+    ids, mask = make_batch(encoder.config, side)
+    with torch.no_grad():
+        memory = encoder(ids, mask).last_hidden_state
+    assert skipped == [LENGTHS]
+    # With gradients it computes the padding too.
+    expected = encoder(ids, mask).last_hidden_state
+    assert skipped == [LENGTHS]
+    torch.testing.assert_close(memory[mask == 1], expected[mask == 1], rtol=1e-4, atol=5e-5)
+    assert (memory[mask == 0] == 0).all()
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32])
+def test_a_mask_may_be_of_any_type(kind, skipped):
+    encoder = tiny_model().get_encoder()
+    ids, mask = make_batch(encoder.config)
+    with torch.inference_mode():
+        memory, expected = (encoder(ids, given).last_hidden_state for given in (mask.to(kind), mask))
+    assert skipped == [LENGTHS, LENGTHS]
+    assert torch.equal(memory, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_logits_are_those_of_each_source_by_itself(dtype, skipped):
+    model = tiny_model(initializer_range=0.1).to(dtype)
+    batch = random_batch(model.config, batch=3, source=9)
+    logits = model(**batch).logits
+    assert skipped == [[9, 7, 5]]
+    for row, length in enumerate((9, 7, 5)):
+        alone = model(batch["input_ids"][row, None, :length], decoder_input_ids=batch["decoder_input_ids"][row, None])
+        tolerance = 1e-5 if dtype == torch.float32 else 0.05
+        torch.testing.assert_close(logits[row], alone.logits[0], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_generation_is_that_with_the_padding(num_beams, skipped, monkeypatch):
+    model = tiny_model()
+    ids, mask = make_batch(model.config)
+    options = {"attention_mask": mask, "num_beams": num_beams, "do_sample": False, "max_new_tokens": 8}
+    found = model.generate(ids, **options)
+    assert skipped == [LENGTHS]
+    monkeypatch.setattr(module, "LEAST_PADDING", 1.1)
+    assert torch.equal(found, model.generate(ids, **options))
+    assert skipped == [LENGTHS]
+
+
+def hole(encoder, mask):
+    mask[0, 4] = 0
+
+
+def empty_row(encoder, mask):
+    mask[2] = 0
+
+
+def little_padding(encoder, mask):
+    mask[:, :] = 1
+    mask[0, -1] = 0
+
+
+def training(encoder, mask):
+    encoder.train()
+
+
+def another_kernel(encoder, mask):
+    encoder.set_attn_implementation("eager")
+
+
+def hook_on_a_part(encoder, mask):
+    encoder.layers[1].mlp.register_forward_hook(lambda *_: None)
+
+
+def small_model(encoder, mask):
+    module.LEAST_HIDDEN_SIZE = 256
+
+
+OBSTACLES = (hole, empty_row, little_padding, training, another_kernel, hook_on_a_part, small_model)
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES, ids=lambda obstacle: obstacle.__name__)
+@torch.no_grad()
+def test_padding_is_computed(obstacle, skipped):
+    encoder = tiny_model().get_encoder()
+    ids, mask = make_batch(encoder.config)
+    obstacle(encoder, mask)
+    assert encoder(ids, mask).last_hidden_state.shape == (*ids.shape, encoder.config.hidden_size)
+    assert skipped == []
+
+
+@torch.no_grad()
+def test_compiled_and_traced_code_computes_the_padding(skipped):
+    """Its branches would be those of the lengths that it was made with."""
+    encoder = tiny_model().requires_grad_(False).get_encoder()
+    ids, mask = make_batch(encoder.config)
+    torch.compile(encoder, backend="eager", fullgraph=True)(ids, mask)
+    torch.jit.trace(lambda *inputs: encoder(*inputs).last_hidden_state, (ids, mask), check_trace=False)
+    assert skipped == []
+
+
+@torch.no_grad()
+def test_padding_is_computed_where_positions_are_given_or_outputs_recorded(skipped):
+    encoder = tiny_model().get_encoder()
+    ids, mask = make_batch(encoder.config)
+    encoder(ids, mask, position_ids=torch.arange(ids.shape[1])[None])
+    recorded = encoder(ids, mask, output_hidden_states=True).hidden_states
+    assert [states.shape for states in recorded] == [(*ids.shape, encoder.config.hidden_size)] * 3
+    assert skipped == []

@@ -1,0 +1,236 @@
+"""Linear layers that write their bias and a ReLU with the product: as torch's own, forward and backward."""
+
+import pytest
+import torch
+from packed_rows import gradients, packed
+from tiny_models import tiny_model
+from torch import nn
+
+from metaphrase.ops import linear_and_dropout as fused_linear
+from metaphrase.ops.linear_and_dropout import can_join, joined_linear, linear
+
+pytestmark = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="the processor has no products in bfloat16"
+)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Layers of any size are fused, and the products that were are counted."""
+    found, apply = [], fused_linear._FusedLinear.apply
+    monkeypatch.setattr(fused_linear, "_LEAST_SIZE", 0)
+    monkeypatch.setattr(fused_linear._FusedLinear, "apply", lambda *parts: found.append(parts) or apply(*parts))
+    return found
+
+
+def run(layer, states, activation, call, gradient=None):
+    states = states.detach().requires_grad_()
+    layer.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        output = call(layer, states, activation)
+    if gradient is None:
+        gradient = torch.linspace(-1, 1, output.numel()).view(output.shape)
+    output.backward(gradient.to(output.dtype))
+    gradients = {"states": states.grad} | {name: value.grad for name, value in layer.named_parameters()}
+    return output.detach(), {name: gradient.clone() for name, gradient in gradients.items()}
+
+
+def plain(layer, states, activation):
+    output = layer(states)
+    return output if activation is None else activation(output)
+
+
+@pytest.mark.parametrize("activation", [None, nn.ReLU()])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(7, 24), (2, 5, 24)])
+def test_products_and_gradients_are_those_of_torch(shape, dtype, has_bias, activation, calls):
+    layer, states = nn.Linear(24, 40, bias=has_bias, dtype=dtype), torch.randn(shape).bfloat16()
+    output, gradients = run(layer, states, activation, linear)
+    expected, expected_gradients = run(layer, states, activation, plain)
+    assert len(calls) == 1 and output.dtype == torch.bfloat16
+    # A rounding in bfloat16 apart.
+    torch.testing.assert_close(output, expected, rtol=2**-7, atol=2**-7)
+    torch.testing.assert_close(gradients, expected_gradients, rtol=2**-6, atol=2**-5)
+
+
+def test_what_is_frozen_has_no_gradient(calls):
+    layer = nn.Linear(24, 40)
+    layer.weight.requires_grad_(False)
+    with torch.autocast("cpu", torch.bfloat16):
+        linear(layer, torch.randn(7, 24).bfloat16()).sum().backward()
+    assert len(calls) == 1 and layer.weight.grad is None and layer.bias.grad is not None
+
+
+class _Doubled(nn.Linear):
+    def forward(self, states):
+        return 2 * super().forward(states)
+
+
+def _replaced(layer):
+    layer.forward = lambda states: 2 * nn.functional.linear(states, layer.weight, layer.bias)
+    return layer
+
+
+def _hooked(layer):
+    layer.register_forward_hook(lambda module, inputs, output: 2 * output)
+    return layer
+
+
+def _hooked_before(layer):
+    layer.register_forward_pre_hook(lambda module, inputs: tuple(2 * states for states in inputs))
+    return layer
+
+
+def _hooked_behind(layer):
+    layer.register_full_backward_hook(lambda module, inputs, outputs: tuple(2 * gradient for gradient in inputs))
+    return layer
+
+
+@pytest.mark.parametrize("wrap", [_replaced, _hooked, _hooked_before, _hooked_behind])
+def test_what_wraps_a_layer_is_called(wrap, calls):
+    layer, states = wrap(nn.Linear(24, 40, bias=False)), torch.randn(7, 24).bfloat16().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        output = linear(layer, states)
+    output.sum().backward()
+    expected = 2 * layer.weight.bfloat16().sum(dim=0).expand(7, -1)
+    torch.testing.assert_close(states.grad, expected, rtol=2**-6, atol=2**-6)
+    assert calls == []
+
+
+def test_other_classes_and_other_activations_are_called(calls):
+    states = torch.randn(7, 24).bfloat16()
+    hooked = nn.ReLU()
+    hooked.register_forward_hook(lambda module, inputs, output: 2 * output)
+    layer, other = nn.Linear(24, 40), _Doubled(24, 40)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(linear(other, states), other(states))
+        assert torch.equal(linear(layer, states, nn.GELU()), nn.functional.gelu(layer(states)))
+        assert torch.equal(linear(layer, states, hooked), 2 * layer(states).relu())
+    assert calls == []
+
+
+def test_hooks_of_all_modules_are_called(calls):
+    seen = []
+    hook = nn.modules.module.register_module_forward_hook(lambda module, inputs, output: seen.append(module))
+    layer = nn.Linear(24, 40)
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            linear(layer, torch.randn(7, 24).bfloat16())
+    finally:
+        hook.remove()
+    assert seen == [layer] and calls == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_layers_side_by_side_are_what_each_is(has_bias, dtype, calls):
+    layers = nn.ModuleList([nn.Linear(24, size, bias=has_bias, dtype=dtype) for size in (40, 8, 16)])
+    states = torch.randn(2, 5, 24).bfloat16()
+    actual, gradients = run(layers, states, None, lambda layers, states, _: joined_linear(layers, states))
+    assert len(calls) == 1
+    expected, expected_gradients = run(
+        layers, states, None, lambda layers, states, _: torch.cat([layer(states) for layer in layers], dim=-1)
+    )
+    torch.testing.assert_close(actual, expected, rtol=2**-7, atol=2**-7)
+    torch.testing.assert_close(gradients, expected_gradients, rtol=2**-6, atol=2**-5)
+
+
+def test_of_layers_side_by_side_only_what_learns_has_a_gradient(calls):
+    layers = nn.ModuleList([nn.Linear(24, 40), nn.Linear(24, 8)])
+    layers[0].weight.requires_grad_(False)
+    layers[1].bias.requires_grad_(False)
+    joined_linear(layers, torch.randn(7, 24).bfloat16()).sum().backward()
+    learns = [parameter.grad is not None for parameter in layers.parameters()]
+    assert len(calls) == 1 and learns == [False, True, True, False]
+
+
+def test_layers_are_joined_if_each_can_be_fused_and_all_have_biases_or_none(calls):
+    states = torch.randn(7, 24).bfloat16()
+    assert can_join([nn.Linear(24, 40), nn.Linear(24, 8)], states)
+    assert not can_join([nn.Linear(24, 40), nn.Linear(24, 8, bias=False)], states)
+    assert not can_join([nn.Linear(24, 40), _hooked(nn.Linear(24, 8))], states)
+    assert not can_join([nn.Linear(24, 40), _Doubled(24, 8)], states)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 255, 256, 600])
+def test_gradients_through_a_relu_are_summed_strip_by_strip(rows, has_bias, calls):
+    layer, states, gradient = nn.Linear(24, 40, bias=has_bias), torch.randn(rows, 24).bfloat16(), torch.randn(rows, 40)
+    _, gradients = run(layer, states, nn.ReLU(), linear, gradient)
+    _, expected = run(layer, states, nn.ReLU(), plain, gradient)
+    for name, gradient in expected.items():
+        assert (gradients[name] - gradient).norm() <= 0.01 * gradient.norm(), name
+
+
+ROTARY = {"position_embedding_type": "rotary"}
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "joined"),
+    [
+        # Query, key and value of four self-attentions; key and value of two cross-attentions.
+        ({"activation_function": "relu", "gated_mlp": False, "mlp_bias": True, "attention_bias": True}, 4 * 2 + 2),
+        ({"activation_function": "gelu", "gated_mlp": False, "attention_dropout": 0.1}, 4 * 2 + 2),
+        ({"activation_function": "silu", "gated_mlp": True, "position_embedding_type": "relative"}, 4 * 2 + 2),
+        ({"activation_function": "silu", "gated_mlp": True, **ROTARY}, 2),
+        ({"qk_norm": True}, 0),
+        ({"num_key_value_heads": 2}, 0),
+    ],
+)
+def test_a_model_learns_the_same_from_fused_layers(fields, joined, is_checkpointed, calls, monkeypatch):
+    fields = {"position_embedding_type": "sinusoidal"} | fields
+    model = tiny_model(initializer_range=0.2, **fields).train()
+    if is_checkpointed:
+        model.gradient_checkpointing_enable()
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.manual_seed(5)
+            return gradients(model, packed(model.config))
+
+    output, actual = step()
+    inner = [name for name, module in model.named_modules() if type(module) is nn.Linear and name != "lm_head"]
+    assert len(calls) == (len(inner) - joined) * (2 if is_checkpointed else 1)
+    monkeypatch.setattr(fused_linear, "_LEAST_SIZE", 2**60)
+    plain_output, expected = step()
+    assert output.loss.item() == pytest.approx(plain_output.loss.item(), rel=2e-3)
+    for name, gradient in expected.items():
+        assert (actual[name] - gradient).norm() <= 0.03 * gradient.norm() + 5e-4, name
+
+
+class _Quantized(torch.Tensor):
+    """Stands for the weights of libraries that answer to a product in their own way."""
+
+
+def test_weights_of_other_kinds_and_compiled_code_are_torchs_own(calls, monkeypatch):
+    layer, states = nn.Linear(24, 40), torch.randn(7, 24).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.compiler, "is_compiling", lambda: True)
+            linear(layer, states)
+        layer.weight = nn.Parameter(layer.weight.data.as_subclass(_Quantized))
+        linear(layer, states)
+    assert calls == []
+
+
+def test_no_rows_have_a_gradient_of_zero(calls):
+    layer = nn.Linear(24, 40)
+    with torch.autocast("cpu", torch.bfloat16):
+        linear(layer, torch.randn(0, 24).bfloat16(), nn.ReLU()).sum().backward()
+    assert len(calls) == 1
+    assert layer.weight.grad.count_nonzero() == layer.bias.grad.count_nonzero() == 0
+
+
+def test_float32_small_layers_and_inference_are_torchs_own(calls, monkeypatch):
+    layer, states = nn.Linear(24, 40), torch.randn(7, 24)
+    linear(layer, states)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        linear(layer, states.bfloat16())
+    monkeypatch.undo()
+    found = []
+    monkeypatch.setattr(fused_linear._FusedLinear, "apply", lambda *parts: found.append(parts))
+    with torch.autocast("cpu", torch.bfloat16):
+        linear(layer, states.bfloat16())
+    assert calls == found == []
