@@ -193,6 +193,7 @@ def obstacle(
         "synced_gpus": lambda: synced_gpus,
         "low_memory": lambda: config.low_memory,
         "assistant": lambda: config.is_assistant,
+        "sampled beams": lambda: config.do_sample and config.num_beams > 1,
         "streamer": lambda: streamer is not None,
         "prefill_chunk_size": lambda: config.prefill_chunk_size is not None,
         "logits processor": lambda: unknown_processors(processors),

@@ -95,6 +95,23 @@ def test_what_is_not_known_is_left_to_transformers(case, beams, states, monkeypa
     assert texts.tolist() == expected.tolist()
 
 
+def test_the_last_search_says_which_loop_ran_and_why(caplog):
+    model = tiny_model()
+    inputs = sources(model)
+    with caplog.at_level("DEBUG", logger="metaphrase.decoding"):
+        model.generate(**inputs, max_new_tokens=3, num_beams=2)
+        assert model.last_search == generation.LastSearch("fast")
+        model.generate(**inputs, max_new_tokens=3, num_beams=2, do_sample=True)
+        assert model.last_search == generation.LastSearch("transformers", "sampled beams")
+        model.generate(**inputs, max_new_tokens=3, return_dict_in_generate=True)
+        assert model.last_search.reason == "return_dict_in_generate"
+    assert [record.getMessage() for record in caplog.records] == [
+        "decoding by the fast loop",
+        "decoding by the transformers loop: sampled beams",
+        "decoding by the transformers loop: return_dict_in_generate",
+    ]
+
+
 def of_transformers(model, **options):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generation, "obstacle", lambda *_, **__: "switched off")

@@ -253,10 +253,10 @@ def test_copies_are_dropped_when_training_starts_and_with_the_model():
     model.train()
     assert decoder not in step_layer._layers
     first_step(model.eval())
-    count = len(step_layer._layers)
+    count = len(step_layer._layers._by_owner)
     del model, decoder
     gc.collect()
-    assert len(step_layer._layers) < count
+    assert len(step_layer._layers._by_owner) < count
 
 
 def test_copies_do_not_travel(tmp_path):
