@@ -12,12 +12,12 @@ MAX_FILES_PER_FOLDER, MAX_LINES_PER_FILE = 20, 450
 LIBRARIES_OF_MODELING = {"torch", "transformers", "huggingface_hub"}
 # A sub-room without a row belongs to its parent: `data.denoising` to `data`.
 MAY_IMPORT = {
-    "metaphrase": "modeling kernels decoding",
+    "metaphrase": "modeling ops decoding",
     "modeling": "",
     "demo": "",
     "storage": "modeling",
     "tokenization": "modeling",
-    "kernels": "modeling",
+    "ops": "modeling",
     "data": "tokenization modeling",
     "conversion": "conversion.ctranslate2 tokenization storage modeling",
     "conversion.ctranslate2": "conversion tokenization storage modeling",
@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "training": "training.recipe training.checkpointing evaluation inference data tokenization storage modeling",
     "training.recipe": "training.checkpointing evaluation data tokenization storage modeling",
     "training.checkpointing": "data tokenization storage modeling",
-    "training.planning": "training training.recipe training.checkpointing data tokenization storage modeling kernels",
+    "training.planning": "training training.recipe training.checkpointing data tokenization storage modeling ops",
     "hub_card": "training training.recipe training.checkpointing inference tokenization storage modeling",
 }
 MAY_IMPORT["scripts"] = " ".join(MAY_IMPORT)
@@ -43,7 +43,7 @@ MODULES = {file.removesuffix(".py").removesuffix("/__init__").replace("/", "."):
 
 def room_of(module):
     names = [module.rsplit(".", count)[0] for count in range(module.count(".") + 1)]
-    return next(name for name in names if name in MAY_IMPORT)
+    return next((name for name in names if name in MAY_IMPORT), None)
 
 
 def import_statements(file):
