@@ -43,7 +43,7 @@ MODULES = {file.removesuffix(".py").removesuffix("/__init__").replace("/", "."):
 
 def room_of(module):
     names = [module.rsplit(".", count)[0] for count in range(module.count(".") + 1)]
-    return next((name for name in names if name in MAY_IMPORT), None)
+    return next((name for name in names if name in MAY_IMPORT), names[-1])
 
 
 def import_statements(file):
@@ -68,12 +68,12 @@ def imported_modules(file):
 
 
 def test_rooms_import_only_the_rooms_of_their_row():
-    assert {room_of(module) for module in MODULES} == MAY_IMPORT.keys()
     wrong = []
     for module, file in MODULES.items():
-        allowed = {room_of(module), *MAY_IMPORT[room_of(module)].split()}
+        allowed = {room_of(module), *MAY_IMPORT.get(room_of(module), "").split()}
         wrong += [f"{file} imports {other}" for other in imported_modules(file) if room_of(other) not in allowed]
     assert not wrong, "\n".join(wrong)
+    assert {room_of(module) for module in MODULES} == MAY_IMPORT.keys()
 
 
 def test_files_do_not_import_each_other_in_a_circle():
