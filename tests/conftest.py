@@ -19,20 +19,20 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True)
 def seeded():
-    """Each test starts from the same random state, whatever ran before it."""
+    """Start every test from the same random state."""
     torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def frozen():
-    """What was imported stays. A Trainer collects garbage when it begins: to look at that too takes longer than a small run."""
+    """Exclude imported modules from garbage collection. A Trainer collects garbage first, which takes longer than a small run."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture
 def uncompiled_flex(monkeypatch):
-    """transformers compiles flex attention, which takes seconds for each shape; written out, it computes the same."""
+    """Run flex attention uncompiled. Compilation takes seconds for each shape and does not change the result."""
     monkeypatch.setattr(flex_integration, "WrappedFlexAttention", lambda training: lambda: flex_attention)
     monkeypatch.setattr(packed_flex, "_compiled", lambda: flex_attention)
     monkeypatch.setattr(masking_utils, "create_block_mask", lambda *_, _compile, **rest: create_block_mask(*_, **rest))
@@ -43,7 +43,7 @@ def uncompiled_flex(monkeypatch):
 
 @pytest.fixture
 def same_environment():
-    """transformers writes its FSDP settings into the environment."""
+    """Restore the environment afterwards. transformers writes FSDP settings to it."""
     with patch.dict(os.environ):
         yield
 
@@ -58,7 +58,7 @@ def model():
 
 @pytest.fixture
 def pairs():
-    """A few pairs of ids, as `make_trainer` of `small_trainers` takes them."""
+    """A few pairs of ids for `small_trainers.make_trainer`."""
     from small_trainers import small_pairs
 
     return small_pairs()
@@ -66,7 +66,7 @@ def pairs():
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The folders of two runs with three checkpoints: one by a plain Trainer, and one by `WholeCheckpoints`."""
+    """Run folders with three checkpoints, of a plain Trainer and of `WholeCheckpoints`."""
     import small_runs
 
     folders = {}
@@ -78,19 +78,19 @@ def runs(tmp_path_factory):
 
 @pytest.fixture
 def run(runs, tmp_path):
-    """A copy of the run by `WholeCheckpoints`."""
+    """A copy of the run folder of `WholeCheckpoints`."""
     return shutil.copytree(runs["whole"], tmp_path / "run")
 
 
 @pytest.fixture
 def plain_run(runs, tmp_path):
-    """A copy of the run by a plain Trainer."""
+    """A copy of the run folder of a plain Trainer."""
     return shutil.copytree(runs["plain"], tmp_path / "plain")
 
 
 @pytest.fixture
 def generator():
-    """A tiny generator that writes arbitrary texts."""
+    """A tiny generator. Its outputs are arbitrary."""
     from tiny_generator import tiny_generator
 
     return tiny_generator()
@@ -98,7 +98,7 @@ def generator():
 
 @pytest.fixture
 def sources(generator):
-    """The token ids of its sources."""
+    """The token ids of `SOURCES`."""
     from tiny_generator import SOURCES
 
     return generator.tokenizers.encode_sources(SOURCES)
@@ -106,7 +106,7 @@ def sources(generator):
 
 @pytest.fixture(scope="module")
 def generators():
-    """Generators of arbitrary texts, by whether one tokenizer serves both sides."""
+    """Tiny generators: with one tokenizer for both sides under True, with two under False."""
     from tiny_generator import tiny_generator
 
     return {joint: tiny_generator(joint) for joint in (True, False)}
@@ -114,7 +114,7 @@ def generators():
 
 @pytest.fixture(scope="module")
 def model_folders(generators, tmp_path_factory):
-    """The generators' saved models, likewise."""
+    """The folders of the saved `generators`, by the same keys."""
     from tiny_generator import save_generator
 
     root = tmp_path_factory.mktemp("generators")
@@ -123,7 +123,7 @@ def model_folders(generators, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def families():
-    """Models of transformers' own classes, for the vocabulary of the generators."""
+    """A T5 and a BART of transformers, with the vocabulary of the generators."""
     from pipeline_models import family_model
 
     models = {name: family_model(name) for name in ("t5", "bart")}
@@ -133,7 +133,7 @@ def families():
 
 @pytest.fixture
 def pipe(generators):
-    """A pipeline from text to text with one tokenizer, and eight new tokens by the model's own settings."""
+    """A text2text pipeline with one tokenizer. The model's generation config sets eight new tokens."""
     from transformers import pipeline
 
     return pipeline("text2text-generation", model=generators[True].model, tokenizer=generators[True].tokenizers)
@@ -141,7 +141,7 @@ def pipe(generators):
 
 @pytest.fixture(scope="session")
 def cli_model(tmp_path_factory):
-    """The folder of a tiny model that reads and writes bytes."""
+    """The folder of a tiny model with a byte tokenizer."""
     from tiny_generator import save_generator, tiny_generator
 
     return str(save_generator(tiny_generator(kind="byte"), tmp_path_factory.mktemp("cli") / "model"))
@@ -149,7 +149,7 @@ def cli_model(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def other_cli_model(tmp_path_factory):
-    """The folder of another one, with other weights."""
+    """The folder of a model like `cli_model` with other weights."""
     from tiny_generator import save_generator, tiny_generator
 
     return str(save_generator(tiny_generator(kind="byte", seed=1), tmp_path_factory.mktemp("cli") / "other"))
@@ -157,7 +157,7 @@ def other_cli_model(tmp_path_factory):
 
 @pytest.fixture
 def files(tmp_path):
-    """A file of sources and one of their targets."""
+    """The paths of a file of sources and a file of targets."""
     from tiny_generator import SOURCES, TARGETS
 
     source, target = tmp_path / "test.en", tmp_path / "test.de"
@@ -168,16 +168,16 @@ def files(tmp_path):
 
 @pytest.fixture(scope="module")
 def corpus():
-    """A few made-up pairs of each split."""
+    """A few pairs of the demo corpus for each split."""
     from metaphrase.demo.corpus import make_demo_corpus
 
-    made = make_demo_corpus(num_train=2000, num_validation=20, num_test=20)
-    return {split: pairs[: 60 if split == "train" else 8] for split, pairs in made.items()}
+    splits = make_demo_corpus(num_train=2000, num_validation=20, num_test=20)
+    return {split: pairs[: 60 if split == "train" else 8] for split, pairs in splits.items()}
 
 
 @pytest.fixture
 def data(tmp_path, corpus):
-    """A folder with those pairs, as tables and as texts of each side."""
+    """A folder with the pairs of `corpus`: a TSV file and a text file per side for each split."""
     folder = tmp_path / "data"
     folder.mkdir()
     for split, pairs in corpus.items():
@@ -190,7 +190,7 @@ def data(tmp_path, corpus):
 
 @pytest.fixture(scope="module")
 def bart(tmp_path_factory):
-    """A folder with a BART, and the model."""
+    """A folder with a saved BART, and the model."""
     from converted_models import bart_like, draw
 
     folder = tmp_path_factory.mktemp("bart") / "bart"

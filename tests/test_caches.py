@@ -1,4 +1,4 @@
-"""Tests of the caches: whatever remembers the keys and values, the text that comes out is the same."""
+"""Tests of the caches: every cache, and none, gives the same tokens and logits."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from tiny_models import CROSSED, DESIGNS, POSITIONS, padding_mask, random_batch,
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 CLOSE = {"atol": 1e-3, "rtol": 1e-3}
-# A random model soon repeats itself, which would hide a wrong step; many end tokens let rows end at different steps.
+# Repeated tokens would hide a wrong step. With many end tokens, rows end at different steps.
 END_TOKENS = [5, 11, 17, 23, 29]
 VARIED = {"max_new_tokens": 7, "no_repeat_ngram_size": 1, "suppress_tokens": [0], "eos_token_id": END_TOKENS}
 SEARCHES = {"greedy": VARIED, "beam": VARIED | {"num_beams": 3, "length_penalty": 0.7}}
@@ -23,7 +23,7 @@ def generate(model, inputs, **options):
 
 
 def assert_same_text(outputs, expected):
-    """Token for token, and with the same logits at each step."""
+    """Check that tokens, logits of each step, and scores are the same."""
     assert outputs.sequences.tolist() == expected.sequences.tolist()
     torch.testing.assert_close(torch.stack(outputs.logits), torch.stack(expected.logits), **CLOSE)
     if "sequences_scores" in expected:
@@ -31,7 +31,7 @@ def assert_same_text(outputs, expected):
 
 
 def up_to_the_end(sequence):
-    """One generated row up to its end token; what stands behind it is padding, which beam search fills in its own way."""
+    """Return a generated row up to its end token. Beam search pads differently after the end."""
     tokens = sequence.tolist()
     ends = [index for index, token in enumerate(tokens) if token in END_TOKENS]
     return tokens[: ends[0] + 1] if ends else tokens
@@ -49,8 +49,8 @@ def test_cached_equals_uncached(design, search):
     assert_same_text(outputs, expected)
 
 
-def caches(config, rows):
-    """Each cache that a caller may hand over."""
+def caches(config):
+    """Return the caches that a caller may pass as `past_key_values`."""
     return {
         "two dynamic": EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config)),
         "one dynamic": DynamicCache(config=config),
@@ -62,7 +62,7 @@ def caches(config, rows):
 
 @pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("design", DESIGNS)
-def test_every_cache_gives_the_same(design, search):
+def test_every_cache_gives_the_same_tokens(design, search):
     model = tiny_model(**DESIGNS[design])
     inputs = sources(model.config, "left")
     options = SEARCHES[search]
@@ -71,7 +71,7 @@ def test_every_cache_gives_the_same(design, search):
         outputs = generate(model, inputs, cache_implementation=implementation, **options)
         assert outputs.past_key_values.self_attention_cache.is_compileable == ("static" in implementation)
         assert_same_text(outputs, expected)
-    for cache in caches(model.config, 3).values():
+    for cache in caches(model.config).values():
         assert_same_text(generate(model, inputs, past_key_values=cache, **options), expected)
 
 
@@ -126,7 +126,7 @@ def test_continuing_from_a_returned_cache(design, implementation):
     inputs = sources(model.config)
     options = VARIED | {"eos_token_id": None}
     expected = generate(model, inputs, **options)
-    # A static cache is made for its first call: it gets room for the second.
+    # The first call creates the static cache, so it must have room for the second call.
     first_options = {"max_new_tokens": 3, "cache_implementation": implementation, "max_cache_len": 12}
     first = generate(model, inputs, **(options | first_options))
     assert first.past_key_values.get_seq_length() == 3
@@ -135,7 +135,7 @@ def test_continuing_from_a_returned_cache(design, implementation):
         inputs,
         **(options | {"max_new_tokens": 4}),
         decoder_input_ids=first.sequences,
-        # transformers leaves out what the cache holds only where a mask says that all is given.
+        # Without a mask, transformers does not skip the tokens that the cache holds.
         decoder_attention_mask=torch.ones_like(first.sequences),
         past_key_values=first.past_key_values,
     )
@@ -145,13 +145,13 @@ def test_continuing_from_a_returned_cache(design, implementation):
 
 @pytest.mark.parametrize("design", DESIGNS)
 def test_steps_of_any_width_equal_one_pass(design):
-    """The target in pieces of 1, 3, and 2 tokens, through a dynamic and a static cache, padded on the left or not."""
+    """Targets in pieces of 1, 3 and 2 tokens, in dynamic and static caches, with and without left padding."""
     model = tiny_model(**DESIGNS[design])
     inputs = random_batch(model.config, target=6)
     targets = inputs.pop("decoder_input_ids")
     for mask in (None, padding_mask([6, 4, 5], 6, "left")):
         with torch.no_grad():
-            whole = model(**inputs, decoder_input_ids=targets, decoder_attention_mask=mask).logits
+            expected = model(**inputs, decoder_input_ids=targets, decoder_attention_mask=mask).logits
         for cache in (DynamicCache(), StaticCache(config=model.config, max_cache_len=9)):
             both = EncoderDecoderCache(cache, DynamicCache())
             pieces, start = [], 0
@@ -168,11 +168,11 @@ def test_steps_of_any_width_equal_one_pass(design):
                 start = end
             assert outputs.past_key_values is both and both.get_seq_length() == 6
             is_token = torch.ones(3, 6).bool() if mask is None else mask.bool()
-            torch.testing.assert_close(torch.cat(pieces, dim=1)[is_token], whole[is_token], **CLOSE)
+            torch.testing.assert_close(torch.cat(pieces, dim=1)[is_token], expected[is_token], **CLOSE)
 
 
 def test_source_is_projected_once():
-    """The cross-attention reads its keys and values from the cache from the second step on."""
+    """From the second decoding step on, cross-attention reads keys and values from the cache."""
     model = tiny_model()
     projections = []
     for layer in model.get_decoder().layers:
@@ -183,15 +183,15 @@ def test_source_is_projected_once():
 
 
 @pytest.mark.parametrize("name", POSITIONS)
-@pytest.mark.parametrize("way", [{}, {"cache_implementation": "static"}, {"use_cache": False}])
-def test_positions_past_the_configured_length(name, way):
+@pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}, {"use_cache": False}])
+def test_positions_past_the_configured_length(name, cache):
     short = tiny_model(**(POSITIONS[name] | {"max_position_embeddings": 8}))
     inputs = sources(short.config)
     if name == "learned":
-        assert short.generate(**inputs, **way, max_new_tokens=8, min_new_tokens=8).shape == (3, 9)
+        assert short.generate(**inputs, **cache, max_new_tokens=8, min_new_tokens=8).shape == (3, 9)
         with pytest.raises(ValueError, match="must not be longer than `max_position_embeddings`"):
-            short.generate(**inputs, **way, max_new_tokens=9, min_new_tokens=9)
+            short.generate(**inputs, **cache, max_new_tokens=9, min_new_tokens=9)
         return
     long = tiny_model(**(POSITIONS[name] | {"max_position_embeddings": 64}))
     options = VARIED | {"max_new_tokens": 12, "min_new_tokens": 12}
-    assert_same_text(generate(short, inputs, **way, **options), generate(long, inputs, **options))
+    assert_same_text(generate(short, inputs, **cache, **options), generate(long, inputs, **options))

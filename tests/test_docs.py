@@ -1,4 +1,4 @@
-"""The README is a promise: its Python runs, its commands are understood, its recipe is one."""
+"""Tests of README and docs/: Python blocks run, commands run or parse, links lead somewhere, recipes load."""
 
 import importlib
 import io
@@ -6,10 +6,10 @@ import re
 import shlex
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
+from source_files import ROOT
 from tiny_generator import save_generator, tiny_generator
 from transformers import T5Config, T5ForConditionalGeneration
 
@@ -19,8 +19,9 @@ from metaphrase.demo.corpus import write_demo_corpus
 from metaphrase.scripts.__main__ import VERBS
 from metaphrase.training.recipe.recipe import load_recipe
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.DOTALL)
+PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
+BLOCKS = [block for page in PAGES.values() for block in re.findall(r"```(\w+)\n(.*?)```", page, flags=re.DOTALL)]
+CODE = [text for language, text in BLOCKS if language == "python"]
 COMMANDS = [
     line.partition("  #")[0].strip()
     for language, text in BLOCKS
@@ -28,20 +29,20 @@ COMMANDS = [
     for line in text.splitlines()
     if line.startswith("metaphrase ")
 ]
-# Verbs that would take their time.
+# Commands that train take too long: only their arguments are tested.
 TRAINING = ("train", "demo")
 
 
 @pytest.fixture(scope="module")
-def untouched(tmp_path_factory):
-    """A folder as the README takes it for granted: a trained model in runs/demo, a recipe, some input."""
+def template(tmp_path_factory):
+    """A folder with the files that the pages assume: trained models in runs/, a recipe, texts."""
     folder = tmp_path_factory.mktemp("project")
     for name in ("demo", "demo_seed_2", "demo_small", "text_to_text"):
-        # Of one layer: its ONNX graphs take as long as all other commands together.
+        # More layers would make the ONNX export as slow as all other commands together.
         save_generator(tiny_generator(layers=1), folder / "runs" / name)
     paths = write_demo_corpus(folder / "runs" / "demo" / "data", num_train=2000, num_validation=20, num_test=20)
-    few = paths["test"].read_text(encoding="utf-8").splitlines(keepends=True)[:3]
-    paths["test"].write_text("".join(few), encoding="utf-8")
+    first_lines = paths["test"].read_text(encoding="utf-8").splitlines(keepends=True)[:3]
+    paths["test"].write_text("".join(first_lines), encoding="utf-8")
     for step in range(5):
         save_generator(tiny_generator(), folder / "runs" / "multi30k" / f"checkpoint-{step + 1}")
     for side in ("en", "de"):
@@ -56,23 +57,44 @@ def untouched(tmp_path_factory):
 
 
 @pytest.fixture
-def project(untouched, tmp_path, monkeypatch):
-    """A copy of it, from which commands are called."""
-    shutil.copytree(untouched, tmp_path, dirs_exist_ok=True)
+def project(template, tmp_path, monkeypatch):
+    """A copy of the template, as the working directory. Settings of the process stay as they are."""
+    shutil.copytree(template, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
+    for name in ("keep_freed_memory", "keep_few_kernels"):
+        for module in ("training.cpu_setup", "scripts.train", "scripts.demo"):
+            monkeypatch.setattr(f"metaphrase.{module}.{name}", lambda: None)
     return tmp_path
 
 
-def test_there_is_something_to_test():
+def test_pages_have_code_and_commands():
     assert {command.split()[1] for command in COMMANDS} >= {
-        *("train", "generate", "evaluate", "attention", "push", "convert"),
+        "train",
+        "generate",
+        "evaluate",
+        "attention",
+        "push",
+        "convert",
     }
-    assert sum(language == "python" for language, _ in BLOCKS) >= 3
+    assert len(CODE) >= 3
 
 
-@pytest.mark.parametrize("code", [text for language, text in BLOCKS if language == "python"])
+@pytest.mark.parametrize("name", PAGES)
+def test_links_and_paths_lead_somewhere(name):
+    page = PAGES[name]
+    folder = ROOT if name == "README.md" else ROOT / "docs"
+    for path, heading in re.findall(r"\]\((?!http)([^)#\s]*)#?([^)\s]*)\)", page):
+        assert (folder / path).exists(), path
+        text = (folder / path).read_text(encoding="utf-8") if path and heading else page
+        titles = [re.sub(r"[^\w\- ]", "", title) for title in re.findall(r"^#+ (.*)", text, re.MULTILINE)]
+        assert not heading or heading in [title.lower().replace(" ", "-") for title in titles], f"{path}#{heading}"
+    for path in re.findall(r"`([a-z_0-9]+/[a-z_0-9/]+\.py)`", page):
+        assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("code", CODE)
 def test_python_runs(code, project, capsys):
-    exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+    exec(compile(code, "page", "exec"), {"__name__": "page"})
     assert bool(capsys.readouterr().out.strip()) == ("print(" in code)
 
 
@@ -85,7 +107,7 @@ def test_command_runs(command, project, monkeypatch, capsys):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text), encoding="utf-8"))
     verb, *rest = shlex.split(words)[1:]
     if "--engine" in rest:
-        # The command before this one makes it.
+        # The pages make this folder with the command before.
         export_ctranslate2(project / "runs" / "demo", project / rest[0])
     importlib.import_module(f"metaphrase.scripts.{verb}").main(rest)
     if target:
@@ -93,30 +115,26 @@ def test_command_runs(command, project, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.split()[1] in TRAINING])
-def test_training_command_is_understood(command, project, monkeypatch):
+def test_training_command_parses(command, project, monkeypatch):
     verb, *words = shlex.split(command)[1:]
     module = importlib.import_module(f"metaphrase.scripts.{verb}")
 
-    class Understood(Exception):
+    class Parsed(Exception):
         pass
 
     def stop(recipe, **_):
-        raise Understood(recipe.output_dir)
+        raise Parsed(recipe.output_dir)
 
     monkeypatch.setattr(module, "Experiment", stop)
-    monkeypatch.setattr(module, "keep_freed_memory", lambda: None)
-    monkeypatch.setattr(module, "keep_few_kernels", lambda: None)
-    with pytest.raises(Understood, match="runs/"):
+    with pytest.raises(Parsed, match="runs/"):
         module.main(words)
 
 
-def test_recipe_is_one(project):
+def test_recipe_of_the_readme_loads(project):
     assert load_recipe(project / "my_recipe.yaml").preset == "metaphrase-small"
 
 
-@pytest.mark.parametrize(
-    "path", sorted((Path(__file__).parents[1] / "scripts" / "recipes").glob("*.yaml")), ids=lambda p: p.stem
-)
+@pytest.mark.parametrize("path", sorted((ROOT / "scripts" / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
 def test_packaged_recipes_load_and_name_no_folder(path):
     recipe = load_recipe(path)
     assert recipe.data_dir is None
@@ -124,7 +142,7 @@ def test_packaged_recipes_load_and_name_no_folder(path):
         assert not (isinstance(value, str) and value.startswith(("/", "~", "..")))
 
 
-def test_every_verb_has_its_file_and_says_what_it_takes(capsys):
+def test_every_verb_prints_its_help(capsys):
     for verb in VERBS:
         with pytest.raises(SystemExit) as stop:
             importlib.import_module(f"metaphrase.scripts.{verb}").main(["--help"])

@@ -1,8 +1,8 @@
-"""Sources for the command line, and what its tiny model makes of them."""
+"""Texts for tests of the command line."""
 
 from tiny_generator import tiny_generator
 
-# Line feeds alone part lines: the characters that Python takes for line ends too are inside them.
+# Only line feeds separate lines. The other characters that Python counts as line ends stay inside a line.
 ODD_LINES = ["a small\u2028dog runs", "the cat\rsleeps", "a\x85cat\x0b\x0c", "", " \t", "the dog\u2029"]
 
 
@@ -15,5 +15,5 @@ def as_lines(texts):
 
 
 def damaged(compressed):
-    """A compressed file of which a byte was changed, so that the rest cannot be told any more."""
+    """Return a compressed file with one changed byte, which cannot be decompressed."""
     return compressed[:12] + bytes([compressed[12] ^ 0xFF]) + compressed[13:]

@@ -1,4 +1,4 @@
-"""Helpers shared by several tests: hub copies."""
+"""The files of a Hub copy, and an environment that loads it without this package's caches."""
 
 import os
 from pathlib import Path
@@ -6,13 +6,11 @@ from pathlib import Path
 import metaphrase.modeling
 
 SOURCES = sorted(Path(metaphrase.modeling.__file__).parent.glob("*.py"))
-
-
 FLAT_FILES = {path.name for path in SOURCES} - {"__init__.py"}
 
 
 def offline_environment(folder):
-    """No network, no cache but an empty one, and none of the caller's settings for Python."""
+    """Return environment variables without network, with an empty cache, and without the caller's Python settings."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HF_"))}
     return inherited | {
         "HF_HUB_OFFLINE": "1",

@@ -1,4 +1,4 @@
-"""A Hub on this machine that takes what is pushed to it."""
+"""A Hub on this machine, for tests of uploads."""
 
 import base64
 import hashlib
@@ -7,13 +7,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class QuietHandler(BaseHTTPRequestHandler):
-    """Answers as a Hub does, and says nothing of it."""
+    """A request handler that sends JSON or bytes and logs nothing."""
 
     def log_message(self, *arguments):
         pass
 
     def answer(self, status, content=None, **headers):
-        """Of bytes, which go as they are, or of what JSON can say."""
+        """Send a status and a body: bytes as they are, all else as JSON."""
         body = content if isinstance(content, bytes) else json.dumps(content if content is not None else {}).encode()
         self.send_response(status)
         for name, value in headers.items():
@@ -25,7 +25,7 @@ class QuietHandler(BaseHTTPRequestHandler):
 
 
 class HubHandler(QuietHandler):
-    """Answers the calls that uploading makes; what was asked and stored lies in the server object."""
+    """The calls that an upload makes. Requests and stored files are attributes of the server."""
 
     def read(self):
         hub, body = self.server, self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -55,10 +55,10 @@ class HubHandler(QuietHandler):
             status, message = hub.refusal
             return self.answer(status, {"error": message}, X_Error_Message=message)
         if self.path == "/api/repos/create":
-            asked = json.loads(body)
-            repo_id = f"{asked['organization']}/{asked['name']}"
+            request = json.loads(body)
+            repo_id = f"{request['organization']}/{request['name']}"
             status = 409 if repo_id in hub.repositories else 200
-            hub.repositories.setdefault(repo_id, asked)
+            hub.repositories.setdefault(repo_id, request)
             return self.answer(status, {"url": f"{hub.url}/{repo_id}"})
         if self.path == "/api/validate-yaml":
             return self.answer(200, {"errors": [], "warnings": []})
@@ -85,7 +85,7 @@ class HubHandler(QuietHandler):
 
 
 class StandIn(ThreadingHTTPServer):
-    """A Hub that keeps what it is sent in memory."""
+    """A Hub that keeps uploads in memory."""
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), HubHandler)

@@ -1,4 +1,4 @@
-"""Jobs whose processes are killed: each is forked from a server that has imported everything, so that it starts at once."""
+"""A server that forks processes to be killed. It has imported everything, so a process starts at once."""
 
 import gc
 import json
@@ -12,12 +12,12 @@ LIMIT_SECONDS = 100
 
 
 def serve(answer):
-    """Reads jobs from standard input, one a line, and writes what `answer` says to each; to be called after all imports."""
+    """Read a job per line from standard input and write `answer(job)` for each. Call this after all imports."""
     import torch
 
     torch.set_num_threads(1)
     gc.collect()
-    # So that children do not copy what they only read.
+    # Garbage collection would write to pages that the children share with the server.
     gc.freeze()
     print("ready", flush=True)
     for line in sys.stdin:
@@ -25,7 +25,7 @@ def serve(answer):
 
 
 def fork(work):
-    """Starts a process that does the work and ends, with status 1 if that failed or took too long; returns its number."""
+    """Run `work` in a new process and return its process id. Its exit status is 1 if `work` failed or took too long."""
     if child := os.fork():
         return child
     signal.alarm(LIMIT_SECONDS)
@@ -41,7 +41,7 @@ def fork(work):
 
 
 class JobServer:
-    """A process that serves: it runs the file of a module that calls `serve`."""
+    """A process that runs a file which calls `serve`."""
 
     def __init__(self, file):
         self._process = subprocess.Popen(
@@ -50,7 +50,7 @@ class JobServer:
         assert self._process.stdout.readline() == "ready\n"
 
     def ask(self, job):
-        """The answer to a job; both are what JSON can say."""
+        """Return the answer to a job. Both are values that JSON can hold."""
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())

@@ -1,11 +1,11 @@
-"""How large the tensors are that a computation makes."""
+"""The size of the largest tensor that a computation allocates."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LargestTensor(TorchDispatchMode):
-    """The largest number of elements that an operation has made anew."""
+    """A context that records the largest number of elements of a new tensor."""
 
     elements = 0
 

@@ -1,4 +1,4 @@
-"""How many bytes of tensors a computation holds at a time."""
+"""The bytes of tensors that a computation holds at a time."""
 
 import weakref
 
@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of all storages that operations have made and nobody has freed, and the most there were."""
+    """A context that counts the bytes of live storages made by operations: `now`, and at the peak `most`."""
 
     def __init__(self, known):
         super().__init__()

@@ -18,7 +18,7 @@ from metaphrase.inference import Generator
 
 
 def other_model(family: str) -> PreTrainedModel:
-    """A model of `t5`, `bart`, `marian` or `fsmt`, always the same."""
+    """Return a model of `t5`, `bart`, `marian` or `fsmt`, with the same weights in every call."""
     fields = tiny_pair().config_fields()
     fields.pop("decoder_vocab_size")
     torch.manual_seed(0)
@@ -47,7 +47,7 @@ def other_model(family: str) -> PreTrainedModel:
 
 
 def generator_of(family: str, **options) -> Generator:
-    """A tiny generator: ours with one vocabulary (`metaphrase`) or two (`two vocabularies`), or of another family."""
+    """Return a tiny generator of `metaphrase` (one vocabulary), `two vocabularies`, or another family."""
     if family == "metaphrase":
         return tiny_generator(**options)
     if family == "two vocabularies":
@@ -56,8 +56,8 @@ def generator_of(family: str, **options) -> Generator:
 
 
 def calmer(generator: Generator) -> Generator:
-    """The same with smaller weights, for comparisons of batches: the large ones multiply the rounding of float32 too."""
-    is_t5 = isinstance(generator.model, T5ForConditionalGeneration)  # which does not scale its attention
+    """Scale the weights down in place, for comparisons of batches: large weights amplify rounding errors."""
+    is_t5 = isinstance(generator.model, T5ForConditionalGeneration)  # T5 does not scale attention scores
     with torch.no_grad():
         for parameter in generator.model.parameters():
             if parameter.ndim > 1:

@@ -1,4 +1,4 @@
-"""Helpers shared by several tests: packed rows."""
+"""Batches of packed rows, and comparisons of gradients."""
 
 import torch
 

@@ -16,7 +16,7 @@ CLASSES = {
 
 
 def family_model(name, **fields):
-    """transformers' own T5 or BART with large random weights, for the vocabulary of `tiny_pair()`."""
+    """Return a T5 or BART of transformers with large random weights and the vocabulary of `tiny_pair()`."""
     ids = {"vocab_size": len(tiny_pair().source), "pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0}
     if name == "t5":
         sizes = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}

@@ -1,4 +1,4 @@
-"""Small experiments: recipes over the few made-up pairs of the fixture `data`."""
+"""Recipes of small runs on the pairs of the fixture `data`."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ BASE = {
 
 
 def make_recipe(data: Path, output: Path, **fields: Any) -> Recipe:
-    """The recipe of a small run; a field of `None` is left out."""
+    """Return the recipe of a small run. Fields with the value None are left out."""
     fields = {**BASE, "train_file": "train.tsv", "validation_file": "validation.tsv", "test_file": "test.tsv", **fields}
     words = ["--data_dir", str(data), "--output_dir", str(output)]
     for name, value in {f"model.{key}": value for key, value in SMALL.items()}.items():
@@ -41,5 +41,5 @@ def make_recipe(data: Path, output: Path, **fields: Any) -> Recipe:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Those of the model that a run left in a folder."""
+    """Return the state dict of the final model in a run folder."""
     return AutoModelForSeq2SeqLM.from_pretrained(folder).state_dict()

@@ -22,7 +22,7 @@ PAIRS = [{"input_ids": [4 + number, 7, 2], "labels": [9, 5 + number, 2]} for num
 
 
 class WholeTrainer(WholeCheckpoints, Seq2SeqTrainer):
-    """The mixin alone."""
+    """A Trainer with `WholeCheckpoints` and nothing else."""
 
 
 def make_trainer(folder, trainer_class=WholeTrainer, callbacks=(), collator=None, **options):

@@ -1,4 +1,4 @@
-"""A tiny generator for tests: a random model with large weights and real tokenizers, the same whenever it is made."""
+"""A tiny generator: a random model with large weights and real tokenizers, the same in every call."""
 
 import functools
 from pathlib import Path
@@ -17,7 +17,7 @@ PIECES = [target[:2] + "@@ " + target[2:] for target in TARGETS]
 
 @functools.cache
 def tiny_pair(joint: bool = True, kind: str = "char") -> TokenizerPair:
-    """Tokenizers of both sides' texts, or one of each side's; `pretokenized` ones are of `PIECES`."""
+    """Return a joint tokenizer of both sides, or one per side. The kind `pretokenized` is trained on `PIECES`."""
     targets = PIECES if kind == "pretokenized" else TARGETS
     return TokenizerPair.train(SOURCES * 3, targets * 3, joint=joint, kind=kind, show_progress=False)
 
@@ -25,7 +25,7 @@ def tiny_pair(joint: bool = True, kind: str = "char") -> TokenizerPair:
 def tiny_generator(
     joint: bool = True, kind: str = "char", seed: int = 0, layers: int = 2, **generator_options: Any
 ) -> Generator:
-    """A generator whose model never saw its texts: what it writes is arbitrary, but always the same."""
+    """Return a generator of an untrained model. Its outputs are arbitrary, but the same in every call."""
     pair = tiny_pair(joint, kind)
     sizes = {"encoder_layers": layers, "decoder_layers": layers}
     model = tiny_model(seed=seed, share_embeddings=joint, **sizes, **pair.config_fields())
@@ -34,14 +34,14 @@ def tiny_generator(
 
 
 def diverged_generator() -> Generator:
-    """One whose every logit is no number, as after a training that diverged."""
+    """Return a generator whose logits are all NaN, as after a training that diverged."""
     generator = tiny_generator()
     generator.model.lm_head.weight.data.fill_(float("nan"))
     return generator
 
 
 def save_generator(generator: Generator, folder: Path) -> Path:
-    """Saves model and tokenizers as training does."""
+    """Save model and tokenizers as training does, and return the folder."""
     generator.model.save_pretrained(folder)
     generator.tokenizers.save_pretrained(folder)
     return folder

@@ -1,4 +1,4 @@
-"""Tokenizers of many languages for tests, as those of NLLB and of the first mBART, over a few letters."""
+"""Multilingual tokenizers over a few letters, like those of NLLB and mBART."""
 
 from transformers import MBartTokenizer, NllbTokenizer
 
@@ -21,5 +21,5 @@ def mbart_tokenizer():
     )
 
 
-# The family of the model, and the tokenizer.
+# Family of the model, and its tokenizer.
 MAKERS = {"nllb": ("m2m_100", nllb_tokenizer), "mbart": ("mbart", mbart_tokenizer)}

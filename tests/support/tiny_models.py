@@ -1,7 +1,7 @@
-"""Tiny models for tests: every design of the configuration, with weights large enough to let a mistake show.
+"""Tiny models of every design, with weights large enough to expose mistakes.
 
-With a standard deviation of 0.02 attention is close to uniform and the output close to constant: a wrong mask, position or
-tie then changes nothing that a tolerance would notice.
+With a standard deviation of 0.02 attention is nearly uniform and the output nearly constant. A wrong mask, position or tie
+would then stay within every tolerance.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ _DEEP_DECODER = {"encoder_layers": 1, "decoder_layers": 3}
 _TWO_VOCABULARIES = {"decoder_vocab_size": 31, "share_embeddings": False}
 _GROUPED = {"num_key_value_heads": 2}
 
-# Each position with each norm at each place.
+# Each position type with each norm type and position.
 CROSSED: dict[str, dict] = {
     f"{name}-{norm_type}-{norm_position}": fields | {"norm_type": norm_type, "norm_position": norm_position}
     for name, fields in POSITIONS.items()
@@ -41,7 +41,7 @@ CROSSED: dict[str, dict] = {
     for norm_position in NORM_POSITIONS
 }
 
-# Each position once, for what is too slow for `CROSSED`; the other choices are spread so that each meets several positions.
+# Each position type once, for tests that are too slow for `CROSSED`. The other fields are spread over them.
 DESIGNS: dict[str, dict] = {
     "sinusoidal": {"norm_type": "layernorm", "norm_position": "post", "gated_mlp": False, **_DEEP_DECODER},
     "half_split": {"norm_type": "rmsnorm", "norm_position": "pre", "embedding_norm": True, **_GROUPED, **_DEEP_ENCODER},
@@ -77,14 +77,14 @@ DESIGNS: dict[str, dict] = {
         "norm_type": "rmsnorm",
         "norm_position": "post",
         "tie_word_embeddings": False,
-        # With larger weights these layers make so much of float32's rounding that it differs by 5e-5 between processors.
+        # Larger weights amplify float32 rounding errors to 5e-5 between processors.
         "initializer_range": 0.2,
         "encoder_attention_heads": 2,
         "head_dim": 6,
         "num_key_value_heads": 1,
         **_DEEP_ENCODER,
     },
-    # Without a norm at its end the stack's output is large.
+    # Without a final norm the output of a stack is large.
     "none": {
         "norm_type": "layernorm",
         "norm_position": "pre",
@@ -97,7 +97,7 @@ DESIGNS = {name: POSITIONS[name] | fields for name, fields in DESIGNS.items()}
 
 
 def tiny_config(**overrides: Any) -> MetaphraseConfig:
-    """A configuration of 32 hidden units, without dropout, with large weights and with every kind of bias.
+    """Return a configuration with hidden size 32, without dropout, with large weights and all biases.
 
     Args:
         **overrides: Fields that replace the tiny ones, such as an entry of `DESIGNS` or `CROSSED`.
@@ -123,12 +123,12 @@ def tiny_config(**overrides: Any) -> MetaphraseConfig:
 
 
 def fields_of(config: MetaphraseConfig) -> dict:
-    """All that a configuration says of the model, but not where it lies and in which precision."""
+    """Return the fields that describe the model, without its path and dtype."""
     return config.to_dict() | {"_name_or_path": None, "dtype": None}
 
 
 def randomize(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
-    """Moves all biases and norm weights away from the 0 and 1 that they start at, in place."""
+    """Change all biases and norm weights from their initial 0 and 1, in place."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -143,12 +143,12 @@ def tiny_model(
     attn_implementation: str | None = None,
     **overrides: Any,
 ) -> PreTrainedModel:
-    """A model of `tiny_config(**overrides)` in evaluation mode, the same for the same arguments.
+    """Return a model of `tiny_config(**overrides)` in evaluation mode, the same for the same arguments.
 
     Args:
-        model_class: Which model.
-        seed: Decides the weights.
-        attn_implementation: The kernel; `None` is transformers' choice.
+        model_class: Class of the model.
+        seed: Seed of the weights.
+        attn_implementation: Attention kernel. None selects transformers' default.
         **overrides: See `tiny_config`.
     """
     config = tiny_config(**overrides)
@@ -161,12 +161,12 @@ def tiny_model(
 
 
 def padding_mask(lengths: list[int], width: int, side: str) -> torch.Tensor:
-    """1 for a token and 0 for padding, `(len(lengths), width)`.
+    """Return 1 for tokens and 0 for padding, `(len(lengths), width)`.
 
     Args:
         lengths: Tokens in each row.
         width: Columns.
-        side: Where the padding stands, `left` or `right`.
+        side: Side of the padding, `left` or `right`.
     """
     mask = (torch.arange(width)[None, :] < torch.tensor(lengths)[:, None]).long()
     return mask.flip(-1) if side == "left" else mask
@@ -181,16 +181,16 @@ def random_batch(
     seed: int = 0,
     with_labels: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Random ids for a model: `input_ids`, `attention_mask`, and `decoder_input_ids` or `labels`.
+    """Return random ids for a model: `input_ids`, `attention_mask`, and `decoder_input_ids` or `labels`.
 
     Args:
-        config: Gives the vocabularies and the special ids, of which only padding and the start token occur.
+        config: Its vocabularies and special ids are used. Of the special ids only padding and the start token occur.
         batch: Rows.
-        source: Columns of the source; each row is two tokens shorter than the one before, down to one token.
-        target: Columns of the target, which is not padded.
-        padding: Side of the source's padding, `left` or `right`; `None` makes all rows of one length.
-        seed: Decides the ids.
-        with_labels: Give `labels`, with -100 at the end of the rows, instead of `decoder_input_ids`.
+        source: Columns of the source. Each row has two tokens fewer than the row before, but at least one.
+        target: Columns of the target. `decoder_input_ids` have no padding.
+        padding: Side of the padding in the source, `left` or `right`. With None all rows have the same length.
+        seed: Seed of the ids.
+        with_labels: True returns `labels`, with -100 at the end of rows, instead of `decoder_input_ids`.
     """
     generator = torch.Generator().manual_seed(seed)
     input_ids = torch.randint(3, config.vocab_size, (batch, source), generator=generator)

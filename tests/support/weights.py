@@ -1,4 +1,4 @@
-"""What tests ask of a model's weights: which they are, whether two models have the same, which of them are one."""
+"""Comparisons of the weights of models, and of their ties."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ TIES = {
 
 
 def every_tensor(model):
-    """All parameters and buffers by name, saved ones or not, ties under each of their names."""
+    """Return all parameters and buffers by name, saved or not. Tied weights appear under each name."""
     return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
 
 
@@ -29,13 +29,13 @@ def assert_same_tensors(model, expected):
 
 
 def assert_std(tensor, expected, name):
-    """Within four standard errors."""
+    """Check that the standard deviation is within four standard errors of `expected`."""
     tolerance = 4 / (2 * tensor.numel()) ** 0.5
     assert tensor.std().item() == pytest.approx(expected, rel=tolerance), name
 
 
 def tie_groups(model):
-    """Which of the three embeddings are one tensor."""
+    """Return the sets of names, among source, target and head, that share a tensor."""
     storage = {
         "source": model.get_encoder().embed_tokens.weight,
         "target": model.get_decoder().embed_tokens.weight,

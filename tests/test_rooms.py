@@ -1,0 +1,104 @@
+"""Tests of the rooms that docs/house.md describes: which room may import which, and how large folders and files are."""
+
+import ast
+import graphlib
+import sys
+from collections import Counter
+from pathlib import Path
+
+from source_files import SOURCES
+
+MAX_FILES_PER_FOLDER, MAX_LINES_PER_FILE = 20, 450
+LIBRARIES_OF_MODELING = {"torch", "transformers", "huggingface_hub"}
+# A sub-room without a row belongs to its parent: `data.denoising` to `data`.
+MAY_IMPORT = {
+    "metaphrase": "modeling ops decoding",
+    "modeling": "",
+    "demo": "",
+    "storage": "modeling",
+    "tokenization": "modeling",
+    "ops": "modeling",
+    "data": "tokenization modeling",
+    "conversion": "conversion.ctranslate2 tokenization storage modeling",
+    "conversion.ctranslate2": "conversion tokenization storage modeling",
+    "decoding": "modeling",
+    "decoding.searches": "decoding tokenization modeling",
+    "inference": "decoding decoding.searches conversion.ctranslate2 tokenization storage modeling",
+    "evaluation": "inference data tokenization modeling",
+    "training": "training.recipe training.checkpointing evaluation inference data tokenization storage modeling",
+    "training.recipe": "training.checkpointing evaluation data tokenization storage modeling",
+    "training.checkpointing": "data tokenization storage modeling",
+    "training.planning": "training training.recipe training.checkpointing data tokenization storage modeling ops",
+    "hub_card": "training training.recipe training.checkpointing inference tokenization storage modeling",
+}
+MAY_IMPORT["scripts"] = " ".join(MAY_IMPORT)
+# Files that need each other for type hints only: the import under `if TYPE_CHECKING:` does not count as a circle.
+TYPE_HINTS = {
+    ("tokenization.languages", "tokenization.tokenizer_pair"),
+    ("training.recipe.checks", "training.recipe.recipe"),
+}
+# Import names without `metaphrase.`, but for the room that has no other name.
+MODULES = {file.removesuffix(".py").removesuffix("/__init__").replace("/", "."): file for file in SOURCES}
+
+
+def room_of(module):
+    names = [module.rsplit(".", count)[0] for count in range(module.count(".") + 1)]
+    return next((name for name in names if name in MAY_IMPORT), names[-1])
+
+
+def import_statements(file):
+    return [node for node in ast.walk(ast.parse(SOURCES[file])) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
+def imported_names(file):
+    """Return the full name of all that a file imports, also for type checking and inside functions."""
+    for node in import_statements(file):
+        base = [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = ["metaphrase", *Path(file).parts[: -node.level], *base]
+        yield from (".".join([*base, alias.name]) for alias in node.names)
+
+
+def imported_modules(file):
+    """Return the modules of this package that a file imports, without itself."""
+    names = [name.removeprefix("metaphrase.") for name in imported_names(file) if name.startswith("metaphrase")]
+    modules = {name if name in MODULES else name.rpartition(".")[0] for name in names}
+    assert modules <= MODULES.keys(), f"{file} imports {modules - MODULES.keys()}"
+    return modules
+
+
+def test_rooms_import_only_the_rooms_of_their_row():
+    wrong = []
+    for module, file in MODULES.items():
+        allowed = {room_of(module), *MAY_IMPORT.get(room_of(module), "").split()}
+        wrong += [f"{file} imports {other}" for other in imported_modules(file) if room_of(other) not in allowed]
+    assert not wrong, "\n".join(wrong)
+    assert {room_of(module) for module in MODULES} == MAY_IMPORT.keys()
+
+
+def test_files_do_not_import_each_other_in_a_circle():
+    graph = {
+        module: {other for other in imported_modules(file) if (module, other) not in TYPE_HINTS}
+        for module, file in MODULES.items()
+    }
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_modeling_is_flat_and_imports_three_libraries():
+    """transformers copies a model's files to the Hub only from one folder, by their imports of the form `from .name import`."""
+    for file in (file for file in SOURCES if file.startswith("modeling/")):
+        assert file.count("/") == 1
+        for node in import_statements(file):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                assert node.level == 1 and node.module and "." not in node.module, f"{file}:{node.lineno}"
+            else:
+                names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+                libraries = {name.partition(".")[0] for name in names} - sys.stdlib_module_names
+                assert libraries <= LIBRARIES_OF_MODELING, f"{file}:{node.lineno}"
+
+
+def test_folders_and_files_are_small():
+    folders = Counter(Path(file).parent.as_posix() for file in SOURCES)
+    lengths = {file: len(source.splitlines()) for file, source in SOURCES.items()}
+    assert {folder: count for folder, count in folders.items() if count > MAX_FILES_PER_FOLDER} == {}
+    assert {file: length for file, length in lengths.items() if length > MAX_LINES_PER_FILE} == {}
