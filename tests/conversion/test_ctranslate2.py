@@ -14,7 +14,7 @@ from tiny_models import tiny_config, tiny_model
 from transformers import AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGeneration
 
 from metaphrase.conversion.ctranslate2.export import QUANTIZATIONS, export_ctranslate2, vocabulary
-from metaphrase.conversion.ctranslate2.spec import SINUSOIDAL_POSITIONS, make_spec, obstacles
+from metaphrase.conversion.ctranslate2.spec import SINUSOIDAL_POSITIONS, find_obstacles, make_spec
 from metaphrase.inference import Generator, decode
 from metaphrase.inference.ctranslate2.engine import CTranslate2Engine
 from metaphrase.inference.source_limits import TooLongError
@@ -83,7 +83,7 @@ def draw_configurations(count: int, seed: int) -> list[dict]:
             config = tiny_config(**fields)
         except ValueError:
             continue
-        if not obstacles(config):
+        if not find_obstacles(config):
             drawn.append(fields | {"is_joint": is_joint, "seed": draw.randrange(1000)})
     return drawn
 
@@ -248,13 +248,13 @@ def test_all_options_in_the_way_are_named():
 def test_options_without_effect_are_not_refused():
     # Scaled rotations of a model that does not rotate, and a norm of queries in a decoder of one head.
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    assert not obstacles(tiny_config(position_embedding_type="none", rope_parameters=dynamic))
-    assert not obstacles(tiny_config(qk_norm=True, decoder_attention_heads=1))
-    assert not obstacles(MetaphraseConfig())
+    assert not find_obstacles(tiny_config(position_embedding_type="none", rope_parameters=dynamic))
+    assert not find_obstacles(tiny_config(qk_norm=True, decoder_attention_heads=1))
+    assert not find_obstacles(MetaphraseConfig())
 
 
 def test_every_preset_can_be_expressed_or_says_why():
-    refused = {name: obstacles(MetaphraseConfig.from_preset(name)) for name in MetaphraseConfig.presets()}
+    refused = {name: find_obstacles(MetaphraseConfig.from_preset(name)) for name in MetaphraseConfig.presets()}
     assert {name for name, found in refused.items() if found} == set()
 
 

@@ -265,7 +265,9 @@ def test_every_field_is_mapped_fixed_or_free():
     own |= {"gated_mlp", "activation_function", "decoder_attention_heads", "decoder_ffn_dim"}
     special = {name for name in declared if name.endswith("_token_id")}
     for family in FAMILIES.values():
-        assert declared - special - own - set(family.same) - set(family.fixed) - set(family.free) == set(), family.name
+        assert declared - special - own - set(family.field_names) - set(family.fixed) - set(family.free) == set(), (
+            family.name
+        )
 
 
 # --- refused ------------------------------------------------------------------------------------------------------
@@ -358,7 +360,7 @@ def test_pickles_are_never_opened(bart, tmp_path):
     shutil.copytree(folder, source)
     (source / "model.safetensors").unlink()
     (source / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch /tmp/opened'\ntR.")
-    with pytest.raises(ValueError, match=r"A pickle, as pytorch_model\.bin is, is never opened here: load it with"):
+    with pytest.raises(ValueError, match=r"A pickle such as pytorch_model\.bin is never opened: load it with"):
         convert(source, tmp_path / "ours")
 
 
@@ -392,9 +394,9 @@ def test_what_cannot_be_converted_is_refused(bart, tmp_path, capsys):
         ([folder, folder / "inside"], "`output` must lie apart from what is converted"),
         (
             [folder, tmp_path / "a", "--max_shard_size", "0KB"],
-            "`max_shard_size` must be a whole number above 0, of bytes or of a unit, as 500MB, got '0KB'",
+            "`max_shard_size` must be a whole number above 0, in bytes or with a unit such as 500MB, got '0KB'",
         ),
-        ([folder, tmp_path / "a", "--max_shard_size", "0.5GB"], "as 500MB, got '0.5GB'"),
+        ([folder, tmp_path / "a", "--max_shard_size", "0.5GB"], "such as 500MB, got '0.5GB'"),
         ([folder, tmp_path / "a", "--revision", "main"], "`revision` must be left out for a folder"),
     ):
         assert run(verb.main, "convert", [str(word) for word in words]) == 2

@@ -29,10 +29,11 @@ from metaphrase.conversion.onnx.graphs import (
     DECODER_NAME,
     DECODER_WITH_PAST_NAME,
     ENCODER_NAME,
-    obstacles,
     past_names,
+    refuse_unsupported,
     with_tables,
     write_graphs,
+    write_later_step,
 )
 from metaphrase.inference import Generator
 from metaphrase.modeling import MetaphraseConfig
@@ -246,7 +247,7 @@ def test_later_steps_of_every_position(name, tmp_path, monkeypatch):
     if is_large:
         monkeypatch.setattr(onnx_graphs, "LARGEST_WEIGHTS_BYTES", 0)
     with with_tables(model), torch.no_grad():
-        onnx_graphs._write(onnx_graphs._trace_decoder_with_past(model), path)
+        write_later_step(model, path)
     assert path.with_name(path.name + "_data").exists() == is_large
     graph = session(path)
     for batch, source, target in ((3, 12, 9), (1, 1, 2), (2, 5, 30)):
@@ -315,8 +316,8 @@ def test_what_cannot_be_exported_is_refused_by_name(kind, tmp_path):
     with pytest.raises(ValueError, match=message):
         export_onnx(source, tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
-    # Of a model that does not rotate they are without effect.
-    assert not obstacles(tiny_config(position_embedding_type="none", rope_parameters=rotation))
+    # The fields have no effect without rotary positions.
+    refuse_unsupported(tiny_config(position_embedding_type="none", rope_parameters=rotation))
 
 
 def test_other_families_and_quantization_are_refused(tmp_path):
@@ -332,7 +333,7 @@ def test_other_families_and_quantization_are_refused(tmp_path):
 def test_without_the_packages_the_error_says_what_to_install(missing, tmp_path, monkeypatch):
     source = save_generator(tiny_generator(), tmp_path / "model")
     for name in list(sys.modules):
-        if name.startswith("metaphrase.conversion.onnx_"):
+        if name.startswith("metaphrase.conversion.onnx"):
             monkeypatch.delitem(sys.modules, name)
     whole = builtins.__import__
 
