@@ -57,7 +57,7 @@ def test_targets_without_a_language_of_their_own_are_told_of_once(converted, cap
     set_languages(pair, source_lang=english)
     for _ in range(2):
         pair.encode_targets(["die"])
-    assert caplog.text.count(f"targets are marked with the language of sources, {english}.") == 1
+    assert caplog.text.count(f"targets get the language code of the sources, {english}.") == 1
     caplog.clear()
     pair = TokenizerPair.from_pretrained(folder)
     set_languages(pair, english, german)

@@ -15,7 +15,7 @@ def test_words_of_any_length_are_cut_to_learn_from_and_counted(kind, caplog):
     cut += [word[:first], word[:rest]]
     options = {"kind": kind, "vocab_size": 320 if kind == "byte_bpe" else 120, "show_progress": False}
     vocabulary = train_tokenizer(given, **options).get_vocab()
-    assert "words of more than 1000 characters were cut: 2." in caplog.text
+    assert "Words of more than 1000 characters were cut to train the vocabulary: 2." in caplog.text
     caplog.clear()
     assert vocabulary == train_tokenizer(cut, **options).get_vocab()
     assert "were cut" not in caplog.text
