@@ -221,7 +221,7 @@ def test_scores_and_attention_are_of_one_model():
 def test_other_families_are_refused():
     first, other = tiny_generator(), tiny_generator()
     other.model = torch.nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=r"must be a Metaphrase model, .* got Linear"):
+    with pytest.raises(ValueError, match=r"must both be Metaphrase models, got Linear"):
         Generator(first.model, first.tokenizers, members=[other])
 
 
