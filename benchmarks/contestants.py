@@ -1,7 +1,7 @@
-"""One contestant of the training benchmark, in a process of its own: trains when told to, and says how far it came.
+"""One contestant of the training benchmark, in its own process.
 
-Each is a whole `trainer.train()`: data loading, collation, loss, optimizer. The process reads a line from standard input, trains
-for a round and writes a line of JSON, so that whoever drives several of them can let them take turns.
+A contestant is a whole `trainer.train()`: data loading, collation, loss, optimizer. For each line on standard input the
+process trains for a round and writes a line of JSON, so that several contestants can take turns.
 """
 
 import argparse
@@ -44,23 +44,23 @@ PAIRS = 6000
 
 @dataclass(frozen=True)
 class Contestant:
-    """How one of them trains.
+    """How a contestant trains: the first five fields are for all, the others for ours.
 
     Attributes:
         family: metaphrase, bart or t5.
-        keeps_freed_memory: Whether the C library is told to keep freed memory.
-        keeps_few_kernels: Whether oneDNN is told to keep few kernels.
+        keeps_freed_memory: The C library keeps freed memory.
+        keeps_few_kernels: oneDNN caches few kernels.
         bf16: Autocast to bfloat16.
         groups_by_length: transformers' `group_by_length`.
-        budget: Batches by tokens (ours).
-        packed: Packed rows (ours).
-        chunked_loss: No whole logits (ours).
-        cheap_dropout: Dropout from few random bits (ours).
-        few_shapes: Packed rows of a multiple of tokens (ours).
-        kept_attention: Attention weights are kept for the backward pass where they have room (ours).
-        fused_linear: Bias and ReLU in the product of large linear layers (ours); projections are joined with it alone.
-        joined_projections: Query, key and value of one product, and of one pass into the grid and out of it (ours).
-        powers_of_2: Softmax of attention by powers of 2, without the largest scores (ours).
+        budget: Batches by tokens.
+        packed: Packed rows.
+        chunked_loss: Loss without whole logits.
+        cheap_dropout: Dropout from few random bits.
+        few_shapes: Packed rows with a multiple of tokens.
+        kept_attention: Attention weights kept for the backward pass if they fit.
+        fused_linear: Bias and ReLU fused into large linear layers.
+        joined_projections: Query, key and value in one product; needs `fused_linear`.
+        powers_of_2: Softmax of attention by powers of 2, without the largest scores.
     """
 
     family: str
@@ -79,9 +79,20 @@ class Contestant:
     powers_of_2: bool = False
 
 
-_OURS = {"keeps_few_kernels": True, "budget": True, "packed": True, "chunked_loss": True}
-_OURS |= {"cheap_dropout": True, "few_shapes": True, "kept_attention": True, "fused_linear": True}
-_OURS |= {"joined_projections": True, "powers_of_2": True}
+# Each part of ours, with the fields that switch it on.
+_PARTS = {
+    "packing": ("packed",),
+    "chunked loss": ("chunked_loss",),
+    "cheap dropout": ("cheap_dropout",),
+    "few shapes": ("few_shapes",),
+    "kept attention": ("kept_attention",),
+    "fused linear": ("fused_linear",),
+    "joined projections": ("joined_projections",),
+    "powers of 2": ("powers_of_2",),
+    "few kernels": ("keeps_few_kernels",),
+    "token budget": ("budget", "packed"),
+}
+_OURS = {field: True for fields in _PARTS.values() for field in fields}
 CONTESTANTS = {
     "bart, as documented": Contestant("bart", keeps_freed_memory=False),
     "bart, group_by_length": Contestant("bart", keeps_freed_memory=False, groups_by_length=True),
@@ -93,26 +104,16 @@ CONTESTANTS = {
     "t5, tuned, bf16": Contestant("t5", groups_by_length=True, bf16=True),
     "metaphrase": Contestant("metaphrase", bf16=True, **_OURS),
     "metaphrase, fp32": Contestant("metaphrase", **_OURS),
-    "metaphrase, without packing": Contestant("metaphrase", bf16=True, **_OURS | {"packed": False}),
-    "metaphrase, without chunked loss": Contestant("metaphrase", bf16=True, **_OURS | {"chunked_loss": False}),
-    "metaphrase, without cheap dropout": Contestant("metaphrase", bf16=True, **_OURS | {"cheap_dropout": False}),
-    "metaphrase, without few shapes": Contestant("metaphrase", bf16=True, **_OURS | {"few_shapes": False}),
-    "metaphrase, without kept attention": Contestant("metaphrase", bf16=True, **_OURS | {"kept_attention": False}),
-    "metaphrase, without fused linear": Contestant("metaphrase", bf16=True, **_OURS | {"fused_linear": False}),
-    "metaphrase, without joined projections": Contestant(
-        "metaphrase", bf16=True, **_OURS | {"joined_projections": False}
-    ),
-    "metaphrase, without powers of 2": Contestant("metaphrase", bf16=True, **_OURS | {"powers_of_2": False}),
-    "metaphrase, without few kernels": Contestant("metaphrase", bf16=True, **_OURS | {"keeps_few_kernels": False}),
-    "metaphrase, without token budget": Contestant(
-        "metaphrase", bf16=True, **_OURS | {"budget": False, "packed": False}
-    ),
+    **{
+        f"metaphrase, without {part}": Contestant("metaphrase", bf16=True, **_OURS | dict.fromkeys(fields, False))
+        for part, fields in _PARTS.items()
+    },
     "metaphrase, none of these": Contestant("metaphrase"),
 }
 
 
 def make_model(contestant: Contestant, preset: str) -> nn.Module:
-    """A model of the dimensions of a preset; the peers differ from ours in what their family fixes."""
+    """Return a model with the dimensions of a preset."""
     vocab_size = VOCAB_SIZES[preset]
     config = MetaphraseConfig.from_preset(preset, vocab_size=vocab_size, dropout=0.1)
     if contestant.family == "metaphrase":
@@ -139,7 +140,7 @@ def make_model(contestant: Contestant, preset: str) -> nn.Module:
 
 
 def switch_off(contestant: Contestant) -> None:
-    """Puts the plain way in place of what a contestant does without."""
+    """Replace each part that a contestant does without by the plain implementation."""
     from metaphrase.modeling import (
         attention,
         dropout,
@@ -181,7 +182,7 @@ def switch_off(contestant: Contestant) -> None:
 
 
 class Turns(TrainerCallback):
-    """Lets training go on for a round at a time."""
+    """Callback that waits before each round of training."""
 
     def __init__(self, steps_per_round: int):
         self.steps_per_round = steps_per_round
@@ -208,7 +209,7 @@ def say(**values) -> None:
 
 
 def peak_bytes() -> int:
-    """The most memory that the process ever held: of the accelerator if there is one, else resident."""
+    """Return the peak memory of the process, on the accelerator if there is one, else resident."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     status = Path("/proc/self/status").read_text()
@@ -216,7 +217,7 @@ def peak_bytes() -> int:
 
 
 def budget_like(mix: LengthMix) -> int:
-    """A budget of tokens with which an epoch has as many updates as with the mix's number of pairs in a batch."""
+    """Return the token budget with which an epoch has as many updates as with the mix's pairs per batch."""
     lengths, updates = mix.draw(PAIRS, 0), -(-PAIRS // mix.pairs_per_batch)
     budget = mix.pairs_per_batch * lengths.sum(axis=1).mean()
     while len(TokenBudgetSampler(lengths, round(budget), seed=42)) > updates:
