@@ -44,69 +44,46 @@ PAIRS = 6000
 
 @dataclass(frozen=True)
 class Contestant:
-    """How a contestant trains: the first five fields are for all, the others for ours.
+    """Settings of a contestant.
 
     Attributes:
         family: metaphrase, bart or t5.
-        keeps_freed_memory: The C library keeps freed memory.
-        keeps_few_kernels: oneDNN caches few kernels.
-        bf16: Autocast to bfloat16.
+        keeps_freed_memory: True if the C library keeps freed memory.
+        bf16: True for autocast to bfloat16.
         groups_by_length: transformers' `group_by_length`.
-        budget: Batches by tokens.
-        packed: Packed rows.
-        chunked_loss: Loss without whole logits.
-        cheap_dropout: Dropout from few random bits.
-        few_shapes: Packed rows with a multiple of tokens.
-        kept_attention: Attention weights kept for the backward pass if they fit.
-        fused_linear: Bias and ReLU fused into large linear layers.
-        joined_projections: Query, key and value in one product; needs `fused_linear`.
-        powers_of_2: Softmax of attention by powers of 2, without the largest scores.
+        parts: Names of the parts of ours in use.
     """
 
     family: str
     keeps_freed_memory: bool = True
-    keeps_few_kernels: bool = False
     bf16: bool = False
     groups_by_length: bool = False
-    budget: bool = False
-    packed: bool = False
-    chunked_loss: bool = False
-    cheap_dropout: bool = False
-    few_shapes: bool = False
-    kept_attention: bool = False
-    fused_linear: bool = False
-    joined_projections: bool = False
-    powers_of_2: bool = False
+    parts: tuple[str, ...] = ()
 
 
-# Each part of ours, with the fields that switch it on.
-_PARTS = {
-    "packing": ("packed",),
-    "chunked loss": ("chunked_loss",),
-    "cheap dropout": ("cheap_dropout",),
-    "few shapes": ("few_shapes",),
-    "kept attention": ("kept_attention",),
-    "fused linear": ("fused_linear",),
-    "joined projections": ("joined_projections",),
-    "powers of 2": ("powers_of_2",),
-    "few kernels": ("keeps_few_kernels",),
-    "token budget": ("budget", "packed"),
-}
-_OURS = {field: True for fields in _PARTS.values() for field in fields}
+# Batches by tokens, packed rows, loss without whole logits, dropout from few random bits, rows of a multiple of tokens,
+# weights kept for the backward pass, bias and ReLU in the product, one product for query, key and value, and softmax by 2.
+PARTS = ("few kernels", "token budget", "packing", "chunked loss", "cheap dropout", "few shapes", "kept attention")
+PARTS += ("fused linear", "joined projections", "powers of 2")
 CONTESTANTS = {
     "bart, as documented": Contestant("bart", keeps_freed_memory=False),
     "bart, group_by_length": Contestant("bart", keeps_freed_memory=False, groups_by_length=True),
     "bart, tuned": Contestant("bart", groups_by_length=True),
     "bart, tuned, bf16": Contestant("bart", groups_by_length=True, bf16=True),
-    "bart, tuned, bf16, few kernels": Contestant("bart", groups_by_length=True, bf16=True, keeps_few_kernels=True),
+    "bart, tuned, bf16, few kernels": Contestant("bart", groups_by_length=True, bf16=True, parts=("few kernels",)),
     "t5, as documented": Contestant("t5", keeps_freed_memory=False),
     "t5, tuned": Contestant("t5", groups_by_length=True),
     "t5, tuned, bf16": Contestant("t5", groups_by_length=True, bf16=True),
-    "metaphrase": Contestant("metaphrase", bf16=True, **_OURS),
-    "metaphrase, fp32": Contestant("metaphrase", **_OURS),
+    "metaphrase": Contestant("metaphrase", bf16=True, parts=PARTS),
+    "metaphrase, fp32": Contestant("metaphrase", parts=PARTS),
     **{
-        f"metaphrase, without {part}": Contestant("metaphrase", bf16=True, **_OURS | dict.fromkeys(fields, False))
-        for part, fields in _PARTS.items()
+        f"metaphrase, without {part}": Contestant(
+            "metaphrase",
+            bf16=True,
+            # Packing needs a token budget.
+            parts=tuple(p for p in PARTS if p != part and (part, p) != ("token budget", "packing")),
+        )
+        for part in PARTS
     },
     "metaphrase, none of these": Contestant("metaphrase"),
 }
@@ -152,7 +129,7 @@ def switch_off(contestant: Contestant) -> None:
     )
     from metaphrase.training import loaders as token_budget_loaders
 
-    if not contestant.cheap_dropout:
+    if "cheap dropout" not in contestant.parts:
 
         def plain(states, p, training):
             return nn.functional.dropout(states, p=p, training=training)
@@ -162,22 +139,22 @@ def switch_off(contestant: Contestant) -> None:
 
         dropout.dropout = layers.dropout = stacks.dropout = plain
         layers.add_dropout = plain_sum
-    if not contestant.few_shapes:
+    if "few shapes" not in contestant.parts:
         token_budget_loaders.TOKENS_MULTIPLE = 1
-    if not contestant.kept_attention:
+    if "kept attention" not in contestant.parts:
         grid_attention.MAX_KEPT_BYTES = 0
-    if not contestant.fused_linear:
+    if "fused linear" not in contestant.parts:
         fused_linear._LEAST_SIZE = sys.maxsize
-    if not contestant.joined_projections:
+    if "joined projections" not in contestant.parts:
         attention.can_join = lambda *_: False
-    if not contestant.powers_of_2:
+    if "powers of 2" not in contestant.parts:
 
         def softmax(scores):
             dtype = grid_attention._weight_dtype(scores.dtype, scores.shape[-1])
             return torch.softmax(scores, dim=-1, dtype=dtype)
 
         grid_attention._LOG2_E, grid_attention._softmax = 1.0, softmax
-    if not contestant.chunked_loss:
+    if "chunked loss" not in contestant.parts:
         modeling_metaphrase.MetaphraseForConditionalGeneration._loss_is_chunked = lambda *_: False
 
 
@@ -263,9 +240,9 @@ def make_trainer(contestant: Contestant, preset: str, mix_name: str, turns: Turn
             **shared,
             data_collator=PairCollator(model.config.pad_token_id),
             train_dataset=datasets.Dataset.from_dict(columns),
-            max_tokens_per_batch=budget if contestant.budget else None,
+            max_tokens_per_batch=budget if "token budget" in contestant.parts else None,
         )
-        if not contestant.packed:
+        if "packing" not in contestant.parts:
             model.supports_packing = False
         return trainer
     del columns["source_length"], columns["target_length"]
@@ -291,7 +268,7 @@ def main() -> None:
     datasets.disable_progress_bars()
     if contestant.keeps_freed_memory:
         keep_freed_memory()
-    if contestant.keeps_few_kernels:
+    if "few kernels" in contestant.parts:
         keep_few_kernels()
     set_seed(0)
     switch_off(contestant)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
@@ -19,7 +19,6 @@ from transformers.utils.hub import convert_file_size_to_int
 from metaphrase.conversion.families import FAMILIES, config_class, find_family, model_class
 from metaphrase.conversion.family import Family
 from metaphrase.conversion.plans import NamedWeights, plan_ours, plan_theirs, skeleton
-from metaphrase.conversion.t5 import find_t5gemma_obstacles
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.storage.folders import check_output, folder_in_one_step, read_json, write_json, write_provenance
 from metaphrase.storage.weight_files import WeightFiles, write_weights
@@ -136,8 +135,7 @@ def _download(name: str, revision: str | None) -> Path:
 
 def _known_family(model_type: str | None, folder: Path) -> Family:
     if model_type == "t5gemma":
-        reasons = "; ".join(find_t5gemma_obstacles(AutoConfig.from_pretrained(folder, trust_remote_code=False)))
-        raise ValueError(f"A t5gemma does not fit: {reasons}.")
+        raise ValueError("A t5gemma does not fit: its sub-layers have a norm before and after, of 1 + weight.")
     if model_type not in FAMILIES:
         raise ValueError(f"`model_type` must be one of {', '.join(FAMILIES)}, got {model_type!r} in {folder}.")
     return FAMILIES[model_type]

@@ -1,8 +1,8 @@
 """Plans: which stored tensor becomes which. Names and shapes are checked before anything is written."""
 
+import functools
 import logging
 import re
-from collections.abc import Callable, Iterable
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -84,7 +84,8 @@ def plan_ours(family: Family, ours: PreTrainedModel, weights: NamedWeights) -> d
         if not kind.is_floating_point:
             raise ValueError(f"The weight `{theirs.name}` must be of floating point, got {kind.dtype}.")
         _check_shape(theirs.name, kind.shape, theirs.their_shape(shapes[name]))
-        planned[name] = PlannedTensor(kind.nbytes // theirs.parts, _reader_of_ours(theirs, weights.read))
+        read = functools.partial(_read_ours, theirs, weights)
+        planned[name] = PlannedTensor(kind.nbytes // theirs.parts, read)
     return planned
 
 
@@ -128,7 +129,7 @@ def plan_theirs(
         if sources := parts.get(name):
             nbytes = sum(weights.kinds[our_name].nbytes for _, our_name in sources)
             nbytes += sum(part.unused_rows for part, _ in sources) * nbytes // max(1, their_shapes[name][0])
-            planned[name] = PlannedTensor(nbytes, _reader_of_theirs(sources, weights.read))
+            planned[name] = PlannedTensor(nbytes, functools.partial(_read_theirs, sources, weights))
         else:
             tensor = family.make_weight(name, their_shapes[name], config)
             if tensor is None:
@@ -155,20 +156,14 @@ def _embedding_sources(family: Family, config: MetaphraseConfig) -> dict[str, st
     return shared | {names[0]: stored[ours] for ours, names in family.embedding_names.items()}
 
 
-def _reader_of_ours(theirs: Counterpart, read: Callable[[str], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    return lambda: theirs.to_ours(read(theirs.name))
+def _read_ours(theirs: Counterpart, weights: NamedWeights) -> torch.Tensor:
+    return theirs.to_ours(weights.read(theirs.name))
 
 
-def _reader_of_theirs(
-    sources: Iterable[tuple[Counterpart, str]], read: Callable[[str], torch.Tensor]
-) -> Callable[[], torch.Tensor]:
+def _read_theirs(sources: list[tuple[Counterpart, str]], weights: WeightFiles) -> torch.Tensor:
     ordered = sorted(sources, key=lambda source: source[0].part)
-
-    def make() -> torch.Tensor:
-        parts = [counterpart.to_theirs(read(name)) for counterpart, name in ordered]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    return make
+    parts = [counterpart.to_theirs(weights.read(name)) for counterpart, name in ordered]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:

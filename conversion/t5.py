@@ -1,7 +1,4 @@
-"""T5 with T5 v1.1, Flan-T5 and ByT5; mT5; UMT5; and the reasons why T5Gemma does not fit.
-
-Source: Raffel et al. 2020, arXiv 1910.10683; T5Gemma, Zhang et al. 2025, arXiv 2504.06225.
-"""
+"""T5 (Raffel et al. 2020, arXiv 1910.10683) with T5 v1.1, Flan-T5 and ByT5; mT5; UMT5."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -188,20 +185,3 @@ class UMT5(T5):
         if not self.has_scale_field:
             del fields["scale_decoder_outputs"]
         return fields
-
-
-def find_t5gemma_obstacles(theirs: PreTrainedConfig) -> Iterator[str]:
-    """Yield a clause for each part of a T5Gemma that Metaphrase lacks."""
-    yield "every sub-layer has a norm before and one after it"
-    yield "its norms multiply by 1 + weight"
-    for name in ("encoder", "decoder"):
-        stack = getattr(theirs, name)
-        if stack.attn_logit_softcapping is not None:
-            yield f"`{name}.attn_logit_softcapping` is {stack.attn_logit_softcapping}"
-        if stack.final_logit_softcapping is not None and name == "decoder":
-            yield f"`{name}.final_logit_softcapping` is {stack.final_logit_softcapping}"
-        if "sliding_attention" in (stack.layer_types or ()):
-            yield f"`{name}.layer_types` has sliding_attention, of {stack.sliding_window} tokens"
-    if theirs.encoder.hidden_size != theirs.decoder.hidden_size:
-        sizes = f"{theirs.encoder.hidden_size} and {theirs.decoder.hidden_size}"
-        yield f"`encoder.hidden_size` and `decoder.hidden_size` are {sizes}"

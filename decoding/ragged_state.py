@@ -75,9 +75,7 @@ class RaggedDecoderState(DecoderState):
     def _block_bias(self, bias: torch.Tensor | None, distances: torch.Tensor) -> torch.Tensor:
         """Return a block's bias and mask, shape (rows, 1 or key_value_heads, groups * width, past).
 
-        Args:
-            bias: Bias of the last position in the cache, shape (heads, capacity).
-            distances: Distance from each query to each key, shape (rows, width, past).
+        `bias` (heads, capacity) is that of the last position, and `distances` has shape (rows, width, past).
         """
         lowest = torch.finfo(self.dtype).min
         if bias is None:

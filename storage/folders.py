@@ -91,13 +91,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_provenance(path: Path, source: str | os.PathLike, **fields: str) -> None:
-    """Write where a folder comes from, and so that this package may overwrite the folder.
-
-    Args:
-        path: The file to write.
-        source: Folder, of which only the last name is written, or Hub id.
-        **fields: Further entries.
-    """
+    """Write where a folder comes from: the name of a source folder without its parents, or a Hub id, and `fields`."""
     name = Path(source).resolve().name if os.path.isdir(source) else os.fspath(source)
     write_json(path, {"source": name} | fields)
 

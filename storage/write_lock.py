@@ -1,5 +1,6 @@
 """Lock of an output: a second run that would write the same file or folder is refused."""
 
+import contextlib
 import os
 import stat
 
@@ -13,7 +14,7 @@ except ImportError:
 _descriptors: set[int] = set()
 
 
-class WriteLock:
+class WriteLock(contextlib.AbstractContextManager):
     """Lock of a file or folder, held until `release` or the end of the process. It leaves nothing on the disk.
 
     Nothing is locked for pipes and devices, or where the platform or file system has no such locks.
@@ -53,9 +54,6 @@ class WriteLock:
             _descriptors.remove(self._descriptor)
             os.close(self._descriptor)
         self._descriptor = None
-
-    def __enter__(self) -> "WriteLock":
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.release()

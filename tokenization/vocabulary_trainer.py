@@ -70,13 +70,8 @@ def _training_texts(texts: Iterable[str], settings: TokenizerSettings) -> Iterat
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    batch = []
-    for text in texts:
-        batch.append(text)
-        if len(batch) == TEXTS_PER_BATCH:
-            yield batch
-            batch = []
-    if batch:
+    texts = iter(texts)
+    while batch := list(itertools.islice(texts, TEXTS_PER_BATCH)):
         yield batch
 
 

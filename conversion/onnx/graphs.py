@@ -234,14 +234,7 @@ def write_later_step(model: PreTrainedModel, path: Path) -> None:
 def _write(
     graph: nn.Module, inputs: dict[str, tuple[torch.Tensor, dict[int, str]]], outputs: list[str], path: Path
 ) -> None:
-    """Trace a graph and write it.
-
-    Args:
-        graph: The module to trace.
-        inputs: Each input's traced value and its named axes. Axes of one name have one length.
-        outputs: Names of the outputs.
-        path: The file to write.
-    """
+    """Trace a graph and write it. Each input has a traced value and named axes; axes of one name have one length."""
     lengths = {name: torch.export.Dim(name) for _, axes in inputs.values() for name in axes.values()}
     arguments = [value for value, _ in inputs.values()]
     shapes = [{axis: lengths[name] for axis, name in axes.items()} for _, axes in inputs.values()]

@@ -156,11 +156,8 @@ class ConstrainedSelection(Selection):
     def _pool(self, totals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return candidates, best first: the best of all, all that advance a phrase, and the best of each hypothesis.
 
-        Args:
-            totals: Sums of log-probabilities, shape (sources, beams, V).
-
-        Returns:
-            Scores, and indices into (beams * V), both (sources, candidates). A repeated candidate has one finite score.
+        From sums of log-probabilities (sources, beams, V) to scores and indices into (beams * V), both (sources,
+        candidates). A repeated candidate has one finite score.
         """
         num_beams, vocab_size = totals.shape[1:]
         first = vocab_size * torch.arange(num_beams, device=totals.device)[:, None]
@@ -189,14 +186,8 @@ class ConstrainedSelection(Selection):
     def _allocate(self, progress: torch.Tensor, is_eligible: torch.Tensor) -> torch.Tensor:
         """Return the order in which candidates enter the beam: the best of each bank, the second best of each, and so on.
 
-        Banks have equal shares, and a bank's unused share goes to the others. Banks with more progress come first.
-
-        Args:
-            progress: Bank of each candidate, best candidate first, shape (sources, candidates).
-            is_eligible: True for candidates that may enter. All others come last.
-
-        Returns:
-            Indices of candidates, shape (sources, candidates).
+        Banks have equal shares, and a bank's unused share goes to the others. Banks with more progress come first, and
+        candidates that are not eligible last. All shapes are (sources, candidates), best candidate first.
         """
         num_banks = self._automaton.most_progress + 1
         banks = torch.arange(num_banks, device=progress.device)

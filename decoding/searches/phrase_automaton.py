@@ -185,14 +185,10 @@ def _bits(count: int, device: torch.device | str = "cpu") -> torch.Tensor:
 
 
 def _distances(follow: torch.Tensor, meets: torch.Tensor) -> torch.Tensor:
-    """Return how many tokens meet all constraints, from each node and each set of met constraints.
+    """Return how many tokens meet all constraints, from each node and set of met constraints, shape (nodes, sets).
 
-    Args:
-        follow: Next node for each symbol, shape (nodes, symbols).
-        meets: Constraints that a node meets, shape (nodes, constraints).
-
-    Returns:
-        Shape (nodes, sets). Bit i of a set's number is constraint i.
+    `follow` (nodes, symbols) holds next nodes, and `meets` (nodes, constraints) the constraints that a node meets. Bit i of
+    a set's number is constraint i.
     """
     num_nodes, num_constraints = meets.shape
     full = 2**num_constraints - 1

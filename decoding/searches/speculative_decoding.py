@@ -155,11 +155,7 @@ class _Speculation:
         return processed
 
     def _draft(self, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Draft tokens, and write them into `ids`.
-
-        Returns:
-            Tokens (rows, width), and for sampling the probabilities (rows, width, V) that they were drawn from.
-        """
+        """Draft tokens (rows, width) into `ids`, and return them, with probabilities (rows, width, V) for sampling."""
         if width == 0:
             return self.ids[:, :0], None
         # All rows read as many tokens as the row with the most unread ones; other rows read some again.
@@ -191,13 +187,8 @@ class _Speculation:
         A drafted token is accepted with probability p / q, of the target model and of the draft model. The first refused
         token is drawn again from the positive part of p - q. Greedy search is the case of all p in one token.
 
-        Args:
-            scores: Scores of the target model, shape (rows, width + 1, V).
-            drafted: Drafted tokens, shape (rows, width).
-            draft_probs: For sampling, shape (rows, width, V).
-
-        Returns:
-            Tokens (rows, width + 1), and the number of accepted tokens (rows,). One more token is valid.
+        `scores` has shape (rows, width + 1, V), `drafted` (rows, width), and `draft_probs` (rows, width, V) is None for
+        greedy search. Returns tokens (rows, width + 1), and the number of accepted tokens (rows,). One more token is valid.
         """
         if not self.config.do_sample:
             tokens = scores.argmax(dim=-1)
@@ -218,14 +209,7 @@ class _Speculation:
         return nn.functional.pad(drafted, (0, 1)).scatter(1, accepted[:, None], added), accepted
 
     def _add(self, tokens: torch.Tensor, accepted: torch.Tensor, positions: torch.Tensor, scores: torch.Tensor) -> None:
-        """Add the chosen tokens up to the ends, and drop sources whose rows have all ended.
-
-        Args:
-            tokens: Chosen tokens, shape (rows, width + 1).
-            accepted: Number of accepted drafted tokens, shape (rows,).
-            positions: Positions of the tokens in `ids`, shape (rows, width + 1).
-            scores: Scores of the target model, shape (rows, width + 1, V).
-        """
+        """Add the chosen tokens (rows, width + 1) up to the ends, and drop sources whose rows have all ended."""
         order, ends = torch.arange(tokens.shape[1], device=tokens.device), self.config._eos_token_tensor
         counts = accepted + 1
         is_end = torch.zeros_like(tokens, dtype=torch.bool) if ends is None else torch.isin(tokens, ends)
