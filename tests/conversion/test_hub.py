@@ -1,4 +1,4 @@
-"""Conversion of a checkpoint on the Hub, against a server on this machine that answers as the Hub does."""
+"""Tests of the conversion of a checkpoint on the Hub, with a local server in place of the Hub."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Tests of `metaphrase.decoding.quantization`: packed layers compute what rounded weights do, for each row by itself."""
+"""Tests of `decoding.quantization`: quantized layers compute with rounded weights, each row alone."""
 
 import copy
 import os
@@ -49,7 +49,7 @@ def rounded(states, levels):
 
 @pytest.fixture(params=[63, 127])
 def levels(request, monkeypatch):
-    """Of activations, those that every processor can add up, and those that this one can."""
+    """Levels of activations that every processor can sum, and that this processor can sum."""
     levels = min(request.param, int8_product.activation_levels())
     monkeypatch.setattr(int8_product, "activation_levels", lambda: levels)
     return levels
@@ -122,7 +122,7 @@ def test_what_is_no_number_stays_none():
 
 
 def check_largest_sums():
-    """All products as large as can be: what the kernel adds them up in must hold them."""
+    """Check that the kernel's accumulator holds the largest products."""
     linear = nn.Linear(512, 16, bias=False).requires_grad_(False)
     linear.weight.fill_(1.0)
     for rows in (1, 2, 64):
@@ -136,7 +136,7 @@ def test_largest_sums_are_exact(levels):
 
 
 def test_kernels_that_add_up_in_16_bits_get_7():
-    """In a process of its own, in which FBGEMM takes the kernels of a processor without VNNI."""
+    """Run in a process in which FBGEMM uses the kernels of a processor without VNNI."""
     code = "import test_quantization as t; t.check_largest_sums(); print(t.int8_product.activation_levels())"
     paths = [os.path.dirname(__file__), *sys.path]
     environment = {**os.environ, "FBGEMM_ENABLE_INSTRUCTIONS": "AVX2", "PYTHONPATH": os.pathsep.join(paths)}

@@ -1,4 +1,4 @@
-"""ONNX: exported graphs compute what the model does, at other lengths than those they were traced with."""
+"""Tests of the ONNX export: graphs compute what the model computes, also at lengths that were not traced."""
 
 import builtins
 import json
@@ -53,7 +53,7 @@ def assert_close(found, expected):
 
 
 def greedy(folder, input_ids, attention_mask, max_new_tokens):
-    """What a runner of optimum's exports does, by the names of the tensors alone: ids with the start token in front."""
+    """Decode as a runner of optimum's exports does, by tensor names, and return ids with the start token."""
     config = AutoConfig.from_pretrained(folder)
     encoder, first, later = (session(folder / name) for name in GRAPHS)
     mask = attention_mask.numpy()
@@ -83,8 +83,8 @@ def make_generator(seed=0, **fields):
     return Generator(model, pair)
 
 
-class Heard(logging.Handler):
-    """Names of the loggers that said something."""
+class LoggerNames(logging.Handler):
+    """Handler that collects names of loggers."""
 
     def __init__(self):
         super().__init__()
@@ -96,8 +96,8 @@ class Heard(logging.Handler):
 
 @pytest.fixture(scope="module")
 def heard():
-    """What was said while `exported` was made, as the command line hears it."""
-    handler, log = Heard(), logging.getLogger()
+    """Names of the loggers that logged while `exported` was made."""
+    handler, log = LoggerNames(), logging.getLogger()
     level = log.level
     log.addHandler(handler)
     log.setLevel(logging.INFO)
@@ -119,7 +119,7 @@ def exported(tmp_path_factory, heard):
 # the whole export
 
 
-def test_the_exporter_says_nothing_of_each_node(exported, heard):
+def test_the_exporter_logs_nothing_per_node(exported, heard):
     assert any(name.startswith("metaphrase") for name in heard)
     assert not [name for name in heard if name.startswith(("onnx", "torch.onnx"))]
 
@@ -184,7 +184,7 @@ def test_nothing_of_this_machine_is_in_the_graphs(exported):
 
 
 def test_what_differs_is_found(exported):
-    """One weight of either stack, by a little more than the tolerance allows."""
+    """One weight of each stack differs by a little more than the tolerance."""
     model, _, folder = exported
     check_graphs(model, folder)
     for stack, name in ((model.get_encoder(), ENCODER_NAME), (model.get_decoder(), DECODER_NAME)):
@@ -207,7 +207,7 @@ def test_what_differs_is_found(exported):
 
 
 def test_an_export_that_fails_its_check_leaves_nothing(exported, tmp_path, monkeypatch):
-    """Graphs of other weights than the model's."""
+    """The graphs have other weights than the model."""
     _, _, folder = exported
 
     def write_others(model, partial):
@@ -241,7 +241,7 @@ def test_what_is_there_is_replaced_only_if_asked_and_written_here(exported, tmp_
     ],
 )
 def test_later_steps_of_every_position(name, tmp_path, monkeypatch):
-    """Of one layer; all else is in the slow tests. One graph has its weights in a file of their own."""
+    """Check models of one layer. One graph has its weights in a separate file."""
     model = tiny_model(attn_implementation="eager", **(DESIGNS[name] | {"encoder_layers": 1, "decoder_layers": 1}))
     path, is_large = tmp_path / DECODER_WITH_PAST_NAME, name == "none"
     if is_large:
@@ -272,7 +272,7 @@ def test_later_steps_of_every_position(name, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["sinusoidal", "half_split", "learned", "relative", "relative_per_layer"])
 def test_tables_change_nothing_and_are_gone_afterwards(name):
-    """Distances beyond the last bucket's edge and sinusoids beyond the first table are among these."""
+    """The lengths reach beyond the last bucket and beyond the first table of sinusoids."""
     model = tiny_model(**DESIGNS[name])
     before = list(model.state_dict())
     given = random_batch(model.config, batch=2, source=40, target=33)

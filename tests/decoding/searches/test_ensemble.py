@@ -1,4 +1,4 @@
-"""Tests of `metaphrase.decoding.searches.ensemble`: what a plain mean over whole passes of all models gives, token for token."""
+"""Tests of ensembles: tokens are those of the mean over whole passes of all models."""
 
 import copy
 import functools
@@ -42,7 +42,7 @@ def ensemble(models, mean="linear", **options):
 
 
 def plain(models, mean, monkeypatch, **options):
-    """transformers' own search over a forward pass of all models over the whole prefix, at each step."""
+    """Search with transformers' loop, with a pass of all models over the whole prefix at each step."""
     one, other = models
     inputs, other_inputs = pad_sources(TEXTS, one), pad_sources(OTHER_TEXTS, other)
     memory = BaseModelOutput(last_hidden_state=other.get_encoder()(**other_inputs).last_hidden_state)
