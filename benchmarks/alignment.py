@@ -1,8 +1,9 @@
-"""How well words are aligned by the attention of a model of the demo, on test sentences whose structure is known.
+"""Measures word alignment by attention of a demo model, on test sentences of known structure.
 
-The grammar of the demo builds each sentence once and says it in both languages, so for nouns, adjectives, verbs and adverbs that
-occur once it is known which German word stands for which English one. `python benchmarks/alignment.py runs/demo` aligns
-sentences of the test split by every layer, and compares with a guess by place.
+    python benchmarks/alignment.py runs/demo
+
+The demo's grammar builds each sentence once and writes it in both languages, so the alignment of unique nouns, adjectives,
+verbs and adverbs is known. The script aligns by each layer, and compares with a guess by position.
 """
 
 import argparse
@@ -29,7 +30,7 @@ ADJECTIVE_ENDINGS = ("e", "en", "em", "er", "es")
 
 
 def items_of(part: object) -> Iterator[Noun | Adjective | Verb | Particle]:
-    """The words of a sentence's structure that mean something by themselves."""
+    """Yield the content words of a sentence's structure."""
     if isinstance(part, Noun | Adjective | Particle) or (isinstance(part, Verb) and part not in (BE, HAVE)):
         yield part
     elif isinstance(part, tuple):
@@ -45,7 +46,7 @@ def english_forms(item: Noun | Adjective | Verb | Particle) -> set[str]:
         case Noun():
             forms = {item.english, item.plural or item.english}
             return forms | {form + "'s" for form in forms}
-        case Verb():  # of *look for* the first word
+        case Verb():  # only the first word of *look for*
             return {form.split()[0] for form in (item.english, item.past, third_person_singular(item.english))}
     return {item.english}
 
@@ -66,39 +67,37 @@ def german_forms(item: Noun | Adjective | Verb | Particle) -> set[str]:
 
 
 def known_links(sentence: Sentence, english: str, german: str) -> list[Link]:
-    """Pairs of places of an English and a German word, of items that each language says in one word, once."""
+    """Return index pairs of English and German words, for items that are one unique word in both languages."""
     sides = [[word.strip(",.?").lower() for word in text.split()] for text in (english, german)]
-    items = list(items_of(sentence))
-    found = []
-    for item in items:
-        places = [
-            [place for place, word in enumerate(words) if word in {form.lower() for form in forms(item)}]
+    links = []
+    for item in items_of(sentence):
+        indices = [
+            [index for index, word in enumerate(words) if word in {form.lower() for form in forms(item)}]
             for words, forms in zip(sides, (english_forms, german_forms), strict=True)
         ]
-        if all(len(side) == 1 for side in places):
-            found.append((places[0][0], places[1][0]))
-    # A word that two items claim says nothing of either.
+        if all(len(side) == 1 for side in indices):
+            links.append((indices[0][0], indices[1][0]))
+    # Drop words that match two items.
     for side in (0, 1):
-        found = [link for link in found if sum(other[side] == link[side] for other in found) == 1]
-    return sorted(found)
+        links = [link for link in links if sum(other[side] == link[side] for other in links) == 1]
+    return sorted(links)
 
 
 def sentences(split: str, count: int, seed: int) -> list[Sentence]:
-    sampler, found, seen = Sampler(seed), [], set()
-    while len(found) < count:
+    sampler, drawn = Sampler(seed), {}
+    while len(drawn) < count:
         sentence = sampler.sentence()
         english = to_english(sentence)
-        if split_of_sentence(sentence) == split and english not in seen and len(english.split()) <= 18:
-            seen.add(english)
-            found.append(sentence)
-    return found
+        if split_of_sentence(sentence) == split and english not in drawn and len(english.split()) <= 18:
+            drawn[english] = sentence
+    return list(drawn.values())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model", help="folder that `metaphrase demo` made")
     parser.add_argument("--count", type=int, default=1000, help="test sentences to draw [%(default)s]")
-    parser.add_argument("--output", metavar="FILE", help="where to write the results")
+    parser.add_argument("--output", metavar="FILE", help="JSON file to write")
     arguments = parser.parse_args()
     generator = Generator.from_pretrained(arguments.model, device="cpu")
     drawn = sentences("test", arguments.count, seed=1)
@@ -107,13 +106,13 @@ def main() -> None:
     maps = cross_attentions(generator, *map(list, zip(*pairs, strict=True)), keep_heads=True)
 
     def error_rate(predicted: list[list[Link]]) -> float:
-        """On those German words alone whose English word is known."""
+        """Return the error rate in percent, over German words of known alignment."""
         known = [{target for _, target in links} for links in sure]
-        kept = [[link for link in links if link[1] in known[index]] for index, links in enumerate(predicted)]
-        return round(100 * alignment_error_rate(kept, sure, sure), 2)
+        links = [[link for link in row if link[1] in targets] for row, targets in zip(predicted, known, strict=True)]
+        return round(100 * alignment_error_rate(links, sure, sure), 2)
 
     def diagonal(source: list[str], target: list[str]) -> list[Link]:
-        return [(min(place * len(source) // len(target), len(source) - 1), place) for place in range(len(target))]
+        return [(min(index * len(source) // len(target), len(source) - 1), index) for index in range(len(target))]
 
     rates = {"guess by place": error_rate([diagonal(m.source_words, m.target_words) for m in maps])}
     for layer in (None, *range(maps[0].head_weights.shape[0])):

@@ -1,7 +1,7 @@
-"""One contestant of the training benchmark, in a process of its own: trains when told to, and says how far it came.
+"""One contestant of the training benchmark, in its own process.
 
-Each is a whole `trainer.train()`: data loading, collation, loss, optimizer. The process reads a line from standard input, trains
-for a round and writes a line of JSON, so that whoever drives several of them can let them take turns.
+A contestant is a whole `trainer.train()`: data loading, collation, loss, optimizer. For each line on standard input the
+process trains for a round and writes a line of JSON, so that several contestants can take turns.
 """
 
 import argparse
@@ -44,75 +44,53 @@ PAIRS = 6000
 
 @dataclass(frozen=True)
 class Contestant:
-    """How one of them trains.
+    """Settings of a contestant.
 
     Attributes:
         family: metaphrase, bart or t5.
-        keeps_freed_memory: Whether the C library is told to keep freed memory.
-        keeps_few_kernels: Whether oneDNN is told to keep few kernels.
-        bf16: Autocast to bfloat16.
+        keeps_freed_memory: True if the C library keeps freed memory.
+        bf16: True for autocast to bfloat16.
         groups_by_length: transformers' `group_by_length`.
-        budget: Batches by tokens (ours).
-        packed: Packed rows (ours).
-        chunked_loss: No whole logits (ours).
-        cheap_dropout: Dropout from few random bits (ours).
-        few_shapes: Packed rows of a multiple of tokens (ours).
-        kept_attention: Attention weights are kept for the backward pass where they have room (ours).
-        fused_linear: Bias and ReLU in the product of large linear layers (ours); projections are joined with it alone.
-        joined_projections: Query, key and value of one product, and of one pass into the grid and out of it (ours).
-        powers_of_2: Softmax of attention by powers of 2, without the largest scores (ours).
+        parts: Names of the parts of ours in use.
     """
 
     family: str
     keeps_freed_memory: bool = True
-    keeps_few_kernels: bool = False
     bf16: bool = False
     groups_by_length: bool = False
-    budget: bool = False
-    packed: bool = False
-    chunked_loss: bool = False
-    cheap_dropout: bool = False
-    few_shapes: bool = False
-    kept_attention: bool = False
-    fused_linear: bool = False
-    joined_projections: bool = False
-    powers_of_2: bool = False
+    parts: tuple[str, ...] = ()
 
 
-_OURS = {"keeps_few_kernels": True, "budget": True, "packed": True, "chunked_loss": True}
-_OURS |= {"cheap_dropout": True, "few_shapes": True, "kept_attention": True, "fused_linear": True}
-_OURS |= {"joined_projections": True, "powers_of_2": True}
+# Batches by tokens, packed rows, loss without whole logits, dropout from few random bits, rows of a multiple of tokens,
+# weights kept for the backward pass, bias and ReLU in the product, one product for query, key and value, and softmax by 2.
+PARTS = ("few kernels", "token budget", "packing", "chunked loss", "cheap dropout", "few shapes", "kept attention")
+PARTS += ("fused linear", "joined projections", "powers of 2")
 CONTESTANTS = {
     "bart, as documented": Contestant("bart", keeps_freed_memory=False),
     "bart, group_by_length": Contestant("bart", keeps_freed_memory=False, groups_by_length=True),
     "bart, tuned": Contestant("bart", groups_by_length=True),
     "bart, tuned, bf16": Contestant("bart", groups_by_length=True, bf16=True),
-    "bart, tuned, bf16, few kernels": Contestant("bart", groups_by_length=True, bf16=True, keeps_few_kernels=True),
+    "bart, tuned, bf16, few kernels": Contestant("bart", groups_by_length=True, bf16=True, parts=("few kernels",)),
     "t5, as documented": Contestant("t5", keeps_freed_memory=False),
     "t5, tuned": Contestant("t5", groups_by_length=True),
     "t5, tuned, bf16": Contestant("t5", groups_by_length=True, bf16=True),
-    "metaphrase": Contestant("metaphrase", bf16=True, **_OURS),
-    "metaphrase, fp32": Contestant("metaphrase", **_OURS),
-    "metaphrase, without packing": Contestant("metaphrase", bf16=True, **_OURS | {"packed": False}),
-    "metaphrase, without chunked loss": Contestant("metaphrase", bf16=True, **_OURS | {"chunked_loss": False}),
-    "metaphrase, without cheap dropout": Contestant("metaphrase", bf16=True, **_OURS | {"cheap_dropout": False}),
-    "metaphrase, without few shapes": Contestant("metaphrase", bf16=True, **_OURS | {"few_shapes": False}),
-    "metaphrase, without kept attention": Contestant("metaphrase", bf16=True, **_OURS | {"kept_attention": False}),
-    "metaphrase, without fused linear": Contestant("metaphrase", bf16=True, **_OURS | {"fused_linear": False}),
-    "metaphrase, without joined projections": Contestant(
-        "metaphrase", bf16=True, **_OURS | {"joined_projections": False}
-    ),
-    "metaphrase, without powers of 2": Contestant("metaphrase", bf16=True, **_OURS | {"powers_of_2": False}),
-    "metaphrase, without few kernels": Contestant("metaphrase", bf16=True, **_OURS | {"keeps_few_kernels": False}),
-    "metaphrase, without token budget": Contestant(
-        "metaphrase", bf16=True, **_OURS | {"budget": False, "packed": False}
-    ),
+    "metaphrase": Contestant("metaphrase", bf16=True, parts=PARTS),
+    "metaphrase, fp32": Contestant("metaphrase", parts=PARTS),
+    **{
+        f"metaphrase, without {part}": Contestant(
+            "metaphrase",
+            bf16=True,
+            # Packing needs a token budget.
+            parts=tuple(p for p in PARTS if p != part and (part, p) != ("token budget", "packing")),
+        )
+        for part in PARTS
+    },
     "metaphrase, none of these": Contestant("metaphrase"),
 }
 
 
 def make_model(contestant: Contestant, preset: str) -> nn.Module:
-    """A model of the dimensions of a preset; the peers differ from ours in what their family fixes."""
+    """Return a model with the dimensions of a preset."""
     vocab_size = VOCAB_SIZES[preset]
     config = MetaphraseConfig.from_preset(preset, vocab_size=vocab_size, dropout=0.1)
     if contestant.family == "metaphrase":
@@ -139,44 +117,35 @@ def make_model(contestant: Contestant, preset: str) -> nn.Module:
 
 
 def switch_off(contestant: Contestant) -> None:
-    """Puts the plain way in place of what a contestant does without."""
-    from metaphrase.modeling import attention, layers, modeling_metaphrase, stacks
-    from metaphrase.ops import grid_attention
-    from metaphrase.ops import linear_and_dropout as dropout
-    from metaphrase.ops import linear_and_dropout as fused_linear
+    """Replace each part that a contestant does without by the plain implementation."""
+    from metaphrase.modeling.acceleration import acceleration, plain_add_dropout, plain_dropout
+    from metaphrase.modeling.modeling_metaphrase import MetaphraseForConditionalGeneration
+    from metaphrase.ops import grid_attention, linear_and_dropout
     from metaphrase.training import loaders as token_budget_loaders
 
-    if not contestant.cheap_dropout:
-
-        def plain(states, p, training):
-            return nn.functional.dropout(states, p=p, training=training)
-
-        def plain_sum(residual, states, p, training):
-            return residual + plain(states, p, training)
-
-        dropout.dropout = layers.dropout = stacks.dropout = plain
-        layers.add_dropout = plain_sum
-    if not contestant.few_shapes:
+    if "cheap dropout" not in contestant.parts:
+        acceleration.dropout, acceleration.add_dropout = plain_dropout, plain_add_dropout
+    if "few shapes" not in contestant.parts:
         token_budget_loaders.TOKENS_MULTIPLE = 1
-    if not contestant.kept_attention:
+    if "kept attention" not in contestant.parts:
         grid_attention.MAX_KEPT_BYTES = 0
-    if not contestant.fused_linear:
-        fused_linear._LEAST_SIZE = sys.maxsize
-    if not contestant.joined_projections:
-        attention.can_join = lambda *_: False
-    if not contestant.powers_of_2:
+    if "fused linear" not in contestant.parts:
+        linear_and_dropout._LEAST_SIZE = sys.maxsize
+    if "joined projections" not in contestant.parts:
+        grid_attention.can_join = lambda *_: False
+    if "powers of 2" not in contestant.parts:
 
         def softmax(scores):
             dtype = grid_attention._weight_dtype(scores.dtype, scores.shape[-1])
             return torch.softmax(scores, dim=-1, dtype=dtype)
 
         grid_attention._LOG2_E, grid_attention._softmax = 1.0, softmax
-    if not contestant.chunked_loss:
-        modeling_metaphrase.MetaphraseForConditionalGeneration._loss_is_chunked = lambda *_: False
+    if "chunked loss" not in contestant.parts:
+        MetaphraseForConditionalGeneration._loss_is_chunked = lambda *_: False
 
 
 class Turns(TrainerCallback):
-    """Lets training go on for a round at a time."""
+    """Callback that waits before each round of training."""
 
     def __init__(self, steps_per_round: int):
         self.steps_per_round = steps_per_round
@@ -203,7 +172,7 @@ def say(**values) -> None:
 
 
 def peak_bytes() -> int:
-    """The most memory that the process ever held: of the accelerator if there is one, else resident."""
+    """Return the peak memory of the process, on the accelerator if there is one, else resident."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     status = Path("/proc/self/status").read_text()
@@ -211,7 +180,7 @@ def peak_bytes() -> int:
 
 
 def budget_like(mix: LengthMix) -> int:
-    """A budget of tokens with which an epoch has as many updates as with the mix's number of pairs in a batch."""
+    """Return the token budget with which an epoch has as many updates as with the mix's pairs per batch."""
     lengths, updates = mix.draw(PAIRS, 0), -(-PAIRS // mix.pairs_per_batch)
     budget = mix.pairs_per_batch * lengths.sum(axis=1).mean()
     while len(TokenBudgetSampler(lengths, round(budget), seed=42)) > updates:
@@ -257,9 +226,9 @@ def make_trainer(contestant: Contestant, preset: str, mix_name: str, turns: Turn
             **shared,
             data_collator=PairCollator(model.config.pad_token_id),
             train_dataset=datasets.Dataset.from_dict(columns),
-            max_tokens_per_batch=budget if contestant.budget else None,
+            max_tokens_per_batch=budget if "token budget" in contestant.parts else None,
         )
-        if not contestant.packed:
+        if "packing" not in contestant.parts:
             model.supports_packing = False
         return trainer
     del columns["source_length"], columns["target_length"]
@@ -285,7 +254,7 @@ def main() -> None:
     datasets.disable_progress_bars()
     if contestant.keeps_freed_memory:
         keep_freed_memory()
-    if contestant.keeps_few_kernels:
+    if "few kernels" in contestant.parts:
         keep_few_kernels()
     set_seed(0)
     switch_off(contestant)

@@ -1,18 +1,17 @@
-"""Compares what a trained model writes with what transformers' class with the same weights writes, token for token.
+"""Compares the output of a trained model with that of transformers' class with the same weights, token for token.
 
     metaphrase train multi30k_en_de --data_dir FOLDER --output_dir runs/multi30k_bart --preset transformer-tiny \\
         --vocab_size 8000 --model.position_embedding_type learned --model.embedding_norm true \\
         --max_tokens_per_batch 4096 --num_train_epochs 5
     python benchmarks/equality.py runs/multi30k_bart --peer bart --source FOLDER/test_2016_flickr.en
 
-The model's options must fit the peer's family, into which it is converted: `--preset marian`, or `--preset t5-small`, of fewer
-dimensions and as many heads on both sides, make models for `--peer marian` and `--peer t5`. Both get the same batches, in
-float32, for greedy search and each number of beams, length penalty and way of stopping. Settings that the file of results
-holds are not run again, so that several of these may share the work: `--num_beams 1 2 3`.
+The model's options must fit the peer's family, into which it is converted: use `--preset marian` for `--peer marian`, and
+a smaller `--preset t5-small` with as many heads on both sides for `--peer t5`. Both models get the same batches in float32,
+for greedy search and for each number of beams, length penalty and stopping rule. Settings in the output file are skipped, so
+several processes can share the work: `--num_beams 1 2 3`.
 
-Where the two write different targets, that is a tie if the model finds them equally probable up to rounding, or if both write
-the same in float64: beams as good as each other may be left for different ones, which end less alike. Which of them comes out
-is no more the search's choice than the processor's.
+Different targets are a tie if the model finds them equally probable up to rounding, or if both models write the same in
+float64. Rounding, and not the search, decides between them.
 """
 
 import argparse
@@ -37,12 +36,12 @@ from metaphrase.tokenization import TokenizerPair, iterate_lines
 BEAMS = range(1, 9)
 LENGTH_PENALTIES = (0.6, 0.8, 1.0, 1.2, 1.4)
 EARLY_STOPPING = (False, True, "never")
-# Of scores, which are log-probabilities of a token in the mean, or nearly so.
+# Largest difference of scores in a tie. A score is about the mean log-probability of a token.
 TIE = 1e-5
 
 
 def settings_of(num_beams: int, length_penalties: Iterable[float], early_stopping: Iterable[bool | str]) -> list[dict]:
-    """Options of `generate()`; greedy search knows neither penalty nor early stopping."""
+    """Return options of `generate()`. Greedy search has no length penalty and no early stopping."""
     if num_beams == 1:
         return [{"num_beams": 1}]
     names = ("num_beams", "length_penalty", "early_stopping")
@@ -53,20 +52,19 @@ def settings_of(num_beams: int, length_penalties: Iterable[float], early_stoppin
 
 
 def write(model: PreTrainedModel, sources: list[list[int]], options: dict) -> list[Hypothesis]:
-    found = decode(model, sources, do_sample=False, return_scores=True, **options)
-    return [best for best, *_ in found]
+    return [best for best, *_ in decode(model, sources, do_sample=False, return_scores=True, **options)]
 
 
 def gaps_of(ours: list[Hypothesis], theirs: list[Hypothesis]) -> dict[int, float]:
-    """How far apart the scores of the targets are that are not the same, by their place."""
+    """Return the difference of scores of each source with different targets, by the source's index."""
     pairs = enumerate(zip(ours, theirs, strict=True))
-    return {place: abs(own.score - other.score) for place, (own, other) in pairs if own.ids != other.ids}
+    return {index: abs(our.score - their.score) for index, (our, their) in pairs if our.ids != their.ids}
 
 
 def compare(models: tuple[PreTrainedModel, PreTrainedModel], sources: list[list[int]], options: dict) -> dict:
-    """How many targets of the two are the same, and of the others, how many are ties and how far apart the scores are."""
+    """Count targets that are the same, ties and different, and return the largest difference of scores."""
     gaps = gaps_of(*(write(model, sources, options) for model in models))
-    far = [sources[place] for place, gap in gaps.items() if gap > TIE]
+    far = [sources[index] for index, gap in gaps.items() if gap > TIE]
     exact = gaps_of(*(write(copy.deepcopy(model).double(), far, options) for model in models)) if far else {}
     different = sum(gap > TIE for gap in exact.values())
     return {
@@ -82,9 +80,9 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="folder of a trained Metaphrase model")
     parser.add_argument("--source", type=Path, required=True, help="sentences, one a line")
     parser.add_argument("--peer", required=True, help="family of transformers' class, such as bart, t5 or marian")
-    parser.add_argument("--num_beams", type=int, nargs="+", default=list(BEAMS), help="which of them [1 to 8]")
+    parser.add_argument("--num_beams", type=int, nargs="+", default=list(BEAMS), help="numbers of beams [1 to 8]")
     parser.add_argument(
-        "--length_penalty", type=float, nargs="+", default=list(LENGTH_PENALTIES), help="which of them [0.6 to 1.4]"
+        "--length_penalty", type=float, nargs="+", default=list(LENGTH_PENALTIES), help="length penalties [0.6 to 1.4]"
     )
     parser.add_argument(
         "--early_stopping",
@@ -92,9 +90,9 @@ def main() -> None:
         nargs="+",
         default=list(EARLY_STOPPING),
         metavar="JSON",
-        help='which of them [false true "never"]',
+        help='stopping rules [false true "never"]',
     )
-    parser.add_argument("--lines", type=int, help="only so many, from the beginning")
+    parser.add_argument("--lines", type=int, help="number of lines to read [all]")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch [%(default)s]")
     parser.add_argument("--output", type=Path, help="JSON file [benchmarks/results/equality_PEER.json]")
     arguments = parser.parse_args()
@@ -116,15 +114,15 @@ def main() -> None:
             continue
         result = compare((ours, theirs), sources, options)
         print(f"{name}: {result}", flush=True)
-        # Another process may have added its own meanwhile.
+        # Another process may have added settings.
         settings = {**read_settings(output, about), name: result}
-        totals = {key: sum(each[key] for each in settings.values()) for key in ("same", "ties", "different")}
+        totals = {key: sum(counts[key] for counts in settings.values()) for key in ("same", "ties", "different")}
         report = about | {"machine": describe_machine(arguments.threads), "totals": totals, "settings": settings}
         output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def read_settings(output: Path, about: dict) -> dict[str, dict]:
-    """The results that a file holds already.
+    """Return the results in an output file.
 
     Raises:
         ValueError: If they are of another model or of other sentences.
@@ -133,7 +131,9 @@ def read_settings(output: Path, about: dict) -> dict[str, dict]:
         return {}
     report = json.loads(output.read_text(encoding="utf-8"))
     if any(report[name] != value for name, value in about.items()):
-        raise ValueError(f"{output} holds results of something else: remove it, or name another --output.")
+        raise ValueError(
+            f"{output} holds results of another model or other sentences: remove it, or name another --output."
+        )
     return report["settings"]
 
 

@@ -2,9 +2,8 @@
 
     taskset -c 0 python benchmarks/families.py --output benchmarks/results/families_cpu.json
 
-Both models hold the same random weights and read the same padded batch. They take turns, so that what else the machine does meets
-them alike; each round starts with the other one. What counts is processor time, and the medians of both and of their ratio
-are reported. The reports of a file are replaced family by family.
+Both models hold the same random weights and read the same padded batch. They take turns, so that other load on the machine
+affects both. The report holds medians of processor time and of the ratio. A new report replaces that of the same family.
 """
 
 import argparse
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from lengths import STACKS, T5_SMALL
 from machine import describe_machine
 from transformers import PreTrainedModel, set_seed
 
@@ -26,24 +26,13 @@ from metaphrase.modeling import IGNORED_LABEL, MetaphraseForConditionalGeneratio
 VOCAB_SIZE = 8192
 SOURCE, TARGET, BATCH = 40, 40, 16
 NEW_TOKENS = 32
-BART_LIKE = {
-    "d_model": 512,
-    "encoder_layers": 6,
-    "decoder_layers": 6,
-    "encoder_attention_heads": 8,
-    "decoder_attention_heads": 8,
-    "encoder_ffn_dim": 2048,
-    "decoder_ffn_dim": 2048,
-    "max_position_embeddings": 512,
-    "decoder_start_token_id": 2,
-    "eos_token_id": 2,
-    "pad_token_id": 1,
-}
-T5_LIKE = {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8, "decoder_start_token_id": 0}
+BART_LIKE = {"d_model": 512, "max_position_embeddings": 512, **STACKS}
+BART_LIKE |= {"decoder_start_token_id": 2, "eos_token_id": 2, "pad_token_id": 1}
+T5_LIKE = T5_SMALL | {"decoder_start_token_id": 0}
 
 
 def make_pair(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """The family's own class with random weights, and what the conversion makes of it."""
+    """Return our converted model, and the family's own class with random weights."""
     family = FAMILIES[name]
     config_class = getattr(transformers, family.config_class)
     fields = T5_LIKE if "t5" in name else BART_LIKE
@@ -59,7 +48,7 @@ def make_pair(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
 
 
 def make_batch(pad_token_id: int) -> dict[str, torch.Tensor]:
-    """Lengths from half to the whole, as sorted batches have them, or a little worse."""
+    """Return a batch with lengths from half to the whole, a little less even than sorted batches."""
     batch = {}
     for side, length, filler in (("input_ids", SOURCE, pad_token_id), ("labels", TARGET, IGNORED_LABEL)):
         ids = torch.randint(10, VOCAB_SIZE, (BATCH, length))
@@ -70,7 +59,7 @@ def make_batch(pad_token_id: int) -> dict[str, torch.Tensor]:
 
 
 def make_work(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> dict[str, Callable[[], object]]:
-    """What is timed, by name."""
+    """Return the functions to time, by name."""
     source = {name: batch[name] for name in ("input_ids", "attention_mask")}
     decoder_input_ids = batch["labels"].clamp(min=model.config.pad_token_id)
 
@@ -85,12 +74,8 @@ def make_work(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> dict[st
         model.zero_grad()
 
     def generate(num_beams: int):
-        options = {
-            "num_beams": num_beams,
-            "do_sample": False,
-            "min_new_tokens": NEW_TOKENS,
-            "max_new_tokens": NEW_TOKENS,
-        }
+        options = {"num_beams": num_beams, "do_sample": False}
+        options |= {"min_new_tokens": NEW_TOKENS, "max_new_tokens": NEW_TOKENS}
         return model.eval().generate(**source, **options)
 
     return {
@@ -102,7 +87,7 @@ def make_work(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> dict[st
 
 
 def measure(name: str, rounds: int) -> dict[str, dict[str, float]]:
-    """Seconds of both for each kind of work, and how much faster ours is."""
+    """Return the seconds of both models for each kind of work, and our speed relative to their class."""
     set_seed(0)
     ours, theirs = make_pair(name)
     batch = make_batch(theirs.config.pad_token_id)
@@ -111,12 +96,12 @@ def measure(name: str, rounds: int) -> dict[str, dict[str, float]]:
     for kind in work[0]:
         seconds: tuple[list[float], list[float]] = ([], [])
         for number in range(rounds + 1):
-            for place in (0, 1) if number % 2 else (1, 0):
+            for side in (0, 1) if number % 2 else (1, 0):
                 start = time.process_time()
-                work[place][kind]()
+                work[side][kind]()
                 if number:  # the first round warms up
-                    seconds[place].append(time.process_time() - start)
-        ratios = [other / own for own, other in zip(*seconds, strict=True)]
+                    seconds[side].append(time.process_time() - start)
+        ratios = [theirs / ours for ours, theirs in zip(*seconds, strict=True)]
         report[kind] = {
             "seconds": round(statistics.median(seconds[0]), 4),
             "seconds_of_own_class": round(statistics.median(seconds[1]), 4),
@@ -134,8 +119,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    # Random weights of mT5, which scales nothing, give probabilities below 1e-38, each of which takes some processors a hundred
-    # times as long as another number.
+    # Random weights of mT5 give probabilities below 1e-38, and such numbers are a hundred times as slow on some processors.
     torch.set_flush_denormal(True)
     transformers.logging.set_verbosity_error()
     results = {name: measure(name, arguments.rounds) for name in arguments.families}

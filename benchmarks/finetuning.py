@@ -1,10 +1,10 @@
-"""Fine-tunes a model of another family by its recipe, from random weights of its own class, and keeps what came of it.
+"""Fine-tunes a converted model of another family by its recipe, from random weights of a published size.
 
     python benchmarks/finetuning.py t5 --core 0
 
-Where no weights can be downloaded, this shows that a conversion can be trained: the family's own class makes a model of a
-published size with a tokenizer of the demo's corpus, `metaphrase convert` makes it ours, and the recipe does the rest. What is
-not known here is passed on to the recipe: `--bf16 false`.
+Without downloads, this shows that a converted model can be trained: the family's own class makes a model with a tokenizer
+of the demo's corpus, `metaphrase convert` converts it, and the recipe trains it. Unknown options, such as `--bf16 false`,
+are passed to the recipe.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import yaml
+from lengths import STACKS, T5_SMALL
 from machine import describe_machine
 from seeds import RESULTS, carry_out, draw, read_run
 from transformers import MarianConfig, MarianMTModel, PreTrainedModel, T5Config, T5ForConditionalGeneration, set_seed
@@ -24,26 +25,15 @@ from metaphrase.scripts.train import find_recipe
 from metaphrase.tokenization import TokenizerPair
 
 VOCAB_SIZE = 2000
-# What random weights need, in place of the recipe's own.
+# Random weights need another learning rate than the recipe's.
 OPTIONS = {"t5": ["--learning_rate", "1e-2"], "marian": []}
-# The sizes of t5-small and of opus-mt-en-de, but for the vocabulary.
-T5_SMALL = {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8}
-OPUS_MT = {
-    "d_model": 512,
-    "encoder_layers": 6,
-    "decoder_layers": 6,
-    "encoder_attention_heads": 8,
-    "decoder_attention_heads": 8,
-    "encoder_ffn_dim": 2048,
-    "decoder_ffn_dim": 2048,
-    "max_position_embeddings": 512,
-    "activation_function": "swish",
-    "scale_embedding": True,
-}
+# The size of opus-mt-en-de, without its vocabulary.
+OPUS_MT = {"d_model": 512, "max_position_embeddings": 512, **STACKS}
+OPUS_MT |= {"activation_function": "swish", "scale_embedding": True}
 
 
 def make_model(family: str, ids: dict) -> PreTrainedModel:
-    """A model of the family's own class with random weights."""
+    """Return a model of the family's own class with random weights."""
     set_seed(42)
     if family == "t5":
         return T5ForConditionalGeneration(T5Config(**T5_SMALL, **ids))
@@ -51,10 +41,10 @@ def make_model(family: str, ids: dict) -> PreTrainedModel:
 
 
 def prepare(family: str, folder: Path, source_prefix: str) -> None:
-    """Writes the corpus, the family's own model and its conversion into the folder."""
+    """Write the corpus, the family's own model and its conversion."""
     corpus = write_demo_corpus(folder / "data")
     lines = corpus["train"].read_text(encoding="utf-8").splitlines()
-    # A tokenizer that knows the prefix has a few tokens for it, as T5's own has.
+    # Like T5's own tokenizer, one trained on the prefix needs few tokens for it.
     pairs = [(source_prefix + line).split("\t") for line in lines]
     tokenizers = TokenizerPair.train(*zip(*pairs, strict=True), vocab_size=VOCAB_SIZE, show_progress=False)
     ids = {name: value for name, value in tokenizers.config_fields().items() if name != "decoder_vocab_size"}
@@ -69,7 +59,7 @@ def main() -> None:
     parser.add_argument("family", choices=("t5", "marian"))
     parser.add_argument("--threads", type=int, default=1, help="threads of torch [%(default)s]")
     parser.add_argument("--core", type=int, help="processor core to pin to")
-    parser.add_argument("--output_dir", type=Path, default=Path("runs"), help="where all of it goes [%(default)s]")
+    parser.add_argument("--output_dir", type=Path, default=Path("runs"), help="folder for all files [%(default)s]")
     parser.add_argument(
         "--output", type=Path, help="JSON file [benchmarks/results/RECIPE.json]; a picture goes beside it"
     )

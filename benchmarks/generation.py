@@ -1,28 +1,15 @@
-"""Times generation with a trained model: ours, transformers' class with the same weights, and CTranslate2, over real sentences.
+"""Times generation with a trained model: ours, transformers' class with the same weights, and CTranslate2.
 
-    metaphrase train multi30k_en_de --data_dir FOLDER --output_dir runs/multi30k_tiny --preset transformer-tiny \\
-        --vocab_size 8000 --model.position_embedding_type learned --model.embedding_norm true \\
-        --max_tokens_per_batch 4096 --num_train_epochs 14 --eval_strategy no --load_best_model_at_end false
-    metaphrase train multi30k_en_de --data_dir FOLDER --output_dir runs/multi30k_base --preset transformer-base \\
-        --vocab_size 8000 --model.position_embedding_type learned --model.embedding_norm true \\
-        --model.hidden_size 512 --model.encoder_ffn_dim 2048 --model.decoder_ffn_dim 2048 --model.dropout 0.1 \\
-        --max_tokens_per_batch 2048 --num_train_epochs 4 --eval_strategy no --load_best_model_at_end false \\
-        --learning_rate 5e-4 --warmup_steps 400    # for results/generation_multi30k_base_{amd,zen5}.json with --bf16 true
-    metaphrase train multi30k_en_de --data_dir FOLDER --output_dir runs/multi30k_base_longer \\
-        --model_name_or_path runs/multi30k_base --preset null --model null --tokenizer_kind null --vocab_size null \\
-        --max_tokens_per_batch 2048 --num_train_epochs 5 --learning_rate 6e-4 --warmup_steps 300 --seed 43 \\
-        --eval_strategy no --load_best_model_at_end false
-    metaphrase evaluate runs/multi30k_base --source FOLDER/test_2016_flickr.en --target FOLDER/test_2016_flickr.de \\
-        --num_beams 4 --dtype int8 --output int8.json    # and so in float32, and the longer one: results/int8_multi30k_base.json
     taskset -c 0 python benchmarks/generation.py runs/multi30k_tiny --source FOLDER/test_2016_flickr.en --peer bart
 
-The model's options must fit the peer's family, into which it is converted. Contestants take turns, setting by setting, so that
-what else the machine does meets them alike; each round starts with another one. What counts for one thread is processor time,
-for more the clock; leave CTranslate2 out then, whose threads go on spinning after its turn. With `--reference` each is scored as
-well; in any case it is said how many outputs are those of the first.
+`results/README.md` holds the commands that trained the models. The model's options must fit the peer's family, into which
+it is converted. Contestants take turns in each setting, and each round starts with another one, so that other load on the
+machine affects all of them. One thread is measured in processor time, several in wall time: leave CTranslate2 out then,
+since its threads keep spinning after its turn. The report counts the outputs that equal the first contestant's; with
+`--reference` it also holds scores.
 
-`--vocab_size` gives the model a larger vocabulary, of tokens that no text has: it writes nearly what it wrote, at the cost of a
-model with so many tokens, as those trained on much text have.
+`--vocab_size` adds tokens to the model's vocabulary that no text has. The model writes almost the same text, at the cost
+of the larger vocabulary.
 """
 
 import argparse
@@ -50,7 +37,7 @@ from metaphrase.inference.ctranslate2.engine import CTranslate2Engine
 from metaphrase.modeling import MetaphraseForConditionalGeneration
 from metaphrase.tokenization import TokenizerPair, iterate_lines
 
-# By name: beams, and sources in a batch.
+# Beams, and sources in a batch.
 SETTINGS = {
     "greedy, batch 1": (1, 1),
     "greedy, batch 32": (1, 32),
@@ -62,12 +49,12 @@ Contestant = Callable[[list[list[int]], int, int], list[list[int]]]
 
 
 def options_of(num_beams: int) -> dict:
-    # CTranslate2 knows no other rule that is equal in both.
+    # This is the only stopping rule that CTranslate2 shares.
     return {"num_beams": num_beams, "do_sample": False, "early_stopping": num_beams > 1}
 
 
 def in_order(model: PreTrainedModel) -> Contestant:
-    """As one calls `generate()` by hand: batches as the sentences come."""
+    """Call `generate()` with batches in the order of the file."""
 
     def run(sources: list[list[int]], num_beams: int, batch_size: int) -> list[list[int]]:
         outputs = []
@@ -82,19 +69,19 @@ def in_order(model: PreTrainedModel) -> Contestant:
 
 
 def by_length(model, **options) -> Contestant:
-    """In batches of like length."""
+    """Call `decode()`, which makes batches of similar length."""
 
     def run(sources: list[list[int]], num_beams: int, batch_size: int) -> list[list[int]]:
-        found = decode(model, sources, batch_size=batch_size, **options_of(num_beams), **options)
-        return [best.ids for best, *_ in found]
+        hypotheses = decode(model, sources, batch_size=batch_size, **options_of(num_beams), **options)
+        return [best.ids for best, *_ in hypotheses]
 
     return run
 
 
 def compiled(model: PreTrainedModel) -> Contestant:
-    """With a static cache and compiled steps, in batches of like length, whose shapes change."""
+    """Use a static cache and compiled steps, in batches of similar length, whose shapes change."""
     config = CompileConfig(mode=None, dynamic=True) if model.device.type == "cpu" else CompileConfig()
-    # transformers compiles on accelerators alone unless it is told otherwise.
+    # By default transformers compiles only on accelerators.
     config._compile_all_devices = True
     return by_length(model, cache_implementation="static", compile_config=config)
 
@@ -113,7 +100,7 @@ def load(model: type[PreTrainedModel], folder: Path) -> PreTrainedModel:
     return model.from_pretrained(folder, dtype="float32").eval()
 
 
-# From the folders of our model and of the peer.
+# Each takes the folders of our model and of the peer.
 CONTESTANTS: dict[str, Callable[[Path, Path], Contestant]] = {
     FIRST: lambda ours, peer: in_order(load(AutoModelForSeq2SeqLM, peer)),
     "transformers, by length": lambda ours, peer: by_length(load(AutoModelForSeq2SeqLM, peer)),
@@ -133,13 +120,13 @@ CONTESTANTS: dict[str, Callable[[Path, Path], Contestant]] = {
 def measure(
     contestants: dict[str, Contestant], sources: list[list[int]], setting: str, rounds: int, threads: int
 ) -> tuple[dict[str, dict], dict[str, list[list[int]]]]:
-    """What each took in one setting, and its outputs."""
+    """Return each contestant's report for one setting, and its outputs."""
     num_beams, batch_size = SETTINGS[setting]
     clock = time.process_time if threads == 1 else time.perf_counter
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     outputs: dict[str, list[list[int]]] = {}
     names = list(contestants)
-    # The first batches warm up: weights are packed once a model has been asked for some.
+    # Warm up: weights are prepacked after some calls.
     for name in names:
         contestants[name](sources[: max(16, 2 * batch_size)], num_beams, batch_size)
     for number in range(rounds):
@@ -173,10 +160,10 @@ def show(setting: str, report: dict[str, dict]) -> None:
 
 
 def with_vocabulary(folder: Path, vocab_size: int, target: Path) -> Path:
-    """The folder of the same model with so many tokens."""
+    """Write the same model with a larger vocabulary, and return its folder."""
     model = load(MetaphraseForConditionalGeneration, folder)
     torch.manual_seed(0)
-    # As transformers does it: the new embeddings have the mean and the covariance of the old ones.
+    # transformers draws new embeddings with the mean and covariance of the old ones.
     model.resize_token_embeddings(vocab_size)
     model.save_pretrained(target)
     TokenizerPair.from_pretrained(folder).save_pretrained(target)
@@ -184,25 +171,25 @@ def with_vocabulary(folder: Path, vocab_size: int, target: Path) -> Path:
 
 
 def peak_of(name: str, arguments: argparse.Namespace) -> int:
-    """Peak memory in MiB of a process with one contestant, in the setting with most beams."""
+    """Return the peak memory in MiB of a process with one contestant, in the setting with most beams."""
     command = [sys.executable, __file__, str(arguments.model), "--source", str(arguments.source)]
     command += ["--peer", arguments.peer, "--lines", str(min(arguments.lines, 128)), "--memory_of", name]
     command += ["--vocab_size", str(arguments.vocab_size)] if arguments.vocab_size else []
-    answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return round(json.loads(answer.splitlines()[-1])["peak_bytes"] / 2**20)
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return round(json.loads(output.splitlines()[-1])["peak_bytes"] / 2**20)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("model", type=Path, help="folder of a trained Metaphrase model")
     parser.add_argument("--source", type=Path, required=True, help="sentences, one a line")
-    parser.add_argument("--reference", type=Path, help="their references, for a score")
+    parser.add_argument("--reference", type=Path, help="references, for a score")
     parser.add_argument("--peer", default="bart", help="family of transformers' class [%(default)s]")
     parser.add_argument("--lines", type=int, default=256, help="sentences, spread over the file [%(default)s]")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument(
-        "--vocab_size", type=int, help="tokens of the model, with some that no text has [as many as it has]"
+        "--vocab_size", type=int, help="size of the vocabulary, padded with unused tokens [the model's]"
     )
     parser.add_argument("--rounds", type=int, default=5, help="turns of each [%(default)s]")
     parser.add_argument("--threads", type=int, default=1, help="threads of each [%(default)s]")
@@ -232,7 +219,7 @@ def main() -> None:
 
     results = {}
     for setting in arguments.settings:
-        # One by one takes long.
+        # Single sentences take long.
         few = sources[:: 1 if SETTINGS[setting][1] > 1 else 4]
         results[setting], outputs = measure(contestants, few, setting, arguments.rounds, arguments.threads)
         if arguments.reference and len(few) == len(sources):

@@ -1,4 +1,4 @@
-"""Length mixes of training pairs: drawn from distributions, so that a benchmark needs no corpus."""
+"""Sizes that several benchmarks share: length mixes of training pairs, and dimensions of published models."""
 
 from dataclasses import dataclass
 
@@ -7,17 +7,9 @@ import numpy as np
 
 @dataclass(frozen=True)
 class LengthMix:
-    """Log-normal lengths of source and target, in tokens with the end of sequence, correlated and clipped.
+    """Correlated log-normal lengths of source and target, in tokens with the end of sequence, clipped to ranges.
 
-    Attributes:
-        source_median: Of the sources.
-        target_median: Of the targets.
-        source_spread: Standard deviation of the logarithm.
-        target_spread: Likewise.
-        correlation: Of the logarithms.
-        source_range: Lengths beyond it are drawn in.
-        target_range: Likewise.
-        pairs_per_batch: What a peer that counts pairs puts in a batch.
+    Spreads are standard deviations of the logarithm. `pairs_per_batch` is for peers that count pairs.
     """
 
     source_median: float
@@ -30,7 +22,7 @@ class LengthMix:
     pairs_per_batch: int
 
     def draw(self, pairs: int, seed: int) -> np.ndarray:
-        """Lengths `(pairs, 2)`."""
+        """Return lengths (pairs, 2)."""
         generator = np.random.default_rng(seed)
         first = generator.standard_normal(pairs)
         second = self.correlation * first + (1 - self.correlation**2) ** 0.5 * generator.standard_normal(pairs)
@@ -42,6 +34,13 @@ class LengthMix:
         return np.stack(sides, axis=1).astype(np.int64)
 
 
+STACKS = {
+    f"{stack}_{name}": size
+    for stack in ("encoder", "decoder")
+    for name, size in (("layers", 6), ("attention_heads", 8), ("ffn_dim", 2048))
+}
+T5_SMALL = {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8}
+
 MIXES = {
     # Fitted to the training pairs of Multi30k English to German with a joint BPE of 10 000.
     "multi30k": LengthMix(14.1, 14.1, 0.286, 0.315, 0.857, (5, 46), (3, 52), pairs_per_batch=128),
@@ -51,7 +50,7 @@ MIXES = {
 
 
 def make_pairs(mix: LengthMix, pairs: int, vocab_size: int, seed: int) -> dict[str, list]:
-    """Random ids in lengths of a mix, as the columns of a data set; each side ends in the end of sequence, 2."""
+    """Return columns of random ids in the lengths of a mix. Each side ends with the end of sequence, 2."""
     lengths = mix.draw(pairs, seed)
     generator = np.random.default_rng(seed + 1)
 

@@ -1,4 +1,4 @@
-"""What a result was measured on."""
+"""Description of the machine and versions behind a result."""
 
 import platform
 import subprocess
@@ -9,7 +9,7 @@ import transformers
 
 
 def describe_processor(information: Path = Path("/proc/cpuinfo")) -> str:
-    """Its name with family and model: cloud machines call several generations alike."""
+    """Return the processor's name with family and model, since clouds give several generations one name."""
     lines = information.read_text(encoding="utf-8").splitlines() if information.exists() else []
     fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     if "model name" not in fields:
@@ -19,7 +19,7 @@ def describe_processor(information: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def describe_machine(threads: int) -> dict:
-    """Processor, accelerator, versions and commit, for a file of results."""
+    """Return processor, accelerator, versions and commit."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
     ).stdout.strip()

@@ -1,8 +1,6 @@
-"""Plans memory without a device: what training needs for models of any size, from their dimensions alone.
+"""Estimates the memory of training from a model's dimensions. All models are on the meta device.
 
-    python benchmarks/memory.py --write        # puts the tables into docs/memory.md
-
-Nothing is timed and nothing is allocated: the models are on the meta device.
+python benchmarks/memory.py --write        # writes the tables into docs/memory.md
 """
 
 import argparse
@@ -22,26 +20,16 @@ OPTIMIZER = "adamw_torch_fused"
 SHARED_PRESETS = ("t5-3b", "t5-11b")
 DEVICES = (8, 16, 64)
 SINGLE_PRESETS = (
-    "metaphrase-tiny",
-    "metaphrase-small",
-    "metaphrase-base",
-    "metaphrase-large",
-    "transformer-base",
-    "transformer-big",
-    "bart-base",
-    "bart-large",
-    "t5-small",
-    "t5-base",
-    "t5-large",
-    "t5-3b",
+    *("metaphrase-tiny", "metaphrase-small", "metaphrase-base", "metaphrase-large"),
+    *("transformer-base", "transformer-big", "bart-base", "bart-large"),
+    *("t5-small", "t5-base", "t5-large", "t5-3b"),
 )
-# A batch of one device: pairs, and tokens of a source and of a target.
+# Pairs, and tokens of a source and of a target, on each device.
 SHARED_BATCH, SINGLE_BATCH = (64, 128, 128), (128, 32, 32)
 _GIBIBYTE = 2**30
 
 
 def batch_of(pairs: int, source: int, target: int) -> BatchShape:
-    """A packed batch of pairs of one length."""
     return BatchShape.of([source] * pairs, [target] * pairs, is_packed=True)
 
 
@@ -51,7 +39,7 @@ def describe(batch: tuple[int, int, int]) -> str:
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """A table in Markdown: the first column is text, the others are numbers."""
+    """Return a table in Markdown. Only the first column is text."""
     lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
     return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])
 
@@ -61,7 +49,7 @@ def gibibytes(size: int) -> str:
 
 
 def shared_table() -> str:
-    """FSDP2 with all weights shared out: float32 weights and AdamW, computed in bfloat16, layers computed again."""
+    """Return the table of FSDP2: sharded float32 weights, AdamW, bfloat16, and gradient checkpointing."""
     precision = Precision(compute_bytes=2, stream_bytes=2, on_accelerator=True)
     rows = []
     for preset in SHARED_PRESETS:
@@ -81,7 +69,7 @@ def shared_table() -> str:
 
 
 def single_table() -> str:
-    """One accelerator, in float32 and in bfloat16 by autocast, with and without checkpoints."""
+    """Return the table of one accelerator: float32 and bfloat16 autocast, with and without checkpointing."""
     rows = []
     for preset in SINGLE_PRESETS:
         model = meta_model(MetaphraseConfig.from_preset(preset))
@@ -101,27 +89,27 @@ def single_table() -> str:
 
 
 def replace_table(text: str, name: str, content: str) -> str:
-    """Puts content between the two markers of a table.
+    """Replace the text between the two markers of a table.
 
     Raises:
-        ValueError: If the text has not both markers.
+        ValueError: If a marker is missing.
     """
     start, end = f"<!-- {name}: benchmarks/memory.py -->", f"<!-- end of {name} -->"
-    before, found, rest = text.partition(start)
-    _, closed, after = rest.partition(end)
-    if not found or not closed:
+    before, opening, rest = text.partition(start)
+    _, closing, after = rest.partition(end)
+    if not opening or not closing:
         raise ValueError(f"The page must have the markers {start!r} and {end!r}, got {len(text)} characters without.")
     return f"{before}{start}\n{content}\n{end}{after}"
 
 
 def fill(text: str) -> str:
-    """The page with tables as they should be."""
+    """Return the page with current tables."""
     return replace_table(replace_table(text, SHARED, shared_table()), SINGLE, single_table())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--write", action="store_true", help=f"put the tables into {PAGE.name}")
+    parser.add_argument("--write", action="store_true", help=f"write the tables into {PAGE.name}")
     if parser.parse_args().write:
         PAGE.write_text(fill(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     else:

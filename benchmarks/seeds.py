@@ -1,9 +1,9 @@
-"""Carries out a recipe from several seeds and keeps what came of each: scores, signatures, times and curves.
+"""Runs a recipe with several seeds, and saves scores, signatures, times and curves.
 
     python benchmarks/seeds.py multi30k_en_de_paper --data_dir FOLDER --seeds 1 2 3 --core 0
 
-The seeds are run one after the other, each in a process of its own. Results are added to those in the file: seeds that are there
-are not run again, as long as the recipe is the same. Several of these may run at a time, with different seeds.
+Each seed runs in its own process, one after the other. Seeds in the output file are skipped; their recipe must be the
+same. Several of these commands may run at once, with different seeds.
 """
 
 import argparse
@@ -28,7 +28,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def train(recipe: Path, seed: int, arguments: argparse.Namespace) -> dict:
-    """Trains from one seed and returns what is kept of it."""
+    """Train with one seed and return its report."""
     folder = arguments.output_dir / f"{recipe.stem}_seed_{seed}"
     words = ["train", str(recipe), "--data_dir", str(arguments.data_dir), "--output_dir", str(folder)]
     words += ["--seed", str(seed), "--disable_tqdm", "true", "--resume"]
@@ -39,7 +39,7 @@ def train(recipe: Path, seed: int, arguments: argparse.Namespace) -> dict:
         command = ["taskset", "-c", str(arguments.core), *command]
     clock = folder.with_suffix(".seconds")
     if not folder.is_dir():
-        # What it says is of a run that was thrown away.
+        # It belongs to a deleted run.
         clock.unlink(missing_ok=True)
     seconds = carry_out(command, os.environ | {"OMP_NUM_THREADS": str(arguments.threads)}, clock)
     run = read_run(folder) | {"seed": seed, "seconds": round(seconds), "machine": describe_machine(arguments.threads)}
@@ -47,7 +47,7 @@ def train(recipe: Path, seed: int, arguments: argparse.Namespace) -> dict:
 
 
 def carry_out(command: list[str], environment: dict[str, str], clock: Path) -> float:
-    """Runs the command and returns its seconds, those of attempts that were killed included: `clock` holds them meanwhile.
+    """Run a command and return its seconds. The file `clock` also counts attempts that were killed.
 
     Raises:
         subprocess.CalledProcessError: If the command fails.
@@ -65,10 +65,10 @@ def carry_out(command: list[str], environment: dict[str, str], clock: Path) -> f
 
 
 def read_runs(output: Path, fields: dict) -> list[dict]:
-    """What the file holds already.
+    """Return the runs in the output file.
 
     Raises:
-        ValueError: If another recipe led to it.
+        ValueError: If they are of another recipe.
     """
     if not output.is_file():
         return []
@@ -79,7 +79,7 @@ def read_runs(output: Path, fields: dict) -> list[dict]:
 
 
 def read_run(folder: Path) -> dict:
-    """Scores and curves of a finished run."""
+    """Return scores and curves of a finished run."""
     metrics = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
     history = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
     losses = [f"{entry['step']}: {entry['loss']:.4f}" for entry in history if "loss" in entry]
@@ -88,13 +88,12 @@ def read_run(folder: Path) -> dict:
         for entry in history
         if "eval_loss" in entry
     ]
-    kept = ("scores", "num_examples", "generation", "data")
-    curves = {"losses": ", ".join(losses), "evaluations": evaluations}
-    return {name: metrics[name] for name in kept} | curves
+    fields = ("scores", "num_examples", "generation", "data")
+    return {name: metrics[name] for name in fields} | {"losses": ", ".join(losses), "evaluations": evaluations}
 
 
 def summarize(runs: list[dict]) -> dict:
-    """Mean, sample standard deviation, least and most of the first score over the seeds."""
+    """Return mean, sample standard deviation, minimum and maximum of the first score over the seeds."""
     name = next(iter(runs[0]["scores"]))
     scores = [run["scores"][name]["score"] for run in runs]
     return {
@@ -109,7 +108,7 @@ def summarize(runs: list[dict]) -> dict:
 
 
 def draw(runs: list[dict], title: str, path: Path, smoothing: float = 0.0) -> None:
-    """Draws the training loss, of labels with such a smoothing, and the validation score of each seed over the steps."""
+    """Draw training loss and validation score of each seed over the steps."""
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for run in runs:
         points = [map(float, entry.split(": ")) for entry in run["losses"].split(", ")]
@@ -133,14 +132,14 @@ def draw(runs: list[dict], title: str, path: Path, smoothing: float = 0.0) -> No
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("recipe", help="a YAML file, or the name of a recipe of the package")
-    parser.add_argument("--data_dir", type=Path, required=True, help="where the recipe's files lie")
+    parser.add_argument("--data_dir", type=Path, required=True, help="folder of the recipe's files")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="%(default)s")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch [%(default)s]")
     parser.add_argument("--core", type=int, help="processor core to pin to")
     parser.add_argument(
-        "--bf16", choices=("true", "false"), help="in place of the recipe's, for processors that it slows down; noted"
+        "--bf16", choices=("true", "false"), help="override the recipe, for processors that bfloat16 slows down"
     )
-    parser.add_argument("--output_dir", type=Path, default=Path("runs"), help="where the models go [%(default)s]")
+    parser.add_argument("--output_dir", type=Path, default=Path("runs"), help="folder for the models [%(default)s]")
     parser.add_argument(
         "--output", type=Path, help="JSON file [benchmarks/results/RECIPE.json]; a picture goes beside it"
     )

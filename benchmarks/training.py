@@ -1,37 +1,16 @@
 """Times training against transformers' BART and T5 of the same dimensions: real tokens per second and peak memory.
 
     python benchmarks/training.py --core 0 --output benchmarks/results/training_cpu.json
-    python benchmarks/training.py --core 0 --presets transformer-tiny --output benchmarks/results/training_cpu_few_kernels.json \\
-        --contestants "bart, as documented" "bart, tuned" "bart, tuned, bf16" "bart, tuned, bf16, few kernels" \\
-        "metaphrase, without few kernels" metaphrase
-    # and of transformer-base, without "bart, tuned": with --mixes heavy_tailed --rounds 6 --at_once 3,
-    # and with --mixes multi30k --rounds 3 --at_once 2, without "metaphrase, without few kernels" as well
-    python benchmarks/training.py --core 0 --steps 10 --steps_unsorted 2 --rounds 5 --at_once 3 --contestants \\
-        "bart, as documented" "bart, tuned" "bart, tuned, bf16" "bart, tuned, bf16, few kernels" metaphrase \\
-        --output benchmarks/results/training_cpu_zen5.json    # transformer-base without the second and the third
-    python benchmarks/training.py --core 0 --steps 10 --rounds 5 --presets transformer-base --mixes heavy_tailed --contestants \\
-        metaphrase "metaphrase, without kept attention" --output benchmarks/results/training_cpu_attention.json
-    # and of transformer-tiny with --rounds 9; torch's softmax in float32 took part as well, gained nothing and is gone
-    python benchmarks/training.py --core 1 --steps 10 --rounds 5 --presets transformer-base --mixes heavy_tailed --contestants \\
-        "bart, tuned, bf16, few kernels" metaphrase --output benchmarks/results/training_cpu_zen5_again.json
-    # and with "bart, tuned, bf16" as well, on Zen 4: training_cpu_zen4_again.json, where the other three reports come from
-    python benchmarks/training.py --core 1 --steps 10 --steps_unsorted 2 --rounds 5 --at_once 4 --presets transformer-tiny \\
-        --contestants "bart, as documented" "bart, tuned" "bart, tuned, bf16" "bart, tuned, bf16, few kernels" \\
-        "t5, tuned, bf16" metaphrase
-    # and of transformer-base with --mixes multi30k --rounds 2 --at_once 3, "bart, as documented" "bart, tuned, bf16" metaphrase
-    python benchmarks/training.py --core 1 --steps 10 --rounds 5 --presets transformer-tiny --mixes heavy_tailed --contestants \\
-        metaphrase "metaphrase, without powers of 2" "metaphrase, without cheap dropout" "bart, tuned, bf16, few kernels" \\
-        --output benchmarks/results/training_cpu_steps.json    # on Zen 4
-    # and of transformer-base with --rounds 3 --at_once 3, without BART, but with "metaphrase, without fused linear" and
-    # "metaphrase, without joined projections"; the last once more, with --rounds 5: training_cpu_steps_again.json
 
-Every contestant is a whole `Trainer.train()` in a process of its own (see `contestants.py`), on random tokens in the lengths of a
-mix, with label smoothing 0.1 and as many updates in an epoch. They take turns of a few steps, so that what else the machine does
-meets them alike, and what counts is all of them together: `group_by_length` sorts the pairs of 50 batches, so that a peer's speed
-changes from turn to turn, and 50 steps are a period of it. Batches in random order need fewer (`--steps_unsorted`). Padding does
-not count as a token. Where memory does not hold all of them, `--at_once` makes groups, each with ours in it, by which the others
-are compared. Without few kernels, memory grows for some thirty steps: fewer say less of it. The reports of a file are replaced
-one by one. Those of files that say nothing of `steps_unsorted` are medians of turns of as many steps.
+`results/README.md` holds the commands behind all result files.
+
+Each contestant is a whole `Trainer.train()` in its own process (see `contestants.py`), on random tokens in the lengths of
+a mix, with label smoothing 0.1 and equally many updates per epoch. Contestants take turns of a few steps, so that other
+load on the machine affects all of them. The figure counts all turns together, without padding. A peer with
+`group_by_length` needs 50 steps, the period of its sorting; batches in random order need fewer (`--steps_unsorted`).
+
+If memory is too small for all contestants, `--at_once` makes groups, each with ours in it for comparison. Without few
+kernels, memory grows for about 30 steps. A new report replaces the report of the same dimensions and lengths.
 """
 
 import argparse
@@ -52,7 +31,7 @@ PEERS = ("bart", "t5")
 
 
 class Process:
-    """A contestant that waits for its turn."""
+    """Process of a contestant that waits for its turn."""
 
     def __init__(self, name: str, preset: str, mix: str, steps: int, threads: int, core: int | None):
         command = [sys.executable, str(Path(__file__).with_name("contestants.py")), name, preset, mix]
@@ -105,10 +84,10 @@ class Process:
 def measure(preset: str, mix: str, names: list[str], arguments: argparse.Namespace) -> dict:
     results: dict[str, dict] = {}
     for group in make_groups(names, arguments.at_once):
-        found = measure_group(preset, mix, group, arguments)
-        for name, result in found.items():
-            if OURS in found:
-                share = result["real_tokens_per_second"] / found[OURS]["real_tokens_per_second"]
+        group_results = measure_group(preset, mix, group, arguments)
+        for name, result in group_results.items():
+            if OURS in group_results:
+                share = result["real_tokens_per_second"] / group_results[OURS]["real_tokens_per_second"]
                 result["speed_of_metaphrase"] = round(share, 3)
             results.setdefault(name, result)
     report = {
@@ -128,13 +107,13 @@ def measure(preset: str, mix: str, names: list[str], arguments: argparse.Namespa
 
 
 def make_groups(names: list[str], at_once: int | None) -> list[list[str]]:
-    """At most so many contestants each, ours among them if it is among all."""
+    """Split contestants into groups of at most `at_once`, with ours in each group if it takes part."""
     if at_once is None or len(names) <= at_once:
         return [names]
-    anchor = [OURS] if OURS in names else []
-    others = [name for name in names if name not in anchor]
-    step = max(1, at_once - len(anchor))
-    return [others[start : start + step] + anchor for start in range(0, len(others), step)]
+    ours = [OURS] if OURS in names else []
+    peers = [name for name in names if name not in ours]
+    step = max(1, at_once - len(ours))
+    return [peers[start : start + step] + ours for start in range(0, len(peers), step)]
 
 
 def measure_group(preset: str, mix: str, names: list[str], arguments: argparse.Namespace) -> dict[str, dict]:
@@ -150,24 +129,24 @@ def measure_group(preset: str, mix: str, names: list[str], arguments: argparse.N
 
 
 def ratios(results: dict[str, dict]) -> dict[str, float]:
-    """Our speed and memory by those of the peer as documented, and our speed by that of the peer at its best."""
+    """Return our speed and memory relative to the documented peer, and our speed relative to the best tuned peer."""
     ours, documented = results[OURS], results[DOCUMENTED]
-    found = {
+    values = {
         "speed_of_documented": 1 / documented["speed_of_metaphrase"],
         "peak_memory_of_documented": ours["peak_mib"] / documented["peak_mib"],
         "peak_memory_over_start_of_documented": ours["peak_mib_over_start"] / documented["peak_mib_over_start"],
     }
     tuned = [results[name]["speed_of_metaphrase"] for name in TUNED if name in results]
     if tuned:
-        found["speed_of_tuned"] = 1 / max(tuned)
-    return {name: round(value, 3) for name, value in found.items()}
+        values["speed_of_tuned"] = 1 / max(tuned)
+    return {name: round(value, 3) for name, value in values.items()}
 
 
-def keep(report: dict, output: Path) -> None:
-    """Adds a report to those in a file, in place of that of the same dimensions and lengths."""
+def save(report: dict, output: Path) -> None:
+    """Add a report to a file, in place of the report of the same dimensions and lengths."""
     kind = (report["preset"], report["lengths"])
     reports = json.loads(output.read_text(encoding="utf-8")) if output.is_file() else []
-    reports = [other for other in reports if (other["preset"], other["lengths"]) != kind] + [report]
+    reports = [old for old in reports if (old["preset"], old["lengths"]) != kind] + [report]
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(reports, indent=2) + "\n", encoding="utf-8")
 
@@ -187,12 +166,10 @@ def main() -> None:
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--rounds", type=int, default=7, help="turns of each [%(default)s]")
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps of a turn [%(default)s]")
-    parser.add_argument(
-        "--steps_unsorted", type=int, help="those of a peer whose batches are in random order [--steps]"
-    )
+    parser.add_argument("--steps_unsorted", type=int, help="steps of a peer with batches in random order [--steps]")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch [%(default)s]")
-    parser.add_argument("--at_once", type=int, help="most contestants in memory at a time [all]")
-    parser.add_argument("--core", type=int, help="processor core to pin all to")
+    parser.add_argument("--at_once", type=int, help="most contestants in memory at once [all]")
+    parser.add_argument("--core", type=int, help="processor core for all contestants")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
     for preset in arguments.presets:
@@ -200,7 +177,7 @@ def main() -> None:
             report = measure(preset, mix, arguments.contestants, arguments)
             show(report)
             if arguments.output is not None:
-                keep(report, arguments.output)
+                save(report, arguments.output)
 
 
 if __name__ == "__main__":

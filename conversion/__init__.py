@@ -1,4 +1,4 @@
-"""Conversion: weights of other families in and out, exactly, and nothing is ever unpickled."""
+"""Exact conversion of weights from and to other families. Nothing is ever unpickled."""
 
 from metaphrase.conversion.families import FAMILIES
 from metaphrase.conversion.folders import convert

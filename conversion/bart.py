@@ -1,6 +1,6 @@
-"""BART (Lewis et al. 2020, arXiv 1910.13461), and what all families that fairseq and Marian gave rise to have in common.
+"""BART, mBART and PLBart; BART is also the base of the families in `marian`.
 
-mBART (Liu et al. 2020, arXiv 2001.08210) and PLBart (Ahmad et al. 2021, arXiv 2103.06333).
+Source: Lewis et al. 2020, arXiv 1910.13461; Liu et al. 2020, arXiv 2001.08210; Ahmad et al. 2021, arXiv 2103.06333.
 """
 
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ from metaphrase.conversion.family import (
     ENCODER_EMBEDDING,
     HEAD,
     HEAD_BIAS,
+    Counterpart,
     Family,
-    Place,
     Weights,
 )
 from metaphrase.modeling import MetaphraseConfig
@@ -45,15 +45,15 @@ class Bart(Family):
     """Post-norm, learned positions, a norm on the embeddings, and a constant bias on the logits.
 
     Attributes:
-        has_logits_bias: Whether the class has that bias.
-        may_have_two_vocabularies: Whether source and target can have one each.
+        has_logits_bias: True if the class has that bias.
+        may_have_two_vocabularies: True if source and target may have separate vocabularies.
     """
 
     name = "bart"
     config_class = "BartConfig"
     model_class = "BartForConditionalGeneration"
     prefix = "model."
-    same = {"vocab_size": "vocab_size", "hidden_size": "d_model"} | {name: name for name in _SAME_NAMES}
+    field_names = {"vocab_size": "vocab_size", "hidden_size": "d_model"} | {name: name for name in _SAME_NAMES}
     fixed = {
         "position_embedding_type": "learned",
         "norm_type": "layernorm",
@@ -82,19 +82,19 @@ class Bart(Family):
     may_have_two_vocabularies = False
 
     def position_offset(self, config: PreTrainedConfig | MetaphraseConfig) -> int:
-        """The row of the first position: fairseq's tables begin with rows for a padding token of id 1."""
+        """Return the row of the first position: fairseq's tables begin with rows for padding of id 1."""
         return 2
 
-    def read_options(self, theirs: PreTrainedConfig, weights: Weights) -> dict[str, Any]:
-        options: dict[str, Any] = {"position_offset": self.position_offset(theirs)}
-        options["initializer_range"] = _DEFAULT_INITIALIZER_RANGE if theirs.init_std is None else theirs.init_std
+    def read_extra_fields(self, theirs: PreTrainedConfig, weights: Weights) -> dict[str, Any]:
+        fields: dict[str, Any] = {"position_offset": self.position_offset(theirs)}
+        fields["initializer_range"] = _DEFAULT_INITIALIZER_RANGE if theirs.init_std is None else theirs.init_std
         if self.has_logits_bias and _LOGITS_BIAS in weights:
-            options["logits_bias"] = bool((weights.read(_LOGITS_BIAS) != 0).any())
-        return options
+            fields["logits_bias"] = bool((weights.read(_LOGITS_BIAS) != 0).any())
+        return fields
 
-    def obstacles(self, ours: MetaphraseConfig) -> Iterator[str]:
-        yield from super().obstacles(ours)
-        yield from self.obstacles_of_positions(ours)
+    def find_obstacles(self, ours: MetaphraseConfig) -> Iterator[str]:
+        yield from super().find_obstacles(ours)
+        yield from self.find_obstacles_of_positions(ours)
         for field in ("encoder_attention_heads", "decoder_attention_heads"):
             heads = getattr(ours, field)
             if (width := ours.get_head_dim(heads)) * heads != ours.hidden_size:
@@ -104,36 +104,34 @@ class Bart(Family):
         if ours.vocab_size != ours.decoder_vocab_size and not self.may_have_two_vocabularies:
             yield f"`decoder_vocab_size` must equal `vocab_size`, got {ours.decoder_vocab_size} and {ours.vocab_size}"
 
-    def obstacles_of_positions(self, ours: MetaphraseConfig) -> Iterator[str]:
-        """What of the positions keeps a model from being one of this family, but for their type."""
-        # A table without an offset gets rows that nobody reads.
+    def find_obstacles_of_positions(self, ours: MetaphraseConfig) -> Iterator[str]:
+        # Without an offset the table gets unused rows in front.
         expected = self.position_offset(ours)
         if ours.position_offset not in (0, expected):
             yield f"`position_offset` must be 0 or {expected}, got {ours.position_offset}"
 
-    def write_options(self, ours: MetaphraseConfig) -> dict[str, Any]:
+    def write_extra_fields(self, ours: MetaphraseConfig) -> dict[str, Any]:
         std = _DEFAULT_INITIALIZER_RANGE if ours.initializer_range is None else ours.initializer_range
-        # Their class makes one of all three embeddings or of none.
+        # Their class ties all three embeddings or none.
         return {"init_std": std, "tie_word_embeddings": ours.tie_word_embeddings and ours.share_embeddings}
 
-    def place(self, name: str, config: MetaphraseConfig) -> Place:
+    def counterpart(self, name: str, config: MetaphraseConfig) -> Counterpart:
         if name == HEAD_BIAS:
-            return Place(_LOGITS_BIAS, is_row=True)
+            return Counterpart(_LOGITS_BIAS, is_row=True)
         if name.endswith("embed_positions.weight"):
-            return Place(name, unused_rows=self.position_offset(config) - config.position_offset)
-        return Place(".".join(_PARTS.get(part, part) for part in name.split(".") if part != "mlp"))
+            return Counterpart(name, unused_rows=self.position_offset(config) - config.position_offset)
+        return Counterpart(".".join(_PARTS.get(part, part) for part in name.split(".") if part != "mlp"))
 
-    def ignorable(self, config: MetaphraseConfig) -> set[str]:
-        return super().ignorable(config) | (
-            {_LOGITS_BIAS} if self.has_logits_bias and not config.logits_bias else set()
-        )
+    def ignorable_weights(self, config: MetaphraseConfig) -> set[str]:
+        has_zeros = self.has_logits_bias and not config.logits_bias
+        return super().ignorable_weights(config) | ({_LOGITS_BIAS} if has_zeros else set())
 
-    def fill(self, name: str, shape: tuple[int, ...], config: MetaphraseConfig) -> torch.Tensor | None:
+    def make_weight(self, name: str, shape: tuple[int, ...], config: MetaphraseConfig) -> torch.Tensor | None:
         return torch.zeros(shape) if name == _LOGITS_BIAS else None
 
 
 class MBart(Bart):
-    """BART pre-norm, with targets that end with the code of their language, which the decoder starts with in training."""
+    """Pre-norm BART. A target ends with its language code, and training starts the decoder with that code."""
 
     name = "mbart"
     config_class = "MBartConfig"
@@ -142,7 +140,7 @@ class MBart(Bart):
 
 
 class PLBart(Bart):
-    """BART for programming languages, with targets as mBART's."""
+    """BART for programming languages, with mBART's targets."""
 
     name = "plbart"
     config_class = "PLBartConfig"

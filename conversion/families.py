@@ -1,4 +1,4 @@
-"""All families by name."""
+"""Registry of all families."""
 
 import difflib
 
@@ -16,10 +16,10 @@ FAMILIES: dict[str, Family] = {
 
 
 def find_family(name: str) -> Family:
-    """The family of a name.
+    """Return the family of a name.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If the name is unknown.
     """
     if name not in FAMILIES:
         nearest = difflib.get_close_matches(name, FAMILIES, n=1)
@@ -29,10 +29,8 @@ def find_family(name: str) -> Family:
 
 
 def config_class(family: Family) -> type[PreTrainedConfig]:
-    """transformers' configuration of a family."""
     return getattr(transformers, family.config_class)
 
 
 def model_class(family: Family) -> type[PreTrainedModel]:
-    """transformers' class of a family, with a head."""
     return getattr(transformers, family.model_class)

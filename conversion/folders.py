@@ -1,8 +1,7 @@
-"""Folders: a checkpoint of one family written anew as one of another, tensor by tensor."""
+"""Conversion of a whole checkpoint folder, one tensor at a time."""
 
 import contextlib
 import fnmatch
-import json
 import logging
 import os
 import shutil
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
@@ -20,22 +19,15 @@ from transformers.utils.hub import convert_file_size_to_int
 from metaphrase.conversion.families import FAMILIES, config_class, find_family, model_class
 from metaphrase.conversion.family import Family
 from metaphrase.conversion.plans import NamedWeights, plan_ours, plan_theirs, skeleton
-from metaphrase.conversion.t5 import obstacles as obstacles_of_t5gemma
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
-from metaphrase.storage.weight_files import (
-    WeightFiles,
-    check_output,
-    folder_in_one_step,
-    read_json,
-    write_weights,
-)
+from metaphrase.storage.folders import check_output, folder_in_one_step, read_json, write_json, write_provenance
+from metaphrase.storage.weight_files import WeightFiles, write_weights
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 
 logger = logging.getLogger(__name__)
 
 OURS = MetaphraseConfig.model_type
 DEFAULT_SHARD_SIZE = "5GB"
-# What says where a folder comes from, and so that it may be overwritten.
 PROVENANCE_NAME = "conversion.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _TOKENIZER_FILES = (
@@ -43,14 +35,14 @@ _TOKENIZER_FILES = (
     *("spiece.*", "chat_template*", "dict.txt", "bpe.codes"),
 )
 _LICENCES = ("LICENSE*", "NOTICE*")
-# What pipelines read of a task, which is the same for every family.
-_OF_TASKS = ("prefix", "task_specific_params")
-# transformers does not name these where sentencepiece is not installed.
+# Pipelines read these fields of every family's configuration.
+_TASK_FIELDS = ("prefix", "task_specific_params")
+# transformers does not list these unless sentencepiece is installed.
 _NEED_SENTENCEPIECE = {"marian": "MarianTokenizer", "m2m_100": "M2M100Tokenizer"}
 _DOWNLOADED = ("*.json", "*.safetensors", *_TOKENIZER_FILES, *_LICENCES, f"{TARGET_SUBFOLDER}/*")
-# A star goes beyond a slash: weights in folders are those of checkpoints, or in formats of others.
+# Folders hold a run's checkpoints or other formats. A star also matches a slash.
 _NOT_DOWNLOADED = ("*/*.safetensors",)
-# With these transformers reads the file of the tokenizer as it is, whatever class a folder names.
+# For these transformers reads tokenizer.json as it is, whatever class a folder names.
 _GENERIC_TOKENIZERS = ("TokenizersBackend", "PythonBackend", "PreTrainedTokenizerFast")
 
 
@@ -63,29 +55,28 @@ def convert(
     overwrite: bool = False,
     max_shard_size: int | str = DEFAULT_SHARD_SIZE,
 ) -> Path:
-    """Writes a checkpoint of a known family as one of Metaphrase, or one of Metaphrase as one of a family.
+    """Convert a checkpoint of a known family to Metaphrase, or a Metaphrase checkpoint to a family.
 
-    Weights keep their type. They are read from mapped files and written file by file, so that beside what the system maps, and
-    can take back, no more than one written file is in memory. Tokenizers and generation settings come along. The folder appears
-    under its name only when it is complete.
+    Weights keep their dtype. They are read from mapped files and written file by file: one file's tensors are in memory
+    at a time. Tokenizers and generation settings are copied. The folder appears only when it is complete.
 
     Args:
-        source: A folder, or a name on the Hub, with weights in safetensors.
+        source: Folder or Hub id of a model in safetensors.
         output: The folder to write.
-        to: The family to write, by transformers' `model_type`; for a checkpoint of another family, `None` or metaphrase.
+        to: `model_type` of the family to write. None or metaphrase for a checkpoint of another family.
         revision: Branch, tag or commit on the Hub.
-        overwrite: Replace `output` if it exists and was written here.
-        max_shard_size: Most bytes of one file of weights, as a number or as 500MB or 5GB.
+        overwrite: True to replace an `output` that this package wrote.
+        max_shard_size: Limit of a weight file, in bytes or such as 500MB or 5GB.
 
     Returns:
         The path of the folder.
 
     Raises:
-        ValueError: If the family is not known, the model does not fit it, or the weights are not those of its class.
-        OSError: If the checkpoint cannot be had.
+        ValueError: If the family is unknown, the model does not fit it, or the weights are not those of its class.
+        OSError: If the checkpoint cannot be read.
     """
     output = Path(output)
-    max_shard_bytes = _bytes_of(max_shard_size)
+    max_shard_bytes = _parse_size(max_shard_size)
     if to not in (None, OURS):
         find_family(to)
     folder = Path(source)
@@ -101,7 +92,6 @@ def convert(
     if model_type != OURS and to not in (None, OURS):
         raise ValueError(f"`to` must be left out for a {model_type}, got {to!r}: convert to metaphrase first.")
     if config.get("quantization_config"):
-        # Their numbers mean nothing without the scales beside them, which belong to no class.
         raise ValueError(
             f"A checkpoint must hold plain weights, got `quantization_config` in {folder / CONFIG_NAME}: load it with "
             "transformers, and call `dequantize` and `save_pretrained`."
@@ -114,21 +104,18 @@ def convert(
             else:
                 _write_ours(_known_family(model_type, folder), folder, weights, partial, max_shard_bytes)
             _copy_tokenizers(folder, partial, model_type)
-            # Of a folder its name alone: the folders above it are its owner's business.
-            name = Path(source).resolve().name if Path(source).is_dir() else os.fspath(source)
-            provenance = {"source": name, "from": model_type, "to": to or OURS}
-            (partial / PROVENANCE_NAME).write_text(json.dumps(provenance, indent=2) + "\n", encoding="utf-8")
+            write_provenance(partial / PROVENANCE_NAME, source, **{"from": model_type, "to": to or OURS})
     return output
 
 
-def _bytes_of(size: int | str) -> int:
+def _parse_size(size: int | str) -> int:
     try:
         number = int(size) if str(size).isdecimal() else convert_file_size_to_int(size)
     except ValueError:
         number = 0
     if number < 1:
         raise ValueError(
-            f"`max_shard_size` must be a whole number above 0, of bytes or of a unit, as 500MB, got {size!r}."
+            f"`max_shard_size` must be a whole number above 0, in bytes or with a unit such as 500MB, got {size!r}."
         )
     return number
 
@@ -148,8 +135,7 @@ def _download(name: str, revision: str | None) -> Path:
 
 def _known_family(model_type: str | None, folder: Path) -> Family:
     if model_type == "t5gemma":
-        reasons = "; ".join(obstacles_of_t5gemma(AutoConfig.from_pretrained(folder, trust_remote_code=False)))
-        raise ValueError(f"A t5gemma does not fit: {reasons}.")
+        raise ValueError("A t5gemma does not fit: its sub-layers have a norm before and after, of 1 + weight.")
     if model_type not in FAMILIES:
         raise ValueError(f"`model_type` must be one of {', '.join(FAMILIES)}, got {model_type!r} in {folder}.")
     return FAMILIES[model_type]
@@ -157,13 +143,13 @@ def _known_family(model_type: str | None, folder: Path) -> Family:
 
 def _write_ours(family: Family, folder: Path, files: WeightFiles, output: Path, max_shard_bytes: int) -> None:
     theirs = config_class(family).from_pretrained(folder)
-    generation = _generation_config(folder)
+    generation = _read_generation_config(folder)
     if getattr(theirs, "decoder_start_token_id", None) is None:
         theirs.decoder_start_token_id = generation.decoder_start_token_id
     weights = NamedWeights(files, family.prefix)
     config = family.read_config(theirs, weights)
     config.architectures = [MetaphraseForConditionalGeneration.__name__]
-    _carry_tasks(theirs, config)
+    _copy_task_fields(theirs, config)
     model = skeleton(MetaphraseForConditionalGeneration, config)
     planned = plan_ours(family, model, weights)
     for field in ("encoder_layerdrop", "decoder_layerdrop"):
@@ -179,25 +165,25 @@ def _write_theirs(family: Family, folder: Path, weights: WeightFiles, output: Pa
     config = MetaphraseConfig.from_pretrained(folder)
     fields = family.write_config(config)
     theirs = config_class(family)(dtype=config.dtype, architectures=[family.model_class], **fields)
-    _carry_tasks(config, theirs)
+    _copy_task_fields(config, theirs)
     model = skeleton(MetaphraseForConditionalGeneration, config)
     planned = plan_theirs(family, model, skeleton(model_class(family), theirs), weights)
     theirs.save_pretrained(output)
-    # transformers' T5 always says that it is tied, which older versions take at its word.
+    # transformers' T5 always writes true here, and older versions believe it.
     written = read_json(output / CONFIG_NAME) | {"tie_word_embeddings": fields["tie_word_embeddings"]}
-    (output / CONFIG_NAME).write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    _generation_config(folder).save_pretrained(output)
+    write_json(output / CONFIG_NAME, written, sort_keys=True)
+    _read_generation_config(folder).save_pretrained(output)
     write_weights(output, planned, max_shard_bytes)
 
 
-def _carry_tasks(source: PreTrainedConfig, target: PreTrainedConfig) -> None:
-    for field in _OF_TASKS:
+def _copy_task_fields(source: PreTrainedConfig, target: PreTrainedConfig) -> None:
+    for field in _TASK_FIELDS:
         if getattr(source, field, None):
             setattr(target, field, getattr(source, field))
 
 
-def _generation_config(folder: Path) -> GenerationConfig:
-    """The settings of a checkpoint, which in older days were among those of the model."""
+def _read_generation_config(folder: Path) -> GenerationConfig:
+    """Read the generation config, which older checkpoints keep in the model's config."""
     if (folder / GENERATION_CONFIG_NAME).is_file():
         return GenerationConfig.from_pretrained(folder)
     return GenerationConfig.from_pretrained(folder, config_file_name=CONFIG_NAME, _from_model_config=True)
@@ -206,31 +192,24 @@ def _generation_config(folder: Path) -> GenerationConfig:
 def _copy_tokenizers(folder: Path, output: Path, model_type: str) -> None:
     for name in ("", TARGET_SUBFOLDER):
         for path in sorted((folder / name).iterdir()) if (folder / name).is_dir() else ():
-            if path.is_file() and _is_one_of(path.name, (*_TOKENIZER_FILES, *_LICENCES)):
+            if path.is_file() and _matches_any(path.name, (*_TOKENIZER_FILES, *_LICENCES)):
                 (output / name).mkdir(exist_ok=True)
                 shutil.copyfile(path, output / name / path.name)
     settings = output / _TOKENIZER_CONFIG
     content = read_json(settings) if settings.is_file() else {}
-    named = content.get("tokenizer_class") or read_json(folder / CONFIG_NAME).get("tokenizer_class")
-    tokenizer_class = _tokenizer_class(model_type, named)
-    has_tokenizer = any(_is_one_of(path.name, _TOKENIZER_FILES) for path in output.iterdir())
+    named_class = content.get("tokenizer_class") or read_json(folder / CONFIG_NAME).get("tokenizer_class")
+    tokenizer_class = _tokenizer_class(model_type, named_class)
+    has_tokenizer = any(_matches_any(path.name, _TOKENIZER_FILES) for path in output.iterdir())
     if has_tokenizer and tokenizer_class is not None:
-        # Without a name here the class would be looked up by the type of the model, which is another one now.
-        content["tokenizer_class"] = tokenizer_class
-        settings.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        # Without a name transformers would choose by the model type, which has changed.
+        write_json(settings, content | {"tokenizer_class": tokenizer_class})
 
 
-def _is_one_of(name: str, patterns: Sequence[str]) -> bool:
+def _matches_any(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _tokenizer_class(model_type: str, named: str | None) -> str | None:
-    """The class of a folder's tokenizer, as transformers finds it.
-
-    Args:
-        model_type: Of the folder's model.
-        named: By the folder itself, if it does.
-    """
-    # Also where the library that it needs is not installed.
-    of_family = TOKENIZER_MAPPING_NAMES.get(model_type) or _NEED_SENTENCEPIECE.get(model_type)
-    return of_family if of_family in _GENERIC_TOKENIZERS else named or of_family
+def _tokenizer_class(model_type: str, named_class: str | None) -> str | None:
+    """Return the tokenizer class that transformers would choose for a folder, which may name a class itself."""
+    family_class = TOKENIZER_MAPPING_NAMES.get(model_type) or _NEED_SENTENCEPIECE.get(model_type)
+    return family_class if family_class in _GENERIC_TOKENIZERS else named_class or family_class

@@ -1,15 +1,15 @@
-"""Plans: which tensor of a checkpoint becomes which of another, checked to the last name before anything is written."""
+"""Plans: which stored tensor becomes which. Names and shapes are checked before anything is written."""
 
+import functools
 import logging
 import re
-from collections.abc import Callable, Iterable
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from metaphrase.conversion.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, Family, Place
+from metaphrase.conversion.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, Counterpart, Family
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.storage.weight_files import Kind, Planned, WeightFiles, listed
+from metaphrase.storage.weight_files import Kind, PlannedTensor, WeightFiles, listed
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ _HEAD_PARTS = ("lm_head.", "final_logits_bias")
 
 
 class NamedWeights:
-    """The weights of a checkpoint of a family by the names of its class with a head, though it be saved without one."""
+    """Weights of a family's checkpoint by their names in the class with a head, even if the checkpoint has no head."""
 
     def __init__(self, files: WeightFiles, prefix: str):
         self._files = files
@@ -38,13 +38,13 @@ class NamedWeights:
 
 
 def skeleton(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """A model without memory for its weights: it knows their names and shapes."""
+    """Return a model with names and shapes of weights, but without memory for them."""
     with torch.device("meta"):
         return model_class(config)
 
 
 def stored_names(model: PreTrainedModel) -> list[str]:
-    """The names of a model's weights that are kept in a checkpoint, each of the tied ones once."""
+    """Return the names of the weights in a model's checkpoint. Tied weights are stored once."""
     ignored = model._keys_to_ignore_on_save or ()
     tied = model.all_tied_weights_keys
     return [
@@ -54,126 +54,123 @@ def stored_names(model: PreTrainedModel) -> list[str]:
     ]
 
 
-def plan_ours(family: Family, ours: PreTrainedModel, weights: NamedWeights) -> dict[str, Planned]:
-    """What our weights are made of.
+def plan_ours(family: Family, ours: PreTrainedModel, weights: NamedWeights) -> dict[str, PlannedTensor]:
+    """Plan our weights from a family's checkpoint.
 
     Args:
-        family: Of the checkpoint.
+        family: The family of the checkpoint.
         ours: The skeleton of our model.
-        weights: The checkpoint's.
+        weights: The checkpoint's weights.
 
     Raises:
-        ValueError: If weights are missing, or have another shape or whole numbers.
+        ValueError: If weights are missing, have a wrong shape or are integers.
     """
-    config, shapes = ours.config, {name: tuple(value.shape) for name, value in ours.state_dict().items()}
-    places = {
-        name: Place(family.embedding_name(name, weights)) if name in _EMBEDDINGS else family.place(name, config)
+    config, shapes = ours.config, _shapes(ours)
+    counterparts = {
+        name: Counterpart(family.embedding_name(name, weights))
+        if name in _EMBEDDINGS
+        else family.counterpart(name, config)
         for name in stored_names(ours)
     }
-    _refuse("are missing", (place.name for place in places.values() if place.name not in weights))
-    known = {place.name for place in places.values()} | family.ignorable(config)
+    _refuse("are missing", [theirs.name for theirs in counterparts.values() if theirs.name not in weights])
+    known = {theirs.name for theirs in counterparts.values()} | family.ignorable_weights(config)
     known.update(*family.embedding_names.values())
     if left_over := [name for name in weights.names if name not in known]:
         # The family's own class does not read them either.
         logger.warning("Weights that the family's class does not have are left behind: %s.", listed(left_over))
     planned = {}
-    for name, place in places.items():
-        kind = weights.kind(place.name)
+    for name, theirs in counterparts.items():
+        kind = weights.kind(theirs.name)
         if not kind.is_floating_point:
-            raise ValueError(f"The weight `{place.name}` must be of floating point, got {kind.dtype}.")
-        _check_shape(place.name, kind.shape, place.their_shape(shapes[name]))
-        planned[name] = Planned(kind.nbytes // place.parts, _taking(place, weights.read))
+            raise ValueError(f"The weight `{theirs.name}` must be of floating point, got {kind.dtype}.")
+        _check_shape(theirs.name, kind.shape, theirs.their_shape(shapes[name]))
+        read = functools.partial(_read_ours, theirs, weights)
+        planned[name] = PlannedTensor(kind.nbytes // theirs.parts, read)
     return planned
 
 
 def plan_theirs(
     family: Family, ours: PreTrainedModel, theirs: PreTrainedModel, weights: WeightFiles
-) -> dict[str, Planned]:
-    """What the weights of a family's class are made of.
+) -> dict[str, PlannedTensor]:
+    """Plan the weights of a family's class from our checkpoint.
 
     Args:
-        family: Whose class it is.
+        family: The family to write.
         ours: The skeleton of our model.
-        theirs: The skeleton of the family's.
-        weights: Our checkpoint's.
+        theirs: The skeleton of the family's model.
+        weights: Our checkpoint's weights.
 
     Raises:
-        ValueError: If weights of ours are missing, are left over, or have another shape.
+        ValueError: If our weights are missing, left over or of a wrong shape.
     """
     config, stored = ours.config, stored_names(ours)
-    our_shapes = {name: tuple(value.shape) for name, value in ours.state_dict().items()}
-    their_shapes = {name: tuple(value.shape) for name, value in theirs.state_dict().items()}
-    _refuse("are missing", (name for name in stored if name not in weights.kinds))
-    _refuse("have no place in the model", (name for name in weights.kinds if name not in our_shapes))
+    our_shapes, their_shapes = _shapes(ours), _shapes(theirs)
+    _refuse("are missing", [name for name in stored if name not in weights.kinds])
+    _refuse("have no place in the model", [name for name in weights.kinds if name not in our_shapes])
     for name in stored:
         _check_shape(name, weights.kinds[name].shape, our_shapes[name])
 
-    homes: dict[str, list[tuple[Place, str]]] = {}
+    # Their name to their parts, each with the name of ours.
+    parts: dict[str, list[tuple[Counterpart, str]]] = {}
     for name in stored:
         if name not in _EMBEDDINGS:
-            place = family.place(name, config)
-            homes.setdefault(place.name, []).append((place, name))
-    embeddings = _embeddings_of(family, config)
+            counterpart = family.counterpart(name, config)
+            parts.setdefault(counterpart.name, []).append((counterpart, name))
     needed = stored_names(theirs)
-    # What is tied or remade by default, but is not so in this model.
-    needed += [name for name in homes if name not in needed]
-    own_head = family.embedding_names[HEAD][0]
-    if not config.tie_word_embeddings and own_head not in needed:
-        needed.append(own_head)
+    # These weights are tied or recomputed by default, but not in this model.
+    needed += [name for name in parts if name not in needed]
+    head = family.embedding_names[HEAD][0]
+    if not config.tie_word_embeddings and head not in needed:
+        needed.append(head)
+    embeddings = {name: [(Counterpart(name), source)] for name, source in _embedding_sources(family, config).items()}
+    parts = embeddings | parts
     planned = {}
     for name in needed:
-        sources = homes.get(name) or ([(Place(name), embeddings[name])] if name in embeddings else [])
-        if sources:
-            nbytes = sum(weights.kinds[source].nbytes for _, source in sources)
-            nbytes += sum(place.unused_rows for place, _ in sources) * nbytes // max(1, their_shapes[name][0])
-            planned[name] = Planned(nbytes, _giving(sources, weights.read))
+        if sources := parts.get(name):
+            nbytes = sum(weights.kinds[our_name].nbytes for _, our_name in sources)
+            nbytes += sum(part.unused_rows for part, _ in sources) * nbytes // max(1, their_shapes[name][0])
+            planned[name] = PlannedTensor(nbytes, functools.partial(_read_theirs, sources, weights))
         else:
-            filled = family.fill(name, their_shapes[name], config)
-            if filled is None:
-                raise AssertionError(f"{family.name} has a weight {name} that nothing fills")
-            dtype = weights.read(ENCODER_EMBEDDING).dtype
-            planned[name] = Planned(filled.nbytes, _constantly(filled.to(dtype)))
+            tensor = family.make_weight(name, their_shapes[name], config)
+            if tensor is None:
+                raise AssertionError(f"{family.name} has a weight {name} without a counterpart")
+            tensor = tensor.to(weights.read(ENCODER_EMBEDDING).dtype)
+            planned[name] = PlannedTensor(tensor.nbytes, lambda tensor=tensor: tensor)
     return planned
 
 
-def _embeddings_of(family: Family, config: MetaphraseConfig) -> dict[str, str]:
-    """For each name that a family has for an embedding, the stored weight of ours that it is."""
+def _shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in model.state_dict().items()}
+
+
+def _embedding_sources(family: Family, config: MetaphraseConfig) -> dict[str, str]:
+    """Return our stored weight for each of the family's names of an embedding."""
     decoder = ENCODER_EMBEDDING if config.share_embeddings else DECODER_EMBEDDING
-    kept = {
+    stored = {
         ENCODER_EMBEDDING: ENCODER_EMBEDDING,
         DECODER_EMBEDDING: decoder,
         HEAD: decoder if config.tie_word_embeddings else HEAD,
     }
-    # A name that stands second belongs to none of the three: what is shared, where they are one.
+    # The second name of each is the shared weight.
     shared = {names[1]: ENCODER_EMBEDDING for names in family.embedding_names.values()}
-    return shared | {names[0]: kept[ours] for ours, names in family.embedding_names.items()}
+    return shared | {names[0]: stored[ours] for ours, names in family.embedding_names.items()}
 
 
-def _taking(place: Place, read: Callable[[str], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    return lambda: place.take(read(place.name))
+def _read_ours(theirs: Counterpart, weights: NamedWeights) -> torch.Tensor:
+    return theirs.to_ours(weights.read(theirs.name))
 
 
-def _giving(sources: Iterable[tuple[Place, str]], read: Callable[[str], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    ordered = sorted(sources, key=lambda pair: pair[0].part)
-
-    def make() -> torch.Tensor:
-        parts = [place.give(read(name)) for place, name in ordered]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    return make
+def _read_theirs(sources: list[tuple[Counterpart, str]], weights: WeightFiles) -> torch.Tensor:
+    ordered = sorted(sources, key=lambda source: source[0].part)
+    parts = [counterpart.to_theirs(weights.read(name)) for counterpart, name in ordered]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _constantly(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    return lambda: tensor
+def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if shape != expected:
+        raise ValueError(f"The weight `{name}` must have the shape {expected}, got {shape}.")
 
 
-def _check_shape(name: str, given: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    if given != expected:
-        raise ValueError(f"The weight `{name}` must have the shape {expected}, got {given}.")
-
-
-def _refuse(what: str, names: Iterable[str]) -> None:
-    """Raises if there are names."""
-    names = list(names)
+def _refuse(problem: str, names: list[str]) -> None:
     if names:
-        raise ValueError(f"Weights {what}: {listed(names)}.")
+        raise ValueError(f"Weights {problem}: {listed(names)}.")

@@ -1,14 +1,11 @@
-"""T5 (Raffel et al. 2020, arXiv 1910.10683), and with it T5 v1.1, Flan-T5 and ByT5; mT5; UMT5.
-
-T5Gemma (Zhang et al. 2025, arXiv 2504.06225): a family that does not fit, and which of its parts do not.
-"""
+"""T5 (Raffel et al. 2020, arXiv 1910.10683) with T5 v1.1, Flan-T5 and ByT5; mT5; UMT5."""
 
 from collections.abc import Iterator
 from typing import Any
 
 from transformers import PreTrainedConfig, UMT5Config
 
-from metaphrase.conversion.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, Family, Place, Weights
+from metaphrase.conversion.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, Counterpart, Family, Weights
 from metaphrase.modeling import MetaphraseConfig
 
 _SUBLAYERS = {
@@ -22,12 +19,12 @@ _BIAS = "relative_attention_bias.weight"
 
 
 class T5(Family):
-    """One class in transformers, for T5 and, gated and with a head of its own, for T5 v1.1."""
+    """T5, and T5 v1.1, which is gated and has an untied head."""
 
     name = "t5"
     config_class = "T5Config"
     model_class = "T5ForConditionalGeneration"
-    same = {
+    field_names = {
         "vocab_size": "vocab_size",
         "hidden_size": "d_model",
         "head_dim": "d_kv",
@@ -64,19 +61,19 @@ class T5(Family):
         DECODER_EMBEDDING: ("decoder.embed_tokens.weight", "shared.weight", "encoder.embed_tokens.weight", HEAD),
         HEAD: (HEAD, "decoder.embed_tokens.weight", "shared.weight", "encoder.embed_tokens.weight"),
     }
-    # Mesh TensorFlow's checkpoints had a bias here that nothing reads.
+    # Nothing reads this bias of Mesh TensorFlow's checkpoints.
     ignored = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
 
     def logits_scale(self, theirs: PreTrainedConfig) -> float:
-        """What transformers' class multiplies the decoder's output by."""
+        """Return transformers' factor of the decoder's output."""
         is_scaled = getattr(theirs, "scale_decoder_outputs", theirs.tie_word_embeddings)
         return theirs.d_model**-0.5 if is_scaled else 1.0
 
     def may_scale(self, is_scaled: bool) -> bool:
-        """Whether the family's class can scale, or leave unscaled, the decoder's output."""
+        """Return True if the family's class can scale the decoder's output, or leave it unscaled."""
         return True
 
-    def read_options(self, theirs: PreTrainedConfig, weights: Weights) -> dict[str, Any]:
+    def read_extra_fields(self, theirs: PreTrainedConfig, weights: Weights) -> dict[str, Any]:
         return {
             "decoder_attention_heads": theirs.num_heads,
             "decoder_ffn_dim": theirs.d_ff,
@@ -87,8 +84,8 @@ class T5(Family):
             "activation_dropout": theirs.dropout_rate,
         }
 
-    def obstacles(self, ours: MetaphraseConfig) -> Iterator[str]:
-        yield from super().obstacles(ours)
+    def find_obstacles(self, ours: MetaphraseConfig) -> Iterator[str]:
+        yield from super().find_obstacles(ours)
         for kind in ("attention_heads", "ffn_dim"):
             encoder, decoder = getattr(ours, f"encoder_{kind}"), getattr(ours, f"decoder_{kind}")
             if encoder != decoder:
@@ -99,47 +96,50 @@ class T5(Family):
             yield f"`logits_scale` must be {' or '.join(map(str, allowed))}, got {ours.logits_scale}"
         name = ours.activation_function
         if "-" in name or (ours.gated_mlp and name == "gelu"):
-            hint = ": transformers takes gated gelu for gelu_new" if name == "gelu" else ""
-            yield f"`activation_function` must be one that `feed_forward_proj` can say, got {name}{hint}"
+            hint = ": transformers reads gated gelu as gelu_new" if name == "gelu" else ""
+            yield f"`activation_function` must be one that `feed_forward_proj` can express, got {name}{hint}"
 
-    def write_options(self, ours: MetaphraseConfig) -> dict[str, Any]:
+    def write_extra_fields(self, ours: MetaphraseConfig) -> dict[str, Any]:
         is_new_gelu = ours.gated_mlp and ours.activation_function == "gelu_new"
         activation = "gelu" if is_new_gelu else ours.activation_function
         is_scaled = ours.logits_scale != 1.0
         return {
             "d_kv": ours.get_head_dim(ours.encoder_attention_heads),
             "feed_forward_proj": f"gated-{activation}" if ours.gated_mlp else activation,
-            # Read in this order: the first one says what the second is if it is not given.
+            # This order matters: the first is the default of the second.
             "tie_word_embeddings": ours.tie_word_embeddings,
             "scale_decoder_outputs": is_scaled,
         }
 
-    def place(self, name: str, config: MetaphraseConfig) -> Place:
+    def counterpart(self, name: str, config: MetaphraseConfig) -> Counterpart:
         if name == ENCODER_EMBEDDING:
-            return Place("shared.weight")
+            return Counterpart("shared.weight")
         if name == HEAD:
-            return Place(name)
+            return Counterpart(name)
         _, stack, *parts = name.split(".")
         match parts:
             case ["norm", "weight"]:
-                return Place(f"{stack}.final_layer_norm.weight")
+                return Counterpart(f"{stack}.final_layer_norm.weight")
             case ["position_bias", "embedding", "weight"]:
-                return Place(f"{stack}.block.0.layer.0.SelfAttention.{_BIAS}")
+                return Counterpart(f"{stack}.block.0.layer.0.SelfAttention.{_BIAS}")
             case ["layers", layer, "self_attn", "relative_position_bias", "embedding", "weight"]:
-                return Place(f"{stack}.block.{layer}.layer.0.SelfAttention.{_BIAS}")
+                return Counterpart(f"{stack}.block.{layer}.layer.0.SelfAttention.{_BIAS}")
             case ["layers", layer, sublayer, *rest]:
                 is_norm = sublayer.endswith("_norm")
                 sublayer = sublayer.removesuffix("_norm")
-                place = f"{stack}.block.{layer}.layer.{list(_SUBLAYERS[stack]).index(sublayer)}"
+                prefix = f"{stack}.block.{layer}.layer.{list(_SUBLAYERS[stack]).index(sublayer)}"
                 if is_norm:
-                    return Place(f"{place}.layer_norm.weight")
+                    return Counterpart(f"{prefix}.layer_norm.weight")
                 names = _PROJECTIONS | (_GATED if config.gated_mlp else _PLAIN)
-                return Place(f"{place}.{_SUBLAYERS[stack][sublayer]}.{names[rest[0]]}.weight")
+                return Counterpart(f"{prefix}.{_SUBLAYERS[stack][sublayer]}.{names[rest[0]]}.weight")
         raise AssertionError(name)
 
 
 class MT5(T5):
-    """Xue et al. 2021, arXiv 2010.11934. T5 v1.1 over many languages; transformers never scales its decoder's output."""
+    """Multilingual T5 v1.1, whose decoder output transformers never scales.
+
+    Source: Xue et al. 2021, arXiv 2010.11934.
+    """
 
     name = "mt5"
     config_class = "MT5Config"
@@ -151,16 +151,18 @@ class MT5(T5):
     def may_scale(self, is_scaled: bool) -> bool:
         return not is_scaled
 
-    def write_options(self, ours: MetaphraseConfig) -> dict[str, Any]:
-        fields = super().write_options(ours)
+    def write_extra_fields(self, ours: MetaphraseConfig) -> dict[str, Any]:
+        fields = super().write_extra_fields(ours)
         del fields["scale_decoder_outputs"]
         return fields
 
 
 class UMT5(T5):
-    """Chung et al. 2023, arXiv 2304.09151: a bias in each layer.
+    """mT5 with a position bias in each layer.
 
-    transformers scales its decoder's output always, and from 5.24 on if its configuration says so, as T5's does.
+    transformers always scales the decoder's output before 5.24, and by configuration from 5.24 on.
+
+    Source: Chung et al. 2023, arXiv 2304.09151.
     """
 
     name = "umt5"
@@ -169,38 +171,17 @@ class UMT5(T5):
     fixed = T5.fixed | {"relative_attention_shared": False}
 
     @property
-    def has_choice(self) -> bool:
-        """Whether the configuration says it."""
+    def has_scale_field(self) -> bool:
         return hasattr(UMT5Config(), "scale_decoder_outputs")
 
     def logits_scale(self, theirs: PreTrainedConfig) -> float:
-        return super().logits_scale(theirs) if self.has_choice else theirs.d_model**-0.5
+        return super().logits_scale(theirs) if self.has_scale_field else theirs.d_model**-0.5
 
     def may_scale(self, is_scaled: bool) -> bool:
-        return is_scaled or self.has_choice
+        return is_scaled or self.has_scale_field
 
-    def write_options(self, ours: MetaphraseConfig) -> dict[str, Any]:
-        fields = super().write_options(ours)
-        if not self.has_choice:
+    def write_extra_fields(self, ours: MetaphraseConfig) -> dict[str, Any]:
+        fields = super().write_extra_fields(ours)
+        if not self.has_scale_field:
             del fields["scale_decoder_outputs"]
         return fields
-
-
-def obstacles(theirs: PreTrainedConfig) -> Iterator[str]:
-    """What a T5Gemma uses that Metaphrase has not, each as a part of a sentence.
-
-    Rotary positions, grouped queries, the gated feed-forward and the width of the heads do fit.
-    """
-    yield "every sub-layer has a norm before and one after it"
-    yield "its norms multiply by 1 + weight"
-    for name in ("encoder", "decoder"):
-        stack = getattr(theirs, name)
-        if stack.attn_logit_softcapping is not None:
-            yield f"`{name}.attn_logit_softcapping` is {stack.attn_logit_softcapping}"
-        if stack.final_logit_softcapping is not None and name == "decoder":
-            yield f"`{name}.final_logit_softcapping` is {stack.final_logit_softcapping}"
-        if "sliding_attention" in (stack.layer_types or ()):
-            yield f"`{name}.layer_types` has sliding_attention, of {stack.sliding_window} tokens"
-    if theirs.encoder.hidden_size != theirs.decoder.hidden_size:
-        sizes = f"{theirs.encoder.hidden_size} and {theirs.decoder.hidden_size}"
-        yield f"`encoder.hidden_size` and `decoder.hidden_size` are {sizes}"

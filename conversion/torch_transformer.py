@@ -1,11 +1,11 @@
-"""State dicts of `torch.nn.Transformer`, which has no embeddings and no head."""
+"""Conversion from and to state dicts of `torch.nn.Transformer`, which has no embeddings and no head."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from metaphrase.conversion.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, HEAD_BIAS, Place
+from metaphrase.conversion.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, HEAD_BIAS, Counterpart
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 
 _NORMS = {
@@ -18,7 +18,7 @@ _MLP = {"up_proj": "linear1", "down_proj": "linear2"}
 _OUTSIDE = (ENCODER_EMBEDDING, DECODER_EMBEDDING, HEAD, HEAD_BIAS)
 _POSITIONS = "embed_positions.weight"
 
-# What `torch.nn.Transformer` is, whatever its arguments.
+# These hold for every `torch.nn.Transformer`.
 _FIXED = {
     "norm_type": "layernorm",
     "gated_mlp": False,
@@ -42,21 +42,21 @@ def from_torch_transformer(
     target_embedding: torch.Tensor | None = None,
     **fields: Any,
 ) -> MetaphraseForConditionalGeneration:
-    """A model with the layers of a `torch.nn.Transformer`.
+    """Return a model with the layers of a `torch.nn.Transformer`.
 
     Args:
-        state: Its state dict. Depths and widths follow from it.
-        num_heads: As `nhead`, which no weight tells.
-        activation: As there, relu or gelu.
-        norm_first: As there.
-        layer_norm_eps: As there.
-        source_embedding: `(vocab, hidden)` to start from; drawn at random without it.
-        target_embedding: Likewise, for a target that has its own: `share_embeddings` is false then.
-        **fields: Of `MetaphraseConfig`, for all that `torch.nn.Transformer` leaves to its user: positions, the scale of the
-            embeddings, ties, special ids. Without them there are no positions, and embeddings are not scaled.
+        state: State dict of the module, from which depths and widths follow.
+        num_heads: `nhead` of the module.
+        activation: `activation` of the module, relu or gelu.
+        norm_first: `norm_first` of the module.
+        layer_norm_eps: `layer_norm_eps` of the module.
+        source_embedding: Initial embedding, shape (V, H). None draws random weights.
+        target_embedding: Separate embedding of the target, shape (V, H), with which `share_embeddings` is false.
+        **fields: Fields of `MetaphraseConfig` that the module leaves to its user: positions, scale of embeddings, ties,
+            special ids. The default is no positions and no scale.
 
     Raises:
-        ValueError: If the state dict is none of a `torch.nn.Transformer` with biases, or a field contradicts it.
+        ValueError: If `state` is not that of a `torch.nn.Transformer` with biases, or a field contradicts it.
     """
     if "encoder.layers.0.self_attn.in_proj_weight" not in state or "decoder.layers.0.linear1.bias" not in state:
         raise ValueError("`state` must be that of a `torch.nn.Transformer` with biases, got " + _first_names(state))
@@ -81,15 +81,15 @@ def from_torch_transformer(
         options |= {"decoder_vocab_size": target_embedding.shape[0], "share_embeddings": False}
     model = MetaphraseForConditionalGeneration(MetaphraseConfig(**(options | fields | known)))
     loaded = {}
-    for name in _inner_names(model):
-        place = _place(name)
-        if place.name not in state:
-            raise ValueError(f"`state` must hold `{place.name}`, got {_first_names(state)}.")
-        loaded[name] = place.take(state[place.name])
+    counterparts = {name: _counterpart(name) for name in _shared_names(model)}
+    for name, theirs in counterparts.items():
+        if theirs.name not in state:
+            raise ValueError(f"`state` must hold `{theirs.name}`, got {_first_names(state)}.")
+        loaded[name] = theirs.to_ours(state[theirs.name])
     for name, value in ((ENCODER_EMBEDDING, source_embedding), (DECODER_EMBEDDING, target_embedding)):
         if value is not None:
             loaded[name] = value
-    known_names = {_place(name).name for name in _inner_names(model)}
+    known_names = {theirs.name for theirs in counterparts.values()}
     if left_over := [name for name in state if name not in known_names]:
         raise ValueError(f"`state` must hold a `torch.nn.Transformer` alone, got {', '.join(left_over[:3])} too.")
     model.load_state_dict(loaded, strict=False)
@@ -98,27 +98,25 @@ def from_torch_transformer(
 
 
 def to_torch_transformer(model: MetaphraseForConditionalGeneration) -> dict[str, torch.Tensor]:
-    """The state dict of the `torch.nn.Transformer` with a model's layers; embeddings, positions and head stay behind.
+    """Return the state dict of the `torch.nn.Transformer` with a model's layers, without embeddings, positions and head.
 
     Raises:
-        ValueError: If the model has options that it has not; all of them are named.
+        ValueError: If the model has options that the module lacks. The message names all of them.
     """
-    obstacles = list(_obstacles(model.config))
-    if obstacles:
+    if obstacles := list(_find_obstacles(model.config)):
         raise ValueError("The model is no torch.nn.Transformer: " + "; ".join(obstacles) + ".")
     parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
     weights = model.state_dict()
-    for name in _inner_names(model):
-        place = _place(name)
-        parts.setdefault(place.name, []).append((place.part, weights[name]))
+    for name in _shared_names(model):
+        theirs = _counterpart(name)
+        parts.setdefault(theirs.name, []).append((theirs.part, weights[name]))
     return {
         name: torch.cat([value for _, value in sorted(pieces, key=lambda piece: piece[0])])
         for name, pieces in parts.items()
     }
 
 
-def _obstacles(config: MetaphraseConfig) -> Iterator[str]:
-    required = _FIXED | {"final_norm": True}
+def _find_obstacles(config: MetaphraseConfig) -> Iterator[str]:
     if config.encoder_attention_heads != config.decoder_attention_heads:
         heads = f"{config.encoder_attention_heads} and {config.decoder_attention_heads}"
         yield f"`encoder_attention_heads` must equal `decoder_attention_heads`, got {heads}"
@@ -127,13 +125,13 @@ def _obstacles(config: MetaphraseConfig) -> Iterator[str]:
         yield f"`encoder_ffn_dim` must equal `decoder_ffn_dim`, got {widths}"
     if config.position_embedding_type in ("relative", "rotary", "alibi"):
         yield f"`position_embedding_type` must lie outside of attention, got {config.position_embedding_type}"
-    for field, value in required.items():
-        if (given := getattr(config, field)) != value:
-            yield f"`{field}` must be {value}, got {given}"
+    for field, value in (_FIXED | {"final_norm": True}).items():
+        if (actual := getattr(config, field)) != value:
+            yield f"`{field}` must be {value}, got {actual}"
 
 
-def _inner_names(model: MetaphraseForConditionalGeneration) -> list[str]:
-    """Our weights that a `torch.nn.Transformer` has too."""
+def _shared_names(model: MetaphraseForConditionalGeneration) -> list[str]:
+    """Return the names of our weights that a `torch.nn.Transformer` has too."""
     return [
         name
         for name in model.state_dict()
@@ -141,21 +139,21 @@ def _inner_names(model: MetaphraseForConditionalGeneration) -> list[str]:
     ]
 
 
-def _place(name: str) -> Place:
+def _counterpart(name: str) -> Counterpart:
     _, stack, *parts = name.split(".")
     kind = parts[-1]
     match parts:
         case ["norm", _]:
-            return Place(f"{stack}.norm.{kind}")
+            return Counterpart(f"{stack}.norm.{kind}")
         case ["layers", layer, "mlp", projection, _]:
-            return Place(f"{stack}.layers.{layer}.{_MLP[projection]}.{kind}")
+            return Counterpart(f"{stack}.layers.{layer}.{_MLP[projection]}.{kind}")
         case ["layers", layer, attention, "o_proj", _]:
-            return Place(f"{stack}.layers.{layer}.{_ATTENTIONS[attention]}.out_proj.{kind}")
+            return Counterpart(f"{stack}.layers.{layer}.{_ATTENTIONS[attention]}.out_proj.{kind}")
         case ["layers", layer, attention, projection, _]:
             joint = f"{stack}.layers.{layer}.{_ATTENTIONS[attention]}.in_proj_{kind}"
-            return Place(joint, part=_PROJECTIONS.index(projection), parts=len(_PROJECTIONS))
+            return Counterpart(joint, part=_PROJECTIONS.index(projection), parts=len(_PROJECTIONS))
         case ["layers", layer, norm, _]:
-            return Place(f"{stack}.layers.{layer}.norm{_NORMS[stack].index(norm) + 1}.{kind}")
+            return Counterpart(f"{stack}.layers.{layer}.norm{_NORMS[stack].index(norm) + 1}.{kind}")
     raise AssertionError(name)
 
 

@@ -1,4 +1,4 @@
-"""Quantization: linear layers whose weights are kept in fewer bits, for decoding on a CPU."""
+"""Quantization of linear layers to int8 or float16, for decoding on a CPU."""
 
 import logging
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ from metaphrase.decoding.int8 import (
 logger = logging.getLogger(__name__)
 
 QUANTIZATIONS = ("int8", "float16")
-# A smaller matrix stays in the processor's cache, where the steps around its product cost more than they save.
+# A smaller matrix stays in the processor's cache, and quantization costs more than it saves.
 _LEAST_SIZE = 2**17
 
 
 class _PackedLinear(nn.Module):
-    """A linear layer for inference whose weights lie packed as a kernel of FBGEMM reads them, and are not there otherwise."""
+    """A linear layer for inference that holds only weights prepacked for FBGEMM."""
 
-    # Some families ask a layer for the type of its weight.
+    # Some families read the dtype of a layer's weight.
     weight = None
 
     def __init__(self, in_features: int, out_features: int):
@@ -35,7 +35,7 @@ class _PackedLinear(nn.Module):
 
     @classmethod
     def join(cls, layers: Sequence["_PackedLinear"]) -> "_PackedLinear":
-        """One layer with the outputs of several, which read the same input."""
+        """Return one layer with the outputs of several layers of one input."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
@@ -43,22 +43,19 @@ class _PackedLinear(nn.Module):
 
     def train(self, mode: bool = True) -> "_PackedLinear":
         if mode:
-            raise ValueError("A quantized model must stay in evaluation mode: it has no weights that could be trained.")
+            raise ValueError("A quantized model must stay in evaluation mode: it has no trainable weights.")
         return super().train(mode)
 
     def _save_to_state_dict(self, *args) -> None:
-        raise ValueError(
-            "A quantized model must not be saved: its weights are packed. Save the model that it came from."
-        )
+        raise ValueError("A quantized model must not be saved: its weights are packed. Save the original model.")
 
 
 class Int8Linear(_PackedLinear):
-    """Weights in 8 bits with a scale for each output, inputs rounded at each call with a scale for each row, to 8 bits or to 7.
+    """Weights in 8 bits with a scale per output, inputs in 7 or 8 bits with a scale per row.
 
-    A row's scale is its own, so that a sentence is rounded as it is by itself, whatever else is in the batch.
+    With a scale per row, the result of a sentence does not depend on its batch.
 
-    Source: Jacob et al. 2018, section 2, arXiv 1712.05877; a scale per row and column as in Dettmers et al. 2022, section 3,
-        arXiv 2208.07339.
+    Source: Jacob et al. 2018, section 2, arXiv 1712.05877; Dettmers et al. 2022, section 3, arXiv 2208.07339.
     """
 
     def __init__(self, linear: nn.Linear):
@@ -85,7 +82,7 @@ class Int8Linear(_PackedLinear):
 
 
 class Float16Linear(_PackedLinear):
-    """Weights in 16 bits, half of what must be read for a product; inputs, sums and outputs in 32."""
+    """Weights in 16 bits; inputs, sums and outputs in 32 bits."""
 
     def __init__(self, linear: nn.Linear):
         self._set(linear.weight.detach().float(), None if linear.bias is None else linear.bias.detach().float())
@@ -114,12 +111,12 @@ _LAYERS = {"int8": Int8Linear, "float16": Float16Linear}
 
 
 def quantization_of(dtype: str | torch.dtype, device: str | torch.device) -> str | None:
-    """The quantization that stands for a type of weights on a device, or `None` if torch itself computes in that type.
+    """Return the quantization for a dtype on a device, or None if torch itself computes in that dtype.
 
-    On a CPU float16 is one: torch computes in it there, but many times more slowly than in float32.
+    On a CPU float16 is a quantization, since torch computes in float16 many times more slowly than in float32.
 
     Raises:
-        ValueError: If the type is int8 and the device is no CPU.
+        ValueError: If the dtype is int8 and the device is no CPU.
     """
     name = str(dtype).removeprefix("torch.")
     is_cpu = torch.device(device).type == "cpu"
@@ -129,17 +126,17 @@ def quantization_of(dtype: str | torch.dtype, device: str | torch.device) -> str
 
 
 def quantize(model: PreTrainedModel, quantization: str) -> int:
-    """Puts packed layers in place of a model's linear ones, but for small ones; embeddings stay as they are.
+    """Replace all but small linear layers of a model by quantized layers. Embeddings stay as they are.
 
     Args:
-        model: Any model on a CPU with float32 weights. It can only be run from now on, not trained and not saved.
-        quantization: `int8` or `float16`, the type of the weights; computing is in float32 with either around them.
+        model: Any model in float32 on a CPU. Afterwards it can no longer be trained or saved.
+        quantization: `int8` or `float16`, the type of the weights. All other values stay in float32.
 
     Returns:
-        How many layers were replaced; none where this build of torch or this processor has no kernels for it, which is said.
+        The number of replaced layers: 0, with a warning, if torch or the processor lacks the kernels.
 
     Raises:
-        ValueError: If the quantization is not known, or the model is not a float32 one on a CPU.
+        ValueError: If the quantization is unknown, or the model is not in float32 on a CPU.
     """
     if quantization not in QUANTIZATIONS:
         raise ValueError(f"`quantization` must be one of {', '.join(QUANTIZATIONS)}, got {quantization!r}.")
@@ -157,7 +154,7 @@ def quantize(model: PreTrainedModel, quantization: str) -> int:
         for name, child in module.named_children()
         if type(child) is nn.Linear and child.weight.numel() >= _LEAST_SIZE
     ]
-    # A layer that stands in several places stays one.
+    # A shared layer stays shared.
     packed = {child: None for _, _, child in large}
     for child in packed:
         packed[child] = _LAYERS[quantization](child).eval()
@@ -167,5 +164,5 @@ def quantize(model: PreTrainedModel, quantization: str) -> int:
 
 
 def has_kernels() -> bool:
-    """Whether torch can multiply with packed weights on this processor."""
+    """Return True if torch has kernels for packed weights on this processor."""
     return has_int8_kernels() and hasattr(torch.ops.quantized, "linear_prepack_fp16")

@@ -1,8 +1,7 @@
-"""A state of decoding whose rows have lengths of their own: it reads several tokens at a time, and can take some back.
+"""Decoder state whose rows have their own lengths. It reads blocks of tokens, and can forget tokens again.
 
-The cache is not moved for that: a token's place in it is its position, a row that goes back writes over what it had there, and a
-mask for each row hides what lies behind its end. So a block costs a mask (and, where there is one, a position bias) for each
-row, `(rows, width, past)`, which `DecoderState` needs not, and attention over as many places as the longest row has.
+A token's index in the cache is its position. A row that forgets tokens overwrites them later, and a mask per row hides
+them until then. A block needs a mask, and a position bias if there is one, of shape (rows, width, past).
 """
 
 import torch
@@ -18,43 +17,43 @@ class RaggedDecoderState(DecoderState):
     """Keys and values of all layers, for rows of different lengths.
 
     Attributes:
-        lengths: Tokens so far of each row, `(rows)`.
-        length: The largest of them.
+        lengths: Tokens of each row, shape (rows,).
+        length: The largest of `lengths`.
     """
 
     def __init__(self, decoder: MetaphraseDecoder, memory: torch.Tensor, memory_mask: torch.Tensor | None):
         super().__init__(decoder, memory, memory_mask)
         self.lengths = torch.zeros(self.rows, dtype=torch.long, device=memory.device)
-        # Of the block being read.
-        self._places = self._is_hidden = self.lengths
+        # For the current block.
+        self._positions = self._is_hidden = self.lengths
         self._block_biases: dict[int, torch.Tensor] = {}
 
     def read(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Reads some tokens of each row, `(rows, width)`, behind its own end: the decoder's output `(rows, width, hidden)`."""
+        """Read tokens (rows, width) behind the end of each row, and return the decoder's output (rows, width, H)."""
         width, device = input_ids.shape[1], input_ids.device
         past = self.length + width
         self._make_room(past)
-        self._places = self.lengths[:, None] + torch.arange(width, device=device)
-        # (rows, width, past): the future is hidden, and what is left there of tokens taken back.
-        distances = self._places[:, :, None] - torch.arange(past, device=device)
+        self._positions = self.lengths[:, None] + torch.arange(width, device=device)
+        # (rows, width, past). Future positions, which may hold forgotten tokens, are hidden.
+        distances = self._positions[:, :, None] - torch.arange(past, device=device)
         self._is_hidden = distances < 0
         self._block_biases = {}
         for bias in self._biases:
             if id(bias) not in self._block_biases:
                 self._block_biases[id(bias)] = self._block_bias(bias, distances)
         decoder = self.decoder
-        hidden_states, rotation = decoder._enter(decoder.embed_tokens(input_ids), self._places, past)
+        hidden_states, rotation = decoder._enter(decoder.embed_tokens(input_ids), self._positions, past)
         for index, layer in enumerate(self.layers):
             hidden_states = self._pass_layer(index, layer, hidden_states, rotation)
         self.lengths, self.length = self.lengths + width, past
         return decoder.norm(hidden_states)
 
     def step(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Reads one token of each row, `(rows)`, and returns the decoder's output `(rows, hidden)`."""
+        """Read one token of each row, shape (rows,), and return the decoder's output (rows, H)."""
         return self.read(input_ids[:, None])[:, 0]
 
     def go_back(self, lengths: torch.Tensor) -> None:
-        """Forgets what each row read behind its first so many tokens, `(rows)`."""
+        """Forget all tokens of each row behind its first `lengths` tokens, shape (rows,)."""
         self.lengths, self.length = lengths, int(lengths.max())
 
     def spread(self, copies: int) -> None:
@@ -69,16 +68,14 @@ class RaggedDecoderState(DecoderState):
         before = self._tokens.capacity
         super()._make_room(past)
         if self._tokens.capacity > before:
-            # Hidden places are read, with a weight of 0: whatever there is must be a number.
+            # Hidden positions have weight 0, but must not hold NaN.
             self._tokens.keys[..., self.length :] = 0
             self._tokens.values[..., self.length :, :] = 0
 
     def _block_bias(self, bias: torch.Tensor | None, distances: torch.Tensor) -> torch.Tensor:
-        """What is added to the scores of a block, `(rows, 1 or key_value_heads, groups * width, past)`.
+        """Return a block's bias and mask, shape (rows, 1 or key_value_heads, groups * width, past).
 
-        Args:
-            bias: That of the cache's last place, `(heads, capacity)`.
-            distances: From each query to each key, `(rows, width, past)`.
+        `bias` (heads, capacity) is that of the last position, and `distances` has shape (rows, width, past).
         """
         lowest = torch.finfo(self.dtype).min
         if bias is None:
@@ -112,8 +109,8 @@ class RaggedDecoderState(DecoderState):
             query, key = rotate(query, *rotation), rotate(key, *rotation)
         past, rows = self._is_hidden.shape[2], torch.arange(self.rows, device=key.device)[:, None]
         keys, values = self._tokens.keys[index].mT, self._tokens.values[index]
-        keys[rows, :, self._places] = key
-        values[rows, :, self._places] = value
+        keys[rows, :, self._positions] = key
+        values[rows, :, self._positions] = value
         keys, values, bias = keys.mT[..., :past], values[:, :, :past], self._block_biases[id(self._biases[index])]
         return layer.token_output(self._unfold(attend(self._fold(query), keys, values, bias, layer.token_scaling)))
 

@@ -19,6 +19,7 @@ from sacrebleu.metrics import BLEU, CHRF, TER
 
 from metaphrase.evaluation.error_rates import CharacterErrorRate, WordErrorRate
 from metaphrase.evaluation.metric_base import CorpusMetric, References, check_choice, number_of_references
+from metaphrase.storage.folders import file_in_one_step
 
 DEFAULT_METRICS = ("bleu", "chrf")
 
@@ -294,10 +295,6 @@ def write_metrics(path: str | os.PathLike, metrics: Mapping[str, Any]) -> Path:
     """
     path, text = metrics_path(path), to_json(metrics)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with file_in_one_step(path) as temporary:
         temporary.write_text(text + "\n", encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
     return path

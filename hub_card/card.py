@@ -26,6 +26,7 @@ from metaphrase.hub_card.sections import (
     describe_training_procedure,
     score_values,
 )
+from metaphrase.storage.folders import file_in_one_step
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 
 logger = logging.getLogger(__name__)
@@ -135,12 +136,8 @@ def write_model_card(
         architecture=describe_architecture(facts),
         limits=describe_limits(facts, languages),
     )
-    temporary = facts.path / f".README.{os.getpid()}.tmp"
-    try:
+    with file_in_one_step(path) as temporary:
         ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}").save(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
     return path
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from metaphrase.scripts.console import run
-from metaphrase.storage.weight_files import folder_in_one_step
+from metaphrase.storage.folders import folder_in_one_step
 from metaphrase.tokenization import TOKENIZER_KINDS, TokenizerPair, iterate_lines, train_tokenizer
 from metaphrase.tokenization.tokenizer_settings import DEFAULT_VOCAB_SIZE, KINDS_THAT_FILL_A_VOCABULARY
 

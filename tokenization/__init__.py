@@ -1,4 +1,4 @@
-"""Text to ids and back: special tokens, training a tokenizer, and the pair of tokenizers of a model."""
+"""Text to ids and back: training a tokenizer, and the pair of tokenizers of a model."""
 
 from metaphrase.tokenization.encoding import TextFrame, encode_phrase, shorten
 from metaphrase.tokenization.languages import check_target_language, set_languages

@@ -1,7 +1,4 @@
-"""Phrases: the ids of a piece of text as it stands inside a text, and at its beginning.
-
-Truncation: token ids that are cut to a length, and end as a whole text does.
-"""
+"""Ids of a phrase inside a text, and truncation of ids that keeps the end of sequence."""
 
 import unicodedata
 from collections.abc import Callable, Sequence
@@ -10,24 +7,26 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-# Stand in front of a phrase while it is tokenized; the first one behind which it keeps tokens of its own will do.
+# Texts to put before a phrase; the first one that keeps its own tokens is used.
 _ANCHORS = ("a", ",", "1", "the")
-# Scripts that put no space between words, by the names of their letters.
+# Unicode name prefixes of scripts without spaces between words.
 _UNSPACED = ("CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN", "JAVANESE")
+# A vocabulary may encode some of these as nothing.
+_PROBES = ("a", "1", ".", "的")
 
 
 def encode_phrase(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[list[int]], list[list[int]]]:
-    """The ids that write a phrase in a target.
+    """Return the ids that write a phrase in a target.
 
-    Inside a text a word has the tokenizer's mark of a space before it. What no letter or digit begins may also follow without
-    one; and a letter of a script without spaces, such as Chinese or Thai, does. White space around the phrase does not count.
+    Inside a text, a space precedes a word. A phrase that begins with punctuation may also follow without a space, and a
+    phrase in a script without spaces, such as Chinese or Thai, always does. White space around the phrase is ignored.
 
     Args:
-        tokenizer: Of the targets.
+        tokenizer: The tokenizer of the targets.
         text: One word or several.
 
     Returns:
-        Ids of the phrase anywhere in a text, the usual ones first, and ids of it at the beginning of a text, where these differ.
+        Ids of the phrase inside a text, most usual first, and different ids of the phrase at the start of a text, if any.
 
     Raises:
         ValueError: If the phrase is empty, or the tokenizer cannot write it.
@@ -35,7 +34,12 @@ def encode_phrase(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[l
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f"A phrase must be a text with at least one character that is not white space, got {text!r}.")
     text = text.strip()
-    fronts = {"word": (" ",), "unspaced": ("",), "other": (" ", "")}[_kind(text[0])]
+    if unicodedata.name(text[0], "").startswith(_UNSPACED):
+        fronts = ("",)
+    elif text[0].isalnum():
+        fronts = (" ",)
+    else:
+        fronts = (" ", "")
     inside = [_encode_behind(tokenizer, front + text) for front in fronts]
     inside = [ids for index, ids in enumerate(inside) if ids not in inside[:index]]
     first = _encode(tokenizer, text)
@@ -47,18 +51,12 @@ def encode_phrase(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[l
     return inside, [first] if first not in inside else []
 
 
-def _kind(character: str) -> str:
-    if unicodedata.name(character, "").startswith(_UNSPACED):
-        return "unspaced"
-    return "word" if character.isalnum() else "other"
-
-
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return tokenizer(text_target=text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def _encode_behind(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The ids of a text behind another one."""
+    """Return the ids of a text that follows another text."""
     for anchor in _ANCHORS:
         before, both = _encode(tokenizer, anchor), _encode(tokenizer, anchor + text)
         if before and both[: len(before)] == before and tokenizer.unk_token_id not in before:
@@ -66,17 +64,13 @@ def _encode_behind(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return _encode(tokenizer, text)
 
 
-# Some may be unknown to a vocabulary, and encoded as nothing.
-_PROBES = ("a", "1", ".", "的")
-
-
 @dataclass(frozen=True)
 class TextFrame:
-    """What an encoder puts around every text.
+    """Special ids that an encoder puts around every text.
 
     Attributes:
-        length: How many ids that are.
-        end: Those behind the text: the end of sequence and, by some tokenizers, the code of a language behind it.
+        length: Number of all these ids.
+        end: Ids behind the text: the end of sequence, and the language code that some tokenizers put behind it.
     """
 
     length: int
@@ -84,10 +78,10 @@ class TextFrame:
 
     @classmethod
     def of(cls, encode: Callable[[list[str]], list[list[int]]]) -> "TextFrame":
-        """Asks an encoder, from texts to the ids of each, such as `TokenizerPair.encode_sources`."""
-        empty, *others = encode(["", *_PROBES])
-        probe = next((ids for ids in others if len(ids) > len(empty)), None)
-        # Where nothing can be told from the empty text, the end of sequence is the last.
+        """Find the frame of an encoder such as `TokenizerPair.encode_sources`."""
+        empty, *rows = encode(["", *_PROBES])
+        probe = next((ids for ids in rows if len(ids) > len(empty)), None)
+        # If no probe is encoded, take the last id for the end of sequence.
         length = 0 if probe is not None else min(len(empty), 1)
         while probe is not None and length < len(empty) and empty[-1 - length] == probe[-1 - length]:
             length += 1
@@ -95,7 +89,7 @@ class TextFrame:
 
 
 def shorten(row: Sequence[Any], limit: int | None, end: Sequence[Any]) -> list[Any]:
-    """The first entries of a row, such as token ids, of which the last are the end; `None` for no limit."""
+    """Cut a row, such as token ids, to `limit` entries, of which the last are `end`. None means no limit."""
     if limit is None or len(row) <= limit:
         return list(row)
     return [*row[: max(limit - len(end), 0)], *end]

@@ -1,4 +1,4 @@
-"""Languages: tokenizers that mark each text with the code of its language, as those of mBART, M2M100 and NLLB."""
+"""Language codes of multilingual tokenizers, such as mBART's, M2M100's and NLLB's."""
 
 import logging
 from typing import TYPE_CHECKING
@@ -14,17 +14,17 @@ logger = logging.getLogger(__name__)
 def set_languages(
     tokenizers: "TokenizerPair", source_lang: str | None = None, target_lang: str | None = None
 ) -> dict[str, int]:
-    """Makes tokenizers mark sources and targets with the codes of their languages, and says how decoding starts then.
+    """Set the languages of sources and targets, and return the generation options for the target language.
 
     Args:
-        tokenizers: Of a model of many languages; they are changed.
-        source_lang: A code that the tokenizer knows, such as eng_Latn for NLLB, en_XX for mBART, en for M2M100. `None` keeps the
-            tokenizer's own.
-        target_lang: Likewise, of the targets.
+        tokenizers: Tokenizers of a multilingual model, changed in place.
+        source_lang: A code of the tokenizer, such as eng_Latn for NLLB, en_XX for mBART, en for M2M100. None keeps the
+            current language.
+        target_lang: The same for targets.
 
     Returns:
-        What `generate` needs for the target language: `forced_bos_token_id` where targets begin with its code,
-        `decoder_start_token_id` where they end with it, since the decoder starts with it then. Nothing without `target_lang`.
+        `forced_bos_token_id` if targets begin with the code; `decoder_start_token_id` if targets end with it, since the
+        decoder then starts with it; nothing without `target_lang`.
 
     Raises:
         ValueError: If the tokenizer has no languages, or does not know the code.
@@ -43,18 +43,16 @@ def set_languages(
 
 
 def check_target_language(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Makes sure that a tokenizer can encode targets: that of M2M100 cannot unless it was told their language.
-
-    Those of mBART and NLLB take the language of sources for that of targets then, of which a warning tells, once.
+    """Check that a tokenizer knows the language of targets. Warn if mBART's or NLLB's uses that of the sources.
 
     Raises:
-        ValueError: If it was not.
+        ValueError: If M2M100's tokenizer has no target language.
     """
     if hasattr(tokenizer, "lang_code_to_token"):
         _language_id(tokenizer, "target_lang", tokenizer.tgt_lang)
     elif getattr(tokenizer, "tgt_lang", "") is None and getattr(tokenizer, "src_lang", None) is not None:
         logger.warning(
-            "`target_lang` is not given: targets are marked with the language of sources, %s.", tokenizer.src_lang
+            "`target_lang` is not set: targets get the language code of the sources, %s.", tokenizer.src_lang
         )
 
 
@@ -66,7 +64,7 @@ def _known_language(tokenizer: PreTrainedTokenizerBase, field: str, attribute: s
 
 
 def _language_id(tokenizer: PreTrainedTokenizerBase, field: str, code: str | None) -> int:
-    # It lies with the code that goes to the Hub, and brings the whole network, for which most tokenizers have no use.
+    # This import loads the whole network, which most tokenizers do not need.
     from metaphrase.modeling.pipeline_support import language_id
 
     return language_id(tokenizer, field, code)

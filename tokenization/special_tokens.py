@@ -1,25 +1,24 @@
-"""The special tokens: their strings and, by their order, their ids. No other module states either."""
+"""Strings and ids of the special tokens. No other module states either."""
 
 from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Strings of the special tokens. A token's id is its place in `tokens`, in every tokenizer trained here.
+    """Strings of the special tokens. A token's id is its index in `tokens`, in every tokenizer trained here.
 
-    The four control tokens come first, in the order of the fields, then `additional_special_tokens`. The two groups are
-    treated differently:
+    The four control tokens come first, in the order of the fields, then `additional_special_tokens`:
 
-    - Control tokens are never read from text: the characters `</s>` in a text stay characters, so no text can end a
-      sentence early. Decoding with `skip_special_tokens=True` leaves control tokens out.
-    - Additional tokens (sentinels, language codes) are read from text, so `<2de> Hello` starts with the token `<2de>`,
-      and decoding shows them, because whoever defined them put them there on purpose.
+    - Control tokens are never read from text: `</s>` in a text stays four characters, so no text can end a sentence
+      early. Decoding with `skip_special_tokens=True` omits control tokens.
+    - Additional tokens (sentinels, language codes) are read from text: `<2de> Hello` starts with the token `<2de>`.
+      Decoding shows them.
 
     Attributes:
-        pad_token: Fills batches up to equal length.
-        bos_token: First input of the decoder. No tokenizer adds it to a text: the model does, as it shifts labels right.
-        eos_token: Ends every text.
-        unk_token: Stands for what the vocabulary cannot write. The byte kinds have it, but never produce it.
+        pad_token: Padding of batches.
+        bos_token: First input of the decoder. The model adds it as it shifts labels right; no tokenizer does.
+        eos_token: End of every text.
+        unk_token: Replacement of unknown text. The byte kinds have it, but never produce it.
         additional_special_tokens: More tokens, each one vocabulary entry that is never split.
 
     Raises:
@@ -40,7 +39,7 @@ class SpecialTokens:
             )
         object.__setattr__(self, "additional_special_tokens", tuple(self.additional_special_tokens))
         for token in self.tokens:
-            # One character could be a letter of some text; beyond ASCII a byte-level decoder would read bytes into it.
+            # One character may be a letter of a text, and a byte-level decoder would read non-ASCII characters as bytes.
             is_plain = isinstance(token, str) and token.isascii() and token.isprintable() and " " not in token
             if not is_plain or len(token) < 2:
                 raise ValueError(
@@ -52,12 +51,10 @@ class SpecialTokens:
 
     @property
     def control_tokens(self) -> tuple[str, str, str, str]:
-        """Padding, beginning, end and unknown, in the order of their ids."""
         return (self.pad_token, self.bos_token, self.eos_token, self.unk_token)
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """All special tokens in the order of their ids."""
         return self.control_tokens + self.additional_special_tokens
 
     @property
@@ -77,10 +74,10 @@ class SpecialTokens:
         return self.tokens.index(self.unk_token)
 
     def with_additional(self, tokens: tuple[str, ...] | list[str]) -> "SpecialTokens":
-        """These special tokens followed by further additional ones.
+        """Return these special tokens with more additional tokens behind them.
 
         Raises:
-            ValueError: As the constructor does.
+            ValueError: If the constructor would raise it.
         """
         if isinstance(tokens, str):
             raise ValueError(
@@ -90,7 +87,7 @@ class SpecialTokens:
 
 
 def sentinel_tokens(count: int) -> tuple[str, ...]:
-    """The names `<extra_id_0>` to `<extra_id_{count - 1}>` that stand for removed spans.
+    """Return `<extra_id_0>` to `<extra_id_{count - 1}>`, which replace removed spans.
 
     Source: span corruption, section 3.1.4 of Raffel et al. 2020 (arXiv 1910.10683).
 

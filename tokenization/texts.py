@@ -1,4 +1,4 @@
-"""Texts: read line by line from files, and checked one by one before they are used."""
+"""Reading of text files line by line, and checks of texts."""
 
 import codecs
 import gzip
@@ -6,24 +6,24 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import BinaryIO, Literal, overload
+from typing import BinaryIO
 
 from metaphrase.tokenization.tokenizer_settings import DEFAULT_JOINER
 
 
 class _CompressedFile(gzip.GzipFile):
-    """A `.gz` file to read, whose errors name it: an `OSError` if it is damaged or no such file, an `EOFError` if cut short."""
+    """A `.gz` file whose errors name the file: an `OSError` if it is damaged, an `EOFError` if it is truncated."""
 
     def read(self, size: int | None = -1) -> bytes:
-        return self._whole(super().read, size)
+        return self._read_whole(super().read, size)
 
     def read1(self, size: int = -1) -> bytes:
-        return self._whole(super().read1, size)
+        return self._read_whole(super().read1, size)
 
     def readline(self, size: int = -1) -> bytes:
-        return self._whole(super().readline, size)
+        return self._read_whole(super().readline, size)
 
-    def _whole(self, read: Callable[[int | None], bytes], size: int | None) -> bytes:
+    def _read_whole(self, read: Callable[[int | None], bytes], size: int | None) -> bytes:
         try:
             return read(size)
         except (zlib.error, gzip.BadGzipFile, EOFError) as error:
@@ -32,37 +32,24 @@ class _CompressedFile(gzip.GzipFile):
 
 
 def open_bytes(path: str | os.PathLike) -> BinaryIO:
-    """Opens a file for reading, decompressing `.gz`."""
+    """Open a file for reading, and decompress `.gz`."""
     return _CompressedFile(path, "rb") if os.fspath(path).endswith(".gz") else open(path, "rb")
-
-
-@overload
-def iterate_lines(
-    paths: str | os.PathLike | Iterable[str | os.PathLike], keep_invalid: Literal[False] = False
-) -> Iterator[str]: ...
-
-
-@overload
-def iterate_lines(
-    paths: str | os.PathLike | Iterable[str | os.PathLike], keep_invalid: bool
-) -> Iterator[str | None]: ...
 
 
 def iterate_lines(
     paths: str | os.PathLike | Iterable[str | os.PathLike], keep_invalid: bool = False
 ) -> Iterator[str | None]:
-    """The lines of UTF-8 text files, one file after the other, without their line ends. A file may be compressed (`.gz`).
+    """Yield the lines of UTF-8 text files, plain or compressed (`.gz`), without their line ends.
 
-    Only a line feed, or a carriage return and a line feed, ends a line: the other characters that Unicode counts as line
-    breaks stay inside the line, so the lines of two parallel files cannot drift apart. Empty lines are yielded as empty
-    strings. A byte-order mark at the start of a file is left out.
+    Only LF and CR LF end a line. All other line breaks of Unicode stay inside the line, so that parallel files stay
+    parallel. A byte-order mark is dropped.
 
     Args:
-        paths: The files.
-        keep_invalid: Whether `None` comes in the place of a line that is not valid UTF-8, rather than an error.
+        paths: One file or several.
+        keep_invalid: True to yield None for a line that is not valid UTF-8, instead of an error.
 
     Raises:
-        ValueError: If a line is not valid UTF-8. The message names the file and the line.
+        ValueError: If a line is not valid UTF-8.
         FileNotFoundError: If a file is missing.
     """
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
@@ -84,11 +71,11 @@ def iterate_lines(
 
 
 def checked_texts(texts: Iterable[str], name: str = "texts") -> Iterator[str]:
-    """The same texts, each checked as it is reached.
+    """Yield the same texts, and check each of them.
 
     Args:
-        texts: Any number of them.
-        name: What they were given as.
+        texts: Any number of texts.
+        name: The argument's name, for errors.
 
     Raises:
         ValueError: If `texts` is a single string, or holds anything but strings that UTF-8 can write.
@@ -108,10 +95,10 @@ def checked_texts(texts: Iterable[str], name: str = "texts") -> Iterator[str]:
 
 
 def join_pieces(text: str, joiner: str | None = None) -> str:
-    """Joins the pieces of a text that was split into subwords, as decoding with a `pretokenized` tokenizer does.
+    """Join the subwords of a text, as a `pretokenized` tokenizer decodes them.
 
     Args:
         text: Such as `an@@ trie@@ b .`
-        joiner: Ends every piece that the next one continues. `None` means `@@`.
+        joiner: Suffix of each piece that the next piece continues. None means `@@`.
     """
     return re.sub(re.escape(joiner or DEFAULT_JOINER) + "(?: |$)", "", text)

@@ -1,4 +1,4 @@
-"""The pair of tokenizers that a sequence-to-sequence model reads and writes with."""
+"""Pair of source and target tokenizer of a sequence-to-sequence model."""
 
 import copy
 import os
@@ -21,25 +21,24 @@ from metaphrase.tokenization.two_vocabularies import end_with_separator, split_s
 TARGET_SUBFOLDER = "target_tokenizer"
 IGNORED_LABEL = -100
 
-# What some tokenizers need; each is an extra of its own name.
+# Optional libraries of some tokenizers, each an extra of the same name.
 _LIBRARIES = ("sentencepiece", "sacremoses")
 
-# The library keeps an object per text beside the ids: encoding in parts bounds what is alive at once.
+# Encoding in parts bounds memory: the library keeps an object per text beside the ids.
 TEXTS_PER_CALL = 10_000
 
 
 @dataclass(frozen=True, eq=False)
 class TokenizerPair:
-    """The tokenizer of the source side and the one of the target side: the very same object if they are joint.
+    """Source tokenizer and target tokenizer. A joint pair holds the same object twice.
 
     Attributes:
-        source: Writes the ids that the encoder reads.
-        target: Writes the labels and reads what the decoder generates.
-        whole: The one tokenizer that the two were made of, which is saved in their place; `None` if they are two themselves.
+        source: Encodes texts for the encoder.
+        target: Encodes labels and decodes generated ids.
+        whole: The tokenizer with two vocabularies that both were split from, saved in their place; else None.
 
     Raises:
-        ValueError: If a tokenizer lacks a padding or an end-of-sequence token, or if the two differ in the id of the
-            padding token, of which a model has only one.
+        ValueError: If a tokenizer lacks padding or an end of sequence, or their padding ids differ.
     """
 
     source: PreTrainedTokenizerBase
@@ -62,7 +61,7 @@ class TokenizerPair:
 
     @property
     def is_joint(self) -> bool:
-        """Whether one tokenizer serves both sides."""
+        """True if one tokenizer serves both sides."""
         return self.source is self.target
 
     @classmethod
@@ -80,22 +79,22 @@ class TokenizerPair:
         target_vocab_size: int | None = None,
         **options: Any,
     ) -> "TokenizerPair":
-        """Trains one tokenizer on both sides' texts, or one on each side's.
+        """Train one tokenizer on the texts of both sides, or one for each side.
 
         Args:
             source_texts: Texts of the source side.
             target_texts: Texts of the target side.
-            joint: Whether one tokenizer serves both sides.
-            kind: The kind of both tokenizers, as for `train_tokenizer`.
-            source_kind: The kind of the source tokenizer, if it differs from `kind`. Needs `joint=False`.
-            target_kind: The kind of the target tokenizer, if it differs from `kind`. Needs `joint=False`.
-            vocab_size: The size of the joint vocabulary, or of each of the two.
-            source_vocab_size: The size of the source vocabulary, if it differs. Needs `joint=False`.
-            target_vocab_size: The size of the target vocabulary, if it differs. Needs `joint=False`.
-            options: Further settings of `train_tokenizer`, for both tokenizers.
+            joint: True for one tokenizer of both sides.
+            kind: Kind of both tokenizers, as for `train_tokenizer`.
+            source_kind: Kind of the source tokenizer, if different. Needs `joint=False`.
+            target_kind: Kind of the target tokenizer, if different. Needs `joint=False`.
+            vocab_size: Size of the joint vocabulary, or of each of two.
+            source_vocab_size: Size of the source vocabulary, if different. Needs `joint=False`.
+            target_vocab_size: Size of the target vocabulary, if different. Needs `joint=False`.
+            options: Further arguments of `train_tokenizer`, for both tokenizers.
 
         Raises:
-            ValueError: If a setting of one side is given for a joint tokenizer, or as `train_tokenizer` does.
+            ValueError: If a setting of one side is given for a joint tokenizer, or `train_tokenizer` raises it.
         """
         if joint:
             one_sided = {
@@ -126,31 +125,31 @@ class TokenizerPair:
         trust_remote_code: bool = False,
         **kwargs: Any,
     ) -> "TokenizerPair":
-        """Loads a saved pair, or any tokenizers that `AutoTokenizer` can load.
+        """Load a saved pair, or any tokenizers that `AutoTokenizer` can load.
 
         Args:
-            name_or_path: Folder or Hub name of a saved pair or of the source tokenizer.
-            target_name_or_path: Folder or Hub name of the target tokenizer. `None` means the one saved with the source,
-                and the source tokenizer itself if there is none. Of one that holds both vocabularies, as FSMT's, two are made.
-            trust_remote_code: Whether code that comes with the tokenizers may run. Nobody is asked.
+            name_or_path: Folder or Hub id of a saved pair or of the source tokenizer.
+            target_name_or_path: Folder or Hub id of the target tokenizer. None means the target tokenizer saved with the
+                source, or else the source tokenizer, which is split if it has two vocabularies, as FSMT's.
+            trust_remote_code: True if code of the tokenizers may run. There is no prompt.
             kwargs: Passed to `AutoTokenizer.from_pretrained` for both, such as `revision` or `pad_token`.
 
         Raises:
-            ValueError: As the constructor does, or if the target tokenizer of a separate pair is missing, or a tokenizer is code
-                of its own that is not trusted.
+            ValueError: If the constructor raises it, a separate target tokenizer is missing, or a tokenizer needs code
+                that is not trusted.
             OSError: If a tokenizer cannot be found.
-            ImportError: If a tokenizer needs a library that is not installed, as those of Marian, M2M100 and FSMT do.
+            ImportError: If a tokenizer needs a library that is not installed.
         """
         kwargs["trust_remote_code"] = trust_remote_code
         source = _load(name_or_path, **kwargs)
         if target_name_or_path is not None:
             if os.fspath(target_name_or_path) == os.fspath(name_or_path):
-                return cls._of_one(source)
+                return cls._from_one(source)
             return cls(source, _load(target_name_or_path, **kwargs))
         subfolder = os.path.join(kwargs.pop("subfolder", "") or "", TARGET_SUBFOLDER)
         was_saved_apart = TARGET_SUBFOLDER in source.init_kwargs
         if not was_saved_apart and not os.path.isdir(os.path.join(name_or_path, subfolder)):
-            return cls._of_one(source)
+            return cls._from_one(source)
         try:
             target = _load(name_or_path, subfolder=subfolder, **kwargs)
         except (OSError, ValueError) as error:
@@ -163,18 +162,18 @@ class TokenizerPair:
         return cls(source, target)
 
     @classmethod
-    def _of_one(cls, tokenizer: PreTrainedTokenizerBase) -> "TokenizerPair":
+    def _from_one(cls, tokenizer: PreTrainedTokenizerBase) -> "TokenizerPair":
         sides = split_sides(tokenizer)
         return cls(tokenizer, tokenizer) if sides is None else cls(*sides, whole=tokenizer)
 
     def save_pretrained(self, folder: str | os.PathLike) -> None:
-        """Saves the source tokenizer into the folder and a separate target tokenizer into `target_tokenizer/` below it.
+        """Save the source tokenizer, and a separate target tokenizer in `target_tokenizer/` below it.
 
-        `AutoTokenizer.from_pretrained(folder)` loads the source, and the target with `subfolder="target_tokenizer"`. Where both
-        were made of one tokenizer, this is saved and loaded.
+        `AutoTokenizer.from_pretrained(folder)` loads the source, and `subfolder="target_tokenizer"` the target. Tokenizers
+        split from one are saved as that one.
 
         Raises:
-            ValueError: If one tokenizer is saved where the target tokenizer of a separate pair lies.
+            ValueError: If one tokenizer is saved into a folder that holds a separate target tokenizer.
         """
         target_folder = os.path.join(folder, TARGET_SUBFOLDER)
         is_one = self.is_joint or self.whole is not None
@@ -183,29 +182,29 @@ class TokenizerPair:
                 f"`folder` must not hold `{TARGET_SUBFOLDER}/` when one tokenizer is saved, because it would be loaded "
                 f"as the target tokenizer, got {os.fspath(folder)!r}. Remove it or choose another folder."
             )
-        # A copy carries the mark: a source saved on its own must not ask for a target that is not there.
+        # Only the copy gets the mark below: the source saved alone must not require a target.
         source = copy.copy(self.source if self.whole is None else self.whole)
         source.init_kwargs = {key: value for key, value in source.init_kwargs.items() if key != TARGET_SUBFOLDER}
         if not is_one:
-            # On the Hub there is no folder to look into: the mark tells that a target tokenizer must be loaded.
+            # This mark requires a target tokenizer, since loading from the Hub cannot list a folder.
             source.init_kwargs[TARGET_SUBFOLDER] = TARGET_SUBFOLDER
             self.target.save_pretrained(target_folder)
         source.save_pretrained(folder)
 
     def add_special_tokens(self, tokens: Sequence[str]) -> None:
-        """Gives a joint vocabulary more entries, read from text and shown in it as those of `SpecialTokens` are.
+        """Add entries to a joint vocabulary, like the additional tokens of `SpecialTokens`.
 
         Raises:
-            ValueError: If source and target have vocabularies of their own.
+            ValueError: If source and target have separate vocabularies.
         """
         if not self.is_joint:
             raise ValueError(
-                f"`additional_special_tokens` must come with one vocabulary for both sides, got {list(tokens)} with two."
+                f"`additional_special_tokens` must be empty for two vocabularies, got {list(tokens)}. Train a joint one."
             )
         self.source.add_tokens([AddedToken(token, special=False, normalized=False) for token in tokens])
 
     def encode_sources(self, texts: list[str]) -> list[list[int]]:
-        """The ids of each text, ended by the end-of-sequence token and never truncated.
+        """Return the ids of each text with the end of sequence, never truncated.
 
         Raises:
             ValueError: If `texts` is not a list of strings.
@@ -213,19 +212,19 @@ class TokenizerPair:
         return _encode(self.source, texts, "text")
 
     def encode_targets(self, texts: list[str]) -> list[list[int]]:
-        """As `encode_sources`, for the target side. Tokenizers with a mode of their own for targets are put into it.
+        """Return the ids of each target text, like `encode_sources`, in the tokenizer's mode for targets if it has one.
 
         Raises:
-            ValueError: If `texts` is not a list of strings, or the tokenizer marks targets with a language and has none.
+            ValueError: If `texts` is not a list of strings, or the tokenizer needs a target language and has none.
         """
         check_target_language(self.target)
         return _encode(self.target, texts, "text_target")
 
     def decode_targets(self, ids: torch.Tensor | np.ndarray | list) -> list[str]:
-        """The text of each row of ids, without special tokens. Labels that the loss ignores (-100) count as padding.
+        """Return the text of each row of ids, without special tokens. Ignored labels (-100) count as padding.
 
         Args:
-            ids: Rows of ids (batch, target), or a list of rows of any length.
+            ids: Ids, shape (B, T), or a list of rows of any length.
 
         Raises:
             ValueError: If `ids` is not a batch of rows.
@@ -240,20 +239,19 @@ class TokenizerPair:
 
     @property
     def target_joiner(self) -> str | None:
-        """What ends each piece of the target texts that the next one continues; `None` if they are not split into pieces."""
+        """Suffix of each piece of the target that the next piece continues; None if targets are not split into pieces."""
         backend = getattr(self.target, "backend_tokenizer", None)
         return None if backend is None else find_joiner(backend)
 
     def as_decoded(self, texts: Iterable[str]) -> list[str]:
-        """Target texts as decoding writes them, for scoring: those of a `pretokenized` tokenizer with their pieces joined."""
+        """Return target texts as decoding writes them: pieces of a `pretokenized` tokenizer are joined."""
         joiner = self.target_joiner
         return list(texts) if joiner is None else [join_pieces(text, joiner) for text in texts]
 
     def config_fields(self) -> dict[str, int | None]:
-        """The fields of a model configuration that follow from the tokenizers.
+        """Return the fields of a model configuration that follow from the tokenizers.
 
-        The ids are the target's, since the decoder starts, ends and pads with them. Without a beginning-of-sequence token
-        the decoder starts with padding.
+        The special ids are the target's. Without a beginning of sequence the decoder starts with padding.
         """
         target = self.target
         return {
@@ -268,7 +266,7 @@ class TokenizerPair:
 
 def _load(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **kwargs: Any) -> PreTrainedTokenizerBase:
     try:
-        # Unless it is told, transformers asks on standard output, and takes a text on standard input for the answer.
+        # By default transformers asks on standard output, and would read a text from standard input as the answer.
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code, **kwargs)
     except ImportError as error:
         library = next((name for name in _LIBRARIES if name in str(error).lower()), None)
@@ -283,7 +281,7 @@ def _load(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **kwargs:
 
 
 def _entry_count(tokenizer: PreTrainedTokenizerBase) -> int:
-    # Some vocabularies have gaps between their ids: the embedding must still reach the last one.
+    # Ids may have gaps: the embedding must reach the last id.
     return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
 
 
@@ -306,16 +304,13 @@ def _ids(
         padding=False,
         truncation=False,
         return_attention_mask=False,
-        # Says nothing about lengths: whoever truncates or drops long texts reports it.
+        # Callers report long texts themselves.
         verbose=False,
     )["input_ids"]
 
 
 def _appends_eos(tokenizer: PreTrainedTokenizerBase, argument: str) -> bool:
-    """Whether the end-of-sequence token is among what the tokenizer itself puts behind a text.
-
-    It need not be the last of these: some tokenizers put a language code behind it.
-    """
+    """Return True if the tokenizer itself puts an end of sequence behind a text, even with a language code behind it."""
     [bare] = _ids(tokenizer, ["a"], argument, add_special_tokens=False)
     [full] = _ids(tokenizer, ["a"], argument, add_special_tokens=True)
     starts = [start for start in range(len(full)) if full[start : start + len(bare)] == bare]

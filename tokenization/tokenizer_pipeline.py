@@ -1,4 +1,4 @@
-"""The pipeline around a vocabulary: how text is normalised and split before it, and put together again after it."""
+"""Pipeline around a vocabulary: normalization and splitting before it, joining behind it."""
 
 import json
 import re
@@ -14,10 +14,9 @@ _PIECE_END = "(?: |$)"
 
 
 def build_pipeline(model: models.Model, settings: TokenizerSettings) -> Tokenizer:
-    """A tokenizer of the given model with everything that the settings' kind needs around it.
+    """Return a tokenizer with the pipeline of the settings' kind.
 
-    The special tokens are registered only if the model already holds them, since their ids come from there: an empty
-    model gives the pipeline that it is to be trained in.
+    Special tokens are registered only if the model holds them: an empty model gives the pipeline to train it in.
     """
     tokenizer = Tokenizer(model)
     if (normalizer := _normalizer(settings)) is not None:
@@ -34,7 +33,7 @@ def _register_special_tokens(tokenizer: Tokenizer, special_tokens: SpecialTokens
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in special_tokens.control_tokens]
     )
-    # Not "special" to the library: that flag would keep them from being read from text (see SpecialTokens).
+    # With the library's "special" flag they would not be read from text (see SpecialTokens).
     tokenizer.add_tokens(
         [AddedToken(token, special=False, normalized=False) for token in special_tokens.additional_special_tokens]
     )
@@ -53,7 +52,7 @@ def _normalizer(settings: TokenizerSettings) -> normalizers.Normalizer | None:
     if settings.lowercase:
         steps.append(normalizers.Lowercase())
     if settings.kind == "pretokenized":
-        # A whole piece spelled like a control token would be looked up as that token.
+        # A piece spelled like a control token would become that token.
         special = settings.special_tokens
         names = "|".join(re.escape(token) for token in special.control_tokens if token != special.unk_token)
         steps.append(normalizers.Replace(Regex(f"(?<![^ ])(?:{names})(?![^ ])"), special.unk_token))
@@ -61,29 +60,25 @@ def _normalizer(settings: TokenizerSettings) -> normalizers.Normalizer | None:
 
 
 def _pre_tokenizer(settings: TokenizerSettings) -> pre_tokenizers.PreTokenizer | None:
-    apart = _control_token_splitter(settings.special_tokens)
+    splitter = _control_token_splitter(settings.special_tokens)
     match settings.kind:
         case "byte_bpe":
-            return pre_tokenizers.Sequence([apart, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+            return pre_tokenizers.Sequence([splitter, pre_tokenizers.ByteLevel(add_prefix_space=False)])
         case "byte":
             return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         case "bpe" | "unigram":
-            return pre_tokenizers.Sequence([pre_tokenizers.Metaspace(SPACE_MARK, prepend_scheme="first"), apart])
+            return pre_tokenizers.Sequence([pre_tokenizers.Metaspace(SPACE_MARK, prepend_scheme="first"), splitter])
         case "wordpiece":
-            # A word that begins like a continuation would be looked up as one, so its `#` become words of their own.
+            # A word that begins with `##` would become a continuation, so each `#` is split off.
             hashes = pre_tokenizers.Split(Regex("#(?=#)|(?<=#)#"), behavior="isolated")
-            return pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), apart, hashes])
+            return pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), splitter, hashes])
         case "pretokenized":
             return pre_tokenizers.Split(" ", behavior="removed")
     return None
 
 
 def _control_token_splitter(special_tokens: SpecialTokens) -> pre_tokenizers.PreTokenizer:
-    """Cuts behind the first character of what reads like a control token.
-
-    Control tokens are entries of the vocabulary. Without the cut, the characters `</s>` of a text could be looked up as,
-    or merged into, the token of that name.
-    """
+    """Return a splitter that cuts text such as `</s>` behind its first character, so that it is no control token."""
     names = "|".join(f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in special_tokens.control_tokens)
     return pre_tokenizers.Split(Regex(names), behavior="isolated")
 
@@ -97,7 +92,7 @@ def _decoder(settings: TokenizerSettings) -> decoders.Decoder:
         case "wordpiece":
             return decoders.WordPiece(prefix=CONTINUATION_PREFIX, cleanup=False)
         case "pretokenized":
-            # No piece begins with a space, so this decoder finds no prefix and puts a space before every piece.
+            # No piece begins with a space, so this decoder puts a space before every piece.
             spaced = decoders.WordPiece(prefix=" ", cleanup=False)
             joined = decoders.Replace(Regex(re.escape(settings.joiner) + _PIECE_END), "")
             return decoders.Sequence([spaced, decoders.Fuse(), joined])
@@ -105,7 +100,7 @@ def _decoder(settings: TokenizerSettings) -> decoders.Decoder:
 
 
 def find_joiner(tokenizer: Tokenizer) -> str | None:
-    """The joiner that a tokenizer's decoder undoes; `None` if its texts are not split into pieces."""
+    """Return the joiner that a tokenizer's decoder removes, or None if its texts are not split into pieces."""
     if tokenizer.decoder is None:
         return None
     settings = json.loads(tokenizer.decoder.__getstate__())

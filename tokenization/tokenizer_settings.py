@@ -1,4 +1,4 @@
-"""The settings a tokenizer is trained with, checked before any text is read."""
+"""Settings of a tokenizer's training, checked before any text is read."""
 
 import difflib
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ TOKENIZER_KINDS = ("byte_bpe", "bpe", "unigram", "wordpiece", "byte", "char", "p
 NORMALIZATIONS = ("nfc", "nfkc")
 BYTE_COUNT = 256
 
-# Kinds that learn pieces until the vocabulary is full. The others take what the texts hold, or need no texts.
+# These kinds learn pieces until the vocabulary is full.
 KINDS_THAT_FILL_A_VOCABULARY = ("byte_bpe", "bpe", "unigram", "wordpiece")
 KINDS_WITHOUT_FREQUENCIES = ("unigram", "byte")
 DEFAULT_VOCAB_SIZE = 8000
@@ -19,13 +19,12 @@ DEFAULT_JOINER = "@@"
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerSettings:
-    """What `train_tokenizer` was asked for. Its docstring explains the fields.
+    """Settings of `train_tokenizer`, which explains them.
 
-    `vocab_size`, `min_frequency` and `joiner` are `None` where the kind's own default is wanted, and are then replaced
-    by it; they stay `None` where the kind has no such setting or no limit.
+    None in `vocab_size`, `min_frequency` or `joiner` becomes the kind's default, if it has one.
 
     Raises:
-        ValueError: If a field breaks its rule.
+        ValueError: If a field is invalid.
     """
 
     kind: str = "byte_bpe"
@@ -52,7 +51,7 @@ class TokenizerSettings:
         if self.kind in KINDS_WITHOUT_FREQUENCIES:
             if self.min_frequency is not None:
                 raise ValueError(
-                    f"`min_frequency` must be left out for kind {self.kind!r}, which drops nothing by its frequency, "
+                    f"`min_frequency` must be left out for kind {self.kind!r}, which drops no entries by frequency, "
                     f"got {self.min_frequency}."
                 )
         elif self.min_frequency is None:
@@ -81,10 +80,10 @@ class TokenizerSettings:
         self.require_room_for(BYTE_COUNT if has_all_bytes else 1, "bytes" if has_all_bytes else "character or piece")
 
     def require_room_for(self, count: int, noun: str) -> None:
-        """Checks that `vocab_size` holds the special tokens and `count` entries more.
+        """Check that `vocab_size` has room for the special tokens and `count` more entries.
 
         Raises:
-            ValueError: If it does not.
+            ValueError: If there is too little room.
         """
         specials = len(self.special_tokens.tokens)
         if self.vocab_size is not None and self.vocab_size < specials + count:

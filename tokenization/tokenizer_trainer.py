@@ -1,4 +1,4 @@
-"""Training a tokenizer: from texts to a plain fast tokenizer that needs nothing but transformers."""
+"""Training of a plain fast tokenizer, which needs only transformers."""
 
 from collections.abc import Iterable
 
@@ -24,23 +24,22 @@ def train_tokenizer(
     model_max_length: int | None = None,
     show_progress: bool = True,
 ) -> PreTrainedTokenizerFast:
-    """Trains a tokenizer. The same texts and settings give the same vocabulary.
+    """Train a tokenizer. The same texts and settings give the same vocabulary.
 
-    Every kind ends a text with the end-of-sequence token and begins it with none; a pair becomes `A </s> B </s>`. What
-    decoding gives back, with `skip_special_tokens=True` and neither `normalization` nor `lowercase`, depends on the kind:
+    Every kind ends a text with the end-of-sequence token; a pair becomes `A </s> B </s>`. Decoding with
+    `skip_special_tokens=True`, without `normalization` and `lowercase`, depends on the kind:
 
-    - `byte_bpe`: merges of bytes, all 256 of them in the vocabulary. Gives back every text exactly; nothing is unknown.
-    - `byte`: one token per byte of UTF-8, no training, `texts` is not read. As exact as `byte_bpe`.
-    - `bpe`, `unigram`: pieces of characters, with spaces written as U+2581. Exact if every character was in the training
-      texts, but that one space at the start of a text is lost and U+2581 itself becomes a space.
-    - `wordpiece`: `##` marks pieces that continue a word. Exact but for white space, which becomes single spaces, and for
-      words that begin like a control token or hold `##`, which fall apart at that place. A word with a character that
-      was not in the training texts is unknown as a whole.
-    - `char`: one token per character. Exact if every character was in the training texts.
-    - `pretokenized`: the texts are already split into pieces, as in `an@@ trie@@ b .`, and every piece is an entry. The
-      joiner is undone: that line decodes to `antrieb .`. Runs of spaces become one.
+    - `byte_bpe`: merges of bytes. Decodes every text exactly; nothing is unknown.
+    - `byte`: one token per UTF-8 byte, exact. It needs no training, so `texts` is not read.
+    - `bpe`, `unigram`: pieces of characters, with U+2581 for a space. Exact for known characters, except that a leading
+      space is lost and U+2581 itself becomes a space.
+    - `wordpiece`: `##` marks pieces that continue a word. White space becomes single spaces. A word that begins like a
+      control token or holds `##` is split there, and a word with an unknown character is unknown as a whole.
+    - `char`: one token per character. Exact for known characters.
+    - `pretokenized`: texts are already split into pieces, as in `an@@ trie@@ b .`, and every piece is an entry. Decoding
+      joins them: `antrieb .`. Runs of spaces become one space.
 
-    What is unknown becomes the unknown token, which `skip_special_tokens=True` leaves out.
+    Unknown text becomes the unknown token, which `skip_special_tokens=True` omits.
 
     Source: byte_bpe, section 2.2 of Radford et al. 2019 (Language Models are Unsupervised Multitask Learners); byte, Xue
     et al. 2022 (arXiv 2105.13626); bpe, Sennrich et al. 2016 (arXiv 1508.07909); unigram, Kudo 2018 (arXiv 1804.10959),
@@ -49,21 +48,21 @@ def train_tokenizer(
     Args:
         texts: The training texts, read once.
         kind: One of the kinds above.
-        vocab_size: The most entries the vocabulary may have, special tokens included. `None` means 8000 where pieces are
-            learnt, else as many as the texts give. Texts too small to fill it give a smaller one and a warning.
-        min_frequency: How often a merge, a character or a piece must occur to become an entry. `None` means 2 for merges,
-            else 1. `unigram` and `byte` have no such limit.
-        normalization: `"nfc"`, `"nfkc"` or `None` for the characters as they are.
-        lowercase: Whether texts are lower-cased.
-        joiner: For `pretokenized`: ends every piece that the next one continues. `None` means `@@`.
-        special_tokens: The special tokens. `None` means `SpecialTokens()`.
+        vocab_size: Largest size of the vocabulary, with special tokens. None means 8000 for kinds that learn pieces, and
+            no limit for others. Texts too small to fill it give a smaller vocabulary and a warning.
+        min_frequency: Least count of a merge, a character or a piece. None means 2 for merges, else 1. `unigram` and
+            `byte` have no such limit.
+        normalization: `"nfc"`, `"nfkc"` or None.
+        lowercase: True to lower-case texts.
+        joiner: For `pretokenized`: suffix of each piece that the next piece continues. None means `@@`.
+        special_tokens: The special tokens. None means `SpecialTokens()`.
         additional_special_tokens: Tokens to append to those of `special_tokens`.
-        model_max_length: The longest input in tokens that the tokenizer announces. `None` means no limit.
-        show_progress: Whether progress bars are shown.
+        model_max_length: Longest input in tokens that the tokenizer declares. None means no limit.
+        show_progress: True to show progress bars.
 
     Raises:
-        ValueError: If a setting breaks its rule, the texts hold no visible character, or their characters do not fit
-            into `vocab_size`.
+        ValueError: If a setting is invalid, the texts hold no visible character, or their characters do not fit into
+            `vocab_size`.
     """
     special_tokens = (special_tokens or SpecialTokens()).with_additional(additional_special_tokens)
     settings = TokenizerSettings(
@@ -86,7 +85,7 @@ def train_tokenizer(
         unk_token=special_tokens.unk_token,
         padding_side="right",
         truncation_side="right",
-        # The encoder and decoder have no segment embeddings.
+        # There are no segment embeddings.
         model_input_names=["input_ids", "attention_mask"],
         clean_up_tokenization_spaces=False,
         # Control tokens are not read from text (see SpecialTokens).

@@ -1,7 +1,6 @@
-"""Tokenizers that hold the vocabularies of both sides, as FSMT's and some of Marian's do: two are made of such a one.
+"""Tokenizers with a source and a target vocabulary, as FSMT's and some of Marian's, split into one for each side.
 
-By itself it knows the words of one side at a time. FSMT's encodes by the source's vocabulary alone and decodes by the target's
-alone; Marian's has a mode for encoding targets, and none for decoding sources.
+FSMT's tokenizer encodes only sources and decodes only targets. Marian's also encodes targets, but decodes no sources.
 """
 
 import copy
@@ -12,12 +11,10 @@ from transformers import PreTrainedTokenizerBase
 
 
 def split_sides(tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None:
-    """The tokenizers of source and target within one; `None` where it has one vocabulary.
-
-    Each encodes and decodes its side alone, so that neither stands for the whole where a model's tokenizer is saved.
+    """Return the tokenizers of source and target, or None if there is one vocabulary. Neither can be saved for both.
 
     Raises:
-        ValueError: If FSMT's has special tokens with other ids in one vocabulary than in the other.
+        ValueError: If a special token of FSMT's has two ids.
     """
     name = type(tokenizer).__name__
     if name == "FSMTTokenizer":
@@ -34,15 +31,15 @@ def split_sides(tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedTokenizer
     if name == "MarianTokenizer" and tokenizer.separate_vocabs:
         vocabularies = tokenizer.encoder, tokenizer.target_encoder
         if any(vocabularies[0].get(token) != vocabularies[1].get(token) for token in tokenizer.all_special_tokens):
-            # A model has one id for padding. Its own mode encodes targets as well.
+            # A model has one padding id, and the tokenizer itself also encodes targets.
             return None
-        source, target = (_marian_side(tokenizer, *side) for side in zip(vocabularies, (0, 1), strict=True))
+        source, target = (_marian_side(tokenizer, vocabulary, side) for side, vocabulary in enumerate(vocabularies))
         return source, target
     return None
 
 
 def end_with_separator(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Lets FSMT's tokenizer know that the token it puts behind a text is the end of sequence, which it calls a separator."""
+    """Set FSMT's end of sequence, which its tokenizer calls a separator."""
     if type(tokenizer).__name__ == "FSMTTokenizer" and tokenizer.eos_token is None:
         tokenizer.eos_token = tokenizer.sep_token
 
@@ -51,19 +48,19 @@ def _fsmt_side(
     tokenizer: PreTrainedTokenizerBase, vocabulary: Mapping[str, int], language: str
 ) -> PreTrainedTokenizerBase:
     side = _with_vocabulary(tokenizer, vocabulary, langs=[language, language])
-    # By the language it divides into words and joins them.
+    # The language decides how words are split and joined.
     side.src_lang = side.tgt_lang = language
     return side
 
 
 def _marian_side(
-    tokenizer: PreTrainedTokenizerBase, vocabulary: Mapping[str, int], place: int
+    tokenizer: PreTrainedTokenizerBase, vocabulary: Mapping[str, int], index: int
 ) -> PreTrainedTokenizerBase:
     side = _with_vocabulary(tokenizer, vocabulary, separate_vocabs=False)
     side.separate_vocabs = False
     side.current_encoder = side.encoder
-    side.spm_source = side.spm_target = side.current_spm = (tokenizer.spm_source, tokenizer.spm_target)[place]
-    side.spm_files = [tokenizer.spm_files[place]] * 2
+    side.spm_source = side.spm_target = side.current_spm = (tokenizer.spm_source, tokenizer.spm_target)[index]
+    side.spm_files = [tokenizer.spm_files[index]] * 2
     return side
 
 
@@ -73,6 +70,6 @@ def _with_vocabulary(
     side = copy.copy(tokenizer)
     side.init_kwargs = tokenizer.init_kwargs | options
     side.encoder, side.decoder = dict(vocabulary), {index: token for token, index in vocabulary.items()}
-    # It is remembered.
+    # The copy still has the cached vocabulary.
     side._update_total_vocab_size()
     return side

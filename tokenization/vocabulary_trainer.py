@@ -1,4 +1,4 @@
-"""Vocabularies: from texts to the model that a tokenizer looks its pieces up in, one function per kind."""
+"""Training of vocabularies, one function per kind."""
 
 import itertools
 import json
@@ -16,27 +16,26 @@ from metaphrase.tokenization.tokenizer_settings import BYTE_COUNT, KINDS_THAT_FI
 logger = logging.getLogger(__name__)
 
 TEXTS_PER_BATCH = 1000
-# Characters. Learning merges takes the square of a word's length, which base64 or a long address would make hours of. What no
-# space cuts in Chinese is mostly shorter, and loses a pair at each cut.
+# In characters. Learning merges is quadratic in a word's length: base64 or a long URL would take hours.
 LONGEST_WORD = 1000
 _LONG_WORD = re.compile(f"[^ ]{{{LONGEST_WORD + 1},}}")
 
-# The library gives characters that its unigram training lost scores this far apart, in an order that differs per run.
+# The library restores lost characters with scores this far apart, in an order that differs per run.
 UNIGRAM_PENALTY_STEP = 1e-4
 UNIGRAM_SCORE_DECIMALS = 6
 
 
 def train_vocabulary(texts: Iterable[str], settings: TokenizerSettings) -> models.Model:
-    """The model of the settings' kind, with the special tokens as its first entries.
+    """Train the vocabulary of the settings' kind. Special tokens are its first entries.
 
     Raises:
-        ValueError: If `texts` is a single string, holds anything but strings, holds no visible character, or has more
-            characters than `vocab_size` has room for.
+        ValueError: If `texts` is a single string, holds other objects than strings or no visible character, or has more
+            characters than `vocab_size` allows.
     """
     if settings.kind == "byte":
         return _byte_model(settings)
     train: Callable[[Iterable[str], TokenizerSettings], models.Model] = {
-        "byte_bpe": _train_byte_bpe,
+        "byte_bpe": _train_bpe,
         "bpe": _train_bpe,
         "unigram": _train_unigram,
         "wordpiece": _train_wordpiece,
@@ -49,10 +48,7 @@ def train_vocabulary(texts: Iterable[str], settings: TokenizerSettings) -> model
 
 
 def _training_texts(texts: Iterable[str], settings: TokenizerSettings) -> Iterator[str]:
-    """What there is to learn from: the texts between the additional special tokens, which are never split.
-
-    Words of more than `LONGEST_WORD` characters are cut, where a vocabulary of parts of words is learned, and counted.
-    """
+    """Yield the text between additional special tokens. For kinds that learn pieces, cut words of over `LONGEST_WORD`."""
     additional = sorted(settings.special_tokens.additional_special_tokens, key=len, reverse=True)
     pattern = re.compile("|".join(map(re.escape, additional))) if additional else None
     has_visible_text, num_cut = False, 0
@@ -68,19 +64,14 @@ def _training_texts(texts: Iterable[str], settings: TokenizerSettings) -> Iterat
             cuts = [cut for start, end in words for cut in range(start + LONGEST_WORD, end, LONGEST_WORD)]
             yield from (part[start:end] for start, end in itertools.pairwise([0, *cuts, len(part)]))
     if num_cut:
-        logger.warning("To learn the vocabulary, words of more than %d characters were cut: %d.", LONGEST_WORD, num_cut)
+        logger.warning("Words of more than %d characters were cut to train the vocabulary: %d.", LONGEST_WORD, num_cut)
     if not has_visible_text:
         raise ValueError("`texts` must hold at least one character that is not white space, got none.")
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    batch = []
-    for text in texts:
-        batch.append(text)
-        if len(batch) == TEXTS_PER_BATCH:
-            yield batch
-            batch = []
-    if batch:
+    texts = iter(texts)
+    while batch := list(itertools.islice(texts, TEXTS_PER_BATCH)):
         yield batch
 
 
@@ -88,36 +79,26 @@ def _report_size(size: int, settings: TokenizerSettings) -> None:
     if settings.vocab_size is None:
         return
     if size > settings.vocab_size:
-        # Every character of the texts is an entry, whatever `vocab_size` says: only the count tells that they did not fit.
+        # The library ignores `vocab_size` for single characters.
         specials = len(settings.special_tokens.tokens)
         settings.require_room_for(size - specials, "characters of the texts")
     if size < settings.vocab_size and settings.kind in KINDS_THAT_FILL_A_VOCABULARY:
         logger.warning(
-            "The vocabulary has %d entries, not `vocab_size` %d: the texts hold no more pieces worth an entry.",
+            "The vocabulary has %d entries, not `vocab_size` %d: the texts hold no more frequent pieces.",
             size,
             settings.vocab_size,
         )
 
 
-def _train_byte_bpe(texts: Iterable[str], settings: TokenizerSettings) -> models.Model:
-    tokenizer = build_pipeline(models.BPE(), settings)
-    trainer = trainers.BpeTrainer(
-        vocab_size=settings.vocab_size,
-        min_frequency=settings.min_frequency,
-        special_tokens=list(settings.special_tokens.tokens),
-        initial_alphabet=byte_characters(),
-        show_progress=settings.show_progress,
-    )
-    tokenizer.train_from_iterator(_batches(texts), trainer)
-    return tokenizer.model
-
-
 def _train_bpe(texts: Iterable[str], settings: TokenizerSettings) -> models.Model:
-    tokenizer = build_pipeline(models.BPE(unk_token=settings.special_tokens.unk_token, fuse_unk=True), settings)
+    is_bytes = settings.kind == "byte_bpe"
+    model = models.BPE() if is_bytes else models.BPE(unk_token=settings.special_tokens.unk_token, fuse_unk=True)
+    tokenizer = build_pipeline(model, settings)
     trainer = trainers.BpeTrainer(
         vocab_size=settings.vocab_size,
         min_frequency=settings.min_frequency,
         special_tokens=list(settings.special_tokens.tokens),
+        initial_alphabet=byte_characters() if is_bytes else [],
         show_progress=settings.show_progress,
     )
     tokenizer.train_from_iterator(_batches(texts), trainer)
@@ -126,8 +107,8 @@ def _train_bpe(texts: Iterable[str], settings: TokenizerSettings) -> models.Mode
 
 def _train_wordpiece(texts: Iterable[str], settings: TokenizerSettings) -> models.Model:
     texts = list(texts)
-    # Left alone, the trainer numbers the continuation characters in an order that differs from run to run, and breaks
-    # ties by these numbers. Given as its first entries they have fixed numbers, and every character can continue a word.
+    # The trainer numbers continuation characters in an order that differs per run, and breaks ties by these numbers. As
+    # first entries they have fixed numbers.
     continuations = [CONTINUATION_PREFIX + character for character in _alphabet(texts, settings)]
     entries = [*settings.special_tokens.tokens, *continuations]
     tokenizer = build_pipeline(models.WordPiece(), settings)
@@ -142,26 +123,26 @@ def _train_wordpiece(texts: Iterable[str], settings: TokenizerSettings) -> model
     return models.WordPiece(
         tokenizer.get_vocab(),
         unk_token=settings.special_tokens.unk_token,
-        # Beyond this length a word is unknown as a whole. Scripts without spaces have words as long as their sentences.
+        # A longer word is unknown as a whole. Scripts without spaces have words as long as a sentence.
         max_input_chars_per_word=10_000,
         continuing_subword_prefix=CONTINUATION_PREFIX,
     )
 
 
 def _alphabet(texts: Iterable[str], settings: TokenizerSettings) -> list[str]:
-    characters = set().union(*map(_normalize(settings), texts))
-    # Asked of the library, because Python counts some control characters as white space and it does not.
+    characters = set().union(*map(_normalizer(settings), texts))
+    # Unlike the library, Python counts some control characters as white space.
     splitter = pre_tokenizers.WhitespaceSplit()
     return sorted(character for character in characters if splitter.pre_tokenize_str(character))
 
 
-def _normalize(settings: TokenizerSettings) -> Callable[[str], str]:
+def _normalizer(settings: TokenizerSettings) -> Callable[[str], str]:
     normalizer = build_pipeline(models.BPE(), settings).normalizer
     return str if normalizer is None else normalizer.normalize_str
 
 
 def _train_unigram(texts: Iterable[str], settings: TokenizerSettings) -> models.Model:
-    normalize = _normalize(settings)
+    normalize = _normalizer(settings)
     characters = {SPACE_MARK}
 
     def observed() -> Iterator[str]:
@@ -180,7 +161,7 @@ def _train_unigram(texts: Iterable[str], settings: TokenizerSettings) -> models.
     try:
         tokenizer.train_from_iterator(_batches(observed()), trainer)
     except Exception as error:
-        # The library has no error class of its own for this.
+        # The library has no error class for this.
         if "not large enough" in str(error):
             settings.require_room_for(len(characters - {" "}), "characters of the texts")
         raise
@@ -191,10 +172,9 @@ def _train_unigram(texts: Iterable[str], settings: TokenizerSettings) -> models.
 
 
 def _in_fixed_order(entries: list[tuple[str, float]]) -> list[tuple[str, float]]:
-    """The same pieces and scores, free of what differs from one training run to the next.
+    """Return pieces and scores in an order that is the same in every run.
 
-    Runs over the same texts differ in the last digits of the scores, hence in the order of equal ones, and in which of
-    the characters that no piece of the trained model covers gets which score above the lowest.
+    Runs differ in the last digits of scores, and in the scores of characters that no piece of the trained model covers.
     """
     lowest = min(score for _, score in entries)
     singles = sum(len(piece) == 1 for piece, _ in entries)
@@ -207,14 +187,14 @@ def _in_fixed_order(entries: list[tuple[str, float]]) -> list[tuple[str, float]]
 
 
 def _within(room: int, ordered: list[tuple[str, float]]) -> list[tuple[str, float]]:
-    """The best pieces that fit, single characters before all others.
+    """Return as many of the best pieces as fit, and all single characters.
 
-    The library exceeds the size it was given where the characters alone fill it.
+    The library exceeds its limit if single characters fill it.
     """
     by_need = sorted(ordered, key=lambda entry: len(entry[0]) > 1)
     singles = sum(len(piece) == 1 for piece, _ in ordered)
-    kept = {piece for piece, _ in by_need[: max(room, singles)]}
-    return [entry for entry in ordered if entry[0] in kept]
+    selected = {piece for piece, _ in by_need[: max(room, singles)]}
+    return [entry for entry in ordered if entry[0] in selected]
 
 
 def _byte_model(settings: TokenizerSettings) -> models.Model:
@@ -223,9 +203,9 @@ def _byte_model(settings: TokenizerSettings) -> models.Model:
 
 
 def byte_characters() -> list[str]:
-    """The printable character that stands for each byte 0 to 255 in a byte-level vocabulary.
+    """Return the printable character of each byte 0 to 255 in a byte-level vocabulary.
 
-    Bytes that Latin-1 prints stand for themselves; the others take the characters from U+0100 on, in their order.
+    Bytes that Latin-1 prints stay themselves; the other bytes take the characters from U+0100 on.
 
     Source: byte-level BPE, section 2.2 of Radford et al. 2019 (Language Models are Unsupervised Multitask Learners).
     """
@@ -236,9 +216,9 @@ def byte_characters() -> list[str]:
 
 def _collect_characters(texts: Iterable[str], settings: TokenizerSettings) -> models.Model:
     counts = Counter()
-    for text in map(_normalize(settings), texts):
+    for text in map(_normalizer(settings), texts):
         counts.update(text)
-    entries = [*settings.special_tokens.tokens, *_frequent(counts, settings, "characters")]
+    entries = [*settings.special_tokens.tokens, *_select_frequent(counts, settings, "characters")]
     return models.BPE(
         {entry: index for index, entry in enumerate(entries)},
         [],
@@ -249,13 +229,13 @@ def _collect_characters(texts: Iterable[str], settings: TokenizerSettings) -> mo
 
 def _collect_pieces(texts: Iterable[str], settings: TokenizerSettings) -> models.Model:
     counts = Counter()
-    for text in map(_normalize(settings), texts):
+    for text in map(_normalizer(settings), texts):
         counts.update(text.split(" "))
     special_tokens = settings.special_tokens
-    # Runs of spaces split into empty strings; control tokens have their entries already.
+    # Runs of spaces split into empty strings; special tokens already have entries.
     for entry in ("", *special_tokens.tokens):
         counts.pop(entry, None)
-    pieces = _frequent(counts, settings, "pieces")
+    pieces = _select_frequent(counts, settings, "pieces")
     if settings.vocab_size is not None:
         limit = settings.vocab_size - len(special_tokens.tokens)
         _report_left_out(counts, pieces[limit:], "pieces", f"`vocab_size` {settings.vocab_size} is full")
@@ -264,12 +244,12 @@ def _collect_pieces(texts: Iterable[str], settings: TokenizerSettings) -> models
     return models.WordLevel({entry: index for index, entry in enumerate(entries)}, unk_token=special_tokens.unk_token)
 
 
-def _frequent(counts: Counter, settings: TokenizerSettings, noun: str) -> list[str]:
-    """What occurs often enough, the most frequent first and equally frequent ones in the order of their characters."""
+def _select_frequent(counts: Counter, settings: TokenizerSettings, noun: str) -> list[str]:
+    """Return the entries of at least `min_frequency`, most frequent first, then in alphabetical order."""
     ordered = sorted(counts, key=lambda entry: (-counts[entry], entry))
-    kept = [entry for entry in ordered if counts[entry] >= settings.min_frequency]
-    _report_left_out(counts, ordered[len(kept) :], noun, f"rarer than `min_frequency` {settings.min_frequency}")
-    return kept
+    frequent = [entry for entry in ordered if counts[entry] >= settings.min_frequency]
+    _report_left_out(counts, ordered[len(frequent) :], noun, f"rarer than `min_frequency` {settings.min_frequency}")
+    return frequent
 
 
 def _report_left_out(counts: Counter, left_out: list[str], noun: str, reason: str) -> None:

@@ -17,6 +17,8 @@ from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from transformers import TrainerCallback
 
+from metaphrase.storage.folders import file_in_one_step
+
 logger = logging.getLogger(__name__)
 
 EXPONENTIAL_AVERAGE_NAME = "exponential_average.safetensors"
@@ -115,12 +117,8 @@ class ExponentialAverage(TrainerCallback):
         """Writes the averages, and how many updates they have seen, into a checkpoint."""
         path = Path(folder) / EXPONENTIAL_AVERAGE_NAME
         settings = {"num_updates": str(self.num_updates), "decay": repr(self.decay), "warmup": str(self.warmup)}
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        try:
+        with file_in_one_step(path) as partial:
             save_file({name: average.contiguous() for name, average in self.averages.items()}, partial, settings)
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
 
     def load(self, folder: str | os.PathLike) -> None:
         """Goes on from the averages of a checkpoint.

@@ -1,87 +1,68 @@
-"""CTranslate2's specification of a Metaphrase model: what it can express, and its weights put into place."""
+"""CTranslate2's specification of a Metaphrase model, filled with its weights."""
 
 import numpy as np
 import torch
-from packaging.version import Version
+from ctranslate2.converters import utils
+from ctranslate2.specs import attention_spec, common_spec, model_spec, transformer_spec
 from torch import nn
 from transformers import PreTrainedModel
 
 from metaphrase.modeling import MetaphraseConfig
 
-try:
-    import ctranslate2
-    from ctranslate2.converters import utils
-    from ctranslate2.specs import attention_spec, common_spec, model_spec, transformer_spec
-except ImportError as error:
-    raise ImportError("CTranslate2 is not installed: pip install metaphrase[ctranslate2]") from error
-
-# 4.8.0 computes a relative bias of each layer's own wrongly, without a word.
-if Version(ctranslate2.__version__) < Version("4.8.5"):
-    raise ImportError(
-        f"CTranslate2 must be at least 4.8.5, got {ctranslate2.__version__}: pip install metaphrase[ctranslate2]"
-    )
-
-# Sinusoids have no end, but a table has. A longer text is an error there, and never a wrong result.
+# Sinusoids have no limit, but a table has. A longer text raises an error.
 SINUSOIDAL_POSITIONS = 4096
 
+_TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh")
 _ACTIVATIONS = {
     "relu": common_spec.Activation.RELU,
-    "gelu": common_spec.Activation.GELU,
-    "gelu_python": common_spec.Activation.GELU,
-    "gelu_new": common_spec.Activation.GELUTanh,
-    "gelu_fast": common_spec.Activation.GELUTanh,
-    "gelu_accurate": common_spec.Activation.GELUTanh,
-    "gelu_pytorch_tanh": common_spec.Activation.GELUTanh,
-    "gelu_python_tanh": common_spec.Activation.GELUTanh,
+    **dict.fromkeys(("gelu", "gelu_python"), common_spec.Activation.GELU),
+    **dict.fromkeys(_TANH_GELUS, common_spec.Activation.GELUTanh),
     "quick_gelu": common_spec.Activation.GELUSigmoid,
-    "silu": common_spec.Activation.SWISH,
-    "swish": common_spec.Activation.SWISH,
+    **dict.fromkeys(("silu", "swish"), common_spec.Activation.SWISH),
     "tanh": common_spec.Activation.Tanh,
     "sigmoid": common_spec.Activation.Sigmoid,
 }
-# Their frequencies change with the length of the text.
+# The frequencies of these depend on the length.
 _CHANGING_ROTATIONS = ("dynamic", "longrope")
 _BIASED = ("relative", "none")
 
 
-def obstacles(config: MetaphraseConfig) -> list[str]:
-    """What of a configuration CTranslate2 cannot express: for each option its name, its value and the reason."""
-    found = []
+def find_obstacles(config: MetaphraseConfig) -> list[str]:
+    """Return the options that CTranslate2 cannot express, each with its value and the reason."""
+    obstacles = []
     if config.position_embedding_type == "alibi":
-        found.append("`position_embedding_type` 'alibi', which it knows in decoders alone")
+        obstacles.append("`position_embedding_type` 'alibi', which it has only in decoders")
     if config.position_embedding_type == "rotary":
         kind = config.rope_parameters.get("rope_type", "default")
         if kind in _CHANGING_ROTATIONS:
-            found.append(f"`rope_parameters` with `rope_type` {kind!r}, whose frequencies change with the length")
+            obstacles.append(f"`rope_parameters` with `rope_type` {kind!r}, whose frequencies change with the length")
     if config.qk_norm and config.decoder_attention_heads > 1:
-        found.append(
+        obstacles.append(
             f"`qk_norm` True with `decoder_attention_heads` {config.decoder_attention_heads}, because it norms the queries of "
             "the cross-attention over all heads at once"
         )
     if config.activation_function not in _ACTIVATIONS:
         known = ", ".join(_ACTIVATIONS)
-        found.append(f"`activation_function` {config.activation_function!r}, which is none of {known}")
-    return found
+        obstacles.append(f"`activation_function` {config.activation_function!r}, which is none of {known}")
+    return obstacles
 
 
 def make_spec(model: PreTrainedModel) -> transformer_spec.TransformerSpec:
-    """The specification with all weights, and still without vocabularies.
-
-    Args:
-        model: A `MetaphraseForConditionalGeneration`.
+    """Return the specification of a `MetaphraseForConditionalGeneration` with all weights, without vocabularies.
 
     Raises:
-        ValueError: If CTranslate2 cannot express the model; all options in the way are named.
+        ValueError: If CTranslate2 cannot express the model. The message names all options in the way.
     """
     config = model.config
-    if found := obstacles(config):
-        raise ValueError(f"CTranslate2 cannot express {'; '.join(found)}.")
+    if obstacles := find_obstacles(config):
+        raise ValueError(f"CTranslate2 cannot express {'; '.join(obstacles)}.")
+    options = _stack_options(config)
     with torch.no_grad():
         encoder = transformer_spec.TransformerEncoderSpec(
-            config.encoder_layers, config.encoder_attention_heads, **_options(config)
+            config.encoder_layers, config.encoder_attention_heads, **options
         )
         decoder = transformer_spec.TransformerDecoderSpec(
-            config.decoder_layers, config.decoder_attention_heads, **_options(config)
+            config.decoder_layers, config.decoder_attention_heads, **options
         )
         spec = transformer_spec.TransformerSpec(encoder, decoder)
         spec.config.layer_norm_epsilon = config.norm_eps
@@ -93,10 +74,9 @@ def make_spec(model: PreTrainedModel) -> transformer_spec.TransformerSpec:
     return spec
 
 
-def _options(config: MetaphraseConfig) -> dict:
-    """What both stacks are made with."""
+def _stack_options(config: MetaphraseConfig) -> dict:
     return {
-        # All that this decides in Python is whether there is a norm at the end.
+        # In Python this only decides on a norm at the end.
         "pre_norm": config.final_norm,
         "activation": _ACTIVATIONS[config.activation_function],
         "layernorm_embedding": config.embedding_norm,
@@ -106,7 +86,7 @@ def _options(config: MetaphraseConfig) -> dict:
         "num_heads_kv": config.num_key_value_heads,
         "head_dim": config.head_dim,
         "qk_norm": config.qk_norm,
-        # Anything but `None` keeps the decoder from asking for a table of positions.
+        # Anything but None keeps the decoder from requiring a table of positions.
         "rotary_dim": 0 if config.position_embedding_type == "rotary" else None,
     }
 
@@ -137,18 +117,18 @@ def _fill_stack(spec: model_spec.LayerSpec, stack: nn.Module, config: Metaphrase
 
 
 def _position_table(positions: nn.Module, config: MetaphraseConfig) -> torch.Tensor:
-    """What is added to the embeddings `(positions, hidden)`."""
+    """Return the positions to add to the embeddings, shape (positions, H)."""
     if config.position_embedding_type == "learned":
         return positions.weight[positions.offset :]
     length = max(config.max_position_embeddings, SINUSOIDAL_POSITIONS)
-    # In the precision of the model, as where it is added.
+    # The model adds them in its own precision.
     return positions.make_table(length + positions.offset)[positions.offset :].to(positions.table.dtype)
 
 
 def _fill_bias(
     spec: attention_spec.MultiHeadAttentionSpec, stack: nn.Module, attention: nn.Module, config: MetaphraseConfig
 ) -> None:
-    """T5's bias, or for no positions at all a bias of zeros: CTranslate2 would number the tokens otherwise."""
+    """Fill T5's bias. A model without positions gets zeros, since CTranslate2 would add sinusoids by default."""
     if config.position_embedding_type == "none":
         heads = attention.q_proj.out_features // attention.head_dim
         spec.relative_attention_bias = torch.zeros(4, heads)
@@ -159,15 +139,15 @@ def _fill_bias(
 
 
 def _rotary_attention(rotary: nn.Module, config: MetaphraseConfig) -> attention_spec.MultiHeadAttentionSpec:
-    """A self-attention with our rotation; frequencies that are not plain are told as factors of the wavelengths."""
+    """Return a self-attention with our rotation; scaled frequencies become factors of the wavelengths."""
     base = config.rope_parameters["rope_theta"]
     rotated = 2 * len(rotary.inv_freq)
-    # Where a part of a head is turned whose width is odd, the plain frequencies are others too.
+    # Rotating an odd width of a head also gives other frequencies.
     plain = base ** -(torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
     is_plain = torch.allclose(plain.float(), rotary.inv_freq.float(), rtol=1e-6, atol=0.0)
     options = {}
     if not is_plain:
-        # The two lengths being one, nothing is scaled but the wavelengths, and these for all texts alike.
+        # With two equal lengths only the wavelengths are scaled, in the same way for all texts.
         limit = max(2, config.max_position_embeddings)
         options = {
             "rotary_scaling_type": attention_spec.RotaryScalingType.Su,
@@ -195,7 +175,7 @@ def _rotary_attention(rotary: nn.Module, config: MetaphraseConfig) -> attention_
 def _fill_attention(
     spec: attention_spec.MultiHeadAttentionSpec, attention: nn.Module, rotary: nn.Module | None
 ) -> None:
-    """Projections and scale. What a rotation multiplies queries and keys with is folded into the queries."""
+    """Fill projections and scale. The rotation's factor of queries and keys is folded into the queries."""
     spec.queries_scale = float(attention.scaling)
     query, key, value = (_linear(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj"))
     gamma = attention.q_norm.weight if attention.config.qk_norm else None

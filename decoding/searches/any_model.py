@@ -1,4 +1,4 @@
-"""Search states: what a search needs of a model, the same for Metaphrase models and for any other encoder-decoder."""
+"""Inputs and state of a search, for Metaphrase models and for any other encoder-decoder of transformers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,50 +15,49 @@ from metaphrase.decoding.fast_generation import is_metaphrase, obstacle, prepare
 from metaphrase.decoding.supported_processors import unknown_criteria, unknown_processors
 from metaphrase.modeling.compat import CACHE_NAME, CACHE_NAMES
 
-# Arguments of the network that a search gives itself, or that change nothing of what it computes.
-_KNOWN = {"attention_mask", "encoder_outputs", "logits_to_keep", "use_cache", *CACHE_NAMES}
-# What `generate()` can report of each step, and a search here does not keep.
-_OF_EACH_STEP = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+# A search sets these arguments of the network itself, or they do not change its result.
+_KNOWN_ARGUMENTS = {"attention_mask", "encoder_outputs", "logits_to_keep", "use_cache", *CACHE_NAMES}
+# These searches do not record decoding steps.
+_STEP_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
 class SearchState(Protocol):
-    """What the decoder keeps from token to token. `TreeDecoderState` is one."""
+    """Decoder state of a search, such as `TreeDecoderState`."""
 
     def step(self, input_ids: torch.Tensor) -> Any:
-        """Reads one token of each row, `(rows)`."""
+        """Decode one token of each row, shape (rows,)."""
 
     def spread(self, copies: int) -> None:
-        """Gives each source so many targets, which are the same so far."""
+        """Repeat the target of each source."""
 
     def reorder(self, rows: torch.Tensor) -> None:
-        """Lets each row go on from another one of the same source, `(rows)`."""
+        """Continue each row from another row of the same source, shape (rows,)."""
 
     def keep(self, sources: torch.Tensor) -> None:
-        """Goes on with these sources alone, `(sources)`, and their targets."""
+        """Drop all but these sources, shape (sources,), and their targets."""
 
 
 class CachedState:
-    """The state of any encoder-decoder of transformers, in its own cache; a step is its own forward pass."""
+    """State of any encoder-decoder of transformers. A step is a forward pass with transformers' cache.
+
+    Args:
+        model: Its forward pass takes a cache.
+        output_class: Class of the encoder's output. A mixture of experts looks for extra fields.
+        encoder_output: Shape (sources, S, H).
+        encoder_mask: 1 for a token, 0 for padding, shape (sources, S).
+        with_hidden_states: True if steps also return the decoder's output.
+    """
 
     def __init__(
         self,
         model: PreTrainedModel,
         output_class: type[ModelOutput],
-        memory: torch.Tensor,
-        memory_mask: torch.Tensor | None,
+        encoder_output: torch.Tensor,
+        encoder_mask: torch.Tensor | None,
         with_hidden_states: bool = False,
     ):
-        """Starts with an empty cache.
-
-        Args:
-            model: Whose forward pass takes a cache.
-            output_class: What the encoder's output is: that of a mixture of experts has parts that a model looks for.
-            memory: What the encoder made of the sources, `(sources, source, hidden)`.
-            memory_mask: 1 for a token, 0 for padding, `(sources, source)`.
-            with_hidden_states: Whether steps also give the decoder's output.
-        """
-        self._model, self._output_class, self._memory, self._mask = model, output_class, memory, memory_mask
-        self._with_hidden_states = with_hidden_states
+        self._model, self._output_class, self._mask = model, output_class, encoder_mask
+        self._encoder_output, self._with_hidden_states = encoder_output, with_hidden_states
         self._cache = EncoderDecoderCache(
             DynamicCache(config=model.config.get_text_config(decoder=True)), DynamicCache()
         )
@@ -66,7 +65,7 @@ class CachedState:
 
     def step(self, input_ids: torch.Tensor) -> Seq2SeqLMOutput:
         return self._model(
-            encoder_outputs=self._output_class(last_hidden_state=self._memory),
+            encoder_outputs=self._output_class(last_hidden_state=self._encoder_output),
             attention_mask=self._mask,
             decoder_input_ids=input_ids[:, None],
             **{CACHE_NAME: self._cache},
@@ -78,30 +77,30 @@ class CachedState:
     def spread(self, copies: int) -> None:
         if copies > 1:
             self._cache.batch_repeat_interleave(copies)
-            self._memory = self._memory.repeat_interleave(copies, dim=0)
+            self._encoder_output = self._encoder_output.repeat_interleave(copies, dim=0)
             self._mask = None if self._mask is None else self._mask.repeat_interleave(copies, dim=0)
             self._copies *= copies
 
     def reorder(self, rows: torch.Tensor) -> None:
-        # Rows of one source share its keys and values, so these stay.
+        # Rows of one source share its cross-attention cache.
         self._cache.self_attention_cache.reorder_cache(rows)
 
     def keep(self, sources: torch.Tensor) -> None:
         rows = (self._copies * sources[:, None] + torch.arange(self._copies, device=sources.device)).flatten()
         self._cache.batch_select_indices(rows)
-        self._memory = self._memory.index_select(0, rows)
+        self._encoder_output = self._encoder_output.index_select(0, rows)
         self._mask = None if self._mask is None else self._mask.index_select(0, rows)
 
 
 @dataclass(frozen=True)
 class SearchInputs:
-    """What a search starts from.
+    """Inputs of a search.
 
     Attributes:
-        project: From what a step gives, and optionally the rows that are wanted, to logits `(rows, vocab)`.
-        hidden_of: From what a step gives to the decoder's output `(rows, hidden)`.
-        state: Of the sources, before the prompt.
-        prompt: What each target begins with, `(sources, length)`.
+        project: Maps a step's result, and optionally the wanted rows, to logits (rows, V).
+        hidden_of: Maps a step's result to the decoder's output (rows, H).
+        state: State before the prompt.
+        prompt: First ids of each target, shape (sources, length).
     """
 
     project: Callable[..., torch.Tensor]
@@ -119,50 +118,51 @@ def search_inputs(
     model_kwargs: dict[str, Any],
     with_hidden_states: bool = False,
 ) -> SearchInputs:
-    """Makes of what `generate()` has prepared what a search starts from.
+    """Return a search's inputs from the arguments that `generate()` prepares.
 
     Args:
         model: An encoder-decoder.
-        input_ids: What the targets begin with, `(sources * copies, length)`.
-        processors: Of `generate()`.
-        criteria: Of `generate()`.
-        config: As `generate()` prepared it.
-        model_kwargs: Likewise, the arguments of the network.
-        with_hidden_states: Whether `hidden_of` will be asked.
+        input_ids: First ids of the targets, shape (sources * copies, length).
+        processors: The logits processors.
+        criteria: The stopping criteria.
+        config: The prepared generation config.
+        model_kwargs: Arguments of the network.
+        with_hidden_states: True if the search calls `hidden_of`.
 
     Raises:
-        ValueError: If something is asked for that these searches cannot do.
+        ValueError: If these searches do not support an option.
     """
     _check(model, processors, criteria, config, model_kwargs)
     copies = max(config.num_beams, config.num_return_sequences)
     prompt = input_ids[::copies]
-    memory, mask = model_kwargs["encoder_outputs"].last_hidden_state, model_kwargs.get("attention_mask")
-    if len(memory) != len(prompt):
-        # Others than Metaphrase models repeat a source for each of its targets.
-        memory, mask = memory[::copies], None if mask is None else mask[::copies]
-    if len(memory) != len(prompt):
-        raise ValueError(
-            f"`decoder_input_ids` must have a row for each source in this search, got {len(prompt)} and {len(memory)}."
-        )
+    encoder_output, mask = model_kwargs["encoder_outputs"].last_hidden_state, model_kwargs.get("attention_mask")
+    if len(encoder_output) != len(prompt):
+        # Only Metaphrase models do not repeat a source for each of its targets.
+        encoder_output, mask = encoder_output[::copies], None if mask is None else mask[::copies]
+    if len(encoder_output) != len(prompt):
+        rows = f"{len(prompt)} and {len(encoder_output)}"
+        raise ValueError(f"`decoder_input_ids` must have a row for each source in this search, got {rows}.")
     if is_metaphrase(model) and not obstacle(model, input_ids, processors, criteria, config, **model_kwargs):
         to_logits = prepared_projection(model)
 
         def project(hidden_states: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
             return to_logits(hidden_states if rows is None else hidden_states[rows])
 
-        return SearchInputs(project, lambda step: step, TreeDecoderState(model.get_decoder(), memory, mask), prompt)
+        return SearchInputs(
+            project, lambda step: step, TreeDecoderState(model.get_decoder(), encoder_output, mask), prompt
+        )
 
     def project(step: Seq2SeqLMOutput, rows: torch.Tensor | None = None) -> torch.Tensor:
         return step.logits[:, -1] if rows is None else step.logits[rows, -1]
 
-    state = CachedState(model, type(model_kwargs["encoder_outputs"]), memory, mask, with_hidden_states)
+    state = CachedState(model, type(model_kwargs["encoder_outputs"]), encoder_output, mask, with_hidden_states)
     return SearchInputs(project, lambda step: step.decoder_hidden_states[-1][:, -1], state, prompt)
 
 
 def search_output(
     ids: torch.Tensor, scores: torch.Tensor, config: GenerationConfig
 ) -> torch.Tensor | GenerateBeamEncoderDecoderOutput:
-    """What `generate()` returns: the ids, or, with `return_dict_in_generate`, also their scores."""
+    """Return the result of `generate()`: the ids, and with `return_dict_in_generate` also their scores."""
     if not config.return_dict_in_generate:
         return ids
     return GenerateBeamEncoderDecoderOutput(sequences=ids, sequences_scores=scores)
@@ -179,9 +179,9 @@ def _check(
         raise ValueError(f"`model` must be an encoder-decoder, got {type(model).__name__}.")
     if config.do_sample:
         raise ValueError("`do_sample` must be False for this search, got True.")
-    for name in _OF_EACH_STEP:
+    for name in _STEP_OUTPUTS:
         if getattr(config, name):
-            raise ValueError(f"`{name}` must be False for this search, which keeps nothing of its steps, got True.")
+            raise ValueError(f"`{name}` must be False for this search, which does not record its steps, got True.")
     if config.cache_implementation not in (None, "dynamic"):
         raise ValueError(
             f"`cache_implementation` must be None or 'dynamic' for this search, got {config.cache_implementation!r}."
@@ -191,18 +191,16 @@ def _check(
         raise ValueError(
             f"`{CACHE_NAME}` must be empty for this search, got a cache of {cache.get_seq_length()} tokens."
         )
-    # Sources leave the batch when they are done, so that a row's place says nothing.
-    others = (
+    # Finished sources leave the batch, so that a row's index changes.
+    for name, unknown in (
         ("logits_processor", unknown_processors(processors)),
         ("stopping_criteria", unknown_criteria(criteria, config)),
-    )
-    for name, unknown in others:
+    ):
         if unknown:
-            names = ", ".join(sorted({type(each).__name__ for each in unknown}))
+            names = ", ".join(sorted({type(item).__name__ for item in unknown}))
             raise ValueError(
-                f"`{name}` must look at each row by itself in this search, and follow from the options of generation, "
-                f"as {names} may not do."
+                f"`{name}` must treat each row alone in this search and follow from generation options, got {names}."
             )
-    unknown = sorted(name for name, value in model_kwargs.items() if value is not None and name not in _KNOWN)
-    if unknown:
-        raise ValueError(f"`model_kwargs` must be among {sorted(_KNOWN)} in this search, got {unknown}.")
+    names = sorted(name for name, value in model_kwargs.items() if value is not None and name not in _KNOWN_ARGUMENTS)
+    if names:
+        raise ValueError(f"`model_kwargs` must be among {sorted(_KNOWN_ARGUMENTS)} in this search, got {names}.")

@@ -1,4 +1,4 @@
-"""Contrastive search: a probable token whose hidden state is unlike those of the tokens before it.
+"""Contrastive search: probable tokens whose hidden states differ from those of earlier tokens.
 
 Source: Su et al. 2022, A Contrastive Framework for Neural Text Generation, section 3.2 (arXiv 2202.06417).
 """
@@ -25,26 +25,26 @@ def contrastive_search(
 ) -> torch.LongTensor | GenerateBeamEncoderDecoderOutput:
     """For `generate(custom_generate=contrastive_search, penalty_alpha=..., top_k=...)`.
 
-    Of the `top_k` most probable tokens that one is taken for which `(1 - penalty_alpha) * probability - penalty_alpha *
-    similarity` is highest. Similarity is the highest cosine between the decoder's output for it and for any token before it,
-    the prompt's included. A last token for which the decoder has no position, so that it cannot be read, is the most probable.
+    Each step takes that of the `top_k` most probable tokens with the highest `(1 - penalty_alpha) * probability -
+    penalty_alpha * similarity`. Similarity is the highest cosine between the decoder's outputs for the token and for any
+    earlier token, prompt included. A last token without a position in the decoder is chosen by probability alone.
 
     Args:
         model: Any encoder-decoder.
-        input_ids: From `generate()`, as are the next three.
-        logits_processor: Change logits; what they rule out is no candidate.
-        stopping_criteria: Those of length and end of sequence.
-        generation_config: Gives what is not given here.
+        input_ids: From `generate()`, like the next three arguments and `model_kwargs`.
+        logits_processor: Applied first: a forbidden token is no candidate.
+        stopping_criteria: Length and end of sequence only.
+        generation_config: Source of missing options.
         penalty_alpha: From 0, which is greedy search, to 1.
-        top_k: Candidates.
-        **model_kwargs: From `generate()`.
+        top_k: Number of candidates.
+        **model_kwargs: Arguments of the network.
 
     Returns:
-        A target for each source, and with `return_dict_in_generate` its score in `sequences_scores`: the sum of the
-        log-probabilities of its tokens, as the processors left them; similarity has no part in it.
+        A target for each source, and with `return_dict_in_generate` its `sequences_scores`: the sum of processed
+        log-probabilities, without similarity.
 
     Raises:
-        ValueError: If a number is out of its range, or something is asked for that this search cannot do.
+        ValueError: If a number is out of range, or this search does not support an option.
     """
     alpha = generation_config.penalty_alpha if penalty_alpha is None else penalty_alpha
     top_k = generation_config.top_k if top_k is None else top_k
@@ -72,16 +72,16 @@ def _search(
     top_k: int,
     limit: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids `(sources, length)`, padded behind their ends, and scores `(sources)`; the decoder reads `limit` tokens at most."""
+    """Return padded ids (sources, length) and scores (sources,). `limit` is the decoder's number of positions."""
     project, state, ids = inputs.project, inputs.state, inputs.prompt
     ends, device = config._eos_token_tensor, ids.device
     padding = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
     result = torch.full((len(ids), config.max_length), padding, device=device)
     totals = torch.zeros(len(ids), device=device)
-    # Where in the result the rows of the batch belong.
+    # Index in the result of each row of the batch.
     rows = torch.arange(len(ids), device=device)
     steps = [state.step(token) for token in ids.unbind(1)]
-    # Of all tokens so far, of length 1 each. (sources, tokens, hidden)
+    # Unit vectors of all tokens so far, shape (sources, tokens, H).
     past = torch.stack([_directions(inputs.hidden_of(step)) for step in steps], dim=1)
     logits = project(steps[-1]).float()
     state.spread(top_k)
@@ -90,7 +90,7 @@ def _search(
         log_probs = nn.functional.log_softmax(scores, dim=-1)
         candidate_log_probs, candidates = log_probs.topk(top_k)
         values = candidate_log_probs
-        # What cannot be read may still be an end.
+        # A token without a position may still be an end.
         if length != limit:
             step = state.step(candidates.flatten())
             # (sources * top_k, hidden) -> (sources, top_k, hidden)
@@ -98,7 +98,7 @@ def _search(
             # (sources, top_k, tokens) -> (sources, top_k)
             similarity = torch.bmm(present, past.transpose(1, 2)).amax(dim=-1)
             values = (1.0 - alpha) * candidate_log_probs.exp() - alpha * similarity
-        # Fewer than `top_k` tokens may be left by the processors.
+        # The processors may leave fewer than `top_k` tokens.
         chosen = values.masked_fill(candidate_log_probs == -torch.inf, -torch.inf).argmax(dim=1, keepdim=True)
         tokens = candidates.take_along_dim(chosen, dim=1)
         totals[rows] += candidate_log_probs.take_along_dim(chosen, dim=1)[:, 0]
@@ -110,9 +110,8 @@ def _search(
         if is_last:
             return result[:, : length + 1], totals
         if length == limit:
-            # It says what a decoder without a position says.
+            # Raises the decoder's own error for a missing position.
             state.step(candidates.flatten())
-        # Row of each source that goes on. (sources)
         winners = top_k * torch.arange(len(ids), device=device) + chosen[:, 0]
         logits = project(step, winners[is_left]).float()
         state.reorder(winners.repeat_interleave(top_k))

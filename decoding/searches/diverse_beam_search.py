@@ -1,4 +1,4 @@
-"""Diverse beam search: groups of beams, each kept away from the tokens that the groups before it have just chosen.
+"""Diverse beam search: groups of beams, each penalized for the tokens that earlier groups have just chosen.
 
 Source: Vijayakumar et al. 2018, Diverse Beam Search, section 4 and algorithm 1 (arXiv 1610.02424), with Hamming diversity.
 """
@@ -23,26 +23,25 @@ def diverse_beam_search(
 ) -> torch.LongTensor | GenerateBeamEncoderDecoderOutput:
     """For `generate(custom_generate=diverse_beam_search, num_beams=..., num_beam_groups=..., diversity_penalty=...)`.
 
-    Each group is a beam search of `num_beams / num_beam_groups` beams. At each step the groups choose one after the other, and a
-    token costs `diversity_penalty` for each beam of earlier groups that has just gone on with it.
+    Each group is a beam search of `num_beams / num_beam_groups` beams. At each step the groups choose in turn, and a token
+    costs `diversity_penalty` for each beam of earlier groups that has just chosen it.
 
     Args:
         model: Any encoder-decoder.
-        input_ids: From `generate()`, as are the next three.
-        logits_processor: Come before the penalty.
-        stopping_criteria: Those of length and end of sequence.
-        generation_config: Gives what is not given here.
-        num_beam_groups: Divides `num_beams`; 1 is beam search.
-        diversity_penalty: From 0 on, in nats; with 0 all groups find the same.
-        **model_kwargs: From `generate()`.
+        input_ids: From `generate()`, like the next three arguments and `model_kwargs`.
+        logits_processor: Applied before the penalty.
+        stopping_criteria: Length and end of sequence only.
+        generation_config: Source of missing options.
+        num_beam_groups: Divisor of `num_beams`; 1 is beam search.
+        diversity_penalty: From 0 on, in nats; with 0 all groups are equal.
+        **model_kwargs: Arguments of the network.
 
     Returns:
-        The `num_return_sequences` best hypotheses of all groups, and with `return_dict_in_generate` their `sequences_scores`:
-        sums of log-probabilities, less the penalties, normalized by length. Groups may agree on a hypothesis; then it comes
-        more than once.
+        The `num_return_sequences` best hypotheses of all groups, which may repeat, and with `return_dict_in_generate`
+        their `sequences_scores`: sums of log-probabilities less the penalties, normalized by length.
 
     Raises:
-        ValueError: If a number is out of its range, or something is asked for that this search cannot do.
+        ValueError: If a number is out of range, or this search does not support an option.
     """
     groups = generation_config.num_beam_groups if num_beam_groups is None else num_beam_groups
     penalty = generation_config.diversity_penalty if diversity_penalty is None else diversity_penalty
@@ -63,7 +62,7 @@ def diverse_beam_search(
 
 
 class _DiverseSelection(Selection):
-    """The best continuations of each group, the groups before it considered."""
+    """Selection of the best continuations of each group, penalized by earlier groups."""
 
     def __init__(self, config: GenerationConfig, groups: int, penalty: float):
         super().__init__(config)
@@ -75,14 +74,14 @@ class _DiverseSelection(Selection):
         log_probs, scores, is_over = (
             tensor.unflatten(0, (-1, self.groups)) for tensor in (log_probs, beams.scores, beams.is_over)
         )
-        # How many beams of earlier groups have gone on with each token. (sources, vocab)
+        # Number of beams of earlier groups that chose each token, shape (sources, V).
         counts = log_probs.new_zeros(len(log_probs), log_probs.shape[-1])
         chosen = []
         for group in range(self.groups):
             distinct = log_probs[:, group] - self._penalty * counts[:, None]
             chosen.append(self.choose_best(distinct, scores[:, group], num_left))
             tokens = chosen[-1].tokens.take_along_dim(chosen[-1].chosen, dim=1)
-            # A group that is done chooses nothing any more.
+            # A finished group chooses nothing.
             counts.scatter_add_(1, tokens, (~is_over[:, group, None]).to(counts.dtype).expand_as(tokens))
         return Candidates(
             **{

@@ -1,4 +1,4 @@
-"""Ensembles: several models write one target, each token by the mean of what they predict."""
+"""Ensembles: several models predict each token by the mean of their distributions."""
 
 import math
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ ENSEMBLE_MEANS = ("linear", "log_linear")
 
 
 class EnsembleState:
-    """The states of several models that read the same targets."""
+    """Decoder states of several models for the same targets."""
 
     def __init__(self, states: Sequence[DecoderState]):
         self.states = list(states)
 
     def step(self, input_ids: torch.Tensor) -> list[torch.Tensor]:
-        """Each decoder's output, `(rows, hidden)`, for one token of each row, `(rows)`."""
+        """Return each decoder's output (rows, H) for one token of each row, shape (rows,)."""
         return [state.step(input_ids) for state in self.states]
 
     def spread(self, copies: int) -> None:
@@ -40,17 +40,16 @@ class EnsembleState:
 
 
 def mean_log_probs(logits: Sequence[torch.Tensor], mean: str) -> torch.Tensor:
-    """One distribution of several.
+    """Return the mean of several distributions.
 
     Args:
-        logits: Of each model, `(..., vocab)`.
-        mean: `linear`, the logarithm of the mean of the probabilities; `log_linear`, the mean of the log-probabilities, shifted
-            so that probabilities add up to 1 again.
+        logits: Logits of each model, shape (..., V).
+        mean: `linear` for the logarithm of the mean probability; `log_linear` for the normalized mean of log-probabilities.
 
     Returns:
-        Log-probabilities in float32, `(..., vocab)`.
+        Log-probabilities in float32, shape (..., V).
     """
-    log_probs = torch.stack([nn.functional.log_softmax(each.float(), dim=-1) for each in logits])
+    log_probs = torch.stack([nn.functional.log_softmax(item.float(), dim=-1) for item in logits])
     if mean == "linear":
         return log_probs.logsumexp(dim=0) - math.log(len(logits))
     return nn.functional.log_softmax(log_probs.mean(dim=0), dim=-1)
@@ -59,15 +58,16 @@ def mean_log_probs(logits: Sequence[torch.Tensor], mean: str) -> torch.Tensor:
 class EnsembleSearch(JointSearch):
     """Greedy search, sampling and beam search over the mean, for `generate(custom_generate=...)` of the first model.
 
-    Source: Sutskever et al. 2014, arXiv 1409.3215. The linear mean is that of fairseq.
+    Args:
+        ensemble_mean: `linear`, fairseq's mean, or `log_linear`; see `mean_log_probs`.
+
+    Raises:
+        ValueError: If the mean is unknown.
+
+    Source: Sutskever et al. 2014, arXiv 1409.3215.
     """
 
     def __init__(self, ensemble_mean: str = "linear"):
-        """Chooses the mean, as for `mean_log_probs`.
-
-        Raises:
-            ValueError: If it is unknown.
-        """
         if ensemble_mean not in ENSEMBLE_MEANS:
             raise ValueError(f"`ensemble_mean` must be one of {', '.join(ENSEMBLE_MEANS)}, got {ensemble_mean!r}.")
         self.mean = ensemble_mean
@@ -85,7 +85,7 @@ class EnsembleSearch(JointSearch):
         return_scores: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `JointSearch`."""
-        # Of beams they have log-probabilities.
+        # In beam search the processors get log-probabilities.
         takes_logits = bool(processors) and config.num_beams == 1
 
         def project(hidden_states: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -93,8 +93,8 @@ class EnsembleSearch(JointSearch):
             mean = mean_log_probs(logits, self.mean)
             if not takes_logits:
                 return mean
-            # As large as logits are: some processors, such as a penalty of repetitions, go by more than differences.
-            return mean + torch.stack([each.float().logsumexp(dim=-1, keepdim=True) for each in logits]).mean(dim=0)
+            # Restore the size of logits, which matters for processors such as the repetition penalty.
+            return mean + torch.stack([item.float().logsumexp(dim=-1, keepdim=True) for item in logits]).mean(dim=0)
 
         copies = len(prompt) // states[0].rows
         arguments = (project, EnsembleState(states), prompt[::copies])

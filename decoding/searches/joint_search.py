@@ -1,4 +1,4 @@
-"""Joint search: what an ensemble and a draft model have in common. Several models read a source and write one target."""
+"""Joint search: several models read a source and write one target. Base of ensembles and speculative decoding."""
 
 import abc
 from collections.abc import Callable, Sequence
@@ -21,66 +21,66 @@ from metaphrase.tokenization import TokenizerPair
 # From a decoder's output to logits.
 Projection = Callable[[torch.Tensor], torch.Tensor]
 
-# What a model has to say in the same way as another one, so that the ids of their targets mean the same.
+# Equal fields give the ids of targets the same meaning.
 _SHARED_FIELDS = ("decoder_vocab_size", "decoder_start_token_id", "eos_token_id")
 
 
 @dataclass(frozen=True, eq=False)
 class Partner:
-    """Another model that takes part in a search.
+    """Another model of a search.
 
     Attributes:
-        model: A Metaphrase model, of the same target vocabulary as the first one.
-        sources: The ids of each source as this model reads it, with its end of sequence.
+        model: A Metaphrase model with the first model's target vocabulary.
+        sources: Ids of each source for this model, with its end of sequence.
     """
 
     model: PreTrainedModel
     sources: Sequence[Sequence[int]]
 
 
-def check_partner(model: PreTrainedModel, other: PreTrainedModel, name: str) -> None:
-    """Checks that two models can write a target together.
+def check_partner(model: PreTrainedModel, partner: PreTrainedModel, name: str) -> None:
+    """Check that two models can write a target together.
 
     Args:
-        model: The first one, whose settings hold.
-        other: The other one.
-        name: What it was given as.
+        model: The first model, whose settings are used.
+        partner: The other model.
+        name: The option that sets `partner`.
 
     Raises:
-        ValueError: If one of them is no Metaphrase model, or they differ in special ids, vocabulary or device.
+        ValueError: If a model is no Metaphrase model, or the two differ in special ids, vocabulary or device.
     """
-    for each in (model, other):
-        if not is_metaphrase(each):
+    for candidate in (model, partner):
+        if not is_metaphrase(candidate):
             raise ValueError(
-                f"`{name}` must be a Metaphrase model, and so must the model that it goes with, got {type(each).__name__}: "
-                "`metaphrase convert` makes one of it."
+                f"`{name}` and the first model must both be Metaphrase models, got {type(candidate).__name__}: "
+                "convert it with `metaphrase convert`."
             )
     for field in _SHARED_FIELDS:
-        expected, given = getattr(model.config, field), getattr(other.config, field)
-        if given != expected:
-            raise ValueError(f"`{field}` of `{name}` must be that of the first model, {expected}, got {given}.")
-    if other.device != model.device:
-        raise ValueError(f"`{name}` must be on the device of the first model, {model.device}, got {other.device}.")
+        expected, actual = getattr(model.config, field), getattr(partner.config, field)
+        if actual != expected:
+            raise ValueError(f"`{field}` of `{name}` must be that of the first model, {expected}, got {actual}.")
+    if partner.device != model.device:
+        raise ValueError(f"`{name}` must be on the device of the first model, {model.device}, got {partner.device}.")
 
 
-def check_target_vocabulary(tokenizers: TokenizerPair, others: TokenizerPair, name: str) -> None:
-    """Checks that the ids of two models' targets mean the same.
+def check_target_vocabulary(tokenizers: TokenizerPair, partner_tokenizers: TokenizerPair, name: str) -> None:
+    """Check that the target ids of two models have the same meaning.
 
     Raises:
-        ValueError: If a token has another id, or none, on one of the two sides. The message names one.
+        ValueError: If a token has different ids. The message names one token.
     """
-    expected, given = tokenizers.target.get_vocab(), others.target.get_vocab()
-    different = [token for token in {**expected, **given} if expected.get(token) != given.get(token)]
+    expected, actual = tokenizers.target.get_vocab(), partner_tokenizers.target.get_vocab()
+    different = [token for token in {**expected, **actual} if expected.get(token) != actual.get(token)]
     if different:
         token = min(different)
         raise ValueError(
             f"The target vocabulary of `{name}` must be that of the first model, got {len(different)} tokens that differ: "
-            f"{token!r} is {given.get(token)} in place of {expected.get(token)}."
+            f"{token!r} is {actual.get(token)} in place of {expected.get(token)}."
         )
 
 
 class JointSearch(abc.ABC):
-    """A search by several models, for `generate(custom_generate=...)` of the first one."""
+    """A search with several models, for `generate(custom_generate=...)` of the first model."""
 
     def __call__(
         self,
@@ -93,34 +93,34 @@ class JointSearch(abc.ABC):
         return_scores: bool = True,
         **kwargs,
     ) -> GenerateBeamEncoderDecoderOutput:
-        """Searches.
+        """Search with all models.
 
         Args:
-            model: The first model, whose `generate()` has read its sources already.
-            input_ids: Prompts, `(sources * copies, length)`; the next three are from `generate()`, too.
-            logits_processor: Change the scores.
-            stopping_criteria: Those of length and end of sequence.
-            generation_config: As `generate()` prepares it.
-            partners: The other models, with `input_ids` and `attention_mask` of the same sources, `(sources, source)`.
-            return_scores: Whether scores are wanted.
-            **kwargs: From `generate()`, `encoder_outputs` among them.
+            model: The first model.
+            input_ids: Prompts (sources * copies, length), from `generate()` like the next three arguments and `kwargs`.
+            logits_processor: Applied to the joint scores.
+            stopping_criteria: Length and end of sequence only.
+            generation_config: The prepared generation config.
+            partners: The other models, with `input_ids` and `attention_mask` (sources, S) of the same sources.
+            return_scores: True if scores are needed.
+            **kwargs: Arguments of the network, `encoder_outputs` among them.
 
         Returns:
-            `sequences`, and in `sequences_scores` their scores, as a single model has them.
+            `sequences`, and their `sequences_scores`, as for a single model.
 
         Raises:
-            ValueError: If something is asked for that only transformers' own loops can do, with one model.
+            ValueError: If an option needs transformers' own loops, which know one model.
         """
         states = self._open_states(
             model, input_ids, logits_processor, stopping_criteria, generation_config, partners, kwargs
         )
-        projections = [prepared_projection(each) for each in (model, *(partner for partner, _ in partners))]
+        projections = [prepared_projection(item) for item in (model, *(partner for partner, _ in partners))]
         ids, scores = self.search(projections, states, input_ids, logits_processor, generation_config, return_scores)
         return GenerateBeamEncoderDecoderOutput(sequences=ids, sequences_scores=scores)
 
     @abc.abstractmethod
     def state_class(self, config: GenerationConfig) -> type[DecoderState]:
-        """What each decoder keeps."""
+        """Return the class of the decoders' states."""
 
     @abc.abstractmethod
     def search(
@@ -132,18 +132,18 @@ class JointSearch(abc.ABC):
         config: GenerationConfig,
         return_scores: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Ids `(sources * copies, length)` and their scores `(sources * copies)`.
+        """Return ids (sources * copies, length) and their scores (sources * copies,).
 
         Args:
-            projections: Of each model.
-            states: Likewise, before the prompt; a source has one row.
-            prompt: What each target begins with, `(sources * copies, length)`.
-            processors: Change the scores.
-            config: As `generate()` prepares it.
-            return_scores: Whether scores are wanted.
+            projections: Projection of each model.
+            states: State of each model before the prompt, with one row per source.
+            prompt: First ids of each target, shape (sources * copies, length).
+            processors: Applied to the joint scores.
+            config: The prepared generation config.
+            return_scores: True if scores are needed.
 
         Raises:
-            ValueError: If this search cannot do what is asked for.
+            ValueError: If this search does not support an option.
         """
 
     def _open_states(
@@ -156,16 +156,17 @@ class JointSearch(abc.ABC):
         partners: Sequence[tuple[PreTrainedModel, dict[str, torch.Tensor]]],
         model_kwargs: dict,
     ) -> list[DecoderState]:
-        """The states of all models before the prompt, that of the first one in front."""
         if obstacle(model, input_ids, processors, criteria, config, **model_kwargs):
             names = [type(part).__name__ for part in (*processors, *criteria)]
             raise ValueError(
-                "A search over several models must be one that Metaphrase does itself (greedy, by beams or sampling; in float32 "
-                "or bfloat16; a dynamic cache; without streamers, hooks or attention kernels for padding masks alone), "
+                "A search with several models must be greedy, by beams or sampling, in float32 or bfloat16, with a dynamic "
+                "cache, and without streamers, hooks and attention kernels that allow only padding masks, "
                 f"got {model.dtype}, {model.config._attn_implementation}, processors and criteria {names}, "
                 f"num_beams={config.num_beams}, do_sample={config.do_sample}, use_cache={config.use_cache}."
             )
-        memories = [(model, model_kwargs["encoder_outputs"].last_hidden_state, model_kwargs.get("attention_mask"))]
+        state_class = self.state_class(config)
+        encoder_output, mask = model_kwargs["encoder_outputs"].last_hidden_state, model_kwargs.get("attention_mask")
+        states = [state_class(model.get_decoder(), encoder_output, mask)]
         for partner, inputs in partners:
             dtype, is_plain = computing_dtype(partner), calls_are_plain(partner)
             if dtype not in (torch.float32, torch.bfloat16) or partner.training or not is_plain:
@@ -173,6 +174,6 @@ class JointSearch(abc.ABC):
                     "All models of a search must be in float32 or bfloat16, not in training and without hooks, "
                     f"got one with dtype={dtype}, training={partner.training}, hooks={not is_plain}."
                 )
-            memories.append((partner, partner.get_encoder()(**inputs).last_hidden_state, inputs["attention_mask"]))
-        state_class = self.state_class(config)
-        return [state_class(each.get_decoder(), memory, mask) for each, memory, mask in memories]
+            encoder_output = partner.get_encoder()(**inputs).last_hidden_state
+            states.append(state_class(partner.get_decoder(), encoder_output, inputs["attention_mask"]))
+        return states

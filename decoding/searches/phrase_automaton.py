@@ -1,8 +1,9 @@
-"""The phrase automaton: which of the phrases that a target must contain it contains, and how far it is with the next one.
+"""Aho-Corasick automaton of forced phrases: which phrases a target contains, and how far it is in the next one.
 
-Source: Aho and Corasick 1975, Efficient String Matching (doi 10.1145/360825.360855): a tree of all phrases, in which each place
-knows the longest other beginning of a phrase that the text ends with. So phrases may overlap, and a phrase counts however the
-target came to contain it.
+Each node of the tree of phrases falls back to the longest other prefix of a phrase that the text ends with. Phrases may
+overlap, and a phrase counts wherever it occurs.
+
+Source: Aho and Corasick 1975, Efficient String Matching (doi 10.1145/360825.360855).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,39 +11,40 @@ from dataclasses import dataclass
 
 import torch
 
-# With more constraints than these, the combinations of met and unmet ones are too many to be told apart.
+# Exact distances need a table of 2 ** constraints columns.
 MOST_EXACT_CONSTRAINTS = 8
 
 
 @dataclass(frozen=True)
 class Phrase:
-    """Tokens that a target is to contain side by side.
+    """Consecutive tokens that a target must contain.
 
     Attributes:
-        ids: The tokens.
-        is_first: Whether they count only where the target begins with them.
+        ids: The token ids.
+        is_first: True if the phrase counts only at the start of the target.
     """
 
     ids: tuple[int, ...]
     is_first: bool = False
 
     def symbols(self) -> Iterator[int | None]:
-        """What a target is read as: its start, `None`, and its tokens."""
+        """Yield the phrase's symbols: None for the start of a target, then its tokens."""
         if self.is_first:
             yield None
         yield from self.ids
 
 
 class PhraseAutomaton:
-    """Follows targets token by token.
+    """Tables that follow targets token by token.
 
-    A constraint is a set of phrases, one of which must occur. States are numbers; `start` is that of a target without text.
+    A constraint is a set of phrases, one of which must occur. States are integers.
 
     Attributes:
-        alphabet: All tokens of the phrases, `(alphabet)`.
-        num_constraints: How many constraints there are.
-        num_tokens: How many tokens meet all of them, wherever the target is; at most this many are missing.
-        most_progress: Progress where all of them are met.
+        start: State of an empty target.
+        alphabet: All tokens of the phrases, shape (alphabet,).
+        num_constraints: Number of constraints.
+        num_tokens: Number of tokens that meet all constraints from any state.
+        most_progress: Progress of a target that meets all constraints.
     """
 
     def __init__(
@@ -52,19 +54,19 @@ class PhraseAutomaton:
         device: torch.device | str = "cpu",
         special_ids: Iterable[int] = (),
     ):
-        """Builds the tables.
+        """Build the tables.
 
         Args:
             constraints: Phrases of each constraint, at least one of them with `is_first` false.
-            vocab_size: Tokens there are.
-            device: Where the tables are to be.
-            special_ids: Tokens that are no text, such as the code of a language: behind them alone a target still begins.
+            vocab_size: Size of the vocabulary.
+            device: Device of the tables.
+            special_ids: Ids without text, such as language codes, which do not end the start of a target.
         """
         shortest = [min(len(phrase.ids) for phrase in phrases if not phrase.is_first) for phrases in constraints]
         longest = [max(len(phrase.ids) for phrase in phrases) for phrases in constraints]
         tree, owners = _tree(constraints)
         alphabet = sorted({token for phrases in constraints for phrase in phrases for token in phrase.ids})
-        # Tokens that are in no phrase are all the same: symbol 0.
+        # All tokens outside the phrases are symbol 0.
         symbols = torch.zeros(vocab_size, dtype=torch.long)
         special = len(alphabet) + 1
         symbols[[token for token in special_ids if 0 <= token < vocab_size]] = special
@@ -73,7 +75,7 @@ class PhraseAutomaton:
         meets = torch.zeros(len(tree), len(constraints), dtype=torch.bool)
         savings = torch.zeros(len(tree), len(constraints), dtype=torch.long)
         parts = torch.zeros_like(savings)
-        # A node comes after all shorter ones, and so after the one that it falls back to.
+        # In order of depth, a node follows the node that it falls back to.
         fallback = _fallbacks(tree)
         for node in sorted(range(len(tree)), key=lambda index: tree[index].depth):
             if node:
@@ -103,24 +105,23 @@ class PhraseAutomaton:
     def read(
         self, states: torch.Tensor, is_met: torch.Tensor, tokens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reads a token more.
+        """Read one more token of each target.
 
         Args:
-            states: Where targets are, `(...)`.
-            is_met: Which constraints they meet, `(..., constraints)`.
-            tokens: What they go on with, `(...)`.
+            states: States of the targets, shape (...).
+            is_met: Met constraints, shape (..., constraints).
+            tokens: The next tokens, shape (...).
 
         Returns:
-            Their states and the constraints they meet then.
+            The new states and met constraints.
         """
         states = self._follow[states, self._symbols[tokens]]
         return states, is_met | self._meets[states]
 
     def num_missing(self, states: torch.Tensor, is_met: torch.Tensor) -> torch.Tensor:
-        """With how many tokens more all constraints can be met, `(...)`.
+        """Return how many more tokens meet all constraints, shape (...). Above 0, some token always lowers the number.
 
-        With more than `MOST_EXACT_CONSTRAINTS` constraints it is told for phrases one after the other, without overlaps.
-        As long as it is above 0 there is a token that lowers it.
+        With more than `MOST_EXACT_CONSTRAINTS` constraints, overlaps of phrases are not counted.
         """
         if self.num_constraints == 0:
             return torch.zeros_like(states)
@@ -130,9 +131,9 @@ class PhraseAutomaton:
         return (missing * self._shortest).sum(dim=-1) - (missing * self._savings[states]).amax(dim=-1)
 
     def progress(self, states: torch.Tensor, is_met: torch.Tensor) -> torch.Tensor:
-        """How many tokens of the phrases are met, `(...)`: those of met constraints, and of the phrase that is furthest.
+        """Return how many tokens are met, shape (...): those of met constraints, and of the most advanced phrase.
 
-        Each constraint counts as many tokens as its longest phrase has, and part of a phrase as that part of them.
+        A constraint counts as many tokens as its longest phrase, and part of a phrase the same part of these tokens.
         """
         if self.num_constraints == 0:
             return torch.zeros_like(states)
@@ -142,40 +143,40 @@ class PhraseAutomaton:
 
 @dataclass
 class _Node:
-    """A beginning of phrases."""
+    """A prefix of phrases."""
 
     depth: int
     children: dict[int | None, int]
 
 
 def _tree(constraints: Sequence[Sequence[Phrase]]) -> tuple[list[_Node], list[list[tuple[int, int, int]]]]:
-    """All beginnings of phrases, and for each its constraints, with how many tokens of the phrase are read and left."""
+    """Return all prefixes, and for each its constraints, with the number of tokens of the phrase read and left."""
     tree, owners = [_Node(0, {})], [[]]
     for constraint, phrases in enumerate(constraints):
         for phrase in phrases:
             symbols, node = list(phrase.symbols()), 0
-            for place, symbol in enumerate(symbols, start=1):
+            for depth, symbol in enumerate(symbols, start=1):
                 child = tree[node].children.get(symbol)
                 if child is None:
                     child = tree[node].children[symbol] = len(tree)
-                    tree.append(_Node(place, {}))
+                    tree.append(_Node(depth, {}))
                     owners.append([])
-                num_left = len(symbols) - place
+                num_left = len(symbols) - depth
                 owners[child].append((constraint, len(phrase.ids) - num_left, num_left))
                 node = child
     return tree, owners
 
 
 def _fallbacks(tree: list[_Node]) -> list[int]:
-    """For each node the one of its longest proper ending that is a node too; 0 is the root."""
+    """Return for each node the node of its longest proper suffix; 0 is the root."""
     fallback = [0] * len(tree)
     for node in sorted(range(len(tree)), key=lambda index: tree[index].depth):
         for symbol, child in tree[node].children.items():
-            ending = fallback[node]
-            while ending and symbol not in tree[ending].children:
-                ending = fallback[ending]
-            found = tree[ending].children.get(symbol, 0)
-            fallback[child] = found if found != child else 0
+            suffix = fallback[node]
+            while suffix and symbol not in tree[suffix].children:
+                suffix = fallback[suffix]
+            target = tree[suffix].children.get(symbol, 0)
+            fallback[child] = target if target != child else 0
     return fallback
 
 
@@ -184,14 +185,10 @@ def _bits(count: int, device: torch.device | str = "cpu") -> torch.Tensor:
 
 
 def _distances(follow: torch.Tensor, meets: torch.Tensor) -> torch.Tensor:
-    """How many tokens lead from each node, with each set of constraints met, to all of them.
+    """Return how many tokens meet all constraints, from each node and set of met constraints, shape (nodes, sets).
 
-    Args:
-        follow: Nodes behind each symbol, `(nodes, symbols)`.
-        meets: Which constraints a node meets, `(nodes, constraints)`.
-
-    Returns:
-        `(nodes, sets)`; bit i of a set's number stands for constraint i.
+    `follow` (nodes, symbols) holds next nodes, and `meets` (nodes, constraints) the constraints that a node meets. Bit i of
+    a set's number is constraint i.
     """
     num_nodes, num_constraints = meets.shape
     full = 2**num_constraints - 1
@@ -199,7 +196,7 @@ def _distances(follow: torch.Tensor, meets: torch.Tensor) -> torch.Tensor:
     far = torch.iinfo(torch.long).max // 2
     distances = torch.full((num_nodes, full + 1), far)
     distances[:, full] = 0
-    # Constraints are only ever added, so that larger numbers come first.
+    # Constraints are only added, so larger sets come first.
     for met in range(full - 1, -1, -1):
         behind = met | bits[follow]
         while True:

@@ -1,4 +1,4 @@
-"""Phrase constraints: what a caller says that a target must contain, read and checked."""
+"""Parsing and checks of the phrases that a target must contain."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -10,14 +10,14 @@ from metaphrase.tokenization import encode_phrase
 
 
 def read_constraints(force_words_ids: Sequence, first_words_ids: Sequence | None = None) -> list[list[Phrase]]:
-    """The phrases of each constraint.
+    """Return the phrases of each constraint.
 
     Args:
-        force_words_ids: For each constraint the ids of a phrase, or several such lists, of which one must occur.
-        first_words_ids: For each constraint further lists of ids, which meet it only where the target begins with them.
+        force_words_ids: For each constraint the ids of a phrase, or several phrases of which one must occur.
+        first_words_ids: For each constraint further phrases that count only at the start of the target.
 
     Raises:
-        ValueError: If lists are empty or nested otherwise, or a constraint stands twice.
+        ValueError: If a list is empty or wrongly nested, or a constraint is repeated.
     """
     if not isinstance(force_words_ids, list | tuple) or not force_words_ids:
         raise ValueError(f"`force_words_ids` must be a list of at least one phrase, got {force_words_ids!r}.")
@@ -28,32 +28,32 @@ def read_constraints(force_words_ids: Sequence, first_words_ids: Sequence | None
             f"got {len(firsts)} for {len(force_words_ids)}."
         )
     constraints = []
-    for given, first in zip(force_words_ids, firsts, strict=True):
-        is_set = isinstance(given, list | tuple) and len(given) > 0 and all(isinstance(p, list | tuple) for p in given)
-        phrases = [Phrase(_checked_ids(ids, "force_words_ids")) for ids in (given if is_set else [given])]
-        phrases += [Phrase(_checked_ids(ids, "first_words_ids"), is_first=True) for ids in first]
+    for words, first in zip(force_words_ids, firsts, strict=True):
+        is_set = isinstance(words, list | tuple) and len(words) > 0 and all(isinstance(p, list | tuple) for p in words)
+        phrases = [Phrase(_check_ids(ids, "force_words_ids")) for ids in (words if is_set else [words])]
+        phrases += [Phrase(_check_ids(ids, "first_words_ids"), is_first=True) for ids in first]
         phrases = list(dict.fromkeys(phrases))
-        if any(set(phrases) == set(other) for other in constraints):
-            raise ValueError(f"`force_words_ids` must not have a constraint twice, got {list(given)} again.")
+        if any(set(phrases) == set(constraint) for constraint in constraints):
+            raise ValueError(f"`force_words_ids` must not have a constraint twice, got {list(words)} again.")
         constraints.append(phrases)
     return constraints
 
 
 def check_constraints(constraints: Sequence[Sequence[Phrase]], vocab_size: int, config: GenerationConfig) -> None:
-    """Refuses what no target can meet.
+    """Refuse constraints that no target can meet.
 
     Args:
         constraints: From `read_constraints`.
-        vocab_size: Tokens there are.
-        config: As `generate()` prepares it.
+        vocab_size: Size of the vocabulary.
+        config: The prepared generation config.
 
     Raises:
-        ValueError: If ids are not of the vocabulary or end a target, or if phrases are forbidden.
+        ValueError: If ids are unknown or end a target, or phrases are forbidden.
     """
     if config.num_beams < 2:
         raise ValueError(f"`num_beams` must be at least 2 for constrained beam search, got {config.num_beams}.")
     ends = [] if config._eos_token_tensor is None else config._eos_token_tensor.flatten().tolist()
-    # A pad token stands for the place behind the end.
+    # Padding would mean that the target has ended.
     ends += [] if config._pad_token_tensor is None else [int(config._pad_token_tensor)]
     forbidden = [*(config.bad_words_ids or []), *([token] for token in config.suppress_tokens or [])]
     for phrase in (phrase for phrases in constraints for phrase in phrases):
@@ -70,23 +70,23 @@ def check_constraints(constraints: Sequence[Sequence[Phrase]], vocab_size: int, 
 
 
 def num_places(prompt_length: int, config: GenerationConfig) -> int:
-    """How many tokens of a target are free, where some are forced by other settings."""
-    # A first token is forced behind the start token alone.
+    """Return how many tokens of a target no other option forces."""
+    # A first token is forced only behind the start token.
     first = config.forced_bos_token_id if prompt_length == 1 else None
     num_taken = sum(token is not None for token in (first, config.forced_eos_token_id))
     return config.max_length - prompt_length - num_taken
 
 
 def ids_without_text(special_ids: Iterable[int], config: GenerationConfig) -> set[int]:
-    """Ids behind which alone a target still begins: those given, and those of the config."""
+    """Return the ids that do not end the start of a target: the arguments and the special ids of the config."""
     forced, names = config.forced_bos_token_id, ("bos", "decoder_start", "pad", "eos")
-    found = {*special_ids, *([] if forced is None else [forced])}
+    ids = {*special_ids, *([] if forced is None else [forced])}
     for tensor in (getattr(config, f"_{name}_token_tensor") for name in names):
-        found |= set() if tensor is None else set(tensor.flatten().tolist())
-    return found
+        ids |= set() if tensor is None else set(tensor.flatten().tolist())
+    return ids
 
 
-def _checked_ids(ids: Iterable[int], name: str) -> tuple[int, ...]:
+def _check_ids(ids: Iterable[int], name: str) -> tuple[int, ...]:
     is_list = isinstance(ids, list | tuple) and len(ids) > 0
     if not is_list or not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
         raise ValueError(f"A phrase of `{name}` must be a list of at least one token id, got {ids!r}.")
@@ -98,20 +98,20 @@ def _contains(ids: list[int], part: list[int]) -> bool:
 
 
 def encode_phrases(
-    tokenizer: PreTrainedTokenizerBase, own: GenerationConfig, options: Mapping[str, Any]
+    tokenizer: PreTrainedTokenizerBase, config: GenerationConfig, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Puts the ids of phrases in place of their texts.
+    """Replace `must_contain` and `never_contain` by the ids of their phrases.
 
     Args:
-        tokenizer: Of the targets.
-        own: The model's settings: some models have forbidden words of their own, such as Marian its padding.
-        options: Arguments of a search; `must_contain` and `never_contain` hold texts.
+        tokenizer: The tokenizer of the targets.
+        config: The model's generation config, which may forbid words itself, as Marian's forbids padding.
+        options: Arguments of a search.
 
     Returns:
-        The arguments with `force_words_ids` and what belongs to it, and `bad_words_ids` instead.
+        The arguments with `force_words_ids`, `first_words_ids` and `special_ids`, and with `bad_words_ids`.
 
     Raises:
-        ValueError: If either is no list of phrases, or phrases are given as ids besides; or as `encode_phrase` does.
+        ValueError: If an option is no list of phrases, phrases are also set as ids, or `encode_phrase` raises it.
     """
     options = dict(options)
     must_contain, never_contain = options.pop("must_contain", None), options.pop("never_contain", None)
@@ -131,6 +131,6 @@ def encode_phrases(
         options["special_ids"] = sorted({*tokenizer.all_special_ids} - {tokenizer.unk_token_id})
     if never_contain:
         encoded = [encode_phrase(tokenizer, phrase) for phrase in never_contain]
-        forbidden = options.get("bad_words_ids") or own.bad_words_ids or []
+        forbidden = options.get("bad_words_ids") or config.bad_words_ids or []
         options["bad_words_ids"] = [*forbidden, *(ids for both in encoded for part in both for ids in part)]
     return options

@@ -1,7 +1,7 @@
-"""Speculative decoding: a small model drafts some tokens, and the large one checks them all in one pass.
+"""Speculative decoding: a small model drafts some tokens, and the large model checks all of them in one pass.
 
-Rows accept different numbers of tokens, so each has a length of its own. What comes out is what the large model would have
-written by itself: the same tokens by greedy search, the same distribution by sampling.
+Rows accept different numbers of tokens, so each row has its own length. The result is that of the large model alone: the
+same tokens in greedy search, the same distribution in sampling.
 """
 
 from collections.abc import Sequence
@@ -21,20 +21,21 @@ DEFAULT_NUM_ASSISTANT_TOKENS = 5
 class SpeculativeSearch(JointSearch):
     """Greedy search and sampling with a draft model, for `generate(custom_generate=...)` of the target model.
 
-    A block of tokens rounds otherwise than one by one: in bfloat16, of two tokens that are as good as equally probable, greedy
-    search may take the other one.
+    A block of tokens is rounded differently than single tokens. In bfloat16, greedy search may choose the other of two
+    tokens that are almost equally probable.
+
+    Args:
+        num_assistant_tokens: Tokens per draft.
 
     Attributes:
-        num_drafted: Tokens that the draft model has proposed so far.
-        num_accepted: Those of them that have gone into a target.
+        num_drafted: Number of drafted tokens so far.
+        num_accepted: Number of drafted tokens that are part of a target.
+
+    Raises:
+        ValueError: If `num_assistant_tokens` is not above 0.
     """
 
     def __init__(self, num_assistant_tokens: int = DEFAULT_NUM_ASSISTANT_TOKENS):
-        """Chooses how far the draft model runs ahead.
-
-        Raises:
-            ValueError: If `num_assistant_tokens` is not above 0.
-        """
         if num_assistant_tokens < 1:
             raise ValueError(f"`num_assistant_tokens` must be at least 1, got {num_assistant_tokens}.")
         self.num_assistant_tokens = num_assistant_tokens
@@ -52,10 +53,10 @@ class SpeculativeSearch(JointSearch):
         config: GenerationConfig,
         return_scores: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `JointSearch`; the second model drafts. Scores are sums of log-probabilities.
+        """Search as in `JointSearch`; the second model drafts. Scores are sums of log-probabilities.
 
         Raises:
-            ValueError: If there are beams, or a model has positions that depend on the length of the batch.
+            ValueError: If there are beams, or a model's positions depend on the length of the batch.
         """
         if config.num_beams > 1:
             raise ValueError(f"`num_beams` must be 1 with `assistant_model`, got {config.num_beams}.")
@@ -74,16 +75,16 @@ class SpeculativeSearch(JointSearch):
 
 
 class _Speculation:
-    """The targets of a batch, while they are written.
+    """Unfinished targets of a batch.
 
     Source: Leviathan et al. 2023, algorithm 1, arXiv 2211.17192; Chen et al. 2023, algorithm 2, arXiv 2302.01318.
 
     Attributes:
-        rows: Where in the result the rows of the batch belong, `(rows)`.
-        ids: Prompts and what is written so far, padding behind it, `(rows, max_length)`.
-        lengths: Tokens so far, the prompt counted, `(rows)`. A row that has ended, but not all others of its source, waits at its
-            prompt.
-        is_ended: `(rows)`.
+        rows: Index in the result of each row, shape (rows,).
+        ids: Prompts and targets so far, padded, shape (rows, max_length).
+        lengths: Tokens so far with the prompt, shape (rows,). An ended row has its prompt's length until all rows of its
+            source have ended.
+        is_ended: True for ended rows, shape (rows,).
     """
 
     def __init__(
@@ -116,53 +117,48 @@ class _Speculation:
         return len(self.rows) > 0 and self.prompt_length < self.config.max_length
 
     def collect(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """All targets `(sources * copies, length)`, padded behind their ends, and the sums of their log-probabilities."""
+        """Return padded targets (sources * copies, length) and the sums of their log-probabilities."""
         return self.result[:, : self.longest], self.totals
 
     def take_round(self, num_assistant_tokens: int) -> None:
-        """Drafts, checks, and takes at least one token for each row."""
+        """Draft, check, and add at least one token to each row."""
         longest = int(self.lengths.max())
-        # The model reads the whole draft, the draft model all of it but the last token.
+        # The draft model does not read its own last token.
         room = min(self.config.max_length - 1, self.limits[0], self.limits[1] + 1) - longest
         drafted, draft_probs = self._draft(max(0, min(num_assistant_tokens, room)))
         width = drafted.shape[1]
-        # The last token has not been read yet; in the first round, no token of the prompt has.
+        # The last token is unread; in the first round the whole prompt is.
         block = self._columns(self.state.lengths, longest - self.state.length)
         hidden_states = self.state.read(torch.cat((block, drafted), dim=1))[:, -1 - width :]
-        places = self.lengths[:, None] + torch.arange(width + 1, device=self.ids.device)
-        # The draft stands in `ids` already: what a processor reads before each place.
-        scores = self._processed(places.flatten(), self.project(hidden_states).float().flatten(0, 1))
-        scores = scores.unflatten(0, places.shape)
+        positions = self.lengths[:, None] + torch.arange(width + 1, device=self.ids.device)
+        # The draft is already in `ids`, where processors read it.
+        scores = self._process(positions.flatten(), self.project(hidden_states).float().flatten(0, 1))
+        scores = scores.unflatten(0, positions.shape)
         tokens, accepted = self._choose(scores, drafted, draft_probs)
-        self._take(tokens, accepted, places, scores)
+        self._add(tokens, accepted, positions, scores)
 
     def _columns(self, starts: torch.Tensor, width: int) -> torch.Tensor:
-        """So many ids of each row, `(rows, width)`, from its own start on, `(rows)`."""
+        """Return `width` ids of each row from its start on, shape (rows, width)."""
         return self.ids.take_along_dim(starts[:, None] + torch.arange(width, device=self.ids.device), dim=1)
 
-    def _processed(self, lengths: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """What the processors make of scores `(rows * places, vocab)`, each behind so many ids of its row, `(rows * places)`.
+    def _process(self, lengths: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Apply the processors to scores (rows * width, V), each behind its number of ids, shape (rows * width,).
 
-        A processor reads rows of one length: those that are alike go together.
+        A processor reads rows of one length, so equal lengths are processed together.
         """
         if not self.processors:
             return scores
-        processed, places = torch.empty_like(scores), len(scores) // len(self.ids)
+        processed, width = torch.empty_like(scores), len(scores) // len(self.ids)
         for length in lengths.unique().tolist():
             chosen = (lengths == length).nonzero()[:, 0]
-            processed[chosen] = process(self.processors, self.ids[chosen // places, :length], scores[chosen])
+            processed[chosen] = process(self.processors, self.ids[chosen // width, :length], scores[chosen])
         return processed
 
     def _draft(self, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Lets the draft model go on by itself.
-
-        Returns:
-            Tokens `(rows, width)`, which are written into `ids` too, and, for sampling, the probabilities that they were drawn
-            by, `(rows, width, vocab)`.
-        """
+        """Draft tokens (rows, width) into `ids`, and return them, with probabilities (rows, width, V) for sampling."""
         if width == 0:
             return self.ids[:, :0], None
-        # It reads what it has not: as many tokens in each row, some of them again where rows differ.
+        # All rows read as many tokens as the row with the most unread ones; other rows read some again.
         unread = int((self.lengths - self.draft.lengths).max())
         starts = (self.lengths - unread).clamp(min=0)
         self.draft.go_back(starts)
@@ -170,15 +166,15 @@ class _Speculation:
         hidden_states = self.draft.read(self._columns(starts, unread)).take_along_dim(last, dim=1)
         self.draft.go_back(self.lengths)
         probs = []
-        for place in range(width):
-            scores = self._processed(self.lengths + place, self.project_draft(hidden_states[:, 0]).float())
+        for step in range(width):
+            scores = self._process(self.lengths + step, self.project_draft(hidden_states[:, 0]).float())
             if self.config.do_sample:
                 probs.append(nn.functional.softmax(scores, dim=-1))
                 tokens = torch.multinomial(probs[-1], num_samples=1)
             else:
                 tokens = scores.argmax(dim=-1, keepdim=True)
-            self.ids.scatter_(1, self.lengths[:, None] + place, tokens)
-            if place + 1 < width:
+            self.ids.scatter_(1, self.lengths[:, None] + step, tokens)
+            if step + 1 < width:
                 hidden_states = self.draft.read(tokens)
         self.num_drafted += width * int((~self.is_ended).sum())
         return self._columns(self.lengths, width), torch.stack(probs, dim=1) if probs else None
@@ -186,18 +182,13 @@ class _Speculation:
     def _choose(
         self, scores: torch.Tensor, drafted: torch.Tensor, draft_probs: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Accepts the beginning of the draft, and puts a token of the target model behind it.
+        """Accept a prefix of the draft, and choose one token of the target model behind it.
 
-        A drafted token is accepted with the probability p / q, of the target model and of the draft model; in place of the first
-        one that is not, a token is drawn from what p has more than q. Greedy search is the same with all of p in one token.
+        A drafted token is accepted with probability p / q, of the target model and of the draft model. The first refused
+        token is drawn again from the positive part of p - q. Greedy search is the case of all p in one token.
 
-        Args:
-            scores: Of the target model, `(rows, width + 1, vocab)`.
-            drafted: `(rows, width)`.
-            draft_probs: `(rows, width, vocab)`, for sampling.
-
-        Returns:
-            Tokens `(rows, width + 1)`, of which those count that are accepted and the next one, and how many are, `(rows)`.
+        `scores` has shape (rows, width + 1, V), `drafted` (rows, width), and `draft_probs` (rows, width, V) is None for
+        greedy search. Returns tokens (rows, width + 1), and the number of accepted tokens (rows,). One more token is valid.
         """
         if not self.config.do_sample:
             tokens = scores.argmax(dim=-1)
@@ -205,38 +196,29 @@ class _Speculation:
         probs = nn.functional.softmax(scores, dim=-1)
         if draft_probs is None:
             return torch.multinomial(probs[:, 0], num_samples=1), torch.zeros_like(self.lengths)
-        target, draft = (
-            each.take_along_dim(drafted[:, :, None], dim=2)[:, :, 0] for each in (probs[:, :-1], draft_probs)
-        )
+        target, draft = (p.take_along_dim(drafted[:, :, None], dim=2)[:, :, 0] for p in (probs[:, :-1], draft_probs))
         is_accepted = torch.rand_like(target) * draft < target
         accepted = is_accepted.long().cumprod(dim=1).sum(dim=1)
-        # Behind a draft that is accepted as a whole, all of p is left.
+        # Behind a draft accepted as a whole, q is 0.
         surplus = probs - nn.functional.pad(draft_probs, (0, 0, 0, 1))
-        place = accepted[:, None, None]
-        probs, surplus = (each.take_along_dim(place, dim=1)[:, 0] for each in (probs, surplus.clamp(min=0)))
-        # Nothing is left where the two are the same but for rounding.
+        index = accepted[:, None, None]
+        probs, surplus = (p.take_along_dim(index, dim=1)[:, 0] for p in (probs, surplus.clamp(min=0)))
+        # By rounding, nothing may be left.
         surplus = torch.where(surplus.sum(dim=-1, keepdim=True) > 0, surplus, probs)
         added = torch.multinomial(surplus, num_samples=1)
         return nn.functional.pad(drafted, (0, 1)).scatter(1, accepted[:, None], added), accepted
 
-    def _take(self, tokens: torch.Tensor, accepted: torch.Tensor, places: torch.Tensor, scores: torch.Tensor) -> None:
-        """Writes what was chosen, up to the ends; rows whose sources are done leave.
-
-        Args:
-            tokens: `(rows, width + 1)`.
-            accepted: Of the drafted ones, `(rows)`.
-            places: Where the tokens stand in `ids`, `(rows, width + 1)`.
-            scores: Of the target model, `(rows, width + 1, vocab)`.
-        """
+    def _add(self, tokens: torch.Tensor, accepted: torch.Tensor, positions: torch.Tensor, scores: torch.Tensor) -> None:
+        """Add the chosen tokens (rows, width + 1) up to the ends, and drop sources whose rows have all ended."""
         order, ends = torch.arange(tokens.shape[1], device=tokens.device), self.config._eos_token_tensor
         counts = accepted + 1
         is_end = torch.zeros_like(tokens, dtype=torch.bool) if ends is None else torch.isin(tokens, ends)
         is_end &= order < counts[:, None]
-        # Up to the first end, that included.
+        # Up to the first end, inclusive.
         ended_counts = is_end.long().argmax(dim=1) + 1
         counts = torch.where(is_end.any(dim=1), ended_counts, counts).masked_fill(self.is_ended, 0)
         is_taken = order < counts[:, None]
-        self.ids.scatter_(1, places, tokens.masked_fill(~is_taken, self.padding))
+        self.ids.scatter_(1, positions, tokens.masked_fill(~is_taken, self.padding))
         self.num_accepted += int(torch.minimum(accepted, counts).sum())
         if self.totals is not None:
             log_probs = nn.functional.log_softmax(scores, dim=-1).take_along_dim(tokens[:, :, None], dim=2)[:, :, 0]
@@ -249,25 +231,24 @@ class _Speculation:
             self.longest = max(self.longest, int(self.lengths[is_ending].max()))
             self.is_ended = self.is_ended | is_ending
             self.lengths = self.lengths.masked_fill(self.is_ended, self.prompt_length)
-        # What is not taken was not read; the last token is yet to be.
+        # Forget refused tokens; the last token is still unread.
         for state in (self.state, self.draft):
             state.go_back(torch.minimum(state.lengths, self.lengths - 1))
-        is_left = self.is_ended.view(-1, self.copies).all(dim=1)
-        if bool(is_left.any()):
-            self._keep((~is_left).nonzero()[:, 0])
+        is_done = self.is_ended.view(-1, self.copies).all(dim=1)
+        if bool(is_done.any()):
+            self._select_sources((~is_done).nonzero()[:, 0])
 
-    def _keep(self, sources: torch.Tensor) -> None:
-        """Goes on with these sources alone, `(sources)`."""
-        kept = (self.copies * sources[:, None] + torch.arange(self.copies, device=sources.device)).flatten()
+    def _select_sources(self, sources: torch.Tensor) -> None:
+        rows = (self.copies * sources[:, None] + torch.arange(self.copies, device=sources.device)).flatten()
         for name in ("rows", "ids", "lengths", "is_ended"):
-            setattr(self, name, getattr(self, name)[kept])
+            setattr(self, name, getattr(self, name)[rows])
         if len(sources):
             self.state.keep(sources)
             self.draft.keep(sources)
 
 
 def _longest_readable(state: RaggedDecoderState, max_length: int) -> int:
-    """How many tokens a decoder can read, of so many."""
+    """Return how many tokens the decoder can read, at most `max_length`."""
     positions = state.decoder.embed_positions
     if isinstance(positions, LearnedPositionEmbedding):
         return min(max_length, positions.num_embeddings - positions.offset)

@@ -1,4 +1,4 @@
-"""Conversion of a checkpoint on the Hub, against a server on this machine that answers as the Hub does."""
+"""Tests of the conversion of a checkpoint on the Hub, with a local server in place of the Hub."""
 
 import hashlib
 import json
@@ -89,7 +89,7 @@ def test_checkpoint_that_is_a_pickle_alone_says_what_to_do(hub, tmp_path, capsys
     hub.files = {"config.json": b'{"model_type": "marian"}', "pytorch_model.bin": b"a pickle"}
     assert run(verb.main, "convert", ["somebody/bart", str(tmp_path / "ours")]) == 2
     said = capsys.readouterr().err
-    assert "A pickle, as pytorch_model.bin is, is never opened here: load it with transformers and call" in said
+    assert "A pickle such as pytorch_model.bin is never opened: load it with transformers and call" in said
     assert not any(path.endswith(".bin") for path in hub.asked)
 
 

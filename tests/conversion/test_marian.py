@@ -1,26 +1,86 @@
-"""Parity of converted Marian and Pegasus with transformers' own classes, for variants drawn at random."""
+"""Tests of `conversion.marian`: converted models equal transformers' own classes, for random variants."""
+
+import json
 
 import pytest
+import torch
 from converted_models import VARIANTS, bart_like, check_conversion, draw
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSeq2SeqLM
+
+from metaphrase.conversion import convert
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_converted_marian_equals_its_own_class(variant, tmp_path):
-    rng = draw("marian", variant)
+def marian_fields(rng):
     sizes = {"vocab_size": rng.randint(29, 61)}
     is_shared = rng.random() < 0.5
     if not is_shared:
         sizes["decoder_vocab_size"] = rng.randint(29, 61)
     last = min(sizes.values()) - 1
-    ids = {"pad_token_id": last, "decoder_start_token_id": last, "eos_token_id": 0, "forced_eos_token_id": 0}
+    fields = {"pad_token_id": last, "decoder_start_token_id": last, "eos_token_id": 0, "forced_eos_token_id": 0}
     if is_shared:
-        # Their class would have three embeddings then, and a fourth that nothing reads.
-        ids["tie_word_embeddings"] = True
-    theirs = bart_like("marian", rng, share_encoder_decoder_embeddings=is_shared, **sizes, **ids)
-    check_conversion(theirs, "marian", rng, tmp_path)
+        # Untied, their class would have a fourth embedding that nothing reads.
+        fields["tie_word_embeddings"] = True
+    return sizes | fields | {"share_encoder_decoder_embeddings": is_shared}
 
 
+def fsmt_fields(rng):
+    sizes = {"src_vocab_size": rng.randint(29, 61), "tgt_vocab_size": rng.randint(29, 61)}
+    is_tied = rng.random() < 0.3
+    if is_tied:
+        # Its class ties all embeddings or none.
+        sizes["src_vocab_size"] = sizes["tgt_vocab_size"]
+    return sizes | {"tie_word_embeddings": is_tied, "vocab_size": sizes["tgt_vocab_size"]}
+
+
+def m2m_100_fields(rng):
+    return {"pad_token_id": rng.choice((0, 1, 3)), "bos_token_id": 0, "eos_token_id": 2}
+
+
+FIELDS = {"marian": marian_fields, "pegasus": lambda rng: {}, "fsmt": fsmt_fields, "m2m_100": m2m_100_fields}
+
+
+@pytest.mark.parametrize("family", FIELDS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_converted_pegasus_equals_its_own_class(variant, tmp_path):
-    rng = draw("pegasus", variant)
-    check_conversion(bart_like("pegasus", rng), "pegasus", rng, tmp_path)
+def test_converted_model_equals_its_own_class(family, variant, tmp_path):
+    rng = draw(family, variant)
+    theirs = bart_like(family, rng, **FIELDS[family](rng))
+    if family == "m2m_100":
+        theirs.generation_config.forced_bos_token_id = rng.choice((None, 7))
+    check_conversion(theirs, family, rng, tmp_path)
+
+
+def test_fsmt_without_the_decoders_embedding_uses_its_projection(tmp_path):
+    """transformers 4 wrote such checkpoints."""
+    rng = draw("fsmt", 0)
+    theirs = bart_like("fsmt", rng, tie_word_embeddings=False, vocab_size=37, src_vocab_size=37, tgt_vocab_size=37)
+    with torch.no_grad():
+        theirs.model.decoder.embed_tokens.weight.copy_(theirs.model.decoder.output_projection.weight)
+    theirs.save_pretrained(tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "whole")
+    path = tmp_path / "theirs" / "model.safetensors"
+    weights = load_file(path)
+    del weights["model.decoder.embed_tokens.weight"]
+    save_file(weights, path, metadata={"format": "pt"})
+    convert(tmp_path / "theirs", tmp_path / "part")
+    whole, part = (AutoModelForSeq2SeqLM.from_pretrained(tmp_path / name).eval() for name in ("whole", "part"))
+    ids = torch.arange(4, 12)[None]
+    with torch.inference_mode():
+        expected, logits = (model(input_ids=ids, decoder_input_ids=ids).logits for model in (whole, part))
+    assert torch.equal(logits, expected)
+    assert not torch.equal(whole.get_input_embeddings().weight, whole.get_decoder().get_input_embeddings().weight)
+
+
+@pytest.mark.parametrize("family", ["m2m_100", "fsmt"])
+def test_decoder_that_starts_with_padding_is_refused(family, tmp_path):
+    """fairseq gives padding no position, and the next token the first position."""
+    sizes = {"src_vocab_size": 31, "tgt_vocab_size": 37} if family == "fsmt" else {}
+    ids = {"pad_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}
+    bart_like(family, draw(family, 0), **ids, **sizes).save_pretrained(tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    for name in ("theirs", "ours"):
+        path = tmp_path / name / "config.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        path.write_text(json.dumps(config | {"decoder_start_token_id": 1}), encoding="utf-8")
+        with pytest.raises(ValueError, match=r"`decoder_start_token_id` must not be `pad_token_id`.*got 1 for both"):
+            convert(tmp_path / name, tmp_path / "output", to=None if name == "theirs" else family)

@@ -1,4 +1,4 @@
-"""Memory of a conversion: mapped files, and one written file at a time, however large the checkpoint is."""
+"""Tests of a conversion's memory: one written file at a time, for any size of the checkpoint."""
 
 import contextlib
 import json
@@ -33,7 +33,7 @@ print(peak() - before)
 
 
 def write_holes(path, shapes):
-    """A safetensors file of zeros that takes no place on the disk."""
+    """Write a sparse safetensors file of zeros, and return its size."""
     header, place = {}, 0
     for name, shape in shapes.items():
         size = 4 * math.prod(shape)

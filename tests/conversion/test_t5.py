@@ -1,4 +1,4 @@
-"""Parity of converted T5, mT5 and UMT5 with transformers' own classes, for variants drawn at random."""
+"""Tests of `conversion.t5`: converted models equal transformers' own classes, for random variants."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from metaphrase.conversion.family import HEAD
 
 
 def t5_like(family, rng):
-    """A model of random dimensions, plain or gated, with a head of its own or without, its output scaled or not."""
+    """Return a model of random dimensions, plain or gated, with tied or untied head."""
     is_gated, has_own_head = rng.random() < 0.5, rng.random() < 0.5
     activation = rng.choice(("relu", "gelu", "silu", "gelu_new"))
     buckets = rng.choice((4, 8, 10, 32))

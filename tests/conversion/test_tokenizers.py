@@ -1,4 +1,4 @@
-"""What comes along when a folder is converted: tokenizers, settings of generation, a licence; and what does not."""
+"""Tests of files copied by a conversion: tokenizers, generation settings and licence."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ def source(bart, tmp_path):
 
 
 def change(path, removed=(), **fields):
-    """Changes some fields of a JSON file."""
+    """Change some fields of a JSON file."""
     content = json.loads(path.read_text(encoding="utf-8")) | fields
     path.write_text(json.dumps({name: content[name] for name in content if name not in removed}), encoding="utf-8")
 

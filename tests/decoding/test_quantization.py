@@ -1,4 +1,4 @@
-"""Tests of `metaphrase.decoding.quantization`: packed layers compute what rounded weights do, for each row by itself."""
+"""Tests of `decoding.quantization`: quantized layers compute with rounded weights, each row alone."""
 
 import copy
 import os
@@ -7,17 +7,10 @@ import sys
 
 import pytest
 import torch
+from small_searches import search_model
 from tiny_generator import SOURCES, save_generator, tiny_generator
 from tiny_models import CROSSED, random_batch, run_model, tiny_model
 from torch import nn
-from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
-    MarianConfig,
-    MarianMTModel,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
 from metaphrase.decoding import int8 as int8_product
 from metaphrase.decoding import quantization
@@ -56,7 +49,7 @@ def rounded(states, levels):
 
 @pytest.fixture(params=[63, 127])
 def levels(request, monkeypatch):
-    """Of activations, those that every processor can add up, and those that this one can."""
+    """Levels of activations that every processor can sum, and that this processor can sum."""
     levels = min(request.param, int8_product.activation_levels())
     monkeypatch.setattr(int8_product, "activation_levels", lambda: levels)
     return levels
@@ -129,7 +122,7 @@ def test_what_is_no_number_stays_none():
 
 
 def check_largest_sums():
-    """All products as large as can be: what the kernel adds them up in must hold them."""
+    """Check that the kernel's accumulator holds the largest products."""
     linear = nn.Linear(512, 16, bias=False).requires_grad_(False)
     linear.weight.fill_(1.0)
     for rows in (1, 2, 64):
@@ -143,35 +136,19 @@ def test_largest_sums_are_exact(levels):
 
 
 def test_kernels_that_add_up_in_16_bits_get_7():
-    """In a process of its own, in which FBGEMM takes the kernels of a processor without VNNI."""
+    """Run in a process in which FBGEMM uses the kernels of a processor without VNNI."""
     code = "import test_quantization as t; t.check_largest_sums(); print(t.int8_product.activation_levels())"
-    environment = {**os.environ, "FBGEMM_ENABLE_INSTRUCTIONS": "AVX2", "PYTHONPATH": os.pathsep.join(sys.path)}
+    paths = [os.path.dirname(__file__), *sys.path]
+    environment = {**os.environ, "FBGEMM_ENABLE_INSTRUCTIONS": "AVX2", "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["63"]
 
 
-FAMILIES = {
-    "t5": lambda: T5ForConditionalGeneration(
-        T5Config(d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, vocab_size=37, decoder_start_token_id=0)
-    ),
-    "bart": lambda: BartForConditionalGeneration(BartConfig(d_model=64, vocab_size=37, **{
-        f"{side}_{name}": size
-        for side in ("encoder", "decoder")
-        for name, size in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 96))
-    })),
-    "marian": lambda: MarianMTModel(MarianConfig(
-        d_model=64, vocab_size=37, pad_token_id=0, decoder_start_token_id=0, forced_eos_token_id=None,
-        encoder_layers=2, decoder_layers=2, encoder_ffn_dim=96, decoder_ffn_dim=96,
-        encoder_attention_heads=4, decoder_attention_heads=4, max_position_embeddings=64,
-    )),
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("kind", ["int8", "float16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["t5", "bart", "marian"])
 def test_other_families(family, kind, all_sizes):
-    model = FAMILIES[family]().eval()
+    model = copy.deepcopy(search_model(family))
     ids = torch.randint(3, 37, (4, 9))
     with torch.inference_mode():
         expected = model(input_ids=ids, decoder_input_ids=ids).logits

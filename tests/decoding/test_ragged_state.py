@@ -1,20 +1,12 @@
-"""Tests of `metaphrase.decoding.ragged_state`: rows at lengths of their own are as if each had been alone."""
+"""Tests of `decoding.ragged_state`: rows of different lengths equal rows decoded alone."""
 
 import pytest
 import torch
-from tiny_models import CROSSED, DESIGNS, random_batch, tiny_model
+from decoder_states import setting
+from tiny_models import CROSSED, DESIGNS, random_batch
 
 from metaphrase.decoding.decoder_state import DecoderState
 from metaphrase.decoding.ragged_state import RaggedDecoderState
-
-
-def setting(padding="left", **fields):
-    """A model, its memory of three sources, and their mask."""
-    model = tiny_model(**fields)
-    batch = random_batch(model.config, padding=padding)
-    with torch.inference_mode():
-        memory = model.get_encoder()(batch["input_ids"], batch["attention_mask"]).last_hidden_state
-    return model, memory, batch["attention_mask"]
 
 
 def assert_is_alone(outputs, model, memory, mask, paths):
@@ -64,7 +56,7 @@ def walk(state, model, memory, mask, copies=1, turns=6, seed=0):
 @pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize("design", DESIGNS)
 def test_rows_are_as_if_alone(design, copies):
-    model, memory, mask = setting(**DESIGNS[design])
+    model, memory, mask, _ = setting(**DESIGNS[design])
     with torch.inference_mode():
         paths = walk(RaggedDecoderState(model.get_decoder(), memory, mask), model, memory, mask, copies)
     # They came to differ, and are longer than the state has room for at first.
@@ -74,7 +66,7 @@ def test_rows_are_as_if_alone(design, copies):
 @pytest.mark.parametrize("groups", [2, 4])
 @pytest.mark.parametrize("design", ["relative_per_layer-rmsnorm-pre", "rotary-layernorm-post", "none-rmsnorm-pre"])
 def test_groups_of_heads(design, groups):
-    model, memory, mask = setting("right", **CROSSED[design], num_key_value_heads=4 // groups)
+    model, memory, mask, _ = setting("right", **CROSSED[design], num_key_value_heads=4 // groups)
     with torch.inference_mode():
         paths = walk(RaggedDecoderState(model.get_decoder(), memory, mask), model, memory, mask, turns=8, seed=1)
     assert len({len(path) for path in paths}) > 1
@@ -83,7 +75,7 @@ def test_groups_of_heads(design, groups):
 @pytest.mark.parametrize("design", ["sinusoidal", "alibi", "rotary"])
 def test_what_lies_behind_the_ends_need_not_be_numbers(design, monkeypatch):
     """Memory that nobody has written may hold anything."""
-    model, memory, mask = setting(**DESIGNS[design])
+    model, memory, mask, _ = setting(**DESIGNS[design])
     monkeypatch.setattr(
         torch.Tensor, "new_empty", lambda self, *shape: self.new_full(shape[0] if len(shape) == 1 else shape, torch.nan)
     )
@@ -94,7 +86,7 @@ def test_what_lies_behind_the_ends_need_not_be_numbers(design, monkeypatch):
 
 @pytest.mark.parametrize("design", DESIGNS)
 def test_bfloat16_is_as_close_as_single_steps(design):
-    model, memory, mask = setting(**DESIGNS[design])
+    model, memory, mask, _ = setting(**DESIGNS[design])
     tokens = random_batch(model.config, target=7)["decoder_input_ids"]
     with torch.inference_mode():
         exact = RaggedDecoderState(model.get_decoder(), memory, mask).read(tokens)

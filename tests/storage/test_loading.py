@@ -1,4 +1,4 @@
-"""Whole models: weights that are missing, cut or of another shape are an error, and nothing is written from what is left."""
+"""Tests of loading: missing, truncated or misshapen weights are an error."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Locks: what one run writes no other writes meanwhile, and a run that was killed is in nobody's way."""
+"""Tests of write locks: one run at a time writes an output, and a killed run holds no lock."""
 
 import errno
 import os

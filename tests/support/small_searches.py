@@ -70,7 +70,7 @@ def one_of(inputs: dict[str, torch.Tensor], row: int) -> dict[str, torch.Tensor]
 
 
 def log_probabilities(model: PreTrainedModel, source: dict[str, torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
-    """Of each next token behind each target, from a whole pass without a cache, `(targets, vocab)`."""
+    """Return log-probabilities of the next token of each target (targets, V), without a cache."""
     return last_step(model, source, targets)[0]
 
 

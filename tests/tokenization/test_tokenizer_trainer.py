@@ -1,6 +1,5 @@
-"""Special tokens, text files and trained tokenizers: exact round trips, stable vocabularies, errors that say what is wrong."""
+"""Tests of tokenizer training: exact round trips, stable vocabularies, clear errors."""
 
-import gzip
 import json
 import logging
 import os
@@ -129,15 +128,6 @@ def test_wordpiece_knows_words_as_long_as_sentences():
 
 
 @pytest.mark.parametrize("kind", TOKENIZER_KINDS)
-def test_control_tokens_are_never_read_from_text(kind):
-    # The texts hold the characters often enough to be merged.
-    texts = ["x </s> y", "</s>", "<pad><s></s>x<unk>"] * 50
-    tokenizer = train(kind, texts, vocab_size=None)
-    for text in ["</s>", "x</s>y", "x <pad> y", "</s></s>", "x <s> </s>"]:
-        assert not {0, 1, 2} & set(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-@pytest.mark.parametrize("kind", TOKENIZER_KINDS)
 def test_control_tokens_spelled_like_words_are_never_read_from_text(kind):
     special_tokens = SpecialTokens(eos_token="EOS", pad_token="-*-", unk_token="[UNK]")
     tokenizer = train(kind, ["EOS xEOSx", "EOS -*- x-*-"] * 50, vocab_size=None, special_tokens=special_tokens)
@@ -212,16 +202,12 @@ def test_pretokenized_looks_whole_pieces_up_and_undoes_the_joiner():
     assert tokenizer("<unk> </s>", add_special_tokens=False)["input_ids"] == [3, 3]
 
 
-def test_pretokenized_joiner_may_be_any_string():
-    tokenizer = train("pretokenized", ["wa+ ter a.* b"], joiner="+")
-    assert round_trip(tokenizer, "wa+ ter a.* b") == "water a.* b"
-
-
 @pytest.mark.parametrize("joiner", ["@@", "+", "a.*b\\", "￭"])
 def test_references_are_joined_as_decoding_joins_them(joiner, tmp_path):
     tokenizer = train("pretokenized", [f"wa{joiner} ter b"], joiner=joiner)
     TokenizerPair(tokenizer, tokenizer).save_pretrained(tmp_path)
     pair = TokenizerPair.from_pretrained(tmp_path)
+    assert round_trip(pair.target, f"wa{joiner} ter b") == "water b"
     assert pair.as_decoded([f"wa{joiner} ter b", "water b", f"wa{joiner}"]) == ["water b", "water b", "wa"]
 
 
@@ -324,26 +310,20 @@ def test_characters_must_fit_into_the_vocabulary(kind):
     assert len(train(kind, vocab_size=needed)) == needed
 
 
-@pytest.mark.parametrize("kind", ["byte_bpe", "bpe", "unigram", "wordpiece", "char", "pretokenized"])
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
         ([], "at least one character that is not white space"),
         (["", " \n"], "at least one character that is not white space"),
+        (["<2de>", " <2de> "], "at least one character that is not white space"),
         ("a dog", "got the single string 'a dog'"),
         (["a", b"b"], "strings only, got bytes as text 2"),
         (["a", "b\ud800"], "lone surrogate .* in text 2"),
     ],
 )
-def test_texts_are_checked(kind, texts, message):
+def test_texts_are_checked(texts, message):
     with pytest.raises(ValueError, match=f"`texts` must .*{message}"):
-        train(kind, texts)
-
-
-@pytest.mark.parametrize("kind", ["byte_bpe", "bpe", "unigram", "wordpiece", "char", "pretokenized"])
-def test_additional_tokens_alone_are_no_text(kind):
-    with pytest.raises(ValueError, match="at least one character that is not white space"):
-        train(kind, ["<2de>", " <2de> "], additional_special_tokens=["<2de>"])
+        train("bpe", texts, additional_special_tokens=["<2de>"])
 
 
 @pytest.mark.parametrize("token", ["x", "", "<a b>", "<é>", "<\n>", None])
@@ -359,27 +339,6 @@ def test_special_tokens_own_their_ids():
     assert (*ids, special_tokens.unk_token_id) == (0, 1, 2, 3)
     with pytest.raises(ValueError, match="`count` must not be negative, got -1"):
         sentinel_tokens(-1)
-
-
-def test_iterate_lines_splits_at_line_feeds_only(tmp_path):
-    first, second = tmp_path / "first.txt", tmp_path / "second.txt"
-    first.write_bytes("\ufeffä b\r\n\nc\u2028d\u0085e\x0cf\rg\n".encode())
-    second.write_bytes(b"last")
-    assert list(iterate_lines([first, str(second)])) == ["ä b", "", "c\u2028d\u0085e\x0cf\rg", "last"]
-    assert list(iterate_lines(str(second))) == ["last"]
-
-
-def test_iterate_lines_decompresses(tmp_path):
-    path = tmp_path / "a.en.gz"
-    path.write_bytes(gzip.compress("\ufeffä b\r\nc".encode()))
-    assert list(iterate_lines([path, str(path)])) == ["ä b", "c"] * 2
-
-
-def test_iterate_lines_names_file_and_line_of_invalid_bytes(tmp_path):
-    path = tmp_path / "latin1.txt"
-    path.write_bytes("good\nschön\n".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"latin1\.txt` must be UTF-8, but line 2 has the byte 0xf6 at position 3"):
-        list(iterate_lines(path))
 
 
 @pytest.fixture

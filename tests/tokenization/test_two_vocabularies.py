@@ -1,4 +1,4 @@
-"""Tokenizers with the vocabularies of both sides in one: each side is encoded, decoded and read as itself."""
+"""Tests of tokenizers with two vocabularies: each side is encoded and decoded by its own."""
 
 import json
 import pickle
@@ -34,7 +34,7 @@ def write_vocabulary(path, tokens):
 
 
 def write_fsmt_tokenizer(folder, target_special=SPECIAL):
-    """As transformers' conversion from fairseq writes it, with letters for pieces."""
+    """Write files as transformers' conversion from fairseq does, with letters for pieces."""
     vocabularies = [
         write_vocabulary(folder / f"vocab-{side}.json", [*special, *vocabulary_of(texts)])
         for side, special, texts in (("src", SPECIAL, SOURCES), ("tgt", target_special, TARGETS))

@@ -1,4 +1,4 @@
-"""What a vocabulary is learned from."""
+"""Tests of `tokenization.vocabulary_trainer`: long words."""
 
 import pytest
 from sentences import SENTENCES
@@ -8,14 +8,14 @@ from metaphrase.tokenization import train_tokenizer
 
 @pytest.mark.parametrize("kind", ["byte_bpe", "bpe", "unigram", "wordpiece"])
 def test_words_of_any_length_are_cut_to_learn_from_and_counted(kind, caplog):
-    """Their merges would take the square of that length."""
+    """Merging is quadratic in the length of a word."""
     word, (first, rest) = "abcdefghij" * 230, (1000, 300)
     given = [*SENTENCES, f"ein {word} {word[:first]} Hund {word}"]
     cut = [*SENTENCES, f"ein {word[:first]}", word[:first], f"{word[:rest]} {word[:first]} Hund {word[:first]}"]
     cut += [word[:first], word[:rest]]
     options = {"kind": kind, "vocab_size": 320 if kind == "byte_bpe" else 120, "show_progress": False}
     vocabulary = train_tokenizer(given, **options).get_vocab()
-    assert "words of more than 1000 characters were cut: 2." in caplog.text
+    assert "Words of more than 1000 characters were cut to train the vocabulary: 2." in caplog.text
     caplog.clear()
     assert vocabulary == train_tokenizer(cut, **options).get_vocab()
     assert "were cut" not in caplog.text

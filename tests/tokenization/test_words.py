@@ -1,4 +1,4 @@
-"""Words: each token belongs to the word that it writes, by offsets, by decoding and by marks alike."""
+"""Tests of `tokenization.words`: each token belongs to its word, by offsets, by decoding and by marks."""
 
 import json
 
@@ -44,7 +44,7 @@ def marian(tmp_path_factory):
 
 
 def written(tokenizer, ids, word_ids, word):
-    """What the tokens of a word say."""
+    """Return the decoded tokens of a word."""
     return tokenizer.decode([token for token, index in zip(ids, word_ids, strict=True) if index == word]).strip()
 
 

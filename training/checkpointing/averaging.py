@@ -18,7 +18,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
-from metaphrase.storage.weight_files import WeightFiles, check_output, folder_in_one_step, read_json
+from metaphrase.storage.folders import check_output, folder_in_one_step, read_json
+from metaphrase.storage.weight_files import WeightFiles
 from metaphrase.training.checkpointing.folders import PROGRESS_NAME, checkpoints_in, step_of
 from metaphrase.training.exponential_average import EXPONENTIAL_AVERAGE_NAME
 

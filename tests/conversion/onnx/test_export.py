@@ -1,4 +1,4 @@
-"""ONNX: exported graphs compute what the model does, at other lengths than those they were traced with."""
+"""Tests of the ONNX export: graphs compute what the model computes, also at lengths that were not traced."""
 
 import builtins
 import json
@@ -29,10 +29,11 @@ from metaphrase.conversion.onnx.graphs import (
     DECODER_NAME,
     DECODER_WITH_PAST_NAME,
     ENCODER_NAME,
-    obstacles,
     past_names,
+    refuse_unsupported,
     with_tables,
     write_graphs,
+    write_later_step,
 )
 from metaphrase.inference import Generator
 from metaphrase.modeling import MetaphraseConfig
@@ -52,7 +53,7 @@ def assert_close(found, expected):
 
 
 def greedy(folder, input_ids, attention_mask, max_new_tokens):
-    """What a runner of optimum's exports does, by the names of the tensors alone: ids with the start token in front."""
+    """Decode as a runner of optimum's exports does, by tensor names, and return ids with the start token."""
     config = AutoConfig.from_pretrained(folder)
     encoder, first, later = (session(folder / name) for name in GRAPHS)
     mask = attention_mask.numpy()
@@ -82,8 +83,8 @@ def make_generator(seed=0, **fields):
     return Generator(model, pair)
 
 
-class Heard(logging.Handler):
-    """Names of the loggers that said something."""
+class LoggerNames(logging.Handler):
+    """Handler that collects names of loggers."""
 
     def __init__(self):
         super().__init__()
@@ -95,8 +96,8 @@ class Heard(logging.Handler):
 
 @pytest.fixture(scope="module")
 def heard():
-    """What was said while `exported` was made, as the command line hears it."""
-    handler, log = Heard(), logging.getLogger()
+    """Names of the loggers that logged while `exported` was made."""
+    handler, log = LoggerNames(), logging.getLogger()
     level = log.level
     log.addHandler(handler)
     log.setLevel(logging.INFO)
@@ -118,7 +119,7 @@ def exported(tmp_path_factory, heard):
 # the whole export
 
 
-def test_the_exporter_says_nothing_of_each_node(exported, heard):
+def test_the_exporter_logs_nothing_per_node(exported, heard):
     assert any(name.startswith("metaphrase") for name in heard)
     assert not [name for name in heard if name.startswith(("onnx", "torch.onnx"))]
 
@@ -183,7 +184,7 @@ def test_nothing_of_this_machine_is_in_the_graphs(exported):
 
 
 def test_what_differs_is_found(exported):
-    """One weight of either stack, by a little more than the tolerance allows."""
+    """One weight of each stack differs by a little more than the tolerance."""
     model, _, folder = exported
     check_graphs(model, folder)
     for stack, name in ((model.get_encoder(), ENCODER_NAME), (model.get_decoder(), DECODER_NAME)):
@@ -206,7 +207,7 @@ def test_what_differs_is_found(exported):
 
 
 def test_an_export_that_fails_its_check_leaves_nothing(exported, tmp_path, monkeypatch):
-    """Graphs of other weights than the model's."""
+    """The graphs have other weights than the model."""
     _, _, folder = exported
 
     def write_others(model, partial):
@@ -240,13 +241,13 @@ def test_what_is_there_is_replaced_only_if_asked_and_written_here(exported, tmp_
     ],
 )
 def test_later_steps_of_every_position(name, tmp_path, monkeypatch):
-    """Of one layer; all else is in the slow tests. One graph has its weights in a file of their own."""
+    """Check models of one layer. One graph has its weights in a separate file."""
     model = tiny_model(attn_implementation="eager", **(DESIGNS[name] | {"encoder_layers": 1, "decoder_layers": 1}))
     path, is_large = tmp_path / DECODER_WITH_PAST_NAME, name == "none"
     if is_large:
         monkeypatch.setattr(onnx_graphs, "LARGEST_WEIGHTS_BYTES", 0)
     with with_tables(model), torch.no_grad():
-        onnx_graphs._write(onnx_graphs._trace_decoder_with_past(model), path)
+        write_later_step(model, path)
     assert path.with_name(path.name + "_data").exists() == is_large
     graph = session(path)
     for batch, source, target in ((3, 12, 9), (1, 1, 2), (2, 5, 30)):
@@ -271,7 +272,7 @@ def test_later_steps_of_every_position(name, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["sinusoidal", "half_split", "learned", "relative", "relative_per_layer"])
 def test_tables_change_nothing_and_are_gone_afterwards(name):
-    """Distances beyond the last bucket's edge and sinusoids beyond the first table are among these."""
+    """The lengths reach beyond the last bucket and beyond the first table of sinusoids."""
     model = tiny_model(**DESIGNS[name])
     before = list(model.state_dict())
     given = random_batch(model.config, batch=2, source=40, target=33)
@@ -315,8 +316,8 @@ def test_what_cannot_be_exported_is_refused_by_name(kind, tmp_path):
     with pytest.raises(ValueError, match=message):
         export_onnx(source, tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
-    # Of a model that does not rotate they are without effect.
-    assert not obstacles(tiny_config(position_embedding_type="none", rope_parameters=rotation))
+    # The fields have no effect without rotary positions.
+    refuse_unsupported(tiny_config(position_embedding_type="none", rope_parameters=rotation))
 
 
 def test_other_families_and_quantization_are_refused(tmp_path):
@@ -332,7 +333,7 @@ def test_other_families_and_quantization_are_refused(tmp_path):
 def test_without_the_packages_the_error_says_what_to_install(missing, tmp_path, monkeypatch):
     source = save_generator(tiny_generator(), tmp_path / "model")
     for name in list(sys.modules):
-        if name.startswith("metaphrase.conversion.onnx_"):
+        if name.startswith("metaphrase.conversion.onnx"):
             monkeypatch.delitem(sys.modules, name)
     whole = builtins.__import__
 

@@ -1,4 +1,4 @@
-"""Search arguments: those of transformers 4 mean at a generator what they meant, without code from the Hub."""
+"""Tests of the choice of a search: arguments of transformers 4 keep their meaning, without code from the Hub."""
 
 import logging
 import warnings
@@ -53,16 +53,14 @@ def test_what_a_search_needs_is_filled_in(generator):
     ("options", "message"),
     [
         ({"num_beams": 0}, "`num_beams` must be at least 1, got 0"),
-        ({"num_beams": -1}, "`num_beams` must be at least 1, got -1"),
-        ({"do_sample": True, "top_p": 2.0}, "`top_p` must be above 0 and at most 1, got 2.0"),
         ({"do_sample": True, "top_p": 0.0}, "`top_p` must be above 0 and at most 1, got 0.0"),
         ({"do_sample": True, "typical_p": 1.5}, "`typical_p` must be above 0 and at most 1, got 1.5"),
         ({"do_sample": True, "epsilon_cutoff": 3.0}, "`epsilon_cutoff` must be at least 0 and below 1, got 3.0"),
         ({"do_sample": True, "eta_cutoff": -0.1}, "`eta_cutoff` must be at least 0 and below 1, got -0.1"),
-        (DIVERSE | CONTRASTIVE, "ask for one search, got `penalty_alpha` and `num_beam_groups`"),
-        (DIVERSE | {"force_words_ids": [[7]]}, "ask for one search, got `force_words_ids` and `num_beam_groups`"),
+        (DIVERSE | CONTRASTIVE, "choose one search, got `penalty_alpha` and `num_beam_groups`"),
+        (DIVERSE | {"force_words_ids": [[7]]}, "choose one search, got `force_words_ids` and `num_beam_groups`"),
         ({"diversity_penalty": 0.5, "num_beams": 4}, "`num_beam_groups` must be above 1 .* got None and 0.5"),
-        ({"penalty_alpha": 0.6}, "`top_k` must be given with `penalty_alpha`"),
+        ({"penalty_alpha": 0.6}, "`top_k` must be set with `penalty_alpha`"),
         (CONTRASTIVE | {"num_beams": 4}, "`num_beams` must be 1 where `penalty_alpha` is given, got 4"),
         ({"constraints": ["a"]}, "`constraints` must be None"),
         ({"first_words_ids": [[7]]}, "`first_words_ids` must come with `force_words_ids`"),
@@ -126,8 +124,6 @@ def test_what_never_occurs_is_added_to_the_models_own(generator):
         ({"must_contain": "Hund"}, "`must_contain` must be a list of phrases, got 'Hund'"),
         ({"never_contain": "Hund"}, "`never_contain` must be a list of phrases, got 'Hund'"),
         ({"must_contain": ["Hund"], "never_contain": ["Hund"]}, "both forced and forbidden"),
-        ({"must_contain": [""]}, "A phrase must be a text"),
-        ({"must_contain": [None]}, "A phrase must be a text .* got None"),
         ({"must_contain": [7]}, "A phrase must be a text .* got 7"),
         ({"must_contain": [["Hund", None]]}, "A phrase must be a text .* got None"),
         ({"must_contain": ["zwei kleine Hunde"]}, "`max_new_tokens` must leave room .* got 18 tokens for 8 places"),

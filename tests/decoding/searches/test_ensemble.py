@@ -1,4 +1,4 @@
-"""Tests of `metaphrase.decoding.searches.ensemble`: what a plain mean over whole passes of all models gives, token for token."""
+"""Tests of ensembles: tokens are those of the mean over whole passes of all models."""
 
 import copy
 import functools
@@ -42,7 +42,7 @@ def ensemble(models, mean="linear", **options):
 
 
 def plain(models, mean, monkeypatch, **options):
-    """transformers' own search over a forward pass of all models over the whole prefix, at each step."""
+    """Search with transformers' loop, with a pass of all models over the whole prefix at each step."""
     one, other = models
     inputs, other_inputs = pad_sources(TEXTS, one), pad_sources(OTHER_TEXTS, other)
     memory = BaseModelOutput(last_hidden_state=other.get_encoder()(**other_inputs).last_hidden_state)
@@ -221,7 +221,7 @@ def test_scores_and_attention_are_of_one_model():
 def test_other_families_are_refused():
     first, other = tiny_generator(), tiny_generator()
     other.model = torch.nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=r"must be a Metaphrase model, .* got Linear"):
+    with pytest.raises(ValueError, match=r"must both be Metaphrase models, got Linear"):
         Generator(first.model, first.tokenizers, members=[other])
 
 

@@ -1,4 +1,4 @@
-"""The phrase automaton: what it says of a text is what looking through the text says."""
+"""Tests of the phrase automaton: its states agree with a search in the whole text."""
 
 import itertools
 import random
@@ -37,7 +37,7 @@ def follow(automaton, text):
 
 
 def fewest(text, constraints):
-    """With how many tokens more a text meets all constraints, by trying all."""
+    """Return by trial how many more tokens meet all constraints."""
     for count in range(9):
         for more in itertools.product(range(1, VOCAB), repeat=count):
             if all(is_met((*text, *more), phrases) for phrases in constraints):

@@ -1,0 +1,102 @@
+"""Files and folders that appear complete or not at all."""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_CARD_NAME = "README.md"
+
+
+@contextlib.contextmanager
+def file_in_one_step(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`, which replaces `path` if the block succeeds and is removed if it fails."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def folder_in_one_step(output: Path) -> Iterator[Path]:
+    """Yield a temporary folder, which becomes `output` if the block succeeds and is removed if it fails.
+
+    The README.md of a replaced folder is kept, since its owner may have edited it.
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
+    replaced = output.with_name(f".{output.name}.{os.getpid()}.replaced")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        if (output / _CARD_NAME).is_file() and not (partial / _CARD_NAME).exists():
+            shutil.copy2(output / _CARD_NAME, partial)
+        if output.exists():
+            output.rename(replaced)
+        partial.rename(output)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        if replaced.exists():
+            replaced.rename(output)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def check_output(output: Path, sources: Sequence[Path], overwrite: bool, mark: str, action: str) -> None:
+    """Check that a folder may be written.
+
+    Args:
+        output: The folder to write.
+        sources: The folders to read.
+        overwrite: True if `output` may exist.
+        mark: Name of the file that proves that this package wrote `output`.
+        action: Participle for the error message, such as averaged.
+
+    Raises:
+        ValueError: If `output` lies in a source or holds one, or exists and must not be replaced.
+    """
+    resolved = output.resolve()
+    for source in map(Path.resolve, sources):
+        if resolved.is_relative_to(source) or source.is_relative_to(resolved):
+            raise ValueError(f"`output` must lie apart from what is {action}, got {output} and {source}.")
+    if not output.exists():
+        return
+    if not overwrite:
+        raise ValueError(f"`output` must not exist, got {output}. Pass --overwrite to replace it.")
+    if not (output / mark).is_file():
+        raise ValueError(f"`output` must hold {mark} to be overwritten, got {output}, which was not {action} here.")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the fields of a checkpoint's JSON file.
+
+    Raises:
+        ValueError: If the file is missing, is no JSON or holds no object.
+    """
+    if not path.is_file():
+        raise ValueError(f"A checkpoint must hold {path.name}, got none in {path.parent}.")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} must be readable as JSON, got an error: {error}.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold fields with values, got {type(content).__name__}.")
+    return content
+
+
+def write_provenance(path: Path, source: str | os.PathLike, **fields: str) -> None:
+    """Write where a folder comes from: the name of a source folder without its parents, or a Hub id, and `fields`."""
+    name = Path(source).resolve().name if os.path.isdir(source) else os.fspath(source)
+    write_json(path, {"source": name} | fields)
+
+
+def write_json(path: Path, content: Mapping[str, Any], *, sort_keys: bool = False) -> None:
+    """Write indented JSON with a final line feed."""
+    text = json.dumps(content, indent=2, sort_keys=sort_keys, ensure_ascii=False)
+    path.write_text(text + "\n", encoding="utf-8")
