@@ -154,9 +154,7 @@ def test_there_must_be_a_reference_for_each_target(generator):
 
 def test_references_that_cannot_be_scored_are_refused_before_decoding(generator, monkeypatch):
     monkeypatch.setattr(generator, "generate", None)
-    with pytest.raises(
-        ValueError, match="`metrics` must not hold wer where no reference has a word, got 2 empty refer"
-    ):
+    with pytest.raises(ValueError, match="`metrics` must not hold wer if no reference has a word, got 2 empty refer"):
         evaluate_generator(generator, ["a b", "c"], ["", " "], metrics=["bleu", "wer"])
     with pytest.raises(ValueError, match=r"A name in `metrics` must be one of bleu, .*, got 'blue'"):
         evaluate_generator(generator, ["a b"], ["a"], metrics=["blue"])

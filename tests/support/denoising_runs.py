@@ -6,10 +6,7 @@ from tiny_models import tiny_model
 from transformers import Seq2SeqTrainingArguments
 
 from metaphrase.data.collators import PairCollator
-from metaphrase.data.denoising.dataset import (
-    DenoisingDataset,
-    EpochCallback,
-)
+from metaphrase.data.denoising.dataset import DenoisingDataset, EpochCallback
 from metaphrase.data.denoising.span_corruption import SpanCorruption
 from metaphrase.data.denoising.text_infilling import TextInfilling
 from metaphrase.data.denoising.ul2 import ul2_mixture

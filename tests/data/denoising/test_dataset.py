@@ -20,7 +20,7 @@ from tiny_models import tiny_model
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from transformers import Seq2SeqTrainer
 
-from metaphrase.data.collators import LengthGroupedSampler, PairCollator
+from metaphrase.data.collators import PairCollator
 from metaphrase.data.denoising.dataset import (
     DenoisingDataset,
     announce_epoch,
@@ -33,7 +33,7 @@ from metaphrase.data.denoising.dataset import (
 from metaphrase.data.denoising.span_corruption import SpanCorruption
 from metaphrase.data.denoising.ul2 import ul2_mixture
 from metaphrase.data.text_blocks import load_texts, text_blocks
-from metaphrase.data.token_budget import TokenBudgetSampler
+from metaphrase.data.token_budget import LengthGroupedSampler, TokenBudgetSampler
 from metaphrase.tokenization import TokenizerPair, sentinel_tokens, train_tokenizer
 from metaphrase.training.trainer import MetaphraseTrainer
 
@@ -144,8 +144,7 @@ def flat(loader):
 
 
 @pytest.mark.parametrize(
-    ("context", "is_persistent"),
-    [("fork", True), ("fork", False), pytest.param("spawn", True, marks=pytest.mark.slow)],
+    ("context", "is_persistent"), [("fork", True), ("fork", False), pytest.param("spawn", True, marks=pytest.mark.slow)]
 )
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 2 worker processes")
 def test_workers_see_each_epoch(context, is_persistent):

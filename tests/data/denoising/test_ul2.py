@@ -29,14 +29,7 @@ def test_the_seven_denoisers_of_the_paper():
     mixture = ul2_mixture(SENTINELS, END, MODES)
     spans = [one for one in mixture.denoisers if isinstance(one.objective, SpanCorruption)]
     settings = {(one.mode, one.objective.mean_span_length, one.objective.noise_density) for one in spans}
-    assert settings == {
-        ("R", 3, 0.15),
-        ("R", 8, 0.15),
-        ("X", 3, 0.5),
-        ("X", 8, 0.5),
-        ("X", 64, 0.15),
-        ("X", 64, 0.5),
-    }
+    assert settings == {("R", 3, 0.15), ("R", 8, 0.15), ("X", 3, 0.5), ("X", 8, 0.5), ("X", 64, 0.15), ("X", 64, 0.5)}
     [prefix] = [one for one in mixture.denoisers if one not in spans]
     assert prefix.mode == "S" and isinstance(prefix.objective, PrefixLanguageModeling)
     assert all(one.mode_token_id == MODES[one.mode] for one in mixture.denoisers) and len(mixture.denoisers) == 7
@@ -125,7 +118,7 @@ def test_blocks_for_a_length_are_safe_for_all_denoisers():
 
 def test_too_few_sentinels_are_refused_with_the_number_that_all_denoisers_need():
     for given in (10, 84):
-        with pytest.raises(ValueError, match=rf"must hold at least 85 ids for blocks of 510 tokens .*, got {given}: "):
+        with pytest.raises(ValueError, match=rf"must hold at least 85 ids for blocks of 510 tokens .*, got {given}\. "):
             ul2_mixture(SENTINELS[:given], END).check_block_length(510)
     ul2_mixture(SENTINELS[:85], END).check_block_length(510)
     with pytest.raises(ValueError, match="at least 2 tokens to be corrupted, got 1"):
