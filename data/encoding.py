@@ -48,7 +48,6 @@ def encode_pairs(
     max_target_length: int | None,
     too_long: TooLong = "skip",
     empty: Empty = "skip",
-    num_proc: int | None = None,
     keep_text: bool = False,
     report: DataReport | None = None,
 ) -> tuple[datasets.Dataset, DataReport]:
@@ -63,7 +62,6 @@ def encode_pairs(
         max_target_length: The same for a target.
         too_long: Policy for pairs over a limit. "truncate" keeps the end-of-sequence token.
         empty: Policy for pairs with an empty side: only white space, or no token left after tokenization.
-        num_proc: Number of processes; None for the present one alone.
         keep_text: Keep the columns `source` and `target`, for scoring.
         report: Report of reading these pairs; it is not changed. Pairs beyond those of `dataset` count as in other splits.
 
@@ -91,7 +89,6 @@ def encode_pairs(
         remove_columns=removed,
         features=datasets.Features({**texts, **FEATURES}),
         fn_kwargs=arguments,
-        num_proc=num_proc,
         new_fingerprint=Hasher.hash((dataset._fingerprint, tokenizer_fingerprint(tokenizers), keys)),
         desc="Tokenizing",
     )

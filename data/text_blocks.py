@@ -1,13 +1,14 @@
 """Text blocks: cut plain text, one document per line, into blocks of equally many tokens without padding."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import datasets
 from datasets.fingerprint import Hasher
 
+from metaphrase.data.encoding import PairEncoder
 from metaphrase.data.fingerprints import tokenizer_fingerprint
 from metaphrase.data.pairs import Policy, check_files, check_max_samples, check_policy, read_cached
 from metaphrase.tokenization.texts import iterate_lines
@@ -17,17 +18,9 @@ _COUNTS = ("documents", "empty_documents", "invalid_documents")
 FEATURES = datasets.Features(
     {"input_ids": datasets.List(datasets.Value("int32")), **{name: datasets.Value("int64") for name in _COUNTS}}
 )
-# Bounds of one tokenizer call: many texts are fast, and memory stays bounded.
 TEXTS_PER_CALL = 1000
-CHARACTERS_PER_CALL = 1_000_000
 # Part of every cache key. Raise it when the same texts would be cut into other blocks.
 CACHE_VERSION = 2
-
-
-class TextEncoder(Protocol):
-    """A tokenizer that ends each list of ids in the end-of-sequence token."""
-
-    def encode_sources(self, texts: list[str]) -> list[list[int]]: ...
 
 
 @dataclass
@@ -128,7 +121,7 @@ def generate_texts(paths: tuple[str, ...], cache_key: Any, keep_invalid: bool) -
 
 def text_blocks(
     texts: datasets.Dataset,
-    tokenizers: TextEncoder,
+    tokenizers: PairEncoder,
     block_length: int,
     *,
     end_documents: bool = True,
@@ -154,9 +147,17 @@ def text_blocks(
     Raises:
         ValueError: If an argument is out of range, the tokenizers are not joint, or there is no block.
     """
-    cutter = _BlockCutter(texts.column_names, tokenizers, block_length, end_documents, remainder)
+    if "text" not in texts.column_names:
+        raise ValueError(f"`texts` must have the column text, got {texts.column_names}.")
     if (num_texts := len(texts)) == 0:
         raise ValueError("`texts` must hold at least one document, got none.")
+    if block_length < 2:
+        raise ValueError(f"`block_length` must be at least 2, got {block_length}.")
+    if remainder not in Remainder.__args__:
+        raise ValueError(f"`remainder` must be one of {', '.join(Remainder.__args__)}, got {remainder!r}.")
+    if not getattr(tokenizers, "is_joint", True):
+        raise ValueError("`tokenizers` must be joint, because a block goes to both sides, got two tokenizers.")
+    cutter = _BlockCutter(tokenizers, block_length, end_documents)
 
     def cut(batch: list[str | None], rows: list[int]) -> dict[str, list[Any]]:
         blocks = cutter.add(batch)
@@ -164,7 +165,7 @@ def text_blocks(
         if rows[-1] == num_texts - 1:
             # The last row holds the remainder, which may be empty, and the counts, so that a cached run has them too.
             blocks.append(cutter.rest)
-            counts.append(tuple(getattr(cutter.report, name) for name in _COUNTS))
+            counts.append(cutter.counts)
         columns = map(list, zip(*counts, strict=True)) if counts else ([], [], [])
         return {"input_ids": blocks, **dict(zip(_COUNTS, columns, strict=True))}
 
@@ -194,93 +195,36 @@ def text_blocks(
     return rows.select(range(report.blocks)).select_columns("input_ids"), report
 
 
-def iterate_blocks(
-    texts: Iterable[str],
-    tokenizers: TextEncoder,
-    block_length: int,
-    *,
-    end_documents: bool = True,
-    remainder: Remainder = "drop",
-    report: BlockReport | None = None,
-) -> Iterator[list[int]]:
-    """Yield the blocks of `text_blocks` one by one, from texts that may never end.
-
-    Memory holds one block, and at most `TEXTS_PER_CALL` documents or about `CHARACTERS_PER_CALL` characters.
-
-    Args:
-        texts: The documents.
-        tokenizers: As for `text_blocks`, like the other arguments.
-        report: Receives the counts, which are right whenever a block is yielded.
-
-    Raises:
-        ValueError: As `text_blocks`, except for a text without any block.
-    """
-    cutter = _BlockCutter(["text"], tokenizers, block_length, end_documents, remainder, report)
-    return _iterate(texts, cutter)
-
-
-def _iterate(texts: Iterable[str], cutter: "_BlockCutter") -> Iterator[list[int]]:
-    # A separate generator, so that `iterate_blocks` checks its arguments at once.
-    batch: list[str] = []
-    size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if len(batch) == TEXTS_PER_CALL or size >= CHARACTERS_PER_CALL:
-            yield from cutter.add(batch)
-            batch, size = [], 0
-    if batch:
-        yield from cutter.add(batch)
-    if cutter.rest and cutter.report.remainder == "keep":
-        yield cutter.rest
-
-
 class _BlockCutter:
-    """Joins documents to one stream of tokens and cuts it into blocks. Holds less than one block between calls."""
+    """Joins documents to one stream of tokens and cuts it into blocks. Holds less than one block between calls.
 
-    def __init__(
-        self,
-        columns: Sequence[str],
-        tokenizers: TextEncoder,
-        block_length: int,
-        end_documents: bool,
-        remainder: str,
-        report: BlockReport | None = None,
-    ):
-        if "text" not in columns:
-            raise ValueError(f"`texts` must have the column text, got {list(columns)}.")
-        if block_length < 2:
-            raise ValueError(f"`block_length` must be at least 2, got {block_length}.")
-        if remainder not in Remainder.__args__:
-            raise ValueError(f"`remainder` must be one of {', '.join(Remainder.__args__)}, got {remainder!r}.")
-        if not getattr(tokenizers, "is_joint", True):
-            raise ValueError("`tokenizers` must be joint, because a block goes to both sides, got two tokenizers.")
+    Attributes:
+        rest: Tokens behind the last block.
+        counts: Documents in all, empty documents, invalid documents.
+    """
+
+    def __init__(self, tokenizers: PairEncoder, block_length: int, end_documents: bool):
         probe = tokenizers.encode_sources([""])[0]
         if not probe:
             raise ValueError("The tokenizer must end each list of ids in the end-of-sequence token, got [] for ''.")
-        self.tokenizers = tokenizers
-        self.end_documents = end_documents
+        self.tokenizers, self.block_length, self.end_documents = tokenizers, block_length, end_documents
         self.end_id = probe[-1]
         self.rest: list[int] = []
-        self.report = BlockReport() if report is None else report
-        self.report.block_length, self.report.remainder = block_length, remainder
+        self.counts = [0, 0, 0]
 
     def add(self, texts: Sequence[str | None]) -> list[list[int]]:
         """Add documents and return the blocks that are now full."""
-        report, length = self.report, self.report.block_length
         valid = [text for text in texts if text is not None]
-        report.documents += len(texts)
-        report.invalid_documents += len(texts) - len(valid)
+        self.counts[0] += len(texts)
+        self.counts[2] += len(texts) - len(valid)
         for text, ids in zip(valid, self.tokenizers.encode_sources(valid), strict=True):
             if not ids or ids[-1] != self.end_id:
                 raise ValueError(f"The tokenizer must end each list of ids in {self.end_id}, got {ids[-5:]} as end.")
             if not text.strip() or len(ids) == 1:
-                report.empty_documents += 1
+                self.counts[1] += 1
                 continue
             self.rest += ids if self.end_documents else ids[:-1]
-        stop = len(self.rest) - len(self.rest) % length
-        blocks = [self.rest[start : start + length] for start in range(0, stop, length)]
+        stop = len(self.rest) - len(self.rest) % self.block_length
+        blocks = [self.rest[start : start + self.block_length] for start in range(0, stop, self.block_length)]
         del self.rest[:stop]
-        report.full_blocks += len(blocks)
-        report.remainder_tokens = len(self.rest)
         return blocks

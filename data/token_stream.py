@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import torch
@@ -107,14 +106,3 @@ class TokenBudgetStream(IterableDataset):
         pairs = [*buffer, uncounted(buffer[int(lengths.sum(axis=1).argmin())])]
         for step in torch.randperm(steps, generator=generator).tolist():
             yield [pairs[index] for index in batches[step * self.num_processes + self.process_index]]
-
-
-def pairs_of(dataset: Any) -> Callable[[int], Iterable[Pair]]:
-    """Return a function that reads a data set of `datasets` in each pass, shuffled anew if it shuffles."""
-
-    def read(number: int) -> Iterable[Pair]:
-        if hasattr(dataset, "set_epoch"):
-            dataset.set_epoch(number)
-        return dataset
-
-    return read

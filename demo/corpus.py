@@ -121,28 +121,6 @@ def words_of(line: str) -> list[str]:
     return line.replace(",", "").rstrip(".?").split()
 
 
-class _Collector:
-    """Distinct pairs by split, with one German sentence for each English one."""
-
-    def __init__(self, counts: dict[str, int]) -> None:
-        self.counts = counts
-        self.pairs: dict[str, list[Pair]] = {split: [] for split in SPLITS}
-        self._german_of: dict[str, str] = {}
-
-    def is_full(self, split: str) -> bool:
-        return len(self.pairs[split]) >= self.counts[split]
-
-    def add(self, split: str, pair: Pair) -> None:
-        """Add a new pair. Raise a `ValueError` for a second translation of the same English."""
-        english, german = pair
-        known = self._german_of.get(english)
-        if known is None:
-            self._german_of[english] = german
-            self.pairs[split].append(pair)
-        elif known != german:
-            raise ValueError(f"An English sentence must have one translation, got {known!r} and {german!r}.")
-
-
 def _draw(seed: int, max_draws: int) -> Iterator[tuple[str, Pair]]:
     """Yield pairs with their split. Raise a `ValueError` after `max_draws` draws."""
     sampler = Sampler(seed)
@@ -160,8 +138,8 @@ def make_demo_corpus(
 ) -> dict[str, list[Pair]]:
     """Make the corpus: `{"train": [(english, german), ...], "validation": [...], "test": [...]}`, all pairs distinct.
 
-    Every word form of validation and test occurs in training at least `MIN_OCCURRENCES` times, or proportionally less often
-    (but once) in a training split smaller than the default. "The cat is black." is always the first test pair.
+    Every word form of validation and test occurs in training at least `MIN_OCCURRENCES` times. A training split smaller
+    than the default needs proportionally fewer, but at least one. "The cat is black." is always the first test pair.
 
     Raises:
         ValueError: If `num_train` or `num_test` is below 1, `num_validation` is negative, or the grammar does not give enough
@@ -169,27 +147,40 @@ def make_demo_corpus(
     """
     counts = {"train": num_train, "validation": num_validation, "test": num_test}
     for split, count in counts.items():
-        if count < (minimum := split != "validation"):
-            raise ValueError(f"`num_{split}` must be at least {minimum:d}, got {count}.")
-    collector = _Collector(counts)
-    collector.add("test", (to_english(FIRST_TEST_SENTENCE), to_german(FIRST_TEST_SENTENCE)))
+        minimum = 0 if split == "validation" else 1
+        if count < minimum:
+            raise ValueError(f"`num_{split}` must be at least {minimum}, got {count}.")
+    pairs: dict[str, list[Pair]] = {split: [] for split in SPLITS}
+    german_of: dict[str, str] = {}
+
+    def add(split: str, pair: Pair) -> None:
+        english, german = pair
+        if english not in german_of:
+            german_of[english] = german
+            pairs[split].append(pair)
+        elif german_of[english] != german:
+            raise ValueError(
+                f"An English sentence must have one translation, got {german_of[english]!r} and {german!r}."
+            )
+
+    add("test", (to_english(FIRST_TEST_SENTENCE), to_german(FIRST_TEST_SENTENCE)))
     draws = _draw(seed, max_draws=_MAX_DRAWS_PER_PAIR * sum(counts.values()) + 1000)
     held_out = []
-    while not collector.is_full("train"):
+    while len(pairs["train"]) < num_train:
         split, pair = next(draws)
         if split == "train":
-            collector.add("train", pair)
+            add("train", pair)
         else:
             held_out.append((split, pair))
-    frequencies = Counter(word for pair in collector.pairs["train"] for line in pair for word in words_of(line))
+    frequencies = Counter(word for pair in pairs["train"] for line in pair for word in words_of(line))
     threshold = min(MIN_OCCURRENCES, max(1, MIN_OCCURRENCES * num_train // _DEFAULT_NUM_TRAIN))
     candidates = chain(held_out, draws)
-    while not (collector.is_full("validation") and collector.is_full("test")):
+    while any(len(pairs[split]) < counts[split] for split in ("validation", "test")):
         split, pair = next(candidates)
         is_familiar = all(frequencies[word] >= threshold for line in pair for word in words_of(line))
-        if is_familiar and not collector.is_full(split):
-            collector.add(split, pair)
-    return collector.pairs
+        if is_familiar and len(pairs[split]) < counts[split]:
+            add(split, pair)
+    return pairs
 
 
 def write_demo_corpus(folder: str | Path, **arguments: int) -> dict[str, Path]:

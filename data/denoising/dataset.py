@@ -1,15 +1,13 @@
 """Denoising: turn blocks of plain text into training pairs, with noise that is new in each epoch and reproducible."""
 
 import logging
-from itertools import count
 
 import datasets
 import numpy as np
 import pyarrow.compute as pc
 import torch
 from torch.utils.data import DataLoader
-from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import has_length
+from transformers import PreTrainedTokenizerBase
 
 from metaphrase.data.denoising.span_corruption import MIN_BLOCK_LENGTH, SpanCorruption
 from metaphrase.data.denoising.text_infilling import TextInfilling, full_stop_ids_of
@@ -43,8 +41,8 @@ class DenoisingDataset(torch.utils.data.Dataset):
     The data set draws the noise, because a collator knows neither the index of a block nor its length before the draw. The
     epoch lies in shared memory, so that persistent workers see it change.
 
-    Call `set_epoch` before each epoch; `EpochCallback` makes a Trainer call it. The loaders of accelerate stop at the first
-    sampler that takes an epoch, and mostly skip the data set with several processes or after resuming.
+    `set_epoch` must be called before each epoch. `MetaphraseTrainer` calls it through `announce_epoch`, because the loaders of
+    accelerate stop at the first sampler that takes an epoch.
 
     `dataset["source_length"]`, `dataset["target_length"]` and their sum `dataset["length"]` are lengths in tokens with
     end-of-sequence tokens, equal in all epochs. They are upper bounds unless `objective.lengths_are_exact`.
@@ -141,42 +139,6 @@ def _warn_of_fixed_spans(objective: Objective, longest: int) -> None:
             f"For {len(fixed)} of {len(parts)} denoisers: " if is_mixture else "",
             longest,
         )
-
-
-class EpochCallback(TrainerCallback):
-    """Callback that sets the epoch of the training data set and of every sampler above it.
-
-    A Trainer and accelerate do not reach every part of a stack of loaders and samplers: with several processes or after
-    resuming, a part may stay in its first epoch. The callback runs in every process before the loader of an epoch starts.
-    """
-
-    def __init__(self) -> None:
-        self._epochs = count()
-
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        train_dataloader: DataLoader | None = None,
-        **kwargs,
-    ) -> None:
-        """Compute the first epoch of this run from the finished steps, as the Trainer does."""
-        steps = state.max_steps
-        if has_length(train_dataloader):
-            steps = -(-len(train_dataloader) // args.gradient_accumulation_steps)
-        self._epochs = count(state.global_step // max(steps, 1))
-
-    def on_epoch_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        train_dataloader: DataLoader | None = None,
-        **kwargs,
-    ) -> None:
-        """Set the epoch of the loader."""
-        announce_epoch(train_dataloader, next(self._epochs))
 
 
 def announce_epoch(loader: DataLoader, epoch: int) -> None:

@@ -71,26 +71,12 @@ class TextInfilling:
             raise ValueError(f"A block must have at least 1 token to be masked, got {block_length}.")
 
     def __call__(
-        self, block: Sequence[int] | np.ndarray, generator: np.random.Generator, ends: Sequence[int] | None = None
+        self, block: Sequence[int] | np.ndarray, generator: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Corrupt a block of ids `(tokens,)` and return source and target.
-
-        Args:
-            block: The ids.
-            generator: The randomness.
-            ends: Ends of the sentences, as for `permute_sentences`, in place of `full_stop_ids`. All sentences of the block
-                are then shuffled together.
-
-        Raises:
-            ValueError: As `check_block_length` and `permute_sentences`.
-        """
+        """Corrupt a block of ids `(tokens,)` and return source and target. Raise a `ValueError` for an empty block."""
         self.check_block_length(len(block))
         block = np.asarray(block, dtype=np.int64)
-        shuffled = block
-        if ends is not None:
-            shuffled = permute_sentences(block, ends, generator)
-        elif self.full_stop_ids:
-            shuffled = self._permute_in_documents(block, generator)
+        shuffled = self._permute_in_documents(block, generator) if self.full_stop_ids else block
         lengths = self.span_lengths(len(block), generator)
         source = mask_spans(shuffled, lengths, self.mask_token_id, generator)
         return np.append(source, self.eos_token_id), np.append(block, self.eos_token_id)
@@ -137,20 +123,14 @@ def sentence_ends(ids: np.ndarray, full_stop_ids: Sequence[int]) -> np.ndarray:
     return np.flatnonzero(is_last) + 1
 
 
-def permute_sentences(ids: np.ndarray, ends: Sequence[int], generator: np.random.Generator) -> np.ndarray:
+def permute_sentences(ids: np.ndarray, ends: np.ndarray, generator: np.random.Generator) -> np.ndarray:
     """Put the sentences into a random order. All orders are equally likely.
 
     Args:
         ids: The tokens `(tokens,)`.
         ends: Indices behind the last token of each sentence, rising up to the number of tokens.
         generator: The randomness.
-
-    Raises:
-        ValueError: If `ends` do not rise to the number of tokens.
     """
-    ends = np.asarray(ends, dtype=np.int64)
-    if not len(ends) or ends[-1] != len(ids) or (np.diff(ends, prepend=0) < 1).any():
-        raise ValueError(f"`ends` must rise from at least 1 to the {len(ids)} tokens, got {ends.tolist()}.")
     sentences = np.split(ids, ends[:-1])
     return np.concatenate([sentences[index] for index in generator.permutation(len(sentences))])
 

@@ -119,28 +119,13 @@ class MixtureOfDenoisers:
     """Objective that draws one of several denoisers for each block.
 
     Attributes:
-        denoisers: At least one.
-        rates: Relative frequency of each denoiser; None for equal frequencies.
-
-    Raises:
-        ValueError: If there is no denoiser, or the rates are not one positive number for each.
+        denoisers: At least one, all equally frequent.
 
     Source: Tay et al. 2022, section 3.1.2 (arXiv 2205.05131).
     """
 
-    denoisers: Sequence[Denoiser]
-    rates: Sequence[float] | None = None
+    denoisers: tuple[Denoiser, ...]
     lengths_are_exact: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "denoisers", tuple(self.denoisers))
-        rates = (1.0,) * len(self.denoisers) if self.rates is None else tuple(self.rates)
-        if not rates or len(rates) != len(self.denoisers) or not all(0 < rate < float("inf") for rate in rates):
-            raise ValueError(
-                f"`rates` must hold a positive number for each of one or more `denoisers`, got {rates} for "
-                f"{len(self.denoisers)}."
-            )
-        object.__setattr__(self, "rates", rates)
 
     def lengths(self, block_length: int) -> tuple[int, int]:
         """Return the most tokens of source and target of a block, with mode token and end-of-sequence tokens."""
@@ -164,8 +149,9 @@ class MixtureOfDenoisers:
             denoiser.objective.check_block_length(block_length)
 
     def draw(self, generator: np.random.Generator) -> Denoiser:
-        shares = np.array(self.rates) / np.sum(self.rates)
-        return self.denoisers[generator.choice(len(self.denoisers), p=shares)]
+        count = len(self.denoisers)
+        # Without `p`, NumPy would draw other numbers.
+        return self.denoisers[generator.choice(count, p=np.ones(count) / count)]
 
     def __call__(
         self, block: Sequence[int] | np.ndarray, generator: np.random.Generator
@@ -186,7 +172,6 @@ def ul2_mixture(
     sentinel_ids: Sequence[int],
     eos_token_id: int,
     mode_token_ids: Mapping[str, int] | None = None,
-    rates: Sequence[float] | None = None,
     spans_anywhere: bool = False,
 ) -> MixtureOfDenoisers:
     """Make the seven denoisers of UL2: two of regular, one of sequential and four of extreme noise, equally often.
@@ -198,7 +183,6 @@ def ul2_mixture(
         eos_token_id: End of source and target.
         mode_token_ids: Ids of the tokens before the source in the modes R, S and X, such as `mode_token_ids_of(tokenizer)`;
             None for no tokens.
-        rates: Relative frequencies of the six `UL2_SPAN_CORRUPTIONS` and of the S-denoiser.
         spans_anywhere: As for `SpanCorruption`.
 
     Raises:
@@ -218,7 +202,7 @@ def ul2_mixture(
         denoisers.append(Denoiser(mode, objective, modes.get(mode)))
     sequential = PrefixLanguageModeling(eos_token_id=eos_token_id, sentinel_id=sentinel_ids[0])
     denoisers.append(Denoiser("S", sequential, modes.get("S")))
-    return MixtureOfDenoisers(denoisers=denoisers, rates=rates)
+    return MixtureOfDenoisers(denoisers=tuple(denoisers))
 
 
 def mode_token_ids_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, int] | None:

@@ -142,14 +142,6 @@ def test_text_can_be_kept_beside_the_ids():
     assert list(zip(encoded["source"], encoded["input_ids"], strict=True)) == [("a", [97, 1]), ("c", [99, 1])]
 
 
-def test_processes_do_not_change_the_result():
-    pairs = [("a" * (index % 5), "b" * (index % 4)) for index in range(40)]
-    alone, alone_report = encode(*pairs)
-    parallel, parallel_report = encode(*pairs, num_proc=2)
-    assert parallel.to_list() == alone.to_list()
-    assert parallel_report == alone_report
-
-
 def word_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
     vocabulary = {token: index for index, token in enumerate(["<pad>", "</s>", "<unk>", *words])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))

@@ -1,15 +1,15 @@
-"""Text blocks: every token once or counted, and equal from a data set and from a stream."""
+"""Text blocks: every token occurs once or is counted."""
 
 import gzip
 import json
-from itertools import chain, islice
+from itertools import chain
 from types import SimpleNamespace
 
 import datasets
 import pytest
 
 from metaphrase.data import text_blocks as module
-from metaphrase.data.text_blocks import BlockReport, iterate_blocks, load_texts, text_blocks
+from metaphrase.data.text_blocks import load_texts, text_blocks
 from metaphrase.tokenization import TokenizerPair, train_tokenizer
 
 END = 1
@@ -58,9 +58,6 @@ def test_blocks_joined_are_the_text(length, remainder, end_documents):
     assert blocks.column_names == ["input_ids"]
     assert (report.tokens, report.full_blocks, report.remainder_tokens) == (len(whole), full, rest)
     assert (report.documents, report.empty_documents, report.blocks) == (len(TEXTS), 4, len(rows))
-    streamed = BlockReport()
-    assert list(iterate_blocks(iter(TEXTS), Letters(), length, report=streamed, **options)) == rows
-    assert streamed == report
 
 
 def test_the_report_counts_unused_texts():
@@ -115,41 +112,6 @@ def test_a_second_run_reads_the_cache_with_all_counts(tmp_path):
         assert fresh.calls == 2
     file.write_text("another text altogether\n")
     assert cut(Letters())[1].documents == 1
-
-
-def test_streams_without_an_end_are_cut_with_bounded_memory(monkeypatch):
-    monkeypatch.setattr(module, "TEXTS_PER_CALL", 10)
-    read = 0
-
-    def endless():
-        nonlocal read
-        while True:
-            read += 1
-            yield "abcdefghi"
-
-    report = BlockReport()
-    blocks = iterate_blocks(endless(), Letters(), 25, report=report)
-    for number, block in enumerate(islice(blocks, 400), start=1):
-        assert len(block) == 25
-        # At most one call's documents are ahead of the blocks.
-        assert read * 10 - number * 25 < 25 + 100
-    assert report.tokens == read * 10
-
-
-def test_long_documents_are_encoded_with_few_others(monkeypatch):
-    monkeypatch.setattr(module, "CHARACTERS_PER_CALL", 100)
-    sizes = []
-
-    class Watched(Letters):
-        def encode_sources(self, texts):
-            sizes.append(len(texts))
-            return super().encode_sources(texts)
-
-    texts = ["a" * 60] * 5 + ["b" * 500] + ["c"] * 3
-    blocks = list(iterate_blocks(texts, Watched(), 50, remainder="keep"))
-    assert joined(blocks) == stream_of(texts)
-    # The first call is the probe.
-    assert sizes == [1, 2, 2, 2, 3]
 
 
 def test_lines_are_read_as_they_are(tmp_path):
@@ -222,13 +184,11 @@ def test_arguments_are_checked(options, message):
         text_blocks(**{"texts": dataset_of(TEXTS), "tokenizers": Letters(), "block_length": 7, **options})
 
 
-def test_a_stream_checks_its_arguments_and_the_end_of_texts():
+def test_a_tokenizer_without_an_end_for_every_text_is_refused():
     class Forgetful(Letters):
         def encode_sources(self, texts):
             return [[ord(letter) for letter in text] or [END] for text in texts]
 
-    with pytest.raises(ValueError, match="`block_length` must be at least 2, got 0"):
-        iterate_blocks([], Letters(), 0)
     with pytest.raises(ValueError, match=r"must end each list of ids in 1, got \[97, 98\] as end"):
         text_blocks(dataset_of(["ab"]), Forgetful(), 2)
 

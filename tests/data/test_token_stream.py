@@ -2,14 +2,13 @@
 
 from itertools import islice
 
-import datasets
 import numpy as np
 import pytest
 from random_lengths import random_lengths
 from torch.utils.data import DataLoader
 
 from metaphrase.data.token_budget import padded_cost
-from metaphrase.data.token_stream import TokenBudgetStream, pairs_of
+from metaphrase.data.token_stream import TokenBudgetStream
 
 PAIRS = 700
 
@@ -132,11 +131,3 @@ def test_an_empty_stream_and_a_buffer_smaller_than_the_processes_are_refused(pai
         next(iter(stream_of([])))
     with pytest.raises(ValueError, match="`pairs_in_buffer` must be at least"):
         stream_of(pairs, pairs_in_buffer=1, num_processes=2)
-
-
-def test_a_data_set_that_shuffles_is_shuffled_anew_in_each_pass(pairs):
-    dataset = datasets.Dataset.from_list(pairs).to_iterable_dataset().shuffle(seed=1, buffer_size=100)
-    read = pairs_of(dataset)
-    orders = [[pair["input_ids"][0] for pair in read(number)] for number in (0, 1, 0)]
-    assert orders[0] == orders[2] != orders[1]
-    assert sorted(orders[1]) == list(range(PAIRS))

@@ -1,4 +1,4 @@
-"""The grammar of the demo corpus: its English and German by hand-written examples, and which combinations are held out."""
+"""The grammar of the demo corpus: English and German examples by hand, and held-out combinations."""
 
 import pytest
 from demo_phrases import ADJECTIVE_OF, NOUN_OF, SAY_OF, clause, phrase, prepositional, question, statement, who
