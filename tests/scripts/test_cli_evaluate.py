@@ -222,7 +222,7 @@ def refuse(*args, **kwargs):
         (["--output", "FOLDER/test.en/m.json"], "`output` must be in a folder that can be written to, got .*m.json: "),
         (
             ["--output", "FOLDER/taken"],
-            "`output` must be a file, or a folder for metrics.json, got .*metrics.json, which",
+            "`output` must be a file, or a folder for metrics.json, got .*metrics.json",
         ),
     ],
     ids=str,
