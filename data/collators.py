@@ -1,28 +1,24 @@
-"""Batching: which pairs share a batch, and encoded pairs to padded tensors.
-
-PackedCollator: encoded pairs to one packed row on each side, with no padding between them.
-"""
+"""Collators: join encoded pairs to padded tensors, or to one packed row on each side."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 import torch
-from torch.utils.data import Sampler
 from transformers import PreTrainedModel
 
 from metaphrase.modeling import IGNORED_LABEL, shift_right
 
-# Families whose own class makes what the decoder reads of the sources, where it is given labels alone.
+# Families whose class builds the decoder input from the sources instead of the labels.
 _NOT_SHIFTING = ("fsmt",)
 
 
 def with_decoder_inputs(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A batch with `decoder_input_ids`, the labels shifted to the right, for a model that does not shift them by itself.
+    """Add `decoder_input_ids` (the labels shifted to the right) for a model that does not shift labels itself.
 
     Args:
-        model: Any encoder-decoder; for most the batch stays as it is.
-        inputs: With `labels`, `(batch, target)`.
+        model: Any encoder-decoder model. Most models need no change.
+        inputs: A batch with `labels`, `(batch, target)`.
 
     Raises:
         ValueError: If the model has no start token.
@@ -35,22 +31,18 @@ def with_decoder_inputs(model: PreTrainedModel, inputs: Mapping[str, torch.Tenso
 
 
 def source_of(pair: Mapping[str, Sequence[int]]) -> Sequence[int]:
-    """The ids of a pair's source, without what its `attention_mask`, if it has one, hides: it may have been padded already."""
+    """Return the ids of a pair's source, without the padding that an `attention_mask` marks."""
     ids, mask = pair["input_ids"], pair.get("attention_mask")
-    return ids if mask is None or all(mask) else [token for token, is_seen in zip(ids, mask, strict=True) if is_seen]
+    return ids if mask is None or all(mask) else [token for token, is_token in zip(ids, mask, strict=True) if is_token]
 
 
 class PairCollator:
-    """Pads sources and labels on the right, to the longest of the batch.
-
-    Source and target may have tokenizers of their own, so it needs no tokenizer, only the id that pads the source. Labels are
-    padded with -100; the model makes the decoder's input from them.
-    """
+    """Collator that pads sources and labels on the right, to the longest of the batch. Labels are padded with -100."""
 
     def __init__(self, pad_token_id: int, pad_to_multiple_of: int = 1):
         """Args:
-        pad_token_id: Pads `input_ids`.
-        pad_to_multiple_of: Widths are rounded up to a multiple of it, for tensor cores.
+        pad_token_id: Padding of `input_ids`.
+        pad_to_multiple_of: Multiple to which widths are rounded up, for tensor cores.
 
         Raises:
             ValueError: If the multiple is below 1.
@@ -61,9 +53,9 @@ class PairCollator:
         self.pad_to_multiple_of = pad_to_multiple_of
 
     def __call__(self, pairs: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
-        """Joins pairs with `input_ids` and `labels` to `input_ids`, `attention_mask`, `labels`, `(batch, length)` each.
+        """Join pairs to `input_ids`, `attention_mask` and `labels`, `(batch, length)` each.
 
-        Pairs that were padded already have an `attention_mask`, by which they are read.
+        An `attention_mask` marks the padding of pairs that are padded already.
         """
         sources = [source_of(pair) for pair in pairs]
         batch = {
@@ -80,67 +72,26 @@ class PairCollator:
         return torch.tensor([list(row) + [value] * (width - len(row)) for row in rows], dtype=torch.long)
 
 
-class LengthGroupedSampler(Sampler[int]):
-    """Indices in an order whose consecutive batches hold pairs of like length, the batches themselves in random order.
-
-    Pairs are shuffled, sorted by length inside windows of many batches, cut into batches, and the batches are shuffled: little is
-    padded, and no stretch of training sees only long or only short pairs. The order depends on the seed and the epoch alone.
-    """
-
-    def __init__(self, lengths: Sequence[int], batch_size: int, seed: int, batches_per_window: int = 50):
-        """Args:
-        lengths: Of each pair, in tokens.
-        batch_size: Of the loader that reads this order.
-        seed: Of the order.
-        batches_per_window: More pad less, fewer mix more.
-        """
-        self.lengths = lengths
-        self.batch_size = batch_size
-        self.seed = seed
-        self.window = batch_size * batches_per_window
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Chooses the order of an epoch; accelerate's loaders call it."""
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        shuffled = torch.randperm(len(self.lengths), generator=generator).tolist()
-        batches = []
-        for start in range(0, len(shuffled), self.window):
-            window = sorted(shuffled[start : start + self.window], key=lambda index: -self.lengths[index])
-            batches += [window[place : place + self.batch_size] for place in range(0, len(window), self.batch_size)]
-        # The loader cuts the order every `batch_size` indices, so only the last batch may be smaller.
-        full = [batch for batch in batches if len(batch) == self.batch_size]
-        rest = [batch for batch in batches if len(batch) < self.batch_size]
-        order = torch.randperm(len(full), generator=generator).tolist()
-        for batch in [full[place] for place in order] + rest:
-            yield from batch
-
-
 class PackedCollator:
-    """Puts all sources of a batch one after the other in one row, and all targets in another, the longest sources first.
+    """Collator that packs all sources of a batch into one row, and all targets into another, longest sources first.
 
-    What the network computes of the pairs is what it would compute of padded ones. The lengths tell it where each pair lies.
+    The network computes the same as for padded pairs. The lengths mark where each pair begins.
     """
 
     def __init__(self, pad_token_id: int = 0, pad_to_multiple_of: int = 1):
         """Args:
-        pad_token_id: What rows are filled up with.
-        pad_to_multiple_of: The tokens of a row, which are filled up by short pairs of padding, without labels. A CPU compiles its
-            bfloat16 kernels for each shape that it meets; few shapes save that time, and the memory that the kernels take.
+        pad_token_id: Padding of `input_ids`.
+        pad_to_multiple_of: Multiple to which short pairs of padding fill up the tokens of a row. A CPU compiles bfloat16
+            kernels for each shape: few shapes save time and memory.
         """
         self.pad_token_id, self.pad_to_multiple_of = pad_token_id, pad_to_multiple_of
 
     def __call__(self, pairs: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor | int]:
-        """Joins pairs with `input_ids` and `labels`, read as by `PairCollator`, to `(1, source tokens)` and `(1, target tokens)`.
+        """Join pairs, read as by `PairCollator`, to rows.
 
         Returns:
-            `input_ids`, `labels`, `source_lengths` and `target_lengths` `(pairs)`, and the largest of each.
+            `input_ids` `(1, source tokens)`, `labels` `(1, target tokens)`, `source_lengths` and `target_lengths` `(pairs,)`,
+            and the largest of each as `longest_source` and `longest_target`.
 
         Raises:
             ValueError: If a side of a pair is empty.
@@ -172,15 +123,15 @@ class PackedCollator:
 
 
 def filler_lengths(tokens: Sequence[int], longest: Sequence[int], multiple: int) -> list[list[int]]:
-    """Lengths of the pairs that fill two rows up.
+    """Return the lengths of the pairs that fill up two rows to a multiple.
 
     Args:
-        tokens: Of each row.
-        longest: No filler of a row is longer, since positions may end there.
-        multiple: What the tokens of each row shall be a multiple of.
+        tokens: Tokens of each row.
+        longest: Longest allowed filler of each row, because positions may end there.
+        multiple: Multiple of the tokens of each row.
 
     Returns:
-        As many lengths for each row, all of at least 1; none if both rows are full.
+        Lengths of at least 1, equally many for each row; none if both rows are full.
     """
     missing = [-count % multiple for count in tokens]
     if not any(missing):

@@ -1,17 +1,14 @@
-"""Text files of raw pairs: each reader walks one layout and yields a pair or says what is wrong with it.
+"""Readers of raw pairs: text, TSV, CSV, JSON and Parquet files, and Arrow tables.
 
-Lines end at LF or CRLF and nowhere else: U+2028, U+0085 and the like are ordinary characters of a sentence.
-A byte-order mark at the start of a file is not part of its text. Files may be compressed (`.gz`).
-A blank line holds no record in .csv and .jsonl files, as other readers of them have it; elsewhere it counts as a pair.
-
-Raw pairs in Arrow tables: of Parquet files and of data sets.
+Each reader yields a pair or the problem with it. Lines end at LF or CRLF only: U+2028, U+0085 and the like are characters of a
+sentence. A byte-order mark at the start of a file is skipped. Files may be compressed (`.gz`). Blank lines are skipped in .csv
+and .jsonl files; in other files a blank line counts as a pair.
 """
 
 import csv
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,7 +25,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class PairProblem:
-    """Stands in the place of a pair that cannot be used. `kind` is "invalid_utf8" or "malformed"."""
+    """A pair that cannot be used. `kind` is "invalid_utf8" or "malformed"."""
 
     kind: str
     message: str
@@ -38,7 +35,7 @@ Record = tuple[str, str] | PairProblem
 
 
 class Line(NamedTuple):
-    """One line of a file: 1-based number, offset of its first byte in the (decompressed) file, bytes with the ending."""
+    """A line with its ending, its number from 1, and its byte offset in the (decompressed) file."""
 
     number: int
     offset: int
@@ -46,7 +43,7 @@ class Line(NamedTuple):
 
 
 def read_lines(path: str) -> Iterator[Line]:
-    """Yields the lines of a file with their endings."""
+    """Yield the lines of a file."""
     offset = 0
     with open_bytes(path) as file:
         for number, content in enumerate(file, start=1):
@@ -57,20 +54,13 @@ def read_lines(path: str) -> Iterator[Line]:
             yield Line(number, start, content)
 
 
-def count_lines(path: str) -> int:
-    """Returns the number of lines; a last line without an ending counts."""
-    with open_bytes(path) as file:
-        return sum(1 for _ in file)
-
-
-def without_ending(content: bytes) -> bytes:
-    """Removes one LF or CRLF from the end of a line."""
+def _strip_ending(content: bytes) -> bytes:
     return content.removesuffix(b"\n").removesuffix(b"\r") if content.endswith(b"\n") else content
 
 
 def _decode(path: str, line: Line) -> str | PairProblem:
     try:
-        return without_ending(line.content).decode("utf-8")
+        return _strip_ending(line.content).decode("utf-8")
     except UnicodeDecodeError as error:
         return _not_utf8(path, line.number, line.offset + error.start)
 
@@ -82,12 +72,12 @@ def _not_utf8(path: str, number: int, offset: int) -> PairProblem:
 
 
 def read_parallel(source_file: str, target_file: str) -> Iterator[Record]:
-    """Yields the pairs of two text files with one sentence per line.
+    """Yield the pairs of two text files with one sentence per line.
 
     Raises:
         ValueError: If the files differ in their number of lines.
     """
-    counts = count_lines(source_file), count_lines(target_file)
+    counts = [sum(1 for _ in read_lines(path)) for path in (source_file, target_file)]
     if counts[0] != counts[1]:
         raise ValueError(
             "Parallel files must have the same number of lines, "
@@ -100,28 +90,28 @@ def read_parallel(source_file: str, target_file: str) -> Iterator[Record]:
 
 
 def read_tsv(path: str, source_column: Column, target_column: Column) -> Iterator[Record]:
-    """Yields the pairs of a tab-separated file, in which a quote is a character like any other.
+    """Yield the pairs of a tab-separated file. Quotes are ordinary characters.
 
-    The first line is a header when it holds both column names; columns given by number say that there is none.
+    The first line is a header if it holds both column names. Columns given by number mean that there is no header.
 
     Raises:
-        ValueError: If the columns asked for are not in the file.
+        ValueError: If the file does not have the columns.
     """
-    wanted = (source_column, target_column)
-    by_number = all(isinstance(column, int) for column in wanted)
-    places, width = wanted, 2
+    columns = (source_column, target_column)
+    by_number = all(isinstance(column, int) for column in columns)
+    names = tuple(default if name is None else name for name, default in zip(columns, DEFAULT_COLUMNS, strict=True))
     for line in read_lines(path):
         text = _decode(path, line)
-        fields = without_ending(line.content).decode("utf-8", errors="replace").split("\t")
+        fields = _strip_ending(line.content).decode("utf-8", errors="replace").split("\t")
         if line.number == 1:
-            names = tuple(
-                default if name is None else name for name, default in zip(wanted, DEFAULT_COLUMNS, strict=True)
-            )
             has_header = not by_number and all(name in fields for name in names)
-            places = _tsv_places(path, fields, names, wanted, has_header)
             width = len(fields) if has_header or by_number else 2
             if has_header:
+                check_columns(path, names, fields)
+                source, target = map(fields.index, names)
                 continue
+            _check_no_header(path, fields, names, columns)
+            source, target = columns if by_number else (0, 1)
         if isinstance(text, PairProblem):
             yield text
         elif len(fields) != width:
@@ -129,47 +119,31 @@ def read_tsv(path: str, source_column: Column, target_column: Column) -> Iterato
                 "malformed", f"{path} must have {width} tab-separated columns, got {len(fields)} in line {line.number}."
             )
         else:
-            yield fields[places[0]], fields[places[1]]
+            yield fields[source], fields[target]
 
 
-def _tsv_places(
-    path: str, fields: list[str], names: tuple[Column, ...], wanted: tuple[Column, ...], has_header: bool
-) -> tuple[int, int]:
-    if has_header:
-        check_columns(path, names, fields)
-        return fields.index(names[0]), fields.index(names[1])
-    if all(isinstance(column, int) for column in wanted):
-        if not all(0 <= place < len(fields) for place in wanted):
-            raise ValueError(f"Columns {wanted} must exist in {path}, got {len(fields)} column(s) in its first line.")
-        return wanted
-    if any(column is not None for column in wanted):
+def _check_no_header(
+    path: str, fields: list[str], names: tuple[Column, Column], columns: tuple[Column, Column]
+) -> None:
+    if all(isinstance(column, int) for column in columns):
+        if not all(0 <= column < len(fields) for column in columns):
+            raise ValueError(f"Columns {columns} must exist in {path}, got {len(fields)} column(s) in its first line.")
+    elif any(column is not None for column in columns):
         raise ValueError(
             f"The first line of {path} must be a header with the columns {names[0]!r} and {names[1]!r}, got {fields}. "
-            "In a file without a header, columns are given by number, from 0."
+            "Give columns by number, from 0, if the file has no header."
         )
-    if len(fields) > 2:
+    elif len(fields) > 2:
         raise ValueError(
-            f"{path} has {len(fields)} columns in its first line: "
-            "`source_column` and `target_column` must say which two to take."
+            f"{path} must have two columns, got {len(fields)} in its first line. Set `source_column` and `target_column`."
         )
-    return 0, 1
-
-
-@contextmanager
-def _unlimited_csv_fields() -> Iterator[None]:
-    # The csv module refuses fields above 128 KiB, which a document to be summarized can exceed.
-    previous = csv.field_size_limit(sys.maxsize)
-    try:
-        yield
-    finally:
-        csv.field_size_limit(previous)
 
 
 def read_csv(path: str, source_column: Column, target_column: Column) -> Iterator[Record]:
-    """Yields the pairs of a comma-separated file (RFC 4180) whose first row names the columns. Blank lines are no rows.
+    """Yield the pairs of a comma-separated file (RFC 4180) whose first row names the columns. Blank lines are skipped.
 
     Raises:
-        ValueError: If a column is not in the header, or the quoting is broken, after which no row can be trusted.
+        ValueError: If a column is not in the header, or the quoting is broken: no later row could be trusted.
     """
     undecodable: list[PairProblem] = []
 
@@ -181,38 +155,42 @@ def read_csv(path: str, source_column: Column, target_column: Column) -> Iterato
                 undecodable.append(_not_utf8(path, line.number, line.offset + error.start))
                 yield line.content.decode("utf-8", errors="surrogateescape")
 
+    names, header = column_names(source_column, target_column), None
     reader = csv.reader(decoded_lines(), strict=True)
-    places, width = None, 0
+    # The default limit of 128 KiB is too low for a document to be summarized.
+    previous_limit = csv.field_size_limit(sys.maxsize)
     try:
-        with _unlimited_csv_fields():
-            for row in reader:
-                if not row:  # A blank line; one with an empty field would be quoted.
-                    continue
-                if places is None:
-                    names = column_names(source_column, target_column)
-                    check_columns(path, names, row)
-                    places, width = (row.index(names[0]), row.index(names[1])), len(row)
-                elif undecodable:
-                    yield undecodable[0]
-                elif len(row) != width:
-                    message = f"{path} must have {width} columns, got {len(row)} in line {reader.line_num}."
-                    yield PairProblem("malformed", message)
-                else:
-                    yield row[places[0]], row[places[1]]
-                undecodable.clear()
+        for row in reader:
+            if not row:
+                continue
+            if header is None:
+                check_columns(path, names, header := row)
+                source, target = map(header.index, names)
+            elif undecodable:
+                yield undecodable[0]
+            elif len(row) != len(header):
+                message = f"{path} must have {len(header)} columns, got {len(row)} in line {reader.line_num}."
+                yield PairProblem("malformed", message)
+            else:
+                yield row[source], row[target]
+            undecodable.clear()
     except csv.Error as error:
         raise ValueError(f"{path} must be quoted as RFC 4180 says, got in line {reader.line_num}: {error}.") from error
+    finally:
+        csv.field_size_limit(previous_limit)
 
 
 def column_names(source_column: Column, target_column: Column) -> tuple[str, str]:
-    given = (source_column, target_column)
-    names = tuple(default if name is None else name for name, default in zip(given, DEFAULT_COLUMNS, strict=True))
+    """Return both column names, with defaults. Raise a `ValueError` for a number."""
+    columns = (source_column, target_column)
+    names = tuple(default if name is None else name for name, default in zip(columns, DEFAULT_COLUMNS, strict=True))
     if not all(isinstance(name, str) for name in names):
-        raise ValueError(f"`source_column` and `target_column` must be names but for a .tsv file, got {given}.")
+        raise ValueError(f"`source_column` and `target_column` must be names except in a .tsv file, got {columns}.")
     return names
 
 
 def check_columns(where: str, names: tuple[str, ...], present: list[str]) -> None:
+    """Raise a `ValueError` if a column is missing or occurs twice."""
     if missing := [name for name in names if name not in present]:
         raise ValueError(
             f"`source_column` and `target_column` must name columns of {where}, got {missing[0]!r}; it has {present}."
@@ -222,17 +200,19 @@ def check_columns(where: str, names: tuple[str, ...], present: list[str]) -> Non
 
 
 def read_json(path: str, source_column: Column, target_column: Column) -> Iterator[Record]:
-    """Yields the pairs of a file with one JSON object per line, blank lines aside, or with one JSON array of objects.
+    """Yield the pairs of a file with one JSON object per line, or with one JSON array of objects.
 
-    An object holds the columns itself, or below the key `translation` with language codes as column names.
+    An object holds the columns itself, or under the key `translation` with language codes as column names.
 
     Raises:
         ValueError: If a JSON array cannot be parsed.
     """
     names = column_names(source_column, target_column)
-    if path.removesuffix(".gz").endswith(".json") and _starts_with_bracket(path):
-        yield from _read_json_array(path, names)
-        return
+    if path.removesuffix(".gz").endswith(".json"):
+        first = next((line.content.lstrip() for line in read_lines(path) if line.content.strip()), b"")
+        if first.startswith(b"["):
+            yield from _read_json_array(path, names)
+            return
     for line in read_lines(path):
         text = _decode(path, line)
         if isinstance(text, PairProblem):
@@ -242,7 +222,7 @@ def read_json(path: str, source_column: Column, target_column: Column) -> Iterat
             continue
         try:
             record = json.loads(text)
-        except (ValueError, RecursionError) as error:  # Python refuses integers of thousands of digits too.
+        except (ValueError, RecursionError) as error:  # Also for integers of thousands of digits.
             yield PairProblem(
                 "malformed", f"{path} must hold one JSON object per line, got in line {line.number}: {error}"
             )
@@ -250,15 +230,11 @@ def read_json(path: str, source_column: Column, target_column: Column) -> Iterat
         yield _from_mapping(record, names, f"{path}, line {line.number}")
 
 
-def _starts_with_bracket(path: str) -> bool:
-    return next((line.content.lstrip()[:1] for line in read_lines(path) if line.content.strip()), b"") == b"["
-
-
 def _read_json_array(path: str, names: tuple[str, str]) -> Iterator[Record]:
     with open_bytes(path) as file:
         content = file.read().removeprefix(BYTE_ORDER_MARK)
     try:
-        # Undecodable bytes become lone surrogates, which the check of each value finds.
+        # Invalid bytes become lone surrogates, which `_from_mapping` detects.
         records = json.loads(content.decode("utf-8", errors="surrogateescape"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} must be a JSON array of objects, got: {error}") from error
@@ -275,52 +251,38 @@ def _from_mapping(record: Any, names: tuple[str, str], where: str) -> Record:
     for name in names:
         value = row.get(name)
         if not isinstance(value, str):
-            given = f"one of type {type(value).__name__}" if name in row else f"the keys {list(row)}"
-            return PairProblem("malformed", f"{where} must hold a text {name!r}, got {given}.")
-        if not _is_encodable(value):
-            return PairProblem(
-                "invalid_utf8", f"{where} must hold text that UTF-8 can hold, got {value!a} as {name!r}."
-            )
+            actual = f"type {type(value).__name__}" if name in row else f"the keys {list(row)}"
+            return PairProblem("malformed", f"{where} must hold a text {name!r}, got {actual}.")
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError:  # a lone surrogate
+            return PairProblem("invalid_utf8", f"{where} must hold valid Unicode, got {value!a} as {name!r}.")
         values.append(value)
     return values[0], values[1]
 
 
-def _is_encodable(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:  # a lone surrogate
-        return False
-    return True
-
-
 def read_parquet(path: str, source_column: Column, target_column: Column) -> Iterator[Record]:
-    """Yields the pairs of a Parquet file, with flat columns or a `translation` struct.
+    """Yield the pairs of a Parquet file, with flat columns or a `translation` struct.
 
     Raises:
         ValueError: If the file is broken, or a column is missing, occurs twice or holds no text.
     """
-    names = column_names(source_column, target_column)
-    row = 0
-    for batch in _parquet_batches(path, names):
-        yield from read_arrow(batch, names, path, row)
-        row += batch.num_rows
-
-
-def _parquet_batches(path: str, names: tuple[str, str]) -> Iterator[pa.RecordBatch]:
-    """Reads the columns that hold the pairs, and no others."""
+    names, row = column_names(source_column, target_column), 0
     try:
         file = pq.ParquetFile(path)
         columns = _columns_with_pairs(file.schema_arrow, names)
         check_columns(path, columns, file.schema_arrow.names)
-        yield from file.iter_batches(columns=list(columns))
+        for batch in file.iter_batches(columns=list(columns)):
+            yield from read_arrow(batch, names, path, row)
+            row += batch.num_rows
     except (pa.ArrowException, OSError) as error:
-        if getattr(error, "errno", None) is not None:  # Of the file system, which names the file.
+        if getattr(error, "errno", None) is not None:  # An error of the file system already names the file.
             raise
         raise ValueError(f"{path} must be a whole Parquet file, got: {error}") from error
 
 
 def _columns_with_pairs(schema: pa.Schema, names: tuple[str, str]) -> tuple[str, ...]:
-    """Those asked for, or the struct `translation` that may hold them."""
+    """Return `names`, or the struct `translation` if the columns are inside it."""
     present = schema.names
     if all(name in present for name in names) or "translation" not in present:
         return names
@@ -331,16 +293,16 @@ def _columns_with_pairs(schema: pa.Schema, names: tuple[str, str]) -> tuple[str,
 def read_arrow(
     table: pa.Table | pa.RecordBatch, names: tuple[str, str], where: str, first_row: int
 ) -> Iterator[Record]:
-    """Yields the pairs of an Arrow table, with flat columns or a `translation` struct.
+    """Yield the pairs of an Arrow table, with flat columns or a `translation` struct.
 
     Raises:
         ValueError: If a column is missing, occurs twice or holds no text.
     """
-    present, found = table.schema.names, _columns_with_pairs(table.schema, names)
-    check_columns(where, found, present)
-    # By number, since names that are not asked for may occur twice.
-    columns = [table.column(present.index(name)) for name in found]
-    if found != names:
+    present, top_names = table.schema.names, _columns_with_pairs(table.schema, names)
+    check_columns(where, top_names, present)
+    # By number, because the names of other columns may occur twice.
+    columns = [table.column(present.index(name)) for name in top_names]
+    if top_names != names:
         nested = columns[0]
         fields = [field.name for field in nested.type]
         check_columns(where, names, fields)
@@ -358,7 +320,7 @@ def read_arrow(
 
 
 def _as_bytes(column: pa.Array | pa.ChunkedArray, name: str, where: str) -> list[bytes | None]:
-    # As bytes, because Arrow lets strings through that are not UTF-8.
+    # Arrow accepts strings that are not UTF-8.
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
     kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)

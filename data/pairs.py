@@ -1,9 +1,10 @@
-"""Raw pairs: from files, the Hub or a folder to a data set with the text columns `source` and `target`."""
+"""Raw pairs: read files or Hub data sets into a data set with the text columns `source` and `target`."""
 
 import hashlib
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,136 +29,196 @@ from metaphrase.data.reports import DataReport
 
 logger = logging.getLogger(__name__)
 
+SPLITS = ("train", "validation", "test")
+SIDES = ("source", "target")
+LENGTH_COLUMNS = ("source_length", "target_length")
+TASK_COLUMN = "task"
+
 Policy = Literal["error", "skip"]
 READERS = {".tsv": read_tsv, ".csv": read_csv, ".jsonl": read_json, ".json": read_json, ".parquet": read_parquet}
-RECORD_FEATURES = datasets.Features({name: datasets.Value("string") for name in ("source", "target", "problem")})
-# Part of every cache key: raise it whenever the same file would be read into other pairs.
+RECORD_FEATURES = datasets.Features({name: datasets.Value("string") for name in (*SIDES, "problem")})
+# Part of every cache key. Raise it when the same file would be read into other pairs.
 CACHE_VERSION = 2
-# Row by row, `datasets` takes more than a hundred times as long.
+# `datasets` takes more than a hundred times as long row by row.
 _ROWS_PER_READ = 5000
 
 
-def load_pairs(
-    *,
-    file: str | Path | None = None,
-    source_file: str | Path | None = None,
-    target_file: str | Path | None = None,
-    dataset_name: str | None = None,
-    dataset_config_name: str | None = None,
-    dataset_split: str = "train",
-    source_column: Column = None,
-    target_column: Column = None,
-    source_prefix: str | None = None,
-    max_samples: int | None = None,
-    invalid_utf8: Policy = "error",
-    malformed: Policy = "error",
-    report: DataReport | None = None,
-    cache_dir: str | Path | None = None,
-) -> datasets.Dataset:
-    """Reads the raw pairs of one split from exactly one place.
+@dataclass(frozen=True, kw_only=True)
+class PairSource:
+    """The pairs of one split: a file, two parallel files, or a data set.
 
-    Args:
-        file: A `.tsv`, `.csv`, `.jsonl`, `.json` or `.parquet` file; all but Parquet may end in `.gz`.
-        source_file: A text file with one source per line, read together with `target_file`.
+    Attributes:
+        file: A `.tsv`, `.csv`, `.jsonl`, `.json` or `.parquet` file. All but Parquet may end in `.gz`.
+        source_file: A text file with one source per line. Needs `target_file`.
         target_file: A text file with one target per line.
         dataset_name: A data set on the Hub, or a folder that `datasets.load_dataset` understands.
-        dataset_config_name: Its configuration.
-        dataset_split: Its split.
-        source_column: Name of the source column, or its number from 0 in a `.tsv` file without a header. By default
-            `source`, and the first of two columns of a `.tsv` file without a header.
-        target_column: Likewise for the target.
-        source_prefix: Text put before each source, such as `summarize: `. An empty source stays empty, so that it is
-            still recognized as such.
-        max_samples: The number of good pairs to take, from the beginning.
-        invalid_utf8: What to do with a pair that is not UTF-8 text: "error", or "skip" and count.
-        malformed: What to do with a line of a wrong number of columns or a missing value: "error", or "skip" and count.
-        report: Receives the counts, in addition to what it holds.
-        cache_dir: Where `datasets` keeps what was read; its own choice by default. A changed file is read again.
+        dataset_config_name: Configuration of the data set.
+        dataset_split: Split of the data set.
+        source_column: Name of the source column, by default `source`. In a `.tsv` file without a header, its number from
+            0; by default the first of two columns.
+        target_column: The same for the target.
+        source_prefix: Text before each source that is not empty, such as `summarize: `.
+        max_samples: Number of good pairs to take from the beginning.
+        invalid_utf8: "error", or "skip" to drop and count pairs that are not UTF-8.
+        malformed: "error", or "skip" to drop and count lines with a wrong number of columns or a missing value.
 
     Raises:
-        ValueError: If not exactly one place is named, an argument is out of range, the file is broken, or it holds
-            no good pair.
+        ValueError: If the pairs come from none or several of the three origins, or a field is out of range.
         FileNotFoundError: If a file does not exist.
     """
-    check_place(file, source_file, target_file, dataset_name, max_samples, invalid_utf8, malformed)
-    policies = {"invalid_utf8": invalid_utf8, "malformed": malformed}
-    if dataset_name is not None:
-        where = f"{dataset_name} ({dataset_split})"
-        dataset = datasets.load_dataset(
-            dataset_name, dataset_config_name, split=dataset_split, cache_dir=_as_text(cache_dir)
-        )
-        records = _records_of_dataset(dataset, column_names(source_column, target_column), where, policies)
+
+    file: str | Path | None = None
+    source_file: str | Path | None = None
+    target_file: str | Path | None = None
+    dataset_name: str | None = None
+    dataset_config_name: str | None = None
+    dataset_split: str = "train"
+    source_column: Column = None
+    target_column: Column = None
+    source_prefix: str | None = None
+    max_samples: int | None = None
+    invalid_utf8: Policy = "error"
+    malformed: Policy = "error"
+
+    def __post_init__(self) -> None:
+        if (self.source_file is None) != (self.target_file is None):
+            raise ValueError(
+                f"`source_file` and `target_file` must be given together, got {self.source_file} and {self.target_file}."
+            )
+        origins = [name for name in ("file", "source_file", "dataset_name") if getattr(self, name) is not None]
+        if len(origins) != 1:
+            raise ValueError(
+                "Pairs must come from exactly one of `file`, `source_file` with `target_file`, and `dataset_name`, "
+                f"got {' and '.join(origins) or 'none'}."
+            )
+        for name, policy in self.policies.items():
+            check_policy(name, policy)
+        check_max_samples(self.max_samples)
+        check_files(self.paths)
+        if self.file is not None and _suffix(self.paths[0]) not in READERS:
+            raise ValueError(f"`file` must end in one of {', '.join(READERS)} (or with .gz after it), got {self.file}.")
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The files: none, one, or source and target."""
+        return tuple(str(path) for path in (self.file, self.source_file, self.target_file) if path is not None)
+
+    @property
+    def columns(self) -> tuple[Column, Column]:
+        return self.source_column, self.target_column
+
+    @property
+    def policies(self) -> dict[str, Policy]:
+        return {"invalid_utf8": self.invalid_utf8, "malformed": self.malformed}
+
+    @property
+    def name(self) -> str:
+        """The name for messages."""
+        return " and ".join(self.paths) or f"{self.dataset_name} ({self.dataset_split})"
+
+    def load_dataset(self, **options: Any) -> Any:
+        """Return the data set called `dataset_name`."""
+        return datasets.load_dataset(self.dataset_name, self.dataset_config_name, split=self.dataset_split, **options)
+
+
+def load_pairs(
+    source: PairSource | None = None,
+    *,
+    report: DataReport | None = None,
+    cache_dir: str | Path | None = None,
+    **fields: Any,
+) -> datasets.Dataset:
+    """Read the raw pairs of one split, as in `load_pairs(file="pairs.tsv")`.
+
+    Args:
+        source: The pairs to read.
+        report: Receives the counts, added to its present ones.
+        cache_dir: Cache folder of `datasets`. A changed file is read again.
+        **fields: Fields of `PairSource`, in place of `source`.
+
+    Returns:
+        The text columns `source` and `target`.
+
+    Raises:
+        ValueError: If a field of `PairSource` is wrong, the file is broken, or there is no good pair.
+        FileNotFoundError: If a file does not exist.
+    """
+    source = source or PairSource(**fields)
+    if source.paths:
+        arguments = {"columns": source.columns, "policies": source.policies}
+        records = read_cached(generate_records, source.paths, RECORD_FEATURES, CACHE_VERSION, cache_dir, **arguments)
     else:
-        paths = tuple(str(path) for path in (file, source_file, target_file) if path is not None)
-        where = " and ".join(paths)
-        records = _records_of_files(paths, (source_column, target_column), policies, _as_text(cache_dir))
+        records = _read_dataset(source, None if cache_dir is None else str(cache_dir))
     report = report if report is not None else DataReport()
-    pairs = _good_pairs(records, where, report)
-    if max_samples is not None and max_samples < len(pairs):
-        report.beyond_max_samples += len(pairs) - max_samples
-        pairs = pairs.select(range(max_samples))
-    return _with_prefix(pairs, source_prefix) if source_prefix else pairs
+    pairs = _select_good_pairs(records, source.name, report)
+    if source.max_samples is not None and source.max_samples < len(pairs):
+        report.beyond_max_samples += len(pairs) - source.max_samples
+        pairs = pairs.select(range(source.max_samples))
+    return _add_prefix(pairs, source.source_prefix) if source.source_prefix else pairs
 
 
 def column_texts(dataset: datasets.Dataset, name: str) -> Iterator[str]:
-    """Yields the texts of a column, of which a few thousand are in memory at a time."""
+    """Yield the texts of a column, with a few thousand in memory at a time."""
     column = dataset[name]
     for start in range(0, len(dataset), _ROWS_PER_READ):
         yield from column[start : start + _ROWS_PER_READ]
 
 
-def _as_text(path: str | Path | None) -> str | None:
-    return None if path is None else str(path)
+def data_seed(arguments: Any) -> int:
+    """Return the seed of the data order: `data_seed` of training arguments, or else `seed`."""
+    return arguments.seed if arguments.data_seed is None else arguments.data_seed
 
 
-def check_place(
-    file: str | Path | None,
-    source_file: str | Path | None,
-    target_file: str | Path | None,
-    dataset_name: str | None,
-    max_samples: int | None,
-    invalid_utf8: str,
-    malformed: str,
-) -> None:
-    if (source_file is None) != (target_file is None):
-        raise ValueError(
-            f"`source_file` and `target_file` must be given together, got {source_file} and {target_file}."
-        )
-    places = {"file": file, "source_file": source_file, "dataset_name": dataset_name}
-    given = [name for name, value in places.items() if value is not None]
-    if len(given) != 1:
-        raise ValueError(
-            "Pairs must come from exactly one of `file`, `source_file` with `target_file`, and `dataset_name`, "
-            f"got {' and '.join(given) or 'none'}."
-        )
-    for name, policy in (("invalid_utf8", invalid_utf8), ("malformed", malformed)):
-        if policy not in ("error", "skip"):
-            raise ValueError(f"`{name}` must be 'error' or 'skip', got {policy!r}.")
+def check_policy(name: str, policy: str) -> None:
+    """Raise a `ValueError` if a policy is unknown."""
+    if policy not in Policy.__args__:
+        raise ValueError(f"`{name}` must be one of {', '.join(Policy.__args__)}, got {policy!r}.")
+
+
+def check_max_samples(max_samples: int | None) -> None:
+    """Raise a `ValueError` if a number of samples is below 1."""
     if max_samples is not None and max_samples < 1:
         raise ValueError(f"`max_samples` must be at least 1, got {max_samples}.")
-    for path in (file, source_file, target_file):
-        if path is not None and not Path(path).is_file():
+
+
+def check_files(paths: tuple[str, ...]) -> None:
+    """Raise a `FileNotFoundError` for the first missing file."""
+    for path in paths:
+        if not Path(path).is_file():
             raise FileNotFoundError(f"There is no file {path}.")
-    if file is not None and _layout(str(file)) not in READERS:
-        raise ValueError(f"`file` must end in one of {', '.join(READERS)} (or with .gz after it), got {file}.")
 
 
-def _layout(path: str) -> str:
+def _suffix(path: str) -> str:
     suffix = Path(path.removesuffix(".gz")).suffix
     return "" if suffix == ".parquet" and path.endswith(".gz") else suffix
 
 
-def _records_of_files(
-    paths: tuple[str, ...], columns: tuple[Column, Column], policies: dict[str, str], cache_dir: str | None
+def read_cached(
+    generate: Callable[..., Iterator[dict]],
+    paths: tuple[str, ...],
+    features: datasets.Features,
+    version: int,
+    cache_dir: str | Path | None,
+    **arguments: Any,
 ) -> datasets.Dataset:
-    # Size and time of change are part of the arguments and so of the cache key: a changed file is read again.
-    stamps = tuple(
-        (str(Path(path).resolve()), Path(path).stat().st_size, Path(path).stat().st_mtime_ns) for path in paths
-    )
-    arguments = {"paths": paths, "columns": columns, "policies": policies, "stamps": stamps, "version": CACHE_VERSION}
+    """Return the rows of `generate(paths, cache_key, **arguments)`, cached until a file changes.
+
+    Args:
+        generate: A generator function.
+        paths: Its files.
+        features: The columns.
+        version: Part of the cache key.
+        cache_dir: Cache folder of `datasets`.
+        **arguments: Further arguments, also part of the cache key.
+    """
+    stats = [(str(Path(path).resolve()), Path(path).stat()) for path in paths]
+    key = (version, *((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats))
     try:
         return datasets.Dataset.from_generator(
-            generate_records, features=RECORD_FEATURES, cache_dir=cache_dir, gen_kwargs=arguments
+            generate,
+            features=features,
+            cache_dir=None if cache_dir is None else str(cache_dir),
+            gen_kwargs={"paths": paths, "cache_key": key, **arguments},
         )
     except DatasetGenerationError as error:
         cause = error.__cause__ or error.__context__
@@ -167,14 +228,14 @@ def _records_of_files(
 
 
 def generate_records(
-    paths: tuple[str, ...], columns: tuple[Column, Column], policies: dict[str, str], stamps: Any, version: int
+    paths: tuple[str, ...], cache_key: Any, columns: tuple[Column, Column], policies: dict[str, Policy]
 ) -> Iterator[dict[str, str]]:
-    """Yields the records of one file, or of two parallel ones. `stamps` and `version` only make the cache key.
+    """Yield the records of one file or of two parallel files. The cache key is not read.
 
     Raises:
-        ValueError: At the first bad pair that `policies` does not allow to skip, or if there is no pair at all.
+        ValueError: At the first bad pair that `policies` do not skip, or if there is no pair at all.
     """
-    records = read_parallel(*paths) if len(paths) == 2 else READERS[_layout(paths[0])](paths[0], *columns)
+    records = read_parallel(*paths) if len(paths) == 2 else READERS[_suffix(paths[0])](paths[0], *columns)
     is_empty = True
     for record in records:
         is_empty = False
@@ -183,7 +244,8 @@ def generate_records(
         raise ValueError(f"{' and '.join(paths)} must hold at least one pair, got none.")
 
 
-def as_row(record: Record, policies: dict[str, str]) -> dict[str, str]:
+def as_row(record: Record, policies: dict[str, Policy]) -> dict[str, str]:
+    """Return a row of `RECORD_FEATURES`. Raise a `ValueError` for a bad pair that `policies` do not skip."""
     if not isinstance(record, PairProblem):
         return {"source": record[0], "target": record[1], "problem": ""}
     if policies[record.kind] == "error":
@@ -191,14 +253,14 @@ def as_row(record: Record, policies: dict[str, str]) -> dict[str, str]:
     return {"source": "", "target": "", "problem": record.kind}
 
 
-def _records_of_dataset(
-    dataset: datasets.Dataset, names: tuple[str, str], where: str, policies: dict[str, str]
-) -> datasets.Dataset:
+def _read_dataset(source: PairSource, cache_dir: str | None) -> datasets.Dataset:
+    dataset = source.load_dataset(cache_dir=cache_dir)
+    names, name, policies = column_names(*source.columns), source.name, source.policies
+
     def to_records(table: pa.Table, rows: list[int]) -> pa.Table:
-        records = [as_row(record, policies) for record in read_arrow(table, names, where, rows[0])]
+        records = [as_row(record, policies) for record in read_arrow(table, names, name, rows[0])]
         return pa.Table.from_pylist(records, schema=RECORD_FEATURES.arrow_schema)
 
-    fingerprint = Hasher.hash((dataset._fingerprint, names, where, sorted(policies.items()), CACHE_VERSION))
     return (
         dataset.with_format("arrow")
         .map(
@@ -207,33 +269,31 @@ def _records_of_dataset(
             with_indices=True,
             remove_columns=dataset.column_names,
             features=RECORD_FEATURES,
-            new_fingerprint=fingerprint,
+            new_fingerprint=Hasher.hash((dataset._fingerprint, names, name, sorted(policies.items()), CACHE_VERSION)),
             desc="Reading pairs",
         )
         .with_format(None)
     )
 
 
-def _good_pairs(records: datasets.Dataset, where: str, report: DataReport) -> datasets.Dataset:
+def _select_good_pairs(records: datasets.Dataset, name: str, report: DataReport) -> datasets.Dataset:
     problems = records.with_format("numpy")["problem"][:]
     counts = Counter(problems.tolist())
     report.read += len(records)
     report.malformed += counts["malformed"]
     report.invalid_utf8 += counts["invalid_utf8"]
     if not counts[""]:
-        raise ValueError(f"{where} must hold at least one good pair, got none. {report}")
+        raise ValueError(f"{name} must hold at least one good pair, got none. {report}")
     if counts[""] < len(records):
         logger.warning(
-            "%s: skipped %d malformed pairs and %d that are not UTF-8.",
-            where,
-            counts["malformed"],
-            counts["invalid_utf8"],
+            "%s: skipped %d malformed pairs and %d pairs that are not UTF-8.",
+            *(name, counts["malformed"], counts["invalid_utf8"]),
         )
         records = records.select((problems == "").nonzero()[0])
     return records.remove_columns("problem")
 
 
-def _with_prefix(pairs: datasets.Dataset, prefix: str) -> datasets.Dataset:
+def _add_prefix(pairs: datasets.Dataset, prefix: str) -> datasets.Dataset:
     def prepend(sources: list[str]) -> dict[str, list[str]]:
         return {"source": [prefix + source if source.strip() else source for source in sources]}
 
@@ -249,17 +309,16 @@ def _with_prefix(pairs: datasets.Dataset, prefix: str) -> datasets.Dataset:
 def split_pairs(
     dataset: datasets.Dataset, num_validation: int, num_test: int = 0, seed: int = 42
 ) -> datasets.DatasetDict:
-    """Takes a validation and a test set out of one data set, so that no source text stands in two of them.
+    """Hold out validation and test pairs, so that no source text occurs in two splits.
 
-    Pairs with the same source (but for white space around it) move together. Which sources are held out depends on the
-    seed and their text alone: neither the order of the pairs nor a new version of a library changes it.
+    Pairs with the same source (except for white space around it) stay together. The choice depends on the seed and the
+    source texts alone, not on the order of the pairs or on library versions.
 
     Returns:
-        `train`, and `validation` and `test` where their number is not 0; each keeps the order of the pairs.
+        `train`, and `validation` and `test` if their number is not 0. Each keeps the order of the pairs.
 
     Raises:
-        ValueError: If a number is negative, nothing would be left for training, or the groups cannot make up exactly
-            the numbers asked for.
+        ValueError: If a number is negative, no pair would be left for training, or no groups of pairs add up to a number.
     """
     if num_validation < 0 or num_test < 0 or num_validation + num_test >= len(dataset):
         raise ValueError(
@@ -269,19 +328,16 @@ def split_pairs(
     groups: dict[str, list[int]] = defaultdict(list)
     for row, source in enumerate(column_texts(dataset, "source")):
         groups[source.strip()].append(row)
-    order = sorted(groups, key=lambda source: hashlib.blake2b(f"{seed}\t{source}".encode()).digest())
-    held_out: dict[str, list[int]] = {"validation": [], "test": []}
-    train: list[int] = []
     sizes = {"validation": num_validation, "test": num_test}
-    for source in order:
+    splits: dict[str, list[int]] = {"train": [], "validation": [], "test": []}
+    for source in sorted(groups, key=lambda source: hashlib.blake2b(f"{seed}\t{source}".encode()).digest()):
         rows = groups[source]
-        fitting = [name for name in held_out if len(held_out[name]) + len(rows) <= sizes[name]]
-        (held_out[fitting[0]] if fitting else train).extend(rows)
-    for name, rows in held_out.items():
-        if len(rows) != sizes[name]:
+        split = next((name for name, size in sizes.items() if len(splits[name]) + len(rows) <= size), "train")
+        splits[split].extend(rows)
+    for name, size in sizes.items():
+        if len(splits[name]) != size:
             raise ValueError(
-                f"`num_{name}` must be a number that whole groups of pairs with one source can make up, "
-                f"got {sizes[name]}; {len(rows)} is possible."
+                f"`num_{name}` must be the sum of whole groups of pairs with one source, got {size}. "
+                f"{len(splits[name])} is possible."
             )
-    splits = {"train": train, **{name: rows for name, rows in held_out.items() if rows}}
-    return datasets.DatasetDict({name: dataset.select(sorted(rows)) for name, rows in splits.items()})
+    return datasets.DatasetDict({name: dataset.select(sorted(rows)) for name, rows in splits.items() if rows})

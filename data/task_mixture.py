@@ -1,4 +1,4 @@
-"""Mixing: how often each of several tasks is met in one run.
+"""Mixing rates: the share of each task in a run of several tasks.
 
 Source: Raffel et al. 2020, section 3.5.2, arXiv 1910.10683: examples-proportional mixing with a limit, temperature-scaled mixing,
 and equal mixing.
@@ -18,17 +18,17 @@ def mixing_rates(
     temperature: float = 2.0,
     limit: int | None = None,
 ) -> np.ndarray:
-    """The share of each task among the examples that a run meets.
+    """Return the share of each task among the examples of a run.
 
     Args:
         sizes: Training examples of each task.
-        weights: Factors on top of what the sizes say.
-        mixing: `proportional` to the sizes, to their root of degree `temperature`, or `equal`.
-        temperature: 1 is proportional; the higher, the more equal.
-        limit: A task counts as having at most so many examples (the paper's K).
+        weights: Factors on top of the sizes.
+        mixing: `proportional` to the sizes, `temperature` (to their root of that degree), or `equal`.
+        temperature: 1 is proportional. Higher values are more equal.
+        limit: Most examples that a task counts (the paper's K).
 
     Returns:
-        Shares `(tasks)`, whose sum is 1.
+        Shares `(tasks,)`, whose sum is 1.
 
     Raises:
         ValueError: If a size, a weight or the temperature is not above 0, or the mixing is unknown.
@@ -47,14 +47,14 @@ def mixing_rates(
 
 
 def mixed_rows(sizes: Sequence[int], rates: np.ndarray, seed: int) -> list[np.ndarray]:
-    """For each task the rows of an epoch: every row at least once, those of the favoured tasks more often.
+    """Return the rows of each task in an epoch: every row at least once, rows of favoured tasks more often.
 
-    The epoch is as short as that allows. What is no whole number of repetitions is filled with rows drawn at random.
+    The epoch is as short as possible. Random rows fill up what is not a whole number of repetitions.
 
     Args:
         sizes: Rows of each task.
-        rates: Their shares (see `mixing_rates`).
-        seed: Of the draw.
+        rates: Shares of the tasks (see `mixing_rates`).
+        seed: Seed of the random rows.
 
     Returns:
         Rows of each task in ascending order, repetitions side by side.

@@ -1,54 +1,41 @@
-"""Text blocks: plain text, one document per line, to blocks of equally many tokens without padding."""
+"""Text blocks: cut plain text, one document per line, into blocks of equally many tokens without padding."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import datasets
-from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
 
-from metaphrase.data.encoding import tokenizer_fingerprint
-from metaphrase.data.pairs import Policy
+from metaphrase.data.encoding import PairEncoder
+from metaphrase.data.fingerprints import tokenizer_fingerprint
+from metaphrase.data.pairs import Policy, check_files, check_max_samples, check_policy, read_cached
 from metaphrase.tokenization.texts import iterate_lines
 
 Remainder = Literal["drop", "keep"]
-FEATURES = datasets.Features(
-    {
-        "input_ids": datasets.List(datasets.Value("int32")),
-        "documents": datasets.Value("int64"),
-        "empty_documents": datasets.Value("int64"),
-        "invalid_documents": datasets.Value("int64"),
-    }
-)
 _COUNTS = ("documents", "empty_documents", "invalid_documents")
-# What one call of the tokenizer gets: it is fast with many texts, and what is alive at once stays bounded.
+FEATURES = datasets.Features(
+    {"input_ids": datasets.List(datasets.Value("int32")), **{name: datasets.Value("int64") for name in _COUNTS}}
+)
 TEXTS_PER_CALL = 1000
-CHARACTERS_PER_CALL = 1_000_000
-# Part of every cache key: raise it whenever the same texts would be cut into other blocks.
+# Part of every cache key. Raise it when the same texts would be cut into other blocks.
 CACHE_VERSION = 2
-
-
-class TextEncoder(Protocol):
-    """What is asked of a tokenizer: ids for each text, each list ending in the end-of-sequence token."""
-
-    def encode_sources(self, texts: list[str]) -> list[list[int]]: ...
 
 
 @dataclass
 class BlockReport:
-    """The account of a text: how many documents and tokens it has, and what became of them.
+    """Counts of documents, tokens and blocks.
 
     Attributes:
-        documents: Documents read, those that are not used included.
-        empty_documents: Those that are only white space, or of which the tokenizer leaves nothing; they are not used.
-        invalid_documents: Those that are not UTF-8; they are not used.
+        documents: Documents read, used or not.
+        empty_documents: Unused documents of white space only, or without any token.
+        invalid_documents: Unused documents that are not UTF-8.
         block_length: Tokens in a full block.
-        full_blocks: Blocks of so many tokens.
+        full_blocks: Number of full blocks.
         remainder_tokens: Tokens behind the last full block.
-        remainder: What became of these: left out ("drop") or made a shorter block ("keep").
-        least_length: Tokens that a shorter block must have; fewer are left out.
+        remainder: Policy for the remainder: "drop", or "keep" as a shorter block.
+        least_length: Fewest tokens of a shorter block.
     """
 
     documents: int = 0
@@ -62,32 +49,28 @@ class BlockReport:
 
     @property
     def tokens(self) -> int:
-        """All tokens, used or not."""
+        """Number of all tokens, used or not."""
         return self.full_blocks * self.block_length + self.remainder_tokens
 
     @property
     def blocks(self) -> int:
-        """All blocks, with the shorter one if the remainder is kept."""
+        """Number of all blocks, with the shorter one."""
         return self.full_blocks + self.keeps_remainder
 
     @property
     def keeps_remainder(self) -> bool:
-        """Whether the tokens behind the last full block are a shorter one."""
+        """True if the remainder becomes a shorter block."""
         return self.remainder == "keep" and self.remainder_tokens >= max(1, self.least_length)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns all counts as plain values, ready for JSON."""
+        """Return all counts as plain values for JSON."""
         return {**asdict(self), "tokens": self.tokens, "blocks": self.blocks}
 
     def __str__(self) -> str:
-        parts = [
-            f"{self.documents} documents",
-            f"{self.tokens} tokens",
-            f"{self.full_blocks} blocks of {self.block_length} tokens",
-        ]
-        unused = {"empty": self.empty_documents, "not UTF-8": self.invalid_documents}
-        if unused := [f"{count} {name}" for name, count in unused.items() if count]:
-            parts[0] += f", not used: {', '.join(unused)}"
+        counts = {"empty": self.empty_documents, "not UTF-8": self.invalid_documents}
+        unused = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+        documents = f"{self.documents} documents" + (f", not used: {unused}" if unused else "")
+        parts = [documents, f"{self.tokens} tokens", f"{self.full_blocks} blocks of {self.block_length} tokens"]
         if self.remainder_tokens:
             fate = "kept as a shorter block" if self.keeps_remainder else "not used"
             parts.append(f"{self.remainder_tokens} tokens behind the last block {fate}")
@@ -100,54 +83,30 @@ def load_texts(
     cache_dir: str | Path | None = None,
     invalid_utf8: Policy = "error",
 ) -> datasets.Dataset:
-    """Reads UTF-8 text files with one document per line, compressed (`.gz`) or not, into the column `text`.
+    """Read UTF-8 text files with one document per line, compressed (`.gz`) or not, into the column `text`.
 
     Args:
         files: The files, read one after the other.
-        max_samples: The number of lines to take, from the beginning.
-        cache_dir: Where `datasets` keeps what was read; its own choice by default. A changed file is read again.
-        invalid_utf8: What to do with a line that is not UTF-8: "error", or "skip": then it is `None`, which `text_blocks` counts.
+        max_samples: Number of lines to take from the beginning.
+        cache_dir: Cache folder of `datasets`. A changed file is read again.
+        invalid_utf8: "error", or "skip" to make a line that is not UTF-8 a `None`, which `text_blocks` counts.
 
     Raises:
         ValueError: If a line is not UTF-8, there is no line at all, or an argument is out of range.
         FileNotFoundError: If a file does not exist.
     """
     paths = tuple(str(path) for path in ([files] if isinstance(files, str | Path) else files))
-    if max_samples is not None and max_samples < 1:
-        raise ValueError(f"`max_samples` must be at least 1, got {max_samples}.")
-    if invalid_utf8 not in Policy.__args__:
-        raise ValueError(f"`invalid_utf8` must be one of {', '.join(Policy.__args__)}, got {invalid_utf8!r}.")
-    for path in paths:
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"There is no file {path}.")
-    # Size and time of change are part of the arguments and so of the cache key: a changed file is read again.
-    stamps = tuple(
-        (str(Path(path).resolve()), Path(path).stat().st_size, Path(path).stat().st_mtime_ns) for path in paths
-    )
-    try:
-        texts = datasets.Dataset.from_generator(
-            generate_texts,
-            features=datasets.Features({"text": datasets.Value("string")}),
-            cache_dir=None if cache_dir is None else str(cache_dir),
-            gen_kwargs={
-                "paths": paths,
-                "stamps": stamps,
-                "version": CACHE_VERSION,
-                "keep_invalid": invalid_utf8 == "skip",
-            },
-        )
-    except DatasetGenerationError as error:
-        cause = error.__cause__ or error.__context__
-        if isinstance(cause, ValueError | OSError | EOFError):
-            raise cause from None
-        raise
+    check_max_samples(max_samples)
+    check_policy("invalid_utf8", invalid_utf8)
+    check_files(paths)
+    features = datasets.Features({"text": datasets.Value("string")})
+    keep_invalid = invalid_utf8 == "skip"
+    texts = read_cached(generate_texts, paths, features, CACHE_VERSION, cache_dir, keep_invalid=keep_invalid)
     return texts if max_samples is None else texts.select(range(min(max_samples, len(texts))))
 
 
-def generate_texts(
-    paths: tuple[str, ...], stamps: Any, version: int, keep_invalid: bool
-) -> Iterator[dict[str, str | None]]:
-    """Yields the lines of the files. `stamps` and `version` only make the cache key.
+def generate_texts(paths: tuple[str, ...], cache_key: Any, keep_invalid: bool) -> Iterator[dict[str, str | None]]:
+    """Yield the lines of the files. The cache key is not read.
 
     Raises:
         ValueError: If a line is not UTF-8, or there is no line at all.
@@ -162,26 +121,25 @@ def generate_texts(
 
 def text_blocks(
     texts: datasets.Dataset,
-    tokenizers: TextEncoder,
+    tokenizers: PairEncoder,
     block_length: int,
     *,
     end_documents: bool = True,
     remainder: Remainder = "drop",
     least_length: int = 1,
 ) -> tuple[datasets.Dataset, BlockReport]:
-    """Joins all documents in their order and cuts them into blocks, so that no token is padding and few are lost.
+    """Join all documents in order and cut them into blocks.
 
-    The result is cached by the data set, the tokenizer and the arguments, on disk where `texts` is on disk. One process cuts,
-    since each block begins where the last one ended; a fast tokenizer uses all cores by itself.
+    `datasets` caches the result by data set, tokenizer and arguments, on disk if `texts` is on disk. One process cuts, because
+    each block begins where the last one ended. A fast tokenizer uses all cores anyway.
 
     Args:
-        texts: The column `text`, one document per row; `None` stands for one that could not be read.
+        texts: The column `text`, one document per row; `None` for an unreadable document.
         tokenizers: A joint pair of tokenizers.
         block_length: Tokens in each block.
-        end_documents: Keep the end of sequence behind each document, so that a model sees where one ends. T5 joined
-            documents without.
-        remainder: What becomes of the tokens behind the last full block: "drop", or "keep" as a shorter block.
-        least_length: Tokens that such a block must have; fewer are left out, and counted.
+        end_documents: Keep the end-of-sequence token behind each document. T5 joined documents without one.
+        remainder: Policy for the tokens behind the last full block: "drop", or "keep" as a shorter block.
+        least_length: Fewest tokens of a shorter block.
 
     Returns:
         The column `input_ids`, and the report.
@@ -189,21 +147,27 @@ def text_blocks(
     Raises:
         ValueError: If an argument is out of range, the tokenizers are not joint, or there is no block.
     """
-    cutter = _BlockCutter(texts.column_names, tokenizers, block_length, end_documents, remainder)
+    if "text" not in texts.column_names:
+        raise ValueError(f"`texts` must have the column text, got {texts.column_names}.")
     if (num_texts := len(texts)) == 0:
         raise ValueError("`texts` must hold at least one document, got none.")
+    if block_length < 2:
+        raise ValueError(f"`block_length` must be at least 2, got {block_length}.")
+    if remainder not in Remainder.__args__:
+        raise ValueError(f"`remainder` must be one of {', '.join(Remainder.__args__)}, got {remainder!r}.")
+    if not getattr(tokenizers, "is_joint", True):
+        raise ValueError("`tokenizers` must be joint, because a block goes to both sides, got two tokenizers.")
+    cutter = _BlockCutter(tokenizers, block_length, end_documents)
 
     def cut(batch: list[str | None], rows: list[int]) -> dict[str, list[Any]]:
         blocks = cutter.add(batch)
         counts = [(0, 0, 0)] * len(blocks)
         if rows[-1] == num_texts - 1:
-            # A run that reads the cache needs the counts too: they stand beside the remainder, which may be empty.
+            # The last row holds the remainder, which may be empty, and the counts, so that a cached run has them too.
             blocks.append(cutter.rest)
-            counts.append(tuple(getattr(cutter.report, name) for name in _COUNTS))
-        return {
-            "input_ids": blocks,
-            **{name: [of_block[index] for of_block in counts] for index, name in enumerate(_COUNTS)},
-        }
+            counts.append(cutter.counts)
+        columns = map(list, zip(*counts, strict=True)) if counts else ([], [], [])
+        return {"input_ids": blocks, **dict(zip(_COUNTS, columns, strict=True))}
 
     keys = (block_length, end_documents, CACHE_VERSION)
     rows = texts.map(
@@ -231,94 +195,36 @@ def text_blocks(
     return rows.select(range(report.blocks)).select_columns("input_ids"), report
 
 
-def iterate_blocks(
-    texts: Iterable[str],
-    tokenizers: TextEncoder,
-    block_length: int,
-    *,
-    end_documents: bool = True,
-    remainder: Remainder = "drop",
-    report: BlockReport | None = None,
-) -> Iterator[list[int]]:
-    """Yields the blocks of `text_blocks` one by one, from texts that may never end.
-
-    Besides one block, at most `TEXTS_PER_CALL` documents or about `CHARACTERS_PER_CALL` characters are in memory, or one
-    document if it is longer.
-
-    Args:
-        texts: The documents.
-        tokenizers: As for `text_blocks`, like the other arguments.
-        report: Receives the counts; they are right whenever a block is yielded, and at the end.
-
-    Raises:
-        ValueError: As `text_blocks` does, but for a text without any block.
-    """
-    cutter = _BlockCutter(["text"], tokenizers, block_length, end_documents, remainder, report)
-    return _iterate(texts, cutter)
-
-
-def _iterate(texts: Iterable[str], cutter: "_BlockCutter") -> Iterator[list[int]]:
-    # Apart from the function above, so that a wrong argument is an error before the first block is asked for.
-    batch: list[str] = []
-    size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if len(batch) == TEXTS_PER_CALL or size >= CHARACTERS_PER_CALL:
-            yield from cutter.add(batch)
-            batch, size = [], 0
-    if batch:
-        yield from cutter.add(batch)
-    if cutter.rest and cutter.report.remainder == "keep":
-        yield cutter.rest
-
-
 class _BlockCutter:
-    """Joins the tokens of documents to one stream and cuts it into blocks; keeps less than one block between calls."""
+    """Joins documents to one stream of tokens and cuts it into blocks. Holds less than one block between calls.
 
-    def __init__(
-        self,
-        columns: Sequence[str],
-        tokenizers: TextEncoder,
-        block_length: int,
-        end_documents: bool,
-        remainder: str,
-        report: BlockReport | None = None,
-    ):
-        if "text" not in columns:
-            raise ValueError(f"`texts` must have the column text, got {list(columns)}.")
-        if block_length < 2:
-            raise ValueError(f"`block_length` must be at least 2, got {block_length}.")
-        if remainder not in Remainder.__args__:
-            raise ValueError(f"`remainder` must be one of {', '.join(Remainder.__args__)}, got {remainder!r}.")
-        if not getattr(tokenizers, "is_joint", True):
-            raise ValueError("`tokenizers` must be joint, because a block goes to both sides, got one for each side.")
+    Attributes:
+        rest: Tokens behind the last block.
+        counts: Documents in all, empty documents, invalid documents.
+    """
+
+    def __init__(self, tokenizers: PairEncoder, block_length: int, end_documents: bool):
         probe = tokenizers.encode_sources([""])[0]
         if not probe:
             raise ValueError("The tokenizer must end each list of ids in the end-of-sequence token, got [] for ''.")
-        self.tokenizers = tokenizers
-        self.end_documents = end_documents
+        self.tokenizers, self.block_length, self.end_documents = tokenizers, block_length, end_documents
         self.end_id = probe[-1]
         self.rest: list[int] = []
-        self.report = BlockReport() if report is None else report
-        self.report.block_length, self.report.remainder = block_length, remainder
+        self.counts = [0, 0, 0]
 
     def add(self, texts: Sequence[str | None]) -> list[list[int]]:
-        """Takes further documents and returns the blocks that are now full."""
-        report, length = self.report, self.report.block_length
+        """Add documents and return the blocks that are now full."""
         valid = [text for text in texts if text is not None]
-        report.documents += len(texts)
-        report.invalid_documents += len(texts) - len(valid)
+        self.counts[0] += len(texts)
+        self.counts[2] += len(texts) - len(valid)
         for text, ids in zip(valid, self.tokenizers.encode_sources(valid), strict=True):
             if not ids or ids[-1] != self.end_id:
                 raise ValueError(f"The tokenizer must end each list of ids in {self.end_id}, got {ids[-5:]} as end.")
             if not text.strip() or len(ids) == 1:
-                report.empty_documents += 1
+                self.counts[1] += 1
                 continue
             self.rest += ids if self.end_documents else ids[:-1]
-        stop = len(self.rest) - len(self.rest) % length
-        blocks = [self.rest[start : start + length] for start in range(0, stop, length)]
+        stop = len(self.rest) - len(self.rest) % self.block_length
+        blocks = [self.rest[start : start + self.block_length] for start in range(0, stop, self.block_length)]
         del self.rest[:stop]
-        report.full_blocks += len(blocks)
-        report.remainder_tokens = len(self.rest)
         return blocks

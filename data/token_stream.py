@@ -1,9 +1,8 @@
-"""Batches by a budget of tokens from a stream: a bounded buffer of pairs takes the place of the whole data set."""
+"""Batches within a token budget from a stream of pairs, through a bounded buffer."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,15 +17,15 @@ DEFAULT_PAIRS_IN_BUFFER = 20_000
 
 
 class TokenBudgetStream(IterableDataset):
-    """Lists of pairs, each a batch, for one of several processes; it never ends, but begins the pairs anew.
+    """Endless batches, as lists of pairs, for one of several processes.
 
-    Pairs are read into a buffer, which is shuffled, sorted by both lengths and cut into batches; these come in random order. Each
-    pair stands in one batch of one process in each pass, and each buffer gives all processes the same number of batches: where
-    the pairs do not suffice for that, some get a repeated pair whose labels are ignored. What comes depends on the seed and the
-    pairs alone, so that a run is resumed by skipping the batches it had.
+    Pairs are read into a buffer, which is shuffled, sorted by both lengths and cut into batches. The batches come in random
+    order. Each pair occurs in one batch of one process in each pass, and each buffer gives all processes the same number of
+    batches. If the pairs do not suffice, some processes get a repeated pair with ignored labels. The batches depend on the
+    seed and the pairs alone, so that a resumed run skips the batches it had.
 
     Attributes:
-        length_multiple: What the collator rounds the widths of a batch up to a multiple of.
+        length_multiple: Multiple to which the collator rounds up widths.
     """
 
     length_multiple: int = 1
@@ -41,12 +40,12 @@ class TokenBudgetStream(IterableDataset):
         pairs_in_buffer: int = DEFAULT_PAIRS_IN_BUFFER,
     ):
         """Args:
-        read: Gives the pairs of a pass, with `input_ids` and `labels`; it is told the number of the pass, from 0.
+        read: Returns the pairs of a pass, with `input_ids` and `labels`, by the number of the pass from 0.
         max_tokens_per_batch: Bound of the padded tokens of both sides of a batch.
-        seed: Of the order.
-        num_processes: How many share the batches; each reads all pairs.
-        process_index: Which of them this is.
-        pairs_in_buffer: More pad less and mix more, and take more memory.
+        seed: Seed of the order.
+        num_processes: Number of processes that share the batches. Each reads all pairs.
+        process_index: Index of this process.
+        pairs_in_buffer: Pairs in the buffer. More of them means less padding, more mixing, more memory.
 
         Raises:
             ValueError: If the buffer cannot give each process a pair.
@@ -62,15 +61,15 @@ class TokenBudgetStream(IterableDataset):
         self.pairs_in_buffer = pairs_in_buffer
 
     def __iter__(self) -> Iterator[list[Pair]]:
-        """Yields the batches of this process; of several workers of a loader, each yields its share.
+        """Yield the batches of this process. Each worker of a loader yields its share.
 
         Raises:
-            ValueError: If the budget cannot hold a pair that comes, or a pass holds fewer pairs than there are processes.
+            ValueError: If a pair exceeds the budget, or a pass holds fewer pairs than there are processes.
         """
         worker = get_worker_info()
-        count, place = (1, 0) if worker is None else (worker.num_workers, worker.id)
-        # The loader asks its workers in turn, so that together they give the order of one.
-        yield from islice(self._batches(), place, None, count)
+        count, index = (1, 0) if worker is None else (worker.num_workers, worker.id)
+        # The loader takes from its workers in turn, so that together they give the order of one.
+        yield from islice(self._batches(), index, None, count)
 
     def _batches(self) -> Iterator[list[Pair]]:
         number = 0
@@ -89,7 +88,7 @@ class TokenBudgetStream(IterableDataset):
         while buffer := ahead + list(islice(pairs, self.pairs_in_buffer - len(ahead))):
             ahead = list(islice(pairs, self.num_processes))
             if len(ahead) < self.num_processes:
-                # Too few for a buffer of their own, in which each process would find a pair.
+                # Too few for a buffer with a pair for each process.
                 buffer, ahead = buffer + ahead, []
             yield buffer
 
@@ -103,18 +102,7 @@ class TokenBudgetStream(IterableDataset):
         batches = fill_to_count(batches, count, self.num_processes, len(buffer))
         if count > len(buffer):
             logger.info("%d batches hold a repeated pair alone, which does not count.", count - len(buffer))
-        # What `len(buffer)` stands for.
+        # The filler has the index `len(buffer)`.
         pairs = [*buffer, uncounted(buffer[int(lengths.sum(axis=1).argmin())])]
         for step in torch.randperm(steps, generator=generator).tolist():
             yield [pairs[index] for index in batches[step * self.num_processes + self.process_index]]
-
-
-def pairs_of(dataset: Any) -> Callable[[int], Iterable[Pair]]:
-    """How a stream reads a data set of `datasets` again and again, shuffled anew if it shuffles."""
-
-    def read(number: int) -> Iterable[Pair]:
-        if hasattr(dataset, "set_epoch"):
-            dataset.set_epoch(number)
-        return dataset
-
-    return read

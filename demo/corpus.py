@@ -1,22 +1,21 @@
-"""The demo corpus: tens of thousands of English-German sentence pairs that the project makes itself.
+"""The demo corpus: tens of thousands of English-German sentence pairs from a small grammar.
 
-Sentences come from a small grammar: `demo_syntax` holds its structures, `demo_lexicon` its words, `demo_sampler` draws
-sentences, `demo_english` and `demo_german` say them. The English determines the German, so exact match is a fair score.
+`grammar` holds the structures, `lexicon` the words, `sampler` draws sentences, `english` and `german` write them. The English
+determines the German, so exact match is a fair score.
 
-The splits measure whether a model translates *combinations* that it never saw. A sentence has three kinds of combination:
+The splits measure translation of unseen *combinations*. A sentence has three kinds of combination, relative clauses included:
 
 - an adjective and the noun that it describes, before the noun or after *be*;
-- the noun of a subject and its verb, also inside a relative clause (*the dog that sleeps*);
-- a verb and the noun of an object, direct or indirect, also inside a relative clause (*the apple that I eat*).
+- the noun of a subject and its verb (*the dog that sleeps*);
+- a verb and the noun of a direct or indirect object (*the apple that I eat*).
 
-Fixed rule: number nouns, adjectives and verbs in the order of the lexicon. A combination whose two numbers, added, leave a
-certain rest after division by 16 belongs to the test split; another rest, eight further, is that of validation. So one
-combination in eight is held out, in every inflected form, and each word meets its other partners in training. No training
-sentence has a held-out combination; a test sentence has at least one of the test split and none of validation, and the
-other way round. Every word form of validation and test is frequent in training. The test rest is chosen so that *black* and
-*cat* never meet in training: "The cat is black." is the first test pair.
+Nouns, adjectives and verbs are numbered in the order of the lexicon. The sum of the two numbers of a combination, modulo 16,
+decides its split: one rest is test, another one validation, all others training. So one combination in eight is held out, in
+every inflected form, and each word meets its other partners in training. No training sentence has a held-out combination. A test
+sentence has at least one combination of the test split and none of validation, and vice versa. Every word form of validation and
+test is frequent in training. *Black* and *cat* never meet in training: "The cat is black." is the first test pair.
 
-The same arguments give the same corpus everywhere: only `random.Random.random` is used, whose sequence Python guarantees.
+Equal arguments give the same corpus everywhere: Python guarantees the sequence of `random.Random.random`, the only source used.
 """
 
 from collections import Counter
@@ -60,7 +59,7 @@ FIRST_TEST_SENTENCE = Sentence(Clause(NounPhrase(_CAT, DEFINITE), BE, predicate=
 
 
 def split_of_combination(combination: Combination) -> str:
-    """The split that a combination of two words belongs to: "train" for seven in eight."""
+    """Return the split of a combination of two words: "train" for seven in eight."""
     first, second = combination
     rest = (_NUMBERS[first] + _NUMBERS[second]) % _HELD_OUT_MODULUS
     return {_TEST_REST: "test", _VALIDATION_REST: "validation"}.get(rest, "train")
@@ -76,7 +75,7 @@ def _nouns(nominal: Nominal | None) -> list[Noun]:
 
 
 def _phrase_combinations(nominal: Nominal | None) -> Iterator[Combination]:
-    """The combinations inside a noun phrase: its adjectives, its possessor's, its relative clause's."""
+    """Yield the combinations of adjectives, possessor and relative clause of a noun phrase."""
     match nominal:
         case Coordination():
             yield from _phrase_combinations(nominal.first)
@@ -98,7 +97,7 @@ def _clause_combinations(clause: Clause) -> Iterator[Combination]:
 
 
 def combinations(sentence: Sentence) -> Iterator[Combination]:
-    """All combinations of a sentence: adjective and noun, subject and verb, verb and object."""
+    """Yield all combinations of a sentence: adjective and noun, subject and verb, verb and object."""
     yield from _clause_combinations(sentence.clause)
     for part in (sentence.front, sentence.subordinate):
         if isinstance(part, Subordinate):
@@ -110,7 +109,7 @@ def combinations(sentence: Sentence) -> Iterator[Combination]:
 
 
 def split_of_sentence(sentence: Sentence) -> str | None:
-    """The only split that may hold the sentence; None for one that has combinations of both validation and test."""
+    """Return the split of a sentence, or None if it has combinations of both validation and test."""
     held_out = {split_of_combination(combination) for combination in combinations(sentence)} - {"train"}
     if len(held_out) > 1:
         return None
@@ -118,51 +117,17 @@ def split_of_sentence(sentence: Sentence) -> str | None:
 
 
 def words_of(line: str) -> list[str]:
-    """The words of a line as written, without punctuation: a capital at the start makes another form."""
+    """Return the words of a line without punctuation. Case is kept."""
     return line.replace(",", "").rstrip(".?").split()
 
 
-class _Collector:
-    """Distinct pairs by split. It refuses a second German sentence for an English one."""
-
-    def __init__(self, counts: dict[str, int]) -> None:
-        self.counts = counts
-        self.pairs: dict[str, list[Pair]] = {split: [] for split in SPLITS}
-        self._german_of: dict[str, str] = {}
-
-    def is_full(self, split: str) -> bool:
-        return len(self.pairs[split]) >= self.counts[split]
-
-    def add(self, split: str, pair: Pair) -> None:
-        """Add a pair, unless it is known.
-
-        Raises:
-            ValueError: If the English sentence is known with other German.
-        """
-        english, german = pair
-        known = self._german_of.get(english)
-        if known is None:
-            self._german_of[english] = german
-            self.pairs[split].append(pair)
-        elif known != german:
-            raise ValueError(f"An English sentence must have one translation, got {known!r} and {german!r}.")
-
-
-def _pair(sentence: Sentence) -> Pair:
-    return to_english(sentence), to_german(sentence)
-
-
 def _draw(seed: int, max_draws: int) -> Iterator[tuple[str, Pair]]:
-    """Pairs with their split.
-
-    Raises:
-        ValueError: When more than `max_draws` are asked for.
-    """
+    """Yield pairs with their split. Raise a `ValueError` after `max_draws` draws."""
     sampler = Sampler(seed)
     for _ in range(max_draws):
         sentence = sampler.sentence()
         split = split_of_sentence(sentence)
-        pair = _pair(sentence)
+        pair = to_english(sentence), to_german(sentence)
         if split and MIN_WORDS <= len(words_of(pair[0])) <= MAX_WORDS:
             yield split, pair
     raise ValueError(f"The counts of pairs must be within what the grammar gives: not reached in {max_draws} draws.")
@@ -174,55 +139,62 @@ def make_demo_corpus(
     """Make the corpus: `{"train": [(english, german), ...], "validation": [...], "test": [...]}`, all pairs distinct.
 
     Every word form of validation and test occurs in training at least `MIN_OCCURRENCES` times. A training split smaller
-    than the default asks for proportionally fewer, but one. The first test pair, "The cat is black.", is always there.
+    than the default needs proportionally fewer, but at least one. "The cat is black." is always the first test pair.
 
     Raises:
-        ValueError: If `num_train` or `num_test` is below one, `num_validation` is negative, or the grammar does not give
-            so many distinct sentences.
+        ValueError: If `num_train` or `num_test` is below 1, `num_validation` is negative, or the grammar does not give enough
+            distinct sentences.
     """
-    for name, count, minimum in (
-        ("num_train", num_train, 1),
-        ("num_validation", num_validation, 0),
-        ("num_test", num_test, 1),
-    ):
+    counts = {"train": num_train, "validation": num_validation, "test": num_test}
+    for split, count in counts.items():
+        minimum = 0 if split == "validation" else 1
         if count < minimum:
-            raise ValueError(f"`{name}` must be at least {minimum}, got {count}.")
-    collector = _Collector({"train": num_train, "validation": num_validation, "test": num_test})
-    collector.add("test", _pair(FIRST_TEST_SENTENCE))
-    draws = _draw(seed, max_draws=_MAX_DRAWS_PER_PAIR * (num_train + num_validation + num_test) + 1000)
+            raise ValueError(f"`num_{split}` must be at least {minimum}, got {count}.")
+    pairs: dict[str, list[Pair]] = {split: [] for split in SPLITS}
+    german_of: dict[str, str] = {}
+
+    def add(split: str, pair: Pair) -> None:
+        english, german = pair
+        if english not in german_of:
+            german_of[english] = german
+            pairs[split].append(pair)
+        elif german_of[english] != german:
+            raise ValueError(
+                f"An English sentence must have one translation, got {german_of[english]!r} and {german!r}."
+            )
+
+    add("test", (to_english(FIRST_TEST_SENTENCE), to_german(FIRST_TEST_SENTENCE)))
+    draws = _draw(seed, max_draws=_MAX_DRAWS_PER_PAIR * sum(counts.values()) + 1000)
     held_out = []
-    while not collector.is_full("train"):
+    while len(pairs["train"]) < num_train:
         split, pair = next(draws)
         if split == "train":
-            collector.add("train", pair)
+            add("train", pair)
         else:
             held_out.append((split, pair))
-    frequencies = Counter(word for pair in collector.pairs["train"] for line in pair for word in words_of(line))
+    frequencies = Counter(word for pair in pairs["train"] for line in pair for word in words_of(line))
     threshold = min(MIN_OCCURRENCES, max(1, MIN_OCCURRENCES * num_train // _DEFAULT_NUM_TRAIN))
     candidates = chain(held_out, draws)
-    while not (collector.is_full("validation") and collector.is_full("test")):
+    while any(len(pairs[split]) < counts[split] for split in ("validation", "test")):
         split, pair = next(candidates)
         is_familiar = all(frequencies[word] >= threshold for line in pair for word in words_of(line))
-        if is_familiar and not collector.is_full(split):
-            collector.add(split, pair)
-    return collector.pairs
+        if is_familiar and len(pairs[split]) < counts[split]:
+            add(split, pair)
+    return pairs
 
 
 def write_demo_corpus(folder: str | Path, **arguments: int) -> dict[str, Path]:
     """Write train.tsv, validation.tsv and test.tsv (UTF-8; English, tab, German; no header) and return their paths.
 
     Args:
-        folder: Where to write; made if missing.
-        **arguments: Those of `make_demo_corpus`.
-
-    Raises:
-        ValueError: As `make_demo_corpus`.
+        folder: The folder, made if missing.
+        **arguments: Arguments of `make_demo_corpus`.
     """
     return write_splits(folder, make_demo_corpus(**arguments))
 
 
 def write_splits(folder: str | Path, corpus: dict[str, list[Pair]], prefix: str = "") -> dict[str, Path]:
-    """Writes the pairs of each split to a file of its own, whose name starts with `prefix`, and returns the paths."""
+    """Write the pairs of each split to a file whose name starts with `prefix`, and return the paths."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     paths = {split: folder / f"{prefix}{split}.tsv" for split in SPLITS}

@@ -16,7 +16,7 @@ from metaphrase.demo.lexicon import BARE, BE, INDEFINITE, WANT, WHO
 
 
 def to_english(sentence: Sentence) -> str:
-    """The sentence in English."""
+    """Return a sentence in English."""
     words = _english_front(sentence.front) + _english_clause(sentence.clause, sentence.is_question)
     if sentence.subordinate:
         words += [sentence.subordinate.conjunction.english, *_english_clause(sentence.subordinate.clause)]
@@ -42,7 +42,7 @@ def _english_phrase(phrase: PrepositionalPhrase) -> list[str]:
 
 
 def english_nominal(nominal: Nominal, is_object: bool = False) -> list[str]:
-    """A noun phrase or pronoun in English."""
+    """Return a noun phrase or pronoun in English."""
     match nominal:
         case Pronoun():
             return [nominal.english_object if is_object else nominal.english]
@@ -72,7 +72,7 @@ def _english_relative(clause: Clause) -> list[str]:
 
 
 def _english_clause(clause: Clause, is_question: bool = False) -> list[str]:
-    """A clause in English, but for the relative pronoun that is its object and stands before it."""
+    """Return a clause in English, without a relative pronoun as object, which stands before the clause."""
     is_inverted = is_question and clause.subject is not WHO
     auxiliary, lexical = english_verb(clause, needs_auxiliary=is_inverted or clause.is_negated)
     subject = english_nominal(clause.subject)
@@ -93,7 +93,7 @@ def _english_clause(clause: Clause, is_question: bool = False) -> list[str]:
 
 
 def english_verb(clause: Clause, needs_auxiliary: bool) -> tuple[list[str], list[str]]:
-    """The auxiliary, which changes places with the subject in questions, and the rest of the verb."""
+    """Return the auxiliary, which precedes the subject in questions, and the rest of the verb."""
     subject, verb, modal = clause.subject, clause.verb, clause.modal
     is_third = subject.person == 3 and not subject.is_plural
     if modal is WANT:
@@ -120,7 +120,7 @@ def _form_of_be(subject: Nominal, is_past: bool) -> str:
 
 
 def third_person_singular(verb: str) -> str:
-    """*carry* -> *carries*, *look for* -> *looks for*."""
+    """Return the third person singular: *carries*, *looks for*."""
     word, _, particle = verb.partition(" ")
     if word == "have":
         word = "has"

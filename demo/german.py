@@ -1,12 +1,10 @@
 """The demo corpus in German: declension, conjugation, and the order of the clause.
 
-Order follows the topological fields of the German clause: whatever stands first, the finite verb, the middle field, the
-rest of the verb, and the final field for relative clauses that leave their noun. A subordinate clause moves the finite
-verb behind the rest.
+The order follows the topological fields of the German clause: the first field, the finite verb, the middle field, the rest of
+the verb, and the final field for relative clauses that leave their noun. A subordinate clause moves the finite verb to the end.
 
-Choices between forms that are equally right are made once: English past is rendered by the perfect (but *was*, *had*
-and *knew* by the preterite); a negated indefinite object by *kein*; the subject precedes object pronouns in the middle
-field.
+Some forms are equally right; the corpus always uses the same one. English past becomes the perfect (but *was*, *had* and *knew*
+the preterite), a negated indefinite object *kein*, and the subject precedes object pronouns in the middle field.
 """
 
 from enum import Enum
@@ -48,8 +46,8 @@ _ADJECTIVE_ENDINGS = {
 }
 
 
-class VerbPlace(Enum):
-    """Where the finite verb stands: in questions, in main clauses, in subordinate clauses."""
+class VerbPosition(Enum):
+    """Position of the finite verb in questions, in main clauses, and in subordinate clauses."""
 
     FIRST = 1
     SECOND = 2
@@ -57,15 +55,15 @@ class VerbPlace(Enum):
 
 
 def to_german(sentence: Sentence) -> str:
-    """The sentence in German."""
+    """Return a sentence in German."""
     is_first = sentence.is_question and not sentence.front and sentence.clause.subject is not WHO
-    place = VerbPlace.FIRST if is_first else VerbPlace.SECOND
-    words = _german_clause(sentence.clause, place, _german_front(sentence.front))
+    position = VerbPosition.FIRST if is_first else VerbPosition.SECOND
+    words = _german_clause(sentence.clause, position, _german_front(sentence.front))
     if sentence.subordinate:
         words += [",", *_german_subordinate(sentence.subordinate)]
     if sentence.coordinated:
         conjunction, clause = sentence.coordinated
-        words += [conjunction.german, *_german_clause(clause, VerbPlace.SECOND)]
+        words += [conjunction.german, *_german_clause(clause, VerbPosition.SECOND)]
     return punctuate(words, "?" if sentence.is_question else ".")
 
 
@@ -81,11 +79,11 @@ def _german_front(front: Particle | PrepositionalPhrase | Subordinate | None) ->
 
 
 def _german_subordinate(subordinate: Subordinate) -> list[str]:
-    return [subordinate.conjunction.german, *_german_clause(subordinate.clause, VerbPlace.LAST)]
+    return [subordinate.conjunction.german, *_german_clause(subordinate.clause, VerbPosition.LAST)]
 
 
 def german_phrase(phrase: PrepositionalPhrase) -> list[str]:
-    """A prepositional phrase in German: *im Garten*, *zur Mutter*, but *auf dem Berg*."""
+    """Return a prepositional phrase in German: *im Garten*, *zur Mutter*, but *auf dem Berg*."""
     preposition, complement = phrase.preposition, phrase.complement
     words = german_nominal(complement, preposition.case)
     fused = dict(preposition.contractions).get(words[0])
@@ -95,7 +93,7 @@ def german_phrase(phrase: PrepositionalPhrase) -> list[str]:
 
 
 def german_nominal(nominal: Nominal, case: Case, is_negated: bool = False) -> list[str]:
-    """A noun phrase or pronoun in German, without its relative clause. Negated, *ein* and no article become *kein*."""
+    """Return a noun phrase or pronoun in German, without its relative clause. Negation turns *ein* or no article into *kein*."""
     match nominal:
         case Pronoun():
             return [nominal.forms[case]]
@@ -113,7 +111,7 @@ def german_nominal(nominal: Nominal, case: Case, is_negated: bool = False) -> li
 
 
 def german_determiner(determiner: Determiner, case: Case, column: int) -> str:
-    """A determiner's form; `column` is a gender, or 3 for the plural. Numbers from two on have no endings."""
+    """Return the form of a determiner; `column` is a gender, or 3 for the plural. Numbers from two on have no endings."""
     if determiner is DEFINITE:
         return _DEFINITE[case][column]
     if determiner.declension is Declension.STRONG:
@@ -122,12 +120,12 @@ def german_determiner(determiner: Determiner, case: Case, column: int) -> str:
 
 
 def german_adjective(adjective: Adjective, declension: Declension, case: Case, column: int) -> str:
-    """An adjective before its noun; `column` is a gender, or 3 for the plural."""
+    """Return an adjective before its noun; `column` is a gender, or 3 for the plural."""
     return adjective.stem + _ADJECTIVE_ENDINGS[declension][case][column]
 
 
 def german_noun(noun: Noun, is_plural: bool, case: Case) -> str:
-    """A noun's form. The genitive in -(e)s follows the rule for the native nouns of this lexicon."""
+    """Return the form of a noun. The genitive in -(e)s follows the rule for the native nouns of this lexicon."""
     if is_plural:
         needs_n = case == Case.DATIVE and not noun.german_plural.endswith(("n", "s"))
         return noun.german_plural + ("n" if needs_n else "")
@@ -138,9 +136,9 @@ def german_noun(noun: Noun, is_plural: bool, case: Case) -> str:
     return noun.german + ("s" if noun.german.endswith(("er", "el", "en", "ig")) else "es")
 
 
-def _german_clause(clause: Clause, place: VerbPlace, front: list[str] | None = None) -> list[str]:
-    """A clause in German; `front` stands before a verb in second place, where the subject would stand without it."""
-    finite, rest = german_verb(clause, is_last=place is VerbPlace.LAST)
+def _german_clause(clause: Clause, position: VerbPosition, front: list[str] | None = None) -> list[str]:
+    """Return a clause in German. `front` takes the place of the subject before a verb in second position."""
+    finite, rest = german_verb(clause, is_last=position is VerbPosition.LAST)
     subject, final = [], []
     if not isinstance(clause.subject, RelativePronoun):
         relative = getattr(clause.subject, "relative", None)
@@ -148,28 +146,28 @@ def _german_clause(clause: Clause, place: VerbPlace, front: list[str] | None = N
     if relative := getattr(clause.direct_object, "relative", None):
         final = _german_relative(relative)
     middle = _german_middle_field(clause)
-    match place:
-        case VerbPlace.FIRST:
+    match position:
+        case VerbPosition.FIRST:
             return [finite, *subject, *middle, *rest, *final]
-        case VerbPlace.SECOND if front:
+        case VerbPosition.SECOND if front:
             return [*front, finite, *subject, *middle, *rest, *final]
-        case VerbPlace.SECOND:
+        case VerbPosition.SECOND:
             return [*subject, finite, *middle, *rest, *final]
-        case VerbPlace.LAST:
+        case VerbPosition.LAST:
             return [*subject, *middle, *rest, finite, *final]
 
 
 def _german_relative(clause: Clause) -> list[str]:
-    """A relative clause between commas: its pronoun, then the clause with the verb at the end."""
+    """Return a relative clause between commas: its pronoun, then the clause with the verb at the end."""
     if isinstance(clause.subject, RelativePronoun):
         pronoun = german_nominal(clause.subject, Case.NOMINATIVE)
     else:
         pronoun = german_nominal(clause.direct_object, clause.verb.case)
-    return [",", *pronoun, *_german_clause(clause, VerbPlace.LAST), ","]
+    return [",", *pronoun, *_german_clause(clause, VerbPosition.LAST), ","]
 
 
 def _german_middle_field(clause: Clause) -> list[str]:
-    """What stands between the finite verb and the rest of the verb, after the subject."""
+    """Return the words between the finite verb and the rest of the verb, after the subject."""
     words = [clause.frequency.german] if clause.frequency else []
     if clause.indirect_object:
         words += german_nominal(clause.indirect_object, Case.DATIVE)
@@ -187,7 +185,7 @@ def _german_middle_field(clause: Clause) -> list[str]:
 
 
 def german_verb(clause: Clause, is_last: bool = False) -> tuple[str, list[str]]:
-    """The finite verb, and what stands at the end of the clause: infinitive, participle or separable particle."""
+    """Return the finite verb, and the infinitive, participle or separable particle at the end of the clause."""
     verb, subject, modal = clause.verb, clause.subject, clause.modal
     slot = 3 if subject.is_plural else subject.person - 1
     if modal:
@@ -204,7 +202,7 @@ def german_verb(clause: Clause, is_last: bool = False) -> tuple[str, list[str]]:
 
 
 def german_present(verb: Verb, slot: int) -> str:
-    """The present tense for ich, du, er or a plural (slots 0 to 3), without the separable particle.
+    """Return the present tense for ich, du, er or a plural (slots 0 to 3), without the separable particle.
 
     The second person has the vowel of the third; its -s- merges with an s, ß or z before it: *er isst*, *du isst*.
     """

@@ -1,8 +1,6 @@
-"""What words, phrases and sentences of the demo corpus are: one structure for both languages.
+"""Structures of the demo corpus: words, phrases and sentences, the same for both languages.
 
-A sentence is built from these once and realised twice, by `metaphrase.demo.english` and
-`metaphrase.demo.german`. Nothing here knows a word of either language: the words are in
-`metaphrase.demo.lexicon`.
+`english` and `german` write a sentence in each language. The words stand in `lexicon`.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from enum import Enum, IntEnum
 
 
 class Case(IntEnum):
-    """The four German cases: the rows of every declension table."""
+    """German cases, the rows of every declension table."""
 
     NOMINATIVE = 0
     ACCUSATIVE = 1
@@ -21,7 +19,7 @@ class Case(IntEnum):
 
 
 class Gender(IntEnum):
-    """The three genders: the first columns of every declension table. The plural, without gender, is the last."""
+    """German genders, the first columns of every declension table. The last column is the plural."""
 
     MASCULINE = 0
     FEMININE = 1
@@ -29,17 +27,17 @@ class Gender(IntEnum):
 
 
 class Declension(Enum):
-    """Which adjective endings a determiner calls for."""
+    """Adjective endings that a determiner requires."""
 
     WEAK = "weak"  # after der, dieser, jeder
     MIXED = "mixed"  # after ein, kein, mein
     STRONG = "strong"  # after nothing and after numbers
 
 
-# Words are compared by identity: each exists once, in the tables below.
+# Words are compared by identity: each word exists once, in the lexicon.
 @dataclass(frozen=True, eq=False)
 class Noun:
-    """A noun; `plural` and `german_plural` are None for a mass noun. `kind` says what it may be combined with."""
+    """A noun; `plural` and `german_plural` are None for a mass noun. `kind` decides its combinations."""
 
     english: str
     plural: str | None
@@ -49,12 +47,12 @@ class Noun:
     kind: str
     is_weak: bool = False  # the n-declension: der Junge, den Jungen
     can_be_owned: bool = True
-    preposition: str | None = None  # of a place: whether one is in it or on it
+    preposition: str | None = None  # of a place: *in* or *on*
 
 
 @dataclass(frozen=True, eq=False)
 class Adjective:
-    """An adjective; `stem` takes the endings (*dunkel*, *dunkl-*). `kinds` are the kinds of noun that it describes."""
+    """An adjective; `stem` takes the endings (*dunkel*, *dunkl-*). `kinds` are the kinds of noun that fit."""
 
     english: str
     german: str
@@ -80,9 +78,9 @@ class Verb:
     phrases: tuple[str, ...] = ()  # the prepositional phrases that it takes
     needs_phrase: bool = False  # *live* and *go* say where
     is_ditransitive: bool = False
-    # Finite forms for ich, du, er, and the plural, where no rule gives them.
+    # Irregular finite forms for ich, du, er, and the plural.
     present_forms: tuple[str, str, str, str] | None = None
-    # Given where even spoken German says the preterite rather than the perfect: war, hatte, kannte, wusste.
+    # Only for verbs with a preterite in spoken German: war, hatte, kannte, wusste.
     preterite_forms: tuple[str, str, str, str] | None = None
 
 
@@ -171,7 +169,7 @@ Nominal = NounPhrase | RelativePronoun | Coordination | Pronoun
 
 @dataclass(frozen=True)
 class PrepositionalPhrase:
-    """A preposition and what it governs."""
+    """A preposition and its complement."""
 
     preposition: Preposition
     complement: NounPhrase | Pronoun
@@ -179,7 +177,7 @@ class PrepositionalPhrase:
 
 @dataclass(frozen=True)
 class Clause:
-    """A subject, a verb and what goes with it. `frequency` is an adverb such as *often*, `predicate` follows *be*."""
+    """A subject, a verb and their complements. `frequency` is an adverb such as *often*, `predicate` follows *be*."""
 
     subject: Nominal
     verb: Verb
@@ -203,7 +201,7 @@ class Subordinate:
 
 @dataclass(frozen=True)
 class Sentence:
-    """A main clause with at most one thing before it (`front`) and one after it."""
+    """A main clause with at most one part before it (`front`) and one after it."""
 
     clause: Clause
     front: Particle | PrepositionalPhrase | Subordinate | None = None
@@ -213,6 +211,6 @@ class Sentence:
 
 
 def punctuate(words: list[str], mark: str) -> str:
-    """One line from words and commas: a comma clings to the word before it and gives way to the final mark."""
+    """Join words and commas to a line with a final mark, which replaces a comma before it."""
     text = " ".join(words).replace(" ,", ",").replace(",,", ",").rstrip(",") + mark
     return text[0].upper() + text[1:]

@@ -1,12 +1,11 @@
-"""The words of the demo corpus: what a small English-German dictionary says about each of them.
+"""The words of the demo corpus: a small English-German dictionary.
 
-Every English word has one German counterpart here, and every entry gives what cannot be derived: a noun its gender and
-plural, a verb its principal parts (infinitive, third person singular, past participle), and all the kinds of noun that
-they go with. What follows from a rule (*sleeps*, *du schläfst*, *den Kindern*) is left to
-`metaphrase.demo.english` and `metaphrase.demo.german`.
+Every English word has one German counterpart. An entry gives what no rule derives: a noun its gender and plural, a verb its
+principal parts (infinitive, third person singular, past participle), and the kinds of noun that go with it. `english` and
+`german` derive the other forms.
 
-English words whose form hides what German must know are left out on purpose: *sheep* (singular or plural), *read*
-(present or past), *it* (gender of the antecedent). *You* is always one friend (*du*).
+English words whose form hides what German must know are absent: *sheep* (singular or plural), *read* (present or past), *it*
+(gender of the antecedent). *You* is always one friend (*du*).
 """
 
 from metaphrase.demo.grammar import (
@@ -25,11 +24,11 @@ from metaphrase.demo.grammar import (
 
 
 def _rows(table: str) -> list[list[str]]:
-    """The lines of a table as lists of cells; `_` stands for a blank inside a cell."""
+    """Return the lines of a table as lists of cells; `_` is a blank inside a cell."""
     return [[cell.replace("_", " ") for cell in line.split()] for line in table.strip().splitlines()]
 
 
-# What the tables may write for several kinds of noun at once.
+# Names in the tables for several kinds of noun.
 _SORTS = {
     "living": ("person", "animal"),
     "food": ("fruit", "dish", "pastry"),
@@ -39,13 +38,13 @@ _SORTS = {
 
 
 def _kinds(names: list[str]) -> tuple[str, ...]:
-    """The kinds of noun named in a table, with sorts spelt out."""
+    """Return kinds of noun, with sorts expanded."""
     return tuple(kind for name in names for kind in _SORTS.get(name, (name,)))
 
 
 _GENDERS = {"m": Gender.MASCULINE, "f": Gender.FEMININE, "n": Gender.NEUTER}
 
-# What is nobody's, in sentences that make sense.
+# Nouns without a possessor.
 _UNOWNED_KINDS = ("landscape", "water")
 _UNOWNED = ("man", "woman", "boy", "girl", "king", "queen")
 
@@ -204,9 +203,9 @@ dangerous   gefährlich  gefährlich  landscape water
 
 
 def _verbs(table: str, case: Case = Case.ACCUSATIVE, is_ditransitive: bool = False) -> tuple[Verb, ...]:
-    """Verbs from rows of: English, past, infinitive, third person, participle, auxiliary, subjects, objects, phrases.
+    """Return verbs from rows of: English, past, infinitive, third person, participle, auxiliary, subjects, objects, phrases.
 
-    Kinds of noun are joined by `+`, "-" is none of them; `!` marks a phrase that the verb cannot do without.
+    Kinds of noun are joined by `+`, "-" is none; `!` marks a phrase that the verb needs.
     """
     verbs = []
     for *forms, auxiliary, subjects, objects, phrase in _rows(table):

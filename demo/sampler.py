@@ -1,6 +1,6 @@
-"""Drawing sentences of the demo corpus: which words go together, and how often each construction is chosen.
+"""Sampler of the demo corpus: draw sentences, with weights for constructions and rules for words that fit.
 
-Sense is kept by kinds of noun: only persons and animals see, only food is eaten. No noun occurs twice in a sentence.
+Kinds of noun keep the sense: only persons and animals see, only food is eaten. No noun occurs twice in a sentence.
 """
 
 import random
@@ -42,27 +42,15 @@ from metaphrase.demo.lexicon import (
 
 Item = TypeVar("Item")
 
-# Tuples with repetitions: an item is drawn as often as it stands here.
+# Repetition in a tuple is the weight of an item.
 _SUBJECT_PRONOUNS = (*lexicon.PRONOUNS[:2], *lexicon.PRONOUNS)  # I and you have verb forms of their own
 _OBJECT_VERBS = (*lexicon.TRANSITIVE_VERBS, lexicon.KNOW, lexicon.HAVE, *lexicon.DATIVE_VERBS)
-_VERBS = (
-    *(lexicon.INTRANSITIVE_VERBS * 2),
-    *(_OBJECT_VERBS * 2),
-    *(lexicon.DITRANSITIVE_VERBS * 3),
-    *([BE] * 16),
-)
-# Verbs for what happens now, yesterday or often; *be* among them says a passing state.
+_VERBS = (*(lexicon.INTRANSITIVE_VERBS * 2), *(_OBJECT_VERBS * 2), *(lexicon.DITRANSITIVE_VERBS * 3), *([BE] * 16))
+# Verbs of events; *be* among them takes a passing state.
 _EVENT_VERBS = tuple(verb for verb in _VERBS if verb.english not in ("know", "have", "love", "live"))
-_ANY_DETERMINERS = (
-    *([DEFINITE] * 12),
-    *([INDEFINITE] * 6),
-    *POSSESSIVES,
-    THIS,
-    THIS,
-    EVERY,
-)
+_ANY_DETERMINERS = (*([DEFINITE] * 12), *([INDEFINITE] * 6), *POSSESSIVES, THIS, THIS, EVERY)
 _KNOWN_DETERMINERS = (*([DEFINITE] * 6), *POSSESSIVES, THIS)
-# What negation leaves clear: it joins *ein* to *kein*, while *nicht jeden* and *jeden ... nicht* would differ.
+# Determiners that are clear under negation: *nicht jeden* and *jeden ... nicht* would differ.
 _NEGATED_DETERMINERS = (*_KNOWN_DETERMINERS, *([INDEFINITE] * 8))
 _PLACE_DETERMINERS = (*([DEFINITE] * 8), INDEFINITE, THIS)
 _TIMES = {False: (lexicon.TODAY, lexicon.NOW), True: (lexicon.TODAY, lexicon.YESTERDAY)}
@@ -92,9 +80,9 @@ def _verbs_with_object(kind: str) -> tuple[Verb, ...]:
 
 
 class Sampler:
-    """Draws sentences without end; equal seeds draw equal sentences.
+    """Endless random sentences, equal for equal seeds.
 
-    Only `Random.random` is called: Python promises its sequence for all versions, unlike that of `choice` or `sample`.
+    The sampler calls only `Random.random`, whose sequence Python guarantees for all versions.
     """
 
     def __init__(self, seed: int) -> None:
@@ -159,7 +147,7 @@ class Sampler:
 
     def _adverbial_clause(self) -> Sentence:
         conjunction = self._pick((lexicon.BECAUSE, lexicon.ALTHOUGH, lexicon.WHEN))
-        # Past *when* would be *als*, and the preterite its natural tense.
+        # A past *when* would need *als* and the preterite.
         is_past = conjunction is not lexicon.WHEN and self._chance(0.4)
         main = self._clause(is_past, is_simple=True)
         clause = self._clause(is_past, is_simple=True, is_event=conjunction is lexicon.WHEN)
@@ -178,13 +166,9 @@ class Sampler:
     # Clauses
 
     def _clause(
-        self,
-        is_past: bool | None = None,
-        is_simple: bool = False,
-        is_event: bool = False,
-        is_question: bool = False,
+        self, is_past: bool | None = None, is_simple: bool = False, is_event: bool = False, is_question: bool = False
     ) -> Clause:
-        """A clause. A simple one has fewer adjectives and phrases, an event is no lasting state."""
+        """Draw a clause. A simple clause has fewer adjectives and phrases; an event is no lasting state."""
         is_past = self._chance(0.4) if is_past is None else is_past
         verb = self._pick(_EVENT_VERBS if is_event else _VERBS)
         modal = self._pick(lexicon.MODALS) if not is_past and self._chance(0.22) else None
@@ -197,7 +181,7 @@ class Sampler:
             clause = replace(clause, **self._objects(clause, is_simple))
         elif not modal and not is_negated and verb in _EVENT_VERBS and self._chance(0.2):
             clause = replace(clause, frequency=self._pick(lexicon.FREQUENCIES))
-        # Where *nicht* belongs among an object and a phrase depends on the meaning: such clauses are not drawn.
+        # The position of *nicht* between an object and a phrase depends on the meaning: draw no such clauses.
         may_have_phrase = verb.phrases and not (verb.objects and is_negated)
         if may_have_phrase and (verb.needs_phrase or self._chance(0.2 if is_simple or verb.objects else 0.6)):
             clause = replace(clause, phrase=self._phrase(clause))
@@ -222,7 +206,7 @@ class Sampler:
         return Clause(subject, BE, is_past, modal, is_negated, predicate=predicate, frequency=frequency)
 
     def _with_relative(self, clause: Clause) -> Clause:
-        """The clause with a relative clause at its object, where the object ends it, or else at its subject."""
+        """Add a relative clause to the object at the end of the clause, or to the subject."""
         is_object_last = clause.phrase is None and isinstance(clause.direct_object, NounPhrase)
         role = "direct_object" if is_object_last and self._chance(0.5) else "subject"
         phrase = getattr(clause, role)
@@ -241,9 +225,9 @@ class Sampler:
         return Clause(self._subject(verb, is_simple=True), verb, is_past, direct_object=pronoun)
 
     def _with_no(self, clause: Clause) -> Clause:
-        """The clause with *no* as the determiner of its subject or of its object.
+        """Set *no* as the determiner of the subject or object of a clause without modal verb.
 
-        Not for a modal verb: *must buy no apple* is no *muss keinen Apfel kaufen*, which means *need not buy*.
+        *Must buy no apple* differs from *muss keinen Apfel kaufen*, which means *need not buy*.
         """
         role = "direct_object" if isinstance(clause.direct_object, NounPhrase) and self._chance(0.7) else "subject"
         phrase = getattr(clause, role)
@@ -283,7 +267,7 @@ class Sampler:
         return {**objects, "direct_object": direct}
 
     def _object_pronoun(self, subject: Nominal) -> Pronoun:
-        """A pronoun that does not mean the subject: no *I see me*, no *we see me*."""
+        """Draw a pronoun that does not mean the subject: no *I see me*, no *we see me*."""
         pronouns = lexicon.PRONOUNS
         if isinstance(subject, Pronoun):
             is_third = subject.person == 3
@@ -293,7 +277,7 @@ class Sampler:
         return self._pick(pronouns)
 
     def _phrase(self, clause: Clause) -> PrepositionalPhrase:
-        """A place, a destination, or company."""
+        """Draw a place, a destination, or company."""
         verb = clause.verb
         name = self._pick(verb.phrases)
         if name in ("place", "water") or (name == "to" and self._chance(0.7)):
@@ -313,7 +297,7 @@ class Sampler:
         adjectives: float = 0.4,
         determiners: Sequence[Determiner] = _ANY_DETERMINERS,
     ) -> NounPhrase:
-        """A noun phrase. `is_known` keeps to *the*, *this*, *my*; `adjectives` is the probability of one."""
+        """Draw a noun phrase. `is_known` allows only *the*, *this*, *my*; `adjectives` is the probability of an adjective."""
         noun = self._pick(nouns)
         while noun in self._used:
             noun = self._pick(nouns)
@@ -337,7 +321,7 @@ class Sampler:
         return NounPhrase(noun, self._pick(POSSESSIVES) if noun.can_be_owned and self._chance(0.4) else DEFINITE)
 
     def _adjectives(self, noun: Noun) -> tuple[Adjective, ...]:
-        """One adjective, now and then followed by a colour."""
+        """Draw one adjective, sometimes followed by a colour."""
         plain, colours = _adjectives_of(noun, False), _adjectives_of(noun, True)
         if not colours:
             return (self._pick(plain),)

@@ -1,9 +1,9 @@
-"""Summaries of the demo corpus: texts of two or three English sentences, and what each says without all that can be left out.
+"""Summaries of the demo corpus: texts of two or three English sentences, and the core of each text.
 
-A summary keeps subject, verb and objects. It leaves out adjectives, relative clauses, adverbs, what stands before or after the
-main clause, and phrases that the verb can do without; of *I know that the dog sleeps* it keeps what is known. The text determines
-it, so exact match is a fair score. The splits are those of `demo_corpus`: no sentence of a training text has a combination of
-words that was held out, and each sentence of a test text has one.
+A summary keeps subject, verb and objects. It leaves out adjectives, relative clauses, adverbs, material around the main clause,
+and optional phrases. Of *I know that the dog sleeps* it keeps the subordinate clause. The text determines the summary, so exact
+match is a fair score. The splits are those of `corpus`: no sentence of a training text has a held-out combination of words, and
+each sentence of a test text has one.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ _MAX_DRAWS_PER_SENTENCE = 20
 
 
 def core_of(sentence: Sentence) -> Sentence:
-    """What a sentence says, without all that could be left out."""
+    """Return a sentence without its optional parts."""
     if sentence.subordinate and sentence.subordinate.conjunction is THAT:
         return Sentence(_core_of_clause(sentence.subordinate.clause))
     return Sentence(_core_of_clause(sentence.clause), is_question=sentence.is_question)
@@ -51,11 +51,7 @@ def _core_of_nominal(nominal: Nominal | None) -> Nominal | None:
 
 
 def _texts(seed: int, max_draws: int) -> Iterator[tuple[str, Pair]]:
-    """Texts with their summary and split.
-
-    Raises:
-        ValueError: When more than `max_draws` sentences are asked for.
-    """
+    """Yield texts with their summary and split. Raise a `ValueError` after `max_draws` sentences."""
     sampler = Sampler(seed)
     begun: dict[str, list[Sentence]] = {split: [] for split in SPLITS}
     lengths = dict.fromkeys(SPLITS, MIN_SENTENCES)
@@ -67,12 +63,10 @@ def _texts(seed: int, max_draws: int) -> Iterator[tuple[str, Pair]]:
         begun[split].append(sentence)
         if len(begun[split]) == lengths[split]:
             sentences = begun[split]
-            text, summary = (
-                " ".join(map(to_english, kind)) for kind in (sentences, [core_of(one) for one in sentences])
-            )
-            yield split, (text, summary)
+            cores = [core_of(sentence) for sentence in sentences]
+            yield split, (" ".join(map(to_english, sentences)), " ".join(map(to_english, cores)))
             begun[split] = []
-            # Short and long texts take turns.
+            # Short and long texts alternate.
             lengths[split] = MIN_SENTENCES + MAX_SENTENCES - lengths[split]
     raise ValueError(f"The counts of texts must be within what the grammar gives: not reached in {max_draws} draws.")
 
@@ -83,7 +77,7 @@ def make_demo_summaries(
     """Make the pairs of text and summary, all distinct: `{"train": [(text, summary), ...], "validation": ..., "test": ...}`.
 
     Raises:
-        ValueError: If a number is negative, or the grammar does not give so many.
+        ValueError: If a number is negative, or the grammar does not give enough texts.
     """
     counts = {"train": num_train, "validation": num_validation, "test": num_test}
     for split, count in counts.items():
@@ -95,20 +89,17 @@ def make_demo_summaries(
         split, (text, summary) = next(draws)
         if len(pairs[split]) < counts[split]:
             pairs[split][text] = summary
-    return {split: list(made.items()) for split, made in pairs.items()}
+    return {split: list(summary_of.items()) for split, summary_of in pairs.items()}
 
 
 def write_demo_summaries(folder: str | Path, **arguments: int) -> dict[str, Path]:
     """Write summaries_train.tsv, summaries_validation.tsv and summaries_test.tsv (UTF-8; text, tab, summary; no header).
 
     Args:
-        folder: Where to write; made if missing.
-        **arguments: Those of `make_demo_summaries`.
+        folder: The folder, made if missing.
+        **arguments: Arguments of `make_demo_summaries`.
 
     Returns:
         The path of each split.
-
-    Raises:
-        ValueError: As `make_demo_summaries`.
     """
     return write_splits(folder, make_demo_summaries(**arguments), "summaries_")

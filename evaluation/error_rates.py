@@ -1,4 +1,4 @@
-"""Error rates: how many words or characters of the references are wrong, by the Levenshtein distance."""
+"""Word and character error rate, by the Levenshtein distance."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,18 +9,18 @@ from metaphrase.evaluation.metric_base import CorpusMetric, number_of_references
 
 
 def count_edits(prediction: Sequence, reference: Sequence) -> tuple[int, int, int]:
-    """Returns the substitutions, insertions and deletions that turn a reference into a prediction.
+    """Return the substitutions, insertions and deletions that turn a reference into a prediction.
 
-    Their sum is the Levenshtein distance; of the ways with that sum, one with the fewest substitutions is counted. A
-    row of the table is computed at once, insertions being a running minimum. Substitutions ride along as a small
-    surcharge on the cost, and the lengths' difference tells insertions from deletions, so that no table is kept.
+    Their sum is the Levenshtein distance, with as few substitutions as possible. A row of the table is computed at once:
+    insertions are a running minimum, substitutions a small surcharge on the cost. The difference of the lengths separates
+    insertions from deletions.
     """
     numbers: dict[Any, int] = {}
     row_tokens, column_tokens = (
         np.fromiter((numbers.setdefault(token, len(numbers)) for token in tokens), dtype=np.int64)
         for tokens in (reference, prediction)
     )
-    edit_cost = len(reference) + len(prediction) + 1  # more than all substitutions together
+    edit_cost = len(reference) + len(prediction) + 1  # more than the surcharge of all substitutions
     insertions = edit_cost * np.arange(len(prediction) + 1)
     costs = insertions
     for row_token in row_tokens:
@@ -34,18 +34,18 @@ def count_edits(prediction: Sequence, reference: Sequence) -> tuple[int, int, in
 
 
 class WordErrorRate(CorpusMetric):
-    """Edits on words split at spaces, over all lines, in percent of the references' words.
+    """Word edits over all lines, in percent of the words of the references. Words are split at spaces.
 
-    Lower is better, and more than 100 is possible. Of several references the one with the fewest edits counts, of
-    equals the longest. An empty reference adds the prediction's words as insertions and nothing to the length;
-    `empty_references` counts them. References without any word at all are refused.
+    Lower is better, and more than 100 is possible. The reference with the fewest edits counts, of equals the longest. An empty
+    reference adds the words of the prediction as insertions; `empty_references` counts empty references. References without
+    any word are refused.
     """
 
     unit = "word"
 
     @staticmethod
     def units(text: str) -> Sequence[str]:
-        """What is counted of a text."""
+        """Return the units of a text."""
         return text.split()
 
     def _compute(self, predictions, references, lowercase: bool = False) -> dict[str, Any]:
@@ -73,10 +73,7 @@ class WordErrorRate(CorpusMetric):
 
 
 class CharacterErrorRate(WordErrorRate):
-    """Edits on characters (Unicode code points, spaces among them), in percent of the references' characters.
-
-    All else is as in `WordErrorRate`.
-    """
+    """Character edits (Unicode code points, spaces included), otherwise as `WordErrorRate`."""
 
     unit = "character"
 

@@ -1,4 +1,4 @@
-"""Evaluation: what a trained model scores on a test set, and how that was found."""
+"""Evaluation: loss and scores of a model on a test set."""
 
 import logging
 import math
@@ -28,18 +28,18 @@ def corpus_loss(
     batch_size: int = 64,
     max_tokens_per_batch: int = 8192,
 ) -> dict[str, float | None]:
-    """Mean negative log-likelihood per target token (the end of sequence counts as one), without label smoothing.
+    """Return the mean negative log-likelihood per target token (end-of-sequence tokens included), without label smoothing.
 
     Args:
-        model: In evaluation mode.
+        model: The model, in evaluation mode.
         sources: Ids of each source.
         targets: Ids of each target.
         batch_size: Most pairs in a batch.
-        max_tokens_per_batch: Most tokens of both sides in a batch, padding counted.
+        max_tokens_per_batch: Most tokens of both sides in a batch, with padding.
 
     Returns:
-        `loss` in nats, its exponential `perplexity`, and `num_target_tokens`. A figure that is no finite number is `None`, and a
-        warning says so.
+        `loss` in nats, its exponential `perplexity`, and `num_target_tokens`. A value that is not finite is None, with a
+        warning.
 
     Raises:
         ValueError: If there are no pairs.
@@ -57,16 +57,16 @@ def corpus_loss(
             num_labels = int((inputs["labels"] != IGNORED_LABEL).sum())
             total, count = total + loss.item() * num_labels, count + num_labels
     loss = total / count
-    # Beyond that the exponential is no float any more.
+    # `math.exp` raises an error beyond this bound.
     perplexity = math.inf if loss >= math.log(sys.float_info.max) else math.exp(loss)
     return {"loss": _finite("loss", loss), "perplexity": _finite("perplexity", perplexity), "num_target_tokens": count}
 
 
 def _finite(name: str, value: float) -> float | None:
-    """A figure as JSON can hold it, which has neither NaN nor infinity: a score must not be lost for them."""
+    """Return a finite value, or None with a warning: JSON has neither NaN nor infinity."""
     if math.isfinite(value):
         return value
-    logger.warning("The %s must be a finite number to be written down, got %s: it becomes null.", name, value)
+    logger.warning("The %s must be a finite number, got %s. It is written as null.", name, value)
     return None
 
 
@@ -82,24 +82,23 @@ def evaluate_generator(
     show_progress: bool | None = None,
     on_decoded: Callable[[list[str]], object] | None = None,
 ) -> tuple[dict, list[str]]:
-    """Decodes a test set and scores it.
+    """Decode a test set and score it.
 
     Args:
         generator: Model and tokenizers.
         sources: Source texts.
-        targets: One target for each, as the model is trained on them: the loss is of these.
-        references: What the decoded texts are compared with; by default the targets as decoding writes them, the pieces of a
-            `pretokenized` text joined.
+        targets: One target for each source, as in training. The loss is that of the targets.
+        references: Texts for the scores; by default the targets as decoding writes them, with `pretokenized` pieces joined.
         metrics: Names of scores (see `metaphrase.evaluation.metrics`).
-        metric_options: For each metric its options.
-        generation_options: Arguments of `generate()`; what is not given is as the model's generation config says.
-        show_progress: A progress bar; `None` shows it on a terminal only.
-        on_decoded: Called with the decoded texts before they are scored, so that they can be kept whatever comes after.
+        metric_options: Options of each metric.
+        generation_options: Arguments of `generate()`, over the generation config of the model.
+        show_progress: True for a progress bar; None for one on a terminal only.
+        on_decoded: Called with the decoded texts before scoring, so that an error in scoring loses no text.
 
     Returns:
-        What `metrics.json` holds, and the decoded texts. There is a loss where the generator is one model of
-        torch, and none for an ensemble or another engine. Sources that were cut off are counted, if any were, and targets
-        (`num_truncated_references`) of which the loss is of as much as the model can read; scores are of the whole text.
+        The content of `metrics.json`, and the decoded texts. Only a single torch model has a loss, not an ensemble or another
+        engine. `num_truncated` counts truncated sources, and `num_truncated_references` targets whose loss stops at the length
+        limit of the model. Scores are of the whole texts.
 
     Raises:
         ValueError: If the sides differ in length or are empty, or the references cannot be encoded without their language.
@@ -111,7 +110,7 @@ def evaluate_generator(
     references = generator.tokenizers.as_decoded(targets) if references is None else references
     if len(references) != len(targets):
         raise ValueError(f"`references` must be as many as `targets`, got {len(references)} and {len(targets)}.")
-    # Before the sources are decoded, which takes long.
+    # Decoding takes long: check first.
     check_references(references, metrics, "references")
     if is_single(generator):
         check_target_language(generator.tokenizers.target)
@@ -140,12 +139,11 @@ def evaluate_generator(
 
 
 def generation_settings(model: PreTrainedModel, generation_options: dict) -> dict:
-    """The settings that decoding really used: those of the model's generation config, under those given."""
-    own = model.generation_config.to_diff_dict()
-    silent = ("transformers_version", "use_cache", "return_dict_in_generate")
-    kept = {
+    """Return the settings that decoding used: the generation config of the model, and the options over it."""
+    hidden = ("transformers_version", "use_cache", "return_dict_in_generate")
+    config = {
         name: value
-        for name, value in own.items()
-        if name not in silent and not name.startswith(("_", "output_")) and not name.endswith("token_id")
+        for name, value in model.generation_config.to_diff_dict().items()
+        if name not in hidden and not name.startswith(("_", "output_")) and not name.endswith("token_id")
     }
-    return {"num_beams": 1, **kept, **generation_options}
+    return {"num_beams": 1, **config, **generation_options}

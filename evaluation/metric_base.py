@@ -1,4 +1,4 @@
-"""What all scores of a corpus share: their two columns, checks of them, and that they need no files and no network."""
+"""Base class of all corpus scores: two columns and their checks, without files or network."""
 
 import difflib
 import inspect
@@ -13,18 +13,17 @@ References = Sequence[str] | Sequence[Sequence[str]]
 _COLUMNS = ("predictions", "references")
 
 
-def check_choice(field: str, given: Any, choices: Iterable[str]) -> None:
-    """Raises a ValueError, with the nearest choice as a hint, if what was given is none of them."""
+def check_choice(field: str, value: Any, choices: Iterable[str]) -> None:
+    """Raise a `ValueError`, with the nearest choice as a hint, if a value is not one of the choices."""
     choices = list(choices)
-    if given in choices:
-        return
-    nearest = difflib.get_close_matches(str(given), choices, n=1, cutoff=0.4)
-    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-    raise ValueError(f"{field} must be one of {', '.join(choices)}, got {given!r}.{hint}")
+    if value not in choices:
+        nearest = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.4)
+        hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+        raise ValueError(f"{field} must be one of {', '.join(choices)}, got {value!r}.{hint}")
 
 
 def _as_reference_lists(predictions: Sequence[str], references: References) -> list[list[str]]:
-    """Returns one list of references for each prediction, after checking both columns.
+    """Check both columns and return one list of references for each prediction.
 
     Raises:
         ValueError: If a column is missing or empty, the lengths differ, or an entry is not text.
@@ -43,24 +42,22 @@ def _as_reference_lists(predictions: Sequence[str], references: References) -> l
             raise ValueError(f"`predictions` must hold texts, got {prediction!r} at index {index}.")
         is_list = isinstance(entry, list | tuple) and len(entry) > 0 and all(isinstance(text, str) for text in entry)
         if not (isinstance(entry, str) if is_single else is_list):
-            wanted = "texts" if is_single else "non-empty lists of texts"
-            raise ValueError(
-                f"`references` must hold {wanted} only, as its first entry does, got {entry!r} at {index}."
-            )
+            kind = "texts" if is_single else "non-empty lists of texts"
+            raise ValueError(f"`references` must hold {kind} only, like its first entry, got {entry!r} at {index}.")
     return [[entry] if is_single else list(entry) for entry in references]
 
 
 def number_of_references(references: list[list[str]]) -> str:
-    """As signatures give it."""
+    """Return the number of references for a signature."""
     counts = {len(texts) for texts in references}
     return str(counts.pop()) if len(counts) == 1 else "var"
 
 
 class CorpusMetric(evaluate.Metric):
-    """What all scores share: two columns, their checks, and no files.
+    """A corpus score.
 
-    `references` holds one text for each prediction, or a list of texts for each. An empty prediction is valid.
-    Everything stays in memory; only with `num_process` above 1 does evaluate's cache folder come into use.
+    `references` holds one text, or a list of texts, for each prediction. An empty prediction is valid. Everything stays in
+    memory, except with `num_process` above 1.
     """
 
     def __init__(self, *args, **kwargs):
@@ -69,7 +66,7 @@ class CorpusMetric(evaluate.Metric):
 
     @classmethod
     def option_names(cls) -> list[str]:
-        """Returns the keyword arguments that `compute` takes beside the two columns."""
+        """Return the options of `compute`."""
         return [name for name in inspect.signature(cls._compute).parameters if name not in ("self", *_COLUMNS)]
 
     def _info(self) -> evaluate.MetricInfo:
@@ -81,13 +78,13 @@ class CorpusMetric(evaluate.Metric):
         )
 
     def _build_data_dir(self) -> str:
-        # The base class makes a folder below the user's home even when it keeps everything in memory.
+        # The base class makes a folder in the home folder even if it keeps everything in memory.
         if self.keep_in_memory:
             return os.path.join(self._data_dir_root, self.name, self.config_name)
         return super()._build_data_dir()
 
     def compute(self, *, predictions=None, references=None, **kwargs) -> dict[str, Any] | None:
-        """Returns the score of what was added before, together with what is given here."""
+        """Return the score of all added texts and of these."""
         for name in kwargs:
             check_choice(f"An option of `{type(self).__name__}`", name, self.option_names())
         if predictions is None and references is None and self.writer is None:
@@ -95,10 +92,10 @@ class CorpusMetric(evaluate.Metric):
         return super().compute(predictions=predictions, references=references, **kwargs)
 
     def add_batch(self, *, predictions=None, references=None, **kwargs) -> None:
-        """Adds predictions and their references."""
+        """Add predictions and their references."""
         references = _as_reference_lists(predictions, references)
         super().add_batch(predictions=list(predictions), references=references, **kwargs)
 
     def add(self, *, prediction=None, reference=None, **kwargs) -> None:
-        """Adds one prediction and its reference, or its list of references."""
+        """Add one prediction and its reference or references."""
         self.add_batch(predictions=[prediction], references=[reference], **kwargs)

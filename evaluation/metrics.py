@@ -1,7 +1,7 @@
-"""Scores of a corpus of predictions against references, as `evaluate.Metric` classes that never touch the network.
+"""Corpus scores as `evaluate.Metric` classes that need no network, and the file `metrics.json`.
 
-Rates and shares are in percent. Every result holds a `score` and a `signature`; two scores may be compared only when
-their signatures are equal. BLEU, chrF and TER are sacreBLEU's, under its option names (Post 2018, arXiv 1804.08771).
+Rates and shares are in percent. Every result holds a `score` and a `signature`; only scores with equal signatures may be
+compared. BLEU, chrF and TER are sacreBLEU's, under its option names (Post 2018, arXiv 1804.08771).
 """
 
 import inspect
@@ -25,7 +25,7 @@ DEFAULT_METRICS = ("bleu", "chrf")
 
 
 class SacreBleuMetric(CorpusMetric):
-    """A score that sacreBLEU computes, with the options of its class there."""
+    """A score of sacreBLEU, with the options of its class there."""
 
     scorer_class: ClassVar[type]
     fixed_options: ClassVar[dict[str, Any]] = {}
@@ -38,7 +38,7 @@ class SacreBleuMetric(CorpusMetric):
 
     def _compute(self, predictions, references, **options) -> dict[str, Any]:
         scorer = self.scorer_class(**options, **self.fixed_options)
-        # One document for each reference number; `None` marks a line that has fewer references than another.
+        # One document for each number of a reference. None fills up lines with fewer references.
         documents = [
             [texts[number] if number < len(texts) else None for texts in references]
             for number in range(max(len(texts) for texts in references))
@@ -51,8 +51,8 @@ class SacreBleuMetric(CorpusMetric):
 class Bleu(SacreBleuMetric):
     """BLEU (Papineni et al. 2002).
 
-    `tokenize="none"` scores tokens split at spaces, for text that is tokenised already: a different quantity from BLEU
-    on plain text, as its signature says.
+    `tokenize="none"` splits at spaces, for tokenized text: a different quantity from BLEU on plain text, as its signature
+    says.
     """
 
     scorer_class = BLEU
@@ -62,7 +62,7 @@ class Bleu(SacreBleuMetric):
         if options.get("tokenize") is not None:
             check_choice("`tokenize`", options["tokenize"], BLEU.TOKENIZERS)
         check_choice("`smooth_method`", options.get("smooth_method", "exp"), BLEU.SMOOTH_DEFAULTS)
-        # sacreBLEU warns of tokenised text, which is no mistake where `tokenize="none"` asks for it.
+        # sacreBLEU warns about tokenized text, which is right with `tokenize="none"`.
         options.setdefault("force", options.get("tokenize") == "none")
         return super()._compute(predictions, references, **options)
 
@@ -95,10 +95,9 @@ class _SpaceTokenizer:
 class Rouge(CorpusMetric):
     """ROUGE F-measures by rouge_score, the mean over all lines; `score` is ROUGE-L (Lin 2004).
 
-    Of several references the best one counts, for each kind by itself. `rougeLsum` takes newlines as the ends of
-    sentences: put one between the sentences of both columns, else it is `rougeL` under another name. The default
-    tokenizer keeps only a-z and 0-9, so that Greek or Chinese scores zero: `references_without_tokens` counts such
-    lines, and `tokenize="none"` splits at spaces instead, case kept.
+    The best of several references counts, separately for each kind. `rougeLsum` needs newlines between the sentences of both
+    columns; without them it equals `rougeL`. The default tokenizer keeps only a-z and 0-9, so that Greek or Chinese scores
+    zero: `references_without_tokens` counts such lines. `tokenize="none"` splits at spaces instead and keeps case.
     """
 
     kinds = ("rouge1", "rouge2", "rougeL", "rougeLsum")
@@ -124,10 +123,9 @@ class Rouge(CorpusMetric):
 
 
 class ExactMatch(CorpusMetric):
-    """Share of the predictions that equal a reference, character by character.
+    """Share of predictions that equal a reference.
 
-    `ignore_case` folds case; `ignore_punctuation` drops the characters of all Unicode categories P, then evens out
-    spaces.
+    `ignore_case` folds case. `ignore_punctuation` drops Unicode punctuation (categories P) and surplus spaces.
     """
 
     def _compute(self, predictions, references, ignore_case: bool = False, ignore_punctuation: bool = False):
@@ -163,14 +161,14 @@ METRICS: dict[str, type[CorpusMetric]] = {
 
 
 def check_metrics(names: Sequence[str], bleu_tokenize: str | None = None) -> None:
-    """Refuses before any work what `compute_metrics` would refuse after it.
+    """Refuse wrong names and tokenizers before any work.
 
     Args:
         names: Keys of `METRICS`.
-        bleu_tokenize: sacreBLEU's tokenizer; one that has to be fetched is fetched.
+        bleu_tokenize: Tokenizer of sacreBLEU, which is downloaded if need be.
 
     Raises:
-        ValueError: If there is no such score or tokenizer, what the tokenizer needs is not installed, or BLEU is not asked for.
+        ValueError: If a score or tokenizer is unknown or not installed, or `names` lacks BLEU.
     """
     for name in names:
         check_choice("A name in `metrics`", name, METRICS)
@@ -186,28 +184,28 @@ def check_metrics(names: Sequence[str], bleu_tokenize: str | None = None) -> Non
 
 
 def check_bleu_is_computed(names: Sequence[str], bleu_tokenize: str | None) -> None:
-    """Refuses a tokenizer of BLEU among scores without BLEU."""
+    """Raise a `ValueError` for a BLEU tokenizer without BLEU."""
     if bleu_tokenize is not None and "bleu" not in names:
         raise ValueError(f"`metrics` must hold bleu with `bleu_tokenize`, got {list(names)} and {bleu_tokenize!r}.")
 
 
 def check_references(references: Sequence[str], names: Sequence[str], where: str) -> None:
-    """Refuses before any work references that a score cannot be computed for.
+    """Refuse references that have no score, before any work.
 
     Args:
         references: One text for each example.
         names: Keys of `METRICS`.
-        where: What the references are.
+        where: Description of the references for the message.
 
     Raises:
-        ValueError: If there is no such score, or it is a rate of words or characters and there are none.
+        ValueError: If a score is unknown, or an error rate has no word or character to count.
     """
     for name in names:
         check_choice("A name in `metrics`", name, METRICS)
         metric = METRICS[name]
         if issubclass(metric, WordErrorRate) and not any(map(metric.units, references)):
             raise ValueError(
-                f"`metrics` must not hold {name} where no reference has a {metric.unit}, got {len(references)} empty {where}."
+                f"`metrics` must not hold {name} if no reference has a {metric.unit}, got {len(references)} empty {where}."
             )
 
 
@@ -217,17 +215,17 @@ def compute_metrics(
     names: Sequence[str] = DEFAULT_METRICS,
     options: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Returns `{name: result}`, ready for JSON.
+    """Return `{name: result}` for JSON.
 
     Args:
         predictions: One text for each example.
         references: One text, or a list of texts, for each example.
         names: Keys of `METRICS`.
-        options: Keyword arguments of a score under its name: `{"bleu": {"tokenize": "none"}}`.
+        options: Keyword arguments of a score by its name: `{"bleu": {"tokenize": "none"}}`.
 
     Raises:
-        ValueError: If a name or option is unknown, options are given for a score that is not asked for, or the corpora
-            are empty or of different lengths.
+        ValueError: If a name or option is unknown, options belong to no score of `names`, or the corpora are empty or differ
+            in length.
     """
     if isinstance(names, str):
         raise ValueError(f"`names` must be a sequence of names, got the text {names!r}.")
@@ -243,11 +241,7 @@ def compute_metrics(
 
 
 def to_json(metrics: Mapping[str, Any]) -> str:
-    """The text that `write_metrics` writes.
-
-    Raises:
-        ValueError: If a value is no JSON, as are NaN and infinity.
-    """
+    """Return metrics as JSON. Raise a `ValueError` for a value that JSON lacks, such as NaN."""
     try:
         return json.dumps(metrics, indent=2, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -255,29 +249,27 @@ def to_json(metrics: Mapping[str, Any]) -> str:
 
 
 def is_folder(path: str | os.PathLike) -> bool:
-    """Whether a path is that of a folder, one that is there or one that a slash at its end says to be one."""
+    """Return True if a path is an existing folder, or ends in a slash."""
     return Path(path).is_dir() or os.fspath(path).endswith(("/", os.sep))
 
 
 def metrics_path(path: str | os.PathLike) -> Path:
-    """The file that `write_metrics` writes: a folder stands for `metrics.json` in it."""
+    """Return the file of `write_metrics`: for a folder, `metrics.json` in it."""
     return Path(path) / "metrics.json" if is_folder(path) else Path(path)
 
 
 def check_writable(path: str | os.PathLike) -> Path:
-    """Finds out before any work whether `write_metrics` can write what comes of it, and returns the file's path.
-
-    Folders that are missing are made.
+    """Check that `write_metrics` can write, make missing folders, and return the path of the file.
 
     Raises:
-        ValueError: If something other than a file is there, or the folder cannot be made or written to.
+        ValueError: If the path is not a file, or the folder cannot be made or written to.
     """
     path = metrics_path(path)
     if path.exists() and not path.is_file():
-        raise ValueError(f"`output` must be a file, or a folder for metrics.json, got {path}, which is neither.")
+        raise ValueError(f"`output` must be a file, or a folder for metrics.json, got {path}.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Permissions say too little: a file system may be read-only, and some users may write everywhere.
+        # Permissions do not suffice: a file system may be read-only.
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
@@ -286,12 +278,10 @@ def check_writable(path: str | os.PathLike) -> Path:
 
 
 def write_metrics(path: str | os.PathLike, metrics: Mapping[str, Any]) -> Path:
-    """Writes `metrics` as JSON in one step, so that a reader finds the old file or the new one, and returns its path.
-
-    A folder stands for `metrics.json` in it (see `metrics_path`).
+    """Write metrics as JSON by an atomic rename, and return the path (see `metrics_path`).
 
     Raises:
-        ValueError: If a value is no JSON, as are NaN and infinity; the file is then left as it was.
+        ValueError: As `to_json`. The old file stays.
     """
     path, text = metrics_path(path), to_json(metrics)
     path.parent.mkdir(parents=True, exist_ok=True)

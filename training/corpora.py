@@ -12,7 +12,7 @@ from metaphrase.data.denoising.dataset import DenoisingDataset, longest_block, m
 from metaphrase.data.denoising.span_corruption import MIN_BLOCK_LENGTH
 from metaphrase.data.encoding import encode_pairs
 from metaphrase.data.pair_stream import PairStream, TextStream
-from metaphrase.data.pairs import column_texts, load_pairs, split_pairs
+from metaphrase.data.pairs import SPLITS, column_texts, data_seed, load_pairs, split_pairs
 from metaphrase.data.reports import DataReport
 from metaphrase.data.text_blocks import load_texts, text_blocks
 from metaphrase.data.token_stream import TokenBudgetStream
@@ -21,8 +21,6 @@ from metaphrase.training.recipe.length_limits import fit_budget, fit_limits
 from metaphrase.training.recipe.recipe import Recipe
 
 logger = logging.getLogger(__name__)
-
-SPLITS = ("train", "validation", "test")
 
 
 class PairCorpus:
@@ -66,7 +64,7 @@ class PairCorpus:
     @property
     def seed(self) -> int:
         """That of everything drawn from the data."""
-        return self.arguments.seed if self.arguments.data_seed is None else self.arguments.data_seed
+        return data_seed(self.arguments)
 
     def load(self) -> None:
         """Reads all splits."""

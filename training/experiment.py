@@ -18,7 +18,7 @@ from transformers import (
 from transformers.integrations import get_reporting_integration_callbacks
 
 from metaphrase.data.collators import PairCollator
-from metaphrase.data.pairs import column_texts
+from metaphrase.data.pairs import TASK_COLUMN, column_texts
 from metaphrase.evaluation.evaluate import evaluate_generator
 from metaphrase.evaluation.metrics import DEFAULT_METRICS, check_metrics, write_metrics
 from metaphrase.evaluation.task_scores import TaskScores, ValidationSample
@@ -55,7 +55,7 @@ from metaphrase.training.run_folder import (
     only_writer,
     resumes,
 )
-from metaphrase.training.task_corpus import TASK_COLUMN, make_corpus
+from metaphrase.training.task_corpus import make_corpus
 from metaphrase.training.trainer import MetaphraseTrainer
 
 logger = logging.getLogger(__name__)

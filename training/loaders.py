@@ -13,6 +13,7 @@ from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, defaul
 from transformers.trainer_utils import seed_worker
 
 from metaphrase.data.collators import PackedCollator, PairCollator
+from metaphrase.data.pairs import LENGTH_COLUMNS, data_seed
 from metaphrase.data.token_budget import TokenBudgetSampler, WithFillers, check_beside_budget
 from metaphrase.data.token_stream import TokenBudgetStream
 from metaphrase.modeling import IGNORED_LABEL
@@ -22,13 +23,12 @@ logger = logging.getLogger(__name__)
 
 # Of the tokens in a packed row where kernels of half precision compute it.
 TOKENS_MULTIPLE = 32
-_LENGTHS = ("source_length", "target_length")
 # They do nothing that a packed row does not.
 _PLAIN_COLLATORS = (PairCollator, PackedCollator, DataCollatorForSeq2Seq, DataCollatorWithPadding)
 
 
 def _has_lengths(dataset: Any) -> bool:
-    return hasattr(dataset, "__len__") and set(_LENGTHS) <= set(getattr(dataset, "column_names", None) or ())
+    return hasattr(dataset, "__len__") and set(LENGTH_COLUMNS) <= set(getattr(dataset, "column_names", None) or ())
 
 
 def count_pairs(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -90,7 +90,7 @@ class TokenBudgetMixin:
         if not isinstance(self.train_dataset, TokenBudgetStream) and not _has_lengths(self.train_dataset):
             columns = getattr(self.train_dataset, "column_names", None)
             raise ValueError(
-                f"`train_dataset` must have the columns {' and '.join(_LENGTHS)}, in tokens, and an end with "
+                f"`train_dataset` must have the columns {' and '.join(LENGTH_COLUMNS)}, in tokens, and an end with "
                 f"`max_tokens_per_batch`, got a {type(self.train_dataset).__name__} with {columns}. What has no end is read by a "
                 "`TokenBudgetStream`."
             )
@@ -152,9 +152,9 @@ class TokenBudgetMixin:
         return 1 if self._is_packing_model else getattr(self.data_collator, "pad_to_multiple_of", None) or 1
 
     def _budget_loader(self, dataset, is_training: bool) -> DataLoader:
-        lengths = np.stack([np.asarray(dataset[name][:]) for name in _LENGTHS], axis=1)
+        lengths = np.stack([np.asarray(dataset[name][:]) for name in LENGTH_COLUMNS], axis=1)
         arguments = self.args
-        seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
+        seed = data_seed(arguments)
         # A pair to be evaluated is never left out: if it is longer than the budget, that grows to hold it.
         budget = (
             self.max_tokens_per_batch

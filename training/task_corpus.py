@@ -11,14 +11,13 @@ import datasets
 import numpy as np
 from transformers import Seq2SeqTrainingArguments
 
+from metaphrase.data.pairs import SPLITS, TASK_COLUMN
 from metaphrase.data.task_mixture import mixed_rows, mixing_rates
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.training.corpora import SPLITS, PairCorpus, StreamedPairCorpus, TextCorpus
+from metaphrase.training.corpora import PairCorpus, StreamedPairCorpus, TextCorpus
 from metaphrase.training.recipe.recipe import Recipe
 
 logger = logging.getLogger(__name__)
-
-TASK_COLUMN = "task"
 
 
 class TaskCorpus(PairCorpus):

@@ -9,7 +9,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, Seq2SeqTrainer
 
-from metaphrase.data.collators import LengthGroupedSampler, with_decoder_inputs
+from metaphrase.data.collators import with_decoder_inputs
+from metaphrase.data.pairs import data_seed
+from metaphrase.data.token_budget import LengthGroupedSampler
 from metaphrase.modeling import IGNORED_LABEL, sequence_loss
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.adapters import is_adapted
@@ -184,8 +186,7 @@ class MetaphraseTrainer(
         column = self.args.length_column_name
         if self.args.train_sampling_strategy != "group_by_length" or column not in getattr(dataset, "column_names", ()):
             return super()._get_train_sampler(train_dataset)
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        return LengthGroupedSampler(dataset[column][:], self.args.train_batch_size, seed)
+        return LengthGroupedSampler(dataset[column][:], self.args.train_batch_size, data_seed(self.args))
 
     def _get_dataloader(self, dataset, *args, is_training=False, **kwargs):
         drops = self.args.dataloader_drop_last

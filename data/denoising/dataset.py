@@ -1,38 +1,30 @@
-"""Denoising: blocks of plain text to training pairs, with noise that is new in each epoch and the same in each rerun."""
+"""Denoising: turn blocks of plain text into training pairs, with noise that is new in each epoch and reproducible."""
 
 import logging
-from itertools import count
 
 import datasets
 import numpy as np
 import pyarrow.compute as pc
 import torch
 from torch.utils.data import DataLoader
-from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import has_length
+from transformers import PreTrainedTokenizerBase
 
 from metaphrase.data.denoising.span_corruption import MIN_BLOCK_LENGTH, SpanCorruption
 from metaphrase.data.denoising.text_infilling import TextInfilling, full_stop_ids_of
-from metaphrase.data.denoising.ul2 import (
-    MODE_TOKENS,
-    MixtureOfDenoisers,
-    Objective,
-    mode_token_ids_of,
-    ul2_mixture,
-)
+from metaphrase.data.denoising.ul2 import MODE_TOKENS, MixtureOfDenoisers, Objective, mode_token_ids_of, ul2_mixture
+from metaphrase.data.pairs import LENGTH_COLUMNS
 from metaphrase.tokenization.special_tokens import sentinel_tokens
 
 logger = logging.getLogger(__name__)
 
 OBJECTIVES = ("span_corruption", "ul2", "text_infilling")
-# As many as T5 has.
-DEFAULT_SENTINELS = 100
+DEFAULT_SENTINELS = 100  # as T5
 MASK_TOKEN = "<mask>"
-LENGTH_COLUMNS = ("source_length", "target_length", "length")
+_LENGTHS = (*LENGTH_COLUMNS, "length")
 
 
 def noise_generator(seed: int, epoch: int, index: int) -> np.random.Generator:
-    """Makes the randomness of one block in one epoch. Nothing else decides it: no order, batch, worker or process.
+    """Return the random generator of one block in one epoch, equal in all orders, batches, workers and processes.
 
     Raises:
         ValueError: If an argument is negative.
@@ -44,34 +36,32 @@ def noise_generator(seed: int, epoch: int, index: int) -> np.random.Generator:
 
 
 class DenoisingDataset(torch.utils.data.Dataset):
-    """Blocks of plain text as pairs: `dataset[index]` is the block under that index with the noise of the present epoch.
+    """Blocks of plain text as pairs. `dataset[index]` is a block with the noise of the present epoch.
 
-    The noise belongs to the data set and not to a collator, because a data set knows the index of each block and its length
-    before it is drawn. The epoch lies in shared memory, so that workers that outlive an epoch see it change.
+    The data set draws the noise, because a collator knows neither the index of a block nor its length before the draw. The
+    epoch lies in shared memory, so that persistent workers see it change.
 
-    `set_epoch` must be called before each epoch. `EpochCallback` makes a Trainer do so: accelerate's loaders by themselves stop
-    at the first sampler that takes an epoch, and so mostly pass the data set by where several processes share it or a resumed
-    run skips batches.
+    `set_epoch` must be called before each epoch. `MetaphraseTrainer` calls it through `announce_epoch`, because the loaders of
+    accelerate stop at the first sampler that takes an epoch.
 
-    `dataset["source_length"]`, `dataset["target_length"]` and their sum `dataset["length"]` are lengths in tokens, ends of
-    sequence included, for batches of like length or of limited size; `lengths` is the first two as an array. They are the same
-    in all epochs, and upper bounds unless `objective.lengths_are_exact`.
+    `dataset["source_length"]`, `dataset["target_length"]` and their sum `dataset["length"]` are lengths in tokens with
+    end-of-sequence tokens, equal in all epochs. They are upper bounds unless `objective.lengths_are_exact`.
 
     Attributes:
         blocks: The blocks, in the column `input_ids`.
-        objective: What corrupts a block.
-        seed: Of all noise.
-        column_names: What `dataset[name]` answers to, and the fields of a pair.
+        objective: Objective that corrupts a block.
+        seed: Seed of all noise.
+        column_names: Names of `dataset[name]`, and the fields of a pair.
     """
 
     def __init__(self, blocks: datasets.Dataset, objective: Objective, seed: int = 0):
         """Args:
         blocks: The column `input_ids`, such as from `text_blocks`.
-        objective: What corrupts a block.
-        seed: Of all noise.
+        objective: Objective that corrupts a block.
+        seed: Seed of all noise.
 
         Raises:
-            ValueError: If there is no block, the objective refuses one for its length, or the seed is negative.
+            ValueError: If there is no block, the objective refuses the length of a block, or the seed is negative.
         """
         if "input_ids" not in blocks.column_names or len(blocks) == 0:
             raise ValueError(
@@ -82,22 +72,22 @@ class DenoisingDataset(torch.utils.data.Dataset):
         self.blocks = blocks.select_columns("input_ids").with_format("numpy")
         self.objective = objective
         self.seed = seed
-        self.column_names = ["input_ids", "labels", *LENGTH_COLUMNS]
+        self.column_names = ["input_ids", "labels", *_LENGTHS]
         self._lengths = _pair_lengths(self.blocks, objective)
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
     @property
     def epoch(self) -> int:
-        """The epoch whose noise is drawn."""
+        """The present epoch."""
         return int(self._epoch)
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of the source and of the target of each pair, or their upper bounds, `(blocks, 2)`."""
+        """Tokens of source and target of each pair, or upper bounds, `(blocks, 2)`."""
         return self._lengths[:, :2]
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the noise of an epoch, in all workers of this process too.
+        """Set the epoch of the noise, also in all workers of this process.
 
         Raises:
             ValueError: If the epoch is negative.
@@ -111,9 +101,9 @@ class DenoisingDataset(torch.utils.data.Dataset):
 
     def __getitem__(self, key: int | str) -> dict[str, list[int]] | list[int]:
         if isinstance(key, str):
-            if key not in LENGTH_COLUMNS:
-                raise KeyError(f"Only {', '.join(LENGTH_COLUMNS)} can be read for all blocks at once, got {key}.")
-            return self._lengths[:, LENGTH_COLUMNS.index(key)].tolist()
+            if key not in _LENGTHS:
+                raise KeyError(f"Only {', '.join(_LENGTHS)} can be read for all blocks at once, got {key}.")
+            return self._lengths[:, _LENGTHS.index(key)].tolist()
         index = range(len(self))[key]
         generator = noise_generator(self.seed, self.epoch, index)
         source, target = self.objective(self.blocks[index]["input_ids"], generator)
@@ -121,75 +111,38 @@ class DenoisingDataset(torch.utils.data.Dataset):
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
-        # Pickled by anything but a loader, the epoch has left shared memory.
+        # Only the pickle of a loader keeps a tensor in shared memory.
         self._epoch.share_memory_()
 
 
 def _pair_lengths(blocks: datasets.Dataset, objective: Objective) -> np.ndarray:
-    """Checks all blocks and returns `LENGTH_COLUMNS` of each, `(blocks, 3)`."""
+    """Check all blocks and return their `_LENGTHS`, `(blocks, 3)`."""
     tables = blocks.with_format("arrow").iter(batch_size=10_000)
     lengths = np.concatenate([pc.list_value_length(table["input_ids"]).to_numpy() for table in tables])
-    distinct, place = np.unique(lengths, return_inverse=True)
+    distinct, inverse = np.unique(lengths, return_inverse=True)
     for length in distinct.tolist():
         objective.check_block_length(length)
     _warn_of_fixed_spans(objective, int(distinct[-1]))
     sides = np.array([objective.lengths(length) for length in distinct.tolist()], dtype=np.int64)
-    return np.append(sides, sides.sum(axis=1, keepdims=True), axis=1)[place]
+    return np.append(sides, sides.sum(axis=1, keepdims=True), axis=1)[inverse]
 
 
 def _warn_of_fixed_spans(objective: Objective, longest: int) -> None:
-    """Says so where even the longest blocks have so little noise that it is always at the same place."""
+    """Log a warning if even the longest blocks have a single span, which never moves."""
     is_mixture = isinstance(objective, MixtureOfDenoisers)
     parts = [denoiser.objective for denoiser in objective.denoisers] if is_mixture else [objective]
     fixed = [part for part in parts if isinstance(part, SpanCorruption) and part.is_fixed(longest)]
     if fixed:
         logger.warning(
-            "%sBlocks of %d tokens have a single hidden span, which is always their end: take longer blocks, more noise, "
+            "%sBlocks of %d tokens have a single hidden span, which is always their end. Set longer blocks, more noise, "
             "shorter spans, or `spans_anywhere`.",
             f"For {len(fixed)} of {len(parts)} denoisers: " if is_mixture else "",
             longest,
         )
 
 
-class EpochCallback(TrainerCallback):
-    """Tells the training data set, and every sampler above it, which epoch begins.
-
-    A Trainer and accelerate hand the epoch down by themselves, but not through every stack of loaders and samplers: with several
-    processes or after resuming, either the data set or a sampler may be left in its first epoch. This callback runs in every
-    process before the loader of an epoch starts, and walks the whole stack.
-    """
-
-    def __init__(self) -> None:
-        self._epochs = count()
-
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        train_dataloader: DataLoader | None = None,
-        **kwargs,
-    ) -> None:
-        """Finds the first epoch of this run as the Trainer does: from the steps done and the steps of an epoch."""
-        steps = state.max_steps
-        if has_length(train_dataloader):
-            steps = -(-len(train_dataloader) // args.gradient_accumulation_steps)
-        self._epochs = count(state.global_step // max(steps, 1))
-
-    def on_epoch_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        train_dataloader: DataLoader | None = None,
-        **kwargs,
-    ) -> None:
-        """Hands the epoch down."""
-        announce_epoch(train_dataloader, next(self._epochs))
-
-
 def announce_epoch(loader: DataLoader, epoch: int) -> None:
-    """Calls `set_epoch` of a loader, of its data set, and of its samplers however deep accelerate has wrapped them."""
+    """Call `set_epoch` of a loader, of its data set, and of its samplers at any depth."""
     parts = [loader, loader.dataset]
     sampler = loader.batch_sampler
     while sampler is not None:
@@ -201,20 +154,20 @@ def announce_epoch(loader: DataLoader, epoch: int) -> None:
 
 
 def longest_block(objective: Objective, max_source_length: int, max_target_length: int | None = None) -> int:
-    """Returns the longest block whose pair is within the limits, with certainty.
+    """Return the length of the longest block whose pair is always within the limits.
 
-    With `SpanCorruption` the source then has exactly `max_source_length` tokens, if the target is not limited: sources grow
-    by at most one token with each token of the block, as long as there are enough kept tokens for one before each span.
+    With `SpanCorruption` and no target limit the source has exactly `max_source_length` tokens: it grows by at most one token
+    with each token of the block, as long as enough kept tokens stand before the spans.
 
     Args:
-        objective: What corrupts the block.
-        max_source_length: The most tokens of a source, end of sequence included.
-        max_target_length: The most tokens of a target, likewise; None for no limit.
+        objective: Objective that corrupts the block.
+        max_source_length: Most tokens of a source with its end-of-sequence token.
+        max_target_length: The same for a target; None for no limit.
 
     Raises:
-        ValueError: If even the shortest block exceeds the limits, or the objective refuses the block for its length.
+        ValueError: If even the shortest block exceeds the limits, or the objective refuses the length.
 
-    Source: `random_spans_helper` of T5's code finds the same for span corruption (Raffel et al. 2020, arXiv 1910.10683).
+    Source: `random_spans_helper` of T5's code, for span corruption (Raffel et al. 2020, arXiv 1910.10683).
     """
 
     def fits(block_length: int) -> bool:
@@ -238,7 +191,7 @@ def longest_block(objective: Objective, max_source_length: int, max_target_lengt
 
 
 def sentinel_ids_of(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Returns the ids of `<extra_id_0>`, `<extra_id_1>` and so on, as far as the tokenizer has them without a gap."""
+    """Return the ids of `<extra_id_0>`, `<extra_id_1>` and so on, up to the first that the tokenizer lacks."""
     vocabulary = tokenizer.get_vocab()
     ids = []
     for name in sentinel_tokens(len(vocabulary)):
@@ -249,11 +202,11 @@ def sentinel_ids_of(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 def objective_tokens(name: str, num_sentinels: int = DEFAULT_SENTINELS) -> tuple[str, ...]:
-    """Returns the additional special tokens that a tokenizer must be trained with, to serve an objective.
+    """Return the special tokens that an objective adds to a tokenizer.
 
     Args:
         name: One of `OBJECTIVES`.
-        num_sentinels: Of the objectives that use sentinels. A block must not need more.
+        num_sentinels: Number of sentinels, if the objective uses them. A block must not need more.
 
     Raises:
         ValueError: If there is no such objective.
@@ -261,9 +214,8 @@ def objective_tokens(name: str, num_sentinels: int = DEFAULT_SENTINELS) -> tuple
     _check_name(name)
     if name == "text_infilling":
         return (MASK_TOKEN,)
-    return (
-        (*MODE_TOKENS[0].values(), *sentinel_tokens(num_sentinels)) if name == "ul2" else sentinel_tokens(num_sentinels)
-    )
+    modes = tuple(MODE_TOKENS[0].values()) if name == "ul2" else ()
+    return (*modes, *sentinel_tokens(num_sentinels))
 
 
 def make_objective(
@@ -273,12 +225,12 @@ def make_objective(
     mean_span_length: float | None = None,
     spans_anywhere: bool = False,
 ) -> Objective:
-    """Makes an objective of a tokenizer's special tokens.
+    """Make an objective with the special tokens of a tokenizer.
 
     Args:
         name: `span_corruption` (T5), `ul2`, or `text_infilling` with sentence permutation (BART).
-        tokenizer: Has the tokens of `objective_tokens(name)`, or those of a published T5, UL2 or BART.
-        noise_density: Share of the tokens that are hidden; None for that of the paper.
+        tokenizer: Has the tokens of `objective_tokens(name)`, or of a published T5, UL2 or BART.
+        noise_density: Share of hidden tokens; None for that of the paper.
         mean_span_length: Mean tokens of a hidden span; None for that of the paper.
         spans_anywhere: As for `SpanCorruption`.
 
@@ -286,18 +238,12 @@ def make_objective(
         ValueError: If there is no such objective, the tokenizer lacks its tokens, or an option does not belong to it.
     """
     _check_name(name)
-    given = {
-        "noise_density": noise_density,
-        "mean_span_length": mean_span_length,
-        "spans_anywhere": spans_anywhere or None,
-    }
-    options = {option: value for option, value in given.items() if value is not None}
-    foreign = {
-        "span_corruption": (),
-        "ul2": ("noise_density", "mean_span_length"),
-        "text_infilling": ("spans_anywhere",),
-    }
-    for option in foreign[name]:
+    options = {"noise_density": noise_density, "mean_span_length": mean_span_length}
+    options = {option: value for option, value in options.items() if value is not None}
+    if spans_anywhere:
+        options["spans_anywhere"] = True
+    foreign = {"ul2": ("noise_density", "mean_span_length"), "text_infilling": ("spans_anywhere",)}
+    for option in foreign.get(name, ()):
         if option in options:
             raise ValueError(f"`{option}` must be left out for `objective` {name}, got {options[option]}.")
     if name == "text_infilling":

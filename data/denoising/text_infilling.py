@@ -1,4 +1,4 @@
-"""Text infilling with sentence permutation: spans of a shuffled text masked, the target being the original text."""
+"""Text infilling with sentence permutation: spans of a shuffled text are masked, and the target is the original text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,22 +14,22 @@ CLOSING_MARKS = "\"'”’»)]}」』）"
 
 @dataclass(frozen=True, kw_only=True)
 class TextInfilling:
-    """Shuffles the sentences of a block, then replaces spans of tokens by one mask each; the target is the block itself.
+    """Objective that shuffles the sentences of a block and replaces spans of tokens by one mask each. The target is the block.
 
-    Both sides are closed by the end of sequence. Sentences are shuffled inside their document: an end of sequence within the
-    block parts two documents and stays in its place until the masking, which treats it as any other token.
+    Both sides get an end-of-sequence token. Sentences are shuffled within their document: an end-of-sequence token inside the
+    block ends a document and stays in place until masking, which treats it as any other token.
 
-    Span lengths are Poisson distributed. They are drawn until they hold the share of tokens to mask, and the last one is
-    shortened to hold exactly that. A span without tokens inserts a mask. If there were more spans than masked tokens (only
-    in tiny blocks, or with a mean below 1), as many of the empty ones are left out: a source is never longer than its block.
-    All places for the spans are equally likely; two spans may touch and then leave two masks.
+    Span lengths follow a Poisson distribution. They are drawn until they reach the share of tokens to mask, and the last one
+    is shortened to match it exactly. An empty span inserts a mask. If there are more spans than masked tokens (only in tiny
+    blocks, or with a mean below 1), surplus empty spans are dropped: a source is never longer than its block. All positions of
+    the spans are equally likely. Two spans that touch leave two masks.
 
     Attributes:
-        mask_token_id: Stands for a span of any length.
-        eos_token_id: Closes source and target, and ends documents within a block.
-        full_stop_ids: Tokens that end a sentence, such as `full_stop_ids_of(tokenizer)`. Without any, sentences stay in
-            their order.
-        mask_ratio: Share of the tokens that are masked.
+        mask_token_id: Mask of a span of any length.
+        eos_token_id: End of source and target, and of documents within a block.
+        full_stop_ids: Tokens that end a sentence, such as `full_stop_ids_of(tokenizer)`. Without any, sentences keep their
+            order.
+        mask_ratio: Share of masked tokens.
         mean_span_length: Mean of the Poisson distribution, in tokens.
 
     Raises:
@@ -58,52 +58,31 @@ class TextInfilling:
         object.__setattr__(self, "full_stop_ids", full_stops)
 
     def num_masked(self, block_length: int) -> int:
-        """Returns how many tokens of a block are masked."""
+        """Return the number of masked tokens of a block."""
         return max(round(block_length * self.mask_ratio), 1)
 
     def lengths(self, block_length: int) -> tuple[int, int]:
-        """Returns the most tokens that the source of a block can have, and the tokens of its target, ends included."""
+        """Return the most tokens of a source and the tokens of its target, with end-of-sequence tokens."""
         return block_length + 1, block_length + 1
 
     def check_block_length(self, block_length: int) -> None:
-        """Refuses empty blocks.
-
-        Raises:
-            ValueError: If there is no token to mask.
-        """
+        """Raise a `ValueError` for an empty block."""
         if block_length < 1:
             raise ValueError(f"A block must have at least 1 token to be masked, got {block_length}.")
 
     def __call__(
-        self,
-        block: Sequence[int] | np.ndarray,
-        generator: np.random.Generator,
-        ends: Sequence[int] | None = None,
+        self, block: Sequence[int] | np.ndarray, generator: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Corrupts a block of ids `(tokens,)` and returns source and target.
-
-        Args:
-            block: The ids.
-            generator: The source of randomness.
-            ends: Where the sentences end, as for `permute_sentences`, if it is known better than from `full_stop_ids`. All
-                sentences are then shuffled together.
-
-        Raises:
-            ValueError: As `check_block_length` and `permute_sentences` do.
-        """
+        """Corrupt a block of ids `(tokens,)` and return source and target. Raise a `ValueError` for an empty block."""
         self.check_block_length(len(block))
         block = np.asarray(block, dtype=np.int64)
-        shuffled = block
-        if ends is not None:
-            shuffled = permute_sentences(block, ends, generator)
-        elif self.full_stop_ids:
-            shuffled = self._permute_in_documents(block, generator)
+        shuffled = self._permute_in_documents(block, generator) if self.full_stop_ids else block
         lengths = self.span_lengths(len(block), generator)
         source = mask_spans(shuffled, lengths, self.mask_token_id, generator)
         return np.append(source, self.eos_token_id), np.append(block, self.eos_token_id)
 
     def span_lengths(self, block_length: int, generator: np.random.Generator) -> np.ndarray:
-        """Draws the lengths of the spans to mask `(spans,)`, in random order."""
+        """Draw the lengths of the spans to mask, `(spans,)`, in random order."""
         budget = self.num_masked(block_length)
         lengths = np.empty(0, dtype=np.int64)
         while lengths.sum() < budget:
@@ -114,7 +93,7 @@ class TextInfilling:
         lengths[last] -= totals[last] - budget
         if (surplus := len(lengths) - budget) > 0:
             lengths = np.delete(lengths, np.flatnonzero(lengths == 0)[:surplus])
-        # In the order of the draws, the shortened span would always be the last of the text.
+        # Otherwise the shortened span would always be the last of the text.
         return generator.permutation(lengths)
 
     def _permute_in_documents(self, block: np.ndarray, generator: np.random.Generator) -> np.ndarray:
@@ -129,14 +108,14 @@ class TextInfilling:
 
 
 def sentence_ends(ids: np.ndarray, full_stop_ids: Sequence[int]) -> np.ndarray:
-    """Finds where sentences end: behind the last full stop of each run of them, and at the end of the ids.
+    """Return the ends of sentences: behind each run of full stops, and at the end of the ids.
 
     Args:
         ids: At least one id, `(tokens,)`.
         full_stop_ids: Tokens that end a sentence.
 
     Returns:
-        The places behind the last token of each sentence, rising; the last one is the number of tokens.
+        Indices behind the last token of each sentence, rising up to the number of tokens.
     """
     is_full_stop = np.isin(ids, full_stop_ids)
     is_last = is_full_stop & ~np.append(is_full_stop[1:], False)
@@ -144,32 +123,26 @@ def sentence_ends(ids: np.ndarray, full_stop_ids: Sequence[int]) -> np.ndarray:
     return np.flatnonzero(is_last) + 1
 
 
-def permute_sentences(ids: np.ndarray, ends: Sequence[int], generator: np.random.Generator) -> np.ndarray:
-    """Puts the sentences into a random order, all orders being equally likely.
+def permute_sentences(ids: np.ndarray, ends: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+    """Put the sentences into a random order. All orders are equally likely.
 
     Args:
         ids: The tokens `(tokens,)`.
-        ends: The places behind the last token of each sentence, rising up to the number of tokens.
-        generator: The source of randomness.
-
-    Raises:
-        ValueError: If `ends` are not such places.
+        ends: Indices behind the last token of each sentence, rising up to the number of tokens.
+        generator: The randomness.
     """
-    ends = np.asarray(ends, dtype=np.int64)
-    if not len(ends) or ends[-1] != len(ids) or (np.diff(ends, prepend=0) < 1).any():
-        raise ValueError(f"`ends` must rise from at least 1 to the {len(ids)} tokens, got {ends.tolist()}.")
     sentences = np.split(ids, ends[:-1])
-    return np.concatenate([sentences[place] for place in generator.permutation(len(sentences))])
+    return np.concatenate([sentences[index] for index in generator.permutation(len(sentences))])
 
 
 def mask_spans(ids: np.ndarray, lengths: np.ndarray, mask_token_id: int, generator: np.random.Generator) -> np.ndarray:
-    """Replaces spans of the given lengths, in this order, by one mask each; a span without tokens inserts a mask.
+    """Replace spans of the given lengths, in this order, by one mask each. An empty span inserts a mask.
 
     Args:
         ids: The tokens `(tokens,)`.
-        lengths: Tokens of each span `(spans,)`, together no more than there are.
-        mask_token_id: What stands for a span.
-        generator: Decides the places, of which all choices are equally likely.
+        lengths: Tokens of each span `(spans,)`, together at most all tokens.
+        mask_token_id: Id of the mask.
+        generator: Randomness of the positions, which are all equally likely.
     """
     num_items = len(ids) - int(lengths.sum()) + len(lengths)
     is_mask = np.zeros(num_items, dtype=bool)
@@ -183,13 +156,12 @@ def mask_spans(ids: np.ndarray, lengths: np.ndarray, mask_token_id: int, generat
 
 
 def full_stop_ids_of(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Returns the ids of all tokens that end a sentence: those that end in one of `SENTENCE_MARKS`.
+    """Return the ids of all tokens that end in one of `SENTENCE_MARKS`.
 
-    Closing quotes and brackets may follow the mark within the token. A token may hold letters before it, since some tokenizers
-    keep a word and its full stop together. Abbreviations and ordinals cannot be told from sentences.
+    Closing quotes and brackets may follow the mark, and letters may stand before it. Abbreviations and ordinals look like ends
+    of sentences.
     """
-    found = []
-    for index in sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids)):
-        if tokenizer.decode([index]).rstrip(CLOSING_MARKS + " ").endswith(SENTENCE_MARKS):
-            found.append(index)
-    return tuple(found)
+    ids = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
+    return tuple(
+        token for token in ids if tokenizer.decode([token]).rstrip(CLOSING_MARKS + " ").endswith(SENTENCE_MARKS)
+    )

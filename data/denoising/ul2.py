@@ -1,4 +1,4 @@
-"""Mixture of denoisers: each block corrupted by one of several objectives, which a mode token may name."""
+"""UL2: a mixture of denoisers, in which one of several objectives corrupts each block and a mode token may name it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ UL2_SPAN_CORRUPTIONS = (
     ("X", 64.0, 0.5),
 )
 UL2_SUFFIX_FRACTION = 0.25
-# What the modes R, S and X are called in the paper, and in the published models.
+# Names of the modes R, S and X in the paper, and in the published models.
 MODE_TOKENS = ({"R": "[R]", "S": "[S]", "X": "[X]"}, {"R": "[NLU]", "S": "[S2S]", "X": "[NLG]"})
 
 
 class Objective(Protocol):
-    """What turns a block of ids into a source and a target. See `SpanCorruption` for the meaning of each method.
+    """Objective that turns a block of ids into source and target. `SpanCorruption` documents each method.
 
-    Where `lengths_are_exact` is false, `lengths` is an upper bound for both sides.
+    `lengths` is an upper bound for both sides unless `lengths_are_exact`.
     """
 
     @property
@@ -43,15 +43,15 @@ class Objective(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixLanguageModeling:
-    """Splits a block in two: the source is its beginning, the target is the rest. The S-denoiser of UL2.
+    """Objective that splits a block: the source is its beginning, the target is the rest. The S-denoiser of UL2.
 
-    The paper gives the mean length of the target, not its distribution: here all lengths from one token to twice the mean less
-    one are equally likely.
+    The paper gives only the mean length of the target. Here all lengths from one token to twice the mean less one are equally
+    likely.
 
     Attributes:
-        eos_token_id: Closes source and target.
-        sentinel_id: Stands for the rest at the end of the source, and begins the target, as in span corruption with a
-            single span at the end; None for neither.
+        eos_token_id: End of source and target.
+        sentinel_id: Sentinel at the end of the source and at the beginning of the target, as in span corruption with a
+            single span at the end; None for no sentinel.
         suffix_fraction: Mean share of the tokens in the target.
 
     Raises:
@@ -70,30 +70,26 @@ class PrefixLanguageModeling:
             raise ValueError(f"`suffix_fraction` must be above 0 and at most 0.5, got {self.suffix_fraction}.")
 
     def longest_suffix(self, block_length: int) -> int:
-        """Returns the most tokens of a block that can come into the target."""
+        """Return the most tokens of a block that the target can hold."""
         mean = max(round(block_length * self.suffix_fraction), 1)
         return min(2 * mean - 1, block_length - 1)
 
     def lengths(self, block_length: int) -> tuple[int, int]:
-        """Returns the most tokens that source and target of a block can have, ends of sequence included."""
+        """Return the most tokens of source and target of a block, with end-of-sequence tokens."""
         extra = 1 if self.sentinel_id is None else 2
         return block_length - 1 + extra, self.longest_suffix(block_length) + extra
 
     def check_block_length(self, block_length: int) -> None:
-        """Refuses blocks that cannot be split.
-
-        Raises:
-            ValueError: If the block is shorter than two tokens.
-        """
+        """Raise a `ValueError` for a block shorter than two tokens."""
         check_long_enough(block_length)
 
     def __call__(
         self, block: Sequence[int] | np.ndarray, generator: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Splits a block of ids `(tokens,)` into source and target.
+        """Split a block of ids `(tokens,)` into source and target.
 
         Raises:
-            ValueError: As `check_block_length` does.
+            ValueError: As `check_block_length`.
         """
         self.check_block_length(len(block))
         start = len(block) - int(generator.integers(1, self.longest_suffix(len(block)), endpoint=True))
@@ -108,9 +104,9 @@ class Denoiser:
     """One objective of a mixture.
 
     Attributes:
-        mode: Its name, such as R.
-        objective: What corrupts the block.
-        mode_token_id: Put before the source; None for nothing.
+        mode: Name of the mode, such as R.
+        objective: Objective that corrupts the block.
+        mode_token_id: Token before the source; None for no token.
     """
 
     mode: str
@@ -120,34 +116,19 @@ class Denoiser:
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureOfDenoisers:
-    """Corrupts each block by one denoiser, drawn at random.
+    """Objective that draws one of several denoisers for each block.
 
     Attributes:
-        denoisers: At least one.
-        rates: How often each is drawn, relative to the others; None for equally often.
-
-    Raises:
-        ValueError: If there is no denoiser, or the rates are not one positive number for each.
+        denoisers: At least one, all equally frequent.
 
     Source: Tay et al. 2022, section 3.1.2 (arXiv 2205.05131).
     """
 
-    denoisers: Sequence[Denoiser]
-    rates: Sequence[float] | None = None
+    denoisers: tuple[Denoiser, ...]
     lengths_are_exact: ClassVar[bool] = False
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "denoisers", tuple(self.denoisers))
-        rates = (1.0,) * len(self.denoisers) if self.rates is None else tuple(self.rates)
-        if not rates or len(rates) != len(self.denoisers) or not all(0 < rate < float("inf") for rate in rates):
-            raise ValueError(
-                f"`rates` must hold a positive number for each of one or more `denoisers`, got {rates} for "
-                f"{len(self.denoisers)}."
-            )
-        object.__setattr__(self, "rates", rates)
-
     def lengths(self, block_length: int) -> tuple[int, int]:
-        """Returns the most tokens that source and target of a block can have, with mode token and ends of sequence."""
+        """Return the most tokens of source and target of a block, with mode token and end-of-sequence tokens."""
         sides = []
         for denoiser in self.denoisers:
             source, target = denoiser.objective.lengths(block_length)
@@ -155,30 +136,30 @@ class MixtureOfDenoisers:
         return max(source for source, _ in sides), max(target for _, target in sides)
 
     def check_block_length(self, block_length: int) -> None:
-        """Refuses blocks that not every denoiser can corrupt.
+        """Refuse blocks that some denoiser cannot corrupt.
 
         Raises:
-            ValueError: As the objectives do. Of several, the one that needs most sentinels speaks.
+            ValueError: As the objectives. The objective with most sentinels comes first.
         """
-        spans = [one.objective for one in self.denoisers if isinstance(one.objective, SpanCorruption)]
+        parts = [denoiser.objective for denoiser in self.denoisers if isinstance(denoiser.objective, SpanCorruption)]
         check_long_enough(block_length)
-        for objective in sorted(spans, key=lambda one: -one.noise_counts(block_length)[1]):
+        for objective in sorted(parts, key=lambda part: -part.noise_counts(block_length)[1]):
             objective.check_block_length(block_length)
         for denoiser in self.denoisers:
             denoiser.objective.check_block_length(block_length)
 
     def draw(self, generator: np.random.Generator) -> Denoiser:
-        """Draws one denoiser."""
-        shares = np.array(self.rates) / np.sum(self.rates)
-        return self.denoisers[generator.choice(len(self.denoisers), p=shares)]
+        count = len(self.denoisers)
+        # Without `p`, NumPy would draw other numbers.
+        return self.denoisers[generator.choice(count, p=np.ones(count) / count)]
 
     def __call__(
         self, block: Sequence[int] | np.ndarray, generator: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Corrupts a block of ids `(tokens,)` and returns source and target.
+        """Corrupt a block of ids `(tokens,)` and return source and target.
 
         Raises:
-            ValueError: As the objective drawn does.
+            ValueError: As the drawn objective.
         """
         denoiser = self.draw(generator)
         source, target = denoiser.objective(block, generator)
@@ -191,24 +172,21 @@ def ul2_mixture(
     sentinel_ids: Sequence[int],
     eos_token_id: int,
     mode_token_ids: Mapping[str, int] | None = None,
-    rates: Sequence[float] | None = None,
     spans_anywhere: bool = False,
 ) -> MixtureOfDenoisers:
-    """Makes the seven denoisers of UL2: two of regular, one of sequential and four of extreme noise, equally often.
+    """Make the seven denoisers of UL2: two of regular, one of sequential and four of extreme noise, equally often.
 
-    The paper leaves the distribution of span lengths open (normal or uniform around the mean); its code, and so this
-    function, draws spans as T5 does. Where a block has but one span of the longest kind, that is always its end.
+    The paper leaves the distribution of span lengths open; its code draws spans as T5, and so does this function.
 
     Args:
-        sentinel_ids: As for `SpanCorruption`; the first one also stands for the rest of a block in the S-denoiser.
-        eos_token_id: Closes source and target.
-        mode_token_ids: Ids of the tokens put before the source in the modes R, S and X, such as
-            `mode_token_ids_of(tokenizer)`; None for none.
-        rates: How often each is drawn: the six of `UL2_SPAN_CORRUPTIONS`, then the S-denoiser.
+        sentinel_ids: As for `SpanCorruption`. The first one also replaces the rest of a block in the S-denoiser.
+        eos_token_id: End of source and target.
+        mode_token_ids: Ids of the tokens before the source in the modes R, S and X, such as `mode_token_ids_of(tokenizer)`;
+            None for no tokens.
         spans_anywhere: As for `SpanCorruption`.
 
     Raises:
-        ValueError: If there is no sentinel, a mode has no token, or as the parts do.
+        ValueError: If there is no sentinel, a mode has no token, or an argument of a denoiser is wrong.
 
     Source: Tay et al. 2022, section 3.1.2 with its table of settings, and 3.1.3 for the modes (arXiv 2205.05131).
     """
@@ -219,24 +197,19 @@ def ul2_mixture(
     modes = dict(mode_token_ids or {})
     denoisers = []
     for mode, mean, density in UL2_SPAN_CORRUPTIONS:
-        objective = SpanCorruption(
-            sentinel_ids=sentinel_ids,
-            eos_token_id=eos_token_id,
-            noise_density=density,
-            mean_span_length=mean,
-            spans_anywhere=spans_anywhere,
-        )
+        options = {"noise_density": density, "mean_span_length": mean, "spans_anywhere": spans_anywhere}
+        objective = SpanCorruption(sentinel_ids=sentinel_ids, eos_token_id=eos_token_id, **options)
         denoisers.append(Denoiser(mode, objective, modes.get(mode)))
     sequential = PrefixLanguageModeling(eos_token_id=eos_token_id, sentinel_id=sentinel_ids[0])
     denoisers.append(Denoiser("S", sequential, modes.get("S")))
-    return MixtureOfDenoisers(denoisers=denoisers, rates=rates)
+    return MixtureOfDenoisers(denoisers=tuple(denoisers))
 
 
 def mode_token_ids_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, int] | None:
-    """Returns the ids of the mode tokens by their mode, under either of their names; None if the tokenizer has none.
+    """Return the ids of the mode tokens by mode, with either set of names; None if the tokenizer has no mode token.
 
     Raises:
-        ValueError: If it has some of them only.
+        ValueError: If the tokenizer has only some of them.
     """
     vocabulary = tokenizer.get_vocab()
     for names in MODE_TOKENS:

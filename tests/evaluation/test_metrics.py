@@ -1,4 +1,4 @@
-"""Tests of `metaphrase.evaluation.metrics`: every score against its source or a count by hand, and what is refused."""
+"""Every score against its source or a count by hand, wrong arguments, and `metrics.json`."""
 
 import functools
 import json
@@ -38,11 +38,8 @@ SECOND_REFERENCES = ["A cat sat on the mat.", "Ein altes Haus", "one two four fi
     [
         ("bleu", BLEU, {}, {}),
         ("bleu", BLEU, {"tokenize": "none", "lowercase": True, "smooth_method": "floor", "smooth_value": 0.2}, {}),
-        ("bleu", BLEU, {"tokenize": "char", "effective_order": True, "max_ngram_order": 2}, {}),
-        ("chrf", CHRF, {}, {}),
         ("chrf", CHRF, {"word_order": 1, "lowercase": True, "beta": 3}, {}),
         ("chrf++", CHRF, {}, {"word_order": 2}),
-        ("ter", TER, {}, {}),
         ("ter", TER, {"normalized": True, "case_sensitive": True}, {}),
     ],
 )
@@ -102,9 +99,8 @@ def test_rouge_lsum_needs_newlines():
 
 def test_rouge_stems_and_takes_the_best_reference():
     pair = {"predictions": ["walking dogs"], "references": [["cats", "walked dog"]]}
-    assert Rouge().compute(**pair)["rouge1"] == 0
     stemmed = Rouge().compute(**pair, use_stemmer=True)
-    assert stemmed["rouge1"] == pytest.approx(100) and "stem:yes" in stemmed["signature"]
+    assert Rouge().compute(**pair)["rouge1"] == 0 and stemmed["rouge1"] == pytest.approx(100)
 
 
 def test_rouge_counts_references_that_its_tokenizer_empties():
@@ -129,11 +125,7 @@ def test_exact_match(options, matches):
     references = ["equal", "Straße", "well, then", "yes", "nein"]
     result = ExactMatch().compute(predictions=predictions, references=references, **options)
     assert (result["matches"], result["num_examples"], result["score"]) == (matches, 5, 20 * matches)
-
-
-def test_exact_match_accepts_any_reference():
-    result = ExactMatch().compute(predictions=["b", "b"], references=[["a", "b"], ["a", "c"]])
-    assert result["score"] == 50
+    assert ExactMatch().compute(predictions=["b", "b"], references=[["a", "b"], ["a", "c"]])["score"] == 50
 
 
 def test_word_error_rate_by_hand():
@@ -208,7 +200,6 @@ def test_compute_metrics_is_json_and_leaves_the_random_state_alone():
 @pytest.mark.parametrize(
     ("predictions", "references", "message"),
     [
-        (["a", "b"], ["a"], "got 2 and 1"),
         ([], [], "got 0 and 0"),
         (["a"], None, "`references` must be a sequence of texts, got NoneType"),
         ("a", ["a"], "`predictions` must be a sequence of texts, got str"),
@@ -221,6 +212,8 @@ def test_compute_metrics_is_json_and_leaves_the_random_state_alone():
 def test_bad_corpora_are_refused(predictions, references, message):
     with pytest.raises(ValueError, match=message):
         compute_metrics(predictions, references)
+    with pytest.raises(ValueError, match="got 0 and 0"):
+        Bleu().compute()
 
 
 @pytest.mark.parametrize(
@@ -239,11 +232,6 @@ def test_bad_corpora_are_refused(predictions, references, message):
 def test_bad_names_and_options_are_refused(names, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         compute_metrics(PREDICTIONS, REFERENCES, names, options)
-
-
-def test_compute_without_any_example_is_refused():
-    with pytest.raises(ValueError, match="got 0 and 0"):
-        Bleu().compute()
 
 
 def test_scores_need_no_network_and_write_no_files(tmp_path):
@@ -271,9 +259,9 @@ def test_write_metrics_replaces_in_one_step(tmp_path):
 
 
 def test_a_path_that_ends_in_a_slash_is_a_folder(tmp_path):
-    place = check_writable(f"{tmp_path}/new/")
-    assert place == metrics_path(f"{tmp_path}/new/") == tmp_path / "new" / "metrics.json"
-    # There is nothing but the folder yet.
+    path = check_writable(f"{tmp_path}/new/")
+    assert path == metrics_path(f"{tmp_path}/new/") == tmp_path / "new" / "metrics.json"
+    # Only the folder exists yet.
     assert [path.name for path in tmp_path.rglob("*")] == ["new"]
     assert write_metrics(f"{tmp_path}/other/", {"loss": 1.0}) == tmp_path / "other" / "metrics.json"
     assert check_writable(tmp_path / "file") == tmp_path / "file"

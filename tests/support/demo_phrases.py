@@ -3,14 +3,7 @@
 from dataclasses import replace
 
 from metaphrase.demo import lexicon
-from metaphrase.demo.grammar import (
-    Clause,
-    Coordination,
-    NounPhrase,
-    PrepositionalPhrase,
-    RelativePronoun,
-    Sentence,
-)
+from metaphrase.demo.grammar import Clause, Coordination, NounPhrase, PrepositionalPhrase, RelativePronoun, Sentence
 from metaphrase.demo.lexicon import ADJECTIVES, BE, NOUNS, PREPOSITIONS, VERBS
 
 ARTICLES = (lexicon.DEFINITE, lexicon.THIS, lexicon.EVERY, lexicon.INDEFINITE, lexicon.NO)

@@ -6,21 +6,14 @@ from tiny_models import tiny_model
 from transformers import Seq2SeqTrainingArguments
 
 from metaphrase.data.collators import PairCollator
-from metaphrase.data.denoising.dataset import (
-    DenoisingDataset,
-    EpochCallback,
-)
+from metaphrase.data.denoising.dataset import DenoisingDataset
 from metaphrase.data.denoising.span_corruption import SpanCorruption
 from metaphrase.data.denoising.text_infilling import TextInfilling
 from metaphrase.data.denoising.ul2 import ul2_mixture
 from metaphrase.training.trainer import MetaphraseTrainer
 
 END = 2
-
-
 SENTINELS = tuple(range(59, 39, -1))
-
-
 OBJECTIVES = {
     "span_corruption": SpanCorruption(sentinel_ids=SENTINELS, eos_token_id=END),
     "ul2": ul2_mixture(SENTINELS, END, {"R": 39, "S": 38, "X": 37}),
@@ -49,7 +42,7 @@ class Recorder(PairCollator):
         return super().__call__(pairs)
 
 
-def make_trainer(dataset, folder, trainer_class=MetaphraseTrainer, collator=None, model=None, **options):
+def make_trainer(dataset, folder, collator=None, model=None, **options):
     settings = {
         "report_to": "none",
         "remove_unused_columns": False,
@@ -60,10 +53,9 @@ def make_trainer(dataset, folder, trainer_class=MetaphraseTrainer, collator=None
         "learning_rate": 1e-3,
         "dataloader_pin_memory": False,
     }
-    return trainer_class(
+    return MetaphraseTrainer(
         model=model or tiny_model(vocab_size=60, encoder_layers=1, decoder_layers=1),
         args=Seq2SeqTrainingArguments(output_dir=str(folder), **(settings | options)),
         train_dataset=dataset,
         data_collator=collator or PairCollator(0),
-        callbacks=[EpochCallback()],
     )

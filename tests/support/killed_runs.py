@@ -20,7 +20,8 @@ from transformers import (
 )
 from transformers.trainer_callback import ExportableState
 
-from metaphrase.data.collators import LengthGroupedSampler, PairCollator
+from metaphrase.data.collators import PairCollator
+from metaphrase.data.token_budget import LengthGroupedSampler
 from metaphrase.training.checkpointing.trainer_mixin import WholeCheckpoints
 from metaphrase.training.trainer import MetaphraseTrainer
 

@@ -238,7 +238,7 @@ def test_mistakes_in_scores_are_found_before_any_work(data, tmp_path, fields, sa
         (
             "test",
             {"metrics": "wer", "max_test_samples": 1},
-            "wer where no reference has a word, got 1 empty test targets",
+            "wer if no reference has a word, got 1 empty test targets",
         ),
     ],
 )

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import EarlyStoppingCallback
 
-from metaphrase.data.reports import data_fingerprint
+from metaphrase.data.fingerprints import data_fingerprint
 from metaphrase.training.checkpointing.folders import PROGRESS_NAME, checkpoint_of_step
 
 logger = logging.getLogger(__name__)

@@ -17,6 +17,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length
 
 from metaphrase.data.denoising.dataset import announce_epoch
+from metaphrase.data.pairs import data_seed
 from metaphrase.training.checkpointing.folders import (
     UNFINISHED_NAME,
     check_whole,
@@ -198,8 +199,7 @@ class WholeCheckpoints(BestCheckpoint, DataPlace):
             self._restore_totals(resumed)
             if self._is_over() or resumed.is_epoch_end_due:
                 return self._end_epoch(resumed, **parts)
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        self._data_states, self._num_fetches = make_random_states(seed, parts["epoch"]), 0
+        self._data_states, self._num_fetches = make_random_states(data_seed(self.args), parts["epoch"]), 0
         # With several processes, a loader that skips batches does not tell the sampler.
         announce_epoch(parts["train_dataloader"], parts["epoch"])
         return super()._run_epoch(**parts)

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from transformers import TrainingArguments
 
-from metaphrase.data.collators import LengthGroupedSampler
-from metaphrase.data.token_budget import TokenBudgetSampler
+from metaphrase.data.pairs import data_seed
+from metaphrase.data.token_budget import LengthGroupedSampler, TokenBudgetSampler
 from metaphrase.modeling.packing import grid_width
 
 
@@ -133,7 +133,7 @@ def plan_batches(
         devices: How many share the epoch.
         length_multiple: What the collator rounds widths up to a multiple of.
     """
-    seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
+    seed = data_seed(arguments)
     if max_tokens_per_batch is not None:
         sampler = TokenBudgetSampler(lengths, max_tokens_per_batch, seed, devices, length_multiple=length_multiple)
         # A filler is a pair once more.

@@ -4,13 +4,13 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from metaphrase.data.pairs import SPLITS
 from metaphrase.data.token_budget import check_beside_budget
 from metaphrase.evaluation.metrics import DEFAULT_METRICS, check_bleu_is_computed
 
 if TYPE_CHECKING:
     from metaphrase.training.recipe.recipe import Recipe
 
-SPLITS = ("train", "validation", "test")
 _EXISTING_TOKENIZER = ("tokenizer_name_or_path", "model_name_or_path")
 # What an existing one has already.
 _OF_A_TRAINED_TOKENIZER = ("tokenizer_kind", "vocab_size", "target_vocab_size", "joint_vocabulary", "lowercase")

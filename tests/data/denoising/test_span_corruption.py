@@ -1,4 +1,4 @@
-"""Span corruption against its definition: how many tokens and spans, which ones, and nothing lost."""
+"""Span corruption against its definition: numbers of tokens and spans, their positions, and no lost token."""
 
 from collections import Counter
 from itertools import pairwise
@@ -11,7 +11,7 @@ from metaphrase.data.denoising.span_corruption import SpanCorruption, random_seg
 
 END = 1
 SENTINELS = tuple(range(999, 799, -1))
-SETTINGS = [(0.15, 3.0), (0.15, 8.0), (0.5, 3.0), (0.5, 8.0), (0.15, 64.0), (0.5, 64.0), (0.1, 1.0), (0.25, 2.5)]
+SETTINGS = [(0.15, 3.0), (0.5, 8.0), (0.5, 64.0), (0.1, 1.0), (0.25, 2.5)]
 
 
 def corruption(density=0.15, mean=3.0, sentinels=SENTINELS, anywhere=False):
@@ -50,9 +50,9 @@ def test_the_papers_example():
 
 
 @pytest.mark.parametrize(("density", "mean"), SETTINGS)
-@pytest.mark.parametrize("length", [2, 3, 7, 20, 129, 300])
+@pytest.mark.parametrize("length", [2, 3, 20, 129])
 @pytest.mark.parametrize("anywhere", [False, True])
-def test_source_and_target_hold_the_block_and_have_the_lengths_told(density, mean, length, anywhere):
+def test_source_and_target_hold_the_block_and_have_the_stated_lengths(density, mean, length, anywhere):
     objective = corruption(density, mean, anywhere=anywhere)
     for seed in range(20):
         block = generator(seed).integers(2, 700, size=length)
@@ -101,11 +101,11 @@ def test_published_lengths_of_t5():
 @pytest.mark.parametrize(("density", "mean"), SETTINGS)
 def test_the_longest_block_fills_the_source_exactly(density, mean):
     objective = corruption(density, mean, sentinels=range(1000, 3000))
-    for wanted in range(20, 300):
-        block_length = longest_block(objective, wanted)
-        source, _ = objective(np.full(block_length, 5), generator(wanted))
-        assert len(source) == wanted
-        assert objective.lengths(block_length + 1)[0] == wanted + 1
+    for length in range(20, 300, 7):
+        block_length = longest_block(objective, length)
+        source, _ = objective(np.full(block_length, 5), generator(length))
+        assert len(source) == length
+        assert objective.lengths(block_length + 1)[0] == length + 1
 
 
 def test_the_target_can_be_what_limits_a_block():
@@ -149,16 +149,9 @@ def test_a_single_span_is_the_end_unless_spans_lie_anywhere():
     assert set(starts) == set(range(27)) and min(starts.values()) > 50
 
 
-def test_noise_follows_the_generator():
-    block = np.arange(2, 202)
-    first, again, other = (corruption()(block, generator(seed))[0].tolist() for seed in (3, 3, 4))
-    assert first == again != other
-
-
 def test_too_few_sentinels_are_refused_with_the_number_needed():
     with pytest.raises(
-        ValueError,
-        match=r"`sentinel_ids` must hold at least 28 ids for blocks of 568 .*, got 27: .* `num_sentinels`",
+        ValueError, match=r"`sentinel_ids` must hold at least 28 ids for blocks of 568 .*, got 27\. Set `num_sentinels`"
     ):
         corruption(sentinels=SENTINELS[:27])(np.full(568, 5), generator())
     corruption(sentinels=SENTINELS[:28])(np.full(568, 5), generator())
@@ -170,9 +163,7 @@ def test_too_few_sentinels_are_refused_with_the_number_needed():
     ("fields", "message"),
     [
         ({"density": 0.0}, r"`noise_density` must be above 0 and below 1, got 0\.0"),
-        ({"density": 1.0}, r"`noise_density` must be above 0 and below 1, got 1\.0"),
         ({"mean": 0.5}, r"`mean_span_length` must be at least 1, got 0\.5"),
-        ({"mean": float("nan")}, r"`mean_span_length` must be at least 1, got nan"),
         ({"sentinels": (7, 8, 7)}, r"`sentinel_ids` must differ .*, got \(7, 8, 7\) and 1"),
         ({"sentinels": (7, 1)}, r"`sentinel_ids` must differ .*, got \(7, 1\) and 1"),
     ],

