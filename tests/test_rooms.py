@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "decoding": "modeling",
     "decoding.searches": "decoding tokenization modeling",
     "inference": "decoding decoding.searches conversion.ctranslate2 tokenization storage modeling",
-    "evaluation": "inference data tokenization modeling",
+    "evaluation": "inference data tokenization storage modeling",
     "training": "training.recipe training.checkpointing evaluation inference data tokenization storage modeling",
     "training.recipe": "training.checkpointing evaluation data tokenization storage modeling",
     "training.checkpointing": "data tokenization storage modeling",
