@@ -29,6 +29,8 @@ from metaphrase.data.reports import DataReport
 logger = logging.getLogger(__name__)
 
 Policy = Literal["error", "skip"]
+# Name of the task of a pair, where a run has several.
+TASK_COLUMN = "task"
 READERS = {".tsv": read_tsv, ".csv": read_csv, ".jsonl": read_json, ".json": read_json, ".parquet": read_parquet}
 RECORD_FEATURES = datasets.Features({name: datasets.Value("string") for name in ("source", "target", "problem")})
 # Part of every cache key: raise it whenever the same file would be read into other pairs.

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import datasets
 
+from metaphrase.data.pairs import TASK_COLUMN
 from metaphrase.evaluation.metrics import check_references, compute_metrics
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.training.task_corpus import TASK_COLUMN
 
 
 class TaskScores:

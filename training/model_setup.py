@@ -13,9 +13,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig, Pr
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.loading import load_whole
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.training.adapters import check_targets
 from metaphrase.training.checkpointing.sharding import whole_shape
-from metaphrase.training.optimizer import check_parts
 from metaphrase.training.recipe.fields import DEFAULT_PRESET
 from metaphrase.training.recipe.recipe import Recipe
 
@@ -45,8 +43,12 @@ def check_model(recipe: Recipe) -> None:
         return
     with torch.device("meta"):
         model = AutoModelForSeq2SeqLM.from_config(config, trust_remote_code=False)
+    from metaphrase.training.optimizer import check_parts
+
     check_parts(model, recipe.freeze or (), rates)
     if recipe.lora_target_modules:
+        from metaphrase.training.adapters import check_targets
+
         check_targets(model, recipe.lora_target_modules, "lora_target_modules")
 
 
