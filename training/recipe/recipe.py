@@ -146,7 +146,7 @@ class Recipe(OwnFields, TrainingFields):
         if not arguments.get("output_dir"):
             raise ValueError("`output_dir` must be given, got none. Pass --output_dir FOLDER.")
         for name, later in RENAMED.items():
-            if later in TRAINING_FIELDS and arguments.get(later) is None and name in arguments:
+            if arguments.get(later) is None and name in arguments:
                 arguments[later] = arguments.pop(name)
         metric = arguments.get("metric_for_best_model")
         if metric is not None and arguments.get("greater_is_better") is None:
