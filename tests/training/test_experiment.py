@@ -190,13 +190,6 @@ def test_several_gpus_need_a_process_each(data, tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-def test_unknown_field_of_the_network_is_refused(data, tmp_path):
-    with pytest.raises(ValueError, match="Did you mean 'hidden_size'"):
-        Experiment(make_recipe(data, tmp_path / "run", **{"model.hiden_size": 8})).train()
-    with pytest.raises(ValueError, match="must name its training pairs"):
-        Experiment(make_recipe(data, tmp_path / "run", train_file=None, validation_file=None, test_file=None))
-
-
 @pytest.mark.parametrize(
     ("fields", "said"),
     [

@@ -86,10 +86,6 @@ class Sharding:
     def __post_init__(self):
         if self.devices < 1:
             raise ValueError(f"`devices` must be at least 1, got {self.devices}.")
-        if self.stage not in range(4):
-            raise ValueError(f"`stage` must be 0, 1, 2 or 3, got {self.stage}.")
-        if self.engine not in ("ddp", "fsdp", "deepspeed"):
-            raise ValueError(f"`engine` must be ddp, fsdp or deepspeed, got {self.engine!r}.")
 
     @classmethod
     def of(cls, arguments: TrainingArguments, devices: int | None = None) -> "Sharding":
