@@ -20,7 +20,7 @@ from metaphrase.training.planning.compute import training_flops
 from metaphrase.training.planning.memory import ParameterCounts, Sharding, StateMemory, estimate_states, optimizer_bytes
 
 _MEBIBYTE, _GIBIBYTE, _SECONDS_PER_HOUR = 2**20, 2**30, 3600
-# Number of largest batches, by each measure of size, among which the most expensive one is searched.
+# Number of largest batches by each size.
 _CANDIDATES = 16
 
 
@@ -65,7 +65,9 @@ class RunEstimate:
     def __str__(self) -> str:
         """Return a table with one line per quantity."""
         rows = [*self._parameter_rows(), None, *self._data_rows(), None, *self._memory_rows(), None]
-        time = "unknown" if self.hours is None else format_hours(self.hours)
+        time = "unknown"
+        if self.hours is not None:
+            time = f"{self.hours:,.1f} hours" if self.hours >= 1 else f"{60 * self.hours:.1f} minutes"
         rows += [("compute for each step", f"{self.flops_per_step:.3g} FLOP"), ("time", time)]
         width = max(len(row[0]) for row in rows if row)
         lines = ["" if row is None else f"{row[0]:<{width}}  {row[1]}" for row in rows]
@@ -120,45 +122,23 @@ def format_bytes(size: int) -> str:
     return f"{size / _GIBIBYTE:,.2f} GiB" if size >= _GIBIBYTE else f"{size / _MEBIBYTE:,.1f} MiB"
 
 
-def format_hours(hours: float) -> str:
-    """Return a duration in hours or minutes."""
-    return f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"
-
-
 def meta_model(config: MetaphraseConfig) -> MetaphraseForConditionalGeneration:
     """Return a model on the meta device, which takes no memory."""
     with torch.device("meta"):
         return MetaphraseForConditionalGeneration(config)
 
 
-def precision_of(
-    model: PreTrainedModel, arguments: TrainingArguments, sharding: Sharding, on_accelerator: bool | None = None
+def _precision(
+    model: PreTrainedModel, arguments: TrainingArguments, sharding: Sharding, on_accelerator: bool | None
 ) -> Precision:
-    """Return the precision in which a run computes a model.
-
-    Args:
-        model: The model.
-        arguments: Training arguments.
-        sharding: FSDP and DeepSpeed convert weights and states to half precision; autocast keeps states in float32.
-        on_accelerator: True to plan for an accelerator; by default, the device of the run decides.
-    """
     if on_accelerator is None:
         on_accelerator = arguments.device.type != "cpu"
     stored = next(iter(model.parameters())).element_size()
     # `accelerate launch` sets `mixed_precision`.
     is_half = arguments.bf16 or arguments.fp16 or getattr(arguments, "mixed_precision", "no") in ("bf16", "fp16")
     compute = 2 if is_half else stored
+    # FSDP and DeepSpeed convert weights and states to half precision; autocast keeps states in float32.
     return Precision(compute, stored if sharding.engine == "ddp" else compute, on_accelerator)
-
-
-def _candidates(shapes: Sequence[BatchShape]) -> list[BatchShape]:
-    """Return batches among which is the one that needs most memory."""
-    sizes = (
-        lambda shape: shape.tokens,
-        lambda shape: shape.target_tokens,
-        lambda shape: shape.pairs * (shape.longest_source + shape.longest_target) ** 2,
-    )
-    return [shape for size in sizes for shape in sorted(shapes, key=size)[-_CANDIDATES:]]
 
 
 def estimate_run(
@@ -203,7 +183,7 @@ def estimate_run(
     padded = round_up(lengths, multiple)
     shapes = [BatchShape.of(*padded[batch].T, is_packed) for batch in batches]
     data = estimate_data(lengths, shapes, arguments, sharding.devices)
-    precision = precision_of(model, arguments, sharding, on_accelerator)
+    precision = _precision(model, arguments, sharding, on_accelerator)
     is_checkpointed = _is_checkpointed(arguments)
     notes: list[str] = []
     if is_checkpointed and {"every_n_layers", "offload"} & set(arguments.gradient_checkpointing_kwargs or {}):
@@ -273,7 +253,14 @@ def _estimate_largest_batch(
     def activations(shape: BatchShape, checkpointed: bool) -> ActivationEstimate:
         return estimate_activations(model.config, shape, precision, checkpointed)
 
-    largest = max(_candidates(shapes), key=lambda shape: state.peak(activations(shape, is_checkpointed)))
+    # The batch that needs most memory is among the largest by one of these sizes.
+    sizes = (
+        lambda shape: shape.tokens,
+        lambda shape: shape.target_tokens,
+        lambda shape: shape.pairs * (shape.longest_source + shape.longest_target) ** 2,
+    )
+    candidates = [shape for size in sizes for shape in sorted(shapes, key=size)[-_CANDIDATES:]]
+    largest = max(candidates, key=lambda shape: state.peak(activations(shape, is_checkpointed)))
     return {
         "largest_batch": largest,
         "activations": activations(largest, is_checkpointed),

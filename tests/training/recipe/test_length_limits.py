@@ -69,8 +69,7 @@ def test_a_validation_pair_beyond_the_budget_of_training_is_evaluated(make, capl
     assert last_evaluation(make)["eval_chrf"] == pytest.approx(result["scores"]["chrf"]["score"])
 
 
-@pytest.mark.parametrize("split", ["validation", "test"])
-@pytest.mark.parametrize("too_long", ["skip", "error"])
+@pytest.mark.parametrize(("split", "too_long"), [("validation", "skip"), ("test", "error")])
 def test_what_the_model_cannot_read_is_refused_before_training(make, split, too_long, monkeypatch):
     strategy = {"eval_strategy": "no"} if split == "test" else {}
     experiment = make(LEARNED, too_long=too_long, **{f"{split}_file": "scored.tsv"}, **strategy)
