@@ -35,6 +35,8 @@ LENGTH_COLUMNS = ("source_length", "target_length")
 TASK_COLUMN = "task"
 
 Policy = Literal["error", "skip"]
+# Name of the task of a pair, where a run has several.
+TASK_COLUMN = "task"
 READERS = {".tsv": read_tsv, ".csv": read_csv, ".jsonl": read_json, ".json": read_json, ".parquet": read_parquet}
 RECORD_FEATURES = datasets.Features({name: datasets.Value("string") for name in (*SIDES, "problem")})
 # Part of every cache key. Raise it when the same file would be read into other pairs.

@@ -1,4 +1,4 @@
-"""`metaphrase train RECIPE.yaml --field value ...`: carries out a recipe. `accelerate launch scripts/train.py ...` likewise."""
+"""`metaphrase train RECIPE.yaml --field value ...`: run a recipe. `accelerate launch scripts/train.py ...` does the same."""
 
 import sys
 
@@ -15,17 +15,17 @@ from metaphrase.scripts.console import run
 from metaphrase.training.cpu_setup import keep_few_kernels, keep_freed_memory
 from metaphrase.training.distributed import leave_processes
 from metaphrase.training.experiment import Experiment
-from metaphrase.training.planning.dry_run import dry_run
-from metaphrase.training.recipe.recipe import format_help, load_recipe
+from metaphrase.training.recipe.recipe import describe_fields, load_recipe
 
 logger = logging.getLogger(__name__)
 
 RECIPES = Path(__file__).parent / "recipes"
-OPTIONS = ("--resume", "--dry_run")
+# Options without a value; all others are fields of the recipe.
+OPTIONS = ("--resume", "--dry_run", "--help_fields")
 
 
 def find_recipe(name: str) -> Path:
-    """The file that a word of the command line means: a path, or a mere name, of a recipe that comes with the package.
+    """Return the recipe file of a path, or of the name of a recipe in this package.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -35,45 +35,52 @@ def find_recipe(name: str) -> Path:
         return path
     if path.name == name and packaged.is_file():
         return packaged
-    names = ", ".join(sorted(each.stem for each in RECIPES.glob("*.yaml")))
+    names = ", ".join(sorted(path.stem for path in RECIPES.glob("*.yaml")))
     raise FileNotFoundError(f"The recipe must be a file or one of {names}, got {name!r}.")
 
 
 def main(words: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="metaphrase train",
-        usage="%(prog)s [-h] [--resume] [--dry_run] [recipe] [--field value ...]",
-        description="Carries out a recipe. Every field can be given on the command line too: --field value.",
-        epilog=format_help(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s [-h] [--help_fields] [--resume] [--dry_run] [recipe] [--field value ...]",
+        description="Train a model by a recipe. Each field of the recipe is an option too: --field value.",
         allow_abbrev=False,
     )
     parser.add_argument("recipe", nargs="?", help="a YAML file, or the name of a recipe of the package")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in output_dir")
-    parser.add_argument("--dry_run", action="store_true", help="print what the run would need, and do not train")
-    ours, overrides = [], []
+    parser.add_argument("--help_fields", action="store_true", help="list all fields of a recipe and exit")
+    parser.add_argument("--resume", action="store_true", help="resume from the last checkpoint in output_dir")
+    parser.add_argument("--dry_run", action="store_true", help="print what the run needs, and do not train")
+    own_words, overrides = [], []
     for before, word in zip((None, *words), words, strict=False):
-        # What stands first, or behind an option that takes no value, is the recipe; all other options are fields of it.
+        # The recipe is the first word, or follows an option without a value.
         is_recipe = not word.startswith("--") and before in (None, *OPTIONS)
-        (ours if is_recipe or word in (*OPTIONS, "-h", "--help") else overrides).append(word)
-    arguments = parser.parse_args(ours)
-    recipe = load_recipe(find_recipe(arguments.recipe) if arguments.recipe else None, overrides)
+        (own_words if is_recipe or word in (*OPTIONS, "-h", "--help") else overrides).append(word)
+    arguments = parser.parse_args(own_words)
+    if arguments.help_fields:
+        print(describe_fields())
+        return
     if arguments.resume:
-        recipe.resume_from_checkpoint = "true"
+        overrides += ["--resume_from_checkpoint", "true"]
+    recipe = load_recipe(find_recipe(arguments.recipe) if arguments.recipe else None, overrides)
     if recipe.output_dir is None:
-        recipe.output_dir = f"runs/{Path(arguments.recipe).stem if arguments.recipe else 'train'}"
+        name = Path(arguments.recipe).stem if arguments.recipe else "train"
+        recipe = recipe.replace(output_dir=f"runs/{name}", is_checked=False)
 
     keep_freed_memory()
     keep_few_kernels()
     experiment = Experiment(recipe, is_dry_run=arguments.dry_run)
+    is_main_process = experiment.arguments.process_index == 0
     if arguments.dry_run:
+        # Imported here because training needs no estimates.
+        from metaphrase.training.planning.dry_run import dry_run
+
         estimate = dry_run(experiment)
-        if experiment.arguments.process_index == 0:
+        if is_main_process:
             print(estimate)
         leave_processes()
         return
     result = experiment.train()
-    if experiment.arguments.process_index == 0:
+    if is_main_process:
         for name, score in result.get("scores", {}).items():
             logger.info("%s on %s: %.2f  %s", name, result["data"]["split"], score["score"], score["signature"])
         logger.info("The model lies in %s", experiment.folder)

@@ -1,4 +1,4 @@
-"""Adapters: fine-tuning by low-rank matrices beside the frozen weights (LoRA), through peft.
+"""LoRA adapters: trainable low-rank matrices beside frozen weights, through peft.
 
 Source: Hu et al. 2021, section 4, arXiv 2106.09685.
 """
@@ -30,7 +30,7 @@ ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
 
 
 def import_peft() -> ModuleType:
-    """Returns the package peft.
+    """Return the package peft.
 
     Raises:
         ImportError: If it is not installed, saying how to install it.
@@ -43,7 +43,7 @@ def import_peft() -> ModuleType:
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Whether a model is one of peft's, with adapters around a model; peft itself need not be installed."""
+    """Return True if a model is a peft model with adapters. peft need not be installed."""
     return any(base.__module__.startswith("peft.") and base.__name__ == "PeftModel" for base in type(model).__mro__)
 
 
@@ -54,24 +54,23 @@ def add_lora(
     dropout: float = 0.0,
     target_modules: str | Sequence[str] = ALL_LINEAR,
 ) -> "PeftModel":
-    """Freezes a model and puts a trainable product of two thin matrices, alpha / rank * B A, beside some of its weights.
+    """Freeze a model and add a trainable product of two thin matrices, alpha / rank * B A, to some of its weights.
 
-    The second matrix starts at zero, so the model says at first what it said before. By default all linear layers but the output
-    projection are adapted, as Dettmers et al. 2023 (section 4, arXiv 2305.14314) found to be needed to reach full fine-tuning.
+    B starts at zero, so the output is unchanged at first. By default all linear layers but the output projection are adapted,
+    which Dettmers et al. 2023 (section 4, arXiv 2305.14314) found necessary to match full fine-tuning.
 
     Args:
-        model: Changed in place; it is part of what is returned.
+        model: Changed in place, and part of the result.
         rank: Inner dimension of the product.
-        alpha: Weight of the product, before it is divided by the rank.
-        dropout: Probability to drop an input of the product.
-        target_modules: Names of linear layers (`["q_proj", "v_proj"]`: wherever a name ends so), or one regular expression for
-            whole names.
+        alpha: Weight of the product before division by the rank.
+        dropout: Dropout probability of the product's input.
+        target_modules: Ends of names of linear layers (`["q_proj", "v_proj"]`), or one regular expression for whole names.
 
     Returns:
         A peft model for a trainer, `generate()` and `merge_lora`. `save_pretrained` saves the adapter alone.
 
     Raises:
-        ValueError: If a number is out of range, or a target is none that can be adapted and merged.
+        ValueError: If a number is out of range, or a target cannot be adapted and merged.
         ImportError: If peft is not installed.
     """
     peft = import_peft()
@@ -104,15 +103,15 @@ def add_lora(
 
 
 def check_targets(model: nn.Module, target_modules: str | Sequence[str], field: str = "target_modules") -> None:
-    """Refuses names that mean nothing, and layers whose merged weight would say something else than the adapter did.
+    """Refuse names without a layer, and layers whose merged weight would act differently from the adapter.
 
     Args:
-        model: On any device, the meta device too.
-        target_modules: As `add_lora` takes them.
-        field: What they were given in, for the error.
+        model: A model on any device, also the meta device.
+        target_modules: See `add_lora`.
+        field: Name of the field for errors.
 
     Raises:
-        ValueError: Naming what is wrong.
+        ValueError: Naming the layer and the problem.
     """
     if target_modules == ALL_LINEAR:
         return
@@ -123,12 +122,12 @@ def check_targets(model: nn.Module, target_modules: str | Sequence[str], field: 
     aliases: dict[nn.Parameter, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
         aliases[parameter] = aliases.get(parameter, 0) + 1
-    for given, pattern in patterns.items():
-        found = {name: module for name, module in model.named_modules() if re.fullmatch(pattern, name)}
-        if not found:
-            raise ValueError(f"`{field}` must name linear layers of the model, got {given!r}, which names nothing.")
-        for name, module in found.items():
-            # An embedding may scale what it looks up, which an adapter beside it does not.
+    for target, pattern in patterns.items():
+        modules = {name: module for name, module in model.named_modules() if re.fullmatch(pattern, name)}
+        if not modules:
+            raise ValueError(f"`{field}` must name linear layers of the model, got {target!r}, which names nothing.")
+        for name, module in modules.items():
+            # An embedding may scale its rows; its adapter does not.
             if not isinstance(module, nn.Linear):
                 raise ValueError(f"`{field}` must name linear layers, got {name!r}, a {type(module).__name__}.")
             if aliases[module.weight] > 1:
@@ -140,15 +139,15 @@ def check_targets(model: nn.Module, target_modules: str | Sequence[str], field: 
 def load_lora(
     folder: str | os.PathLike, base_model: str | os.PathLike | PreTrainedModel | None = None, is_trainable: bool = False
 ) -> "PeftModel":
-    """Loads a saved adapter with the model that it was trained on.
+    """Load a saved adapter with its base model.
 
     Args:
-        folder: Holds the adapter, as a trainer's checkpoint does.
-        base_model: The model, its folder or its name on the Hub; by default what the adapter says it was trained on.
-        is_trainable: Whether training goes on; otherwise all is frozen.
+        folder: Folder of the adapter, such as a checkpoint.
+        base_model: The base model, its folder or its name on the Hub; by default the name saved with the adapter.
+        is_trainable: True to continue training; otherwise all weights are frozen.
 
     Raises:
-        ValueError: If there is no adapter in safetensors, or its model cannot be found.
+        ValueError: If there is no adapter in safetensors, or its base model cannot be loaded.
         ImportError: If peft is not installed.
     """
     peft, folder = import_peft(), Path(folder)
@@ -181,11 +180,11 @@ def _base_model_name(folder: Path) -> str:
 def merge_lora(
     adapter: "str | os.PathLike | PeftModel", output: str | os.PathLike, base_model: str | os.PathLike | None = None
 ) -> PreTrainedModel:
-    """Adds an adapter to the weights it stands beside, and saves the sum as a model that needs no peft.
+    """Add an adapter to its base weights, and save the sum as a model that needs no peft.
 
     Args:
-        adapter: Its folder, or the model with it, which is used up: its own model then holds the merged weights.
-        output: Folder to save the model in, with the tokenizers that lie by the adapter or, if there are none, by its model.
+        adapter: Folder of the adapter, or a model with an adapter, whose base model then holds the merged weights.
+        output: Folder for the model and the tokenizers of the adapter or, if it has none, of its base model.
         base_model: See `load_lora`.
 
     Returns:
@@ -202,7 +201,7 @@ def merge_lora(
     model = adapter if folder is None else load_lora(folder, base_model)
     is_tied = model.config.tie_word_embeddings
     with warnings.catch_warnings():
-        # It takes the input of the encoder for what the output projection is tied to, and breaks the tie of two vocabularies.
+        # peft compares the output projection with the encoder's embedding, which is wrong for two vocabularies.
         warnings.filterwarnings("ignore", message="Input and output embeddings are no longer tied")
         merged = model.merge_and_unload(safe_merge=True)
     merged.config.tie_word_embeddings = is_tied
@@ -213,11 +212,11 @@ def merge_lora(
     return merged
 
 
-def _copy_tokenizers(places: Sequence[str | os.PathLike], output: Path) -> None:
-    """Saves the tokenizers of the first place that has some."""
-    for place in places:
-        if Path(place).is_dir() and not (Path(place) / "tokenizer_config.json").is_file():
+def _copy_tokenizers(sources: Sequence[str | os.PathLike], output: Path) -> None:
+    """Save the tokenizers of the first folder or Hub name that has them."""
+    for source in sources:
+        if Path(source).is_dir() and not (Path(source) / "tokenizer_config.json").is_file():
             continue
-        TokenizerPair.from_pretrained(place).save_pretrained(output)
+        TokenizerPair.from_pretrained(source).save_pretrained(output)
         return
-    logger.warning("No tokenizer lies by the adapter or by its model: %s is without.", output)
+    logger.warning("Neither the adapter nor its base model has a tokenizer: %s has none either.", output)

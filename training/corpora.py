@@ -1,4 +1,4 @@
-"""Corpora: what a recipe trains, validates and tests on, from files to data sets of token ids."""
+"""Corpora: training, validation and test data of a recipe, from files to data sets of token ids."""
 
 import logging
 from collections.abc import Iterable
@@ -8,14 +8,9 @@ from typing import Any
 import numpy as np
 from transformers import Seq2SeqTrainingArguments
 
-from metaphrase.data.denoising.dataset import DenoisingDataset, longest_block, make_objective, objective_tokens
-from metaphrase.data.denoising.span_corruption import MIN_BLOCK_LENGTH
 from metaphrase.data.encoding import encode_pairs
-from metaphrase.data.pair_stream import PairStream, TextStream
 from metaphrase.data.pairs import SPLITS, column_texts, data_seed, load_pairs, split_pairs
 from metaphrase.data.reports import DataReport
-from metaphrase.data.text_blocks import load_texts, text_blocks
-from metaphrase.data.token_stream import TokenBudgetStream
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.recipe.length_limits import fit_budget, fit_limits
 from metaphrase.training.recipe.recipe import Recipe
@@ -27,32 +22,33 @@ class PairCorpus:
     """Pairs of source and target, read as a whole.
 
     Attributes:
-        splits: For each split its pairs of text.
-        reports: For each split the account of its pairs, once they are read.
-        special_tokens: What a tokenizer must hold beside the recipe's own.
-        label: Stands before the names of splits in what is logged.
-        longest: The most tokens of a side that the model can read; `None` if there is no end.
+        recipe: The recipe, with length limits that the model can read.
+        splits: Pairs of text by split.
+        reports: Reports on the pairs by split, once they are read.
+        special_tokens: Tokens that the tokenizer needs beside those of the recipe.
+        label: Prefix of split names in log lines.
+        longest: Maximum tokens per side that the model can read; None if there is no end.
     """
 
     special_tokens: tuple[str, ...] = ()
     label = ""
 
     def __init__(self, recipe: Recipe, arguments: Seq2SeqTrainingArguments, longest: int | None = None):
-        """Checks that there is something to train on; `load` reads it.
+        """Check that there is training data; `load` reads it.
 
         Args:
-            recipe: What to read; its limits that are beyond `longest` by default become that.
-            arguments: Of the training.
-            longest: The most tokens of a side that the model can read; `None` if there is no end.
+            recipe: Names the data. Default length limits above `longest` are lowered.
+            arguments: Training arguments.
+            longest: Maximum tokens per side that the model can read; None if there is no end.
 
         Raises:
-            ValueError: If the recipe names no training pairs, or gives limits beyond `longest`.
+            ValueError: If the recipe names no training pairs, or gives limits above `longest`.
         """
         self.recipe, self.arguments, self.longest = recipe, arguments, longest
         self.splits: dict[str, Any] = {}
         self.reports: dict[str, Any] = {}
         self._check()
-        fit_limits(recipe, longest)
+        self.recipe = fit_limits(self.recipe, longest)
 
     def _check(self) -> None:
         if self.recipe.pairs_options("train") is None:
@@ -63,11 +59,11 @@ class PairCorpus:
 
     @property
     def seed(self) -> int:
-        """That of everything drawn from the data."""
+        """Seed of all random choices in the data."""
         return data_seed(self.arguments)
 
     def load(self) -> None:
-        """Reads all splits."""
+        """Read all splits."""
         recipe = self.recipe
         for split in SPLITS:
             options = recipe.pairs_options(split)
@@ -82,15 +78,15 @@ class PairCorpus:
         return load_pairs(**options, report=self.reports[split])
 
     def sides(self) -> tuple[Iterable[str], Iterable[str]]:
-        """Sources (without prefix) and targets of the training pairs, to train tokenizers on."""
+        """Return the sources (without prefix) and the targets of training, to train tokenizers on."""
         train, prefix = self.splits["train"], len(self.recipe.source_prefix or "")
         return (text[prefix:] for text in column_texts(train, "source")), column_texts(train, "target")
 
     def encode(self, tokenizers: TokenizerPair) -> dict[str, Any]:
-        """Token ids of all splits. Only training leaves pairs out, the empty and the long ones: a score is of all pairs.
+        """Return the token ids of all splits. Empty and long pairs are left out in training only, never in scoring.
 
         Raises:
-            ValueError: If a pair is refused, or one to be scored is too long for the model and `too_long` is not truncate.
+            ValueError: If a pair is refused, or a scored pair is too long for the model and `too_long` is not truncate.
         """
         return {name: self._encode(name, tokenizers) for name in SPLITS if name in self.splits}
 
@@ -116,13 +112,13 @@ class PairCorpus:
         return encoded
 
     def _check_scored(self, split: str) -> None:
-        """Looks, before any training, at the lengths of pairs to be scored, which the limits of training do not bound."""
+        """Check the lengths of scored pairs before training. The limits of training do not apply to these pairs."""
         recipe, report = self.recipe, self.reports[split]
         if recipe.too_long != "truncate" and (report.source_truncated or report.target_truncated):
             raise ValueError(
-                f"The {split} pairs must be within the {self.longest} tokens of `max_position_embeddings`, since none is left "
-                f"out of a score, got {report.source_truncated} sources and {report.target_truncated} targets that are longer. "
-                "`too_long: truncate` lets the model read the beginning of them; references are scored as they are."
+                f"The {split} pairs must be within the {self.longest} tokens of `max_position_embeddings`, since all are scored, "
+                f"got {report.source_truncated} sources and {report.target_truncated} targets that are longer. Set "
+                "`too_long: truncate` to let the model read the beginning of them; references are not truncated."
             )
         longest = (report.source_lengths.longest, report.target_lengths.longest)
         if longest[0] > recipe.max_source_length or longest[1] > recipe.max_target_length:
@@ -137,42 +133,44 @@ class PairCorpus:
             )
 
     def sources(self, split: str) -> list[str]:
-        """The sources of a split, with their prefix."""
+        """Return the sources of a split, with their prefix."""
         return self.splits[split]["source"][:]
 
     @property
     def max_target_length(self) -> int:
-        """The most tokens of a target to train on."""
+        """Maximum tokens of a training target."""
         return self.recipe.max_target_length
 
     def data_name(self, split: str) -> str:
-        """What a split comes from: the name of a data set, or of a file without its folder."""
+        """Return the data set or file that a split comes from, without its folder."""
         recipe = self.recipe
         if recipe.dataset_name is not None:
             name = PurePath(recipe.dataset_name)
             return name.name if name.is_absolute() else recipe.dataset_name
-        places = [f"{name}{kind}" for name in (split, "train") for kind in ("_file", "_source_file")]
-        return next(PurePath(value).name for place in places if (value := getattr(recipe, place)) is not None)
+        fields = [f"{name}{kind}" for name in (split, "train") for kind in ("_file", "_source_file")]
+        return next(PurePath(value).name for field in fields if (value := getattr(recipe, field)) is not None)
 
     def scored_split(self) -> str | None:
-        """The split that the finished model is scored on."""
+        """Return the split that the finished model is scored on; None if there is none."""
         return next((name for name in ("test", "validation") if name in self.splits), None)
 
     def sizes(self) -> dict[str, int]:
-        """For each split how many of its pairs are used, once they are encoded; a stream does not know."""
+        """Return the number of pairs used in each split. Call it after `encode`; a stream has no size."""
         return {
             f"num_{name}": self.reports[name].kept for name, split in self.splits.items() if hasattr(split, "__len__")
         }
 
 
 class StreamedPairCorpus(PairCorpus):
-    """Pairs whose training split is read as it is needed."""
+    """Pairs whose training split is read during training."""
 
     def _check(self) -> None:
         super()._check()
-        fit_budget(self.recipe, self.longest)
+        self.recipe = fit_budget(self.recipe, self.longest)
 
     def _read(self, split: str, options: dict[str, Any]) -> Any:
+        from metaphrase.data.pair_stream import TextStream
+
         return TextStream(**options) if split == "train" else super()._read(split, options)
 
     def sides(self) -> tuple[Iterable[str], Iterable[str]]:
@@ -181,6 +179,9 @@ class StreamedPairCorpus(PairCorpus):
     def _encode(self, split: str, tokenizers: TokenizerPair) -> Any:
         if split != "train":
             return super()._encode(split, tokenizers)
+        from metaphrase.data.pair_stream import PairStream
+        from metaphrase.data.token_stream import TokenBudgetStream
+
         recipe, arguments = self.recipe, self.arguments
         pairs = PairStream(
             self.splits["train"],
@@ -190,55 +191,25 @@ class StreamedPairCorpus(PairCorpus):
             too_long=recipe.too_long,
             empty=recipe.empty,
         )
-        # Its counts grow while it is read.
+        # The counts of a stream grow while it is read.
         self.reports["train"] = pairs
         shares = (arguments.world_size, arguments.process_index)
         return TokenBudgetStream(pairs, recipe.max_tokens_per_batch, self.seed, *shares, recipe.pairs_in_buffer)
 
 
-class TextCorpus(PairCorpus):
-    """Plain text, whose pairs a denoising objective makes: the damaged text and what was hidden in it."""
+def make_corpus(recipe: Recipe, arguments: Seq2SeqTrainingArguments, longest: int | None = None) -> PairCorpus:
+    """Return the corpus of a recipe, not loaded yet.
 
-    def _check(self) -> None:
-        if self.recipe.train_text_file is None:
-            raise ValueError(f"`objective` {self.recipe.objective} must come with `train_text_file`, got none.")
-
-    @property
-    def special_tokens(self) -> tuple[str, ...]:
-        return objective_tokens(self.recipe.objective, self.recipe.num_sentinels)
-
-    def load(self) -> None:
-        for split in ("train", "validation"):
-            if getattr(self.recipe, f"{split}_text_file") is not None:
-                path = self.recipe.data_path(f"{split}_text_file")
-                max_samples = getattr(self.recipe, f"max_{split}_samples")
-                self.splits[split] = load_texts(path, max_samples, invalid_utf8=self.recipe.invalid_utf8)
-
-    def sides(self) -> tuple[Iterable[str], Iterable[str]]:
-        texts = self.splits["train"]
-        if self.recipe.invalid_utf8 == "skip":
-            texts = texts.filter(lambda text: text is not None, input_columns=["text"], desc="Finding what is UTF-8")
-        return column_texts(texts, "text"), ()
-
-    def _encode(self, split: str, tokenizers: TokenizerPair) -> DenoisingDataset:
-        recipe = self.recipe
-        objective = make_objective(
-            recipe.objective, tokenizers.source, recipe.noise_density, recipe.mean_span_length, recipe.spans_anywhere
-        )
-        length = longest_block(objective, recipe.max_source_length, recipe.max_target_length)
-        blocks, self.reports[split] = text_blocks(
-            self.splits[split],
-            tokenizers,
-            length,
-            end_documents=recipe.end_documents,
-            remainder=recipe.remainder,
-            least_length=1 if recipe.objective == "text_infilling" else MIN_BLOCK_LENGTH,
-        )
-        logger.info("%s: %s", split, self.reports[split])
-        return DenoisingDataset(blocks, objective, self.seed)
-
-    def scored_split(self) -> None:
-        return None
-
-    def sizes(self) -> dict[str, int]:
-        return {f"num_{name}_documents": len(split) for name, split in self.splits.items()}
+    Args:
+        recipe: Names the data.
+        arguments: Training arguments.
+        longest: Maximum tokens per side that the model can read; None if there is no end.
+    """
+    # A run imports its own kind of corpus alone.
+    if recipe.tasks:
+        from metaphrase.training.task_corpus import TaskCorpus as Corpus
+    elif recipe.objective != "pairs":
+        from metaphrase.training.text_corpus import TextCorpus as Corpus
+    else:
+        Corpus = StreamedPairCorpus if recipe.streaming else PairCorpus
+    return Corpus(recipe, arguments, longest)

@@ -1,4 +1,4 @@
-"""Experiment: a recipe carried out, from raw pairs to a folder with a trained and scored model."""
+"""Run of a recipe, from raw pairs to a folder with a trained and scored model."""
 
 import contextlib
 import json
@@ -27,11 +27,10 @@ from metaphrase.inference.line_files import as_lines
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.storage.loading import naming, refuse_missing_folder
 from metaphrase.tokenization import TokenizerPair, set_languages
-from metaphrase.training.adapters import ALL_LINEAR, add_lora, import_peft, is_adapted
 from metaphrase.training.checkpointing.averaging import RECIPE_NAME
+from metaphrase.training.corpora import make_corpus
 from metaphrase.training.cpu_setup import warn_of_slow_bfloat16
 from metaphrase.training.distributed import check_devices, check_processes, meet_on_cpu
-from metaphrase.training.exponential_average import ExponentialAverage
 from metaphrase.training.final_weights import average_run, averaged_metric, check_averaged, save_final
 from metaphrase.training.model_setup import (
     check_model,
@@ -41,41 +40,37 @@ from metaphrase.training.model_setup import (
     load_base,
     settle_decoding,
 )
-from metaphrase.training.optimizer import freeze
-from metaphrase.training.r_drop import check_r_drop
 from metaphrase.training.recipe.checks import check_evaluated
 from metaphrase.training.recipe.fields import DEFAULT_PRESET
 from metaphrase.training.recipe.length_limits import longest_sequence
 from metaphrase.training.recipe.recipe import Recipe
 from metaphrase.training.run_folder import (
     DATA_REPORT_NAME,
-    check_place,
+    check_writable,
     checkpoint_to_resume,
-    keep_lowered_limits,
     only_writer,
-    resumes,
+    with_lengths_of_run,
 )
-from metaphrase.training.task_corpus import make_corpus
 from metaphrase.training.trainer import MetaphraseTrainer
 
 logger = logging.getLogger(__name__)
 
 
 class _AtBeginning(TrainerCallback):
-    """Does something when training begins. A checkpoint to go on from has been loaded by then, or else has been refused."""
+    """Callback that runs when training begins, after a checkpoint to resume from was loaded or refused."""
 
-    def __init__(self, act: Callable[[], None]):
-        self.act = act
+    def __init__(self, action: Callable[[], None]):
+        self.action = action
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.act()
+        self.action()
 
 
 def _check_trackers(names: Sequence[str]) -> None:
-    """Refuses what a run is to be tracked by and is not installed: a Trainer would tell when all data are read.
+    """Refuse trackers that are not installed, which a Trainer would notice after reading the data.
 
     Raises:
-        ValueError: Naming it.
+        ValueError: Naming the tracker.
     """
     for name in names:
         for callback in get_reporting_integration_callbacks([name]):
@@ -86,58 +81,59 @@ def _check_trackers(names: Sequence[str]) -> None:
 
 
 class Experiment:
-    """One run of a recipe. `train()` fills `output_dir` with all that the model needs and all that is known of it.
+    """One run of a recipe. `train()` fills `output_dir` with the model and its records.
 
     The folder holds the model with its code and tokenizers, `recipe.yaml`, `data_report.json`, `trainer_state.json`, and
     `metrics.json` with the scores on the test pairs (or on the validation pairs, if there are no others).
     """
 
     def __init__(self, recipe: Recipe, is_dry_run: bool = False):
-        """Checks what can be checked before any work is done.
+        """Check everything that can be checked before any work is done.
 
         Args:
-            recipe: What to carry out.
-            is_dry_run: Nothing will be written, so that the folder may hold a run that is not to be resumed.
+            recipe: The recipe of the run.
+            is_dry_run: True if nothing will be written, so that the folder may hold another run.
 
         Raises:
-            ValueError: If the recipe has no training pairs or names a score that there is not, or its folder holds a run
-                or a model already and is not to be resumed.
+            ValueError: If the recipe has no training pairs or names an unknown score, or its folder holds a run or a model
+                already and is not to be resumed.
         """
-        # Its fields may have been changed since it was read.
-        recipe.check()
-        self.recipe, self.is_begun = recipe, False
+        self.is_begun = False
         check_processes()
         # Without `use_cpu`, transformers refuses bf16 where there is no accelerator.
         extra = {} if torch.accelerator.is_available() else {"dataloader_pin_memory": False, "use_cpu": True}
         if recipe.use_cpu or "use_cpu" in extra:
             meet_on_cpu(recipe.ddp_timeout, recipe.ddp_backend)
         self.arguments: Seq2SeqTrainingArguments = recipe.training_arguments(**extra)
-        # They are pickled with each checkpoint.
+        # The arguments are pickled with each checkpoint.
         self.arguments.hub_token = None
         self.folder = Path(self.arguments.output_dir)
-        check_place(self.folder)
+        check_writable(self.folder)
         for name in ("model_name_or_path", "tokenizer_name_or_path", "target_tokenizer_name_or_path"):
             if getattr(recipe, name) is not None:
                 refuse_missing_folder(getattr(recipe, name), name)
         _check_trackers(self.arguments.report_to)
         if recipe.objective != "pairs":
-            # There is no text to decode and to compare with.
+            # There are no references to compare decoded text with.
             self.arguments.predict_with_generate, self.arguments.prediction_loss_only = False, True
         metrics = [] if recipe.objective != "pairs" else recipe.metrics or DEFAULT_METRICS
         check_metrics(metrics, recipe.bleu_tokenize)
         self.scores = TaskScores(metrics, recipe.bleu_tokenize)
         if recipe.lora_rank is not None:
+            from metaphrase.training.adapters import import_peft
+
             import_peft()
-        keep_lowered_limits(recipe, self.folder)
-        # It lowers limits that are defaults and too high, as the recipe of a run that is resumed says.
-        self.corpus = make_corpus(recipe, self.arguments, longest_sequence(recipe, DEFAULT_PRESET))
+        recipe = with_lengths_of_run(recipe, self.folder)
+        self.corpus = make_corpus(recipe, self.arguments, longest_sequence(recipe))
+        # Its length limits are those that the model can read.
+        self.recipe = recipe = self.corpus.recipe
         check_evaluated(recipe)
         check_model(recipe)
-        self.is_unchecked = is_dry_run and not resumes(recipe)
+        self.is_unchecked = is_dry_run and not recipe.resume_from_checkpoint
         self.checkpoint = None if self.is_unchecked else checkpoint_to_resume(recipe, self.folder)
 
     def train(self) -> dict:
-        """Runs everything and returns what `metrics.json` holds.
+        """Train, save and score the model, and return the content of `metrics.json`.
 
         Raises:
             ValueError: If this one process has several GPUs, the data, the base model or the checkpoint do not fit, or another
@@ -152,7 +148,7 @@ class Experiment:
 
     def _train(self) -> dict:
         recipe = self.recipe
-        # Not before: a dry run needs neither.
+        # A dry run skips these checks.
         check_devices(self.arguments.n_gpu)
         if self.is_unchecked:
             checkpoint_to_resume(recipe, self.folder)
@@ -163,7 +159,7 @@ class Experiment:
             encoded = self.corpus.encode(tokenizers)
         self._check_scored(tokenizers)
         model = self.make_model(tokenizers)
-        if not is_adapted(model):
+        if recipe.lora_rank is None:
             logger.info("The model has %s parameters.", f"{model.num_parameters():,}")
         trainer = self._make_trainer(model, tokenizers, encoded)
         check_averaged(recipe, trainer)
@@ -177,14 +173,14 @@ class Experiment:
         trainer.save_state()
         result = {}
         if trainer.is_world_process_zero():
-            # Again: what a stream holds is known when it was read.
+            # Again, since the counts of a stream are final now.
             self._write_provenance()
             result = self._evaluate(model, tokenizers)
         trainer.accelerator.wait_for_everyone()
         return result
 
     def _check_scored(self, tokenizers: TokenizerPair) -> None:
-        """Refuses what the finished model could not be scored on."""
+        """Refuse references that the metrics cannot score."""
         split = self.corpus.scored_split()
         if split is not None:
             texts = self.corpus.splits[split]
@@ -193,7 +189,7 @@ class Experiment:
 
     @property
     def pad_to_multiple_of(self) -> int:
-        """What the widths of padded batches are a multiple of: tensor cores want that."""
+        """Multiple that widths of padded batches are rounded up to, for tensor cores."""
         return 8 if torch.accelerator.is_available() and not self.arguments.use_cpu else 1
 
     def make_tokenizers(self) -> TokenizerPair:
@@ -231,11 +227,11 @@ class Experiment:
         return tokenizers
 
     def make_model(self, tokenizers: TokenizerPair, with_weights: bool = True) -> PreTrainedModel:
-        """The model to train, with what is frozen of it or put beside its weights.
+        """Return the model to train, with frozen parts or an adapter.
 
         Args:
-            tokenizers: Which it is to fit.
-            with_weights: Whether a model to fine-tune has its weights, or only its shape.
+            tokenizers: Tokenizers that the model must fit.
+            with_weights: False to give a model to fine-tune its shape alone, without its weights.
         """
         recipe = self.recipe
         languages = set_languages(tokenizers, recipe.source_lang, recipe.target_lang)
@@ -250,14 +246,20 @@ class Experiment:
                 fields["share_embeddings"] = False
             config = MetaphraseConfig.from_preset(recipe.preset or DEFAULT_PRESET, **{**fields, **recipe.model})
             model = MetaphraseForConditionalGeneration(config)
-        # Without a limit of its own, generate() would stop at 20 tokens.
+        # By default, generate() stops at 20 tokens.
         limit = recipe.generation_max_length or self.corpus.max_target_length + 1
         settle_decoding(model, recipe, limit, languages)
         if recipe.r_drop_alpha:
+            from metaphrase.training.r_drop import check_r_drop
+
             check_r_drop(model, recipe.lora_dropout if recipe.lora_rank is not None else 0.0)
         if recipe.freeze:
+            from metaphrase.training.optimizer import freeze
+
             freeze(model, recipe.freeze)
         if recipe.lora_rank is not None:
+            from metaphrase.training.adapters import ALL_LINEAR, add_lora
+
             targets = recipe.lora_target_modules or ALL_LINEAR
             model = add_lora(model, recipe.lora_rank, recipe.lora_alpha, recipe.lora_dropout, targets)
         return model
@@ -272,6 +274,8 @@ class Experiment:
                 EarlyStoppingCallback(recipe.early_stopping_patience, recipe.early_stopping_threshold or 0.0)
             )
         if recipe.exponential_average_decay is not None:
+            from metaphrase.training.exponential_average import ExponentialAverage
+
             callbacks.append(ExponentialAverage(recipe.exponential_average_decay, recipe.exponential_average_warmup))
         validation, sample = encoded.get("validation"), None
         if self.scores.metrics and validation is not None:
@@ -315,9 +319,9 @@ class Experiment:
                 logger.warning("There are neither test nor validation pairs: the model is not scored.")
             earlier = self.folder / "metrics.json"
             if earlier.exists():
-                # A card would give them to weights that they do not belong to.
-                kept = earlier.rename(earlier.with_name("metrics_of_earlier_weights.json"))
-                logger.warning("Scores that lay here before this run are now in %s.", kept)
+                # The model card would take these scores for those of the new weights.
+                renamed = earlier.rename(earlier.with_name("metrics_of_earlier_weights.json"))
+                logger.warning("Scores of an earlier run were moved to %s.", renamed)
             return {}
         sizes = {"batch_size": self.arguments.per_device_eval_batch_size, "max_source_length": corpus.longest}
         generator = Generator(model.eval(), tokenizers, **sizes)
@@ -325,7 +329,7 @@ class Experiment:
         references = tokenizers.as_decoded(targets)
         result, predictions = evaluate_generator(
             generator,
-            # The prefix stands before the sources already.
+            # The sources have their prefix already.
             corpus.sources(split),
             targets,
             references=references,
@@ -336,16 +340,12 @@ class Experiment:
         )
         if result["num_unfinished"]:
             logger.warning(
-                "%d of %d targets met the length limit, %d tokens, before their end: `generation_max_length` raises it.",
+                "%d of %d targets met the length limit, %d tokens, before their end: raise `generation_max_length`.",
                 result["num_unfinished"],
                 result["num_examples"],
                 length_limit(model.generation_config),
             )
-        result["data"] = {
-            "name": corpus.data_name(split),
-            "split": split,
-            **corpus.sizes(),
-        }
+        result["data"] = {"name": corpus.data_name(split), "split": split, **corpus.sizes()}
         if self.recipe.tasks:
             tasks = corpus.splits[split][TASK_COLUMN][:]
             result["tasks"] = self.scores.compute_by_task(predictions, references, tasks)

@@ -1,4 +1,4 @@
-"""What a finished run keeps: the mean of its checkpoints where the recipe asks for one, and an adapter merged into its model."""
+"""Final weights of a run: the mean of checkpoints, or an adapter merged into its model."""
 
 import logging
 import shutil
@@ -18,12 +18,12 @@ logger = logging.getLogger(__name__)
 
 
 def averaged_metric(recipe: Recipe) -> str:
-    """By what `average_best` chooses."""
+    """Return the metric by which `average_best` selects checkpoints."""
     return recipe.metric_for_best_model or DEFAULT_METRIC
 
 
 def check_averaged(recipe: Recipe, trainer: MetaphraseTrainer) -> None:
-    """Refuses, before any work, a mean of checkpoints that cannot be read.
+    """Refuse, before training, a mean of checkpoints whose weights are not whole.
 
     Raises:
         ValueError: Naming the field.
@@ -31,17 +31,17 @@ def check_averaged(recipe: Recipe, trainer: MetaphraseTrainer) -> None:
     for name in ("average_last", "average_best"):
         if getattr(recipe, name) is not None and not trainer.has_whole_checkpoints:
             raise ValueError(
-                f"`{name}` needs checkpoints with whole weights, got settings by which each process saves its share: choose "
-                "`fsdp_state_dict_type` FULL_STATE_DICT, or for DeepSpeed `zero3_save_16bit_model` true."
+                f"`{name}` must come with checkpoints of whole weights, got settings by which each process saves its share. Set "
+                "`fsdp_state_dict_type` to FULL_STATE_DICT, or for DeepSpeed `zero3_save_16bit_model` to true."
             )
 
 
 def average_run(recipe: Recipe, trainer: MetaphraseTrainer, run: Path) -> None:
-    """Gives the model the mean of the checkpoints that the recipe names. All processes must ask for it.
+    """Load the mean of the checkpoints that the recipe selects into the model. All processes must call it.
 
     Args:
-        recipe: With `average_last` or `average_best`; with neither, nothing is done.
-        trainer: Of the finished training.
+        recipe: Without `average_last` and `average_best`, nothing is done.
+        trainer: The trainer after training.
         run: The folder with the checkpoints.
     """
     if recipe.average_last is None and recipe.average_best is None:
@@ -51,15 +51,15 @@ def average_run(recipe: Recipe, trainer: MetaphraseTrainer, run: Path) -> None:
     folders = [average]
     if trainer.is_world_process_zero():
         numbers = {"last": recipe.average_last, "best": recipe.average_best}
-        # A file in the folder may be of another run.
+        # A log file in the folder may belong to another run.
         log = trainer.state.log_history
         try:
-            # A run that ended early is not lost for the checkpoints that it lacks; one is its own mean.
+            # A run that ended early may have fewer checkpoints. A single one is its own mean.
             folders = select_checkpoints(run, **numbers, metric=metric, log_history=log, or_fewer=True)
             if len(folders) > 1:
                 folders = [average_checkpoints(folders, average, overwrite=True)]
         except Exception as error:
-            # Whatever it is, the trained weights are in no file yet, and other processes wait for the word of this one.
+            # On any error: the trained weights are in no file yet, and the other processes wait for the broadcast.
             folders = [None]
             logger.warning(
                 "There is no mean of checkpoints: %s The finished model has the weights of step %d, the last one.",
@@ -70,12 +70,12 @@ def average_run(recipe: Recipe, trainer: MetaphraseTrainer, run: Path) -> None:
         load_whole_weights(trainer.model, folders[0])
     trainer.accelerator.wait_for_everyone()
     if trainer.is_world_process_zero() and average.exists():
-        # `save_model` writes it where a run's model lies.
+        # `save_model` writes the mean to the folder of the run.
         shutil.rmtree(average)
 
 
 def save_final(trainer: MetaphraseTrainer, tokenizers: TokenizerPair, run: Path) -> PreTrainedModel:
-    """Saves the model, an adapter merged into it, and returns it. All processes must ask for it."""
+    """Save the model, with its adapter merged, and return it. All processes must call it."""
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     if not is_adapted(model):
         trainer.save_model()

@@ -1,7 +1,4 @@
-"""Base models: a model to fine-tune, loaded and fitted to the tokenizers that it is to have.
-
-Decoding settings: how the model of a run decodes, from its recipe and from what a base model brings along.
-"""
+"""Setup of the model of a run: load a base model, fit it to its tokenizers, and set how it decodes."""
 
 import logging
 from collections.abc import Mapping
@@ -13,30 +10,28 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig, Pr
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.loading import load_whole
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.training.adapters import check_targets
 from metaphrase.training.checkpointing.sharding import whole_shape
-from metaphrase.training.optimizer import check_parts
 from metaphrase.training.recipe.fields import DEFAULT_PRESET
 from metaphrase.training.recipe.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 
-# Lists of ids of the vocabulary that a model had.
-_OF_OLD_IDS = ("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "forced_decoder_ids")
+# Generation settings with ids of the former vocabulary.
+_ID_SETTINGS = ("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "forced_decoder_ids")
 
 
 def check_model(recipe: Recipe) -> None:
-    """Refuses, before any corpus is read, dimensions of a new model that are wrong, and names of parts that a model lacks.
+    """Refuse invalid dimensions of a new model and names of missing parts, before any corpus is read.
 
     Raises:
         ValueError: Naming the field.
         OSError: If there is no such model.
     """
-    # Adapters have rates too, and are not there yet.
+    # Names of an adapter's parts cannot be checked before the adapter is made.
     rates = recipe.learning_rate_factors if recipe.lora_rank is None else {}
     names_parts = recipe.freeze or rates or recipe.lora_target_modules
     if recipe.model_name_or_path is None:
-        # What a tokenizer adds is not known yet. Where it makes two vocabularies, embeddings cannot be shared.
+        # The tokenizer is unknown yet. With two vocabularies, embeddings cannot be shared.
         fields = {"share_embeddings": False, **recipe.model}
         config = MetaphraseConfig.from_preset(recipe.preset or DEFAULT_PRESET, **fields)
     elif names_parts:
@@ -45,19 +40,23 @@ def check_model(recipe: Recipe) -> None:
         return
     with torch.device("meta"):
         model = AutoModelForSeq2SeqLM.from_config(config, trust_remote_code=False)
+    from metaphrase.training.optimizer import check_parts
+
     check_parts(model, recipe.freeze or (), rates)
     if recipe.lora_target_modules:
+        from metaphrase.training.adapters import check_targets
+
         check_targets(model, recipe.lora_target_modules, "lora_target_modules")
 
 
 def load_base(recipe: Recipe, with_weights: bool = True) -> PreTrainedModel:
-    """The model to fine-tune, in float32: in half precision, most updates would be lost in rounding.
+    """Load the model to fine-tune in float32, since half precision would round most updates away.
 
-    Beside adapters, which are in float32 themselves, it stays as it is saved.
+    With an adapter, which is in float32 itself, the model keeps its saved precision.
 
     Args:
-        recipe: Names it.
-        with_weights: Whether it has its weights, or only its shape.
+        recipe: Names the model.
+        with_weights: False to load the shape alone, without weights.
 
     Raises:
         ValueError: If its weights are not whole.
@@ -81,10 +80,10 @@ def load_base(recipe: Recipe, with_weights: bool = True) -> PreTrainedModel:
 def fit_vocabulary(
     model: PreTrainedModel, recipe: Recipe, tokenizers: TokenizerPair, with_weights: bool = True
 ) -> None:
-    """Lets the embeddings of a model grow to hold its tokenizers.
+    """Resize the embeddings of a model to hold its tokenizers.
 
     Raises:
-        ValueError: If they had to grow beside an adapter, or the model cannot hold the targets.
+        ValueError: If embeddings would grow beside an adapter, or the model cannot hold the target vocabulary.
     """
     fields = tokenizers.config_fields()
     source = fields["vocab_size"]
@@ -103,14 +102,14 @@ def fit_vocabulary(
         name = "target_tokenizer_name_or_path" if recipe.target_tokenizer_name_or_path else "tokenizer_name_or_path"
         raise ValueError(f"`{name}` must have at most the {rows} target entries of the model, got {target}.")
     _announce_growth(recipe, "embedding of targets", target, rows)
-    # The method of other families knows no options.
+    # The method of other families has no options.
     options = {} if with_weights else {"mean_resizing": False}
     model.resize_decoder_token_embeddings(target, **options)
 
 
 def _has_two_vocabularies(model: PreTrainedModel) -> bool:
     decoder = model.get_decoder()
-    # FSMT's is a plain module.
+    # FSMT's decoder is a plain module.
     embedding = decoder.get_input_embeddings() if isinstance(decoder, PreTrainedModel) else decoder.embed_tokens
     return embedding.weight is not model.get_input_embeddings().weight
 
@@ -125,28 +124,27 @@ def _announce_growth(recipe: Recipe, what: str, entries: int, rows: int) -> None
 
 
 def fit_special_ids(model: PreTrainedModel, tokenizers: TokenizerPair, languages: Mapping[str, int]) -> None:
-    """Gives a model the special ids of other tokenizers than its own; without them, decoding would never end.
+    """Set the special ids of tokenizers that are not the model's own. With wrong ids, decoding would never end.
 
-    A token that had a part keeps it: a decoder that started with the end of sequence starts with the new one. Where the ids are
-    those that the model has, nothing changes.
+    Each token keeps its role: a decoder that started with eos starts with the new eos. Equal ids change nothing.
 
     Args:
-        model: Whose configurations are changed.
-        tokenizers: Given in place of the model's own.
-        languages: What `set_languages` said.
+        model: Its configurations are changed.
+        tokenizers: Tokenizers that replace those of the model.
+        languages: Result of `set_languages`.
 
     Raises:
-        ValueError: If a token of the model has no part that the tokenizers know, or its positions are counted from its padding.
+        ValueError: If a special token of the model has no counterpart, or positions are counted from the padding token.
     """
     config, fields = model.config, tokenizers.config_fields()
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     olds = {name: _as_list(getattr(config, name, None)) for name in names}
-    # Many models have no beginning of sequence where their tokenizer has one, and the other way round.
+    # Often only one of model and tokenizer has a bos token.
     compared = [name for name in names if name != "bos_token_id" or (olds[name] and fields[name] is not None)]
     if all(fields[name] in olds[name] for name in compared):
         return
-    # Where one id has two parts, the last counts.
-    parts = {old: name for name in names for old in olds[name]}
+    # If one id has two roles, the last counts.
+    roles = {old: name for name in names for old in olds[name]}
     _move_padding(model, config.pad_token_id, fields["pad_token_id"])
     [example] = tokenizers.encode_targets(["a"])
     for owner in (config, model.generation_config):
@@ -155,18 +153,18 @@ def fit_special_ids(model: PreTrainedModel, tokenizers: TokenizerPair, languages
             old = _as_list(getattr(owner, name, None))
             if not old or name in languages:
                 continue
-            if old[0] not in parts:
+            if old[0] not in roles:
                 raise ValueError(
                     f"`{name}` of the model must be one of its special tokens, pad, bos or eos, where `tokenizer_name_or_path` "
                     f"names another tokenizer, got {old[0]}. Choose another tokenizer, or give `target_lang`."
                 )
-            changed[name] = fields[parts[old[0]]]
+            changed[name] = fields[roles[old[0]]]
         if changed.get("decoder_start_token_id", 0) is None:
             changed["decoder_start_token_id"] = fields["decoder_start_token_id"]
         if changed.get("forced_bos_token_id") not in (None, example[0]):
-            # The targets of these tokenizers do not begin with it.
+            # Targets of these tokenizers do not begin with the token.
             changed["forced_bos_token_id"] = None
-        changed |= {name: None for name in _OF_OLD_IDS if getattr(owner, name, None) is not None}
+        changed |= {name: None for name in _ID_SETTINGS if getattr(owner, name, None) is not None}
         different = {name: value for name, value in changed.items() if getattr(owner, name, None) != value}
         for name, value in different.items():
             logger.warning("`%s` is %s, as the tokenizer has it, not %s.", name, value, getattr(owner, name, None))
@@ -178,7 +176,7 @@ def _as_list(ids: int | list[int] | None) -> list[int]:
 
 
 def _move_padding(model: PreTrainedModel, old: int | None, new: int) -> None:
-    """The row of the padding token does not learn, and the row that was its own is to."""
+    """Exclude the row of the new padding token from training, and include that of the old one."""
     if old is None or old == new:
         return
     for name, module in model.named_modules():
@@ -192,7 +190,7 @@ def _move_padding(model: PreTrainedModel, old: int | None, new: int) -> None:
         module.padding_idx = new
 
 
-# Settings that apply to one way to decode alone, each with the value that says nothing.
+# Settings of one way to decode, each with its neutral value.
 _OF_SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "typical_p": 1.0, "epsilon_cutoff": 0.0}
 _OF_SAMPLING |= {"eta_cutoff": 0.0, "min_p": None, "top_h": None}
 _OF_BEAMS = {"length_penalty": 1.0, "early_stopping": False, "num_beam_groups": 1, "diversity_penalty": 0.0}
@@ -200,31 +198,31 @@ _OF_DETAILED_RESULTS = ("output_attentions", "output_hidden_states", "output_sco
 
 
 def settle_decoding(model: PreTrainedModel, recipe: Recipe, max_length: int, languages: Mapping[str, int]) -> None:
-    """Gives a model the settings that it decodes by, so that no checkpoint can fail for them.
+    """Set the generation settings of a model such that transformers can save them with each checkpoint.
 
-    transformers saves no settings that contradict each other. Those of a base model that do not apply any more, such as the
-    `length_penalty` of a summarizer that is to search greedily, are left out, and a warning names them.
+    transformers refuses to save settings that contradict each other. Settings of a base model without effect, such as the
+    `length_penalty` of a summarizer in greedy search, are removed with a warning.
 
     Args:
-        model: Whose generation config is changed.
-        recipe: Its own settings go over those of the model.
-        max_length: Most tokens that decoding writes, the start token included.
-        languages: What `set_languages` said.
+        model: Its generation config is changed.
+        recipe: Its settings replace those of the model.
+        max_length: Maximum decoded tokens, start token included.
+        languages: Result of `set_languages`.
 
     Raises:
-        ValueError: If a setting of the recipe is one of beams and the model decodes without, or what is left is not valid.
+        ValueError: If the recipe has a setting of beam search but no beams, or the remaining settings are invalid.
     """
-    config, own = model.generation_config, recipe.generation_options()
+    config, options = model.generation_config, recipe.generation_options()
     if recipe.generation_max_length is not None:
-        # It would go over `max_length`.
+        # `max_new_tokens` would replace `max_length`.
         config.max_new_tokens = None
-    for name, value in {"max_length": max_length, **own, **languages}.items():
+    for name, value in {"max_length": max_length, **options, **languages}.items():
         setattr(config, name, value)
-    if own.get("length_penalty", 1.0) != 1.0 and (config.num_beams or 1) == 1:
+    if options.get("length_penalty", 1.0) != 1.0 and (config.num_beams or 1) == 1:
         raise ValueError(
-            f"`length_penalty` must come with `num_beams` above 1, got {own['length_penalty']} and {config.num_beams or 1}."
+            f"`length_penalty` must come with `num_beams` above 1, got {options['length_penalty']} and {config.num_beams or 1}."
         )
-    _leave_out_what_says_nothing(config)
+    _remove_ineffective_settings(config)
     try:
         config.validate(strict=True)
     except ValueError as error:
@@ -234,38 +232,38 @@ def settle_decoding(model: PreTrainedModel, recipe: Recipe, max_length: int, lan
         ) from error
 
 
-def _leave_out_what_says_nothing(config: GenerationConfig) -> None:
+def _remove_ineffective_settings(config: GenerationConfig) -> None:
     dropped = {}
-    for name, silent in _without_effect(config).items():
+    for name, neutral in _ineffective_settings(config).items():
         value = getattr(config, name, None)
-        if value is not None and value != silent:
+        if value is not None and value != neutral:
             dropped[name] = value
             setattr(config, name, None)
     if dropped:
         logger.warning(
-            "Of the base model's generation settings these are left out, since they say nothing beside the others: %s.",
+            "These generation settings of the base model have no effect beside the others and are removed: %s.",
             ", ".join(f"{name} {value}" for name, value in dropped.items()),
         )
 
 
-def _without_effect(config: GenerationConfig) -> dict[str, Any]:
-    """Names of settings that the others leave without effect, each with its silent value."""
+def _ineffective_settings(config: GenerationConfig) -> dict[str, Any]:
+    """Return the settings that have no effect beside the others, each with its neutral value."""
     beams, samples = config.num_beams or 1, config.do_sample is True
-    silent: dict[str, Any] = {}
+    neutral: dict[str, Any] = {}
     if not samples:
-        # Contrastive search has a `top_k` too, but transformers does not save that.
-        silent |= {**_OF_SAMPLING, "penalty_alpha": None}
+        # Contrastive search has a `top_k` too, but transformers does not save it.
+        neutral |= {**_OF_SAMPLING, "penalty_alpha": None}
     if beams == 1:
-        silent |= _OF_BEAMS
+        neutral |= _OF_BEAMS
     if (config.num_return_sequences or 1) > beams and not (samples and beams == 1):
-        silent["num_return_sequences"] = 1
+        neutral["num_return_sequences"] = 1
     if config.use_cache is False:
-        silent |= {"cache_implementation": None, "cache_config": None}
+        neutral |= {"cache_implementation": None, "cache_config": None}
     if config.return_dict_in_generate is not True:
-        silent |= dict.fromkeys(_OF_DETAILED_RESULTS, False)
-    return silent
+        neutral |= dict.fromkeys(_OF_DETAILED_RESULTS, False)
+    return neutral
 
 
 def length_limit(config: GenerationConfig) -> int | None:
-    """The most tokens that decoding writes: those of `max_new_tokens`, or else of `max_length` with the start token."""
+    """Return the maximum decoded tokens: `max_new_tokens`, or else `max_length`, which counts the start token."""
     return config.max_length if config.max_new_tokens is None else config.max_new_tokens

@@ -1,4 +1,4 @@
-"""Run folders: whether a run may begin in a folder or go on there, and with what recipe."""
+"""Run folders: checks before a run starts or resumes in a folder, and the recipe that it resumes with."""
 
 import contextlib
 import logging
@@ -20,16 +20,16 @@ from metaphrase.storage.write_lock import WriteLock
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 from metaphrase.training.checkpointing.averaging import RECIPE_NAME, is_better_lower
 from metaphrase.training.checkpointing.folders import check_whole, checkpoints_in, last_whole_checkpoint, remove_folder
-from metaphrase.training.recipe.recipe import LED_BY_METRIC, OWN_FIELDS, Recipe, load_recipe
+from metaphrase.training.recipe.fields import OWN_FIELDS, group_of
+from metaphrase.training.recipe.recipe import METRIC_SCHEDULES, Recipe, load_recipe
 
 logger = logging.getLogger(__name__)
 
 DATA_REPORT_NAME = "data_report.json"
-# Any of these tells that a folder holds a model, be it of a run or of another origin.
+# A folder with any of these files holds a model.
 MODEL_NAMES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME, ADAPTER_CONFIG_NAME)
 MODEL_NAMES += (CONFIG_NAME,)
-# A run that goes on may change these of our own fields: how it is evaluated and shown, how much it takes at a time, and what it
-# adds to the loss or makes of the weights. The rest decides network, tokenizer, data, optimizer, or what is trained.
+# Own fields that a resumed run may change. The others decide network, tokenizer, data, optimizer, or what is trained.
 FREE_GROUPS = ("batches", "evaluation")
 FREE = ("data_dir", "pairs_in_buffer", "source_language", "target_language", "validation_text_file")
 FREE += tuple(
@@ -39,31 +39,31 @@ FREE += tuple(
 )
 FREE += ("dataset_validation_split", "dataset_test_split", "average_last", "average_best")
 FREE += ("r_drop_alpha", "r_drop_start_step", "exponential_average_decay", "exponential_average_warmup")
-# Of transformers' fields it may change all but these. The checkpoint's optimizer brings its own settings, which would be used in
-# place of other ones without a word; and the seeds decide which pairs are taken out of training, and their order.
+# Fields of transformers that a resumed run may not change. The checkpoint's optimizer would silently keep its old settings, and
+# the seeds decide which pairs are taken out of training, and their order.
 SETTLED_TRAINING = ("optim", "optim_args", "optim_target_modules", "learning_rate", "weight_decay")
 SETTLED_TRAINING += ("adam_beta1", "adam_beta2", "adam_epsilon", "lr_scheduler_type", "lr_scheduler_kwargs")
 SETTLED_TRAINING += ("seed", "data_seed")
-# These may become `skip`, when a fault has ended a run.
+# Fields that may become `skip` after a fault has ended a run.
 FAULTS = ("malformed", "invalid_utf8")
 
 
 def model_file_in(folder: Path) -> str | None:
-    """Name of a file that tells that the folder holds a model, None if there is none."""
+    """Return the name of a file that shows that the folder holds a model; None if there is none."""
     return next((name for name in MODEL_NAMES if (folder / name).exists()), None)
 
 
 def discard_model(folder: Path) -> None:
-    """Deletes the model that a run has left beside its checkpoints, in the place of which another shall come."""
+    """Delete the model that a run has left beside its checkpoints, so that another can replace it."""
     for name in MODEL_NAMES:
         (folder / name).unlink(missing_ok=True)
-    # A joint tokenizer cannot be saved beside it.
+    # A joint tokenizer cannot be saved beside a separate one.
     remove_folder(folder / TARGET_SUBFOLDER)
 
 
 @contextlib.contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Keeps other runs out of a folder, which is made if it is not there, and goes again if nothing is written to it.
+    """Lock a folder against other runs. Make it if needed, and remove it again if it stays empty.
 
     Raises:
         ValueError: If another run writes to it.
@@ -78,93 +78,85 @@ def only_writer(folder: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
-def check_place(folder: Path) -> None:
-    """Refuses a folder that nothing can be written to, as far as that can be seen without writing.
+def check_writable(folder: Path) -> None:
+    """Refuse a folder that cannot be written to, as far as can be seen without writing.
 
     Raises:
-        ValueError: If it, or what it would lie in, is a file or may not be written to.
+        ValueError: If the folder, or its nearest parent that exists, is a file or read-only.
     """
-    place = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    if not place.is_dir():
-        raise ValueError(f"`output_dir` must be a folder, got {folder}: {place} is a file.")
-    if not os.access(place, os.W_OK):
-        raise ValueError(f"`output_dir` must be a folder that can be written to, got {folder}: {place} is read-only.")
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    if not existing.is_dir():
+        raise ValueError(f"`output_dir` must be a folder, got {folder}: {existing} is a file.")
+    if not os.access(existing, os.W_OK):
+        raise ValueError(
+            f"`output_dir` must be a folder that can be written to, got {folder}: {existing} is read-only."
+        )
 
 
-def resumes(recipe: Recipe) -> bool:
-    """Whether a run is to go on, and not to begin."""
-    return str(recipe.resume_from_checkpoint or "no").lower() not in ("false", "no")
+def with_lengths_of_run(recipe: Recipe, folder: Path) -> Recipe:
+    """Return the recipe of a resumed stream with the length limits of its run, where it gives none.
 
-
-def keep_lowered_limits(recipe: Recipe, folder: Path) -> None:
-    """Gives the recipe of a stream that goes on the lengths of its run, where it names none.
-
-    A budget of tokens had lowered them, which may be another one now. Lengths may not change.
-
-    Args:
-        recipe: Changed in place.
-        folder: Where the run writes.
+    The run may have lowered them to its token budget. The budget may change on resuming, the limits may not.
     """
-    if not recipe.streaming or not resumes(recipe):
-        return
-    resume = str(recipe.resume_from_checkpoint)
-    path = (folder if resume.lower() in ("true", "yes") else Path(resume).resolve().parent) / RECIPE_NAME
+    resume = recipe.resume_from_checkpoint
+    if not recipe.streaming or not resume:
+        return recipe
+    path = (folder if resume is True else Path(resume).resolve().parent) / RECIPE_NAME
     if not path.is_file():
-        return
+        return recipe
     before = load_recipe(path, is_checked=False)
-    for name in ("max_source_length", "max_target_length"):
-        if not recipe.is_set(name):
-            setattr(recipe, name, getattr(before, name))
+    names = [name for name in ("max_source_length", "max_target_length") if not recipe.is_set(name)]
+    return recipe.replace(is_checked=False, **{name: getattr(before, name) for name in names})
 
 
 def checkpoint_to_resume(recipe: Recipe, folder: Path) -> str | None:
-    """The checkpoint that a run goes on from, None where it starts from the beginning.
+    """Return the checkpoint that a run resumes from; None if it starts from the beginning.
 
     Args:
-        recipe: Its `resume_from_checkpoint` is a checkpoint, or says whether the last one in `folder` is taken.
-        folder: Where the run writes.
+        recipe: `resume_from_checkpoint` is a checkpoint, or true for the last one in `folder`.
+        folder: Output folder of the run.
 
     Raises:
-        ValueError: If the folder holds what the run would replace, the checkpoint is not whole, or the recipe would not be true
-            of it.
+        ValueError: If the run would replace content of the folder, the checkpoint is not whole, or the recipe differs from
+            that of the checkpoint.
     """
-    if not resumes(recipe):
-        _refuse_what_is_there(folder)
+    resume = recipe.resume_from_checkpoint
+    if not resume:
+        _refuse_content(folder)
         return None
-    resume = str(recipe.resume_from_checkpoint)
-    if resume.lower() not in ("true", "yes"):
+    if resume is not True:
         check_whole(resume)
         if Path(resume).resolve().parent != folder.resolve():
-            _refuse_what_is_there(folder)
+            _refuse_content(folder)
         check_same_run(recipe, Path(resume).resolve().parent)
         return resume
     last = last_whole_checkpoint(folder)
-    if last is None:
-        model = model_file_in(folder)
-        if model is not None and not (folder / RECIPE_NAME).is_file():
-            # No run has written it, so there is none that could be repeated.
-            _refuse_model(folder)
-        if model is not None:
-            check_same_run(recipe, folder)
-        else:
-            _refuse_recipe(folder)
-        replaced = "" if model is None else ", and replaces the model that is there"
-        logger.warning(
-            "%s holds no whole checkpoint to resume from: the run starts from the beginning%s.", folder, replaced
-        )
-        return None
-    check_same_run(recipe, folder)
-    return last
+    if last is not None:
+        check_same_run(recipe, folder)
+        return last
+    model = model_file_in(folder)
+    if model is None:
+        _refuse_recipe(folder)
+    elif (folder / RECIPE_NAME).is_file():
+        check_same_run(recipe, folder)
+    else:
+        # No run has written this model, so none could be repeated.
+        _refuse_model(folder)
+    replaced = "" if model is None else ", and replaces the model that is there"
+    logger.warning(
+        "%s holds no whole checkpoint to resume from: the run starts from the beginning%s.", folder, replaced
+    )
+    return None
 
 
-def _refuse_what_is_there(folder: Path) -> None:
+def _refuse_content(folder: Path) -> None:
     _refuse_checkpoints(folder)
     _refuse_model(folder)
     _refuse_recipe(folder)
 
 
 def _refuse_recipe(folder: Path) -> None:
-    """A run writes its recipe and its account of the data into its folder: one without the other is somebody's own."""
+    """Refuse a recipe without the data report that a run writes beside it: a person has written that recipe."""
     if (folder / RECIPE_NAME).is_file() and not (folder / DATA_REPORT_NAME).is_file():
         raise ValueError(
             f"`output_dir` must not hold a recipe that no run has written, got {folder} with {RECIPE_NAME}, which the run would "
@@ -192,7 +184,7 @@ def _refuse_model(folder: Path) -> None:
 
 
 def check_same_run(recipe: Recipe, folder: Path) -> None:
-    """Refuses to resume the run of a folder with another recipe than the one there, as far as what it says is settled.
+    """Refuse to resume the run of a folder with a recipe in which a settled field differs.
 
     Raises:
         ValueError: Naming the first field that would change, and both values.
@@ -203,9 +195,9 @@ def check_same_run(recipe: Recipe, folder: Path) -> None:
     before, now = _settled_values(load_recipe(path, is_checked=False)), _settled_values(recipe)
     for name in sorted(before.keys() | now.keys()):
         old, new = before.get(name), now.get(name)
-        # What has been read so far was without fault, and stays.
+        # The data read so far had no fault.
         is_more_lenient = name.rpartition(".")[2] in FAULTS and (old, new) == ("error", "skip")
-        if _without_place(name, old) != _without_place(name, new) and not is_more_lenient:
+        if _without_folder(name, old) != _without_folder(name, new) and not is_more_lenient:
             raise ValueError(
                 f"`{name}` must stay as it was when a run is resumed, got {_shown(new)}, and {_shown(old)} in {path}. "
                 "To change it, start a new run in another folder."
@@ -213,13 +205,13 @@ def check_same_run(recipe: Recipe, folder: Path) -> None:
 
 
 def _settled_values(recipe: Recipe) -> dict[str, Any]:
-    """The values of all fields that may not change, those below a mapping under names with a dot."""
-    own = [name for name in OWN_FIELDS if Recipe.group_of(name) not in FREE_GROUPS]
+    """Return the values of all fields that may not change. Keys of a mapping become names with a dot."""
+    own = [name for name in OWN_FIELDS if group_of(name) not in FREE_GROUPS]
     values = {name: getattr(recipe, name) for name in (*own, *SETTLED_TRAINING)}
-    if recipe.lr_scheduler_type in LED_BY_METRIC:
-        # Its values so far would be compared with those of another one.
+    if recipe.lr_scheduler_type in METRIC_SCHEDULES:
+        # The schedule compares values of the metric before and after.
         metric, direction = (recipe.metric_for_best_model or "loss").removeprefix("eval_"), recipe.greater_is_better
-        # What the metric says by itself need not be given.
+        # The default direction of a metric need not be given.
         values["greater_is_better"] = None if direction is not is_better_lower(metric) else direction
         values["metric_for_best_model"] = metric
     return {
@@ -238,8 +230,8 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from _flat(f"{name}.{key}", inner)
 
 
-def _without_place(name: str, value: Any) -> Any:
-    # A run may have been moved together with its data; a saved recipe is silent about their folder.
+def _without_folder(name: str, value: Any) -> Any:
+    # A run may have been moved together with its data, whose folder a saved recipe leaves out.
     is_path = name.endswith(("_file", "_name_or_path")) and isinstance(value, str)
     return PurePath(value).name if is_path else value
 

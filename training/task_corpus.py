@@ -1,4 +1,4 @@
-"""Several tasks in one run, each told by its prefix, as in T5 (Raffel et al. 2020, section 2.4, arXiv 1910.10683)."""
+"""Corpora of several tasks in one run, each with a prefix, as in T5 (Raffel et al. 2020, section 2.4, arXiv 1910.10683)."""
 
 import contextlib
 import logging
@@ -9,32 +9,31 @@ from typing import Any
 
 import datasets
 import numpy as np
-from transformers import Seq2SeqTrainingArguments
 
 from metaphrase.data.pairs import SPLITS, TASK_COLUMN
 from metaphrase.data.task_mixture import mixed_rows, mixing_rates
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.training.corpora import PairCorpus, StreamedPairCorpus, TextCorpus
+from metaphrase.training.corpora import PairCorpus
 from metaphrase.training.recipe.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 
 
 class TaskCorpus(PairCorpus):
-    """Pairs of several tasks. Training mixes them; validation and test hold all pairs of each, and say whose each is."""
+    """Pairs of several tasks. Training mixes them; validation and test hold all pairs of all tasks, with a task column."""
 
     def _check(self) -> None:
         recipe = self.recipe
         self.weights = {name: float(fields.get("weight", 1.0)) for name, fields in recipe.tasks.items()}
         self.tasks: dict[str, PairCorpus] = {}
         for name in recipe.tasks:
-            with _naming(name):
+            with _named(name):
                 self.tasks[name] = PairCorpus(task_recipe(recipe, name), self.arguments, self.longest)
             self.tasks[name].label = f"{name}, "
 
     def load(self) -> None:
         for name, corpus in self.tasks.items():
-            with _naming(name):
+            with _named(name):
                 corpus.load()
         for split in SPLITS:
             parts = {name: corpus.splits[split] for name, corpus in self.tasks.items() if split in corpus.splits}
@@ -53,7 +52,7 @@ class TaskCorpus(PairCorpus):
         self._check_prefixes(tokenizers)
         encoded = {}
         for name, corpus in self.tasks.items():
-            with _naming(name):
+            with _named(name):
                 encoded[name] = corpus.encode(tokenizers)
             self.reports |= {f"{name}/{split}": report for split, report in corpus.reports.items()}
         parts = {"train": self._mixed({name: splits["train"] for name, splits in encoded.items()})}
@@ -72,19 +71,19 @@ class TaskCorpus(PairCorpus):
         return dict(sum((Counter(corpus.sizes()) for corpus in self.tasks.values()), Counter()))
 
     def _check_prefixes(self, tokenizers: TokenizerPair) -> None:
-        """Refuses prefixes that look the same to the model, such as those of which a vocabulary knows nothing.
+        """Refuse prefixes with equal tokens, such as two that are unknown to the vocabulary.
 
         Raises:
             ValueError: Naming two tasks.
         """
         prefixes = {name: corpus.recipe.source_prefix or "" for name, corpus in self.tasks.items()}
-        seen: dict[tuple[int, ...], str] = {}
+        names: dict[tuple[int, ...], str] = {}
         for (name, prefix), ids in zip(prefixes.items(), tokenizers.encode_sources([*prefixes.values()]), strict=True):
-            other = seen.setdefault(tuple(ids), name)
+            other = names.setdefault(tuple(ids), name)
             if prefixes[other] != prefix:
                 raise ValueError(
                     f"`source_prefix` must tell tasks apart, got {prefixes[other]!r} for {other!r} and {prefix!r} for {name!r}, "
-                    "which the tokenizer reads alike: `additional_special_tokens` gives it tokens for them."
+                    "which have the same tokens. Give them tokens with `additional_special_tokens`."
                 )
 
     def _mixed(self, parts: dict[str, datasets.Dataset]) -> datasets.Dataset:
@@ -98,12 +97,12 @@ class TaskCorpus(PairCorpus):
                 "%s: %.1f %% of training, %d pairs read %.2f times.", name, 100 * rate, size, len(chosen) / size
             )
         starts = np.cumsum([0, *sizes[:-1]])
-        every = datasets.concatenate_datasets(list(parts.values()))
-        return every.select(np.concatenate([start + chosen for start, chosen in zip(starts, rows, strict=True)]))
+        pairs = datasets.concatenate_datasets(list(parts.values()))
+        return pairs.select(np.concatenate([start + chosen for start, chosen in zip(starts, rows, strict=True)]))
 
 
 def task_recipe(recipe: Recipe, name: str) -> Recipe:
-    """The recipe of one task alone: its own fields over those of all tasks.
+    """Return the recipe of one task: its fields over those of all tasks.
 
     Raises:
         ValueError: If a field of it is unknown, of a wrong type or out of range, or contradicts another.
@@ -114,18 +113,9 @@ def task_recipe(recipe: Recipe, name: str) -> Recipe:
     return Recipe.from_mapping(fields | own, f"the task {name!r}")
 
 
-def make_corpus(recipe: Recipe, arguments: Seq2SeqTrainingArguments, longest: int | None = None) -> PairCorpus:
-    """The corpus of a recipe, still to be loaded. No side of a pair may be longer than `longest`, where it is not `None`."""
-    if recipe.tasks:
-        return TaskCorpus(recipe, arguments, longest)
-    if recipe.objective != "pairs":
-        return TextCorpus(recipe, arguments, longest)
-    return (StreamedPairCorpus if recipe.streaming else PairCorpus)(recipe, arguments, longest)
-
-
 @contextlib.contextmanager
-def _naming(task: str) -> Iterator[None]:
-    """Says of what task an error speaks."""
+def _named(task: str) -> Iterator[None]:
+    """Put the name of the task before an error."""
     try:
         yield
     except ValueError as error:

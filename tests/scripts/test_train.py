@@ -80,20 +80,20 @@ def test_recipe_stands_before_or_behind_the_options_without_a_value(order, tmp_p
     read = []
     (tmp_path / "demo.yaml").write_text("learning_rate: 0.5\n", encoding="utf-8")
 
-    class Read:
+    class Experiment:
         def __init__(self, recipe, is_dry_run):
             assert is_dry_run
             read.append(recipe)
             self.arguments = recipe.training_arguments(use_cpu=True)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "Experiment", Read)
+    monkeypatch.setattr(train, "Experiment", Experiment)
     monkeypatch.setattr(train, "keep_freed_memory", lambda: None)
     monkeypatch.setattr(train, "keep_few_kernels", lambda: None)
-    monkeypatch.setattr(train, "dry_run", lambda experiment: "estimated")
+    monkeypatch.setattr("metaphrase.training.planning.dry_run.dry_run", lambda experiment: "estimated")
     train.main(order)
     [recipe] = read
-    assert (recipe.learning_rate, recipe.seed, recipe.resume_from_checkpoint) == (0.5, 7, "true")
+    assert (recipe.learning_rate, recipe.seed, recipe.resume_from_checkpoint) == (0.5, 7, True)
 
 
 @pytest.mark.parametrize(
@@ -104,3 +104,12 @@ def test_two_recipes_are_refused(words, capsys):
         train.main(words)
     said = capsys.readouterr().err
     assert stopped.value.code == 2 and "[--field value ...]" in said and "unrecognized arguments: demo" in said
+
+
+def test_help_is_short_and_the_fields_have_a_list_of_their_own(capsys):
+    with pytest.raises(SystemExit):
+        train.main(["--help"])
+    assert len(capsys.readouterr().out.splitlines()) < 20
+    train.main(["--help_fields"])
+    listed = capsys.readouterr().out
+    assert "--max_tokens_per_batch" in listed and "--learning_rate [5e-05]" in listed

@@ -106,7 +106,7 @@ def test_a_run_stopped_before_its_first_checkpoint_is_not_lost(data, tmp_path, c
 
 
 def test_a_run_none_of_whose_checkpoints_has_a_score_is_not_lost(data, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("metaphrase.training.recipe.checks._check_scored_checkpoints", lambda recipe: None)
+    monkeypatch.setattr("metaphrase.training.recipe.checks._check_scored_checkpoints", lambda *_: None)
     fields = {"average_best": 2, "metric_for_best_model": "loss", "early_stopping_patience": 1, "learning_rate": 0.0}
     fields |= {"max_steps": 100, "save_steps": 4, "eval_steps": 3, "test_file": None}
     with caplog.at_level(logging.WARNING):

@@ -122,5 +122,3 @@ def test_a_single_token_behind_the_last_block_of_text_stops_no_run(data, tmp_pat
 def test_fields_of_text_and_fields_of_pairs_exclude_each_other(data, tmp_path):
     with pytest.raises(ValueError, match="`objective` and `train_file` must not both be given"):
         make_recipe(data, tmp_path / "run", objective="ul2")
-    with pytest.raises(ValueError, match="`train_text_file` must come with `objective`"):
-        make_recipe(data, tmp_path / "run", train_text_file="train.de")

@@ -11,14 +11,6 @@ from metaphrase.training.experiment import Experiment
 from metaphrase.training.recipe.recipe import load_recipe
 
 
-def test_a_folder_with_another_run_is_left_alone(data, tmp_path):
-    Experiment(make_recipe(data, tmp_path / "run")).train()
-    before = (tmp_path / "run" / "checkpoint-6" / "model.safetensors").read_bytes()
-    with pytest.raises(ValueError, match="`output_dir` must not hold the checkpoints of another run"):
-        Experiment(make_recipe(data, tmp_path / "run"))
-    assert (tmp_path / "run" / "checkpoint-6" / "model.safetensors").read_bytes() == before
-
-
 def contents(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 

@@ -1,7 +1,6 @@
-"""The activation estimate: bytes that a training step keeps from the forward pass for the backward pass, term by term.
+"""Bytes that a training step keeps from the forward pass for the backward pass, by part of the network.
 
-Each term is what one part of the network keeps for one token (or for one score), times their number. A tensor that two parts keep
-is counted once, where it is made.
+Each part keeps a number of bytes per token or per attention score. A tensor that two parts keep counts once, where it is made.
 """
 
 from dataclasses import dataclass
@@ -20,13 +19,13 @@ FLOAT32_BYTES, MASK_BYTES, INDEX_BYTES = 4, 1, 8
 
 @dataclass(frozen=True)
 class Precision:
-    """In which precision, and where, a step is computed.
+    """Precision and device of a step.
 
     Attributes:
-        compute_bytes: Of an entry in the matrix products.
-        stream_bytes: Of an entry of the residual stream. Where it is wider than `compute_bytes`, as under autocast, a narrow
-            copy is kept of what projections read.
-        on_accelerator: Whether fused kernels of an accelerator compute it.
+        compute_bytes: Bytes of an entry in matrix products.
+        stream_bytes: Bytes of an entry of the residual stream. If it is wider than `compute_bytes`, as under autocast, a narrow
+            copy of the inputs of projections is kept too.
+        on_accelerator: True if an accelerator's fused kernels compute the step.
     """
 
     compute_bytes: int = FLOAT32_BYTES
@@ -43,10 +42,10 @@ class ActivationEstimate:
     """Bytes of one step beside weights, gradients and optimizer.
 
     Attributes:
-        terms: What lives from the forward to the backward pass, by part.
-        loss_workspace: What the loss needs beside that, when all of it is there.
-        backward_workspace: The most that the backward pass of one layer needs; with checkpoints, the layer itself too.
-        is_checkpointed: Whether layers are computed again in the backward pass.
+        terms: Bytes kept from the forward to the backward pass, by part.
+        loss_workspace: Further bytes of the loss, while all terms are there.
+        backward_workspace: Maximum bytes of the backward pass of one layer; with checkpoints, the layer itself too.
+        is_checkpointed: True if layers are computed again in the backward pass.
     """
 
     terms: dict[str, int]
@@ -59,12 +58,12 @@ class ActivationEstimate:
         return sum(self.terms.values())
 
     def peak(self, gradients: int = 0, gradients_persist: bool = False, cast_weights: int = 0) -> int:
-        """The most that is needed at a time.
+        """Return the maximum bytes at a time.
 
         Args:
-            gradients: Bytes of the weights' gradients, which come while activations go.
-            gradients_persist: Whether they are there from the start, as when they are accumulated.
-            cast_weights: Bytes of the weights that autocast converts. Layers that are computed again let them go.
+            gradients: Bytes of the weights' gradients, which appear while activations are freed.
+            gradients_persist: True if they exist from the start, as when they are accumulated.
+            cast_weights: Bytes of weights that autocast converts. Layers that are computed again free them.
         """
         first = self.kept + gradients * gradients_persist
         backward = max(first, gradients) + self.backward_workspace + (0 if self.is_checkpointed else cast_weights)
@@ -73,206 +72,186 @@ class ActivationEstimate:
 
 @lru_cache
 def kept_by_activation(name: str) -> tuple[int, bool]:
-    """What an activation function keeps for its backward pass: tensors of the size of its input, and whether its output is one.
+    """Return how many tensors of its input's size an activation function keeps, and True if its output is kept too.
 
-    Found by applying it to a few numbers, so that it holds for all of transformers' functions.
+    The function is applied to a few numbers, so that the answer holds for all functions of transformers.
     """
     states = torch.linspace(-1, 1, 1024, requires_grad=True)
-    kept: dict[int, torch.Tensor] = {}
+    saved: dict[int, torch.Tensor] = {}
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        # As a product it has a storage of its own, as the output of a projection.
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        # The product has a storage of its own, like the output of a projection.
         inner = states * 1.0
         output = ACT2FN[name](inner)
-    full = {place for place, tensor in kept.items() if tensor.numel() >= states.numel()}
-    place = output.untyped_storage().data_ptr()
-    return len(full - {place}), place in full
+    full = {pointer for pointer, tensor in saved.items() if tensor.numel() >= states.numel()}
+    pointer = output.untyped_storage().data_ptr()
+    return len(full - {pointer}), pointer in full
 
 
-def _norm(config: MetaphraseConfig, precision: Precision, width: int, rows: int = 1) -> float:
-    """Bytes of a norm for one token: its input and its statistics, always in float32. The output is kept by who reads it."""
-    is_composed = not precision.on_accelerator and config.norm_type == "rmsnorm"
-    tensors = 2 if is_composed else 1  # without a fused kernel, the normed states before the weight too
-    statistics = 1 if config.norm_type == "rmsnorm" else 2
-    return FLOAT32_BYTES * rows * (tensors * width + statistics)
+@dataclass(frozen=True)
+class _Counter:
+    """Bytes kept by each part of a network for one batch."""
 
+    config: MetaphraseConfig
+    shape: BatchShape
+    precision: Precision
 
-def _sublayer(config: MetaphraseConfig, precision: Precision) -> float:
-    """Bytes for one token of what surrounds attention and feed-forward: the norm and the dropout of the output."""
-    dropout = MASK_BYTES * config.hidden_size if config.dropout else 0
-    return _norm(config, precision, config.hidden_size) + dropout
+    def _norm(self, width: int, rows: int = 1) -> float:
+        """Return the bytes of a norm per token: input and statistics, in float32. Its output counts where it is read."""
+        is_rms = self.config.norm_type == "rmsnorm"
+        # Without a fused kernel, RMSNorm also keeps the normed states before the weight.
+        tensors = 2 if is_rms and not self.precision.on_accelerator else 1
+        return FLOAT32_BYTES * rows * (tensors * width + (1 if is_rms else 2))
 
+    def _dropout(self) -> int:
+        return MASK_BYTES * self.config.hidden_size if self.config.dropout else 0
 
-def _is_written_out(config: MetaphraseConfig, precision: Precision, shape: BatchShape, is_self: bool) -> bool:
-    """Whether `sdpa` falls back on plain products, in float32: a CPU's kernel has neither dropout nor a bias that is trained."""
-    if precision.on_accelerator or shape.is_packed or config._attn_implementation not in (None, "sdpa"):
-        return False
-    return config.attention_dropout > 0 or (is_self and config.position_embedding_type == "relative")
+    def _is_written_out(self, is_self: bool) -> bool:
+        """Return True if `sdpa` uses plain products in float32: a CPU's kernel has no dropout and no trained bias."""
+        config = self.config
+        if self.precision.on_accelerator or self.shape.is_packed or config._attn_implementation not in (None, "sdpa"):
+            return False
+        return config.attention_dropout > 0 or (is_self and config.position_embedding_type == "relative")
 
+    def _attention(self, heads: int, is_self: bool) -> tuple[float, float]:
+        """Return the bytes of an attention per query token and per key token, without the scores."""
+        config, element, is_packed = self.config, self.precision.compute_bytes, self.shape.is_packed
+        head_dim, key_heads = config.get_head_dim(heads), config.num_key_value_heads or heads
+        is_written_out = self._is_written_out(is_self)
+        kernel_element = FLOAT32_BYTES if is_written_out else element
+        # Input of the projections, query, and input of the output projection.
+        query = element * (config.hidden_size + heads * head_dim) + kernel_element * heads * head_dim
+        # Only kernels for padded rows share keys among query heads.
+        key = kernel_element * 2 * (heads if is_packed or is_written_out else key_heads) * head_dim
+        if not is_written_out:
+            query += FLOAT32_BYTES * heads  # the logarithm of the sum of each softmax
+        # Some outputs are kept in the kernel's order, and once more by token.
+        if config.qk_norm:
+            query += self._norm(head_dim, heads)
+            key += self._norm(head_dim, key_heads)
+            query += element * heads * head_dim * (not is_packed and not is_written_out)
+        if is_packed and self.precision.on_accelerator:
+            has_bias = config.position_embedding_type in ("relative", "alibi")
+            # The grid kernel: others have no dropout, or no float32.
+            is_grid = config.attention_dropout > 0 or (element == FLOAT32_BYTES and not has_bias)
+            query += element * heads * head_dim * is_grid
+        return query, key
 
-def _has_grid_kernel(config: MetaphraseConfig, precision: Precision) -> bool:
-    """Whether packed attention on an accelerator gives each sequence a row: other kernels take no dropout, or no float32."""
-    has_bias = config.position_embedding_type in ("relative", "alibi")
-    return config.attention_dropout > 0 or (precision.compute_bytes == FLOAT32_BYTES and not has_bias)
+    def _scores(self, heads: int, queries: str, keys: str) -> float:
+        """Return the bytes of all attention scores between two sides, `source` or `target`."""
+        config, shape, element = self.config, self.shape, self.precision.compute_bytes
+        is_self, is_eager = queries == keys, config._attn_implementation == "eager"
+        scores = heads * getattr(shape, f"{keys if is_self else 'cross'}_scores")
+        if shape.is_packed and is_eager:
+            # In the reference for packed rows, every token attends to every other.
+            scores = heads * getattr(shape, f"{queries}_tokens") * getattr(shape, f"{keys}_tokens")
+        drops = config.attention_dropout > 0
+        if is_eager:
+            cast = element if self.precision.casts else 0
+            return scores * (FLOAT32_BYTES + cast + (MASK_BYTES + element) * drops)
+        if self.precision.on_accelerator:
+            return 0
+        if shape.is_packed:
+            entry = element if shape.width(keys) >= MIN_HALF_WIDTH else FLOAT32_BYTES
+            # Larger scores are computed again.
+            return scores * ((entry if entry * scores <= MAX_KEPT_BYTES else 0) + MASK_BYTES * drops)
+        return scores * FLOAT32_BYTES * (1 + 2 * drops) if self._is_written_out(is_self) else 0
 
+    def _feed_forward(self, inner: int) -> float:
+        """Return the bytes of a feed-forward per token."""
+        config = self.config
+        inputs, keeps_output = kept_by_activation(config.activation_function)
+        drops = config.activation_dropout > 0
+        # One more tensor enters the last projection: the activation's output, if there is neither gate nor dropout.
+        tensors = inputs + 1
+        if config.gated_mlp:
+            tensors += 2  # both factors of the gate
+        elif drops and keeps_output:
+            tensors += 1
+        element = self.precision.compute_bytes
+        return element * (config.hidden_size + tensors * inner) + (MASK_BYTES * inner if drops else 0)
 
-def _attention(
-    config: MetaphraseConfig, precision: Precision, heads: int, shape: BatchShape, is_self: bool
-) -> tuple[float, float]:
-    """Bytes of an attention for one token that asks and for one token that is seen, but for the scores."""
-    head_dim = config.get_head_dim(heads)
-    key_heads = config.num_key_value_heads or heads
-    is_written_out = _is_written_out(config, precision, shape, is_self)
-    # Only a kernel for padded rows shares keys among query heads.
-    kept_heads = heads if shape.is_packed or is_written_out else key_heads
-    element = precision.compute_bytes
-    kernel_element = FLOAT32_BYTES if is_written_out else element
-    # What the projection reads, the query, and what the last projection reads.
-    query = element * (config.hidden_size + heads * head_dim) + kernel_element * heads * head_dim
-    key = kernel_element * 2 * kept_heads * head_dim
-    if not is_written_out:
-        query += FLOAT32_BYTES * heads  # the logarithm of each softmax's sum
-    if config.qk_norm:
-        query += _norm(config, precision, head_dim, heads)
-        key += _norm(config, precision, head_dim, key_heads)
-        if not shape.is_packed and not is_written_out:
-            query += element * heads * head_dim  # the output in the order of the normed query, and once more by token
-    if shape.is_packed and precision.on_accelerator and _has_grid_kernel(config, precision):
-        query += element * heads * head_dim  # the output in the grid, and once more by token
-    return query, key
+    def encoder_layer(self) -> int:
+        config, heads = self.config, self.config.encoder_attention_heads
+        query, key = self._attention(heads, is_self=True)
+        sublayers = 2 * (self._norm(config.hidden_size) + self._dropout())
+        token = sublayers + query + key + self._feed_forward(config.encoder_ffn_dim)
+        return round(self.shape.source_tokens * token + self._scores(heads, "source", "source"))
 
+    def decoder_layer(self) -> int:
+        config, heads = self.config, self.config.decoder_attention_heads
+        query, key = self._attention(heads, is_self=True)
+        cross_query, cross_key = self._attention(heads, is_self=False)
+        sublayers = 3 * (self._norm(config.hidden_size) + self._dropout())
+        token = sublayers + query + key + cross_query + self._feed_forward(config.decoder_ffn_dim)
+        scores = self._scores(heads, "target", "target") + self._scores(heads, "target", "source")
+        return round(self.shape.target_tokens * token + self.shape.source_tokens * cross_key + scores)
 
-def _num_scores(config: MetaphraseConfig, shape: BatchShape, heads: int, queries: str, keys: str) -> int:
-    """Scores of an attention in which one side, `source` or `target`, asks another."""
-    if shape.is_packed and config._attn_implementation == "eager":
-        # The reference for packed rows: every token of the row meets every other.
-        return heads * shape.tokens_of(queries) * shape.tokens_of(keys)
-    return heads * shape.scores_of(queries, keys)
+    def embeddings(self, tokens: int, heads: int) -> int:
+        """Return the bytes from ids to the first layer: ids, norm, dropout and rotary tables."""
+        config = self.config
+        token = INDEX_BYTES + self._dropout() + (self._norm(config.hidden_size) if config.embedding_norm else 0)
+        if config.position_embedding_type == "rotary":
+            token += 2 * self.precision.stream_bytes * config.get_head_dim(heads)
+        return round(tokens * token)
 
+    def position_bias(self) -> int:
+        """Return the bytes of masks with a position bias, one per stack, or per layer with a bias of its own."""
+        config, shape = self.config, self.shape
+        if config.position_embedding_type not in ("relative", "alibi") or self.precision.on_accelerator:
+            return 0
+        is_shared = config.position_embedding_type == "alibi" or config.relative_attention_shared
+        total = 0
+        for side, heads, layers in (
+            ("source", config.encoder_attention_heads, config.encoder_layers),
+            ("target", config.decoder_attention_heads, config.decoder_layers),
+        ):
+            # A packed encoder masks the end of each sequence. All other masks are shared by all rows.
+            rows = shape.pairs if side == "source" and shape.is_packed else 1
+            total += (1 if is_shared else layers) * rows * heads * shape.width(side) ** 2 * FLOAT32_BYTES
+        return total
 
-def _score_bytes(
-    config: MetaphraseConfig, precision: Precision, shape: BatchShape, is_self: bool, scores: int, keys: str
-) -> float:
-    """Bytes that an attention keeps for each of its scores: none where they are computed again."""
-    drops = config.attention_dropout > 0
-    if config._attn_implementation == "eager":
-        cast = precision.compute_bytes if precision.casts else 0
-        return FLOAT32_BYTES + cast + (MASK_BYTES + precision.compute_bytes) * drops
-    if precision.on_accelerator:
-        return 0
-    if shape.is_packed:
-        entry = precision.compute_bytes if shape.width(keys) >= MIN_HALF_WIDTH else FLOAT32_BYTES
-        return (entry if entry * scores <= MAX_KEPT_BYTES else 0) + MASK_BYTES * drops
-    return FLOAT32_BYTES * (1 + 2 * drops) if _is_written_out(config, precision, shape, is_self) else 0
+    def outputs(self) -> int:
+        """Return the bytes of the final norms and of the encoder output, which all cross-attentions read."""
+        norms = self._norm(self.config.hidden_size) if self.config.final_norm else 0
+        output = self.precision.compute_bytes * self.config.hidden_size
+        return round(self.shape.tokens * norms + self.shape.source_tokens * output)
 
+    def loss(self, is_chunked: bool) -> tuple[int, int]:
+        """Return the bytes that output projection and loss keep, and their workspace.
 
-def _feed_forward(config: MetaphraseConfig, precision: Precision, inner: int) -> float:
-    """Bytes of a feed-forward for one token."""
-    inputs, keeps_output = kept_by_activation(config.activation_function)
-    drops = config.activation_dropout > 0
-    # What enters the last projection; without gate and dropout that is the activation's output itself.
-    tensors = inputs + 1
-    if config.gated_mlp:
-        tensors += 2  # both factors of the gate's product
-    elif drops and keeps_output:
-        tensors += 1
-    element = precision.compute_bytes
-    return element * (config.hidden_size + tensors * inner) + (MASK_BYTES * inner if drops else 0)
+        Args:
+            is_chunked: True if logits exist in chunks alone, and gradients are made in the forward pass.
+        """
+        hidden, vocabulary, tokens = self.config.hidden_size, self.config.decoder_vocab_size, self.shape.target_tokens
+        element = self.precision.compute_bytes
+        if not is_chunked:
+            workspace = tokens * vocabulary * (FLOAT32_BYTES + element)
+            return tokens * (element * hidden + FLOAT32_BYTES * vocabulary), workspace
+        weight_gradient = FLOAT32_BYTES * vocabulary * (hidden + self.config.logits_bias)
+        # Logits and probabilities of a chunk; later a scaled copy of the gradients.
+        workspace = max(2 * element * min(chunk_rows(vocabulary), tokens) * vocabulary, weight_gradient)
+        return tokens * element * hidden + weight_gradient, workspace
 
-
-def encoder_layer_bytes(config: MetaphraseConfig, shape: BatchShape, precision: Precision) -> int:
-    """Bytes that one layer of the encoder keeps."""
-    heads = config.encoder_attention_heads
-    query, key = _attention(config, precision, heads, shape, is_self=True)
-    token = 2 * _sublayer(config, precision) + query + key + _feed_forward(config, precision, config.encoder_ffn_dim)
-    scores = _num_scores(config, shape, heads, "source", "source")
-    score = _score_bytes(config, precision, shape, True, scores, "source")
-    return round(shape.source_tokens * token + scores * score)
-
-
-def decoder_layer_bytes(config: MetaphraseConfig, shape: BatchShape, precision: Precision) -> int:
-    """Bytes that one layer of the decoder keeps."""
-    heads = config.decoder_attention_heads
-    query, key = _attention(config, precision, heads, shape, is_self=True)
-    cross_query, cross_key = _attention(config, precision, heads, shape, is_self=False)
-    token = 3 * _sublayer(config, precision) + query + key + cross_query
-    token += _feed_forward(config, precision, config.decoder_ffn_dim)
-    total = shape.target_tokens * token + shape.source_tokens * cross_key
-    for is_self, keys in ((True, "target"), (False, "source")):
-        scores = _num_scores(config, shape, heads, "target", keys)
-        total += scores * _score_bytes(config, precision, shape, is_self, scores, keys)
-    return round(total)
-
-
-def _embedding_bytes(config: MetaphraseConfig, precision: Precision, tokens: int, heads: int) -> int:
-    """Bytes from the ids to the first layer: ids, the norm, the dropout and the tables of rotary positions."""
-    token = INDEX_BYTES + (_norm(config, precision, config.hidden_size) if config.embedding_norm else 0)
-    token += MASK_BYTES * config.hidden_size if config.dropout else 0
-    if config.position_embedding_type == "rotary":
-        token += 2 * precision.stream_bytes * config.get_head_dim(heads)
-    return round(tokens * token)
-
-
-def _bias_bytes(config: MetaphraseConfig, shape: BatchShape, precision: Precision) -> int:
-    """Bytes of the masks that carry a position bias, one for each stack, or for each layer with a bias of its own."""
-    if config.position_embedding_type not in ("relative", "alibi") or precision.on_accelerator:
-        return 0
-    is_shared = config.position_embedding_type == "alibi" or config.relative_attention_shared
-    total = 0
-    for side, heads, layers in (
-        ("source", config.encoder_attention_heads, config.encoder_layers),
-        ("target", config.decoder_attention_heads, config.decoder_layers),
-    ):
-        # A packed encoder masks the end of each sequence; all other masks are the same for all rows.
-        rows = shape.pairs if side == "source" and shape.is_packed else 1
-        masks = 1 if is_shared else layers
-        total += masks * rows * heads * shape.width(side) ** 2 * FLOAT32_BYTES
-    return total
-
-
-def _output_bytes(config: MetaphraseConfig, shape: BatchShape, precision: Precision) -> int:
-    """Bytes of the two final norms and of the memory, which all cross-attentions read."""
-    norms = _norm(config, precision, config.hidden_size) if config.final_norm else 0
-    return round(shape.tokens * norms + shape.source_tokens * precision.compute_bytes * config.hidden_size)
-
-
-def loss_bytes(
-    config: MetaphraseConfig, shape: BatchShape, precision: Precision, is_loss_chunked: bool = True
-) -> tuple[int, int]:
-    """Bytes that the output projection and the loss keep, and the most that they need beside that.
-
-    Args:
-        config: Of the model.
-        shape: Of the batch.
-        precision: Of the step.
-        is_loss_chunked: Whether the logits exist in chunks alone; the gradients are made in the forward pass then.
-    """
-    hidden, vocabulary, tokens = config.hidden_size, config.decoder_vocab_size, shape.target_tokens
-    element = precision.compute_bytes
-    if not is_loss_chunked:
-        return tokens * (element * hidden + FLOAT32_BYTES * vocabulary), tokens * vocabulary * (FLOAT32_BYTES + element)
-    weight_gradient = FLOAT32_BYTES * vocabulary * (hidden + config.logits_bias)
-    # Logits and probabilities of a chunk; later the gradients once more, scaled.
-    workspace = max(2 * element * min(chunk_rows(vocabulary), tokens) * vocabulary, weight_gradient)
-    return tokens * element * hidden + weight_gradient, workspace
-
-
-def _backward_workspace(config: MetaphraseConfig, shape: BatchShape, precision: Precision) -> int:
-    """Bytes of the gradients that the backward pass of one layer holds at a time, beside those of the weights."""
-    has_grid = shape.is_packed and not precision.on_accelerator
-    most = 0
-    for tokens, heads, inner in (
-        (shape.source_tokens, config.encoder_attention_heads, config.encoder_ffn_dim),
-        (shape.target_tokens, config.decoder_attention_heads, config.decoder_ffn_dim),
-    ):
-        # Output, query, key and value; in the grid too, where those of one product leave it together.
-        attention = (7 if has_grid else 4) * heads * config.get_head_dim(heads)
-        most = max(most, precision.compute_bytes * tokens * max(attention, 2 * inner))
-    return most + 2 * precision.stream_bytes * config.hidden_size * shape.tokens
+    def backward_workspace(self) -> int:
+        """Return the bytes of gradients, beside those of weights, that the backward pass of one layer holds at a time."""
+        config, shape = self.config, self.shape
+        # Output, query, key and value; in a CPU's grid too, where those of one product are freed together.
+        tensors = 7 if shape.is_packed and not self.precision.on_accelerator else 4
+        largest = max(
+            tokens * max(tensors * heads * config.get_head_dim(heads), 2 * inner)
+            for tokens, heads, inner in (
+                (shape.source_tokens, config.encoder_attention_heads, config.encoder_ffn_dim),
+                (shape.target_tokens, config.decoder_attention_heads, config.decoder_ffn_dim),
+            )
+        )
+        return (
+            self.precision.compute_bytes * largest + 2 * self.precision.stream_bytes * config.hidden_size * shape.tokens
+        )
 
 
 def estimate_activations(
@@ -282,34 +261,33 @@ def estimate_activations(
     is_checkpointed: bool = False,
     is_loss_chunked: bool = True,
 ) -> ActivationEstimate:
-    """Bytes of one forward and backward pass, but for weights and their gradients.
+    """Estimate the bytes of one forward and backward pass, without weights and their gradients.
 
-    Source: counting what each part keeps is the method of Korthikanti et al. 2022, section 4, arXiv 2205.05198; with
-    checkpoints a layer keeps its input alone and is computed again (Chen et al. 2016, section 3, arXiv 1604.06174).
+    Source: counting by part is the method of Korthikanti et al. 2022, section 4, arXiv 2205.05198. With checkpoints a layer keeps
+    its input alone and is computed again (Chen et al. 2016, section 3, arXiv 1604.06174).
 
     Args:
-        config: Of a model all of whose weights are trained; where some are frozen, less is kept.
-        shape: Of the batch.
-        precision: Of the step.
-        is_checkpointed: Whether layers are computed again in the backward pass (`gradient_checkpointing`).
-        is_loss_chunked: See `loss_bytes`.
+        config: Configuration of a model with all weights trained. Frozen weights keep less.
+        shape: Shape of the batch.
+        precision: Precision of the step.
+        is_checkpointed: True if layers are computed again in the backward pass (`gradient_checkpointing`).
+        is_loss_chunked: True if logits exist in chunks alone.
     """
-    layers = {
-        "encoder": (config.encoder_layers, encoder_layer_bytes(config, shape, precision), shape.source_tokens),
-        "decoder": (config.decoder_layers, decoder_layer_bytes(config, shape, precision), shape.target_tokens),
-    }
-    loss, loss_workspace = loss_bytes(config, shape, precision, is_loss_chunked)
+    counter = _Counter(config, shape, precision)
+    layers = (counter.encoder_layer(), counter.decoder_layer())
+    kept = layers
+    if is_checkpointed:
+        width = precision.stream_bytes * config.hidden_size
+        kept = (width * shape.source_tokens, width * shape.target_tokens)
+    loss, loss_workspace = counter.loss(is_loss_chunked)
     terms = {
-        "embeddings": _embedding_bytes(config, precision, shape.source_tokens, config.encoder_attention_heads)
-        + _embedding_bytes(config, precision, shape.target_tokens, config.decoder_attention_heads),
-        "position bias": _bias_bytes(config, shape, precision),
+        "embeddings": counter.embeddings(shape.source_tokens, config.encoder_attention_heads)
+        + counter.embeddings(shape.target_tokens, config.decoder_attention_heads),
+        "position bias": counter.position_bias(),
+        "encoder layers": config.encoder_layers * kept[0],
+        "decoder layers": config.decoder_layers * kept[1],
+        "outputs": counter.outputs(),
+        "loss": loss,
     }
-    for name, (count, each, tokens) in layers.items():
-        terms[f"{name} layers"] = count * (
-            precision.stream_bytes * config.hidden_size * tokens if is_checkpointed else each
-        )
-    terms["outputs"] = _output_bytes(config, shape, precision)
-    terms["loss"] = loss
-    again = max(each for _, each, _ in layers.values()) if is_checkpointed else 0
-    workspace = again + _backward_workspace(config, shape, precision)
+    workspace = counter.backward_workspace() + (max(layers) if is_checkpointed else 0)
     return ActivationEstimate(terms, loss_workspace, workspace, is_checkpointed)

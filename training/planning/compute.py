@@ -1,4 +1,4 @@
-"""The compute estimate: floating-point operations of a training step, and how long one takes."""
+"""Floating-point operations of a training step, and the rate at which a device computes them."""
 
 import re
 import statistics
@@ -11,56 +11,45 @@ from transformers import PreTrainedModel
 
 from metaphrase.training.planning.batches import BatchShape
 
-_TOKENS = ("source_tokens", "target_tokens")
-# Keys and values of the memory: weights of the decoder that meet source tokens. Names of Metaphrase, BART and T5.
-_MEMORY_PROJECTION = re.compile(r"\.(cross_attn|encoder_attn|EncDecAttention)\.(k|v|k_proj|v_proj)$")
+# Cross-attention keys and values: decoder weights that are applied to source tokens. Names of Metaphrase, BART and T5.
+_CROSS_PROJECTION = re.compile(r"\.(cross_attn|encoder_attn|EncDecAttention)\.(k|v|k_proj|v_proj)$")
 
 
-def forward_flops(model: PreTrainedModel, shapes: Sequence[BatchShape]) -> tuple[int, int]:
-    """Operations of the forward passes of some batches, a multiplication and an addition counted as two.
+def training_flops(model: PreTrainedModel, shapes: Sequence[BatchShape], is_checkpointed: bool = False) -> int:
+    """Return the operations of forward and backward passes, a multiplication and an addition counted as two.
 
-    Matrix products alone are counted: 2 for each weight of a projection and each token that it meets, and for attention 4 for
-    each score and each entry of a head. What a mask hides is counted as if it were computed.
+    Only matrix products are counted: 2 per weight of a projection and token, and 4 per attention score and entry of a head.
+    Masked scores count too. A backward pass takes twice the forward pass, and once more with checkpoints.
 
     Source: Kaplan et al. 2020, section 2.1, arXiv 2001.08361.
 
-    Returns:
-        The operations of the layers, and those of the output projection.
+    Args:
+        model: An encoder-decoder.
+        shapes: Shapes of the batches.
+        is_checkpointed: True if layers are computed again in the backward pass.
     """
-    source_tokens, target_tokens = (sum(getattr(shape, name) for shape in shapes) for name in _TOKENS)
+    source_tokens = sum(shape.source_tokens for shape in shapes)
+    target_tokens = sum(shape.target_tokens for shape in shapes)
     head = model.get_output_embeddings()
     encoder_modules = {id(module) for module in model.get_encoder().modules()}
     layers = sum(_score_flops(model, shape) for shape in shapes)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and module is not head:
-            meets_source = id(module) in encoder_modules or _MEMORY_PROJECTION.search(name)
-            layers += 2 * module.weight.numel() * (source_tokens if meets_source else target_tokens)
-    return layers, 0 if head is None else 2 * head.weight.numel() * target_tokens
+            reads_source = id(module) in encoder_modules or _CROSS_PROJECTION.search(name)
+            layers += 2 * module.weight.numel() * (source_tokens if reads_source else target_tokens)
+    output = 0 if head is None else 2 * head.weight.numel() * target_tokens
+    return (4 if is_checkpointed else 3) * layers + 3 * output
 
 
 def _score_flops(model: PreTrainedModel, shape: BatchShape) -> int:
     config = model.config
     if not hasattr(config, "get_head_dim"):
-        return 0  # another family, whose widths go by other names: a few per cent at the lengths of sentences
-    encoder = (
-        config.encoder_layers * config.encoder_attention_heads * config.get_head_dim(config.encoder_attention_heads)
-    )
-    decoder = (
-        config.decoder_layers * config.decoder_attention_heads * config.get_head_dim(config.decoder_attention_heads)
+        return 0  # Other families name their widths otherwise. A few per cent at the lengths of sentences.
+    heads = {name: getattr(config, f"{name}_attention_heads") for name in ("encoder", "decoder")}
+    encoder, decoder = (
+        getattr(config, f"{name}_layers") * count * config.get_head_dim(count) for name, count in heads.items()
     )
     return 4 * (encoder * shape.source_scores + decoder * (shape.target_scores + shape.cross_scores))
-
-
-def training_flops(model: PreTrainedModel, shapes: Sequence[BatchShape], is_checkpointed: bool = False) -> int:
-    """Operations of the forward and backward passes: a backward pass takes twice the forward pass, and again with checkpoints.
-
-    Args:
-        model: The model.
-        shapes: Of the batches.
-        is_checkpointed: Whether layers are computed again in the backward pass.
-    """
-    layers, output = forward_flops(model, shapes)
-    return (4 if is_checkpointed else 3) * layers + 3 * output
 
 
 def measure_step_seconds(
@@ -69,13 +58,13 @@ def measure_step_seconds(
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
     bf16: bool = False,
 ) -> list[float]:
-    """Times real training steps, which leave the weights and the random state as they were, and no gradients.
+    """Time real training steps. Weights and random state stay as they were, and no gradients remain.
 
     Args:
-        model: On the device where it will be trained. Not on the meta device.
-        batches: At least two, on that device, with labels. The first one warms up.
-        make_optimizer: Makes the optimizer of the trained weights with a learning rate of 0; AdamW by default.
-        bf16: Compute under autocast to bfloat16.
+        model: Model on its training device, not on the meta device.
+        batches: At least two batches on that device, with labels. The first one warms up.
+        make_optimizer: Makes an optimizer with a learning rate of 0; AdamW by default.
+        bf16: True to compute under autocast to bfloat16.
 
     Returns:
         Seconds of each step but the first.
@@ -109,17 +98,17 @@ def measure_step_seconds(
 def measure_flops_per_second(
     model: PreTrainedModel, batches: Sequence[Mapping[str, torch.Tensor]], is_checkpointed: bool = False, **options
 ) -> float:
-    """The rate at which a device trains a model, as `estimate_run` takes it: the median of some real steps.
+    """Return the median rate of real training steps, for `estimate_run`.
 
     Args:
-        model: See `measure_step_seconds`, as for the batches and the options.
-        batches: Such as the trainer will form.
-        is_checkpointed: Whether the model computes layers again in the backward pass.
+        model: See `measure_step_seconds`.
+        batches: Batches as the trainer will form them.
+        is_checkpointed: True if the model computes layers again in the backward pass.
         **options: Further arguments of `measure_step_seconds`.
     """
     seconds = measure_step_seconds(model, batches, **options)
     flops = [training_flops(model, [BatchShape.of_tensors(batch)], is_checkpointed) for batch in batches[1:]]
-    return statistics.median(done / taken for done, taken in zip(flops, seconds, strict=True))
+    return statistics.median(count / duration for count, duration in zip(flops, seconds, strict=True))
 
 
 def _now(kind: str) -> float:

@@ -1,4 +1,4 @@
-"""Dry run: what a recipe would need, found without training."""
+"""Dry run: estimate the needs of a recipe without training."""
 
 import dataclasses
 import logging
@@ -17,22 +17,22 @@ from metaphrase.training.planning.estimate import RunEstimate, estimate_run
 logger = logging.getLogger(__name__)
 
 TIMED_STEPS = 3
-# A model of more is not made only to be timed.
+# Larger models are not made for a timing.
 MAX_TIMED_PARAMETERS = 300_000_000
 
 
 def dry_run(experiment: Experiment, devices: int | None = None) -> RunEstimate:
-    """What `experiment.train()` would need. Corpus, tokenizer and batches are made, and nothing is written.
+    """Estimate the needs of `experiment.train()` from its corpus, tokenizer and batches. Nothing is written.
 
-    The memory is counted for a model that is not made. For the time, a model that is not too large makes a few steps, whose speed
-    is taken for that of the whole run, evaluations aside.
+    Memory is counted on a model without weights. The hours follow from a few steps of a real model, unless it is too large;
+    evaluations are not counted.
 
     Args:
-        experiment: Not trained yet.
-        devices: Plans for so many; by default those of this run.
+        experiment: An experiment before training.
+        devices: Number of devices to plan for; those of this run by default.
 
     Raises:
-        ValueError: If the training pairs are streamed, so that their lengths are not known.
+        ValueError: If the training pairs are streamed, so that their lengths are unknown.
     """
     recipe, arguments = experiment.recipe, experiment.arguments
     if recipe.streaming:
@@ -45,7 +45,7 @@ def dry_run(experiment: Experiment, devices: int | None = None) -> RunEstimate:
     with torch.device("meta"):
         model = experiment.make_model(tokenizers, with_weights=False)
     if is_adapted(model):
-        # Adapters stand in the place of the layers that they wrap.
+        # Adapters replace the layers that they wrap.
         model = model.get_base_model()
     rate = None
     if model.num_parameters() <= MAX_TIMED_PARAMETERS and devices is None and arguments.world_size == 1:
@@ -69,7 +69,7 @@ def dry_run(experiment: Experiment, devices: int | None = None) -> RunEstimate:
 
 
 def _measured_rate(experiment: Experiment, model, train, lengths: np.ndarray) -> float:
-    """FLOP per second of a few batches such as the trainer forms, taken from the beginning of an epoch."""
+    """Return the FLOP per second of the first batches of an epoch, formed as the trainer does."""
     recipe, arguments = experiment.recipe, experiment.arguments
     is_packed = recipe.max_tokens_per_batch is not None and getattr(model, "supports_packing", False)
     if recipe.max_tokens_per_batch is None:
@@ -78,22 +78,24 @@ def _measured_rate(experiment: Experiment, model, train, lengths: np.ndarray) ->
     else:
         multiple = 1 if is_packed else experiment.pad_to_multiple_of
         rows = list(TokenBudgetSampler(lengths, recipe.max_tokens_per_batch, arguments.seed, length_multiple=multiple))
-    # A corpus of one batch makes it again and again.
+    # A corpus with too few batches repeats them.
     rows = [rows[number % len(rows)] for number in range(TIMED_STEPS + 1)]
     collate = (
         PackedCollator() if is_packed else PairCollator(model.config.pad_token_id or 0, experiment.pad_to_multiple_of)
     )
     names = ("input_ids", "labels")
-    batches = [collate([{name: train[row][name] for name in names} for row in batch]) for batch in rows]
-    batches = [with_decoder_inputs(model, batch) for batch in batches]
-    device = arguments.device
-    batches = [
-        {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-        for batch in batches
-    ]
+    batches = []
+    for indices in rows:
+        batch = collate([{name: train[index][name] for name in names} for index in indices])
+        batch = with_decoder_inputs(model, batch)
+        batches.append(
+            {
+                name: value.to(arguments.device) if isinstance(value, torch.Tensor) else value
+                for name, value in batch.items()
+            }
+        )
     if arguments.gradient_checkpointing:
-        # Later versions of transformers warn of the first name.
-        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        model.activation_checkpointing_enable()
     return measure_flops_per_second(
-        model.to(device), batches, arguments.gradient_checkpointing, bf16=bool(arguments.bf16)
+        model.to(arguments.device), batches, arguments.gradient_checkpointing, bf16=bool(arguments.bf16)
     )

@@ -1,4 +1,4 @@
-"""The estimate of a run before it starts: parameters, memory on each device, tokens, steps, operations and hours."""
+"""Estimate of a run before it starts: parameters, memory per device, tokens, steps, operations and hours."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,28 +20,28 @@ from metaphrase.training.planning.compute import training_flops
 from metaphrase.training.planning.memory import ParameterCounts, Sharding, StateMemory, estimate_states, optimizer_bytes
 
 _MEBIBYTE, _GIBIBYTE, _SECONDS_PER_HOUR = 2**20, 2**30, 3600
-# Batches that may be the most expensive one, by each measure of size.
+# Number of largest batches by each size.
 _CANDIDATES = 16
 
 
 @dataclass(frozen=True)
 class RunEstimate:
-    """What a run will need. Bytes are those of one device.
+    """Needs of a run. Bytes are those of one device.
 
     Attributes:
-        parameters: Of the model.
-        precision: In which it is computed.
-        sharding: How devices share the work.
+        parameters: Numbers of weights.
+        precision: Precision of the computation.
+        sharding: Distribution among devices.
         state: Bytes that do not depend on the batch.
-        largest_batch: The batch that needs most.
-        activations: Bytes of that batch; `None` for a model of another family.
-        is_checkpointed: Whether layers are computed again in the backward pass.
-        peak: Bytes at the worst moment of a step; without activations if they are not known.
-        other_peak: The same with checkpoints if the run has none, and without if it has.
-        data: What an epoch reads.
-        flops_per_step: Operations of one update, all devices together, on average.
-        hours: Of the run; `None` without a rate.
-        notes: What was assumed or left out.
+        largest_batch: The batch that needs most memory.
+        activations: Bytes of that batch; None for a model of another family.
+        is_checkpointed: True if layers are computed again in the backward pass.
+        peak: Maximum bytes of a step, without activations if they are unknown.
+        other_peak: `peak` for the opposite of `is_checkpointed`.
+        data: Size of an epoch.
+        flops_per_step: Mean operations per optimizer step, all devices together.
+        hours: Duration of the run; None without a rate.
+        notes: Assumptions and omissions.
     """
 
     parameters: ParameterCounts
@@ -59,16 +59,15 @@ class RunEstimate:
     notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns everything as plain values, ready for JSON."""
+        """Return everything as plain values for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
-        return self.format()
-
-    def format(self) -> str:
-        """Returns a table to read, one line for each quantity."""
+        """Return a table with one line per quantity."""
         rows = [*self._parameter_rows(), None, *self._data_rows(), None, *self._memory_rows(), None]
-        time = "unknown" if self.hours is None else format_hours(self.hours)
+        time = "unknown"
+        if self.hours is not None:
+            time = f"{self.hours:,.1f} hours" if self.hours >= 1 else f"{60 * self.hours:.1f} minutes"
         rows += [("compute for each step", f"{self.flops_per_step:.3g} FLOP"), ("time", time)]
         width = max(len(row[0]) for row in rows if row)
         lines = ["" if row is None else f"{row[0]:<{width}}  {row[1]}" for row in rows]
@@ -76,10 +75,10 @@ class RunEstimate:
 
     def _parameter_rows(self) -> list[tuple[str, str]]:
         counts = self.parameters
-        parts = {"embeddings": counts.embeddings, "encoder": counts.encoder, "decoder": counts.decoder}
-        parts["head"] = counts.head
         rows = [("parameters", f"{counts.total:,}")]
-        rows += [(f"  {name}", f"{size:,}" if size or name != "head" else "0 (tied)") for name, size in parts.items()]
+        for name in ("embeddings", "encoder", "decoder", "head"):
+            size = getattr(counts, name)
+            rows.append((f"  {name}", f"{size:,}" if size or name != "head" else "0 (tied)"))
         return [*rows, ("  trained", f"{counts.trainable:,}")]
 
     def _data_rows(self) -> list[tuple[str, str]]:
@@ -119,50 +118,27 @@ class RunEstimate:
 
 
 def format_bytes(size: int) -> str:
-    """A size in MiB or GiB."""
+    """Return a size in MiB or GiB."""
     return f"{size / _GIBIBYTE:,.2f} GiB" if size >= _GIBIBYTE else f"{size / _MEBIBYTE:,.1f} MiB"
 
 
-def format_hours(hours: float) -> str:
-    """A time in hours or minutes."""
-    return f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"
-
-
 def meta_model(config: MetaphraseConfig) -> MetaphraseForConditionalGeneration:
-    """A model without memory for its weights, of any size."""
+    """Return a model on the meta device, which takes no memory."""
     with torch.device("meta"):
         return MetaphraseForConditionalGeneration(config)
 
 
-def precision_of(
-    model: PreTrainedModel, arguments: TrainingArguments, sharding: Sharding, on_accelerator: bool | None = None
+def _precision(
+    model: PreTrainedModel, arguments: TrainingArguments, sharding: Sharding, on_accelerator: bool | None
 ) -> Precision:
-    """In which precision the arguments let a model be computed.
-
-    Args:
-        model: The model.
-        arguments: Of the training.
-        sharding: FSDP and DeepSpeed turn weights and states to half precision, where autocast keeps the states in float32.
-        on_accelerator: Plans for an accelerator; by default, whether the run has one.
-    """
     if on_accelerator is None:
         on_accelerator = arguments.device.type != "cpu"
     stored = next(iter(model.parameters())).element_size()
-    # What `accelerate launch` was told counts too.
+    # `accelerate launch` sets `mixed_precision`.
     is_half = arguments.bf16 or arguments.fp16 or getattr(arguments, "mixed_precision", "no") in ("bf16", "fp16")
     compute = 2 if is_half else stored
-    is_turned = sharding.engine in ("fsdp", "deepspeed")
-    return Precision(compute, compute if is_turned else stored, on_accelerator)
-
-
-def _candidates(shapes: Sequence[BatchShape]) -> list[BatchShape]:
-    """The batches one of which needs most memory."""
-    sizes = (
-        lambda shape: shape.tokens,
-        lambda shape: shape.target_tokens,
-        lambda shape: shape.pairs * (shape.longest_source + shape.longest_target) ** 2,
-    )
-    return [shape for size in sizes for shape in sorted(shapes, key=size)[-_CANDIDATES:]]
+    # FSDP and DeepSpeed convert weights and states to half precision; autocast keeps states in float32.
+    return Precision(compute, stored if sharding.engine == "ddp" else compute, on_accelerator)
 
 
 def estimate_run(
@@ -178,18 +154,18 @@ def estimate_run(
     on_accelerator: bool | None = None,
     flops_per_second: float | None = None,
 ) -> RunEstimate:
-    """Estimates a run from its model, which may be on the meta device, its arguments and the lengths of its pairs.
+    """Estimate a run from its model, which may be on the meta device, its arguments and the lengths of its pairs.
 
     Args:
         model: An encoder-decoder of transformers.
-        arguments: Of the training.
-        lengths: Tokens of source and target of each training pair, `(pairs, 2)`.
-        max_tokens_per_batch: The budget of a batch of one device; `None` for `per_device_train_batch_size` pairs.
-        pad_to_multiple_of: What the collator rounds widths up to a multiple of, where batches are not packed.
-        r_drop_start_step: Updates before each batch is passed twice; `None` if that never happens.
-        is_averaged: Whether an exponential average follows what is trained.
-        devices: Plans for so many; by default those of this run.
-        on_accelerator: Plans for an accelerator; by default, whether the run has one.
+        arguments: Training arguments.
+        lengths: Tokens of source and target of each training pair, shape (pairs, 2).
+        max_tokens_per_batch: Token budget per device; None for `per_device_train_batch_size` pairs.
+        pad_to_multiple_of: Multiple that the collator rounds widths up to, if batches are not packed.
+        r_drop_start_step: Steps before R-Drop begins; None without R-Drop.
+        is_averaged: True if the run keeps an exponential average of the trained weights.
+        devices: Number of devices to plan for; those of this run by default.
+        on_accelerator: True to plan for an accelerator; by default, the device of the run decides.
         flops_per_second: Rate of one device, stated or measured (`measure_flops_per_second`).
 
     Raises:
@@ -207,7 +183,7 @@ def estimate_run(
     padded = round_up(lengths, multiple)
     shapes = [BatchShape.of(*padded[batch].T, is_packed) for batch in batches]
     data = estimate_data(lengths, shapes, arguments, sharding.devices)
-    precision = precision_of(model, arguments, sharding, on_accelerator)
+    precision = _precision(model, arguments, sharding, on_accelerator)
     is_checkpointed = _is_checkpointed(arguments)
     notes: list[str] = []
     if is_checkpointed and {"every_n_layers", "offload"} & set(arguments.gradient_checkpointing_kwargs or {}):
@@ -219,7 +195,19 @@ def estimate_run(
         notes.append("R-Drop passes each batch twice: the largest one is counted with both.")
     if is_averaged:
         notes.append("While it evaluates, an exponential average needs as much again as the trained weights do.")
-    memory = _estimate_memory(model, arguments, shapes, precision, sharding, is_checkpointed, is_averaged, notes)
+    optimizer, remark = optimizer_bytes(model, arguments.optim, arguments.optim_args)
+    accumulates = arguments.gradient_accumulation_steps > 1
+    state = estimate_states(model, optimizer, precision, sharding, accumulates, is_averaged)
+    notes += [remark] if remark else []
+    if not precision.on_accelerator:
+        notes.append(
+            "A process on a CPU takes half a GiB before its first tensor, and its heap up to 1.8 times as much as its tensors."
+        )
+        if sharding.engine == "fsdp":
+            notes.append(
+                "accelerate shares weights by FSDP on accelerators alone: on a CPU each process holds all of them."
+            )
+    batch = _estimate_largest_batch(model, state, shapes, precision, is_checkpointed, notes)
     hours = None
     if flops_per_second is not None:
         hours = data.steps * flops_per_step / (flops_per_second * sharding.devices) / _SECONDS_PER_HOUR
@@ -229,64 +217,53 @@ def estimate_run(
         parameters=ParameterCounts.of(model),
         precision=precision,
         sharding=sharding,
+        state=state,
         is_checkpointed=is_checkpointed,
         data=data,
         flops_per_step=flops_per_step,
         hours=hours,
         notes=notes,
-        **memory,
+        **batch,
     )
 
 
 def _is_checkpointed(arguments: TrainingArguments) -> bool:
-    # The first name is that of transformers from 5.20 on; FSDP has a switch of its own.
-    names = ("activation_checkpointing", "gradient_checkpointing")
-    plugin = getattr(arguments, "fsdp_plugin_args", None) or {}
-    return any(getattr(arguments, name, False) for name in names) or bool(plugin.get("activation_checkpointing"))
+    # transformers has two names for it, and FSDP has a switch of its own.
+    plugin = arguments.fsdp_plugin_args or {}
+    switches = (arguments.activation_checkpointing, arguments.gradient_checkpointing)
+    return any((*switches, plugin.get("activation_checkpointing")))
 
 
-def _estimate_memory(
+def _estimate_largest_batch(
     model: PreTrainedModel,
-    arguments: TrainingArguments,
+    state: StateMemory,
     shapes: Sequence[BatchShape],
     precision: Precision,
-    sharding: Sharding,
     is_checkpointed: bool,
-    is_averaged: bool,
     notes: list[str],
 ) -> dict[str, Any]:
-    """The fields of `RunEstimate` on memory; adds to `notes` what was assumed."""
-    optimizer, remark = optimizer_bytes(model, arguments.optim, arguments.optim_args)
-    accumulates = arguments.gradient_accumulation_steps > 1
-    state = estimate_states(model, optimizer, precision, sharding, accumulates, is_averaged)
-    notes += [remark] if remark else []
-    if not precision.on_accelerator:
-        notes.append(
-            "A process on a CPU takes half a GiB before its first tensor, and its heap up to 1.8 times as much as its tensors."
-        )
-    if sharding.engine == "fsdp" and not precision.on_accelerator:
-        notes.append(
-            "accelerate shares weights by FSDP on accelerators alone: on a CPU each process holds all of them."
-        )
+    """Return the fields of `RunEstimate` on the largest batch, and append assumptions to `notes`."""
     if model.config.model_type != MetaphraseConfig.model_type:
         notes.append(f"Activations are known for Metaphrase models alone, not for {model.config.model_type}.")
         largest = max(shapes, key=lambda shape: shape.tokens)
-        unknown = {"activations": None, "other_peak": None}
-        return {"state": state, "largest_batch": largest, "peak": state.peak(None), **unknown}
+        return {"largest_batch": largest, "activations": None, "peak": state.peak(None), "other_peak": None}
     if any(not parameter.requires_grad for parameter in model.parameters()):
         notes.append("Some weights are frozen: activations are counted as if all were trained.")
 
-    def activate(shape: BatchShape, checkpointed: bool) -> ActivationEstimate:
+    def activations(shape: BatchShape, checkpointed: bool) -> ActivationEstimate:
         return estimate_activations(model.config, shape, precision, checkpointed)
 
-    def peak(shape: BatchShape, checkpointed: bool) -> int:
-        return state.peak(activate(shape, checkpointed))
-
-    largest = max(_candidates(shapes), key=lambda shape: peak(shape, is_checkpointed))
+    # The batch that needs most memory is among the largest by one of these sizes.
+    sizes = (
+        lambda shape: shape.tokens,
+        lambda shape: shape.target_tokens,
+        lambda shape: shape.pairs * (shape.longest_source + shape.longest_target) ** 2,
+    )
+    candidates = [shape for size in sizes for shape in sorted(shapes, key=size)[-_CANDIDATES:]]
+    largest = max(candidates, key=lambda shape: state.peak(activations(shape, is_checkpointed)))
     return {
-        "state": state,
         "largest_batch": largest,
-        "activations": activate(largest, is_checkpointed),
-        "peak": peak(largest, is_checkpointed),
-        "other_peak": peak(largest, not is_checkpointed),
+        "activations": activations(largest, is_checkpointed),
+        "peak": state.peak(activations(largest, is_checkpointed)),
+        "other_peak": state.peak(activations(largest, not is_checkpointed)),
     }

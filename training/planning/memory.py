@@ -1,62 +1,39 @@
-"""The memory estimate: bytes of weights, gradients and optimizer on one device, whole or shared among many.
-
-Works on any model of transformers, on the meta device too.
-"""
+"""Bytes of weights, gradients and optimizer on one device, whole or shared among devices. Any model of transformers will do."""
 
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from accelerate.utils import DeepSpeedPlugin
 from torch import nn
 from transformers import PreTrainedModel, TrainingArguments
 
 from metaphrase.training.planning.activations import FLOAT32_BYTES, ActivationEstimate, Precision
 
-# Numbers in float32, and in 8 bits with a scale for each block, that an optimizer keeps for each weight.
+# Float32 numbers, and 8-bit numbers with a scale per block, that an optimizer keeps for each weight.
 FULL_STATES = {
-    "adamw_torch": 2,
-    "adamw_torch_fused": 2,
-    "adamw_torch_xla": 2,
-    "adamw_torch_npu_fused": 2,
-    "adamw_anyprecision": 2,
-    "paged_adamw_32bit": 2,
-    "stable_adamw": 2,
-    "schedule_free_adamw": 2,
-    "schedule_free_radam": 2,
-    "ademamix": 3,
-    "paged_ademamix_32bit": 3,
-    "adagrad": 1,
-    "rmsprop": 1,
-    "rmsprop_bnb": 1,
-    "rmsprop_bnb_32bit": 1,
-    "lion_32bit": 1,
-    "paged_lion_32bit": 1,
-    "schedule_free_sgd": 1,
-    "sgd": 0,
-    "lomo": 0,
+    **dict.fromkeys(("ademamix", "paged_ademamix_32bit"), 3),
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused"), 2),
+    **dict.fromkeys(("adamw_anyprecision", "paged_adamw_32bit", "stable_adamw"), 2),
+    **dict.fromkeys(("schedule_free_adamw", "schedule_free_radam"), 2),
+    **dict.fromkeys(("adagrad", "rmsprop", "rmsprop_bnb", "rmsprop_bnb_32bit"), 1),
+    **dict.fromkeys(("lion_32bit", "paged_lion_32bit", "schedule_free_sgd"), 1),
+    **dict.fromkeys(("sgd", "lomo"), 0),
 }
 BYTE_STATES = {
-    "adamw_bnb_8bit": 2,
-    "adamw_8bit": 2,
-    "paged_adamw_8bit": 2,
-    "ademamix_8bit": 3,
-    "paged_ademamix_8bit": 3,
-    "lion_8bit": 1,
-    "paged_lion_8bit": 1,
-    "rmsprop_bnb_8bit": 1,
+    **dict.fromkeys(("ademamix_8bit", "paged_ademamix_8bit"), 3),
+    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"), 2),
+    **dict.fromkeys(("lion_8bit", "paged_lion_8bit", "rmsprop_bnb_8bit"), 1),
 }
-# bitsandbytes leaves small weights and embeddings in float32.
+# bitsandbytes keeps small weights and embeddings in float32.
 _BLOCK, _MIN_BYTE_ENTRIES = 256, 4096
 _ASSUMED = "adamw_torch"
 
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Weights of a model, each counted once, where it is made first: embeddings, encoder, decoder, head.
-
-    A head or a target embedding that is tied counts 0.
-    """
+    """Numbers of weights by part. A tied weight counts once, in the first of embeddings, encoder, decoder and head."""
 
     total: int
     trainable: int
@@ -67,7 +44,7 @@ class ParameterCounts:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "ParameterCounts":
-        """Counts the weights of an encoder-decoder."""
+        """Count the weights of an encoder-decoder."""
         counted: set[int] = set()
 
         def count(parameters: Iterable[nn.Parameter]) -> int:
@@ -75,7 +52,7 @@ class ParameterCounts:
             counted.update(fresh)
             return sum(fresh.values())
 
-        # The table of a relative bias is an embedding too, but as wide as there are heads.
+        # The table of a relative position bias is an embedding too, but its width is the number of heads.
         tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
         embeddings = count(table.weight for table in tables if table.embedding_dim == model.config.hidden_size)
         encoder = count(model.get_encoder().parameters())
@@ -88,15 +65,15 @@ class ParameterCounts:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Who holds what, of weights, gradients and optimizer, when several devices train one model.
+    """Distribution of weights, gradients and optimizer among the devices that train one model.
 
-    Source: the stages are those of Rajbhandari et al. 2020, section 5, arXiv 1910.02054.
+    Source: the stages of Rajbhandari et al. 2020, section 5, arXiv 1910.02054.
 
     Attributes:
-        devices: How many share the work.
-        stage: 0 gives each device all; 1 shares the optimizer, 2 the gradients too, 3 the weights too.
-        engine: `ddp`, `fsdp` or `deepspeed`; what they need beside the shares differs.
-        is_offloaded: Whether the optimizer's share lies in the memory of the host.
+        devices: Number of devices.
+        stage: 0 shares nothing, 1 the optimizer, 2 the gradients too, 3 the weights too.
+        engine: `ddp`, `fsdp` or `deepspeed`; their buffers differ.
+        is_offloaded: True if the optimizer's share is in host memory.
         bucket_entries: DeepSpeed's `reduce_bucket_size`.
     """
 
@@ -109,18 +86,14 @@ class Sharding:
     def __post_init__(self):
         if self.devices < 1:
             raise ValueError(f"`devices` must be at least 1, got {self.devices}.")
-        if self.stage not in range(4):
-            raise ValueError(f"`stage` must be 0, 1, 2 or 3, got {self.stage}.")
-        if self.engine not in ("ddp", "fsdp", "deepspeed"):
-            raise ValueError(f"`engine` must be ddp, fsdp or deepspeed, got {self.engine!r}.")
 
     @classmethod
     def of(cls, arguments: TrainingArguments, devices: int | None = None) -> "Sharding":
-        """What the arguments, or `accelerate launch` in the environment, ask for.
+        """Read the training arguments and the environment of `accelerate launch`.
 
         Args:
-            arguments: Of the training.
-            devices: Plans for so many; by default those of this run.
+            arguments: Training arguments.
+            devices: Number of devices to plan for; those of this run by default.
         """
         devices = arguments.world_size if devices is None else devices
         if (zero := _zero_settings(arguments)) is not None:
@@ -156,29 +129,25 @@ def _zero_settings(arguments: TrainingArguments) -> dict | None:
 
 
 def optimizer_bytes(model: PreTrainedModel, optim: str, optim_args: str | None = None) -> tuple[int, str | None]:
-    """Bytes of an optimizer's state for all weights of a model that are trained.
+    """Return the bytes of an optimizer's state for all trained weights, and a remark if another optimizer was assumed.
 
     Args:
         model: The model.
-        optim: The optimizer's name in the training arguments.
-        optim_args: Its options there, `name=value,...`: momentum is one number more.
-
-    Returns:
-        The bytes, and a remark if the optimizer is not known and another was assumed.
+        optim: Name of the optimizer in the training arguments.
+        optim_args: Its options there, `name=value,...`. Momentum is one more number per weight.
     """
     optim = getattr(optim, "value", optim)
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if optim in ("adafactor", "adalomo"):
-        return sum(_factored_bytes(tuple(weight.shape)) for weight in weights), None
+        return sum(_factored_bytes(weight.shape) for weight in weights), None
     if optim in BYTE_STATES:
         embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-        each = BYTE_STATES[optim]
-        return sum(
-            each * FLOAT32_BYTES * weight.numel()
-            if id(weight) in embeddings or weight.numel() < _MIN_BYTE_ENTRIES
-            else each * (weight.numel() + FLOAT32_BYTES * -(-weight.numel() // _BLOCK))
-            for weight in weights
-        ), None
+        total = 0
+        for weight in weights:
+            size = weight.numel()
+            is_full = id(weight) in embeddings or size < _MIN_BYTE_ENTRIES
+            total += FLOAT32_BYTES * size if is_full else size + FLOAT32_BYTES * -(-size // _BLOCK)
+        return BYTE_STATES[optim] * total, None
     remark = None
     if optim not in FULL_STATES:
         remark = f"The state of the optimizer {optim} is not known: it is counted as that of {_ASSUMED}."
@@ -188,16 +157,14 @@ def optimizer_bytes(model: PreTrainedModel, optim: str, optim_args: str | None =
     return states * FLOAT32_BYTES * sum(weight.numel() for weight in weights), remark
 
 
-def _factored_bytes(shape: tuple[int, ...]) -> int:
-    """Adafactor keeps the means of rows and of columns of a matrix (Shazeer and Stern 2018, section 3, arXiv 1804.04235)."""
-    entries = 1
-    for size in shape:
-        entries *= size
+def _factored_bytes(shape: torch.Size) -> int:
+    """Return the bytes of Adafactor's means of rows and columns (Shazeer and Stern 2018, section 3, arXiv 1804.04235)."""
+    entries = shape.numel()
     return FLOAT32_BYTES * (entries // shape[-1] + entries // shape[-2] if len(shape) > 1 else entries)
 
 
 def unit_sizes(model: PreTrainedModel) -> tuple[int, int]:
-    """Weights of the largest layer that is gathered as one, and of all that stands outside of such layers."""
+    """Return the number of weights of the largest layer that is gathered as one, and of everything outside layers."""
     names = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
@@ -209,14 +176,14 @@ class StateMemory:
     """Bytes on one device that do not depend on the batch.
 
     Attributes:
-        weights: Its share, in the precision in which they are updated.
+        weights: Share of the weights, in the precision in which they are updated.
         cast_weights: Copies of weights that autocast makes in half precision.
         gathered_weights: Weights of other devices, gathered for the computation.
-        gradients: Its share.
-        buffers: Of gradients on their way between devices.
-        optimizer: Its share.
-        gradients_persist: Whether gradients stay while the next batch is computed.
-        average: Of an exponential average of what is trained.
+        gradients: Share of the gradients.
+        buffers: Gradients in transfer between devices.
+        optimizer: Share of the optimizer's state.
+        gradients_persist: True if gradients stay while the next batch is computed.
+        average: Exponential average of the trained weights.
     """
 
     weights: int
@@ -229,7 +196,7 @@ class StateMemory:
     average: int = 0
 
     def peak(self, activations: ActivationEstimate | None) -> int:
-        """The most that is needed at a time, together with activations if they are known."""
+        """Return the maximum bytes at a time, with activations if they are known."""
         fixed = self.weights + self.gathered_weights + self.buffers + self.optimizer + self.average
         if activations is None:
             return fixed + self.gradients + self.cast_weights
@@ -244,27 +211,28 @@ def estimate_states(
     accumulates: bool = False,
     is_averaged: bool = False,
 ) -> StateMemory:
-    """Bytes of weights, gradients and optimizer on one device.
+    """Estimate the bytes of weights, gradients and optimizer on one device.
 
     Args:
         model: The model.
         optimizer: Bytes of the optimizer's whole state.
-        precision: Of the step.
-        sharding: Who holds what.
-        accumulates: Whether gradients of several batches are added up.
-        is_averaged: Whether an exponential average follows what is trained, each device its own.
+        precision: Precision of the step.
+        sharding: Distribution among devices.
+        accumulates: True if gradients of several batches are added up.
+        is_averaged: True if each device keeps an exponential average of the trained weights.
     """
     devices, stage = sharding.devices, sharding.stage
 
     def share(size: int, first_stage: int) -> int:
         return -(-size // devices) if stage >= first_stage else size
 
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    average = sum(p.numel() * max(p.element_size(), FLOAT32_BYTES) for p in model.parameters() if p.requires_grad)
+    parameters = list(model.parameters())
+    trained_parameters = [parameter for parameter in parameters if parameter.requires_grad]
+    weights, trained = (sum(p.numel() * p.element_size() for p in group) for group in (parameters, trained_parameters))
+    average = sum(p.numel() * max(p.element_size(), FLOAT32_BYTES) for p in trained_parameters)
     is_deepspeed = sharding.engine == "deepspeed"
     if is_deepspeed and precision.compute_bytes < FLOAT32_BYTES:
-        # Weights and gradients are in half precision; the weights that are updated are part of the optimizer.
+        # Weights and gradients are in half precision. The optimizer holds the float32 weights that it updates.
         optimizer += trained
         weights, trained = (size * precision.compute_bytes // FLOAT32_BYTES for size in (weights, trained))
     gathered, buffers = _traffic(model, precision, sharding, trained)
@@ -282,14 +250,14 @@ def estimate_states(
 
 
 def _traffic(model: PreTrainedModel, precision: Precision, sharding: Sharding, trained: int) -> tuple[int, int]:
-    """Bytes of gathered weights, and of gradients on their way between devices."""
+    """Return the bytes of gathered weights, and of gradients in transfer between devices."""
     element, entries = precision.compute_bytes, sum(parameter.numel() for parameter in model.parameters())
     if sharding.devices == 1:
         return 0, 0
     if sharding.engine == "ddp":
         return 0, trained
     layer, rest = unit_sizes(model)
-    # A layer is computed while the next is on its way, and what is outside of layers stays.
+    # The next layer is gathered during the computation of one. Weights outside layers stay.
     units = element * min(2 * layer + rest, entries)
     if sharding.engine == "fsdp":
         return (units, units) if sharding.stage == 3 else (element * entries, element * entries)
@@ -297,7 +265,7 @@ def _traffic(model: PreTrainedModel, precision: Precision, sharding: Sharding, t
 
 
 def _cast_bytes(model: PreTrainedModel, precision: Precision) -> int:
-    """Bytes of what autocast makes of weights: those of all projections but the last, which the loss converts itself."""
+    """Return the bytes of weights that autocast converts: all projections but the last, which the loss converts itself."""
     if not precision.casts:
         return 0
     head = model.get_output_embeddings()

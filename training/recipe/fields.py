@@ -1,213 +1,228 @@
-"""The fields of a recipe beside transformers' own: what each means, its default and its range."""
+"""All fields of a recipe: our own with help, default and range, and those of `Seq2SeqTrainingArguments`."""
 
+# ruff: noqa: RUF009 (`_field` returns a dataclass field)
+
+import dataclasses
+import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from transformers import Seq2SeqTrainingArguments
 
 from metaphrase.evaluation.metrics import DEFAULT_METRICS, METRICS
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.tokenization import TOKENIZER_KINDS
+from metaphrase.tokenization.hints import did_you_mean
 
 DEFAULT_PRESET = "metaphrase-small"
 
 
-def _about(group: str, words: str, minimum: float | None = None) -> dict[str, Any]:
-    return {"group": group, "help": words, "minimum": minimum}
+def _field(group: str, text: str, default: Any = None, minimum: float | None = None) -> Any:
+    metadata = {"group": group, "help": text, "minimum": minimum}
+    if isinstance(default, type):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
-def _setting(group: str, words: str, default: Any = None, minimum: float | None = None) -> Any:
-    return field(default=default, metadata=_about(group, words, minimum))
+@dataclass(frozen=True, kw_only=True)
+class OwnFields:
+    """The fields that transformers does not have, by group. `metaphrase train --help_fields` prints their help texts."""
 
-
-@dataclass(kw_only=True)
-class RecipeFields:
-    """All of them, by group; `metaphrase train --help` shows them."""
-
-    data_dir: str | None = _setting("data", "Folder that relative data files are in; give it on the command line.")
-    train_file: str | None = _setting(
-        "data", "Pairs in one .tsv, .csv, .jsonl, .json or .parquet file; all but the last may end in .gz."
-    )
-    validation_file: str | None = _setting("data", "Likewise, for validation.")
-    test_file: str | None = _setting("data", "Likewise, for the test.")
-    train_source_file: str | None = _setting("data", "Text with one source per line, .gz or not.")
-    train_target_file: str | None = _setting("data", "Text with one target per line.")
-    validation_source_file: str | None = _setting("data", "Likewise, for validation.")
-    validation_target_file: str | None = _setting("data", "Likewise, for validation.")
-    test_source_file: str | None = _setting("data", "Likewise, for the test.")
-    test_target_file: str | None = _setting("data", "Likewise, for the test.")
-    dataset_name: str | None = _setting("data", "Data set on the Hub, or a folder, in place of files.")
-    dataset_config_name: str | None = _setting("data", "Its configuration.")
-    dataset_train_split: str = _setting("data", "Its split for training.", "train")
-    dataset_validation_split: str | None = _setting("data", "Its split for validation, if it has one.")
-    dataset_test_split: str | None = _setting("data", "Its split for the test, if it has one.")
-    source_column: str | int | None = _setting(
+    data_dir: str | None = _field("data", "Folder of relative data files. Give it on the command line.")
+    train_file: str | None = _field(
         "data",
-        "Column of sources: a name [source], or in a .tsv file a number from 0 [0, where no line names columns].",
+        "Training pairs in one .tsv, .csv, .jsonl, .json or .parquet file; all but .parquet may be gzipped (.gz).",
     )
-    target_column: str | int | None = _setting("data", "Column of targets, likewise [target, or 1].")
-    source_language: str | None = _setting("data", "Language code of the sources, for the model card.")
-    target_language: str | None = _setting("data", "Language code of the targets, for the model card.")
-    source_prefix: str | None = _setting("data", "Text put before each source, such as `summarize: `.")
-    max_source_length: int = _setting(
-        "data", "Most tokens of a training source, end of sequence included.", 256, minimum=2
+    validation_file: str | None = _field("data", "Validation pairs in one file.")
+    test_file: str | None = _field("data", "Test pairs in one file.")
+    train_source_file: str | None = _field("data", "Training sources, one per line; may be gzipped (.gz).")
+    train_target_file: str | None = _field("data", "Training targets, one per line.")
+    validation_source_file: str | None = _field("data", "Validation sources, one per line.")
+    validation_target_file: str | None = _field("data", "Validation targets, one per line.")
+    test_source_file: str | None = _field("data", "Test sources, one per line.")
+    test_target_file: str | None = _field("data", "Test targets, one per line.")
+    dataset_name: str | None = _field("data", "Data set on the Hub, or its folder, instead of files.")
+    dataset_config_name: str | None = _field("data", "Configuration of the data set.")
+    dataset_train_split: str = _field("data", "Training split of the data set.", "train")
+    dataset_validation_split: str | None = _field("data", "Validation split of the data set.")
+    dataset_test_split: str | None = _field("data", "Test split of the data set.")
+    source_column: str | int | None = _field(
+        "data", "Column of sources: a name [source], or an index from 0 in a .tsv file without a header [0]."
     )
-    max_target_length: int = _setting(
-        "data", "Most tokens of a training target, end of sequence included.", 256, minimum=2
-    )
-    too_long: Literal["skip", "truncate", "error"] = _setting(
+    target_column: str | int | None = _field("data", "Column of targets: a name [target] or an index [1].")
+    source_language: str | None = _field("data", "Language code of the sources, for the model card.")
+    target_language: str | None = _field("data", "Language code of the targets, for the model card.")
+    source_prefix: str | None = _field("data", "Text before each source, such as `summarize: `.")
+    max_source_length: int = _field("data", "Maximum tokens of a training source, eos included.", 256, minimum=2)
+    max_target_length: int = _field("data", "Maximum tokens of a training target, eos included.", 256, minimum=2)
+    too_long: Literal["skip", "truncate", "error"] = _field(
         "data",
-        "What becomes of longer pairs; one to be scored that the model cannot read is refused, or truncated for truncate.",
+        "What to do with longer training pairs. Scored pairs that the model cannot read are an error, unless truncate.",
         "skip",
     )
-    empty: Literal["skip", "error", "keep"] = _setting(
+    empty: Literal["skip", "error", "keep"] = _field(
         "data",
-        "What becomes of training pairs with an empty side; validation and test keep them, unless error.",
+        "What to do with training pairs with an empty side. Validation and test keep them, unless error.",
         "skip",
     )
-    malformed: Literal["error", "skip"] = _setting("data", "What becomes of lines that hold no pair.", "error")
-    invalid_utf8: Literal["error", "skip"] = _setting(
-        "data", "What becomes of pairs, or lines of text, that are not UTF-8.", "error"
+    malformed: Literal["error", "skip"] = _field("data", "What to do with lines that hold no pair.", "error")
+    invalid_utf8: Literal["error", "skip"] = _field("data", "What to do with text that is not UTF-8.", "error")
+    streaming: bool = _field("data", "Read training pairs during training. Needs `max_steps`.", False)
+    pairs_in_buffer: int = _field(
+        "data", "Number of pairs that a stream shuffles and sorts together.", 20000, minimum=1
     )
-    streaming: bool = _setting(
-        "data", "Read training pairs as they are needed, not all beforehand; set `max_steps`.", False
+    objective: Literal["pairs", "span_corruption", "ul2", "text_infilling"] = _field(
+        "data", "Train on pairs, or denoise plain text as T5, UL2 or BART.", "pairs"
     )
-    pairs_in_buffer: int = _setting("data", "Pairs that a stream shuffles and sorts together.", 20000, minimum=1)
-    objective: Literal["pairs", "span_corruption", "ul2", "text_infilling"] = _setting(
-        "data", "What is learned: given pairs, or to mend plain text (as T5, UL2, BART).", "pairs"
-    )
-    train_text_file: str | None = _setting(
-        "data", "Plain text with one document per line, .gz or not, to be damaged and mended."
-    )
-    validation_text_file: str | None = _setting("data", "Likewise, for validation.")
-    noise_density: float | None = _setting("data", "Share of a text that is hidden; by default the paper's.", minimum=0)
-    mean_span_length: float | None = _setting(
-        "data", "Mean tokens of a hidden span; by default the paper's.", minimum=1
-    )
-    spans_anywhere: bool = _setting("data", "Let spans of span_corruption begin and end anywhere.", False)
-    end_documents: bool = _setting("data", "Put the end of sequence after each document of plain text.", True)
-    remainder: Literal["drop", "keep"] = _setting(
-        "data", "What becomes of the rest that fills no block of text.", "drop"
-    )
-    num_sentinels: int = _setting("data", "Tokens of a new tokenizer that stand for hidden spans.", 100, minimum=1)
-    max_train_samples: int | None = _setting("data", "Take only so many training pairs.", minimum=1)
-    max_validation_samples: int | None = _setting("data", "Take only so many validation pairs.", minimum=1)
-    max_test_samples: int | None = _setting("data", "Take only so many test pairs.", minimum=1)
-    num_validation: int = _setting("data", "Pairs taken out of the training pairs for validation.", 0, minimum=0)
-    num_test: int = _setting("data", "Pairs taken out of the training pairs for the test.", 0, minimum=0)
+    train_text_file: str | None = _field("data", "Plain text to denoise, one document per line; may be gzipped (.gz).")
+    validation_text_file: str | None = _field("data", "Plain text to denoise, for validation.")
+    noise_density: float | None = _field("data", "Share of tokens to hide [that of the paper].", minimum=0)
+    mean_span_length: float | None = _field("data", "Mean tokens of a hidden span [that of the paper].", minimum=1)
+    spans_anywhere: bool = _field("data", "Allow spans of span_corruption at both ends of a text.", False)
+    end_documents: bool = _field("data", "Append eos to each document of plain text.", True)
+    remainder: Literal["drop", "keep"] = _field("data", "What to do with the last, incomplete block of text.", "drop")
+    num_sentinels: int = _field("data", "Number of sentinel tokens of a new tokenizer.", 100, minimum=1)
+    max_train_samples: int | None = _field("data", "Maximum number of training pairs.", minimum=1)
+    max_validation_samples: int | None = _field("data", "Maximum number of validation pairs.", minimum=1)
+    max_test_samples: int | None = _field("data", "Maximum number of test pairs.", minimum=1)
+    num_validation: int = _field("data", "Number of training pairs to move to validation.", 0, minimum=0)
+    num_test: int = _field("data", "Number of training pairs to move to the test.", 0, minimum=0)
 
-    tasks: dict[str, dict] = field(
-        default_factory=dict,
-        metadata=_about(
-            "tasks",
-            "Several tasks in one run: for each its name, with fields of `data` such as `train_file` and `source_prefix`, "
-            "and a `weight`.",
-        ),
-    )
-    task_mixing: Literal["proportional", "temperature", "equal"] = _setting(
+    tasks: dict[str, dict] = _field(
         "tasks",
-        "How often each task is met: in proportion to its pairs, to a root of them, or all alike.",
-        "proportional",
+        "Several tasks: for each name, fields of `data` such as `train_file` and `source_prefix`, and `weight`.",
+        dict,
     )
-    mixing_temperature: float = _setting("tasks", "The degree of that root.", 2.0, minimum=1)
-    mixing_limit: int | None = _setting("tasks", "Most pairs that a task counts as having.", minimum=1)
+    task_mixing: Literal["proportional", "temperature", "equal"] = _field(
+        "tasks", "Share of each task: in proportion to its pairs, to a root of their number, or equal.", "proportional"
+    )
+    mixing_temperature: float = _field("tasks", "Degree of the root.", 2.0, minimum=1)
+    mixing_limit: int | None = _field("tasks", "Maximum number of pairs that a task counts with.", minimum=1)
 
-    tokenizer_name_or_path: str | None = _setting("tokenizer", "A tokenizer that exists; otherwise one is trained.")
-    target_tokenizer_name_or_path: str | None = _setting("tokenizer", "One for targets alone that exists.")
-    source_lang: str | None = _setting(
-        "tokenizer",
-        "Code of the sources' language that the tokenizer knows: eng_Latn (NLLB), en_XX (mBART), en (M2M100).",
+    tokenizer_name_or_path: str | None = _field("tokenizer", "Existing tokenizer. Without it, a new one is trained.")
+    target_tokenizer_name_or_path: str | None = _field("tokenizer", "Existing tokenizer for the targets.")
+    source_lang: str | None = _field(
+        "tokenizer", "The tokenizer's code of the source language: eng_Latn (NLLB), en_XX (mBART), en (M2M100)."
     )
-    target_lang: str | None = _setting("tokenizer", "Likewise, of the targets; decoding starts as it asks.")
-    tokenizer_kind: str | None = _setting(
-        "tokenizer", f"Kind of the tokenizer to train: {', '.join(TOKENIZER_KINDS)} [byte_bpe]."
+    target_lang: str | None = _field("tokenizer", "The tokenizer's code of the target language, which starts decoding.")
+    tokenizer_kind: str | None = _field(
+        "tokenizer", f"Kind of a new tokenizer: {', '.join(TOKENIZER_KINDS)} [byte_bpe]."
     )
-    vocab_size: int | None = _setting(
-        "tokenizer", "Its number of entries [8000 where pieces are learned, else as many as there are].", minimum=1
+    vocab_size: int | None = _field(
+        "tokenizer", "Entries of a new tokenizer [8000 where pieces are learned, else all].", minimum=1
     )
-    target_vocab_size: int | None = _setting(
-        "tokenizer", "That of the target tokenizer, if it is not joint.", minimum=1
-    )
-    joint_vocabulary: bool | None = _setting("tokenizer", "Whether one tokenizer serves both sides [true].")
-    lowercase: bool = _setting("tokenizer", "Lower-case all text.", False)
-    normalization: str | None = _setting("tokenizer", "Unicode normalization of all text: nfc or nfkc [none].")
-    min_frequency: int | None = _setting("tokenizer", "How often a piece must occur to be learned.", minimum=1)
-    joiner: str | None = _setting("tokenizer", "Mark of a split word in pretokenized text [@@].")
-    additional_special_tokens: list[str] | None = field(
-        default=None, metadata=_about("tokenizer", "More special tokens, such as language codes.")
-    )
+    target_vocab_size: int | None = _field("tokenizer", "Entries of a new, separate target tokenizer.", minimum=1)
+    joint_vocabulary: bool | None = _field("tokenizer", "True if one tokenizer serves both sides [true].")
+    lowercase: bool = _field("tokenizer", "Lower-case all text.", False)
+    normalization: str | None = _field("tokenizer", "Unicode normalization: nfc or nfkc [none].")
+    min_frequency: int | None = _field("tokenizer", "Minimum frequency of a learned piece.", minimum=1)
+    joiner: str | None = _field("tokenizer", "Mark of a split word in pretokenized text [@@].")
+    additional_special_tokens: list[str] | None = _field("tokenizer", "More special tokens, such as language codes.")
 
-    model_name_or_path: str | None = _setting("model", "A model to fine-tune.")
-    preset: str | None = _setting(
-        "model", f"Named dimensions of a new model: {', '.join(MetaphraseConfig.presets())} [{DEFAULT_PRESET}]."
+    model_name_or_path: str | None = _field("model", "Model to fine-tune.")
+    preset: str | None = _field(
+        "model", f"Dimensions of a new model: {', '.join(MetaphraseConfig.presets())} [{DEFAULT_PRESET}]."
     )
-    model: dict[str, Any] = field(
-        default_factory=dict,
-        metadata=_about("model", "Fields of MetaphraseConfig over those of the preset (--model.hidden_size 256)."),
+    model: dict[str, Any] = _field(
+        "model", "Fields of MetaphraseConfig that replace those of the preset (--model.hidden_size 256).", dict
     )
 
-    max_tokens_per_batch: int | None = _setting(
+    max_tokens_per_batch: int | None = _field(
         "batches",
-        "Most source and target tokens in a batch of one device, padding counted, in place of `per_device_train_batch_size`.",
+        "Token budget per device: source, target and padding tokens. Replaces `per_device_train_batch_size`.",
         minimum=2,
     )
 
-    r_drop_alpha: float = _setting(
+    r_drop_alpha: float = _field(
+        "technique", "Weight of R-Drop's divergence, such as 5. A batch takes the memory of two.", 0.0, minimum=0
+    )
+    r_drop_start_step: int = _field(
+        "technique", "Step at which R-Drop begins. Steps before it cost half.", 0, minimum=0
+    )
+    exponential_average_decay: float | None = _field(
         "technique",
-        "Weight of R-Drop's divergence of two passes, such as 5; a batch takes the memory of two.",
-        0.0,
+        "Decay of an exponential average of the weights, such as 0.999, which is evaluated and saved.",
         minimum=0,
     )
-    r_drop_start_step: int = _setting(
-        "technique", "Updates before R-Drop sets in, at half the cost each.", 0, minimum=0
+    exponential_average_warmup: bool = _field("technique", "Use a smaller decay in the beginning.", True)
+    average_last: int | None = _field("technique", "Save the mean of the last N checkpoints.", minimum=2)
+    average_best: int | None = _field("technique", "Save the mean of the N best by `metric_for_best_model`.", minimum=2)
+    freeze: list[str] | None = _field(
+        "technique", "Parts not to train: encoder, decoder.layers.0-3, embeddings, ...; !part excepts a part."
     )
-    exponential_average_decay: float | None = _setting(
-        "technique",
-        "Decay of a running mean of the weights, such as 0.999, evaluated and kept in their place.",
-        minimum=0,
+    learning_rate_factors: dict[str, float] = _field(
+        "technique", "Factors of the learning rate by part (--learning_rate_factors.encoder 0.1).", dict
     )
-    exponential_average_warmup: bool = _setting("technique", "Let that mean forget faster in the beginning.", True)
-    average_last: int | None = _setting("technique", "Keep the mean of the last so many checkpoints.", minimum=2)
-    average_best: int | None = _setting("technique", "Likewise, of the best by `metric_for_best_model`.", minimum=2)
-    freeze: list[str] | None = field(
-        default=None,
-        metadata=_about(
-            "technique", "Parts that are not trained: encoder, decoder.layers.0-3, embeddings, ...; !part is."
-        ),
+    layer_decay: float = _field("technique", "Factor of the learning rate from each layer to the one below.", 1.0)
+    lora_rank: int | None = _field(
+        "technique", "Rank of a LoRA adapter, which is trained instead of the weights.", minimum=1
     )
-    learning_rate_factors: dict[str, float] = field(
-        default_factory=dict,
-        metadata=_about("technique", "Factors of the learning rate by part (--learning_rate_factors.encoder 0.1)."),
-    )
-    layer_decay: float = _setting("technique", "Factor of the learning rate from each layer to the one below.", 1.0)
-    lora_rank: int | None = _setting("technique", "Train an adapter of this rank (LoRA), not the weights.", minimum=1)
-    lora_alpha: float = _setting("technique", "Weight of the adapter, divided by its rank.", 16.0)
-    lora_dropout: float = _setting("technique", "Probability to drop an input of the adapter.", 0.0, minimum=0)
-    lora_target_modules: list[str] | None = field(
-        default=None,
-        metadata=_about("technique", "Layers with an adapter, such as q_proj; by default all linear ones."),
-    )
+    lora_alpha: float = _field("technique", "Weight of the adapter before division by the rank.", 16.0)
+    lora_dropout: float = _field("technique", "Dropout probability of the adapter's input.", 0.0, minimum=0)
+    lora_target_modules: list[str] | None = _field("technique", "Layers with an adapter, such as q_proj [all linear].")
 
-    metrics: list[str] | None = field(
-        default=None,
-        metadata=_about(
-            "evaluation",
-            f"Scores to compute on validation and test, of {', '.join(METRICS)} [{' '.join(DEFAULT_METRICS)}].",
-        ),
+    metrics: list[str] | None = _field(
+        "evaluation", f"Scores on validation and test: {', '.join(METRICS)} [{' '.join(DEFAULT_METRICS)}]."
     )
-    bleu_tokenize: str | None = _setting(
-        "evaluation", "sacreBLEU's tokenizer, such as 13a, or none for tokenized text."
+    bleu_tokenize: str | None = _field("evaluation", "sacreBLEU's tokenizer, such as 13a; none for tokenized text.")
+    num_beams: int | None = _field(
+        "evaluation", "Beams of the finished model. `generation_num_beams` holds during training.", minimum=1
     )
-    num_beams: int | None = _setting(
-        "evaluation", "Beams of the finished model; `generation_num_beams` while training.", minimum=1
+    length_penalty: float | None = _field("evaluation", "Exponent of the length that divides beam scores.")
+    no_repeat_ngram_size: int | None = _field("evaluation", "Length of n-grams that may not repeat.", minimum=0)
+    repetition_penalty: float | None = _field("evaluation", "Penalty of tokens that were generated before.")
+    max_decoded_samples: int | None = _field(
+        "evaluation", "Number of validation pairs, evenly spread, to decode during training [all].", minimum=1
     )
-    length_penalty: float | None = _setting("evaluation", "Exponent of the length that beam scores are divided by.")
-    no_repeat_ngram_size: int | None = _setting("evaluation", "Length of n-grams that may not repeat.", minimum=0)
-    repetition_penalty: float | None = _setting("evaluation", "Penalty of tokens that were generated before.")
-    max_decoded_samples: int | None = _setting(
-        "evaluation",
-        "Validation pairs, evenly spread, that are decoded and scored while training; all by default.",
-        minimum=1,
+    early_stopping_patience: int | None = _field(
+        "evaluation", "Evaluations without a better score before training stops.", minimum=1
     )
-    early_stopping_patience: int | None = _setting(
-        "evaluation", "Evaluations without a better score before the end.", minimum=1
-    )
-    early_stopping_threshold: float | None = _setting("evaluation", "What counts as better.", minimum=0)
+    early_stopping_threshold: float | None = _field("evaluation", "Minimum change that counts as better.", minimum=0)
+
+
+# All differences from transformers' own defaults.
+TRAINING_DEFAULTS: dict[str, Any] = {
+    "predict_with_generate": True,
+    # The collator selects its columns, and batching reads the lengths.
+    "remove_unused_columns": False,
+    "report_to": "none",
+    "save_total_limit": 3,
+    # Seconds. One process reads the corpus and scores the model while the others wait, which may take over half an hour.
+    "ddp_timeout": 6 * 3600,
+}
+_TRAINING_HINTS = typing.get_type_hints(Seq2SeqTrainingArguments)
+# Also true: resume from the last checkpoint.
+_TRAINING_HINTS["resume_from_checkpoint"] = bool | str | None
+TRAINING_FIELDS = {item.name: item for item in dataclasses.fields(Seq2SeqTrainingArguments) if item.init}
+
+
+def _training_default(name: str) -> Any:
+    default = TRAINING_FIELDS[name].default
+    return TRAINING_DEFAULTS.get(name, None if default is dataclasses.MISSING else default)
+
+
+# A copy of the fields alone: `Seq2SeqTrainingArguments.__post_init__` sets up devices and process groups.
+TrainingFields = dataclasses.make_dataclass(
+    "TrainingFields",
+    [(name, _TRAINING_HINTS[name], field(default=_training_default(name))) for name in TRAINING_FIELDS],
+    frozen=True,
+    kw_only=True,
+)
+OWN_FIELDS = {item.name: item for item in dataclasses.fields(OwnFields)}
+
+
+def group_of(name: str, where: str = "a recipe") -> str:
+    """Return the group of a field, `training` for the fields of transformers.
+
+    Raises:
+        ValueError: If there is no such field; the error says where it stands.
+    """
+    check_known(name, where)
+    return OWN_FIELDS[name].metadata["group"] if name in OWN_FIELDS else "training"
+
+
+def check_known(name: str, where: str) -> None:
+    """Refuse a name that is no field, with a hint at the nearest one; `where` it stands is part of the error."""
+    if name not in OWN_FIELDS and name not in TRAINING_FIELDS:
+        hint = did_you_mean(name, [*OWN_FIELDS, *TRAINING_FIELDS]) or " Fields of the network go below `model`."
+        raise ValueError(f"Every field must be one that a recipe has, got `{name}` in {where}.{hint}")

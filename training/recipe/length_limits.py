@@ -1,20 +1,18 @@
-"""Length limits: how many tokens a model can read, known before it is made, and what a recipe asks of it."""
+"""Length limits: the number of tokens that a model can read, and limits of a recipe lowered to it."""
 
 import logging
-from typing import TYPE_CHECKING
 
 from transformers import AutoConfig
 
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.loading import naming
-
-if TYPE_CHECKING:
-    from metaphrase.training.recipe.recipe import Recipe
+from metaphrase.training.recipe.fields import DEFAULT_PRESET
+from metaphrase.training.recipe.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 
-# Other families with a row of a table for each position; FSMT and M2M100 lengthen theirs where it is too short.
-TABLED_FAMILIES = (
+# Other families with a table of positions. FSMT and M2M100 extend theirs when needed.
+TABLED_FAMILIES = [
     "bart",
     "bigbird_pegasus",
     "blenderbot",
@@ -24,23 +22,20 @@ TABLED_FAMILIES = (
     "mvp",
     "pegasus",
     "plbart",
-)
+]
+_TRAINING_LIMITS = ("max_source_length", "max_target_length")
 
 
-def longest_sequence(recipe: "Recipe", default_preset: str) -> int | None:
-    """The most tokens that a side may have for the model of a recipe; `None` if its positions have no end.
-
-    Args:
-        recipe: Names a model to fine-tune, or the dimensions of a new one.
-        default_preset: Of a new model without a `preset`.
+def longest_sequence(recipe: Recipe) -> int | None:
+    """Return the maximum tokens per side for the model of a recipe; None if its positions have no end.
 
     Raises:
         ValueError: If there is no such preset.
         OSError: If there is no such model.
     """
     if recipe.model_name_or_path is None:
-        # Field by field, since a whole configuration cannot be made before the vocabulary is known.
-        preset = MetaphraseConfig.from_preset(recipe.preset or default_preset)
+        # A whole configuration cannot be made before the vocabulary is known.
+        preset = MetaphraseConfig.from_preset(recipe.preset or DEFAULT_PRESET)
         names = ("position_embedding_type", "max_position_embeddings")
         kind, rows = (recipe.model.get(name, getattr(preset, name)) for name in names)
         has_table = kind == "learned"
@@ -53,63 +48,59 @@ def longest_sequence(recipe: "Recipe", default_preset: str) -> int | None:
     return rows if has_table and isinstance(rows, int) else None
 
 
-def fit_budget(recipe: "Recipe", longest: int | None) -> None:
-    """For a stream, whose pairs nobody has seen: none within the limits may be more than a batch can hold.
+def fit_budget(recipe: Recipe, longest: int | None) -> Recipe:
+    """Return the recipe of a stream with length limits that fit the token budget, for any pair that may come.
 
-    Comes before `fit_limits`, after which nothing is a default.
+    Call it before `fit_limits`, which turns defaults into given values.
 
     Args:
-        recipe: With `max_tokens_per_batch`; of `max_source_length` and `max_target_length` what is a default is lowered.
-        longest: As `longest_sequence` says.
+        recipe: Recipe with `max_tokens_per_batch`.
+        longest: Maximum tokens per side that the model can read.
 
     Raises:
-        ValueError: If the limits that were given leave no way out.
+        ValueError: If the given limits exceed the budget.
     """
-    names, budget = ("max_source_length", "max_target_length"), recipe.max_tokens_per_batch
-    defaults = [name for name in names if not recipe.is_set(name)]
-    lengths = {name: getattr(recipe, name) for name in names}
+    budget = recipe.max_tokens_per_batch
+    defaults = [name for name in _TRAINING_LIMITS if not recipe.is_set(name)]
+    lengths = {name: getattr(recipe, name) for name in _TRAINING_LIMITS}
     if longest is not None:
         lengths |= {name: min(lengths[name], longest) for name in defaults}
     if sum(lengths.values()) <= budget:
-        return
+        return recipe
     room = budget - sum(length for name, length in lengths.items() if name not in defaults)
     if not defaults or room < 2 * len(defaults):
         raise ValueError(
             "`max_tokens_per_batch` must be at least `max_source_length` and `max_target_length` together where pairs are "
-            f"streamed, since a pair of these lengths may come at any time, got {budget}, {lengths[names[0]]} and "
-            f"{lengths[names[1]]}."
+            f"streamed, since a pair of these lengths may come at any time, got {budget}, {lengths['max_source_length']} and "
+            f"{lengths['max_target_length']}."
         )
-    for name in defaults:
-        lowered = min(lengths[name], room // len(defaults))
-        logger.info(
-            "`%s` is %d, so that a batch can hold each pair, and not %d, its default.", name, lowered, lengths[name]
-        )
-        setattr(recipe, name, lowered)
+    lowered = {name: min(lengths[name], room // len(defaults)) for name in defaults}
+    for name, limit in lowered.items():
+        logger.info("`%s` is lowered from %d to %d, so that each pair fits into a batch.", name, lengths[name], limit)
+    return recipe.replace(is_checked=False, **lowered)
 
 
-def fit_limits(recipe: "Recipe", longest: int | None) -> None:
-    """Refuses limits of a recipe that allow for more tokens than the model can read, and lowers those that are defaults.
+def fit_limits(recipe: Recipe, longest: int | None) -> Recipe:
+    """Return the recipe with default length limits lowered to what the model can read.
 
     Args:
-        recipe: With `max_source_length`, `max_target_length` and `generation_max_length`.
-        longest: As `longest_sequence` says.
+        recipe: Recipe with `max_source_length`, `max_target_length` and `generation_max_length`.
+        longest: Maximum tokens per side that the model can read.
 
     Raises:
-        ValueError: Naming the field.
+        ValueError: If a given limit is above that.
     """
     if longest is None:
-        return
-    # What decoding writes begins with a token more than labels have, and its last one is not read.
-    most = {"max_source_length": longest, "max_target_length": longest, "generation_max_length": longest + 1}
-    for name, limit in most.items():
+        return recipe
+    # A decoded sequence has a start token, which labels lack, and its last token is never read.
+    limits = {**dict.fromkeys(_TRAINING_LIMITS, longest), "generation_max_length": longest + 1}
+    lowered = {name: limit for name, limit in limits.items() if (getattr(recipe, name) or 0) > limit}
+    for name, limit in lowered.items():
         value = getattr(recipe, name)
-        if value is None or value <= limit:
-            continue
         if recipe.is_set(name):
             raise ValueError(
                 f"`{name}` must be at most {limit} for a model that has a table of positions with "
                 f"`max_position_embeddings` {longest}, got {value}."
             )
-        logger.info("`%s` is %d, all that the model can read, and not %d, its default.", name, limit, value)
-        # As if it had been given: the recipe that is saved says what was done.
-        setattr(recipe, name, limit)
+        logger.info("`%s` is lowered from %d to %d, the most that the model can read.", name, value, limit)
+    return recipe.replace(is_checked=False, **lowered) if lowered else recipe

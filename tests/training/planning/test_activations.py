@@ -92,10 +92,11 @@ def test_packed_rows_cost_their_tokens_and_padded_rows_their_cells():
 def test_packed_rows_have_the_scores_of_their_own_widths():
     lengths = ([3, 40], [17, 2])
     packed, padded = (BatchShape.of(*lengths, is_packed=is_packed) for is_packed in (True, False))
-    sides = [("source", "source"), ("target", "target"), ("target", "source")]
-    assert [packed.scores_of(*each) for each in sides] == [16**2 + 40**2, 24**2 + 16**2, 24 * 16 + 16 * 40]
-    assert [padded.scores_of(*each) for each in sides] == [2 * 40**2, 2 * 17**2, 2 * 17 * 40]
-    assert [packed.repeated(2).scores_of(*each) for each in sides] == [2 * packed.scores_of(*each) for each in sides]
+    names = ("source_scores", "target_scores", "cross_scores")
+    scores = [getattr(packed, name) for name in names]
+    assert scores == [16**2 + 40**2, 24**2 + 16**2, 24 * 16 + 16 * 40]
+    assert [getattr(padded, name) for name in names] == [2 * 40**2, 2 * 17**2, 2 * 17 * 40]
+    assert [getattr(packed.repeated(2), name) for name in names] == [2 * score for score in scores]
 
 
 @pytest.mark.parametrize(

@@ -183,14 +183,9 @@ class MetaphraseEncoderOnly(torch.nn.Module):
         self._no_split_modules, self.layers = model._no_split_modules, model.model.encoder.layers
 
 
-def test_sharding_refuses_what_there_is_not():
-    for fields, message in (
-        ({"devices": 0}, "`devices` must be at least 1, got 0"),
-        ({"stage": 4}, "`stage` must be 0, 1, 2 or 3, got 4"),
-        ({"engine": "magic"}, "`engine` must be ddp, fsdp or deepspeed, got 'magic'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Sharding(**fields)
+def test_no_devices_are_refused():
+    with pytest.raises(ValueError, match="`devices` must be at least 1, got 0"):
+        Sharding(devices=0)
 
 
 def test_arguments_of_the_recipe_decide_the_sharding(tmp_path):

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from metaphrase.training.recipe.recipe import OWN_FIELDS, Recipe
+from metaphrase.training.recipe.recipe import Recipe
 
 STREAM = {"train_file": "a", "streaming": True, "max_tokens_per_batch": 600}
 
@@ -17,14 +17,9 @@ STREAM = {"train_file": "a", "streaming": True, "max_tokens_per_batch": 600}
         ({"test_target_file": "b"}, ("test_source_file", "test_target_file")),
         ({"dataset_name": "x", "validation_file": "a"}, ("dataset_name", "validation_file")),
         ({"dataset_name": "x", "test_source_file": "a", "test_target_file": "b"}, ("dataset_name", "test_source_file")),
-        ({"dataset_config_name": "x"}, ("dataset_config_name", "dataset_name")),
-        ({"dataset_test_split": "test"}, ("dataset_test_split", "dataset_name")),
         ({"num_validation": 5, "validation_file": "a"}, ("num_validation", "validation_file")),
         ({"num_test": 5, "dataset_name": "x", "dataset_test_split": "test"}, ("num_test", "dataset_test_split")),
         ({"num_test": -1}, ("num_test",)),
-        ({"num_validation": 5, "max_validation_samples": 3}, ("num_validation", "max_validation_samples")),
-        ({"objective": "ul2", "train_text_file": "a", "source_prefix": "x "}, ("objective", "source_prefix")),
-        ({"objective": "ul2", "train_text_file": "a", "bleu_tokenize": "none"}, ("objective", "bleu_tokenize")),
         ({"repetition_penalty": 0.0}, ("repetition_penalty",)),
         ({"max_source_length": 1}, ("max_source_length",)),
         ({"vocab_size": 0}, ("vocab_size",)),
@@ -34,62 +29,37 @@ STREAM = {"train_file": "a", "streaming": True, "max_tokens_per_batch": 600}
         ({"model_name_or_path": "x", "vocab_size": 9}, ("model_name_or_path", "vocab_size")),
         ({"tokenizer_name_or_path": "x", "lowercase": True}, ("tokenizer_name_or_path", "lowercase")),
         ({"tokenizer_name_or_path": "x", "joint_vocabulary": False}, ("tokenizer_name_or_path", "joint_vocabulary")),
-        ({"early_stopping_threshold": 0.1}, ("early_stopping_threshold", "early_stopping_patience")),
         ({"early_stopping_patience": 2}, ("early_stopping_patience", "eval_strategy")),
         (
-            {"early_stopping_patience": 2, "training": {"eval_strategy": "epoch"}},
+            {"early_stopping_patience": 2, "eval_strategy": "epoch"},
             ("early_stopping_patience", "metric_for_best_model"),
         ),
-        ({"r_drop_start_step": 5}, ("r_drop_start_step", "r_drop_alpha")),
         (
-            {"r_drop_alpha": 1.0, "r_drop_start_step": 5, "training": {"max_steps": 5}},
+            {"r_drop_alpha": 1.0, "r_drop_start_step": 5, "max_steps": 5},
             ("r_drop_start_step", "max_steps"),
         ),
-        ({"training": {"learnin_rate": 1}}, ("learnin_rate", "learning_rate")),
         *(
-            ({**STREAM, "training": {"max_steps": 5, name: "epoch"}}, (name, "streaming"))
+            ({**STREAM, "max_steps": 5, name: "epoch"}, (name, "streaming"))
             for name in ("save_strategy", "eval_strategy", "logging_strategy")
         ),
-        ({"tasks": {"a": {}}, "mixing_temperature": 3.0}, ("mixing_temperature", "task_mixing")),
         (
-            {"tasks": {"a": {}}, "mixing_temperature": 3.0, "task_mixing": "equal"},
-            ("mixing_temperature", "task_mixing"),
-        ),
-        ({"tasks": {"a": {}}, "mixing_limit": 3, "task_mixing": "equal"}, ("mixing_limit", "task_mixing")),
-        (
-            {"max_tokens_per_batch": 9, "training": {"train_sampling_strategy": "sequential"}},
+            {"max_tokens_per_batch": 9, "train_sampling_strategy": "sequential"},
             ("train_sampling_strategy", "max_tokens_per_batch"),
         ),
         *(
-            ({"max_tokens_per_batch": 9, "training": {name: value}}, (name, "max_tokens_per_batch"))
+            ({"max_tokens_per_batch": 9, name: value}, (name, "max_tokens_per_batch"))
             for name, value in (
                 *(("dataloader_drop_last", True), ("auto_find_batch_size", True), ("neftune_noise_alpha", 5.0)),
                 ("train_sampling_strategy", "batch_rebalance"),
             )
         ),
-        ({"training": {"length_column_name": "labels"}}, ("length_column_name",)),
-        (
-            {"max_decoded_samples": 5, "training": {"predict_with_generate": False}},
-            ("max_decoded_samples", "predict_with_generate"),
-        ),
-        (
-            {"max_decoded_samples": 5, "training": {"prediction_loss_only": True}},
-            ("max_decoded_samples", "prediction_loss_only"),
-        ),
-        ({"objective": "ul2", "train_text_file": "a", "max_decoded_samples": 5}, ("objective", "max_decoded_samples")),
+        ({"length_column_name": "labels"}, ("length_column_name",)),
         ({"bleu_tokenize": "none", "metrics": ["chrf"]}, ("bleu_tokenize", "metrics")),
-        ({"training": {"generation_config": "folder"}}, ("generation_config",)),
-        ({"training": {"learning_rate": -1e-3}}, ("learning_rate",)),
-        ({"training": {"max_steps": 0}}, ("max_steps", "num_train_epochs")),
-        ({"training": {"num_train_epochs": 0}}, ("max_steps", "num_train_epochs")),
+        ({"generation_config": "folder"}, ("generation_config",)),
+        ({"learning_rate": -1e-3}, ("learning_rate",)),
+        ({"max_steps": 0}, ("max_steps", "num_train_epochs")),
+        ({"num_train_epochs": 0}, ("max_steps", "num_train_epochs")),
         ({"model_name_or_path": "a", "model": {"dropout": 0.1}}, ("model_name_or_path", "model")),
-        *(
-            ({"objective": objective, "train_text_file": "a", name: value}, ("objective", name))
-            for objective, name, value in (
-                *(("text_infilling", "num_sentinels", 7), ("text_infilling", "spans_anywhere", True)),
-                *(("ul2", "noise_density", 0.2), ("ul2", "mean_span_length", 4)),
-            )
-        ),
         (
             {"objective": "ul2", "train_text_file": "a", "num_sentinels": 7, "tokenizer_name_or_path": "b"},
             ("num_sentinels", "tokenizer_name_or_path"),
@@ -100,6 +70,31 @@ def test_contradictions_are_refused(fields, names):
     with pytest.raises(ValueError) as caught:
         Recipe(**fields)
     assert all(f"`{name}`" in str(caught.value) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("fields", "warning"),
+    [
+        ({"lora_alpha": 3.0}, "`lora_alpha` without `lora_rank`"),
+        ({"dataset_test_split": "test"}, "`dataset_test_split` without `dataset_name`"),
+        ({"num_validation": 5, "max_validation_samples": 3}, "`max_validation_samples` with `num_validation`"),
+        ({"objective": "ul2", "source_prefix": "x "}, "`source_prefix` with `objective` ul2"),
+        ({"objective": "ul2", "noise_density": 0.2}, "`noise_density` with `objective` ul2"),
+        ({"noise_density": 0.2}, "`noise_density` without `objective`"),
+        ({"mixing_limit": 3}, "`mixing_limit` without `tasks`"),
+        ({"tasks": {"a": {}}, "mixing_limit": 3, "task_mixing": "equal"}, "`mixing_limit` with `task_mixing` equal"),
+        ({"tasks": {"a": {}}, "mixing_temperature": 3.0}, "`mixing_temperature` with `task_mixing` proportional"),
+        ({"max_decoded_samples": 5, "prediction_loss_only": True}, "`max_decoded_samples` if nothing is decoded"),
+        (
+            {"early_stopping_threshold": 0.1, "r_drop_start_step": 5},
+            "without `early_stopping_patience`, `r_drop_start_",
+        ),
+    ],
+)
+def test_fields_without_effect_are_named_in_one_warning(fields, warning, caplog):
+    Recipe(**fields)
+    [message] = caplog.messages
+    assert message.startswith("These fields have no effect: ") and warning in message
 
 
 @pytest.mark.parametrize(
@@ -116,9 +111,7 @@ def test_shares_have_their_bounds_at_the_entrance(name, good, bad):
     others = {"noise_density": {"objective": "span_corruption"}}
     others |= {"lora_dropout": {"lora_rank": 2, "model_name_or_path": "x"}}
     for value in (*good, *bad):
-        is_ours = name in OWN_FIELDS
-        fields = {name: value} if is_ours else {"training": {name: value}}
-        fields |= others.get(name, {})
+        fields = {name: value, **others.get(name, {})}
         if value in good:
             assert getattr(Recipe(**fields), name) == value
             continue
@@ -135,15 +128,15 @@ def test_factors_of_the_rate_are_numbers_above_0(value):
         Recipe(learning_rate_factors={"decoder": 1, "encoder": value})
 
 
-def test_consistent_fields_are_accepted():
+def test_consistent_fields_are_accepted(caplog):
     Recipe(learning_rate_factors={"decoder": 1, "encoder": 0.1}, bleu_tokenize="none", max_decoded_samples=3)
-    Recipe(training={"auto_find_batch_size": True, "neftune_noise_alpha": 5.0, "length_column_name": "source_length"})
-    Recipe(max_tokens_per_batch=9, training={"per_device_train_batch_size": 4, "neftune_noise_alpha": None})
-    Recipe(**STREAM, training={"max_steps": 5, "save_strategy": "steps", "eval_strategy": "no"})
+    Recipe(auto_find_batch_size=True, neftune_noise_alpha=5.0, length_column_name="source_length")
+    Recipe(max_tokens_per_batch=9, per_device_train_batch_size=4, neftune_noise_alpha=None)
+    Recipe(**STREAM, max_steps=5, save_strategy="steps", eval_strategy="no")
     Recipe(tasks={"a": {}}, mixing_temperature=3.0, task_mixing="temperature", mixing_limit=3)
     Recipe(tasks={"a": {}}, mixing_temperature=2.0)
-    Recipe(training={"train_sampling_strategy": "sequential", "dataloader_drop_last": True})
-    Recipe(max_tokens_per_batch=9, training={"train_sampling_strategy": "group_by_length"})
+    Recipe(train_sampling_strategy="sequential", dataloader_drop_last=True)
+    Recipe(max_tokens_per_batch=9, train_sampling_strategy="group_by_length")
     recipe = Recipe(
         dataset_name="x",
         dataset_config_name="y",
@@ -153,10 +146,11 @@ def test_consistent_fields_are_accepted():
         metrics=["bleu"],
         early_stopping_patience=2,
         early_stopping_threshold=0.0,
-        training={"eval_strategy": "epoch", "metric_for_best_model": "bleu"},
+        eval_strategy="epoch",
+        metric_for_best_model="bleu",
     )
-    assert recipe.target_vocab_size == 9 and recipe.training["metric_for_best_model"] == "bleu"
-    recipe = Recipe(num_validation=0, validation_file="a", training={"predict_with_generate": False})
+    assert recipe.target_vocab_size == 9 and recipe.metric_for_best_model == "bleu"
+    recipe = Recipe(num_validation=0, validation_file="a", predict_with_generate=False)
     assert recipe.validation_file == "a"
 
 
@@ -165,4 +159,4 @@ def test_a_mean_is_no_best_checkpoint(name):
     training = {"load_best_model_at_end": True, "eval_strategy": "steps", "metric_for_best_model": "bleu"}
     training |= {"save_strategy": "steps"}
     with pytest.raises(ValueError, match=f"`load_best_model_at_end` must be false with `{name}`"):
-        Recipe(train_file="train.tsv", training=training, **{name: 2})
+        Recipe(train_file="train.tsv", **training, **{name: 2})

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from transformers import SchedulerType, Seq2SeqTrainingArguments
+from transformers import Seq2SeqTrainingArguments
 
 from metaphrase.scripts.train import find_recipe
-from metaphrase.training.recipe.recipe import TRAINING_DEFAULTS, Recipe, format_help, load_recipe
+from metaphrase.training.recipe.fields import OWN_FIELDS, TRAINING_DEFAULTS
+from metaphrase.training.recipe.recipe import Recipe, describe_fields, load_recipe
 
 
 @pytest.fixture
@@ -60,13 +61,12 @@ def test_every_training_argument_is_a_field():
     for item in dataclasses.fields(Seq2SeqTrainingArguments):
         getattr(Recipe(), item.name)
         # What `metaphrase push` does is not offered.
-        assert (f"--{item.name} " in format_help()) is not item.name.startswith(("push_to_hub", "hub_"))
+        assert (f"--{item.name} " in describe_fields()) is not item.name.startswith(("push_to_hub", "hub_"))
 
 
 def test_own_fields_do_not_hide_training_arguments():
-    own = {item.name for item in dataclasses.fields(Recipe)}
-    assert not own & {item.name for item in dataclasses.fields(Seq2SeqTrainingArguments)}
-    assert all(f"--{name}" in format_help() for name in own - {"training"})
+    assert not OWN_FIELDS.keys() & {item.name for item in dataclasses.fields(Seq2SeqTrainingArguments)}
+    assert all(f"--{name}" in describe_fields() for name in OWN_FIELDS)
 
 
 def test_overrides_by_type(recipe_file):
@@ -116,7 +116,7 @@ def test_an_empty_field_of_our_own_is_not_set(recipe_file):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("learnin_rate: 1", r"`learnin_rate` in .*recipe\.yaml.*`learning_rate`"),
+        ("learnin_rate: 1", r"`learnin_rate` in .*recipe\.yaml.*'learning_rate'"),
         ("hidden_size: 8", r"`hidden_size` in .*recipe\.yaml"),
         ("seed: 1\nseed: 2", r"recipe\.yaml .*(?s:.*)`seed` occurs twice"),
         ("model: {a: 1, a: 2}", "`a` occurs twice"),
@@ -153,7 +153,7 @@ def test_parts_of_a_model_keep_the_dots_of_their_names():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--learnin_rate", "1"], "`learnin_rate` in the command line.*`learning_rate`"),
+        (["--learnin_rate", "1"], "`learnin_rate` in the command line.*'learning_rate'"),
         (["--no_such"], "`no_such` in the command line"),
         (["seed", "1"], "got 'seed'"),
         (["--seed"], "`seed` must be int"),
@@ -173,20 +173,32 @@ def test_refused_overrides(words, message):
         load_recipe(None, words)
 
 
-def test_attributes_reach_the_training_arguments(tmp_path):
+def test_values_reach_the_training_arguments(tmp_path):
     recipe = load_recipe(None, ["--learning_rate", "1e-3", "--use_cpu", "--warmup_steps", "7"])
     with pytest.raises(ValueError, match="`output_dir`"):
         recipe.training_arguments()
-    recipe.seed = 5
-    arguments = recipe.training_arguments(output_dir=str(tmp_path), max_steps=3)
+    changed = recipe.replace(seed=5)
+    arguments = changed.training_arguments(output_dir=str(tmp_path), max_steps=3)
     assert (arguments.learning_rate, arguments.warmup_steps, arguments.seed, arguments.max_steps) == (1e-3, 7, 5, 3)
     assert arguments.predict_with_generate and not arguments.remove_unused_columns
     assert arguments.report_to == []
-    assert recipe.is_set("seed") and not recipe.is_set("max_steps")
-    with pytest.raises(AttributeError, match="learning_rate"):
-        recipe.learnin_rate = 1
-    with pytest.raises(AttributeError, match="nonsense"):
-        _ = recipe.nonsense
+    assert changed.is_set("seed") and not changed.is_set("max_steps") and not recipe.is_set("seed")
+
+
+def test_a_recipe_does_not_change():
+    with pytest.raises(dataclasses.FrozenInstanceError, match="learning_rate"):
+        Recipe().learning_rate = 1
+    with pytest.raises(ValueError, match="`learning_rate` must be at least 0"):
+        Recipe().replace(learning_rate=-1.0)
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [("true", True), ("Yes", True), ("no", False), ("false", False), ("null", None), ("runs/checkpoint-3",) * 2],
+)
+def test_whether_to_resume_is_decided_while_parsing(recipe_file, word, expected):
+    assert load_recipe(None, ["--resume_from_checkpoint", word]).resume_from_checkpoint == expected
+    assert load_recipe(recipe_file(f"resume_from_checkpoint: {word}")).resume_from_checkpoint == expected
 
 
 def test_what_transformers_calls_otherwise_now_is_no_cause_for_a_warning(tmp_path, recwarn):
@@ -205,8 +217,7 @@ def test_data_path(tmp_path):
         recipe.data_path("test_file")
     with pytest.raises(ValueError, match="`validation_file`"):
         recipe.data_path("validation_file")
-    recipe.data_dir = None
-    recipe.train_file = str(tmp_path / "a.tsv")
+    recipe = load_recipe(None, ["--train_file", str(tmp_path / "a.tsv")])
     assert recipe.data_path("train_file") == tmp_path / "a.tsv"
 
 
@@ -248,7 +259,7 @@ def test_saved_recipe_loads_as_what_was_set(tmp_path, recipe_file):
     folder = tmp_path / "data"
     overrides = ["--data_dir", str(folder), "--hub_token", "secret", "--output_dir", str(tmp_path / "out")]
     recipe = load_recipe(path, [*overrides, "--test_file", str(folder / "sub" / "t.tsv")])
-    recipe.num_beams = 4
+    recipe = recipe.replace(num_beams=4)
     recipe.save(tmp_path / "saved.yaml")
     text = (tmp_path / "saved.yaml").read_text(encoding="utf-8")
     assert str(tmp_path) not in text and "secret" not in text
@@ -274,8 +285,8 @@ def test_missing_recipe(tmp_path):
 
 def test_uploads_are_left_to_push(tmp_path):
     with pytest.raises(ValueError, match="`push_to_hub` must be left out, got true: `metaphrase push`"):
-        Recipe(train_file="train.tsv", training={"push_to_hub": True})
-    assert Recipe(train_file="train.tsv", training={"push_to_hub": False}).push_to_hub is False
+        Recipe(train_file="train.tsv", push_to_hub=True)
+    assert Recipe(train_file="train.tsv", push_to_hub=False).push_to_hub is False
 
 
 @pytest.mark.parametrize(
@@ -287,15 +298,11 @@ def test_uploads_are_left_to_push(tmp_path):
 )
 def test_the_better_direction_of_a_metric_is_known(metric, given, expected):
     options = {"output_dir": "run", "use_cpu": True, "metric_for_best_model": metric, "greater_is_better": given}
-    recipe = Recipe(
-        train_file="train.tsv", training={name: value for name, value in options.items() if value is not None}
-    )
+    recipe = Recipe(train_file="train.tsv", **options)
     assert recipe.training_arguments().greater_is_better is expected
 
 
-@pytest.mark.parametrize(
-    "schedule", sorted({"reduce_lr_on_plateau", "greedy"} & {item.value for item in SchedulerType})
-)
+@pytest.mark.parametrize("schedule", ["reduce_lr_on_plateau", "greedy"])
 @pytest.mark.parametrize(
     ("metric", "given", "mode"), [("bleu", None, "max"), ("loss", None, None), ("bleu", {"mode": "min"}, "min")]
 )
@@ -303,14 +310,12 @@ def test_the_rate_falls_where_the_metric_gets_no_better(metric, given, mode, sch
     training = {"output_dir": "run", "use_cpu": True, "metric_for_best_model": metric, "eval_strategy": "steps"}
     training |= {"lr_scheduler_type": schedule, "eval_steps": 1}
     training |= {} if given is None else {"lr_scheduler_kwargs": given}
-    recipe = Recipe(train_file="train.tsv", training=training)
+    recipe = Recipe(train_file="train.tsv", **training)
     assert (recipe.training_arguments().lr_scheduler_kwargs or {}).get("mode") == mode
     # That is no part of what was set.
     assert recipe.to_dict().get("lr_scheduler_kwargs") == given
     training |= {"lr_scheduler_type": "linear"}
-    assert (Recipe(training=training).training_arguments().lr_scheduler_kwargs or {}).get("mode") == (given or {}).get(
-        "mode"
-    )
+    assert (Recipe(**training).training_arguments().lr_scheduler_kwargs or {}).get("mode") == (given or {}).get("mode")
 
 
 def test_a_mere_name_is_that_of_a_recipe_of_the_package(tmp_path, monkeypatch):
