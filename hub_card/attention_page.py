@@ -1,6 +1,6 @@
-"""The attention page: one HTML file in which the cross-attention of several sentences can be looked into.
+"""Attention page: one HTML file that shows the cross-attention of several sentences.
 
-It needs nothing but itself: no script, font or picture is fetched. Weights are rounded to 255ths and written as base64.
+The file loads no other script, font or picture. Weights are rounded to 255ths and stored as base64.
 """
 
 import base64
@@ -36,21 +36,21 @@ def write_attention_page(
     head: int | None = None,
     max_weight_bytes: int = MAX_WEIGHT_BYTES,
 ) -> Path:
-    """Writes a page that shows, for each word that is pointed at, how much it attends to the words of the other side.
+    """Write a page that shows the attention of a word to the words of the other side while the mouse points at it.
 
-    Where the maps carry their `head_weights`, the page offers all heads of all layers. If these would exceed the limit, it offers
-    the mean of each layer, and if these would too, the maps' own weights; the page and a warning say what is shown then.
+    With `head_weights` the page offers all heads of all layers. If these exceed the size limit, it offers the mean of each layer,
+    else only `weights`. The page and a warning then name the reduction.
 
     Args:
         maps: One for each sentence, of one model.
         path: The HTML file to write.
-        title: Its title.
-        layer: The layer to show first; of the maps' own weights, the one that they are of. `None` is the mean of all.
-        head: The head, likewise.
-        max_weight_bytes: Most bytes of the file that weights may take.
+        title: Title of the page.
+        layer: Layer to show first, or that of `weights`. `None` is the mean of all.
+        head: Head to show first, or that of `weights`. `None` is the mean of all.
+        max_weight_bytes: Maximum size of all weights in the file.
 
     Raises:
-        ValueError: If there are no maps or more than `MAX_SENTENCES`, or their own weights alone exceed the limit.
+        ValueError: If there are no maps or more than `MAX_SENTENCES`, or `weights` alone exceed the size limit.
     """
     check_sentences(len(maps))
     detail = _affordable_detail(maps, max_weight_bytes)
@@ -60,7 +60,7 @@ def write_attention_page(
         layer = None if layer is None else layer % num_layers
         head = None if head is None else head % num_heads
     shown = {
-        # What the menus name where there is nothing to choose.
+        # Labels of menus without a choice.
         "choice": {
             "layer": "mean of all" if layer is None else f"{layer}",
             "head": "mean" if layer is None or head is None else f"{head}",
@@ -94,24 +94,24 @@ def write_attention_page(
 
 
 def describe_choice(layer: int | None, head: int | None) -> str:
-    """Returns what the weights of a map are of, which `cross_attention` was asked for by the same arguments."""
+    """Describe the weights that `cross_attention` returns for a layer and a head."""
     if layer is None:
         return "the mean over all layers and heads"
     return f"layer {layer}, " + ("the mean over its heads" if head is None else f"head {head}")
 
 
 def check_sentences(count: int) -> None:
-    """Checks how many sentences a page is to show; they can be counted before any attention is computed.
+    """Check the number of sentences of a page.
 
     Raises:
-        ValueError: If there are none or more than `MAX_SENTENCES`.
+        ValueError: If it is 0 or above `MAX_SENTENCES`.
     """
     if not 1 <= count <= MAX_SENTENCES:
         raise ValueError(f"A page must show 1 to {MAX_SENTENCES} sentences, got {count}.")
 
 
 def _affordable_detail(maps: Sequence["AttentionMap"], max_weight_bytes: int) -> str:
-    """How much is shown: all `heads`, the mean of each of the `layers`, or the weights that were `chosen` in the maps."""
+    """Return the finest detail within the size limit: all `heads`, the mean of each of the `layers`, or the `chosen` weights."""
     counts = {"chosen": 1}
     if all(attention.head_weights is not None for attention in maps):
         num_layers, num_heads = maps[0].head_weights.shape[:2]
@@ -138,7 +138,7 @@ def _pack(attention: "AttentionMap", detail: str) -> str:
 
 
 def _describe(attention: "AttentionMap") -> dict:
-    """Words, tokens and the word of each token, of both sides. Where tokens make up no words, each stands for itself."""
+    """Return words, tokens and the word of each token for both sides. Without words, each token is its own word."""
     described = {}
     for side in _SIDES:
         tokens, ids = getattr(attention, f"{side}_tokens"), getattr(attention, f"{side}_word_ids")
@@ -150,7 +150,7 @@ def _describe(attention: "AttentionMap") -> dict:
 
 
 def _visible(text: str) -> str:
-    """The text with control characters, which HTML cannot hold, spelled out."""
+    """Spell out control characters, which HTML cannot hold."""
     return "".join(
         character.encode("unicode_escape").decode() if unicodedata.category(character) in ("Cc", "Cs") else character
         for character in text
@@ -161,9 +161,9 @@ def _section(index: int, sentence: dict) -> str:
     lines = []
     for side in _SIDES:
         buttons = " ".join(
-            f'<button type="button" class="word" id="sentence-{index}-{side}-{place}" data-side="{side}" '
+            f'<button type="button" class="word" id="sentence-{index}-{side}-{number}" data-side="{side}" '
             f'aria-pressed="false">{html.escape(word)}</button>'
-            for place, word in enumerate(sentence[side]["words"])
+            for number, word in enumerate(sentence[side]["words"])
         )
         lines.append(f'<div class="words"><b>{side}</b> <span dir="auto">{buttons}</span></div>')
     return "\n".join(
@@ -179,7 +179,7 @@ def _section(index: int, sentence: dict) -> str:
 
 
 def _json(content: dict) -> str:
-    """JSON that may stand inside of a script element: nothing in it can end the element or begin a comment."""
+    """Return JSON that is safe inside a script element."""
     written = json.dumps(content, ensure_ascii=True, separators=(",", ":"))
     for character in "<>&":
         written = written.replace(character, f"\\u{ord(character):04x}")

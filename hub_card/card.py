@@ -1,10 +1,10 @@
-"""The model card: a trained folder's README.md, with metadata that the Hub reads."""
+"""Write the model card: the README.md of a trained folder, with metadata for the Hub."""
 
 import json
 import logging
 import os
 import re
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -13,13 +13,14 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load
 from huggingface_hub.utils import validate_repo_id
 
-from metaphrase.hub_card.facts import TrainedFolder
+from metaphrase.hub_card.facts import Facts, TrainedFolder
 from metaphrase.hub_card.figures import draw_training_curve, has_training_curve
 from metaphrase.hub_card.markdown import from_plain, number, plain
 from metaphrase.hub_card.sections import (
     UNKNOWN,
     describe_architecture,
     describe_code,
+    describe_imports,
     describe_limits,
     describe_scores,
     describe_training_data,
@@ -33,108 +34,87 @@ logger = logging.getLogger(__name__)
 
 TEMPLATE_PATH = Path(__file__).with_name("template.md")
 FIGURE_NAME = "training_curve.png"
-# A card that bears this line may be written anew; a card that does not was made or changed by somebody.
+# A card with this line may be replaced. Without the line, somebody made or changed the card.
 MARKER = "<!-- Written by Metaphrase from this folder's files. Delete this line to protect your own changes. -->"
-# For a folder with code of its own.
+# Argument for a folder with model code.
 TRUST = ", trust_remote_code=True"
-# For a folder whose decoder has a tokenizer of its own.
+# Line for a folder with a separate target tokenizer.
 LOAD_TARGET_TOKENIZER = (
     f'target_tokenizer = AutoTokenizer.from_pretrained(model_id, subfolder="{TARGET_SUBFOLDER}"%s)\n'
 )
 OWN_TAGS = ("metaphrase", "encoder-decoder")
 TASKS = ("translation", "summarization", "text2text-generation")
-# The form of an ISO 639 code with an optional script or region, or of the Hub's special value.
+# ISO 639 code with an optional script or region, or the Hub's special value.
 LANGUAGE_CODE = re.compile(r"[a-z]{2,3}(-[A-Za-z]{2,8})*|multilingual")
 
-# In a card: its summary, and its languages.
+# Summary and languages of a card.
 _HEAD = re.compile(
     re.escape(MARKER) + r"\s*(.*?)\n\n- Source language: ([^\n]*)\n- Target language: ([^\n]*)\n- Parameters: ",
     re.DOTALL,
 )
-# One that `_summarise` may have made.
+# Summary by `_summarise`, of this and earlier versions.
 _MADE_SUMMARY = re.compile(
     r"An encoder-decoder Transformer( of the type \S+)? for text, "
-    r"trained to (translate from [^\n]+|summarise|turn one text into another\. Which task that is, its files do not say)\."
+    r"trained to (translate from [^\n]+|summarise|turn one text into another\. "
+    r"(Which task that is, its files do not say|Its files do not name the task))\."
 )
 _NO_CODE = " (no ISO 639 code, hence not in the metadata)"
 
 
 def write_model_card(
-    folder: str | os.PathLike,
-    *,
-    repo_id: str | None = None,
-    title: str | None = None,
-    summary: str | None = None,
-    license: str | None = None,
-    task: str | None = None,
-    source_language: str | None = None,
-    target_language: str | None = None,
-    base_model: str | None = None,
-    datasets: Sequence[str] = (),
-    tags: Sequence[str] = (),
-    overwrite: bool = False,
+    folder: str | os.PathLike, facts: Facts | None = None, *, repo_id: str | None = None, overwrite: bool = False
 ) -> Path:
-    """Writes `README.md`, and the picture of the training curves where a log allows it, into a trained folder.
+    """Write `README.md` into a trained folder, and the picture of the training curves if there is a log.
 
-    Everything comes from the folder's `metrics.json`, `recipe.yaml`, `trainer_state.json`, `config.json` and
-    safetensors headers. All of them may be absent: the card then says that it does not know.
+    The card reports `metrics.json`, `recipe.yaml`, `trainer_state.json`, `config.json` and the headers of the weights. What a
+    missing file would tell, the card calls unknown.
 
     Args:
-        folder: The folder with the model.
-        repo_id: The model's name on the Hub, `user/name`; the code in the card loads it from there.
-        title: The card's heading; else the repository's or the folder's name.
-        summary: What the model is, as Markdown, in place of the sentence made from the folder.
-        license: The weights' licence as the Hub writes it, such as `apache-2.0`. It is never guessed.
-        task: One of `TASKS`; else `translation` where two different languages are known, or `text2text-generation`.
-        source_language: Overrides the recipe's.
-        target_language: Overrides the recipe's.
-        base_model: The Hub name of the model that this one was fine-tuned from.
-        datasets: Hub names of the data.
-        tags: Further tags.
-        overwrite: Whether to replace a `README.md` that this function did not write.
+        folder: Folder of the model.
+        facts: Facts that no file of the folder tells.
+        repo_id: Name of the model on the Hub, `user/name`, for the code in the card.
+        overwrite: True to replace a `README.md` that this function did not write.
 
     Returns:
         The path of the card.
 
     Raises:
-        ValueError: If the folder or a file in it is unfit, `repo_id` or `task` is not valid, or a `README.md` by
-            another hand is in the way.
+        ValueError: If the folder or one of its files is not valid, `repo_id` or the task is not valid, or a `README.md` from
+            somewhere else exists.
     """
-    facts = TrainedFolder.read(folder)
-    path = facts.path / "README.md"
+    trained = TrainedFolder.read(folder)
+    path = trained.path / "README.md"
     if path.exists() and not overwrite and not is_own_card(path):
         raise ValueError(
             f"`overwrite` must be True to replace a README.md that was written otherwise, got {str(path)!r}."
         )
     if repo_id is not None:
         validate_repo_id(repo_id)
-    recipe = facts.recipe or {}
-    languages = (source_language or recipe.get("source_language"), target_language or recipe.get("target_language"))
-    title = title or (repo_id.split("/")[-1] if repo_id else facts.path.resolve().name)
-    task = _choose_task(task, languages)
-    data = _metadata(facts, title, task, languages, license, base_model, datasets, tags)
-    trust = TRUST if facts.has_own_code else ""
+    facts = _complete(facts or Facts(), trained, repo_id)
+    data = _metadata(trained, facts)
+    trust = TRUST if trained.has_own_code else ""
     body = Template(TEMPLATE_PATH.read_text(encoding="utf-8")).substitute(
-        title=plain(title),
+        title=plain(facts.title),
         marker=MARKER,
-        summary=summary or _summarise(facts, task, languages),
-        source_language=_language(languages[0]),
-        target_language=_language(languages[1]),
-        parameters=UNKNOWN if facts.num_parameters is None else number(facts.num_parameters),
-        license=plain(license) if license else f"{UNKNOWN}; ask the owner before you use the weights",
+        summary=facts.summary or _summarise(trained, facts),
+        source_language=_language(facts.source_language),
+        target_language=_language(facts.target_language),
+        parameters=UNKNOWN if trained.num_parameters is None else number(trained.num_parameters),
+        license=plain(facts.license) if facts.license else f"{UNKNOWN}; ask the owner before you use the weights",
         model_id=f'"{repo_id}"' if repo_id else '"path/to/this/folder"',
-        target_tokenizer=LOAD_TARGET_TOKENIZER % trust if facts.has_target_tokenizer else "",
+        target_tokenizer=LOAD_TARGET_TOKENIZER % trust if trained.has_target_tokenizer else "",
         trust=trust,
-        code=describe_code(facts),
-        # As JSON writes a text, it is one of Python's too.
-        source=json.dumps(f"{facts.source_prefix}Your text here.", ensure_ascii=False),
-        decoder="target_tokenizer" if facts.has_target_tokenizer else "tokenizer",
-        scores=describe_scores(facts),
-        training_data=describe_training_data(facts),
-        training_procedure=describe_training_procedure(facts),
-        curves=_draw_curves(facts, title),
-        architecture=describe_architecture(facts),
-        limits=describe_limits(facts, languages),
+        imports=describe_imports(trained),
+        code=describe_code(trained),
+        # A JSON string is a Python string, too.
+        source=json.dumps(f"{trained.source_prefix}Your text here.", ensure_ascii=False),
+        decoder="target_tokenizer" if trained.has_target_tokenizer else "tokenizer",
+        scores=describe_scores(trained),
+        training_data=describe_training_data(trained),
+        training_procedure=describe_training_procedure(trained),
+        curves=_draw_curves(trained, facts.title),
+        architecture=describe_architecture(trained),
+        limits=describe_limits(trained, facts),
     )
     with file_in_one_step(path) as temporary:
         ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}").save(temporary)
@@ -142,52 +122,46 @@ def write_model_card(
 
 
 def renew_model_card(folder: str | os.PathLike) -> Path:
-    """Writes the card and the picture of the training curves after a run. A card by another hand stays, with a warning.
-
-    What an earlier card of ours was given, and no file of the folder says, stays in it.
+    """Write card and picture after a run, with the facts of an earlier card. A card by somebody else stays, with a warning.
 
     Returns:
         The path of the card.
 
     Raises:
-        ValueError: If the folder or a file in it is unfit.
+        ValueError: If the folder or one of its files is not valid.
     """
     path = Path(folder) / "README.md"
     if not path.exists() or is_own_card(path):
-        given = earlier_arguments(path)
-        # The recipe of the run decides these.
-        for name in ("task", "source_language", "target_language"):
-            given.pop(name, None)
-        return write_model_card(folder, **given)
-    logger.warning("%s was made or changed by somebody: it stays as it is. Delete it to have a new one.", path)
-    # The picture that it may show is of this run all the same.
-    facts = TrainedFolder.read(folder)
-    _draw_curves(facts, facts.path.resolve().name)
+        # The run's recipe decides task and languages.
+        facts = replace(read_facts(path), task=None, source_language=None, target_language=None)
+        return write_model_card(folder, facts)
+    logger.warning("%s was made or changed by somebody and is kept. Delete it to get a new one.", path)
+    # The kept card may show the picture.
+    trained = TrainedFolder.read(folder)
+    _draw_curves(trained, trained.path.resolve().name)
     return path
 
 
 def is_own_card(path: str | os.PathLike) -> bool:
-    """Whether a README.md was written by `write_model_card` and nobody has claimed it since."""
+    """Return True if `write_model_card` wrote a README.md and its marker still stands."""
     return MARKER in Path(path).read_text("utf-8", errors="replace")
 
 
-def earlier_arguments(path: str | os.PathLike) -> dict[str, Any]:
-    """What `write_model_card` must be given so that a card that is written anew states what it did.
+def read_facts(path: str | os.PathLike) -> Facts:
+    """Read the facts of an earlier card, to write them into a new one.
+
+    Languages are those that the card names. Task and summary are read only if they do not follow from the rest. The title is
+    not read, since it may be the name of the folder or of a repository.
 
     Args:
-        path: The README.md of a folder.
-
-    Returns:
-        Arguments by name, none for a card that is not there or was made or changed by somebody: those of `license`,
-        `base_model`, `datasets` and `tags` that it has, the languages that it knows, and its `task` and `summary` where they are
-        not what is made of the rest. A title is not among them, since it may be the name of a folder or of a repository.
+        path: A README.md. If it is missing, or somebody made or changed it, there are no facts.
 
     Raises:
-        ValueError: If its metadata cannot be read.
+        ValueError: If the metadata cannot be read.
     """
     path = Path(path)
     if not path.exists() or not is_own_card(path):
-        return {}
+        return Facts()
     try:
         data = metadata_load(path) or {}
     except (ValueError, yaml.YAMLError) as error:
@@ -195,69 +169,79 @@ def earlier_arguments(path: str | os.PathLike) -> dict[str, Any]:
             f"The metadata of README.md must be readable, got an error in {str(path)!r}: {error}. Repair or delete it."
         ) from error
     datasets, tags = (_as_list(data.get(name)) for name in ("datasets", "tags"))
-    given = {"license": data.get("license"), "base_model": data.get("base_model"), "datasets": datasets}
-    given["tags"] = [tag for tag in tags if tag not in OWN_TAGS]
-    if head := _HEAD.search(path.read_text(encoding="utf-8")):
-        summary, *shown = head.groups()
-        languages = [from_plain(language.removesuffix(_NO_CODE)) for language in shown]
-        languages = [None if language == UNKNOWN else language for language in languages]
-        given |= {"source_language": languages[0], "target_language": languages[1]}
-        task = data.get("pipeline_tag")
-        given["task"] = task if task in TASKS and task != _choose_task(None, tuple(languages)) else None
-        given["summary"] = None if _MADE_SUMMARY.fullmatch(summary) else summary
-    return {name: value for name, value in given.items() if value}
+    facts = Facts(
+        license=data.get("license"),
+        base_model=data.get("base_model"),
+        datasets=datasets,
+        tags=[tag for tag in tags if tag not in OWN_TAGS],
+    )
+    if not (head := _HEAD.search(path.read_text(encoding="utf-8"))):
+        return facts
+    summary, *shown = head.groups()
+    languages = [from_plain(language.removesuffix(_NO_CODE)) for language in shown]
+    source, target = (None if language == UNKNOWN else language for language in languages)
+    task = data.get("pipeline_tag")
+    return replace(
+        facts,
+        source_language=source,
+        target_language=target,
+        task=task if task in TASKS and task != _choose_task(None, source, target) else None,
+        summary=None if _MADE_SUMMARY.fullmatch(summary) else summary,
+    )
 
 
 def _as_list(value: Any) -> list:
     return list(value) if isinstance(value, list) else [value] if value else []
 
 
-def _choose_task(task: str | None, languages: tuple[str | None, str | None]) -> str:
+def _complete(facts: Facts, trained: TrainedFolder, repo_id: str | None) -> Facts:
+    """Fill in title, languages and task."""
+    recipe = trained.recipe or {}
+    source = facts.source_language or recipe.get("source_language")
+    target = facts.target_language or recipe.get("target_language")
+    return replace(
+        facts,
+        title=facts.title or (repo_id.split("/")[-1] if repo_id else trained.path.resolve().name),
+        source_language=source,
+        target_language=target,
+        task=_choose_task(facts.task, source, target),
+    )
+
+
+def _choose_task(task: str | None, source_language: str | None, target_language: str | None) -> str:
     if task is not None and task not in TASKS:
         raise ValueError(f"`task` must be one of {', '.join(TASKS)}, got {task!r}.")
-    is_translation = all(languages) and languages[0] != languages[1]
+    is_translation = source_language and target_language and source_language != target_language
     return task or ("translation" if is_translation else "text2text-generation")
 
 
-def _metadata(
-    facts: TrainedFolder,
-    title: str,
-    task: str,
-    languages: tuple[str | None, str | None],
-    license: str | None,
-    base_model: str | None,
-    datasets: Sequence[str],
-    tags: Sequence[str],
-) -> ModelCardData:
-    codes = [language for language in dict.fromkeys(languages) if language and LANGUAGE_CODE.fullmatch(language)]
+def _metadata(trained: TrainedFolder, facts: Facts) -> ModelCardData:
+    languages = dict.fromkeys((facts.source_language, facts.target_language))
+    codes = [language for language in languages if language and LANGUAGE_CODE.fullmatch(language)]
     results = [
         EvalResult(
-            task_type=task,
-            dataset_type=datasets[0] if datasets else facts.data_name or UNKNOWN,
-            dataset_name=facts.data_name or UNKNOWN,
-            metric_type=_hub_metric(name),
+            task_type=facts.task,
+            dataset_type=facts.datasets[0] if facts.datasets else trained.data_name or UNKNOWN,
+            dataset_name=trained.data_name or UNKNOWN,
+            metric_type="chrf" if name == "chrf++" else name,
             metric_value=round(value, 4),
             metric_name=label,
             metric_args={"signature": signature} if signature else None,
         )
-        for name, label, value, signature in score_values(facts.scores)
+        for name, label, value, signature in score_values(trained.scores)
     ]
     return ModelCardData(
         language=codes or None,
-        license=license,
+        license=facts.license,
         library_name="transformers",
-        pipeline_tag=task,
-        tags=[*OWN_TAGS, *tags],
-        base_model=base_model,
-        datasets=list(datasets) or None,
+        pipeline_tag=facts.task,
+        tags=[*OWN_TAGS, *facts.tags],
+        base_model=facts.base_model,
+        datasets=list(facts.datasets) or None,
         metrics=list(dict.fromkeys(result.metric_type for result in results)) or None,
-        model_name=title if results else None,
+        model_name=facts.title if results else None,
         eval_results=results or None,
     )
-
-
-def _hub_metric(name: str) -> str:
-    return "chrf" if name == "chrf++" else name
 
 
 def _language(language: str | None) -> str:
@@ -266,19 +250,18 @@ def _language(language: str | None) -> str:
     return plain(language) + ("" if LANGUAGE_CODE.fullmatch(language) else _NO_CODE)
 
 
-def _summarise(facts: TrainedFolder, task: str, languages: tuple[str | None, str | None]) -> str:
-    config: dict[str, Any] = facts.config or {}
-    kind = config.get("model_type")
+def _summarise(trained: TrainedFolder, facts: Facts) -> str:
+    kind = (trained.config or {}).get("model_type")
     text = "An encoder-decoder Transformer" + (f" of the type {plain(kind)}" if kind else "") + " for text, "
-    if task == "translation" and all(languages):
-        return text + f"trained to translate from {plain(languages[0])} to {plain(languages[1])}."
-    if task == "summarization":
+    if facts.task == "translation" and facts.source_language and facts.target_language:
+        return text + f"trained to translate from {plain(facts.source_language)} to {plain(facts.target_language)}."
+    if facts.task == "summarization":
         return text + "trained to summarise."
-    return text + "trained to turn one text into another. Which task that is, its files do not say."
+    return text + "trained to turn one text into another. Its files do not name the task."
 
 
-def _draw_curves(facts: TrainedFolder, title: str) -> str:
-    if not has_training_curve(facts.log_history):
+def _draw_curves(trained: TrainedFolder, title: str) -> str:
+    if not has_training_curve(trained.log_history):
         return "Unknown: there is no `trainer_state.json` with a loss or a score in its log."
-    draw_training_curve(facts.log_history, facts.path / FIGURE_NAME, title=title)
+    draw_training_curve(trained.log_history, trained.path / FIGURE_NAME, title=title)
     return f"![Loss and score against the optimizer step]({FIGURE_NAME})"

@@ -1,8 +1,8 @@
-"""What a trained folder says of itself: scores, recipe, training log, configuration, size."""
+"""Read the facts for a model card: scores, recipe, training log, configuration and size of a trained folder."""
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -14,22 +14,55 @@ from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 from metaphrase.training.checkpointing.averaging import RECIPE_NAME
 from metaphrase.training.recipe.parsing import load_yaml
 
-# A recipe's fields that say where the texts came from; the rest are hyperparameters.
+# Recipe fields that name the data. The other fields are hyperparameters.
 DATA_FIELDS = ("data_dir", "dataset", "dataset_name", "dataset_config", "corpus", "files")
 DATA_FIELD_ENDINGS = ("_file", "_files", "_source", "_target", "_dataset", "_corpus")
 LANGUAGE_FIELDS = ("source_language", "target_language")
-# Texts that are no paths, whatever they begin with.
+# Fields whose texts are no paths, even if they look like one.
 TEXT_FIELDS = ("source_prefix", "joiner", "additional_special_tokens")
-# What must never be published, whatever a recipe holds.
+# Fields that must never be published.
 SECRET_FIELDS = ("token", "hub_token", "push_to_hub_token", "use_auth_token", "api_key", "password", "secret")
 
 
 @dataclass(frozen=True)
-class TrainedFolder:
-    """The files of a folder, each None where it is absent.
+class Facts:
+    """Facts for a model card that the user states.
 
     Attributes:
-        has_target_tokenizer: Whether what the decoder writes is read by a tokenizer of its own.
+        title: Heading of the card. The default is the name of the repository or folder.
+        summary: Description of the model in Markdown. The default is a sentence made from the folder.
+        license: Licence of the weights as the Hub writes it, such as `apache-2.0`. It is never guessed.
+        task: `translation`, `summarization` or `text2text-generation`. The default depends on the languages.
+        source_language: Overrides the recipe.
+        target_language: Overrides the recipe.
+        base_model: Hub name of the model that this one was fine-tuned from.
+        datasets: Hub names of the data.
+        tags: Additional tags.
+    """
+
+    title: str | None = None
+    summary: str | None = None
+    license: str | None = None
+    task: str | None = None
+    source_language: str | None = None
+    target_language: str | None = None
+    base_model: str | None = None
+    datasets: Sequence[str] = ()
+    tags: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class TrainedFolder:
+    """Contents of a trained folder, with None for a missing file.
+
+    Attributes:
+        path: The folder.
+        metrics: `metrics.json`.
+        recipe: `recipe.yaml`.
+        trainer_state: `trainer_state.json`.
+        config: `config.json`.
+        num_parameters: Number of weights.
+        has_target_tokenizer: True if the decoder has a separate tokenizer.
     """
 
     path: Path
@@ -42,10 +75,10 @@ class TrainedFolder:
 
     @classmethod
     def read(cls, folder: str | Path) -> "TrainedFolder":
-        """Reads what is there.
+        """Read a folder.
 
         Raises:
-            ValueError: If the folder is missing, or a file in it cannot be read as what its name promises.
+            ValueError: If the folder is missing, or one of its files is not valid.
         """
         path = Path(folder)
         if not path.is_dir():
@@ -62,40 +95,40 @@ class TrainedFolder:
 
     @property
     def has_own_code(self) -> bool:
-        """Whether the Auto classes load the model by code that comes with it, and so by `trust_remote_code` alone."""
+        """True if the Auto classes need `trust_remote_code` to load the model."""
         return bool((self.config or {}).get("auto_map"))
 
     @property
     def log_history(self) -> list[dict[str, Any]]:
-        """The training log, empty where there is none."""
+        """Entries of the training log, possibly none."""
         return list((self.trainer_state or {}).get("log_history") or [])
 
     @property
     def scores(self) -> dict[str, dict[str, Any]]:
-        """The results by name of the score, empty where there are none."""
+        """Results by name of the score, possibly none."""
         return (self.metrics or {}).get("scores") or {}
 
     @property
     def tasks(self) -> dict[str, dict[str, Any]]:
-        """For each task of a model of several, its own scores and number of examples."""
+        """Scores and number of examples of each task of a multi-task model."""
         return (self.metrics or {}).get("tasks") or {}
 
     @property
     def data_name(self) -> str | None:
-        """The name of the data that the scores were measured on."""
+        """Name of the data that the scores were measured on."""
         name = ((self.metrics or {}).get("data") or {}).get("name")
         return None if name is None else without_machine_path(str(name))
 
     @property
     def source_prefix(self) -> str:
-        """The text before each source that the model was trained on, of several tasks that of the first; often nothing."""
+        """Text before each source in training, of the first task if there are several; often empty."""
         recipe = self.recipe or {}
         tasks = list(recipe["tasks"].values()) if isinstance(recipe.get("tasks"), Mapping) else []
         fields = tasks[0] if tasks else recipe
         return str(fields.get("source_prefix") or "") if isinstance(fields, Mapping) else ""
 
     def split_recipe(self) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-        """Returns (data fields, hyperparameters, names of secret fields that are left out), without machine paths."""
+        """Return (data fields, hyperparameters, names of secret fields), without machine paths."""
         data, hyperparameters, secrets = {}, {}, []
         for name, value in without_machine_path(self.recipe or {}).items():
             if name in SECRET_FIELDS:
@@ -108,17 +141,17 @@ class TrainedFolder:
 
 
 def read_mapping(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[str, Any] | None:
-    """Returns the fields of a file, or None where it is absent.
+    """Return the fields of a file, or None if it is missing.
 
     Raises:
-        ValueError: If the file cannot be read, or holds something else.
+        ValueError: If the file cannot be read or does not hold fields.
     """
     if not path.is_file():
         return None
     try:
         content = parse(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        # Of YAML it has several lines.
+        # A YAML error has several lines.
         text = " ".join(str(error).split())
         raise ValueError(f"`{path.name}` must be readable, got an error in {str(path)!r}: {text}") from error
     if not isinstance(content, dict):
@@ -127,10 +160,10 @@ def read_mapping(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[s
 
 
 def read_recipe(folder: Path) -> dict[str, Any] | None:
-    """Returns the fields of a folder's recipe, with the values that a run would read, or None where it is absent.
+    """Return the fields of a folder's recipe as a run reads them, or None if it is missing.
 
     Raises:
-        ValueError: If the file cannot be read, or a language is no text.
+        ValueError: If the file cannot be read, or a language is not text.
     """
     recipe = read_mapping(folder / RECIPE_NAME, _parse_recipe)
     for name in LANGUAGE_FIELDS:
@@ -142,7 +175,7 @@ def read_recipe(folder: Path) -> dict[str, Any] | None:
 
 def _parse_recipe(text: str) -> Any:
     fields = load_yaml(text, "it")
-    # An empty file is a recipe that leaves all as it is.
+    # An empty file is a recipe without fields.
     return {} if fields is None else fields
 
 
@@ -158,7 +191,7 @@ def _check_metrics(metrics: dict[str, Any] | None) -> dict[str, Any] | None:
         groups[f"tasks.{task}.scores"] = part["scores"]
     for group, scores in groups.items():
         for name, result in scores.items():
-            # ROUGE has a number of each kind beside.
+            # ROUGE has a number for each kind.
             kinds = (
                 ["score", *(kind for kind in result if kind.startswith("rouge"))] if isinstance(result, Mapping) else []
             )
@@ -174,10 +207,10 @@ def _is_finite(score: Any) -> bool:
 
 
 def count_parameters(folder: Path) -> int | None:
-    """Returns how many numbers are in the files that the model is loaded from, or None where there are none. Loads no weights.
+    """Return the number of weights in the files of a model, from their headers; None without such files.
 
     Raises:
-        ValueError: If a file is damaged, or one that an index names is missing.
+        ValueError: If a file is damaged, or a shard is missing.
     """
     total = None
     for path in (folder / name for name in weight_names(folder)):
@@ -193,9 +226,9 @@ def count_parameters(folder: Path) -> int | None:
 
 
 def without_machine_path(value: Any) -> Any:
-    """Returns of a path that is absolute, or begins in a home folder, the last part; anything else as it is.
+    """Cut absolute paths and paths below a home folder to their last part. Other values stay as they are.
 
-    The folders above are the trainer's own business. Lists and mappings are gone through, but for their `TEXT_FIELDS`.
+    Lists and mappings are processed recursively, except for `TEXT_FIELDS`.
     """
     if isinstance(value, list):
         return [without_machine_path(item) for item in value]

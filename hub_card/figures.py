@@ -1,4 +1,4 @@
-"""Pictures: the curves of a training run, and one sentence's cross-attention. PNG files, drawn without a display."""
+"""Draw training curves and attention maps as PNG files, without a display."""
 
 import math
 import os
@@ -14,11 +14,11 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import fontManager
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-# Figures are made through the object interface with this backend alone, so that pyplot's global state is never touched.
+# Uses matplotlib's object interface with one backend, and so leaves pyplot's global state alone.
 DOTS_PER_INCH = 150
 TRAIN_COLOR, EVAL_COLOR, SCORE_COLOR, BEST_COLOR, TEXT_COLOR = "#4477AA", "#CC6633", "#228855", "#AA3377", "#333333"
 LOWER_IS_BETTER = ("ter", "wer", "cer")
-SCORE_LABELS = {  # in percent; the first of them that a run logged is drawn
+SCORE_LABELS = {  # in percent; the first one in the log is drawn
     "bleu": "BLEU",
     "chrf": "chrF",
     "chrf++": "chrF++",
@@ -32,7 +32,7 @@ SCORE_LABELS = {  # in percent; the first of them that a run logged is drawn
     "wer": "WER",
     "cer": "CER",
 }
-# Fonts that hold what DejaVu Sans, which comes with matplotlib, lacks. Only those that are installed are asked for.
+# Fonts for characters that matplotlib's DejaVu Sans lacks. Only installed ones are used.
 FALLBACK_FONTS = (
     "Noto Sans CJK SC",
     "Noto Sans CJK JP",
@@ -55,14 +55,14 @@ def _save(figure: Figure, path: str | os.PathLike, **options) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
-        # A character that no font holds is drawn as an empty box: worth no line in a log for each token.
+        # A character without font becomes an empty box. matplotlib would warn for each token.
         warnings.filterwarnings("ignore", message=r"Glyph \d+ .* missing from")
         figure.savefig(path, format="png", dpi=DOTS_PER_INCH, facecolor="white", **options)
     return path
 
 
 def _series(log_history: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the steps and finite values of one key; of a step logged twice, as by a resumed run, the later counts."""
+    """Return the steps and finite values of one key. Of a step logged twice, as in a resumed run, the later value counts."""
     points = {entry["step"]: entry[key] for entry in log_history if key in entry and "step" in entry}
     finite = sorted((step, value) for step, value in points.items() if _is_number(value))
     steps, values = zip(*finite, strict=True) if finite else ((), ())
@@ -74,7 +74,7 @@ def _is_number(value: Any) -> bool:
 
 
 def logged_score(log_history: Sequence[Mapping[str, Any]]) -> str | None:
-    """Returns the first of the scores in `SCORE_LABELS` that was logged as `eval_<name>`, or None."""
+    """Return the first name in `SCORE_LABELS` that was logged as `eval_<name>`, or None."""
     return next((name for name in SCORE_LABELS if len(_series(log_history, f"eval_{name}")[0])), None)
 
 
@@ -83,12 +83,12 @@ def _has_loss(log_history: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def has_training_curve(log_history: Sequence[Mapping[str, Any]]) -> bool:
-    """Returns whether `draw_training_curve` has anything to draw."""
+    """Return True if the log holds a loss or a score."""
     return _has_loss(log_history) or logged_score(log_history) is not None
 
 
 def best_entry(log_history: Sequence[Mapping[str, Any]]) -> tuple[str, float, float] | None:
-    """Returns (key, step, value) of the best evaluation: by its score, else by its loss; None without evaluations."""
+    """Return (key, step, value) of the best evaluation: by its score, else by its loss; None without evaluations."""
     name = logged_score(log_history)
     key = f"eval_{name}" if name else "eval_loss"
     steps, values = _series(log_history, key)
@@ -101,7 +101,7 @@ def best_entry(log_history: Sequence[Mapping[str, Any]]) -> tuple[str, float, fl
 def draw_training_curve(
     log_history: Sequence[Mapping[str, Any]], path: str | os.PathLike, title: str | None = None
 ) -> Path:
-    """Draws training and evaluation loss against the step, and the score below them where one was logged.
+    """Draw training and evaluation loss against the step, and a logged score below.
 
     Args:
         log_history: Entries of a Trainer's state, with `step` and any of `loss`, `eval_loss`, `eval_bleu` and the like.
@@ -135,12 +135,12 @@ def draw_training_curve(
 
 def _draw_losses(panel, log_history: Sequence[Mapping[str, Any]], best: tuple[str, float, float] | None) -> None:
     steps, values = _series(log_history, "loss")
-    window = 2 * (len(values) // 80) + 1  # odd, so that a mean sits on its own step
-    if len(values) and window > 1:
+    width = 2 * (len(values) // 80) + 1  # odd, so that a mean is centred on a step
+    if len(values) and width > 1:
         panel.plot(steps, values, color=TRAIN_COLOR, alpha=0.25, linewidth=0.8)
-        half = window // 2
+        half = width // 2
         means = [values[max(0, index - half) : index + half + 1].mean() for index in range(len(values))]
-        label = f"training, mean of {window} neighbouring logs"
+        label = f"training, mean of {width} neighbouring logs"
         panel.plot(steps, means, color=TRAIN_COLOR, linewidth=1.8, label=label)
     elif len(values):
         marker = "." if len(values) < 25 else None
@@ -171,9 +171,9 @@ def _mark_best(panel, best: tuple[str, float, float], unit: str) -> None:
 
 
 def _add_legend(panel) -> None:
-    # Above the panel, where it can hide no point.
-    place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 3, "borderaxespad": 0.3, "borderpad": 0}
-    panel.legend(**place, fontsize=9, labelcolor=TEXT_COLOR, frameon=False)
+    # Above the panel, to hide no point.
+    position = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 3, "borderaxespad": 0.3, "borderpad": 0}
+    panel.legend(**position, fontsize=9, labelcolor=TEXT_COLOR, frameon=False)
 
 
 def _finish_panels(panels, log_history: Sequence[Mapping[str, Any]], best: tuple[str, float, float] | None) -> None:
@@ -189,7 +189,7 @@ def _finish_panels(panels, log_history: Sequence[Mapping[str, Any]], best: tuple
         if best is not None:
             panel.axvline(best[1], color=BEST_COLOR, linewidth=0.9, linestyle=(0, (3, 3)), zorder=1)
     bottom = panels[-1]
-    # The panels share their steps, and the last one that was scored need not be the last one that was trained.
+    # The panels share their steps, but training and scoring may end at different steps.
     bottom.set_xlim(0, 1.02 * max(panel.dataLim.x1 for panel in panels))
     bottom.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True, steps=(1, 2, 5, 10)))
     bottom.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
@@ -197,13 +197,13 @@ def _finish_panels(panels, log_history: Sequence[Mapping[str, Any]], best: tuple
     passes = f" ({max(epochs):.3g} epochs in all)" if epochs else ""
     drawn = ("loss", "eval_loss", f"eval_{logged_score(log_history)}")
     lost = sum(key in entry and not _is_number(entry[key]) for entry in log_history for key in drawn)
-    note = f"\nlogged values that are not finite and so not drawn: {lost}" if lost else ""
+    note = f"\nlogged values that are not finite and not drawn: {lost}" if lost else ""
     bottom.set_xlabel(f"optimizer steps{passes}{note}", color=TEXT_COLOR)
     panels[0].figure.align_ylabels(panels)
 
 
 def _readable(token: str) -> str:
-    """Returns a token with everything that a font cannot show, such as a newline, spelled out; none is empty."""
+    """Spell out characters that a font cannot show, such as a newline. The result is never blank."""
     shown = "".join(
         mark.encode("unicode_escape").decode() if unicodedata.category(mark) in ("Cc", "Cf", "Zl", "Zp", "Cs") else mark
         for mark in token
@@ -218,7 +218,7 @@ def draw_attention_map(
     path: str | os.PathLike,
     title: str | None = None,
 ) -> Path:
-    """Draws one sentence's attention weights as a heat map: source tokens on top, target tokens at the left.
+    """Draw one sentence's attention weights as a heat map: source tokens on top, target tokens at the left.
 
     The picture grows with the number of tokens. A character that no installed font holds becomes an empty box.
 
@@ -282,7 +282,7 @@ def _label_tokens(panel, source_tokens: Sequence[str], target_tokens: Sequence[s
 
 
 def _place_title(figure: Figure, panel, title: str) -> None:
-    # Token labels differ in length: the title goes above the tallest, wherever that ends.
+    # The title goes above the longest token label.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"Glyph \d+ .* missing from")
         box = panel.get_tightbbox(figure.canvas.get_renderer()).transformed(figure.dpi_scale_trans.inverted())

@@ -1,4 +1,4 @@
-"""Markdown pieces: text and code that cannot break out of their place, and tables of them."""
+"""Write escaped text and code in Markdown, and tables of them."""
 
 import html
 import re
@@ -11,18 +11,18 @@ def _one_line(value: Any) -> str:
 
 
 def plain(value: Any) -> str:
-    """Returns a value as one line of running text, with every character that Markdown or HTML would read escaped."""
+    """Return a value as one line of text, with the special characters of Markdown and HTML escaped."""
     text = _one_line(value).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_\[\]{}#|~!$])", r"\\\1", text)
 
 
 def from_plain(text: str) -> str:
-    """Returns the text that `plain` wrote so."""
+    """Undo `plain`."""
     return html.unescape(re.sub(r"\\(.)", r"\1", text))
 
 
 def code(value: Any) -> str:
-    """Returns a value as a span of code that may stand in a table."""
+    """Return a value as a span of code that may stand in a table."""
     text = _one_line(value).replace("|", "\\|")
     if not text:
         return "(empty)"
@@ -32,18 +32,18 @@ def code(value: Any) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns a table; header and cells are Markdown already."""
+    """Return a table. Header and cells are Markdown."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def bullets(items: Iterable[str]) -> str:
-    """Returns a list of points that are Markdown already."""
+    """Return a bullet list. The items are Markdown."""
     return "\n".join(f"- {item}" for item in items)
 
 
 def number(value: Any) -> str:
-    """Returns a number as people read it, to four digits, a truth as yes or no, and anything else as code."""
+    """Return a number with at most four digits, a boolean as yes or no, and any other value as code."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if not isinstance(value, int | float):

@@ -1,13 +1,13 @@
-"""The sections of a model card, each made of what a folder states; what it does not state is called unknown."""
+"""Sections of a model card. A fact that the folder does not tell is called unknown."""
 
 from typing import Any
 
-from metaphrase.hub_card.facts import TrainedFolder
+from metaphrase.hub_card.facts import Facts, TrainedFolder
 from metaphrase.hub_card.figures import LOWER_IS_BETTER, SCORE_LABELS
 from metaphrase.hub_card.markdown import bullets, code, number, plain, table
 from metaphrase.modeling import MetaphraseConfig
 
-# (row, fields that may hold it, whether it is worth a row when unknown)
+# (row, names of the field in different families, True to show the row when unknown)
 ARCHITECTURE_ROWS = (
     ("Model type", ("model_type",), True),
     ("Encoder layers", ("encoder_layers", "num_layers"), True),
@@ -33,20 +33,15 @@ ARCHITECTURE_ROWS = (
     ("Stored as", ("dtype", "torch_dtype"), False),
 )
 UNKNOWN = "unknown"
-# Of a model whose code comes with it.
+IMPORT = "import metaphrase  # optional: pip install metaphrase\n"
+IMPORT_REMARK = """\
+`import metaphrase` provides the fast model classes. Without this import, `trust_remote_code=True` runs the copy of the model \
+code that is stored beside the weights, with the same results at transformers' speed."""
 OWN_CODE = "`trust_remote_code=True` runs the model code that is stored beside the weights."
-INSTALLED_CODE = """\
-Where Metaphrase is installed, its own copy takes that place and the flag is not needed:
-
-```python
-import metaphrase.modeling  # registers the architecture with the Auto classes
-
-model = AutoModelForSeq2SeqLM.from_pretrained(model_id)
-```"""
 
 
 def score_values(scores: dict[str, dict[str, Any]]) -> list[tuple[str, str, float, str | None]]:
-    """Returns (name, label, value, signature) of each number worth reporting; ROUGE holds four."""
+    """Return (name, label, value, signature) of each score. ROUGE has four."""
     values = []
     for name, result in scores.items():
         parts = [kind for kind in ("rouge1", "rouge2", "rougeL", "rougeLsum") if kind in result] or ["score"]
@@ -56,16 +51,24 @@ def score_values(scores: dict[str, dict[str, Any]]) -> list[tuple[str, str, floa
     return values
 
 
+def describe_imports(folder: TrainedFolder) -> str:
+    """Return the import line of a Metaphrase model for the code in the card; empty for other models."""
+    return IMPORT if _is_metaphrase(folder) else ""
+
+
 def describe_code(folder: TrainedFolder) -> str:
-    """Returns what is to know of the code that comes with a model; nothing of one that transformers' own code runs."""
+    """Return a remark on the code that comes with a model; empty for a model that transformers' own code runs."""
     if not folder.has_own_code:
         return ""
-    is_ours = folder.config.get("model_type") == MetaphraseConfig.model_type
-    return f"\n{OWN_CODE}{f' {INSTALLED_CODE}' if is_ours else ''}\n"
+    return f"\n{IMPORT_REMARK if _is_metaphrase(folder) else OWN_CODE}\n"
+
+
+def _is_metaphrase(folder: TrainedFolder) -> bool:
+    return folder.has_own_code and folder.config.get("model_type") == MetaphraseConfig.model_type
 
 
 def describe_scores(folder: TrainedFolder) -> str:
-    """Returns the table of scores with their signatures, and how and on what they were measured."""
+    """Return the table of scores with their signatures, data and settings."""
     if folder.metrics is None:
         return "No scores are known: there is no `metrics.json`."
     parts = []
@@ -88,13 +91,13 @@ def describe_scores(folder: TrainedFolder) -> str:
         f"Examples: {_known(metrics.get('num_examples'))}",
         f"Loss (nats per target token): {_known(metrics.get('loss'))}",
         f"Perplexity: {_known(metrics.get('perplexity'))}",
-        f"Settings of generation: {settings or UNKNOWN}",
+        f"Generation settings: {settings or UNKNOWN}",
     ]
     return "\n\n".join([*parts, bullets(facts)])
 
 
 def _scores_of_tasks(tasks: dict[str, dict[str, Any]]) -> str:
-    """The table of each task's own scores; those above are of all pairs together."""
+    """Return the table of scores of each task."""
     rows = []
     for task, part in tasks.items():
         for _, label, value, _ in score_values(part["scores"]):
@@ -111,8 +114,7 @@ def _score_remarks(scores: dict[str, dict[str, Any]]) -> list[str]:
         remarks.append(f"BLEU in detail: precisions {precisions}, brevity penalty {bleu['bp']:.3f}{lengths}.")
     if "tok:none" in (bleu.get("signature") or ""):
         remarks.append(
-            "BLEU counts the tokens of text that was tokenised before (`tok:none`). It must not be compared with BLEU "
-            "on plain text."
+            "BLEU was computed on text that was tokenised before (`tok:none`). It must not be compared with BLEU on plain text."
         )
     return remarks
 
@@ -126,7 +128,7 @@ def _known(value: Any) -> str:
 
 
 def describe_training_data(folder: TrainedFolder) -> str:
-    """Returns the table of what recipe and scores say of the data."""
+    """Return the table of data fields in recipe and scores."""
     fields, _, _ = folder.split_recipe()
     rows = [(code(name), _field(value)) for name, value in fields.items()]
     data = (folder.metrics or {}).get("data") or {}
@@ -141,17 +143,17 @@ def describe_training_data(folder: TrainedFolder) -> str:
 
 
 def describe_training_procedure(folder: TrainedFolder) -> str:
-    """Returns how long training took and the recipe's hyperparameters."""
+    """Return the length of training and the hyperparameters of the recipe."""
     parts = [_describe_progress(folder)]
     _, hyperparameters, secrets = folder.split_recipe()
     if hyperparameters:
         rows = [(code(name), _field(value)) for name, value in hyperparameters.items()]
         parts.append(table(("Hyperparameter", "Value"), rows))
-        parts.append("Listed is what `recipe.yaml` names, absolute paths cut to their last part.")
+        parts.append("The table lists the fields of `recipe.yaml`, with absolute paths cut to their last part.")
     else:
         parts.append("The hyperparameters are unknown: there is no `recipe.yaml`, or it names none.")
     if secrets:
-        parts.append(f"Left out of this table as secret: {', '.join(map(code, secrets))}.")
+        parts.append(f"Left out as secret: {', '.join(map(code, secrets))}.")
     return "\n\n".join(parts)
 
 
@@ -162,12 +164,12 @@ def _describe_progress(folder: TrainedFolder) -> str:
     progress = f"Trained for {_known(state.get('global_step'))} optimizer steps, {_known(state.get('epoch'))} epochs."
     if state.get("best_metric") is not None:
         step, metric = _known(state.get("best_global_step")), number(state["best_metric"])
-        progress += f" By the measure that training chose by, step {step} was the best, with {metric}."
+        progress += f" The best step by the validation metric was {step}, with {metric}."
     return progress
 
 
 def describe_architecture(folder: TrainedFolder) -> str:
-    """Returns the table of dimensions from the configuration."""
+    """Return the table of dimensions in the configuration."""
     if folder.config is None:
         return f"Unknown: there is no `config.json`. Parameters: {_known(folder.num_parameters)}."
     rows = [("Parameters", _known(folder.num_parameters))]
@@ -178,16 +180,17 @@ def describe_architecture(folder: TrainedFolder) -> str:
     return table(("Part", "Value"), rows)
 
 
-def describe_limits(folder: TrainedFolder, languages: tuple[str | None, str | None]) -> str:
-    """Returns what the model cannot be trusted with, as far as the folder's facts carry."""
+def describe_limits(folder: TrainedFolder, facts: Facts) -> str:
+    """Return the known limits of the model."""
     limits = []
     if folder.scores:
         where = f"on {plain(folder.data_name)}" if folder.data_name else "on data whose name is unknown"
         limits.append(f"The scores were measured {where}. Quality on other texts is unknown.")
     else:
         limits.append("Its quality is unknown: no scores are recorded.")
-    if all(languages):
-        limits.append(f"It was trained from {plain(languages[0])} to {plain(languages[1])}; all else is untested.")
+    if facts.source_language and facts.target_language:
+        languages = f"{plain(facts.source_language)} to {plain(facts.target_language)}"
+        limits.append(f"It was trained from {languages}. Other languages are untested.")
     else:
         limits.append("The languages it was trained for are not recorded.")
     config = folder.config or {}
@@ -195,6 +198,6 @@ def describe_limits(folder: TrainedFolder, languages: tuple[str | None, str | No
     if config.get("position_embedding_type") == "learned" and positions is not None:
         limits.append(f"Positions are learned: inputs and outputs end at {number(positions)} tokens.")
     else:
-        limits.append("Lengths beyond those of the training data are untested.")
+        limits.append("Lengths above those of the training data are untested.")
     limits.append("No examination of bias or of harmful output is recorded.")
     return bullets(limits)

@@ -1,4 +1,4 @@
-"""Inference: many lines in, many lines out."""
+"""Inference: decode, score and align many texts."""
 
 from metaphrase.decoding.options import GENERATION_OPTIONS, complete_sampling
 from metaphrase.decoding.quantization import QUANTIZATIONS, quantize

@@ -1,4 +1,4 @@
-"""Decoding: many sources in, their hypotheses out, in order; batches of like length inside."""
+"""Decode many sources in batches of similar length. Hypotheses have the order of the sources."""
 
 import contextlib
 import functools
@@ -38,8 +38,8 @@ from metaphrase.modeling.pipeline_support import (
     settings_of,
 )
 
-# Before 5.24, transformers tells a function for the tokens of a prefix the row of a sample; later, the source that it is of.
-_TELLS_ROWS = Version(transformers.__version__) < Version("5.24.dev0")
+# transformers < 5.24 calls `prefix_allowed_tokens_fn` with the row of a sample, later versions with the index of its source.
+_PASSES_ROWS = Version(transformers.__version__) < Version("5.24.dev0")
 
 
 def decode(
@@ -55,38 +55,38 @@ def decode(
     search: Callable | None = None,
     **generation_kwargs,
 ) -> list[list[Hypothesis]]:
-    """Runs `model.generate()`, or an engine, over all sources.
+    """Run `model.generate()`, or an engine, over all sources.
+
+    Options beside those of `generate()`, for searches of this package: `num_beam_groups` with `diversity_penalty`,
+    `penalty_alpha` with `top_k`, and `force_words_ids`. A length option overrides any length of the model's generation config.
+    `decoder_input_ids` has a row for each source or one for all; hypotheses begin with it, scores leave it out.
+    `prefix_allowed_tokens_fn` is called with the index of the source.
 
     Args:
-        model: Any encoder-decoder with a generation mixin; its mode (training or not) is left as it was. Or an engine.
-        sources: Token ids of each source, with its end of sequence.
-        batch_size: Most sources in a batch. Where transformers drafts tokens, or a setting looks at the sources with their
-            padding (`encoder_repetition_penalty`, `encoder_no_repeat_ngram_size`), there is one.
-        max_tokens_per_batch: Most source tokens in a batch, padding counted.
-        return_scores: Whether hypotheses carry their score.
-        show_progress: A progress bar; `None` shows it on a terminal only.
-        on_batch: Called after each batch with the number of its sources, by whom has a progress bar of a larger whole.
-        partners: Other models that take part, each with what it reads of the sources.
-        search: What joins them: an `EnsembleSearch` or a `SpeculativeSearch`.
-        **generation_kwargs: As for `generate()`; and those that transformers 5 has left to code on the Hub, for searches of
-            this package: `num_beam_groups` with `diversity_penalty`, `penalty_alpha` with `top_k`, `force_words_ids`. A length
-            comes before the model's own, whether either counts the start token or not. `decoder_input_ids` has a row for each
-            source or one for all, which hypotheses begin with and scores leave out; `prefix_allowed_tokens_fn` is called with
-            the number of the source.
+        model: Any encoder-decoder with a generation mixin, or an engine. It keeps its mode, training or evaluation.
+        sources: Token ids of each source, with end of sequence.
+        batch_size: Most sources in a batch. It is 1 if transformers drafts tokens, or if an option looks at padded sources
+            (`encoder_repetition_penalty`, `encoder_no_repeat_ngram_size`).
+        max_tokens_per_batch: Most source tokens in a batch, padding included.
+        return_scores: True if hypotheses carry their score.
+        show_progress: True for a progress bar; `None` shows it on a terminal only.
+        on_batch: Called after each batch with the number of its sources, for the caller's progress bar.
+        partners: Other models that take part, each with its own ids of the sources.
+        search: The search of all models: an `EnsembleSearch` or a `SpeculativeSearch`.
+        **generation_kwargs: As above.
 
     Returns:
-        For each source, in order, its `num_return_sequences` hypotheses, best first where they are ranked.
+        For each source, in order, its `num_return_sequences` hypotheses. Beam search ranks them, best first.
 
     Raises:
         ValueError: If arguments contradict each other, or as `generate()` does.
     """
     options = plain_options(generation_kwargs)
     options = read_text_options(options, len(sources))
-    of_texts: dict[str, Any] = {}
+    text_options: dict[str, Any] = {}
     results: list[list[Hypothesis] | None] = [None] * len(sources)
-    read = [sources, *(partner.sources for partner in partners)]
-    # What one model reads may be longer than what another one does.
-    lengths = [max(map(len, of_models)) for of_models in zip(*read, strict=True)]
+    sources_of_models = [sources, *(partner.sources for partner in partners)]
+    lengths = [max(map(len, ids)) for ids in zip(*sources_of_models, strict=True)]
     bar = tqdm(total=len(sources), unit="sentence", disable=None if show_progress is None else not show_progress)
     if isinstance(model, Engine):
         searching = model.searching(options, return_scores)
@@ -94,18 +94,18 @@ def decode(
         models = [model, *(partner.model for partner in partners)]
         options = with_start(model, options)
         _check_forced(model, options)
-        of_texts = {name: options.pop(name) for name in (*ROW_OPTIONS, FUNCTION_OPTION) if name in options}
+        text_options = {name: options.pop(name) for name in (*ROW_OPTIONS, FUNCTION_OPTION) if name in options}
         copies = _copies(model, options)
         if _is_assisted(model, options) or looks_at_padding(settings_of(model, options)):
-            # All that transformers' own loop can do; or a source must stand alone to come without padding.
+            # transformers' assisted loop takes one source. A source alone has no padding.
             batch_size = 1
         searching = _searching(models, search, return_scores, options)
     with searching as search_batch, bar:
         for batch in batches_by_length(lengths, batch_size, max_tokens_per_batch):
-            of_batch = options_of_texts(of_texts, batch, copies) if of_texts else {}
+            batch_options = options_of_texts(text_options, batch, copies) if text_options else {}
             with numbering([index + 1 for index in batch]):
-                found = search_batch(*([ids[index] for index in batch] for ids in read), **of_batch)
-            for index, hypotheses in zip(batch, found, strict=True):
+                rows = search_batch(*([ids[index] for index in batch] for ids in sources_of_models), **batch_options)
+            for index, hypotheses in zip(batch, rows, strict=True):
                 results[index] = hypotheses
             bar.update(len(batch))
             if on_batch is not None:
@@ -120,26 +120,26 @@ def _searching(
     return_scores: bool,
     generation_kwargs: dict,
 ) -> Iterator[BatchSearch]:
-    """Everything in evaluation, and what decodes a batch, for as long as that."""
+    """Put the models into evaluation mode inside this context. Yields the search for one batch."""
     chosen_search, generation_kwargs = choose_search(models[0], generation_kwargs)
     if joint_search is not None and chosen_search is not None:
         raise ValueError(
             f"Several models must decode greedily, by beams or by sampling, got arguments of {chosen_search.__name__}."
         )
 
-    def search_batch(*read: list[Sequence[int]], **of_batch) -> list[list[Hypothesis]]:
-        inputs, *others = map(pad_sources, read, models)
-        asked = generation_kwargs | of_batch
+    def search_batch(*sources: list[Sequence[int]], **batch_options) -> list[list[Hypothesis]]:
+        inputs, *partner_inputs = map(pad_sources, sources, models)
+        options = generation_kwargs | batch_options
         for name in ROW_OPTIONS:
-            if asked.get(name) is not None:
-                asked[name] = asked[name].expand(len(read[0]), -1)
+            if options.get(name) is not None:
+                options[name] = options[name].expand(len(sources[0]), -1)
         if joint_search is not None:
-            search = functools.partial(joint_search, partners=list(zip(models[1:], others, strict=True)))
-            options = {"custom_generate": search, "return_scores": return_scores}
+            search = functools.partial(joint_search, partners=list(zip(models[1:], partner_inputs, strict=True)))
+            options |= {"custom_generate": search, "return_scores": return_scores}
         else:
-            options = _search_options(models[0], chosen_search, return_scores, asked)
-        hypotheses = list(_generate(models[0], inputs, return_scores, asked | options))
-        count = len(hypotheses) // len(read[0])
+            options |= _search_options(models[0], chosen_search, return_scores, options)
+        hypotheses = list(_generate(models[0], inputs, return_scores, options))
+        count = len(hypotheses) // len(sources[0])
         return [hypotheses[start : start + count] for start in range(0, len(hypotheses), count)]
 
     with evaluating(models), checking_targets(models[0]), torch.inference_mode():
@@ -147,7 +147,7 @@ def _searching(
 
 
 def pad_sources(sources: list[Sequence[int]], model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Ids and mask `(batch, source)`, padded on the right."""
+    """Return `input_ids` and `attention_mask` `(batch, source)`, padded on the right."""
     width = max(len(source) for source in sources)
     pad = model.config.pad_token_id or 0
     ids = [list(source) + [pad] * (width - len(source)) for source in sources]
@@ -159,12 +159,12 @@ def pad_sources(sources: list[Sequence[int]], model: PreTrainedModel) -> dict[st
 
 
 def _copies(model: PreTrainedModel, options: dict) -> int:
-    """Rows of each text that a function is told apart: samples, which are no beams."""
-    if not _TELLS_ROWS:
+    """Return the number of rows of each text as `prefix_allowed_tokens_fn` sees them: the samples, but not the beams."""
+    if not _PASSES_ROWS:
         return 1
-    names, own = ("num_beams", "num_return_sequences"), model.generation_config
-    beams, count = (getattr(own, name) if options.get(name) is None else options[name] for name in names)
-    return 1 if (beams or 1) > 1 else count or 1
+    names, config = ("num_beams", "num_return_sequences"), model.generation_config
+    num_beams, count = (getattr(config, name) if options.get(name) is None else options[name] for name in names)
+    return 1 if (num_beams or 1) > 1 else count or 1
 
 
 def _check_forced(model: PreTrainedModel, options: dict) -> None:
@@ -176,30 +176,30 @@ def _check_forced(model: PreTrainedModel, options: dict) -> None:
 
 
 def _is_assisted(model: PreTrainedModel, options: dict) -> bool:
-    """Whether transformers drafts tokens: by another model, out of the source, or by a part of the model itself."""
-    own = model.generation_config
+    """Return True if transformers drafts tokens: by another model, by lookup, or by layers of the model itself."""
+    config = model.generation_config
     names = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
     return options.get("assistant_model") is not None or any(
-        options[name] if name in options else getattr(own, name, None) for name in names
+        options[name] if name in options else getattr(config, name, None) for name in names
     )
 
 
-def _with_one_fewest(model: PreTrainedModel, options: dict, prompt_length: int) -> dict:
-    """The fewest new tokens as a length, of which a model may have one of its own: `generate()` would warn in every batch."""
-    fewest = options.get("min_new_tokens")
-    if fewest is None or model.generation_config.min_length is None:
+def _merge_min_length(model: PreTrainedModel, options: dict, prompt_length: int) -> dict:
+    """Replace `min_new_tokens` by `min_length` if the model sets `min_length`: `generate()` warns if both are set."""
+    min_new_tokens = options.get("min_new_tokens")
+    if min_new_tokens is None or model.generation_config.min_length is None:
         return options
-    return {**options, "min_length": prompt_length + fewest, "min_new_tokens": None}
+    return {**options, "min_length": prompt_length + min_new_tokens, "min_new_tokens": None}
 
 
 def _search_options(
     model: PreTrainedModel, search: Callable | None, return_scores: bool, generation_kwargs: dict
 ) -> dict:
-    """Arguments of `generate()` for a search of this package, or else for one of transformers'."""
+    """Return arguments of `generate()` that choose a search of this package, or one of transformers."""
     if search is None and is_metaphrase(model) and _is_plain(model, generation_kwargs):
         return {"custom_generate": fast_generation.search, "return_scores": return_scores}
     options = {"return_dict_in_generate": True, "output_scores": return_scores, "output_logits": False}
-    # The scores of its steps are none of what a search here returns.
+    # A search of this package returns no scores of single steps.
     return options if search is None else options | {"custom_generate": search, "output_scores": False}
 
 
@@ -208,57 +208,62 @@ def _generate(
 ) -> Iterator[Hypothesis]:
     prompt = generation_kwargs.get("decoder_input_ids")
     prompt_length = 1 if prompt is None else prompt.shape[1]
-    generation_kwargs = _with_one_fewest(model, generation_kwargs, prompt_length)
-    chosen = None
+    generation_kwargs = _merge_min_length(model, generation_kwargs, prompt_length)
+    step_scores = None
     if generation_kwargs.get("output_scores") and generation_kwargs.get("custom_generate") is None:
-        others = generation_kwargs.get("stopping_criteria") or []
-        chosen = ChosenScores(empties=not others)
-        generation_kwargs = {**generation_kwargs, "stopping_criteria": StoppingCriteriaList([*others, chosen])}
-    # In a run whose weights are shared out, it would else wait for what the other processes decode.
+        criteria = generation_kwargs.get("stopping_criteria") or []
+        step_scores = ChosenScores(empties=not criteria)
+        generation_kwargs = {**generation_kwargs, "stopping_criteria": StoppingCriteriaList([*criteria, step_scores])}
+    # With sharded weights, `generate()` would otherwise wait for the batches of other processes.
     output = model.generate(**inputs, **{"synced_gpus": False} | generation_kwargs)
-    ends = generation_kwargs.get("eos_token_id", model.generation_config.eos_token_id)
-    ends = set() if ends is None else set(torch.as_tensor(ends).flatten().tolist())
-    forced_end = _forced_end(model, generation_kwargs, prompt_length)
-    rows = [_cut(row, ends, prompt_length - 1, forced_end) for row in output.sequences[:, 1:].tolist()]
-    scores = _scores(output, prompt_length, ends, chosen) if return_scores else [None] * len(rows)
+    eos_token_ids = generation_kwargs.get("eos_token_id", model.generation_config.eos_token_id)
+    eos_token_ids = set() if eos_token_ids is None else set(torch.as_tensor(eos_token_ids).flatten().tolist())
+    forced_index = _forced_eos_index(model, generation_kwargs, prompt_length)
+    rows = [_cut(row, eos_token_ids, prompt_length - 1, forced_index) for row in output.sequences[:, 1:].tolist()]
+    scores = [None] * len(rows)
+    if return_scores:
+        scores = _sequence_scores(output, prompt_length, eos_token_ids, step_scores)
     for (ids, is_finished), score in zip(rows, scores, strict=True):
         yield Hypothesis(ids, score, is_finished)
 
 
 def _is_plain(model: PreTrainedModel, generation_kwargs: dict) -> bool:
-    """Whether the search is greedy, by beams or by sampling, with no options but those that can be told by name."""
+    """Return True for greedy search, beam search and sampling with no other options than those of the command line."""
     modes = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH)
     known = {*GENERATION_OPTIONS, "bad_words_ids", "eos_token_id", "synced_gpus"}
-    given = {name for name, value in generation_kwargs.items() if value is not None}
-    return known >= given and model.generation_config.get_generation_mode() in modes
+    names = {name for name, value in generation_kwargs.items() if value is not None}
+    return known >= names and model.generation_config.get_generation_mode() in modes
 
 
-def _forced_end(model: PreTrainedModel, generation_kwargs: dict, prompt_length: int) -> int | None:
-    """Place, the start token not counted, of an end that is forced where the length limit is met; `None` if there is none."""
+def _forced_eos_index(model: PreTrainedModel, generation_kwargs: dict, prompt_length: int) -> int | None:
+    """Return the index, without start token, at which `forced_eos_token_id` ends a sequence; `None` if it is not set."""
     if settings_of(model, generation_kwargs).get("forced_eos_token_id") is None:
         return None
-    _, most = length_limits(model, generation_kwargs, prompt_length)
-    if most is None:
-        # As `generate()` does where nobody has said anything.
-        most = GenerationConfig._get_default_generation_params()["max_length"] + prompt_length
-        most = min(most, getattr(model.config, "max_position_embeddings", None) or most)
-    return most - 2
+    _, max_length = length_limits(model, generation_kwargs, prompt_length)
+    if max_length is None:
+        # The default of `generate()`.
+        max_length = GenerationConfig._get_default_generation_params()["max_length"] + prompt_length
+        max_length = min(max_length, getattr(model.config, "max_position_embeddings", None) or max_length)
+    return max_length - 2
 
 
-def _cut(row: list[int], ends: set[int], num_given: int, forced_end: int | None = None) -> tuple[list[int], bool]:
-    """The ids up to the first end of sequence behind those that were given, and whether there is one that was not forced."""
-    for place, token in enumerate(row):
-        if place >= num_given and token in ends:
-            return row[: place + 1], place != forced_end
+def _cut(
+    row: list[int], eos_token_ids: set[int], num_prompt_tokens: int, forced_index: int | None
+) -> tuple[list[int], bool]:
+    """Return the ids up to the first end of sequence after the prompt, and True if the model wrote that end itself."""
+    for index, token in enumerate(row):
+        if index >= num_prompt_tokens and token in eos_token_ids:
+            return row[: index + 1], index != forced_index
     return row, False
 
 
-def _scores(output, prompt_length: int, ends: set[int], chosen: ChosenScores | None) -> list[float]:
-    """The score of each row."""
+def _sequence_scores(
+    output, prompt_length: int, eos_token_ids: set[int], step_scores: ChosenScores | None
+) -> list[float]:
     sequences_scores = getattr(output, "sequences_scores", None)
     if sequences_scores is not None:
         return sequences_scores.tolist()
-    ends = torch.tensor(sorted(ends), dtype=torch.long, device=output.sequences.device)
-    # A caller's own loop may ask no criteria.
-    totals = functools.partial(totals_of_steps, output.scores) if chosen is None else chosen.totals
+    ends = torch.tensor(sorted(eos_token_ids), dtype=torch.long, device=output.sequences.device)
+    # A custom loop need not call the stopping criteria.
+    totals = functools.partial(totals_of_steps, output.scores) if step_scores is None else step_scores.totals
     return totals(output.sequences, prompt_length, ends).tolist()

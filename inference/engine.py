@@ -1,4 +1,4 @@
-"""Engine: what turns batches of sources into hypotheses in place of a model of transformers."""
+"""Interface between `decode` and whatever runs the model: a search over one batch, and its result."""
 
 import abc
 from collections.abc import Callable, Mapping
@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import GenerationConfig
 
 
@@ -14,10 +15,10 @@ class Hypothesis:
     """One decoded target.
 
     Attributes:
-        ids: Token ids without the start token and without padding; the last one is the end of sequence if it was reached.
-        score: For beam search its length-normalized score, else the sum of the log-probabilities; `None` if not asked for.
-        is_finished: Whether the end of sequence was reached within the length limit, and not forced there by
-            `forced_eos_token_id`.
+        ids: Token ids without start token and padding. The last one is the end of sequence if the model wrote it.
+        score: Length-normalized score of beam search, else the sum of log-probabilities. `None` without `return_scores`.
+        is_finished: True if the model wrote the end of sequence within the length limit. An end that `forced_eos_token_id` put
+            there does not count.
     """
 
     ids: list[int]
@@ -25,15 +26,15 @@ class Hypothesis:
     is_finished: bool
 
 
-# From the ids of a batch's sources, as each of the models reads them, to the hypotheses of each source.
+# Takes the sources of a batch once for each model (token ids). Returns the hypotheses of each source.
 BatchSearch = Callable[..., list[list[Hypothesis]]]
 
 
 class Engine(abc.ABC):
-    """What decodes in place of a model of transformers.
+    """Base class of decoders that replace a transformers model.
 
     Attributes:
-        generation_config: What holds where a call says nothing else.
+        generation_config: Defaults for options that a call leaves out.
     """
 
     generation_config: GenerationConfig
@@ -42,12 +43,31 @@ class Engine(abc.ABC):
     def searching(
         self, generation_kwargs: Mapping[str, Any], return_scores: bool
     ) -> AbstractContextManager[BatchSearch]:
-        """What decodes the batches of one call.
+        """Return a context with the search for the batches of one call.
 
         Args:
             generation_kwargs: As for `generate()`.
-            return_scores: Whether hypotheses carry their score.
+            return_scores: True if hypotheses carry their score.
 
         Raises:
-            ValueError: If the engine cannot do what an option asks for.
+            ValueError: If the engine does not support an option.
         """
+
+
+def default_device() -> str | torch.device:
+    """Return the accelerator if there is one, else the CPU."""
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+
+
+def find_device(name: str | torch.device) -> torch.device:
+    """Return the device of a name. The device need not be present.
+
+    Raises:
+        ValueError: If torch does not know the name.
+    """
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(
+            f"`device` must be one that torch knows, such as cpu, cuda or cuda:1, got {name!r}."
+        ) from error

@@ -1,4 +1,4 @@
-"""Generator pool: processes with a generator each, which share the windows of a stream."""
+"""Generator pool: processes with a generator each, which share the chunks of a stream."""
 
 import contextlib
 import functools
@@ -17,38 +17,31 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from metaphrase.inference.chunks import (
+    PreparedChunks,
+    check_seed,
+    decode_chunk,
+    line_bar,
+    read_chunks,
+    select_texts,
+)
+from metaphrase.inference.engine import default_device, find_device
 from metaphrase.inference.generator import Generator
-from metaphrase.inference.loading import default_device, find_device
-from metaphrase.inference.run import ScoredText
+from metaphrase.inference.run import COUNTERS, Counters, ScoredText
 from metaphrase.inference.source_limits import counting_on
 from metaphrase.inference.text_options import read_text_options
-from metaphrase.inference.windows import (
-    PreparedWindows,
-    check_seed,
-    decode_window,
-    line_bar,
-    read_windows,
-    settings_of_window,
-)
 from metaphrase.tokenization import checked_texts
 
-# What a generator counts.
-_COUNTS = ("num_unfinished", "num_truncated", "num_drafted", "num_accepted")
 
-
-class GeneratorPool:
+class GeneratorPool(Counters):
     """Several processes, each with a generator of the same model.
 
-    Each window of a stream is decoded by one of them, with random numbers of its own: what comes out does not depend on how many
-    there are. They end with the context, in the middle of a window if need be, and with the process that has made them. As
-    everywhere in Python, a script that starts processes needs `if __name__ == "__main__":`.
+    One process decodes each chunk of a stream, with the chunk's own random numbers. The result does not depend on the number of
+    processes. The processes end with the context, even in the middle of a chunk, and with the process that started them. A
+    script that starts processes needs `if __name__ == "__main__":`. For the counters, summed over the processes, see `Counters`.
 
     Attributes:
-        num_processes: How many there are.
-        num_unfinished: See `Generator`; so the next three.
-        num_truncated: Of all processes.
-        num_drafted: Of all processes.
-        num_accepted: Of all processes.
+        num_processes: Number of processes.
     """
 
     def __init__(
@@ -60,32 +53,30 @@ class GeneratorPool:
         assistant_model: str | os.PathLike | None = None,
         **kwargs,
     ):
-        """Starts the processes and waits until the model is loaded.
+        """Start the processes and wait until each has loaded the model.
 
         Args:
             name_or_path: As for `Generator.from_pretrained`.
-            num_processes: How many. On a CPU they share the threads that torch has here.
-            device: Where to run. Without a number (`cuda`), and by default, each process has the next accelerator.
+            num_processes: Number of processes. On a CPU they share this process' torch threads.
+            device: Where to run. By default, and for a name without number (`cuda`), the processes take the accelerators in turn.
             assistant_model: Name of a draft model, see `Generator.generate`.
             **kwargs: As for `Generator.from_pretrained`.
 
         Raises:
-            ChildProcessError: If a process has died.
-            ValueError: If `num_processes` is not above 0; or as `Generator.from_pretrained` does.
+            ChildProcessError: If a process died.
+            ValueError: If `num_processes` is below 1; or as `Generator.from_pretrained` does.
         """
         if num_processes < 1:
             raise ValueError(f"`num_processes` must be at least 1, got {num_processes}.")
         self.num_processes = num_processes
         self._is_closed = False
         name_or_path, self._copy = _converted_once(name_or_path, kwargs.get("engine"))
-        for name in _COUNTS:
-            setattr(self, name, 0)
-        # A process that was forked would share the threads of this one, and cannot use a GPU.
+        # A forked process would inherit this one's thread state, and cannot use a GPU.
         context = multiprocessing.get_context("spawn")
         devices = context.SimpleQueue()
-        for each in spread_devices(device, num_processes):
-            devices.put(each)
-        # Nobody else holds the other end: it is closed when this process ends, whatever ends it.
+        for worker_device in spread_devices(device, num_processes):
+            devices.put(worker_device)
+        # Only this process holds the other end. The system closes it whenever this process ends.
         reader, self._life = context.Pipe(duplex=False)
         num_threads = max(1, torch.get_num_threads() // num_processes)
         self._executor = ProcessPoolExecutor(
@@ -109,7 +100,7 @@ class GeneratorPool:
         self.close()
 
     def close(self) -> None:
-        """Ends the processes, whatever they do."""
+        """End the processes at once."""
         self._is_closed = True
         self._life.close()
         self._executor.shutdown(cancel_futures=True)
@@ -117,10 +108,10 @@ class GeneratorPool:
             self._copy.cleanup()
 
     def num_targets(self, **generation_kwargs) -> int:
-        """How many candidates a source has with these options.
+        """Return the number of candidates of a source with these options.
 
         Raises:
-            ChildProcessError: If a process has died.
+            ChildProcessError: If a process died.
             ValueError: If the pool is closed.
         """
         with self._naming_deaths():
@@ -130,102 +121,89 @@ class GeneratorPool:
         self,
         lines: Iterable[str],
         *,
-        window: int = 4096,
+        chunk_size: int = 4096,
         return_scores: bool = True,
         show_progress: bool | None = False,
         seed: int | None = None,
-        first_window: int = 0,
+        first_chunk: int = 0,
         total: int | None = None,
         risk: Mapping[str, Any] | None = None,
         **generation_kwargs,
     ) -> Iterator[list[ScoredText]]:
-        """Candidates for each source of a stream of any length, in order and in bounded memory.
+        """Yield the candidates of each source of a stream of any length, in order and in bounded memory.
 
-        Each process has a window, and one more is waiting.
-
-        Args:
-            lines: Sources; iterated in another thread.
-            window: Sources that are decoded together.
-            return_scores: As for `Generator.generate_stream`, as are the next five.
-            show_progress: A progress bar over the whole stream.
-            seed: Of the random numbers.
-            first_window: Number of the window with which `lines` begins.
-            total: Sources of the whole stream, for the progress bar.
-            risk: For minimum Bayes risk decoding.
-            **generation_kwargs: As for `Generator.generate_n_best`.
+        Each process has a chunk, and one more chunk waits. Arguments are those of `Generator.generate_stream`.
 
         Raises:
-            ChildProcessError: If a process has died.
-            ValueError: If `window` is not above 0, `seed` is negative or the pool is closed, or as `Generator.generate_n_best`
-                does.
+            ChildProcessError: If a process died.
+            ValueError: If the pool is closed, or as `Generator.generate_stream` does.
         """
         lines = checked_texts(lines, "lines")
         check_seed(seed)
         generation_kwargs = read_text_options(generation_kwargs, None)
-        numbers = itertools.count(first_window)
-        settings = {"seed": seed, "return_scores": return_scores, "risk": risk, **generation_kwargs}
+        numbers = itertools.count(first_chunk)
+        options = {"seed": seed, "return_scores": return_scores, "risk": risk, **generation_kwargs}
 
         def submit(texts: list[str]) -> Future:
             number = next(numbers)
-            of_window = settings_of_window(settings, number * window, len(texts))
-            return self._executor.submit(_decode, number, texts, of_window)
+            return self._executor.submit(_decode, number, texts, select_texts(options, number * chunk_size, len(texts)))
 
-        bar = line_bar(show_progress, total, first_window * window)
-        prepared = PreparedWindows(read_windows(lines, window), submit, ahead=self.num_processes)
-        with bar, self._naming_deaths(), prepared as windows:
-            for number, (texts, future) in enumerate(windows, start=first_window):
-                with counting_on(number * window):
+        bar = line_bar(show_progress, total, first_chunk * chunk_size)
+        prepared = PreparedChunks(read_chunks(lines, chunk_size), submit, ahead=self.num_processes)
+        with bar, self._naming_deaths(), prepared as chunks:
+            for number, (texts, future) in enumerate(chunks, start=first_chunk):
+                with counting_on(number * chunk_size):
                     candidates, counts = future.result()
-                for name, count in counts.items():
-                    setattr(self, name, getattr(self, name) + count)
+                self.count(counts)
                 bar.update(len(texts))
                 yield from candidates
                 del future, candidates
 
     @contextlib.contextmanager
     def _naming_deaths(self) -> Iterator[None]:
-        """Says what became of the processes, where they cannot be asked."""
+        """Replace the executor's errors for a closed pool and for a dead process."""
         try:
             yield
         except (BrokenProcessPool, CancelledError, RuntimeError) as error:
             if self._is_closed:
-                raise ValueError("A generator pool must be used before it is closed, got a call after that.") from error
+                raise ValueError("A generator pool must be open, got a call after `close()`.") from error
             if not isinstance(error, BrokenProcessPool):
                 raise
             raise ChildProcessError(
-                "One of the processes that decode has died. If memory was short: fewer of them, or smaller batches, need less."
+                "A process of the generator pool died. If memory was short, set a smaller `num_processes` or `batch_size`."
             ) from error
 
 
 def _converted_once(name_or_path: Any, engine: str | None) -> tuple[Any, TemporaryDirectory | None]:
-    """What the processes load, and, if that is a converted copy, what it lasts as long as: they are ended, and remove nothing."""
+    """Convert a model for CTranslate2 once for all processes. Returns the name to load, and the folder to remove at the end."""
     if engine != "ctranslate2" or not isinstance(name_or_path, str | os.PathLike):
         return name_or_path, None
-    from metaphrase.inference.ctranslate2.engine import converted_copy, is_exported  # An extra.
+    from metaphrase.inference.ctranslate2.engine import converted_copy, is_exported  # Needs an extra.
 
     return (name_or_path, None) if is_exported(name_or_path) else converted_copy(name_or_path)
 
 
 def spread_devices(device: str | torch.device | None, num_processes: int) -> list[str | torch.device | None]:
-    """A device for each process: accelerators in turn, where no certain one is named."""
-    place = find_device(default_device() if device is None else device)
-    if place.type == "cpu" or place.index is not None or not torch.accelerator.is_available():
+    """Return a device for each process: the accelerators in turn, unless `device` is a CPU or has a number."""
+    device_type = find_device(default_device() if device is None else device)
+    if device_type.type == "cpu" or device_type.index is not None or not torch.accelerator.is_available():
         return [device] * num_processes
     count = torch.accelerator.device_count()
-    return [f"{place.type}:{number % count}" for number in range(num_processes)]
+    return [f"{device_type.type}:{number % count}" for number in range(num_processes)]
+
+
+# The code below runs in the processes of a pool.
 
 
 class _Worker:
-    """What a process of a pool decodes with; it is loaded when it is asked for."""
+    """The generator of this process and its draft model. Loaded at first use, so that an error reaches the pool."""
 
     def __init__(self, name_or_path: Any, assistant_name: Any, options: dict[str, Any]):
-        self._name_or_path, self._assistant_name, self._options = name_or_path, assistant_name, options
+        self._names, self._options = (name_or_path, assistant_name), options
 
     @functools.cached_property
     def generators(self) -> tuple[Generator, Generator | None]:
-        """The one that decodes, and the one that drafts for it."""
-        names = (self._name_or_path, self._assistant_name)
-        return tuple(None if name is None else Generator.from_pretrained(name, **self._options) for name in names)
+        return tuple(None if name is None else Generator.from_pretrained(name, **self._options) for name in self._names)
 
 
 _worker: _Worker
@@ -235,17 +213,17 @@ def _start(
     life: Connection, devices: Any, num_threads: int, name_or_path: Any, assistant_name: Any, options: dict[str, Any]
 ) -> None:
     global _worker
-    # The terminal sends it to all processes; the one that made these decides.
+    # A terminal sends SIGINT to all processes. The process that started the pool handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(life,), name="metaphrase-life", daemon=True).start()
     torch.set_num_threads(num_threads)
-    # A lock between processes would be left behind, since nothing is closed when this process is ended.
+    # tqdm's default lock between processes would leak, because `_end_with` closes nothing.
     tqdm.set_lock(threading.RLock())
     _worker = _Worker(name_or_path, assistant_name, {**options, "device": devices.get()})
 
 
 def _end_with(life: Connection) -> None:
-    """Ends this process when nobody holds the other end any more."""
+    """End this process when the other end of the pipe is closed."""
     wait([life])
     os._exit(0)
 
@@ -255,12 +233,11 @@ def _num_targets(options: dict[str, Any]) -> int:
     return generator.num_targets(**options)
 
 
-def _decode(number: int, texts: list[str], settings: dict[str, Any]) -> tuple[list[list[ScoredText]], dict[str, int]]:
-    """The candidates of a window, and what the generator has counted with them."""
+def _decode(number: int, texts: list[str], options: dict[str, Any]) -> tuple[list[list[ScoredText]], dict[str, int]]:
+    """Return the candidates of a chunk and the counts to add to the pool's."""
     generator, assistant = _worker.generators
     if assistant is not None:
-        settings["assistant_model"] = assistant
-    for name in _COUNTS:
-        setattr(generator, name, 0)
-    candidates = decode_window(generator, number, texts, **settings)
-    return candidates, {name: getattr(generator, name) for name in _COUNTS}
+        options["assistant_model"] = assistant
+    before = {name: getattr(generator, name) for name in COUNTERS}
+    candidates = decode_chunk(generator, number, texts, **options)
+    return candidates, {name: getattr(generator, name) - before[name] for name in COUNTERS}

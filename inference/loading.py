@@ -1,4 +1,4 @@
-"""Loading: the parts of a generator, from a folder or from the Hub."""
+"""Load a model or an engine with its tokenizers, from a folder or from the Hub."""
 
 import os
 
@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 import metaphrase.modeling  # noqa: F401 (registers the models with the Auto classes)
 from metaphrase.decoding.quantization import quantization_of, quantize
-from metaphrase.inference.engine import Engine
+from metaphrase.inference.engine import Engine, default_device, find_device
 from metaphrase.storage.loading import load_whole, naming
 from metaphrase.tokenization import TokenizerPair, set_languages
 
@@ -24,10 +24,10 @@ def load_parts(
     source_lang: str | None = None,
     target_lang: str | None = None,
 ) -> tuple[PreTrainedModel | Engine, TokenizerPair]:
-    """A model in evaluation mode, or an engine, with its tokenizers; for arguments and errors see `Generator.from_pretrained`."""
+    """Load a model in evaluation mode, or an engine, with its tokenizers. See `Generator.from_pretrained`."""
     with naming(name_or_path, "name_or_path"):
         if engine == "ctranslate2":
-            from metaphrase.inference.ctranslate2.engine import CTranslate2Engine  # An extra.
+            from metaphrase.inference.ctranslate2.engine import CTranslate2Engine  # Needs an extra.
 
             model = CTranslate2Engine.from_pretrained(name_or_path, device=device, dtype=dtype)
         else:
@@ -35,53 +35,6 @@ def load_parts(
         tokenizers = TokenizerPair.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
     model.generation_config.update(**set_languages(tokenizers, source_lang, target_lang))
     return model, tokenizers
-
-
-def default_device() -> str | torch.device:
-    """An accelerator, if there is one."""
-    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-
-
-def find_device(name: str | torch.device) -> torch.device:
-    """The device of a name, whether it is here or not.
-
-    Raises:
-        ValueError: If torch knows no such name.
-    """
-    try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(
-            f"`device` must be one that torch knows, such as cpu, cuda or cuda:1, got {name!r}."
-        ) from error
-
-
-def _check_device(name: str | torch.device) -> None:
-    """Checks that something can be put on a device.
-
-    Raises:
-        ValueError: If torch knows no such device, or cannot use it here.
-    """
-    try:
-        torch.empty(0, device=find_device(name))
-    except (RuntimeError, AssertionError) as error:
-        # What is said of a device that is not there may go on for pages.
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"`device` must be one that torch can use here, got {str(name)!r}: {reason}") from error
-
-
-def _find_dtype(name: str | torch.dtype) -> str | torch.dtype:
-    """The type of weights of a name; `auto` remains.
-
-    Raises:
-        ValueError: If torch has none of this name that a network can compute in.
-    """
-    found = getattr(torch, str(name).removeprefix("torch."), None)
-    if name != "auto" and not (isinstance(found, torch.dtype) and found.is_floating_point and found.itemsize > 1):
-        raise ValueError(
-            f"`dtype` must be auto, int8 or one of torch's, such as float32, bfloat16 or float16, got {str(name)!r}."
-        )
-    return name if found is None else found
 
 
 def _load_model(
@@ -98,3 +51,22 @@ def _load_model(
     if quantization is not None:
         quantize(model, quantization)
     return model
+
+
+def _check_device(name: str | torch.device) -> None:
+    try:
+        torch.empty(0, device=find_device(name))
+    except (RuntimeError, AssertionError) as error:
+        # CUDA's message may have many lines.
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"`device` must be one that torch can use here, got {str(name)!r}: {reason}") from error
+
+
+def _find_dtype(name: str | torch.dtype) -> str | torch.dtype:
+    """Return torch's type for a name. `auto` stays as it is."""
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    if name != "auto" and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
+        raise ValueError(
+            f"`dtype` must be auto, int8 or one of torch's, such as float32, bfloat16 or float16, got {str(name)!r}."
+        )
+    return name if dtype is None else dtype

@@ -1,8 +1,7 @@
-"""Minimum Bayes risk decoding: of some candidates, the one that is most like all that the model might have said.
+"""Minimum Bayes risk decoding: choose the candidate with the highest expected utility.
 
-The utility of a candidate beside a pseudo-reference is sacreBLEU's score of the one against the other. The n-grams of each text
-are counted once, and those that two texts share come from products of matrices; what they give is equal to sacreBLEU's
-sentence-level score, bit for bit.
+The utility is sacreBLEU's score of a candidate against a pseudo-reference. The n-grams of each text are counted once, and shared
+n-grams come from matrix products. The scores equal sacreBLEU's sentence-level scores bit for bit.
 """
 
 import math
@@ -17,11 +16,11 @@ from transformers import GenerationConfig
 
 from metaphrase.decoding.options import complete_sampling, plain_options
 
-# So many columns of the matrices at a time: (candidates + references) rows of this width are held.
+# Columns of the n-gram matrices at a time. Bounds the memory to (candidates + references) rows of this width.
 _COLUMNS_AT_ONCE = 1 << 14
 
-# Settings that change a model's distribution, beside those whose neutral value is not None. Lengths are none of them, nor is what
-# forbids or forces tokens, which a model may need to write at all: the code of a language, no padding.
+# Settings with the neutral value None that change a model's distribution. Length bounds and forced or forbidden tokens are not
+# among them: a model may need these to write at all, such as a language code.
 _DISTORTIONS = (
     *("min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff", "repetition_penalty", "no_repeat_ngram_size"),
     *("encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty"),
@@ -33,11 +32,11 @@ NGrams = list[list[Hashable]]
 
 @dataclass(frozen=True)
 class WeightedTexts:
-    """Texts that stand for a distribution, each once.
+    """Distinct texts with their probabilities.
 
     Attributes:
-        texts: All different.
-        weights: How probable each is; their sum is 1.
+        texts: Distinct texts.
+        weights: Probabilities, which sum to 1.
     """
 
     texts: list[str]
@@ -45,7 +44,7 @@ class WeightedTexts:
 
 
 def weigh_samples(texts: Sequence[str]) -> WeightedTexts:
-    """Equal samples count once, with the share that they have.
+    """Weight each distinct sample by its share.
 
     Source: Eikema and Aziz 2020, arXiv 2005.10283.
     """
@@ -54,13 +53,13 @@ def weigh_samples(texts: Sequence[str]) -> WeightedTexts:
 
 
 def weigh_n_best(texts: Sequence[str], scores: Sequence[float]) -> WeightedTexts:
-    """The candidates of a beam by their probabilities, as if there were no others; those of equal texts add up.
+    """Weight the candidates of a beam by their probabilities, normalized to sum 1. Equal texts are summed.
 
     Source: Kumar and Byrne 2004.
 
     Args:
-        texts: Of the candidates.
-        scores: Their log-probabilities, or scores that are normalized by length.
+        texts: Candidates.
+        scores: Log-probabilities of the candidates, or length-normalized scores.
     """
     highest, weights = max(scores), dict.fromkeys(texts, 0.0)
     for text, score in zip(texts, scores, strict=True):
@@ -70,7 +69,7 @@ def weigh_n_best(texts: Sequence[str], scores: Sequence[float]) -> WeightedTexts
 
 
 def expected_utilities(candidates: Sequence[str], references: WeightedTexts, utility: str = "chrf") -> list[float]:
-    """What each candidate scores against the pseudo-references, in the mean by their weights.
+    """Return the mean utility of each candidate against the weighted pseudo-references.
 
     Raises:
         ValueError: If the utility is unknown.
@@ -81,7 +80,7 @@ def expected_utilities(candidates: Sequence[str], references: WeightedTexts, uti
 
 
 def pairwise_chrf(candidates: Sequence[str], references: Sequence[str]) -> np.ndarray:
-    """sacreBLEU's `sentence_chrf` of each candidate against each reference, `(candidates, references)`.
+    """Return sacreBLEU's `sentence_chrf` of each candidate against each reference, `(candidates, references)`.
 
     Source: Popovic 2015, as sacreBLEU has it.
     """
@@ -91,7 +90,7 @@ def pairwise_chrf(candidates: Sequence[str], references: Sequence[str]) -> np.nd
     matches = _matches(left, right, len(orders))
     # (orders, candidates, 1) and (orders, 1, references)
     left_totals, right_totals = _totals(left)[:, :, None], _totals(right)[:, None, :]
-    # An order counts where both texts have n-grams of it. As in sacreBLEU, sums run from the lowest order on.
+    # An order counts if both texts have n-grams of it. Sums run from the lowest order up, to equal sacreBLEU bit for bit.
     is_counted = (left_totals > 0) & (right_totals > 0)
     with np.errstate(divide="ignore", invalid="ignore"):
         precisions = np.where(is_counted, matches / left_totals, 0.0)
@@ -108,9 +107,9 @@ def pairwise_chrf(candidates: Sequence[str], references: Sequence[str]) -> np.nd
 
 
 def pairwise_bleu(candidates: Sequence[str], references: Sequence[str]) -> np.ndarray:
-    """sacreBLEU's `sentence_bleu` of each candidate against each reference, `(candidates, references)`.
+    """Return sacreBLEU's `sentence_bleu` of each candidate against each reference, `(candidates, references)`.
 
-    Source: Papineni et al. 2002, smoothed and with as many orders as there are, as sacreBLEU has it for sentences.
+    Source: Papineni et al. 2002, with sacreBLEU's smoothing and `effective_order` for sentences.
     """
     scorer = BLEU(effective_order=True)
     tokenize, orders = scorer.tokenizer, range(1, scorer.max_ngram_order + 1)
@@ -137,13 +136,13 @@ UTILITIES: dict[str, Callable[[Sequence[str], Sequence[str]], np.ndarray]] = {
 
 
 def check_utility(utility: str) -> None:
-    """Raises `ValueError` if there is no such utility."""
+    """Raise `ValueError` for an unknown utility."""
     if utility not in UTILITIES:
         raise ValueError(f"`utility` must be one of {', '.join(UTILITIES)}, got {utility!r}.")
 
 
 def _character_ngrams(text: str, orders: range) -> NGrams:
-    """All n-grams of each order, white space left out."""
+    """Return the n-grams of each order, without white space."""
     text = "".join(text.split())
     return [[text[start : start + order] for start in range(len(text) - order + 1)] for order in orders]
 
@@ -153,44 +152,44 @@ def _word_ngrams(words: list[str], orders: range) -> NGrams:
 
 
 def _totals(texts: Sequence[NGrams]) -> np.ndarray:
-    """How many n-grams of each order a text has, `(orders, texts)`."""
+    """Return the number of n-grams of each order, `(orders, texts)`."""
     return np.array([[len(ngrams) for ngrams in text] for text in texts], dtype=np.float64).T
 
 
 def _matches(left: Sequence[NGrams], right: Sequence[NGrams], num_orders: int) -> np.ndarray:
-    """How many n-grams of each order two texts share, each as often as both have it, `(orders, left, right)`.
+    """Return the clipped number of shared n-grams of each order, `(orders, left, right)`.
 
-    The second "the" of a text is another thing than its first one. Then a text is a set, and what two sets share is a product
-    of rows of zeros and ones.
+    The second "the" of a text is a different item than the first. So a text is a set, and the size of an intersection is the
+    product of two rows of zeros and ones.
     """
     return np.stack([_shared([t[order] for t in left], [t[order] for t in right]) for order in range(num_orders)])
 
 
 def _shared(left: list[list[Hashable]], right: list[list[Hashable]]) -> np.ndarray:
     columns: dict[tuple[Hashable, int], int] = {}
-    known = [[columns.setdefault(thing, len(columns)) for thing in _numbered(ngrams)] for ngrams in left]
-    # What no text on the left has is shared with none.
-    found = [[columns[thing] for thing in _numbered(ngrams) if thing in columns] for ngrams in right]
+    left_sets = [[columns.setdefault(item, len(columns)) for item in _numbered(ngrams)] for ngrams in left]
+    right_sets = [[columns[item] for item in _numbered(ngrams) if item in columns] for ngrams in right]
     shared = np.zeros((len(left), len(right)))
     for first in range(0, len(columns), _COLUMNS_AT_ONCE):
         width = min(_COLUMNS_AT_ONCE, len(columns) - first)
-        shared += _indicator(known, first, width) @ _indicator(found, first, width).T
+        shared += _indicator(left_sets, first, width) @ _indicator(right_sets, first, width).T
     return shared
 
 
 def _numbered(ngrams: list[Hashable]) -> list[tuple[Hashable, int]]:
-    seen: Counter[Hashable] = Counter()
-    things = []
+    """Pair each n-gram with the number of its earlier occurrences."""
+    counts: Counter[Hashable] = Counter()
+    items = []
     for ngram in ngrams:
-        things.append((ngram, seen[ngram]))
-        seen[ngram] += 1
-    return things
+        items.append((ngram, counts[ngram]))
+        counts[ngram] += 1
+    return items
 
 
 def _indicator(sets: list[list[int]], first: int, width: int) -> np.ndarray:
-    """1 where a set has a column, `(sets, width)`. Sums of so many ones are exact in float32."""
-    rows = np.repeat(np.arange(len(sets)), [len(each) for each in sets])
-    columns = np.fromiter((column for each in sets for column in each), dtype=np.int64, count=len(rows)) - first
+    """Return `(sets, width)` with 1 where a set has a column. float32 is exact for sums of this many ones."""
+    rows = np.repeat(np.arange(len(sets)), [len(columns) for columns in sets])
+    columns = np.fromiter((column for row in sets for column in row), dtype=np.int64, count=len(rows)) - first
     is_inside = (columns >= 0) & (columns < width)
     table = np.zeros((len(sets), width), dtype=np.float32)
     table[rows[is_inside], columns[is_inside]] = 1.0
@@ -201,73 +200,69 @@ def decode_by_risk(
     generate: Callable[[list[str], bool, dict[str, Any]], list[list[Any]]],
     texts: list[str],
     *,
-    own: GenerationConfig,
+    config: GenerationConfig,
     num_candidates: int,
     num_references: int | None,
     utility: str,
     options: dict[str, Any],
     reference_options: dict[str, Any] | None,
 ) -> list[tuple[str, float]]:
-    """For each source the candidate of the highest expected utility, and that utility.
+    """Return for each source the candidate of highest expected utility, and its utility. See `Generator.generate_mbr`.
 
     Args:
-        generate: From texts, whether scores are wanted and options to several scored texts for each.
+        generate: Takes texts, `return_scores` and options. Returns several scored texts for each text.
         texts: Sources.
-        own: The model's settings.
-        num_candidates: How many are drawn for each source.
-        num_references: How many pseudo-references are drawn beside them, if they are not the candidates.
+        config: Generation config of the model.
+        num_candidates: As for `Generator.generate_mbr`, as are the arguments below.
+        num_references: Pseudo-references.
         utility: `chrf` or `bleu`.
         options: For the candidates.
-        reference_options: For the pseudo-references; by default the same.
-
-    Raises:
-        ValueError: As `Generator.generate_mbr`.
+        reference_options: For the pseudo-references.
     """
     check_utility(utility)
     if reference_options is not None and num_references is None:
         raise ValueError("`num_references` must be given with `reference_options`, got None.")
-    candidates = _draw(generate, texts, own, "num_candidates", num_candidates, options)
+    candidates = _draw(generate, texts, config, "num_candidates", num_candidates, options)
     references = candidates
     if num_references is not None:
-        others = options if reference_options is None else reference_options
-        references = _draw(generate, texts, own, "num_references", num_references, others)
+        reference_options = options if reference_options is None else reference_options
+        references = _draw(generate, texts, config, "num_references", num_references, reference_options)
     chosen = []
-    for found, others in zip(candidates, references, strict=True):
-        utilities = expected_utilities(found.texts, others, utility)
+    for weighted, weighted_references in zip(candidates, references, strict=True):
+        utilities = expected_utilities(weighted.texts, weighted_references, utility)
         best = max(range(len(utilities)), key=utilities.__getitem__)
-        chosen.append((found.texts[best], utilities[best]))
+        chosen.append((weighted.texts[best], utilities[best]))
     return chosen
 
 
 def _draw(
     generate: Callable[[list[str], bool, dict[str, Any]], list[list[Any]]],
     texts: list[str],
-    own: GenerationConfig,
+    config: GenerationConfig,
     name: str,
     count: int,
     options: dict[str, Any],
 ) -> list[WeightedTexts]:
-    """So many targets for each source, sampled or of a beam."""
+    """Return `count` targets for each source, samples or those of a beam."""
     if count < 1:
         raise ValueError(f"`{name}` must be at least 1, got {count}.")
     options = plain_options(options)
     if "num_return_sequences" in options:
         raise ValueError(
-            f"`num_return_sequences` must be left out where `{name}` says it, got {options['num_return_sequences']}."
+            f"`num_return_sequences` must be left out with `{name}`, got {options['num_return_sequences']}."
         )
     num_beams = options.get("num_beams") or 1
     if num_beams > 1 and num_beams < count:
         raise ValueError(f"`num_beams` must be at least `{name}`, got {num_beams} and {count}.")
     options = complete_sampling(options)
-    # Whatever the model's own settings say.
+    # Override the model's own settings, and transformers' default `top_k` of 50.
     if num_beams == 1:
-        # And transformers would leave all but 50 tokens out.
-        whole = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-        reset = {name: None for name in _DISTORTIONS if getattr(own, name, None) is not None}
-        options = whole | reset | options | {"num_beams": 1}
-    elif own.do_sample:
+        undistorted = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        undistorted |= {name: None for name in _DISTORTIONS if getattr(config, name, None) is not None}
+        options = undistorted | options | {"num_beams": 1}
+    elif config.do_sample:
         options = {"do_sample": False} | options
-    lists = generate(texts, num_beams > 1, {**options, "num_return_sequences": count})
+    rows = generate(texts, num_beams > 1, {**options, "num_return_sequences": count})
     if num_beams > 1:
-        return [weigh_n_best([c.text for c in found], [c.score for c in found]) for found in lists]
-    return [weigh_samples([c.text for c in found]) for found in lists]
+        return [weigh_n_best([c.text for c in row], [c.score for c in row]) for row in rows]
+    return [weigh_samples([c.text for c in row]) for row in rows]

@@ -1,4 +1,4 @@
-"""transformers' `pipeline()` for translation, summarization and text to text: importing this makes it know these tasks."""
+"""Register translation, summarization and text to text with transformers' `pipeline()`, on import."""
 
 import functools
 from typing import Any
@@ -15,15 +15,15 @@ __all__ = ["SummarizationPipeline", "Text2TextGenerationPipeline", "TranslationP
 
 
 def register_pipelines() -> None:
-    """Registers the tasks in this process, for every encoder-decoder; to do so again changes nothing."""
+    """Register the tasks for every encoder-decoder. A second call changes nothing."""
     for task, name in PIPELINE_CLASSES.items():
         if task in CustomPipelines.registered:
             continue
         PIPELINE_REGISTRY.supported_tasks.pop(task, None)
         PIPELINE_REGISTRY.register_pipeline(task, getattr(pipelines, name), pt_model=AutoModelForSeq2SeqLM, type="text")
-        # No model is preferred: `pipeline()` says so where none is given.
+        # Without a default model, `pipeline()` asks for one.
         PIPELINE_REGISTRY.supported_tasks[task]["default"] = {}
-        # Where transformers knows a task as removed, it does not look whether it was registered.
+        # transformers refuses a removed task before it looks for a registered one.
         getattr(transformers.pipelines, "REMOVED_TASKS", {}).pop(task, None)
     if not CustomPipelines.registered:
         PIPELINE_REGISTRY.check_task = functools.partial(_check_task, PIPELINE_REGISTRY.check_task)
@@ -31,10 +31,10 @@ def register_pipelines() -> None:
 
 
 def _check_task(check: Any, task: str) -> tuple[str, dict, Any]:
-    """As the registry's own, for translation_xx_to_yy too, whose languages are its options.
+    """Extend the registry's `check_task` by translation_xx_to_yy, whose languages become options.
 
     Raises:
-        KeyError: If the task is unknown, as for every other.
+        KeyError: If the task is unknown.
     """
     if task.startswith("translation_") and languages_of(task) is None:
         raise KeyError(f"`task` must have the form translation_xx_to_yy to name languages, got {task!r}.")

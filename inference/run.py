@@ -1,9 +1,10 @@
-"""Run: what stays the same for all sources of a call, however many windows they come in, and what comes of each window."""
+"""State of one `generate()` call, shared by all its chunks."""
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from metaphrase.decoding.options import plain_options
 from metaphrase.decoding.searches.ensemble import EnsembleSearch
@@ -14,6 +15,29 @@ from metaphrase.inference.batches import decode
 from metaphrase.inference.engine import Engine, Hypothesis
 from metaphrase.inference.source_limits import check_sources, count_cut, cut_to_positions, numbering
 from metaphrase.inference.text_options import options_of_texts, read_text_options
+
+if TYPE_CHECKING:
+    from metaphrase.inference.generator import Generator
+
+COUNTERS = ("num_unfinished", "num_truncated", "num_drafted", "num_accepted")
+
+
+class Counters:
+    """Base of `Generator` and `GeneratorPool`: counters over all their calls.
+
+    Attributes:
+        num_unfinished: Hypotheses that met the length limit before their end of sequence.
+        num_truncated: Sources that were truncated.
+        num_drafted: Tokens that draft models proposed.
+        num_accepted: Proposed tokens that became part of a target.
+    """
+
+    num_unfinished = num_truncated = num_drafted = num_accepted = 0
+
+    def count(self, counts: Mapping[str, int]) -> None:
+        """Add to the counters, by name."""
+        for name, number in counts.items():
+            setattr(self, name, getattr(self, name) + number)
 
 
 @dataclass(frozen=True)
@@ -26,11 +50,11 @@ class ScoredText:
 
 @dataclass(frozen=True, eq=False)
 class EncodedSources:
-    """Texts as models read them.
+    """Token ids of a chunk.
 
     Attributes:
-        ids: For each generator those of each text.
-        num_truncated: Texts of which the end was cut off.
+        ids: For each generator of the run, the ids of each source.
+        num_truncated: Number of truncated sources.
     """
 
     ids: list[list[list[int]]]
@@ -39,53 +63,54 @@ class EncodedSources:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Who decodes, and how.
+    """Generators, search and options of one call. A run changes none of its generators.
 
     Attributes:
-        generators: Who reads the sources, the one that was called first.
-        method: The search that joins them.
-        options: What is left for `decode`.
+        generators: The called generator first, then the members of its ensemble or its draft model.
+        joint_search: The search that all of them take part in; `None` for a single model.
+        options: Remaining options, for `decode`.
     """
 
-    generators: list[Any]
-    method: EnsembleSearch | SpeculativeSearch | None
+    generators: list["Generator"]
+    joint_search: EnsembleSearch | SpeculativeSearch | None
     options: dict[str, Any]
 
     @classmethod
-    def of(cls, generator: Any, options: Mapping[str, Any], count: int | None = None) -> "Run":
-        """What the options ask of a generator.
+    def of(cls, generator: "Generator", options: Mapping[str, Any], num_texts: int | None = None) -> "Run":
+        """Prepare a call.
 
         Args:
-            generator: The one that is called.
+            generator: The called generator.
             options: Arguments of `generate()`.
-            count: Texts that there are, as far as that is known.
+            num_texts: Number of sources; `None` for a stream.
 
         Raises:
             ValueError: If an assistant does not fit, or as `read_text_options` and `encode_phrases` do.
         """
-        options = read_text_options(options, count)
-        partners, search, options = _join(generator, plain_options(options))
-        own = generator.model.generation_config
-        return cls([generator, *partners], search, encode_phrases(generator.tokenizers.target, own, options))
+        options = plain_options(read_text_options(options, num_texts))
+        partners, joint_search = generator.members, generator.ensemble if generator.members else None
+        if options.get("assistant_model") is not None:
+            partners, joint_search = _read_assistant(generator, options)
+        config = generator.model.generation_config
+        return cls([generator, *partners], joint_search, encode_phrases(generator.tokenizers.target, config, options))
 
     def encode(self, texts: list[str]) -> EncodedSources:
-        """The ids of the texts that are not white space.
+        """Return the ids of the texts that are not blank.
 
         Raises:
-            TooLongError: If one is longer than a model can read.
+            TooLongError: If a source has more tokens than a model has positions.
         """
-        written = written_texts(texts)
-        whole = [generator.encode_whole([texts[index] for index in written]) for generator in self.generators]
-        sources = [generator.cut(ids) for generator, ids in zip(self.generators, whole, strict=True)]
-        # A source is one, however many models read it.
-        by_source = (list(zip(*ids, strict=True)) for ids in (whole, sources))
-        num_truncated = count_cut(*by_source)
-        if isinstance(self.method, SpeculativeSearch):
-            # What a draft model reads decides over the time alone, so that it may be the beginning.
+        indices = nonblank(texts)
+        uncut = [generator.encode_uncut([texts[index] for index in indices]) for generator in self.generators]
+        sources = [generator.truncate(ids) for generator, ids in zip(self.generators, uncut, strict=True)]
+        # Compare tuples of all models' ids, so that a source counts once.
+        num_truncated = count_cut(*(list(zip(*ids, strict=True)) for ids in (uncut, sources)))
+        if isinstance(self.joint_search, SpeculativeSearch):
+            # A draft model may read only the beginning: its drafts change the time, never the result.
             first, *drafts = sources
             sources = [first, *map(cut_to_positions, self.generators[1:], drafts)]
         for generator, ids in zip(self.generators, sources, strict=True):
-            check_sources(generator.model, ids, [index + 1 for index in written])
+            check_sources(generator.model, ids, [index + 1 for index in indices])
         return EncodedSources(sources, num_truncated)
 
     def search(
@@ -96,93 +121,105 @@ class Run:
         *,
         show_progress: bool | None = False,
         on_batch: Callable[[int], object] | None = None,
-    ) -> list[list[Hypothesis]]:
-        """The hypotheses of sources, which have these numbers in the call. The generator counts drafts and what was cut off."""
-        generator, *others = self.generators
-        # It counts its drafts.
-        search = copy.copy(self.method)
-        generator.num_truncated += sources.num_truncated
-        own, *rest = sources.ids
-        partners = [Partner(each.model, ids) for each, ids in zip(others, rest, strict=True)]
+    ) -> tuple[list[list[Hypothesis]], Counter[str]]:
+        """Decode encoded sources.
+
+        Args:
+            sources: From `encode`.
+            numbers: Index of each source in the call.
+            return_scores: True if hypotheses carry their score.
+            show_progress: As for `decode`.
+            on_batch: As for `decode`.
+
+        Returns:
+            The hypotheses of each source, and the amounts to add to the caller's `Counters`.
+        """
+        generator, *partners = self.generators
+        # A copy, because the search counts its drafts.
+        joint_search = copy.copy(self.joint_search)
+        ids, *partner_ids = sources.ids
         with numbering([number + 1 for number in numbers]):
             hypotheses = decode(
                 generator.model,
-                own,
+                ids,
                 batch_size=generator.batch_size,
                 max_tokens_per_batch=generator.max_tokens_per_batch,
                 return_scores=return_scores,
                 show_progress=show_progress,
                 on_batch=on_batch,
-                partners=partners,
-                search=search,
+                partners=[Partner(p.model, rows) for p, rows in zip(partners, partner_ids, strict=True)],
+                search=joint_search,
                 **options_of_texts(self.options, numbers),
             )
-        if isinstance(search, SpeculativeSearch):
-            generator.num_drafted += search.num_drafted
-            generator.num_accepted += search.num_accepted
-        return hypotheses
+        counts = Counter(
+            num_truncated=sources.num_truncated,
+            num_unfinished=sum(not hypothesis.is_finished for row in hypotheses for hypothesis in row),
+        )
+        if isinstance(joint_search, SpeculativeSearch):
+            counts.update(num_drafted=joint_search.num_drafted, num_accepted=joint_search.num_accepted)
+        return hypotheses, counts
 
-    def scored_texts(
+    def decode_texts(
         self, texts: list[str], hypotheses: list[list[Hypothesis]], return_scores: bool
     ) -> list[list[ScoredText]]:
-        """What hypotheses say, for all texts, those that were not decoded among them."""
+        """Return target texts for all sources. A blank source has empty ones."""
         generator = self.generators[0]
-        count = generator.num_targets(**self.options)
-        results = [[ScoredText("", 0.0 if return_scores else None)] * count for _ in texts]
-        for index, candidates in zip(written_texts(texts), hypotheses, strict=True):
-            generator.num_unfinished += sum(not candidate.is_finished for candidate in candidates)
+        num_targets = generator.num_targets(**self.options)
+        results = [[ScoredText("", 0.0 if return_scores else None)] * num_targets for _ in texts]
+        for index, candidates in zip(nonblank(texts), hypotheses, strict=True):
             decoded = generator.tokenizers.decode_targets([candidate.ids for candidate in candidates])
             results[index] = [ScoredText(text, c.score) for text, c in zip(decoded, candidates, strict=True)]
         return results
 
 
-def written_texts(texts: list[str]) -> list[int]:
-    """The indices of the texts that are not white space."""
+def nonblank(texts: list[str]) -> list[int]:
+    """Return the indices of the texts that are not empty or white space."""
     return [index for index, text in enumerate(texts) if text.strip()]
 
 
-def is_single(generator: Any) -> bool:
-    """Whether a generator has one model, of torch."""
+def is_single(generator: "Generator") -> bool:
+    """Return True if a generator has one torch model."""
     return not isinstance(generator.model, Engine) and not generator.members
 
 
-def check_single(generator: Any, name: str) -> None:
-    """Checks that a generator has one model, of torch.
+def check_single(generator: "Generator", name: str) -> None:
+    """Check that a generator has one torch model.
 
     Raises:
-        ValueError: If it is an ensemble, or has another engine.
+        ValueError: If the generator is an ensemble or has another engine.
     """
     if isinstance(generator.model, Engine):
-        raise ValueError(f"`{name}` must run in torch for that, got a {type(generator.model).__name__}.")
+        raise ValueError(f"`{name}` must have a torch model here, got a {type(generator.model).__name__}.")
     if generator.members:
         raise ValueError(f"`{name}` must be one model, got an ensemble of {1 + len(generator.members)}.")
 
 
-def _join(
-    generator: Any, options: dict[str, Any]
-) -> tuple[list[Any], EnsembleSearch | SpeculativeSearch | None, dict[str, Any]]:
-    """Who else takes part, what joins them, and the options that are left."""
-    assistant = options.get("assistant_model")
-    if assistant is None:
-        return generator.members, generator.ensemble if generator.members else None, options
+def _read_assistant(
+    generator: "Generator", options: dict[str, Any]
+) -> tuple[list["Generator"], SpeculativeSearch | None]:
+    """Return the draft model and its search. Takes their options out of `options`."""
+    assistant = options["assistant_model"]
     if generator.members:
         raise ValueError("`assistant_model` must be left out for an ensemble, got one.")
     if not isinstance(assistant, type(generator)):
         if not (is_metaphrase(generator.model) and is_metaphrase(assistant)):
-            # transformers knows how to do it, one source at a time.
-            return [], None, options
-        given, expected = assistant.config.vocab_size, generator.model.config.vocab_size
-        if given != expected:
+            # transformers' own assisted decoding runs, one source at a time.
+            return [], None
+        vocab_size, expected = assistant.config.vocab_size, generator.model.config.vocab_size
+        if vocab_size != expected:
             raise ValueError(
-                f"`vocab_size` of `assistant_model` must be that of the model, {expected}, got {given}: pass a generator "
-                "with its own tokenizers."
+                f"`vocab_size` of `assistant_model` must be that of the model, {expected}, got {vocab_size}: pass a "
+                "generator with its own tokenizers."
             )
-        of_sources = {"source_prefix": generator.source_prefix, "max_source_length": generator.max_source_length}
-        assistant = type(generator)(assistant, generator.tokenizers, **of_sources)
+        assistant = type(generator)(
+            assistant,
+            generator.tokenizers,
+            source_prefix=generator.source_prefix,
+            max_source_length=generator.max_source_length,
+        )
     check_single(assistant, "assistant_model")
     check_target_vocabulary(generator.tokenizers, assistant.tokenizers, "assistant_model")
     check_partner(generator.model, assistant.model, "assistant_model")
     del options["assistant_model"]
-    count = options.pop("num_assistant_tokens", None)
-    search = SpeculativeSearch(DEFAULT_NUM_ASSISTANT_TOKENS if count is None else count)
-    return [assistant], search, options
+    num_tokens = options.pop("num_assistant_tokens", None)
+    return [assistant], SpeculativeSearch(DEFAULT_NUM_ASSISTANT_TOKENS if num_tokens is None else num_tokens)

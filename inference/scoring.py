@@ -1,4 +1,4 @@
-"""Forced decoding: what a model says of targets that it is given, in one pass for each batch."""
+"""Score given targets: log-probabilities of their tokens, by one forward pass for each batch."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,11 +22,11 @@ from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts
 
 @dataclass(frozen=True)
 class ForcedScore:
-    """The log-probability of each token of one target, given its source.
+    """Log-probabilities of the tokens of one target, given its source.
 
     Attributes:
-        ids: Token ids without the start token; the end of sequence is one of them.
-        tokens: The same in a readable form.
+        ids: Token ids without the start token, with the end of sequence.
+        tokens: The tokens in a readable form.
         log_probabilities: One for each token, in nats.
     """
 
@@ -36,12 +36,12 @@ class ForcedScore:
 
     @property
     def total(self) -> float:
-        """The log-probability of the whole target."""
+        """Log-probability of the target."""
         return sum(self.log_probabilities)
 
     @property
     def mean(self) -> float:
-        """The total divided by the number of tokens, as beam search scores hypotheses with a `length_penalty` of 1."""
+        """Mean log-probability of a token, the score of beam search with `length_penalty=1`."""
         return self.total / len(self.log_probabilities)
 
 
@@ -54,24 +54,22 @@ def score_targets(
     max_tokens_per_batch: int = DEFAULT_MAX_TOKENS_PER_BATCH,
     show_progress: bool | None = False,
 ) -> list[list[float]]:
-    """The log-probability of each token of each target, by the model alone.
-
-    What decoding may add, such as tokens that are forced, a minimum length or a penalty of repetitions, has no part in it.
+    """Return the log-probability of each token of each target. Options of `generate` do not apply.
 
     Args:
-        model: Any encoder-decoder; its mode (training or not) is left as it was.
-        sources: Token ids of each source, with its end of sequence.
+        model: Any encoder-decoder. It keeps its mode, training or evaluation.
+        sources: Token ids of each source, with end of sequence.
         targets: Token ids of each target, without the start token.
         batch_size: Most pairs in a batch.
-        max_tokens_per_batch: Most tokens of either side in a batch, padding counted.
-        show_progress: A progress bar; `None` shows it on a terminal only.
+        max_tokens_per_batch: Most tokens of either side in a batch, padding included.
+        show_progress: True for a progress bar; `None` shows it on a terminal only.
 
     Returns:
-        For each pair, in order, as many log-probabilities in nats as its target has tokens.
+        For each pair, in order, a log-probability in nats for each target token.
 
     Raises:
-        ValueError: If sources and targets are not equally many, one has no tokens, an id is none of the model's, or no start
-            token is configured, or a side has more tokens than the model has positions.
+        ValueError: If the numbers of sources and targets differ, one has no tokens, an id is not in the vocabulary, the start
+            token is not configured, or a side has more tokens than the model has positions.
     """
     results: list[list[float]] = [[] for _ in sources]
     check_pairs(model, sources, targets)
@@ -83,21 +81,21 @@ def score_targets(
             inputs = forced_inputs(model, [sources[index] for index in batch], chosen)
             logits = model(**inputs, use_cache=False, return_dict=True).logits
             for row, ids, index in zip(logits, chosen, batch, strict=True):
-                # (target, vocab); row by row, so that no second copy of all logits is made
+                # (target, vocab); row by row, to avoid a second copy of all logits
                 log_probabilities = row[: len(ids)].float().log_softmax(dim=-1)
-                places = torch.tensor(ids, device=row.device)[:, None]
-                results[index] = log_probabilities.gather(1, places)[:, 0].tolist()
+                columns = torch.tensor(ids, device=row.device)[:, None]
+                results[index] = log_probabilities.gather(1, columns)[:, 0].tolist()
             bar.update(len(batch))
     return results
 
 
 def pair_lengths(sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> list[int]:
-    """Of each pair the tokens of its longer side, which bound what either side of a batch is padded to."""
+    """Return the length of the longer side of each pair."""
     return [max(len(source), len(target)) for source, target in zip(sources, targets, strict=True)]
 
 
 def check_pairs(model: PreTrainedModel, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> None:
-    """Checks pairs of ids before anything is computed.
+    """Check pairs of ids.
 
     Raises:
         ValueError: As `score_targets`.
@@ -112,7 +110,7 @@ def check_pairs(model: PreTrainedModel, sources: Sequence[Sequence[int]], target
     for name, rows in (("sources", sources), ("targets", targets)):
         for number, ids in enumerate(rows, start=1):
             if not ids:
-                raise ValueError(f"`{name}` must have a token each, got none in number {number}.")
+                raise ValueError(f"`{name}` must have at least one token each, got none in number {number}.")
             if (limit := limits[name]) is not None and len(ids) > limit:
                 raise (TooLongError if name == "sources" else TooLongTargetError)(number, len(ids), limit)
             size = sizes[name]
@@ -123,19 +121,19 @@ def check_pairs(model: PreTrainedModel, sources: Sequence[Sequence[int]], target
 
 
 def read_texts(sources: Iterable[str], targets: Iterable | None) -> tuple[list[str], list | None]:
-    """Lists of sources, and of targets if there are any, checked before they are encoded.
+    """Check sources, and targets if there are any, and return them as lists.
 
     Args:
         sources: Texts.
-        targets: Texts or token ids, if there are any.
+        targets: Texts or token ids, or `None`.
 
     Raises:
-        ValueError: If either is a single string, they are not equally many, a source is empty, white space or no text, or a
-            target is neither a text nor ids.
+        ValueError: If either is a single string, their numbers differ, a source is blank or not a text, or a target is neither
+            a text nor ids.
     """
     sources = list(checked_texts(sources, "sources"))
     if targets is not None:
-        # Ids are checked later; a single string is refused in the same words.
+        # `checked_texts` refuses a single string. `check_pairs` checks ids.
         targets = list(checked_texts(targets, "targets") if isinstance(targets, str) else targets)
     if targets is not None and len(sources) != len(targets):
         raise ValueError(f"`sources` and `targets` must be equally many, got {len(sources)} and {len(targets)}.")
@@ -149,44 +147,40 @@ def read_texts(sources: Iterable[str], targets: Iterable | None) -> tuple[list[s
 
 
 def encode_forced(tokenizers: TokenizerPair, targets: Sequence[str | Sequence[int]]) -> list[list[int]]:
-    """Ids of targets to force: texts are encoded up to their end of sequence, ids are taken as they are."""
+    """Return the ids of targets: texts are encoded up to their end of sequence, ids stay as they are."""
     texts = [target for target in targets if isinstance(target, str)]
-    # A tokenizer of many languages may not know that of the targets, which ids do not need.
-    encoded = iter(tokenizers.encode_targets(texts) if texts else [])
-    # Some tokenizers put the code of the language behind the end, with which the decoder starts.
-    num_behind = _num_behind_end(tokenizers) if texts else 0
+    if not texts:  # A multilingual tokenizer without target language could not encode, and need not.
+        return [[int(token) for token in target] for target in targets]
+    encoded = iter(tokenizers.encode_targets(texts))
+    # Some tokenizers write the language code after the end of sequence. The decoder starts with it instead.
+    frame_end, end = TextFrame.of(tokenizers.encode_targets).end, tokenizers.target.eos_token_id
+    num_after_end = len(frame_end) - 1 - frame_end.index(end) if end in frame_end else 0
     rows = []
     for target in targets:
         if isinstance(target, str):
             ids = next(encoded)
-            rows.append(ids[: len(ids) - num_behind])
+            rows.append(ids[: len(ids) - num_after_end])
         else:
             rows.append([int(token) for token in target])
     return rows
 
 
-def _num_behind_end(tokenizers: TokenizerPair) -> int:
-    """Ids that the tokenizer of the targets puts behind the end of sequence. One inside the text is the text's own."""
-    frame_end, end = TextFrame.of(tokenizers.encode_targets).end, tokenizers.target.eos_token_id
-    return len(frame_end) - 1 - frame_end.index(end) if end in frame_end else 0
-
-
 def forced_inputs(
     model: PreTrainedModel, sources: list[Sequence[int]], targets: list[Sequence[int]], start: int | None = None
 ) -> dict[str, torch.Tensor]:
-    """`input_ids`, `attention_mask` `(batch, source)` and `decoder_input_ids` `(batch, target)`, padded on the right.
+    """Return `input_ids` and `attention_mask` `(batch, source)`, and `decoder_input_ids` `(batch, target)`, padded on the right.
 
-    The decoder reads what it reads in `generate()`: the start token, then each target but its last token. Nothing is said of its
-    padding, which stands behind all that is looked at.
+    The decoder reads the start token, then each target without its last token. Its padding needs no mask, because the causal
+    mask hides later positions.
 
     Args:
-        model: Which reads them.
+        model: The model that reads them.
         sources: Ids of each source.
         targets: Ids of each target, without the start token.
-        start: The start token, if it is not the model's own.
+        start: The start token; by default the model's.
 
     Raises:
-        ValueError: If no start token is given or configured.
+        ValueError: If `start` is `None` and the model has no start token.
     """
     start, pad = _start_token(model) if start is None else start, model.config.pad_token_id or 0
     width = max(len(target) for target in targets)
@@ -195,12 +189,10 @@ def forced_inputs(
 
 
 def _start_token(model: PreTrainedModel) -> int:
-    """What `generate()` starts with."""
+    """Return the token that `generate()` starts with."""
     for name in ("decoder_start_token_id", "bos_token_id"):
         for config in (getattr(model, "generation_config", None), model.config):
             start = getattr(config, name, None)
             if isinstance(start, int):
                 return start
-    raise ValueError(
-        "`decoder_start_token_id` must be set in the configuration of the model or of its generation, got None."
-    )
+    raise ValueError("`decoder_start_token_id` must be set in the config or generation config of the model, got None.")

@@ -1,38 +1,41 @@
-"""Source limits: which source is too long for a model with a table of positions."""
+"""Errors and checks for sources that are too long for a model with a table of positions."""
 
 import contextlib
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from metaphrase.modeling.pipeline_support import longest_source
 from metaphrase.tokenization import TextFrame, shorten
+
+if TYPE_CHECKING:
+    from metaphrase.inference.generator import Generator
 
 
 class TooLongError(ValueError):
     """A source has more tokens than its model has positions.
 
     Attributes:
-        number: Of the source, from 1; in a file that of its line.
-        num_tokens: That it has, with its end of sequence.
-        limit: That the model can read.
+        number: Number of the source, from 1; in a file that of the line.
+        num_tokens: Tokens of the source, with end of sequence.
+        limit: Positions of the model.
     """
 
     def __init__(self, number: int, num_tokens: int, limit: int):
-        """Takes the attributes, which must be all that there is: an error may come from another process."""
+        # An error from another process is rebuilt from these arguments.
         super().__init__(number, num_tokens, limit)
         self.number, self.num_tokens, self.limit = number, num_tokens, limit
 
     def __str__(self) -> str:
         return (
             f"A source must not have more tokens than the model has positions, {self.limit}, got {self.num_tokens} in number "
-            f"{self.number} (in a file: line {self.number}). A `max_source_length` of at most {self.limit} cuts them."
+            f"{self.number} (in a file: line {self.number}). Set `max_source_length` to {self.limit} or less to truncate it."
         )
 
 
 class TooLongTargetError(TooLongError):
-    """A target that is given has more tokens than its model has positions."""
+    """A given target has more tokens than its model has positions."""
 
     def __str__(self) -> str:
         return (
@@ -42,38 +45,38 @@ class TooLongTargetError(TooLongError):
 
 
 def check_source_length(length: int, encode: Callable[[list[str]], list[list[int]]], prefix: str) -> None:
-    """Checks a `max_source_length`.
+    """Check a `max_source_length`.
 
     Args:
-        length: To check.
-        encode: From source texts to the ids of each.
-        prefix: Stands before every source.
+        length: The value to check.
+        encode: Encodes source texts.
+        prefix: Text before every source.
 
     Raises:
-        ValueError: If it leaves no place for a token, or none behind the prefix.
+        ValueError: If the length has no room for a token of the text beside special tokens and prefix.
     """
     frame = TextFrame.of(encode)
     if length <= frame.length:
         raise ValueError(
-            f"`max_source_length` must be at least {frame.length + 1}, a token and what stands around every text, got {length}."
+            f"`max_source_length` must be at least {frame.length + 1}, one token and the special tokens, got {length}."
         )
-    # What texts with the prefix begin with, whatever follows.
+    # Count the tokens of the prefix: those that different texts share at their beginning.
     texts = encode([prefix + text for text in ("a", "1", ".")])
     num_shared = sum(1 for _ in itertools.takewhile(lambda ids: len(set(ids)) == 1, zip(*texts, strict=False)))
     if prefix and num_shared < min(map(len, texts)) - len(frame.end) and length <= num_shared + len(frame.end):
         raise ValueError(
-            f"`max_source_length` must leave a token for the text behind `source_prefix`, got {length} for a prefix that takes "
-            f"{num_shared + len(frame.end)} with what stands around every text."
+            f"`max_source_length` must be above {num_shared + len(frame.end)}, the tokens of `source_prefix` with special "
+            f"tokens, got {length}."
         )
 
 
-def count_cut(whole: Sequence[Sequence[int]], cut: Sequence[Sequence[int]]) -> int:
-    """How many of the sources lost their end."""
-    return sum(map(operator.ne, whole, cut))
+def count_cut(uncut: Sequence[Sequence[int]], cut: Sequence[Sequence[int]]) -> int:
+    """Return the number of truncated sources."""
+    return sum(map(operator.ne, uncut, cut))
 
 
-def cut_to_positions(generator: Any, sources: Sequence[list[int]]) -> list[list[int]]:
-    """Ids of which none has more than a generator's model has positions."""
+def cut_to_positions(generator: "Generator", sources: Sequence[list[int]]) -> list[list[int]]:
+    """Return the ids of each source, truncated to the number of positions of a generator's model."""
     limit = longest_source(generator.model)
     if limit is None or all(len(source) <= limit for source in sources):
         return list(sources)
@@ -82,15 +85,15 @@ def cut_to_positions(generator: Any, sources: Sequence[list[int]]) -> list[list[
 
 
 def check_sources(model: Any, sources: Sequence[Sequence[int]], numbers: Sequence[int]) -> None:
-    """Checks ids before anything is computed.
+    """Check the lengths of sources.
 
     Args:
-        model: That shall read them.
+        model: The model that reads them.
         sources: Ids of each source.
-        numbers: Of each source, from 1.
+        numbers: Number of each source, from 1.
 
     Raises:
-        TooLongError: If one is longer than the model can read.
+        TooLongError: If a source has more tokens than the model has positions.
     """
     limit = longest_source(model)
     for number, source in zip(numbers, sources, strict=True):
@@ -100,7 +103,7 @@ def check_sources(model: Any, sources: Sequence[Sequence[int]], numbers: Sequenc
 
 @contextlib.contextmanager
 def numbering(numbers: Sequence[int]) -> Iterator[None]:
-    """Numbers sources of a selection, which an engine has found too long, as those of the whole."""
+    """Replace the number in a `TooLongError`: source i of a selection has number `numbers[i - 1]`."""
     try:
         yield
     except TooLongError as error:
@@ -109,7 +112,7 @@ def numbering(numbers: Sequence[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def counting_on(done: int) -> Iterator[None]:
-    """Numbers the sources of a part as those of the whole, in which so many come before it."""
+    """Add `done`, the number of sources before a chunk, to the number in a `TooLongError`."""
     try:
         yield
     except TooLongError as error:

@@ -1,6 +1,6 @@
-"""Word alignment: which source word each target word comes from, read off the cross-attention.
+"""Word alignment from cross-attention.
 
-Links are written as i-j, source word and target word from 0, with spaces between them: the format of Pharaoh and Moses.
+A link i-j joins source word i and target word j, both from 0: the format of Pharaoh and Moses.
 """
 
 from collections.abc import Collection, Iterable
@@ -13,47 +13,47 @@ Link = tuple[int, int]
 
 
 def word_weights(attention: AttentionMap) -> np.ndarray:
-    """Attention from target words to source words: added up over the tokens of one, averaged over those of the other.
+    """Return the attention from target words to source words.
 
-    What goes to special tokens and to a prefix is left out, so a row need not add up to 1. A word without a token of its own, as
-    of several words in one token, has zeros.
+    Weights are summed over the tokens of a source word and averaged over the tokens of a target word. Special tokens and the
+    prefix are left out, so a row may sum to less than 1. A word without a token of its own has zeros.
 
     Args:
-        attention: Of one pair of texts.
+        attention: Map of one pair.
 
     Returns:
         `(target words, source words)` in float32.
 
     Raises:
-        ValueError: If the tokens could not be told to words.
+        ValueError: If the tokens cannot be mapped to words.
 
     Source: section 4.1 of Clark et al. 2019 (arXiv 1906.04341), there for an encoder's self-attention.
     """
     for side, ids in (("source", attention.source_word_ids), ("target", attention.target_word_ids)):
         if ids is None:
             text = getattr(attention, side)
-            raise ValueError(f"The {side}'s tokens must make up its words, got {text!r}, where they do not.")
+            raise ValueError(f"The tokens of the {side} must make up its words, got {text!r}, where they do not.")
     into_source = _membership(attention.source_word_ids, len(attention.source_words))
     into_target = _membership(attention.target_word_ids, len(attention.target_words))
     # (target words, target) @ (target, source) @ (source, source words)
-    added = into_target.T @ attention.weights @ into_source
-    return added / np.maximum(into_target.sum(axis=0), 1)[:, None]
+    summed = into_target.T @ attention.weights @ into_source
+    return summed / np.maximum(into_target.sum(axis=0), 1)[:, None]
 
 
 def word_alignment(attention: AttentionMap) -> list[Link]:
-    """For each target word the source word that it attends to most: pairs of source word and target word, sorted.
+    """Link each target word to the source word that it attends to most. Returns sorted pairs (source word, target word).
 
-    A target word that attends to no source word at all has no pair; the first of equal source words wins. Which layer and head is
-    looked at is decided where the map is made. Models of six layers align best by the mean of the last but one (`layer=-2`), the
-    demo's of two by the last (`layer=-1`): `benchmarks/alignment.py` measures each layer.
+    A target word without attention to a source word has no link. The first of equal source words wins. Choose the layer when
+    making the map: models of six layers align best with `layer=-2`, the demo's of two with `layer=-1`.
+    `benchmarks/alignment.py` measures each layer.
 
     Args:
-        attention: Of one pair of texts.
+        attention: Map of one pair.
 
     Raises:
         ValueError: As `word_weights`.
 
-    Source: Garg et al. 2019 (arXiv 1909.02074), whose baseline this is, for six layers.
+    Source: the baseline of Garg et al. 2019 (arXiv 1909.02074), for six layers.
     """
     weights = word_weights(attention)
     if not weights.size:
@@ -63,7 +63,7 @@ def word_alignment(attention: AttentionMap) -> list[Link]:
 
 
 def format_pharaoh(links: Iterable[Link]) -> str:
-    """Links as one line of text: `0-0 1-2 2-1`.
+    """Return links as one line of text: `0-0 1-2 2-1`.
 
     Source: Koehn 2004, "Pharaoh: a beam search decoder for phrase-based statistical machine translation models".
     """
@@ -73,22 +73,22 @@ def format_pharaoh(links: Iterable[Link]) -> str:
 def alignment_error_rate(
     predicted: Iterable[Collection[Link]], sure: Iterable[Collection[Link]], possible: Iterable[Collection[Link]]
 ) -> float:
-    """The alignment error rate of a corpus, 0 at best: 1 - (|A & S| + |A & P|) / (|A| + |S|).
+    """Return the alignment error rate of a corpus, 0 at best: 1 - (|A & S| + |A & P|) / (|A| + |S|).
 
     Args:
         predicted: Links of each sentence (A).
         sure: Links that a sentence must have (S).
-        possible: Links that it may have (P); those that are sure are so too.
+        possible: Links that a sentence may have (P). Sure links are possible, too.
 
     Raises:
-        ValueError: If there are not equally many sentences, or neither predicted nor sure links.
+        ValueError: If the numbers of sentences differ, or there are neither predicted nor sure links.
 
     Source: section 2.3 of Och and Ney 2003, "A systematic comparison of various statistical alignment models".
     """
     predicted, sure, possible = list(predicted), list(sure), list(possible)
     if not len(predicted) == len(sure) == len(possible):
         raise ValueError(
-            "`predicted`, `sure` and `possible` must be equally many, "
+            "`predicted`, `sure` and `possible` must have the same length, "
             f"got {len(predicted)}, {len(sure)} and {len(possible)}."
         )
     right = total = 0
@@ -102,7 +102,7 @@ def alignment_error_rate(
 
 
 def _membership(word_ids: list[int | None], num_words: int) -> np.ndarray:
-    """`(tokens, words)`, 1 where a token belongs to a word."""
+    """Return `(tokens, words)` with 1 where a token belongs to a word."""
     membership = np.zeros((len(word_ids), num_words), dtype=np.float32)
     for token, word in enumerate(word_ids):
         if word is not None:

@@ -1,1 +1,1 @@
-"""The verbs of the command line, one a file."""
+"""Verbs of the command line, one in each file."""

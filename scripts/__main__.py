@@ -1,4 +1,4 @@
-"""`metaphrase VERB ...`: finds the verb and hands the rest of the command line to it."""
+"""`metaphrase VERB ...`: run a verb with the rest of the command line."""
 
 import difflib
 import importlib
@@ -8,16 +8,16 @@ import metaphrase
 from metaphrase.scripts.console import run
 
 VERBS = {
-    "demo": "train, score and draw a small model on a corpus that the project makes itself",
+    "demo": "train and show a small model on a generated corpus",
     "tokenize": "train a tokenizer",
-    "train": "carry out a recipe",
+    "train": "train a model by a recipe",
     "evaluate": "score a model on a test set",
-    "generate": "many lines in, many lines out",
-    "convert": "weights of T5, BART, Marian and others in and out",
-    "export": "a model for CTranslate2 or ONNX",
-    "attention": "draw where the decoder looks",
-    "average": "write the mean of several checkpoints as a model",
-    "push": "share a model on the Hub",
+    "generate": "translate, summarize, ...: one target line for each source line",
+    "convert": "convert weights of T5, BART, Marian and others, and back",
+    "export": "export a model to CTranslate2 or ONNX",
+    "attention": "show cross-attention: picture, page or word alignment",
+    "average": "average the weights of several checkpoints",
+    "push": "upload a model to the Hub",
 }
 
 
@@ -25,8 +25,8 @@ def usage() -> str:
     width = max(map(len, VERBS))
     lines = [f"  {verb:<{width}}  {text}" for verb, text in VERBS.items()]
     notes = (
-        "metaphrase VERB --help says more.",
-        "With METAPHRASE_DEBUG=1 in the environment errors come with a traceback.",
+        "metaphrase VERB --help lists the options of a verb.",
+        "Set METAPHRASE_DEBUG=1 in the environment for tracebacks.",
     )
     return "usage: metaphrase VERB ...\n\n" + "\n".join(lines) + "\n\n" + "\n".join(notes)
 

@@ -1,4 +1,4 @@
-"""`metaphrase average RUN_OR_CHECKPOINTS --output DIR`: writes the mean of several checkpoints' weights as a model."""
+"""`metaphrase average RUN_OR_CHECKPOINTS --output DIR`: average the weights of several checkpoints."""
 
 import sys
 
@@ -18,15 +18,15 @@ logger = logging.getLogger(__name__)
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="metaphrase average",
-        description="Writes the mean of the weights of several checkpoints, with the last one's tokenizers and settings.",
+        description="Average the weights of several checkpoints. Tokenizers and settings are those of the last one.",
         allow_abbrev=False,
     )
-    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="the folder of a run, or checkpoints to average")
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="folder of a run, or the checkpoints to average")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to write the model to")
-    parser.add_argument("--last", type=int, metavar="N", help="of a run, take the last N checkpoints")
-    parser.add_argument("--best", type=int, metavar="N", help="of a run, take the N checkpoints with the best score")
-    parser.add_argument("--metric", help=f"name of that score in the trainer's log [{DEFAULT_METRIC}]")
-    parser.add_argument("--overwrite", action="store_true", help="replace an average that is there already")
+    parser.add_argument("--last", type=int, metavar="N", help="average the last N checkpoints of a run")
+    parser.add_argument("--best", type=int, metavar="N", help="average the N checkpoints of a run with the best metric")
+    parser.add_argument("--metric", help=f"metric for --best, as the trainer logs it [{DEFAULT_METRIC}]")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing average")
     return parser
 
 
@@ -36,7 +36,7 @@ def main(words: Sequence[str]) -> None:
     if len(folders) == 1:
         folders = select_checkpoints(folders[0], last=arguments.last, best=arguments.best, metric=arguments.metric)
     elif any(option is not None for option in (arguments.last, arguments.best, arguments.metric)):
-        raise ValueError(f"`--last`, `--best` and `--metric` choose from one run, got {len(folders)} folders.")
+        raise ValueError(f"`--last`, `--best` and `--metric` need the folder of one run, got {len(folders)} folders.")
     written = average_checkpoints(folders, arguments.output, overwrite=arguments.overwrite)
     logger.info("Written to %s", written)
 

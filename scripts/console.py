@@ -1,4 +1,4 @@
-"""The console: what all verbs do alike when they are run from a terminal."""
+"""Run a verb from a terminal: logging, errors, exit status."""
 
 import argparse
 import logging
@@ -17,17 +17,17 @@ logger = logging.getLogger(__name__)
 
 
 def run(main: Callable[[Sequence[str]], None], verb: str, words: Sequence[str] | None = None) -> int:
-    """Runs a verb: its progress to standard error, a mistake of the user as one line instead of a traceback.
+    """Run a verb. Progress goes to standard error. An expected error is printed as one line without traceback.
 
-    With METAPHRASE_DEBUG set in the environment, the traceback comes too.
+    With METAPHRASE_DEBUG set in the environment, the traceback is printed too.
 
     Args:
-        main: The verb; takes the words after its name.
-        verb: Its name, for messages.
-        words: The words of the command line; those of this process by default.
+        main: The verb's function of the words after its name.
+        verb: Name of the verb, for messages.
+        words: Words of the command line; by default those of this process.
 
     Returns:
-        The exit status: 0, 2 for a mistake of the user, or 130 where the user interrupted it.
+        The exit status: 0, 2 after an error, or 130 after an interruption.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     for chatty in ("httpx", "huggingface_hub", "datasets", "matplotlib", "fsspec", "absl"):
@@ -35,18 +35,17 @@ def run(main: Callable[[Sequence[str]], None], verb: str, words: Sequence[str] |
     try:
         main(sys.argv[1:] if words is None else words)
     except BrokenPipeError:
-        # The reader of our output, `head` for instance, has seen enough.
+        # The reader of standard output, such as `head`, has closed it.
         sys.stderr.close()
     except KeyboardInterrupt:
-        way_on = {"train": " --resume goes on from the last checkpoint, if there is one."}.get(verb, "")
-        print(f"\nmetaphrase {verb}: interrupted.{way_on}", file=sys.stderr)
+        hint = " Use --resume to go on from the last checkpoint, if there is one." if verb == "train" else ""
+        print(f"\nmetaphrase {verb}: interrupted.{hint}", file=sys.stderr)
         if os.environ.get("METAPHRASE_DEBUG"):
             raise
         return 130
     except (ValueError, OSError, ImportError, EOFError, SafetensorError, StrictDataclassError) as error:
-        # A compressed file that was cut short is an EOFError.
-        # The Hub's errors and a model that is not found are among the OSErrors, whose text may have many lines.
-        # So has that of a configuration with a text in place of a number, which is no ValueError.
+        # EOFError: a truncated .gz file. OSError: also a missing model and errors of the Hub, with messages of many lines.
+        # StrictDataclassError: a config field of the wrong type, again with many lines.
         text = " ".join(str(error).split()) if isinstance(error, OSError | StrictDataclassError) else error
         print(f"metaphrase {verb}: error: {text}", file=sys.stderr)
         if os.environ.get("METAPHRASE_DEBUG"):
@@ -56,11 +55,11 @@ def run(main: Callable[[Sequence[str]], None], verb: str, words: Sequence[str] |
 
 
 def check_dependents(arguments: argparse.Namespace, needs: Mapping[str, str]) -> None:
-    """Checks that no option is given that means nothing without another one.
+    """Check options that have no effect without another option.
 
     Args:
-        arguments: Of the command line; what is not given is `None`.
-        needs: For each such option the one that it needs.
+        arguments: Parsed command line, with `None` for missing options.
+        needs: For each such option the option that it needs.
 
     Raises:
         ValueError: If an option is given without the one that it needs.
@@ -72,16 +71,16 @@ def check_dependents(arguments: argparse.Namespace, needs: Mapping[str, str]) ->
 
 
 def warn_of_lengths(generator: "Generator | GeneratorPool", num_sources: int) -> None:
-    """Says how many targets have no end, and how many of the sources lost theirs, if any."""
+    """Log the numbers of unfinished targets and of truncated sources, if any."""
     if generator.num_unfinished:
         logger.warning(
-            "%d targets of %d sources met the length limit before their end: raise max_length or max_new_tokens.",
+            "%d targets of %d sources are unfinished at the length limit. Raise max_length or max_new_tokens.",
             generator.num_unfinished,
             num_sources,
         )
     if generator.num_truncated:
         logger.warning(
-            "%d of %d sources had more tokens than max_source_length: their ends were cut off.",
+            "%d of %d sources had more than max_source_length tokens and were truncated.",
             generator.num_truncated,
             num_sources,
         )

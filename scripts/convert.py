@@ -1,4 +1,4 @@
-"""`metaphrase convert SOURCE OUTPUT [--to FAMILY]`: a checkpoint of T5, BART, Marian ... as Metaphrase's, or the other way."""
+"""`metaphrase convert SOURCE OUTPUT [--to FAMILY]`: convert T5, BART, Marian and others to Metaphrase, or back."""
 
 import sys
 
@@ -19,21 +19,21 @@ logger = logging.getLogger(__name__)
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="metaphrase convert",
-        description="Writes a checkpoint of a known family as a Metaphrase model, which computes the same, or, with --to, "
-        "a Metaphrase model as one of a family, which then needs no code of ours. Tokenizers and generation settings come "
-        f"along. Families: {', '.join(FAMILIES)}.",
+        description="Convert a checkpoint of a known family to a Metaphrase model that computes the same. With --to, convert a "
+        "Metaphrase model to a family, whose models need no code of Metaphrase. Tokenizers and generation settings are "
+        f"copied. Families: {', '.join(FAMILIES)}.",
         allow_abbrev=False,
     )
-    parser.add_argument("source", metavar="SOURCE", help="folder, or name on the Hub, with weights in safetensors")
+    parser.add_argument("source", metavar="SOURCE", help="folder or Hub id, with weights in safetensors")
     parser.add_argument("output", metavar="OUTPUT", help="folder to write")
-    parser.add_argument("--to", metavar="FAMILY", help="of a Metaphrase model: the family to write")
+    parser.add_argument("--to", metavar="FAMILY", help="family to convert a Metaphrase model to")
     parser.add_argument("--revision", help="branch, tag or commit on the Hub")
-    parser.add_argument("--overwrite", action="store_true", help="replace a conversion that is there already")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing conversion")
     parser.add_argument(
         "--max_shard_size",
         default=DEFAULT_SHARD_SIZE,
         metavar="SIZE",
-        help="most bytes of one file of weights, as 500MB [%(default)s]",
+        help="maximum size of a file of weights, such as 500MB [%(default)s]",
     )
     return parser
 

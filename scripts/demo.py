@@ -1,4 +1,4 @@
-"""`metaphrase demo`: makes a corpus, trains a model on it, scores it on combinations that it never saw, and draws it."""
+"""`metaphrase demo`: make a corpus, train a small model on it, score it and draw its attention."""
 
 import sys
 
@@ -37,7 +37,7 @@ DECODINGS = {
 }
 NUM_SAMPLES = 4
 
-# No other verb writes it: what lies beside it may be made anew.
+# Only this verb writes the file. It marks a folder that may be replaced.
 MARKER_NAME = "made_by_demo.txt"
 MARKER_TEXT = "`metaphrase demo` made this folder. It replaces data, checkpoints and model in it whenever it runs.\n"
 
@@ -45,37 +45,35 @@ MARKER_TEXT = "`metaphrase demo` made this folder. It replaces data, checkpoints
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="metaphrase demo",
-        description="Trains and shows a small English-German model. Fields of the recipe can be given: --num_train_epochs 2.",
+        description="Train and show a small English-German model. Recipe fields are options too: --num_train_epochs 2.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "--output_dir",
         "--output-dir",
         default="runs/demo",
-        help="folder of the run, a new one or that of an earlier demo, which is replaced [%(default)s]",
+        help="new folder for the run, or that of an earlier demo, which is replaced [%(default)s]",
     )
-    parser.add_argument("--num_train", type=int, default=30000, help="training pairs to make [%(default)s]")
-    parser.add_argument(
-        "--resume", action="store_true", help="go on from the last checkpoint of a run that was stopped"
-    )
+    parser.add_argument("--num_train", type=int, default=30000, help="number of training pairs [%(default)s]")
+    parser.add_argument("--resume", action="store_true", help="resume a stopped run from its last checkpoint")
     return parser
 
 
 def main(words: Sequence[str]) -> None:
     start = time.monotonic()
     if "WORLD_SIZE" not in os.environ:
-        # So small a model trains on one GPU, however many there are.
+        # Several GPUs gain nothing with a model of this size.
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     arguments, overrides = make_parser().parse_known_args(words)
     folder = Path(arguments.output_dir)
     data = folder / "data"
-    goes_on = arguments.resume and last_whole_checkpoint(folder) is not None
-    # A run that has a checkpoint has its corpus and its recipe too.
-    source = folder / "recipe.yaml" if goes_on else RECIPES / "demo.yaml"
+    is_resumed = arguments.resume and last_whole_checkpoint(folder) is not None
+    # A run with a checkpoint has its corpus and its recipe, too.
+    source = folder / "recipe.yaml" if is_resumed else RECIPES / "demo.yaml"
     fields = ["--data_dir", str(data), "--output_dir", str(folder), *overrides]
     if arguments.resume:
         fields += ["--resume_from_checkpoint", "true"]
-    if not goes_on:
+    if not is_resumed:
         prepare(folder, data, source, fields, arguments)
     tests = [line.split("\t") for line in (data / "test.tsv").read_text(encoding="utf-8").splitlines()]
 
@@ -88,7 +86,9 @@ def main(words: Sequence[str]) -> None:
     show_translations(generator, tests[:NUM_SAMPLES])
     picture = draw_attention(generator, tests, folder / "attention.png")
     scores = result["scores"]
-    print(f"\nOn {result['num_examples']} test sentences, each with a combination of words that training never saw:")
+    print(
+        f"\nOn {result['num_examples']} test sentences, each with a combination of words that is not in the training data:"
+    )
     print(f"  BLEU         {scores['bleu']['score']:6.2f}   ({scores['bleu']['signature']})")
     print(f"  chrF         {scores['chrf']['score']:6.2f}   ({scores['chrf']['signature']})")
     print(f"  exact match  {scores['exact_match']['score']:6.2f}%")
@@ -100,10 +100,10 @@ def main(words: Sequence[str]) -> None:
 
 
 def check_run(source: Path, fields: Sequence[str]) -> None:
-    """Checks a run before its corpus is made, in place of which it is shown empty files.
+    """Check a run on empty files, before its corpus is made.
 
     Raises:
-        ValueError: If the recipe is wrong, or may not be carried out in its folder.
+        ValueError: If the recipe or its folder is not valid.
     """
     with tempfile.TemporaryDirectory() as data:
         for split in SPLITS:
@@ -112,37 +112,37 @@ def check_run(source: Path, fields: Sequence[str]) -> None:
 
 
 def prepare(folder: Path, data: Path, source: Path, fields: Sequence[str], arguments: argparse.Namespace) -> None:
-    """Makes the corpus, and room for the run. Nothing in the folder changes before all is known to be right.
+    """Make the corpus and clear the folder. The folder changes only after all checks.
 
     Raises:
-        ValueError: If the recipe or the numbers of pairs are wrong, or the folder holds what no demo has made.
+        ValueError: If the recipe or a number of pairs is not valid, or the folder holds data that no demo has made.
     """
     is_demo = (folder / MARKER_NAME).is_file()
-    if not is_demo and (others := sorted(data.glob("*.tsv"))):
+    if not is_demo and (files := sorted(data.glob("*.tsv"))):
         raise ValueError(
-            f"`output_dir` must be a new folder or that of an earlier demo, got {folder}, where {others[0]} is and no "
-            f"{MARKER_NAME}. Choose another folder, or remove what is there."
+            f"`output_dir` must be a new folder or that of an earlier demo, got {folder} with {files[0]} and without "
+            f"{MARKER_NAME}. Choose another folder, or remove the file."
         )
-    with tempfile.TemporaryDirectory() as made:
-        # The model of an earlier demo, which is made anew each time, would be in the way: the run is checked beside it.
+    with tempfile.TemporaryDirectory() as corpus:
+        # Checked in the temporary folder, because the model of an earlier demo would be an error.
         is_replaced = is_demo and not arguments.resume
-        check_run(source, [*fields, "--output_dir", made] if is_replaced else fields)
+        check_run(source, [*fields, "--output_dir", corpus] if is_replaced else fields)
         logger.info("Making the corpus ...")
-        write_demo_corpus(made, num_train=arguments.num_train)
-        # For `text_to_text`, which learns both.
-        write_demo_summaries(made, num_train=max(1, arguments.num_train // 2))
+        write_demo_corpus(corpus, num_train=arguments.num_train)
+        # For the recipe `text_to_text`, which learns both tasks.
+        write_demo_summaries(corpus, num_train=max(1, arguments.num_train // 2))
         if is_replaced:
             for checkpoint in checkpoints_in(folder):
                 discard_checkpoint(checkpoint)
             discard_model(folder)
         data.mkdir(parents=True, exist_ok=True)
         (folder / MARKER_NAME).write_text(MARKER_TEXT, encoding="utf-8")
-        for path in Path(made).iterdir():
+        for path in Path(corpus).iterdir():
             shutil.copyfile(path, data / path.name)
 
 
 def show_translations(generator: Generator, pairs: Sequence[Sequence[str]]) -> None:
-    """Prints each source with its reference and its translation by every way of decoding."""
+    """Print each source with its reference and its translations."""
     set_seed(42)
     sources = [source for source, _ in pairs]
     decoded = {name: generator.generate(sources, **options) for name, options in DECODINGS.items()}
@@ -153,7 +153,7 @@ def show_translations(generator: Generator, pairs: Sequence[Sequence[str]]) -> N
 
 
 def draw_attention(generator: Generator, pairs: Sequence[Sequence[str]], path: Path) -> Path:
-    """Draws the cross-attention of a test sentence with a subordinate clause, whose verb moves to the end in German."""
+    """Draw the cross-attention of a test sentence with a subordinate clause, whose verb moves to the end in German."""
     source = next((s for s, t in pairs if ", weil " in t and len(s.split()) <= 12), pairs[0][0])
     attention = cross_attention(generator, source, num_beams=1)
     return draw_attention_map(

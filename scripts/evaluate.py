@@ -1,4 +1,4 @@
-"""`metaphrase evaluate MODEL --source F --target F`: scores a model on a test set and writes metrics.json."""
+"""`metaphrase evaluate MODEL --source F --target F`: score a model on a test set and write metrics.json."""
 
 import sys
 
@@ -19,7 +19,6 @@ from transformers import set_seed
 
 from metaphrase.data.pairs import column_texts, load_pairs
 from metaphrase.data.reports import DataReport
-from metaphrase.decoding.options import add_generation_options, chosen_generation_options
 from metaphrase.evaluation.evaluate import evaluate_generator, generation_settings
 from metaphrase.evaluation.metrics import (
     DEFAULT_METRICS,
@@ -35,66 +34,73 @@ from metaphrase.inference import ENGINES, Generator
 from metaphrase.inference.line_files import NewFile, OutputStream, as_lines, check_files
 from metaphrase.inference.source_limits import check_source_length
 from metaphrase.scripts.console import check_dependents, run, warn_of_lengths
-from metaphrase.scripts.options import add_loading_options, chosen_loading_options, chosen_models
+from metaphrase.scripts.options import (
+    add_generation_options,
+    add_loading_options,
+    chosen_generation_options,
+    chosen_loading_options,
+    chosen_models,
+)
 from metaphrase.tokenization import join_pieces
 
 logger = logging.getLogger(__name__)
 
-# Options that mean nothing without another one.
+# Options that have no effect without another one.
 NEEDS = {"source_column": "file", "target_column": "file"}
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="metaphrase evaluate",
-        description="Decodes a test set, scores it, and writes metrics.json with the signature of every score.",
+        description="Decode a test set, score it, and write metrics.json with the signature of every score.",
         allow_abbrev=False,
     )
     add_loading_options(parser)
-    parser.add_argument("--source", metavar="FILE", help="sources, one a line")
-    parser.add_argument("--target", metavar="FILE", help="references, one a line")
-    parser.add_argument("--file", metavar="FILE", help="both in one .tsv, .csv, .jsonl or .parquet file")
+    parser.add_argument("--source", metavar="FILE", help="file with one source in each line")
+    parser.add_argument("--target", metavar="FILE", help="file with one reference in each line")
     parser.add_argument(
-        "--source_column", type=column, help="its column of sources: a name, or a number from 0 in a .tsv file"
+        "--file", metavar="FILE", help="sources and references in one .tsv, .csv, .jsonl or .parquet file"
     )
-    parser.add_argument("--target_column", type=column, help="its column of references, likewise")
-    for name, words in (("malformed", "lines that hold no pair"), ("invalid_utf8", "pairs that are not UTF-8")):
-        choices = ("error", "skip")
+    parser.add_argument(
+        "--source_column", type=column, help="column of sources in --file: a name, or a number from 0 in a .tsv file"
+    )
+    parser.add_argument("--target_column", type=column, help="column of references in --file")
+    for name, rows in (("malformed", "lines without a pair"), ("invalid_utf8", "pairs that are not UTF-8")):
         parser.add_argument(
-            f"--{name}", choices=choices, default="error", help=f"what becomes of {words} [%(default)s]"
+            f"--{name}", choices=("error", "skip"), default="error", help=f"how to treat {rows} [%(default)s]"
         )
     parser.add_argument(
-        "--metrics", nargs="+", default=list(DEFAULT_METRICS), help=f"of {', '.join(METRICS)} [bleu chrf]"
+        "--metrics", nargs="+", default=list(DEFAULT_METRICS), help=f"scores: {', '.join(METRICS)} [bleu chrf]"
     )
-    parser.add_argument("--bleu_tokenize", help="sacreBLEU's tokenizer [13a]; none for text that is tokenized already")
-    parser.add_argument("--lowercase", action="store_true", help="score without regard to case, as sacreBLEU's -lc")
+    parser.add_argument("--bleu_tokenize", help="sacreBLEU's tokenizer [13a]; none for tokenized text")
+    parser.add_argument("--lowercase", action="store_true", help="ignore case, as sacreBLEU's -lc")
     parser.add_argument(
-        "--joiner", help="join references that are split into subwords, such as @@ [as the tokenizer does]"
+        "--joiner", help="mark that joins subwords of the references, such as @@ [that of the tokenizer]"
     )
-    parser.add_argument("--source_prefix", help="stands before every source, such as 'summarize: '")
-    parser.add_argument("--seed", type=int, default=42, help="of sampling [%(default)s]")
+    parser.add_argument("--source_prefix", help="text before every source, such as 'summarize: '")
+    parser.add_argument("--seed", type=int, default=42, help="random seed for sampling [%(default)s]")
     parser.add_argument(
         "--output",
         metavar="FILE",
-        help="where to write, in place of what is there; a folder is for metrics.json in it [metrics.json: in the model's "
-        "folder, unless that holds the scores of the training run, of other pairs or of other settings; then here, and so for "
-        "an ensemble, another engine or type, or sources that are cut]",
+        help="file to write, or folder for metrics.json; an existing file is replaced [metrics.json in the model's folder; in "
+        "this folder if the model's has scores of training, other pairs or other settings, and for an ensemble, another engine "
+        "or dtype, or max_source_length]",
     )
-    parser.add_argument("--predictions", metavar="FILE", help="where to write the decoded targets, one a line")
+    parser.add_argument("--predictions", metavar="FILE", help="file to write the decoded targets to")
     add_generation_options(parser)
     return parser
 
 
 def column(word: str) -> str | int:
-    """A column as a recipe has it: a number where the word is one, otherwise a name."""
+    """Parse a column: a number or a name."""
     return int(word) if word.isascii() and word.isdecimal() else word
 
 
 def metric_options(arguments: argparse.Namespace) -> dict[str, dict]:
-    """For each score its options.
+    """Return the options of each score.
 
     Raises:
-        ValueError: If an option is given that none of the scores has.
+        ValueError: If `lowercase` is given and no score has it.
     """
     options: dict[str, dict] = {}
     if arguments.bleu_tokenize is not None:
@@ -104,22 +110,22 @@ def metric_options(arguments: argparse.Namespace) -> dict[str, dict]:
         known = {name: folding.intersection(METRICS[name]().option_names()) for name in arguments.metrics}
         if not any(known.values()):
             raise ValueError(
-                f"`metrics` must hold a score that regards case with `lowercase`, got {arguments.metrics}."
+                f"`metrics` must hold a score that depends on case with `lowercase`, got {arguments.metrics}."
             )
         for name, keys in known.items():
             options.setdefault(name, {}).update(dict.fromkeys(keys, True))
     return {name: values for name, values in options.items() if values}
 
 
-def own_scores(arguments: argparse.Namespace) -> Path | None:
-    """The metrics.json that the model's card shows; `None` for what is not the model as it is saved in a folder."""
+def path_beside_model(arguments: argparse.Namespace) -> Path | None:
+    """Return the metrics.json that the model's card shows; `None` unless a single saved model is decoded as it is."""
     is_as_saved = arguments.engine == ENGINES[0] and arguments.dtype == "auto" and arguments.ensemble is None
     is_as_saved = is_as_saved and arguments.max_source_length is None
     return metrics_path(arguments.model) if is_as_saved and Path(arguments.model).is_dir() else None
 
 
-def holds_others(path: Path, measured: dict[str, dict]) -> bool:
-    """Whether a file holds other scores than those of such data and settings, such as those of the training run."""
+def holds_other_scores(path: Path, measured: dict[str, dict]) -> bool:
+    """Return True if a file holds scores of other data or settings, such as those of training."""
     if not path.is_file():
         return False
     try:
@@ -129,54 +135,40 @@ def holds_others(path: Path, measured: dict[str, dict]) -> bool:
     return not isinstance(earlier, dict) or any(earlier.get(name) != value for name, value in measured.items())
 
 
-def choose_place(arguments: argparse.Namespace, measured: dict[str, dict]) -> Path:
-    """Where metrics.json goes: as the command line says, else to the model, else to this folder. It can be written there.
+def choose_output(arguments: argparse.Namespace, measured: dict[str, dict]) -> Path:
+    """Return the path of metrics.json: that of the command line, else beside the model, else in this folder.
 
     Args:
-        arguments: Of the command line.
-        measured: What the scores are of, as far as it is known: earlier ones of the same are replaced, no others.
+        arguments: Parsed command line.
+        measured: Data and settings of the scores. Only scores of the same data and settings are replaced beside the model.
 
     Raises:
-        ValueError: If it cannot be written there, or is to be nowhere but in a model's folder that it does not belong to.
+        ValueError: If the file cannot be written, equals another file, or would become the scores of another model.
         OSError: If an input cannot be read.
     """
-    place, own = arguments.output, own_scores(arguments)
-    if place is None and own is not None and not holds_others(own, measured):
-        place = own
-    if place is None and Path("config.json").exists():
+    output, beside_model = arguments.output, path_beside_model(arguments)
+    if output is None and beside_model is not None and not holds_other_scores(beside_model, measured):
+        output = beside_model
+    if output is None and Path("config.json").exists():
         raise ValueError(
-            "`output` must be given in a model's folder for scores that are not to be those of its card, got None: in "
-            f"{Path.cwd()} metrics.json would be these."
+            f"`output` must be given in a model's folder, got None: metrics.json in {Path.cwd()} would become the scores of "
+            "its card."
         )
-    place = check_writable("metrics.json" if place is None else place)
-    check_outputs(arguments, place)
-    return place
-
-
-def check_outputs(arguments: argparse.Namespace, place: Path) -> None:
-    """Checks before any work that nothing is written over what is read, nor two things to one place.
-
-    Args:
-        arguments: Of the command line.
-        place: Where metrics.json goes.
-
-    Raises:
-        ValueError: If two files are one.
-        OSError: If an input cannot be read.
-    """
+    output = check_writable("metrics.json" if output is None else output)
     for name in ("source", "target", "file"):
-        for output_name, path in (("output", place), ("predictions", arguments.predictions)):
+        for output_name, path in (("output", output), ("predictions", arguments.predictions)):
             check_files(getattr(arguments, name), path, name, output_name)
-    # Neither of them needs to be there yet.
-    if arguments.predictions is not None and Path(arguments.predictions).resolve() == place.resolve():
-        raise ValueError(f"`predictions` must be another file than `output`, got {str(place)!r} for both.")
+    # Compares names, because neither file need exist.
+    if arguments.predictions is not None and Path(arguments.predictions).resolve() == output.resolve():
+        raise ValueError(f"`predictions` must be another file than `output`, got {str(output)!r} for both.")
+    return output
 
 
 def open_predictions(path: str | None) -> AbstractContextManager[OutputStream | None]:
-    """The file of the decoded targets, opened before the work whose result it shall hold; what is there stays until then.
+    """Open the file of the decoded targets. An existing file keeps its content until the first write.
 
     Raises:
-        ValueError: If the place of the file is taken by a folder.
+        ValueError: If the path is a folder.
     """
     if path is None:
         return contextlib.nullcontext()
@@ -186,29 +178,14 @@ def open_predictions(path: str | None) -> AbstractContextManager[OutputStream | 
     return NewFile(path, "predictions")
 
 
-def read_pairs(arguments: argparse.Namespace, report: DataReport) -> Dataset:
-    """The test pairs. An empty side is a legitimate test case: such pairs are never dropped here."""
-    return load_pairs(
-        file=arguments.file,
-        source_file=arguments.source,
-        target_file=arguments.target,
-        source_column=arguments.source_column,
-        target_column=arguments.target_column,
-        source_prefix=arguments.source_prefix,
-        malformed=arguments.malformed,
-        invalid_utf8=arguments.invalid_utf8,
-        report=report,
-    )
-
-
 def describe(arguments: argparse.Namespace, pairs: Dataset, report: DataReport) -> dict[str, dict]:
-    """What `metrics.json` says of the data and of what decodes it."""
+    """Return the entries of `metrics.json` on data and model."""
     digest = hashlib.sha256()
     for pair in zip(column_texts(pairs, "source"), column_texts(pairs, "target"), strict=True):
         digest.update(json.dumps(pair).encode() + b"\n")
-    # Many test sets have the same name, and as many pairs.
+    # The hash tells test sets of one name and size apart.
     data = {"name": Path(arguments.source or arguments.file).name, "sha256": digest.hexdigest()}
-    # A score of fewer pairs than the file holds says so.
+    # Numbers of skipped pairs.
     data |= {name: getattr(report, name) for name in ("malformed", "invalid_utf8") if getattr(report, name)}
     inference = {
         "engine": arguments.engine,
@@ -221,18 +198,18 @@ def describe(arguments: argparse.Namespace, pairs: Dataset, report: DataReport) 
     return {"data": data, "inference": inference}
 
 
-def evaluate(
+def decode_and_score(
     generator: Generator,
     pairs: Dataset,
     arguments: argparse.Namespace,
     on_decoded: Callable[[list[str]], object] | None,
 ) -> dict:
-    """Decodes the pairs' sources and scores what comes of them (see `evaluate_generator`)."""
+    """Decode the sources and score the targets (see `evaluate_generator`)."""
     targets, references = pairs["target"][:], None
     if arguments.joiner is not None:
         references = [join_pieces(text, arguments.joiner) for text in targets]
         if generator.tokenizers.target_joiner is None:
-            # The model learned whole words, which are split in this file alone.
+            # The model writes whole words. Only this file splits them.
             targets = references
     result, _ = evaluate_generator(
         generator,
@@ -253,38 +230,49 @@ def main(words: Sequence[str]) -> None:
     check_metrics(arguments.metrics, arguments.bleu_tokenize)
     metric_options(arguments)
     report = DataReport()
-    pairs = read_pairs(arguments, report)
+    # Pairs with an empty side stay: they are legitimate test cases.
+    pairs = load_pairs(
+        file=arguments.file,
+        source_file=arguments.source,
+        target_file=arguments.target,
+        source_column=arguments.source_column,
+        target_column=arguments.target_column,
+        source_prefix=arguments.source_prefix,
+        malformed=arguments.malformed,
+        invalid_utf8=arguments.invalid_utf8,
+        report=report,
+    )
     measured = describe(arguments, pairs, report)
-    choose_place(arguments, measured)
+    choose_output(arguments, measured)
     with open_predictions(arguments.predictions) as file:
         set_seed(arguments.seed)
         generator = Generator.from_pretrained(chosen_models(arguments), **chosen_loading_options(arguments))
         if arguments.max_source_length is not None and arguments.source_prefix:
-            # The prefix is part of the pairs here, of which the generator knows nothing.
+            # `load_pairs` has added the prefix, so that the generator did not check it.
             encode = generator.tokenizers.encode_sources
             check_source_length(arguments.max_source_length, encode, arguments.source_prefix)
         settings = generation_settings(generator.model, chosen_generation_options(arguments))
-        # As they are written, so that they can be compared with what was, and what cannot be written is found now.
-        place = choose_place(arguments, measured | json.loads(to_json({"generation": settings})))
-        own = own_scores(arguments)
-        if arguments.output is None and own not in (None, place):
+        # In their JSON form, for the comparison with earlier scores.
+        output = choose_output(arguments, measured | json.loads(to_json({"generation": settings})))
+        beside_model = path_beside_model(arguments)
+        if arguments.output is None and beside_model not in (None, output):
             logger.warning(
-                "%s is of the training run, or of other pairs or settings, and stays as it is: these scores go to %s. "
-                "--output says where else.",
-                own,
-                place,
+                "%s has scores of the training run, or of other pairs or settings, and is kept. These scores go to %s. Set "
+                "--output for another file.",
+                beside_model,
+                output,
             )
-        # At once: a mistake in what follows must not cost what took the longest.
-        keep = None if file is None else lambda texts: file.write(as_lines(texts))
-        result = evaluate(generator, pairs, arguments, keep) | measured
-    write_metrics(place, result)
+        # Written before scoring, because decoding takes the longest.
+        write_predictions = None if file is None else lambda texts: file.write(as_lines(texts))
+        result = decode_and_score(generator, pairs, arguments, write_predictions) | measured
+    write_metrics(output, result)
     for name, score in result["scores"].items():
         logger.info("%s: %.2f  %s", name, score["score"], score["signature"])
     warn_of_lengths(generator, len(pairs))
     figures = [f"{name}: {result[name]:.4f}" for name in ("loss", "perplexity") if result.get(name) is not None]
     if figures:
         logger.info("%s", "  ".join(figures))
-    logger.info("Written to %s", place)
+    logger.info("Written to %s", output)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`metaphrase export MODEL DIR --format ctranslate2` or `onnx`: a model for an engine of another kind."""
+"""`metaphrase export MODEL DIR --format ctranslate2` or `onnx`: export a model."""
 
 import sys
 
@@ -19,27 +19,27 @@ FORMATS = ("ctranslate2", "onnx")
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="metaphrase export",
-        description="Writes a Metaphrase model for an engine of another kind, with tokenizers and generation settings. "
-        "What the engine cannot express is refused, option by option.",
+        description="Export a Metaphrase model with tokenizers and generation settings. "
+        "A model that the format does not support is an error.",
         allow_abbrev=False,
     )
-    parser.add_argument("model", metavar="MODEL", help="folder, or name on the Hub, of a Metaphrase model")
+    parser.add_argument("model", metavar="MODEL", help="folder or Hub id of a Metaphrase model")
     parser.add_argument("output", metavar="DIR", help="folder to write")
-    parser.add_argument("--format", required=True, choices=FORMATS, help="the engine")
+    parser.add_argument("--format", required=True, choices=FORMATS, help="format to write")
     parser.add_argument(
         "--quantization",
         metavar="TYPE",
         help="type of CTranslate2's weights: float32, float16, bfloat16, int16, int8, int8_float32, int8_float16 or "
-        "int8_bfloat16 [that of the checkpoint]; ONNX has float32",
+        "int8_bfloat16 [as saved]; ONNX is always float32",
     )
-    # The converters of CTranslate2 say --force.
-    parser.add_argument("--overwrite", "--force", action="store_true", help="replace an export that is there already")
+    # --force is the name in CTranslate2's converters.
+    parser.add_argument("--overwrite", "--force", action="store_true", help="replace an existing export")
     return parser
 
 
 def main(words: Sequence[str]) -> None:
     arguments = make_parser().parse_args(words)
-    # What writes a format is an extra, not needed for --help.
+    # The imports need extras, which --help must not.
     if arguments.format == "onnx":
         if arguments.quantization is not None:
             raise ValueError(f"`--quantization` must be left out with --format onnx, got {arguments.quantization!r}.")

@@ -1,4 +1,4 @@
-"""`metaphrase generate MODEL`: one line in, one line out, in the same order."""
+"""`metaphrase generate MODEL`: write one target line for each source line, in the same order."""
 
 import sys
 
@@ -15,12 +15,6 @@ from contextlib import AbstractContextManager
 
 from transformers import set_seed
 
-from metaphrase.decoding.options import (
-    add_generation_options,
-    add_phrase_options,
-    chosen_generation_options,
-    chosen_phrase_options,
-)
 from metaphrase.inference import Generator, GeneratorPool
 from metaphrase.inference.line_files import (
     NewFile,
@@ -35,11 +29,19 @@ from metaphrase.inference.line_files import (
 )
 from metaphrase.inference.minimum_bayes_risk import UTILITIES
 from metaphrase.scripts.console import check_dependents, run, warn_of_lengths
-from metaphrase.scripts.options import add_loading_options, chosen_loading_options, chosen_models
+from metaphrase.scripts.options import (
+    add_generation_options,
+    add_loading_options,
+    add_phrase_options,
+    chosen_generation_options,
+    chosen_loading_options,
+    chosen_models,
+    chosen_phrase_options,
+)
 
 logger = logging.getLogger(__name__)
 
-# Options that mean nothing without another one.
+# Options that have no effect without another one.
 NEEDS = {
     "mbr_references": "mbr_candidates",
     "mbr_utility": "mbr_candidates",
@@ -51,79 +53,84 @@ NEEDS = {
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="metaphrase generate",
-        description="Reads sources line by line and writes one target line for each, in the same order.",
+        description="Write one target line for each source line, in the same order.",
         allow_abbrev=False,
     )
     add_loading_options(parser)
-    parser.add_argument("--input", metavar="FILE", help="sources, one a line, UTF-8; standard input by default")
+    parser.add_argument("--input", metavar="FILE", help="file with one source in each line, UTF-8 [standard input]")
     parser.add_argument(
-        "--output", metavar="FILE", help="where to write, in place of what is there; standard output by default"
+        "--output", metavar="FILE", help="file to write; an existing file is replaced [standard output]"
     )
     parser.add_argument(
         "--resume",
         action="store_true",
         default=None,
-        help="go on with an output of the same command that was stopped; where there is none, begin",
+        help="resume a stopped run of the same command; start from scratch if there is no output yet",
     )
-    parser.add_argument("--source_prefix", default="", help="stands before every source, such as 'summarize: '")
-    parser.add_argument("--window", type=int, default=4096, help="sources held and sorted at a time [%(default)s]")
+    parser.add_argument("--source_prefix", default="", help="text before every source, such as 'summarize: '")
+    parser.add_argument(
+        "--chunk_size",
+        "--window",
+        type=int,
+        default=4096,
+        help="sources that are sorted and decoded together [%(default)s]",
+    )
     parser.add_argument(
         "--num_processes",
         type=int,
         default=1,
-        help="processes that share the windows, each taking one at a time [%(default)s]; on a CPU they share its cores, "
-        "else each has an accelerator",
+        help="processes that decode chunks in parallel [%(default)s]; they share the cores of a CPU, or take the "
+        "accelerators in turn",
     )
-    parser.add_argument("--seed", type=int, default=42, help="of sampling [%(default)s]")
+    parser.add_argument("--seed", type=int, default=42, help="random seed for sampling [%(default)s]")
     parser.add_argument(
         "--n_best",
         action="store_true",
-        help="write `index ||| target ||| score` for every target; so it is when num_return_sequences is above 1",
+        help="write `index ||| target ||| score` for every target; implied by num_return_sequences above 1",
     )
     add_generation_options(parser)
-    group = parser.add_argument_group("a draft model, or several candidates")
+    group = parser.add_argument_group("speculative and minimum Bayes risk decoding")
     group.add_argument(
         "--assistant_model",
         metavar="MODEL",
-        help="a smaller model that drafts what the first checks: the same output, sooner",
+        help="smaller model that drafts tokens for the model to check: same output, less time",
     )
-    group.add_argument("--num_assistant_tokens", type=int, metavar="INT", help="tokens of a draft")
+    group.add_argument("--num_assistant_tokens", type=int, metavar="INT", help="tokens in a draft")
     group.add_argument(
         "--mbr_candidates",
         type=int,
         metavar="INT",
-        help="minimum Bayes risk: of so many candidates the most expected one",
+        help="number of samples for minimum Bayes risk decoding",
     )
     group.add_argument(
-        "--mbr_references", type=int, metavar="INT", help="pseudo-references; else the candidates are these, too"
+        "--mbr_references", type=int, metavar="INT", help="number of pseudo-references [the candidates themselves]"
     )
-    group.add_argument("--mbr_utility", choices=list(UTILITIES), help="how alike two texts are [chrf]")
+    group.add_argument(
+        "--mbr_utility", choices=list(UTILITIES), help="similarity of a candidate and a pseudo-reference [chrf]"
+    )
     add_phrase_options(parser)
     return parser
 
 
 @contextlib.contextmanager
 def load(arguments: argparse.Namespace, options: dict) -> Iterator[Generator | GeneratorPool]:
-    """A generator of one model or, of several, of an ensemble; or several such in processes of their own.
-
-    An assistant goes where it is asked for: to the pool, or into the options.
-    """
+    """Load a generator, an ensemble or a pool of processes. A draft model goes to the pool, or into `options`."""
     names = chosen_models(arguments)
-    settings = {**chosen_loading_options(arguments), "source_prefix": arguments.source_prefix}
+    loading = {**chosen_loading_options(arguments), "source_prefix": arguments.source_prefix}
     if arguments.num_assistant_tokens is not None:
         options["num_assistant_tokens"] = arguments.num_assistant_tokens
     if arguments.num_processes > 1:
-        settings |= {"num_processes": arguments.num_processes, "assistant_model": arguments.assistant_model}
-        with GeneratorPool(names, **settings) as pool:
+        loading |= {"num_processes": arguments.num_processes, "assistant_model": arguments.assistant_model}
+        with GeneratorPool(names, **loading) as pool:
             yield pool
         return
     if arguments.assistant_model is not None:
-        options["assistant_model"] = Generator.from_pretrained(arguments.assistant_model, **settings)
-    yield Generator.from_pretrained(names, **settings)
+        options["assistant_model"] = Generator.from_pretrained(arguments.assistant_model, **loading)
+    yield Generator.from_pretrained(names, **loading)
 
 
 def risk_options(arguments: argparse.Namespace) -> dict | None:
-    """Arguments of `Generator.generate_mbr`, where it is asked for."""
+    """Return arguments of `Generator.generate_mbr`, or `None` for other decoding."""
     if arguments.mbr_candidates is None:
         return None
     return {
@@ -134,17 +141,17 @@ def risk_options(arguments: argparse.Namespace) -> dict | None:
 
 
 def open_output(arguments: argparse.Namespace, num_targets: int, n_best: bool) -> AbstractContextManager[OutputStream]:
-    """Standard output, a new file, or one to go on with."""
+    """Open standard output, a new file, or the file of a stopped run."""
     if not arguments.resume:
         if arguments.output is None:
             return contextlib.nullcontext(OutputStream(standard_output()))
         return NewFile(arguments.output)
-    return ResumedFile(arguments.output, num_targets=num_targets, with_scores=n_best, window=arguments.window)
+    return ResumedFile(arguments.output, num_targets=num_targets, with_scores=n_best, chunk_size=arguments.chunk_size)
 
 
 def main(words: Sequence[str]) -> None:
     arguments = make_parser().parse_args(words)
-    for name in ("window", "num_processes"):
+    for name in ("chunk_size", "num_processes"):
         if getattr(arguments, name) < 1:
             raise ValueError(f"`{name}` must be at least 1, got {getattr(arguments, name)}.")
     check_dependents(arguments, NEEDS)
@@ -154,7 +161,7 @@ def main(words: Sequence[str]) -> None:
     options = chosen_generation_options(arguments) | chosen_phrase_options(arguments)
     n_best = arguments.n_best or options.get("num_return_sequences", 1) > 1
     if not n_best and arguments.mbr_candidates is None:
-        # Whatever the model's own settings say, it is one line out per line in.
+        # Override the model's own setting: one line out for each line in.
         options.setdefault("num_return_sequences", 1)
     set_seed(arguments.seed)
     with load(arguments, options) as generator:
@@ -162,20 +169,20 @@ def main(words: Sequence[str]) -> None:
 
 
 def write(generator: Generator | GeneratorPool, arguments: argparse.Namespace, options: dict, n_best: bool) -> None:
-    """Decodes the input into the output, and says how it went."""
+    """Decode the input into the output, and log counts and speed."""
     risk = risk_options(arguments)
     num_targets = generator.num_targets(**options) if risk is None else 1
     count, started = 0, time.perf_counter()
     with open_output(arguments, num_targets, n_best) as output:
         first = output.first_source
         if first:
-            logger.info("%s holds the targets of the first lines: going on at line %d.", arguments.output, first + 1)
+            logger.info("Resuming %s at line %d.", arguments.output, first + 1)
         results = generator.generate_stream(
             itertools.islice(read_lines(arguments.input), first, None),
             risk=risk,
             show_progress=None,
-            window=arguments.window,
-            first_window=first // arguments.window,
+            chunk_size=arguments.chunk_size,
+            first_chunk=first // arguments.chunk_size,
             total=count_lines(arguments.input),
             return_scores=n_best,
             seed=arguments.seed,

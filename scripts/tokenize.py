@@ -1,4 +1,4 @@
-"""`metaphrase tokenize --files F ... --output DIR`: trains a tokenizer, or one for each side."""
+"""`metaphrase tokenize --files F ... --output DIR`: train a tokenizer, or one for each side."""
 
 import sys
 
@@ -17,62 +17,63 @@ from metaphrase.tokenization.tokenizer_settings import DEFAULT_VOCAB_SIZE, KINDS
 
 logger = logging.getLogger(__name__)
 
-# All that `TokenizerPair.save_pretrained` writes, by this and earlier versions of transformers.
+# Files that `TokenizerPair.save_pretrained` writes with any version of transformers.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "target_tokenizer")
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="metaphrase tokenize",
-        description="Trains a tokenizer on text files (.gz or not), one text a line, and saves it as AutoTokenizer loads it.",
+        description="Train a tokenizer for AutoTokenizer on text files (.gz or not) with one text in each line.",
         allow_abbrev=False,
     )
-    parser.add_argument("--files", nargs="+", metavar="FILE", help="texts for one tokenizer of both sides")
-    parser.add_argument("--source_files", nargs="+", metavar="FILE", help="texts for a tokenizer of the source alone")
-    parser.add_argument("--target_files", nargs="+", metavar="FILE", help="texts for a tokenizer of the target alone")
-    parser.add_argument("--output", required=True, metavar="DIR", help="folder to save it in")
+    parser.add_argument("--files", nargs="+", metavar="FILE", help="texts for a joint tokenizer of both sides")
+    parser.add_argument("--source_files", nargs="+", metavar="FILE", help="texts for a separate source tokenizer")
+    parser.add_argument("--target_files", nargs="+", metavar="FILE", help="texts for a separate target tokenizer")
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder to write")
     parser.add_argument("--kind", default="byte_bpe", help=f"one of {', '.join(TOKENIZER_KINDS)} [%(default)s]")
     parser.add_argument(
         "--vocab_size",
         type=int,
-        help=f"most entries, special tokens included [{DEFAULT_VOCAB_SIZE} for {', '.join(KINDS_THAT_FILL_A_VOCABULARY)}; "
-        "the others take all that there are]",
+        help=f"maximum entries, special tokens included [{DEFAULT_VOCAB_SIZE} for "
+        f"{', '.join(KINDS_THAT_FILL_A_VOCABULARY)}; else no limit]",
     )
-    parser.add_argument("--min_frequency", type=int, help="how often a piece must occur to be learned")
-    parser.add_argument("--normalization", help="nfc or nfkc; none by default")
-    parser.add_argument("--lowercase", action="store_true", help="lower-case all text")
-    parser.add_argument("--joiner", help="for pretokenized: ends every piece that the next one continues [@@]")
+    parser.add_argument("--min_frequency", type=int, help="minimum number of occurrences of a learned piece")
+    parser.add_argument("--normalization", help="Unicode normalization, nfc or nfkc [none]")
+    parser.add_argument("--lowercase", action="store_true", help="lowercase all text")
+    parser.add_argument("--joiner", help="for pretokenized: mark at the end of a piece inside a word [@@]")
     parser.add_argument(
         "--additional_special_tokens", nargs="+", default=[], metavar="TOKEN", help="such as language codes"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace a tokenizer that is there already")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing tokenizer")
     return parser
 
 
 def check_output(output: Path, overwrite: bool) -> None:
-    """Refuses a folder that holds anything, but for a tokenizer alone that may be overwritten: one of a model belongs to it.
+    """Check that the folder is new, or holds only a tokenizer to overwrite. A model's tokenizer is never overwritten.
 
     Raises:
-        ValueError: If `output` cannot be had.
+        ValueError: If the folder cannot be written.
     """
     names = sorted(path.name for path in output.iterdir()) if output.is_dir() else []
     if output.exists() and not output.is_dir():
         raise ValueError(f"`output` must be a folder, got the file {output}.")
-    if others := [name for name in names if name not in TOKENIZER_FILES]:
+    if other_names := [name for name in names if name not in TOKENIZER_FILES]:
         raise ValueError(
-            f"`output` must be a new folder, or hold a tokenizer alone, got {output} with {others[0]}. Choose another folder."
+            f"`output` must be a new folder, or hold a tokenizer alone, got {output} with {other_names[0]}. "
+            "Choose another folder."
         )
     if names and not overwrite:
         raise ValueError(f"`output` must not hold a tokenizer, got {output}. Pass --overwrite to replace it.")
 
 
 def check_files(files: Sequence[str], kind: str) -> None:
-    """Refuses files that are not there before any is read; for bytes, which need no texts, also what is no text.
+    """Check that all files exist. For `byte`, whose training reads no text, also read them.
 
     Raises:
-        FileNotFoundError: If one is missing.
-        ValueError: If one is a folder, or not UTF-8.
-        EOFError: If a compressed one was cut short.
+        FileNotFoundError: If a file is missing.
+        ValueError: If a path is a folder, or a file is not UTF-8.
+        EOFError: If a compressed file is truncated.
     """
     for name in files:
         if not Path(name).exists():
@@ -86,9 +87,9 @@ def check_files(files: Sequence[str], kind: str) -> None:
 
 def main(words: Sequence[str]) -> None:
     arguments = make_parser().parse_args(words)
-    given = [files is not None for files in (arguments.files, arguments.source_files, arguments.target_files)]
-    is_separate = given == [False, True, True]
-    if not is_separate and given != [True, False, False]:
+    has_files = [files is not None for files in (arguments.files, arguments.source_files, arguments.target_files)]
+    is_separate = has_files == [False, True, True]
+    if not is_separate and has_files != [True, False, False]:
         raise ValueError("Either `--files`, or both `--source_files` and `--target_files`, must be given.")
     output = Path(arguments.output)
     check_output(output, arguments.overwrite)

@@ -1,4 +1,4 @@
-"""What `generate()` is asked for, in the words of CTranslate2: the same search, or a refusal by name."""
+"""Translate options of `generate()` into those of CTranslate2, or refuse them by name."""
 
 import logging
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from metaphrase.decoding.options import plain_options
 
 logger = logging.getLogger(__name__)
 
-# For sampling alone; without it transformers does not look at them either.
+# Options that transformers, too, ignores without sampling.
 _SAMPLING_ONLY = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 _UNDERSTOOD = {
     *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "early_stopping", "num_beams", "length_penalty"),
@@ -19,7 +19,7 @@ _UNDERSTOOD = {
     *("temperature", "top_k", "top_p", "forced_bos_token_id", "decoder_start_token_id", "eos_token_id"),
     *("bad_words_ids", "suppress_tokens", "forced_eos_token_id"),
 }
-# These change no text: what is returned beside it, how caches are kept, and settings of what is not asked for.
+# Options that do not change the text: additional outputs, caches, and settings of searches that are not used.
 _WITHOUT_EFFECT = {
     *("bos_token_id", "pad_token_id", "use_cache", "cache_implementation", "cache_config", "max_cache_len"),
     *("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states"),
@@ -28,7 +28,7 @@ _WITHOUT_EFFECT = {
     *("assistant_early_exit", "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight"),
     *("max_matching_ngram_size", "prefill_chunk_size", "synced_gpus", "transformers_version"),
 }
-# Values with which an option that is not understood does nothing.
+# Values that switch an unsupported option off.
 _NEUTRAL: dict[str, tuple] = {
     "diversity_penalty": (0.0,),
     "encoder_no_repeat_ngram_size": (0,),
@@ -43,22 +43,22 @@ _NEUTRAL: dict[str, tuple] = {
     "typical_p": (1.0,),
     "use_mtp": (False,),
 }
-# CTranslate2 takes an exponent of 0 for a leave to stop early. This one is as good as 0: no length is changed by it.
+# CTranslate2 stops early with a length penalty of 0. This one has the same effect on scores as 0.
 _ZERO_EXPONENT = 1e-30
 
 
 @dataclass(frozen=True)
 class Search:
-    """A search, as CTranslate2 is told of it.
+    """A search in terms of CTranslate2.
 
     Attributes:
         options: Arguments of `translate_batch`.
-        start: The id of what each target starts with.
-        forced: The ids that each target begins with after that.
-        ends: The ids that end a target.
-        suppressed: Ids that no target has in this order.
-        forced_end: The id in place of the last one of a target that meets the length limit, if there is one.
-        is_sampling: Whether it draws tokens.
+        start: Id of the start token.
+        forced: Ids that each target begins with after the start token.
+        ends: Ids that end a target.
+        suppressed: Sequences of ids that no target contains.
+        forced_end: Id that replaces the last one of a target at the length limit, or `None`.
+        is_sampling: True if tokens are sampled.
     """
 
     options: dict[str, Any]
@@ -71,36 +71,34 @@ class Search:
 
 
 def translate_options(
-    own: GenerationConfig, given: Mapping[str, Any], *, vocab_size: int, return_scores: bool
+    config: GenerationConfig, options: Mapping[str, Any], *, vocab_size: int, return_scores: bool
 ) -> Search:
-    """Puts options of `generate()` into the words of CTranslate2.
+    """Translate options of `generate()` into those of CTranslate2.
 
-    Some of them mean something slightly else there. Settings under which the results are the same:
+    Some options differ slightly:
 
-    - `early_stopping`: CTranslate2 stops a source when `num_beams` times its patience hypotheses have ended. That is True with
-      a patience of 1. To go on as long as a better one is possible (`never`, or False where `length_penalty` is not above 0)
-      means to go on to the longest length: the result is the same, the time is not. False with a `length_penalty` above 0
-      stops on what goes on at that moment, for which CTranslate2 has no word. Where nothing is set it stops as for True.
-    - `length_penalty`: the end of sequence counts in the length, in both.
-    - `min_length`, `no_repeat_ngram_size`, `bad_words_ids`, `suppress_tokens`: CTranslate2 lets the other tokens share the
-      probability of a token that must not come. To a greedy search it is all one; beams come out the same with
-      `renormalize_logits`.
-    - `repetition_penalty`: it changes logits here, and in transformers' beam search log-probabilities: only without beams.
-    - `repetition_penalty`, `no_repeat_ngram_size`: the token that the decoder starts with is not among those generated before.
-    - `forced_eos_token_id`: of beams, those that meet the length limit are compared, and all targets that do are scored, with
-      the token in the place of which it comes.
-    - `forced_bos_token_id` with beams: a target that ends right behind it must be the likeliest there to be kept.
+    - `early_stopping`: CTranslate2 stops a source when `num_beams` times its patience hypotheses have ended. True is a patience
+      of 1. `never`, and False with `length_penalty` at most 0, run to the longest length: same result, more time. False with
+      `length_penalty` above 0 has no counterpart. Without a value it stops as for True.
+    - `length_penalty`: both count the end of sequence in the length.
+    - `min_length`, `no_repeat_ngram_size`, `bad_words_ids`, `suppress_tokens`: CTranslate2 renormalizes without the forbidden
+      tokens. Greedy search gives the same result, beam search only with `renormalize_logits`.
+    - `repetition_penalty`: CTranslate2 changes logits, transformers' beam search log-probabilities. Only without beams.
+    - `repetition_penalty`, `no_repeat_ngram_size`: CTranslate2 does not count the start token as generated.
+    - `forced_eos_token_id`: targets at the length limit are scored, and beams compared, with the replaced token.
+    - `forced_bos_token_id` with beams: CTranslate2 keeps a target that ends right after the token only if it is the most
+      probable one there.
 
     Args:
-        own: The model's own settings.
-        given: Those of this call, which come first.
+        config: Generation config of the model.
+        options: Options of the call, which override `config`.
         vocab_size: Entries of the target vocabulary.
-        return_scores: Whether scores are wanted.
+        return_scores: True if hypotheses carry their score.
 
     Raises:
-        ValueError: If CTranslate2 cannot do what an option asks for, or an option is out of its range.
+        ValueError: If CTranslate2 does not support an option, or a value is out of range.
     """
-    settings = _merge(own, plain_options(given))
+    settings = _merge(config, plain_options(options))
     beams, count = settings["num_beams"], settings["num_return_sequences"]
     is_sampling = bool(settings["do_sample"])
     for name in ("num_beams", "num_return_sequences"):
@@ -121,7 +119,7 @@ def translate_options(
     _require(
         "forced_eos_token_id", settings, forced_end in (None, *ends), f"one of `eos_token_id` {ends} for CTranslate2"
     )
-    options: dict[str, Any] = {
+    translated: dict[str, Any] = {
         "beam_size": beams,
         "num_hypotheses": count,
         "max_decoding_length": longest,
@@ -130,29 +128,27 @@ def translate_options(
         "no_repeat_ngram_size": settings["no_repeat_ngram_size"],
         "length_penalty": 0.0,
     }
-    _require("repetition_penalty", settings, options["repetition_penalty"] >= 1, "at least 1 for CTranslate2")
+    _require("repetition_penalty", settings, translated["repetition_penalty"] >= 1, "at least 1 for CTranslate2")
     if beams > 1:
         _require("eos_token_id", settings, len(ends) == 1, "one id with `num_beams` above 1 for CTranslate2")
-        options |= _beam_options(settings, longest, shortest)
+        translated |= _beam_options(settings, longest, shortest)
     if is_sampling:
-        options |= _sampling_options(settings, vocab_size, return_scores)
+        translated |= _sampling_options(settings, vocab_size, return_scores)
     forced = [] if settings["forced_bos_token_id"] is None else [settings["forced_bos_token_id"]]
-    return Search(options, settings["decoder_start_token_id"], forced, ends, suppressed, forced_end, is_sampling)
+    return Search(translated, settings["decoder_start_token_id"], forced, ends, suppressed, forced_end, is_sampling)
 
 
-def _merge(own: GenerationConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """All settings: those given, else the model's own, else transformers' defaults.
+def _merge(config: GenerationConfig, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge the options of the call, the model's generation config and transformers' defaults, in this order.
 
     Raises:
-        ValueError: If there is one that CTranslate2 does not know, and that does something.
+        ValueError: If an option that CTranslate2 does not support has an effect.
     """
     defaults = GenerationConfig._get_default_generation_params()
-    known = {name: value for name, value in own.to_dict().items() if not name.startswith("_")}
-    settings = {**known, **given}
-    # Whether these two were set makes a difference.
-    unset = ("early_stopping", "max_length")
+    settings = {name: value for name, value in config.to_dict().items() if not name.startswith("_")} | dict(options)
+    # These two stay `None`, to tell an unset value from the default.
     for name, value in defaults.items():
-        if settings.get(name) is None and name not in unset:
+        if settings.get(name) is None and name not in ("early_stopping", "max_length"):
             settings[name] = value
     for name in _UNDERSTOOD:
         settings.setdefault(name, None)
@@ -167,7 +163,7 @@ def _merge(own: GenerationConfig, given: Mapping[str, Any]) -> dict[str, Any]:
     ]
     if refused:
         raise ValueError(
-            f"CTranslate2 cannot do {', '.join(sorted(refused))}. Where it is one of the model's own settings, give None for it."
+            f"CTranslate2 does not support {', '.join(sorted(refused))}. Set None to override the model's generation config."
         )
     return settings
 
@@ -183,12 +179,11 @@ def _most_new_tokens(settings: Mapping[str, Any]) -> int:
         return settings["max_new_tokens"]
     if settings["max_length"] is None:
         return GenerationConfig._get_default_generation_params()["max_length"]
-    _require("max_length", settings, settings["max_length"] >= 2, "at least 2, the start token being counted")
+    _require("max_length", settings, settings["max_length"] >= 2, "at least 2, start token included")
     return settings["max_length"] - 1
 
 
 def _fewest_new_tokens(settings: Mapping[str, Any]) -> int:
-    """So many tokens come before an end of sequence may."""
     if settings["min_new_tokens"] is not None:
         return max(0, settings["min_new_tokens"])
     return max(0, (settings["min_length"] or 0) - 1)
@@ -200,18 +195,18 @@ def _beam_options(settings: Mapping[str, Any], longest: int, shortest: int) -> d
     rule = f"1 with `num_beams` {beams} for CTranslate2"
     _require("repetition_penalty", settings, settings["repetition_penalty"] == 1, rule)
     if not settings["renormalize_logits"]:
-        what = "`renormalize_logits` True must come with it for CTranslate2, which always renormalizes"
-        if shortest > 0:
-            name = "min_length" if settings["min_new_tokens"] is None else "min_new_tokens"
-            raise ValueError(f"`{name}` is {settings[name]} and `num_beams` {beams}: {what}.")
-        for name in ("no_repeat_ngram_size", "bad_words_ids", "suppress_tokens"):
-            if settings[name]:
-                raise ValueError(f"`{name}` is {settings[name]} and `num_beams` {beams}: {what}.")
+        length = "min_length" if settings["min_new_tokens"] is None else "min_new_tokens"
+        for name in (length, "no_repeat_ngram_size", "bad_words_ids", "suppress_tokens"):
+            if shortest > 0 if name == length else settings[name]:
+                raise ValueError(
+                    f"`renormalize_logits` must be True for CTranslate2 with `{name}` {settings[name]} and `num_beams` "
+                    f"{beams}, because CTranslate2 always renormalizes, got {settings['renormalize_logits']}."
+                )
     return {"length_penalty": penalty or _ZERO_EXPONENT, "patience": _patience(settings, penalty, longest)}
 
 
 def _suppressed(settings: Mapping[str, Any], ends: list[int], vocab_size: int) -> list[list[int]]:
-    """Ids that must not follow one another, or not come at all; as in transformers, a bad word that is an end does not count."""
+    """Return forbidden sequences of ids. As in transformers, a bad word that is an end of sequence is ignored."""
     rows = {
         "suppress_tokens": [[token] for token in settings["suppress_tokens"] or ()],
         "bad_words_ids": [
@@ -227,16 +222,16 @@ def _suppressed(settings: Mapping[str, Any], ends: list[int], vocab_size: int) -
 
 
 def _patience(settings: Mapping[str, Any], penalty: float, longest: int) -> float:
-    """How many times `num_beams` hypotheses must have ended."""
+    """Return CTranslate2's patience: `num_beams` times this number of hypotheses must end before a source stops."""
     early_stopping = settings["early_stopping"]
     if early_stopping is True:
         return 1.0
     if early_stopping == "never" or penalty <= 0:
-        # More than can end before the last step.
+        # More hypotheses than can end before the last decoding step.
         return longest + 1.0
     if early_stopping is None:
         logger.warning(
-            "`early_stopping` is not set: CTranslate2 stops a sentence as soon as it has num_beams candidates, as for True."
+            "`early_stopping` is not set: CTranslate2 stops a sentence after num_beams finished hypotheses, as for True."
         )
         return 1.0
     raise ValueError(
@@ -253,8 +248,8 @@ def _sampling_options(settings: Mapping[str, Any], vocab_size: int, return_score
     _require("top_k", settings, top_k >= 0, "at least 0")
     if return_scores and (temperature != 1 or 0 < top_k < vocab_size or top_p != 1):
         raise ValueError(
-            "Scores of sampled targets must be those of what was drawn from, but CTranslate2 knows the model's own alone: set "
-            f"`temperature` 1, `top_k` 0 and `top_p` 1, got {temperature}, {top_k} and {top_p}; or, in Python, leave "
-            "`return_scores` False (the command line needs scores where it writes several targets of a source)."
+            "`temperature`, `top_k` and `top_p` must be 1, 0 and 1 for scores of samples, because CTranslate2 returns scores of "
+            f"the whole distribution, got {temperature}, {top_k} and {top_p}. In Python, set `return_scores` to False. The "
+            "command line needs scores to write several targets of a source."
         )
     return {"sampling_temperature": temperature, "sampling_topk": top_k, "sampling_topp": top_p}

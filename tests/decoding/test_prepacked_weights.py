@@ -295,7 +295,7 @@ def test_a_stream_that_is_taken_up_is_written_as_it_would_have_been(products, mo
 
     def run(first):
         generator = tiny_generator(seed=1)
-        options = {"window": 1, "first_window": first, "seed": 0, "max_new_tokens": 4, "num_beams": 1 if risk else 2}
+        options = {"chunk_size": 1, "first_chunk": first, "seed": 0, "max_new_tokens": 4, "num_beams": 1 if risk else 2}
         candidates = []
         for found in generator.generate_stream(iter(SOURCES[first:]), risk=risk, **options):
             candidates.append([(each.text, each.score) for each in found])

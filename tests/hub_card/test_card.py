@@ -12,7 +12,7 @@ from tiny_generator import save_generator, tiny_generator
 
 from metaphrase.hub_card import figures
 from metaphrase.hub_card.card import FIGURE_NAME, MARKER, renew_model_card, write_model_card
-from metaphrase.hub_card.facts import TrainedFolder, count_parameters, without_machine_path
+from metaphrase.hub_card.facts import Facts, TrainedFolder, count_parameters, without_machine_path
 from metaphrase.hub_card.figures import draw_training_curve
 from metaphrase.hub_card.markdown import code, number, plain
 
@@ -89,7 +89,7 @@ def section(card, heading):
 
 
 def test_metadata_of_a_full_folder(full_folder):
-    card = ModelCard.load(write_model_card(full_folder, repo_id="me/tiny", license="mit", tags=["demo"]))
+    card = ModelCard.load(write_model_card(full_folder, Facts(license="mit", tags=["demo"]), repo_id="me/tiny"))
     data = card.data
     assert (data.language, data.license, data.library_name) == (["en", "de"], "mit", "transformers")
     assert data.pipeline_tag == "translation"
@@ -121,7 +121,10 @@ def test_sections_of_a_full_folder(full_folder):
     assert "| `train_file` | `train.en`, `data/train.de` |" in section(card, "Training data")
     assert "| sizes: train | 29,000 |" in section(card, "Training data")
     procedure = section(card, "Training procedure")
-    assert "30 optimizer steps, 3 epochs" in procedure and "step 20 was the best, with 9." in procedure
+    assert (
+        "30 optimizer steps, 3 epochs" in procedure
+        and "The best step by the validation metric was 20, with 9." in procedure
+    )
     assert "| `learning_rate` | `0.005` |" in procedure and "| `max_tokens_per_batch` | `8192` |" in procedure
     assert "| `note` | `` pipe \\| and `tick` `` |" in procedure
     assert "train_file" not in procedure and "source_language" not in procedure
@@ -134,11 +137,12 @@ def test_sections_of_a_full_folder(full_folder):
 def test_the_code_in_the_card_is_python_and_loads_the_repository(full_folder):
     text = ModelCard.load(write_model_card(full_folder, repo_id="me/tiny")).text
     blocks = [block.split("```", 1)[0] for block in text.split("```python\n")[1:]]
-    assert len(blocks) == 2
-    for block in blocks:
-        compile(block, "card", "exec")
-    assert 'model_id = "me/tiny"' in blocks[0] and "trust_remote_code=True" in blocks[0]
-    assert "import metaphrase.modeling" in blocks[1]
+    [block] = blocks
+    compile(block, "card", "exec")
+    assert 'model_id = "me/tiny"' in block and "trust_remote_code=True" in block
+    assert (
+        block.startswith("import metaphrase ") and "with the same results at transformers' speed.\n\n## Scores" in text
+    )
 
 
 @pytest.mark.parametrize("joint", [True, False])
@@ -147,7 +151,7 @@ def test_card_of_a_model_without_own_code_speaks_of_none(full_folder, joint):
     if not joint:
         (full_folder / "target_tokenizer").mkdir()
     text = ModelCard.load(write_model_card(full_folder, repo_id="me/tiny")).text
-    for words in ("trust_remote_code", "metaphrase.modeling", "stored beside the weights"):
+    for words in ("trust_remote_code", "import metaphrase", "stored beside the weights"):
         assert words not in text
     [block] = [block.split("```", 1)[0] for block in text.split("```python\n")[1:]]
     compile(block, "card", "exec")
@@ -200,7 +204,7 @@ def test_the_code_in_the_card_reads_with_one_tokenizer_and_writes_with_the_other
 def test_secrets_and_machine_paths_stay_out(full_folder):
     text = write_model_card(full_folder).read_text(encoding="utf-8")
     assert "hf_verysecret" not in text and "somebody" not in text
-    assert "Left out of this table as secret: `hub_token`" in text
+    assert "Left out as secret: `hub_token`" in text
     assert "| `output_dir` | `runs` |" in text
 
 
@@ -238,23 +242,23 @@ def test_scores_without_names_or_settings(empty_folder):
     assert card.data.eval_results[0].metric_args is None
     scores = section(card, "Scores")
     assert "| exact match | 50.00 | unknown |" in scores
-    for line in ("Measured on: unknown", "Examples: unknown", "Perplexity: unknown", "Settings of generation: unknown"):
+    for line in ("Measured on: unknown", "Examples: unknown", "Perplexity: unknown", "Generation settings: unknown"):
         assert line in scores
 
 
 def test_rouge_reports_its_four_kinds(empty_folder):
     rouge = {"score": 3.0, "rouge1": 1.0, "rouge2": 2.0, "rougeL": 3.0, "rougeLsum": 4.0}
     (empty_folder / "metrics.json").write_text(json.dumps({"scores": {"rouge": rouge}}))
-    data = ModelCard.load(write_model_card(empty_folder, task="summarization")).data
+    data = ModelCard.load(write_model_card(empty_folder, Facts(task="summarization"))).data
     values = {result.metric_name: result.metric_value for result in data.eval_results}
     assert values == {"ROUGE-1": 1.0, "ROUGE-2": 2.0, "ROUGE-L": 3.0, "ROUGE-Lsum": 4.0}
     assert (data.metrics, data.pipeline_tag) == (["rouge"], "summarization")
 
 
 def test_languages_decide_the_task_and_enter_the_metadata_only_as_codes(empty_folder):
-    same = ModelCard.load(write_model_card(empty_folder, source_language="en", target_language="en"))
+    same = ModelCard.load(write_model_card(empty_folder, Facts(source_language="en", target_language="en")))
     assert (same.data.language, same.data.pipeline_tag) == (["en"], "text2text-generation")
-    named = ModelCard.load(write_model_card(empty_folder, source_language="Old Norse", target_language="no"))
+    named = ModelCard.load(write_model_card(empty_folder, Facts(source_language="Old Norse", target_language="no")))
     assert (named.data.language, named.data.pipeline_tag) == (["no"], "translation")
     assert "Source language: Old Norse (no ISO 639 code" in named.text
 
@@ -271,7 +275,7 @@ def test_card_reads_a_recipe_as_a_run_does(empty_folder):
 def test_special_characters_cannot_break_the_card(empty_folder):
     title = 'A*b*_c_ <script>|`x` $summary\n---\nkey: "value'
     (empty_folder / "metrics.json").write_text(json.dumps({"scores": {"my|score": {"score": 1.0}}}))
-    card = ModelCard.load(write_model_card(empty_folder, title=title))
+    card = ModelCard.load(write_model_card(empty_folder, Facts(title=title)))
     heading = card.text.lstrip().split("\n")[0]
     assert heading == r'# A\*b\*\_c\_ &lt;script&gt;\|\`x\` \$summary --- key: "value'
     assert card.data.model_name == title
@@ -280,7 +284,7 @@ def test_special_characters_cannot_break_the_card(empty_folder):
 
 def test_a_card_by_another_hand_is_kept(empty_folder):
     path = write_model_card(empty_folder)
-    write_model_card(empty_folder, license="mit")
+    write_model_card(empty_folder, Facts(license="mit"))
     assert ModelCard.load(path).data.license == "mit"
     path.write_text("# My own words\n")
     with pytest.raises(ValueError, match="`overwrite` must be True"):
@@ -292,7 +296,8 @@ def test_a_card_by_another_hand_is_kept(empty_folder):
 
 def test_a_run_renews_its_card_but_not_that_of_another_hand(full_folder, caplog):
     given = {"license": "mit", "base_model": "me/base", "datasets": ["me/pairs"], "tags": ["mine"]}
-    path = write_model_card(full_folder, **given, summary="My own summary.", source_language="fr", task="summarization")
+    facts = Facts(**given, summary="My own summary.", source_language="fr", task="summarization")
+    path = write_model_card(full_folder, facts)
     (full_folder / "metrics.json").unlink()
     assert renew_model_card(full_folder) == path
     assert "No scores are known" in path.read_text(encoding="utf-8") and not caplog.records
@@ -305,7 +310,7 @@ def test_a_run_renews_its_card_but_not_that_of_another_hand(full_folder, caplog)
     path.write_text(claimed, encoding="utf-8")
     (full_folder / FIGURE_NAME).unlink()
     assert renew_model_card(full_folder) == path and path.read_text(encoding="utf-8") == claimed
-    assert "README.md was made or changed by somebody: it stays as it is." in caplog.text
+    assert "README.md was made or changed by somebody and is kept." in caplog.text
     assert (full_folder / FIGURE_NAME).is_file()
 
 
@@ -337,7 +342,7 @@ def test_unfit_arguments_are_refused(empty_folder, tmp_path):
     with pytest.raises(ValueError, match="`folder` must be an existing folder"):
         write_model_card(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="`task` must be one of"):
-        write_model_card(empty_folder, task="translate")
+        write_model_card(empty_folder, Facts(task="translate"))
     with pytest.raises(ValueError, match="a//b"):
         write_model_card(empty_folder, repo_id="a//b")
 

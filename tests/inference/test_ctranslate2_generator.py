@@ -47,7 +47,7 @@ def test_generator_writes_the_same(is_joint, is_exported, folders):
     assert [[c.text for c in row] for row in results] == [[c.text for c in row] for row in expected]
     for row, scored in zip(expected, results, strict=True):
         assert [c.score for c in scored] == pytest.approx([c.score for c in row], abs=1e-3)
-    stream = theirs.generate_stream(texts, window=2, return_scores=False)
+    stream = theirs.generate_stream(texts, chunk_size=2, return_scores=False)
     assert [row[0].text for row in stream] == ours.generate(texts)
 
 
@@ -66,7 +66,7 @@ def test_processes_share_one_converted_copy_which_goes_with_the_pool(folders, tm
     monkeypatch.setattr(tempfile, "tempdir", None)
     with GeneratorPool(folders[True][0], num_processes=2, engine="ctranslate2", device="cpu") as pool:
         assert len(list(tmp_path.glob("metaphrase_ctranslate2_*"))) == 1
-        found = [row[0].text for row in pool.generate_stream(SOURCES, window=2)]
+        found = [row[0].text for row in pool.generate_stream(SOURCES, chunk_size=2)]
     assert not list(tmp_path.glob("metaphrase_ctranslate2_*"))
     assert found == tiny_generator(True).generate(SOURCES)
     with pytest.raises(OSError, match="not_there"):
@@ -92,7 +92,11 @@ def test_unknown_types_are_refused(dtype, folders):
 
 @pytest.mark.parametrize(
     ("device", "message"),
-    [("foo", "one that torch knows"), ("mps", "cpu or, of .* GPUs that CTranslate2"), ("cuda:99", "got 'cuda:99'")],
+    [
+        ("foo", "one that torch knows"),
+        ("mps", "cpu or one of the .* GPUs that CTranslate2"),
+        ("cuda:99", "got 'cuda:99'"),
+    ],
 )
 def test_devices_that_are_not_there_are_refused_before_loading(device, message):
     with pytest.raises(ValueError, match=f"`device` must be .*{message}"):
@@ -130,9 +134,9 @@ def test_a_start_that_changes_is_given_with_each_call(tmp_path):
 
 def test_what_needs_a_model_in_torch_is_refused(folders):
     generator = Generator.from_pretrained(folders[True][1], engine="ctranslate2", device="cpu")
-    with pytest.raises(ValueError, match="`generator` must run in torch for that, got a CTranslate2Engine"):
+    with pytest.raises(ValueError, match="`generator` must have a torch model here, got a CTranslate2Engine"):
         cross_attention(generator, SOURCES[0])
-    with pytest.raises(ValueError, match="`generator` must run in torch for that"):
+    with pytest.raises(ValueError, match="`generator` must have a torch model here"):
         generator.score(SOURCES[:1], SOURCES[:1])
     with pytest.raises(ValueError, match="`engine` must be torch for an ensemble, got 'ctranslate2'"):
         Generator.from_pretrained([folders[True][1]] * 2, engine="ctranslate2")
@@ -210,4 +214,4 @@ def test_a_line_beyond_the_table_of_positions_is_named(tmp_path):
         generator.generate(lines, max_new_tokens=4)
     for risk in (None, {"num_candidates": 2}):
         with pytest.raises(TooLongError, match=message):
-            list(generator.generate_stream(lines, window=2, max_new_tokens=4, risk=risk))
+            list(generator.generate_stream(lines, chunk_size=2, max_new_tokens=4, risk=risk))

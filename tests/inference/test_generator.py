@@ -65,12 +65,12 @@ def test_generate_refuses_several_targets(generator):
         generator.generate(SOURCES, num_beams=2, num_return_sequences=2)
 
 
-@pytest.mark.parametrize("window", [1, 2, 5, 100])
-def test_stream_is_the_same_in_any_window_and_reads_one_window_ahead(generator, window):
+@pytest.mark.parametrize("chunk_size", [1, 5, 100])
+def test_stream_is_the_same_for_any_chunk_size_and_reads_one_chunk_ahead(generator, chunk_size):
     read = []
-    stream = generator.generate_stream((read.append(text) or text for text in [*SOURCES, ""]), window=window)
+    stream = generator.generate_stream((read.append(text) or text for text in [*SOURCES, ""]), chunk_size=chunk_size)
     first = next(stream)
-    assert min(window, 6) <= len(read) <= min(2 * window, 6)
+    assert min(chunk_size, 6) <= len(read) <= min(2 * chunk_size, 6)
     assert [candidates[0].text for candidates in [first, *stream]] == generator.generate([*SOURCES, ""])
 
 
@@ -119,7 +119,9 @@ def test_a_seed_that_is_none_is_refused_before_anything_is_read(seed, generator)
     with pytest.raises(ValueError, match=r"`seed` must be a whole number from 0 to 2\*\*64 - 1, got"):
         list(generator.generate_stream((read.append(text) or text for text in SOURCES), seed=seed, do_sample=True))
     assert not read
-    assert len(list(generator.generate_stream(SOURCES, seed=(1 << 64) - 1, window=2, do_sample=True))) == len(SOURCES)
+    assert len(list(generator.generate_stream(SOURCES, seed=(1 << 64) - 1, chunk_size=2, do_sample=True))) == len(
+        SOURCES
+    )
 
 
 def test_sampling_follows_the_seed(generator):

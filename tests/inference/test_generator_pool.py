@@ -14,9 +14,9 @@ import torch
 from tiny_generator import SOURCES, save_generator, tiny_generator
 
 from metaphrase.inference import GeneratorPool, generator_pool
+from metaphrase.inference.chunks import decode_chunk
 from metaphrase.inference.generator_pool import spread_devices
 from metaphrase.inference.line_files import format_targets
-from metaphrase.inference.windows import decode_window
 from metaphrase.scripts import generate
 
 LIMIT_SECONDS = 60
@@ -69,12 +69,12 @@ def assert_they_end(processes):
     ids=str,
 )
 def test_it_writes_what_one_generator_writes(options, pool, generator):
-    expected = list(generator.generate_stream(LINES, window=4, **options))
+    expected = list(generator.generate_stream(LINES, chunk_size=4, **options))
     assert len(expected) == len(LINES)
-    assert list(pool.generate_stream(LINES, window=4, **options)) == expected
+    assert list(pool.generate_stream(LINES, chunk_size=4, **options)) == expected
     assert pool.num_targets(num_beams=3, num_return_sequences=2) == 2
     # A stream that was left is taken up.
-    rest = pool.generate_stream(LINES[8:], window=4, first_window=2, **options)
+    rest = pool.generate_stream(LINES[8:], chunk_size=4, first_chunk=2, **options)
     assert list(rest) == expected[8:]
 
 
@@ -85,16 +85,16 @@ def test_both_work(pool):
 
 def test_minimum_bayes_risk(pool, generator):
     risk, options = {"num_candidates": 4, "utility": "bleu"}, {"seed": 2, "return_scores": True}
-    found = list(pool.generate_stream(LINES[:9], window=4, risk=risk, **options))
+    found = list(pool.generate_stream(LINES[:9], chunk_size=4, risk=risk, **options))
     expected = [
         candidates
         for number in range(3)
-        for candidates in decode_window(
+        for candidates in decode_chunk(
             generator, number, LINES[4 * number : min(9, 4 * number + 4)], risk=risk, **options
         )
     ]
     assert found == expected and {len(candidates) for candidates in found} == {1}
-    assert found == list(generator.generate_stream(LINES[:9], window=4, risk=risk, **options))
+    assert found == list(generator.generate_stream(LINES[:9], chunk_size=4, risk=risk, **options))
     torch.manual_seed(2)
     assert [chosen for [chosen] in found[:4]] == generator.generate_mbr(LINES[:4], **risk)
 
@@ -106,29 +106,29 @@ def one_token(number, ids):
 
 def test_functions_are_told_the_number_of_the_text_in_the_stream(pool, generator):
     options = {"prefix_allowed_tokens_fn": one_token, "max_new_tokens": 3}
-    expected = list(generator.generate_stream(LINES[:9], window=4, **options))
+    expected = list(generator.generate_stream(LINES[:9], chunk_size=4, **options))
     assert len({candidates[0].text for candidates in expected}) > 6
-    assert list(pool.generate_stream(LINES[:9], window=4, **options)) == expected
-    assert list(pool.generate_stream(LINES[4:9], window=4, first_window=1, **options)) == expected[4:]
+    assert list(pool.generate_stream(LINES[:9], chunk_size=4, **options)) == expected
+    assert list(pool.generate_stream(LINES[4:9], chunk_size=4, first_chunk=1, **options)) == expected[4:]
 
 
 def test_what_generators_count_is_added_up(pool):
     before = pool.num_unfinished
-    list(pool.generate_stream(SOURCES * 2, window=2, max_new_tokens=2))
+    list(pool.generate_stream(SOURCES * 2, chunk_size=2, max_new_tokens=2))
     assert pool.num_unfinished - before == 10
 
 
 def test_mistakes_come_with_their_words_and_end_nothing(pool, generator):
     with pytest.raises(ValueError, match="`num_beams` must be a multiple of `num_beam_groups`, got 4 and 3"):
         list(pool.generate_stream(SOURCES, num_beams=4, num_beam_groups=3))
-    with pytest.raises(ValueError, match="`window` must be at least 1, got 0"):
-        list(pool.generate_stream(SOURCES, window=0))
+    with pytest.raises(ValueError, match="`chunk_size` must be at least 1, got 0"):
+        list(pool.generate_stream(SOURCES, chunk_size=0))
     with pytest.raises(ValueError, match=r"`seed` must be a whole number from 0 to 2\*\*64 - 1, got -1"):
         list(pool.generate_stream(SOURCES, seed=-1))
     with pytest.raises(ValueError, match="`lines` must hold one text each, got the single string 'the cat'"):
         list(pool.generate_stream("the cat"))
     with pytest.raises(ValueError, match="`lines` must hold strings only, got NoneType as text 3"):
-        list(pool.generate_stream(["a cat", "the dog", None], window=2))
+        list(pool.generate_stream(["a cat", "the dog", None], chunk_size=2))
 
     def lines():
         yield from SOURCES[:4]
@@ -136,12 +136,12 @@ def test_mistakes_come_with_their_words_and_end_nothing(pool, generator):
 
     results = []
     with pytest.raises(OSError, match="the disk is gone"):
-        for candidates in pool.generate_stream(lines(), window=2):
+        for candidates in pool.generate_stream(lines(), chunk_size=2):
             results.append(candidates[0].text)
     assert results == generator.generate(SOURCES[:4])
 
 
-def test_no_more_is_read_than_a_window_for_each_and_one(pool):
+def test_no_more_is_read_than_a_chunk_for_each_and_one(pool):
     read = []
 
     def lines():
@@ -149,7 +149,7 @@ def test_no_more_is_read_than_a_window_for_each_and_one(pool):
             read.append(number)
             yield f"the cat {number}"
 
-    stream = pool.generate_stream(lines(), window=3)
+    stream = pool.generate_stream(lines(), chunk_size=3)
     next(stream)
     time.sleep(0.5)
     # One is here, one for each process is there or done.
@@ -165,14 +165,14 @@ def test_a_model_that_is_not_there(tmp_path):
 
 
 def test_processes_end_in_the_middle_of_their_work_and_a_closed_pool_says_so(folder):
-    """A window that would take minutes."""
+    """A chunk that would take minutes."""
     long = {"max_new_tokens": 100_000, "eos_token_id": -1, "num_beams": 1}
     with GeneratorPool(folder, num_processes=1, device="cpu", assistant_model=folder) as pool:
         # With a draft model that is the model itself, all is accepted.
         texts = [scored.text for [scored] in pool.generate_stream(SOURCES, num_beams=1, num_assistant_tokens=2)]
         assert texts == tiny_generator(kind="byte").generate(SOURCES, num_beams=1)
         assert pool.num_drafted == pool.num_accepted > 0
-        stream = pool.generate_stream(LINES, window=2, max_new_tokens=1)
+        stream = pool.generate_stream(LINES, chunk_size=2, max_new_tokens=1)
         next(stream)
         [process] = processes_of(pool)
         future = pool._executor.submit(
@@ -183,7 +183,7 @@ def test_processes_end_in_the_middle_of_their_work_and_a_closed_pool_says_so(fol
         started = time.monotonic()
     assert time.monotonic() - started < LIMIT_SECONDS / 2 and not is_running(process)
     for call in (lambda: list(stream), pool.num_targets, lambda: list(pool.generate_stream(LINES))):
-        with pytest.raises(ValueError, match="must be used before it is closed"):
+        with pytest.raises(ValueError, match="must be open, got a call"):
             call()
     pool.close()
 
@@ -191,10 +191,10 @@ def test_processes_end_in_the_middle_of_their_work_and_a_closed_pool_says_so(fol
 def test_a_death_is_named(folder):
     with GeneratorPool(folder, num_processes=1, device="cpu") as pool:
         [process] = processes_of(pool)
-        stream = pool.generate_stream(itertools.cycle(SOURCES), window=5)
+        stream = pool.generate_stream(itertools.cycle(SOURCES), chunk_size=5)
         next(stream)
         os.kill(process, signal.SIGKILL)
-        with pytest.raises(ChildProcessError, match="One of the processes that decode has died"):
+        with pytest.raises(ChildProcessError, match="A process of the generator pool died"):
             list(stream)
 
 
@@ -254,7 +254,7 @@ def test_the_command_as_a_file(folder, generator, tmp_path):
     """Each process imports the file that was run; a second one takes up what the first has left."""
     (tmp_path / "in").write_text("".join(f"{line}\n" for line in LINES), encoding="utf-8")
     output = tmp_path / "out"
-    found = generator.generate_stream(LINES, window=7, num_beams=2, num_return_sequences=2)
+    found = generator.generate_stream(LINES, chunk_size=7, num_beams=2, num_return_sequences=2)
     expected = "".join(format_targets(index, candidates, True) for index, candidates in enumerate(found))
     output.write_text(expected[: len(expected) // 2], encoding="utf-8")
     words = [folder, "--device", "cpu", "--num_processes", "2", "--window", "7", "--num_beams", "2"]
@@ -267,7 +267,7 @@ def test_the_command_as_a_file(folder, generator, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert output.read_text(encoding="utf-8") == expected
-    assert "going on at line" in done.stderr and "leaked" not in done.stderr
+    assert "at line" in done.stderr and "leaked" not in done.stderr
 
 
 def test_an_interrupt_from_the_terminal_ends_all_and_keeps_what_was_written(folder, generator, tmp_path):
@@ -298,7 +298,7 @@ def test_an_interrupt_from_the_terminal_ends_all_and_keeps_what_was_written(fold
         command.communicate()
     assert len(processes) >= 3
     assert_they_end(processes)
-    found = generator.generate_stream(LINES[:9], window=2)
+    found = generator.generate_stream(LINES[:9], chunk_size=2)
     expected = "".join(format_targets(index, candidates, False) for index, candidates in enumerate(found))
     written = output.read_text(encoding="utf-8")
     assert expected.startswith(written) and written.endswith("\n")

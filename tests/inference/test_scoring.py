@@ -167,7 +167,7 @@ def test_model_stays_in_its_mode():
         (["a cat"], "eine Katze", "`targets` must hold one text each, got the single string"),
         (["a cat", None], TARGETS[:2], "`sources` must hold strings only, got NoneType as text 2"),
         (["a cat"], [None], "`targets` must hold texts or lists of ids, got None in number 1"),
-        (["a cat"], [[]], "`targets` must have a token each, got none in number 1"),
+        (["a cat"], [[]], "`targets` must have at least one token each, got none in number 1"),
         (["a cat"] * 2, [[3], [5, -100]], "`targets` must hold ids from 0 and below [0-9]+, got -100 in number 2"),
         (["a cat"], [[5, 999]], "`targets` must hold ids from 0 and below [0-9]+, got 999 in number 1"),
     ],

@@ -49,7 +49,7 @@ def test_one_row_is_for_all_texts_of_a_stream_too(generator, prompts):
     [prompt] = prompts[6:7]
     found = generator.generate(TEXTS, decoder_input_ids=[prompt])
     assert found == generator.generate(TEXTS, decoder_input_ids=[prompt] * len(TEXTS)) != generator.generate(TEXTS)
-    stream = generator.generate_stream(TEXTS, window=2, decoder_input_ids=[prompt])
+    stream = generator.generate_stream(TEXTS, chunk_size=2, decoder_input_ids=[prompt])
     assert [row[0].text for row in stream] == found
 
 
@@ -88,15 +88,15 @@ def test_functions_are_told_the_number_of_the_text(options, generator):
     found = generator.generate_n_best(TEXTS, **options)
     assert [{candidate.text for candidate in row} for row in found] == [{text} for text in expected]
     # In a stream it is the number in the whole stream, also where one was taken up.
-    stream = generator.generate_stream(TEXTS, window=2, **options)
+    stream = generator.generate_stream(TEXTS, chunk_size=2, **options)
     assert [{candidate.text for candidate in row} for row in stream] == [{text} for text in expected]
-    rest = generator.generate_stream(TEXTS[4:], window=2, first_window=2, **options)
+    rest = generator.generate_stream(TEXTS[4:], chunk_size=2, first_chunk=2, **options)
     assert [row[0].text for row in rest] == expected[4:]
 
 
 def test_functions_for_minimum_bayes_risk(generator):
     risk = {"num_candidates": 2, "num_references": 2, "reference_options": {"prefix_allowed_tokens_fn": only}}
-    [*chosen] = generator.generate_stream(TEXTS, window=3, risk=risk, prefix_allowed_tokens_fn=only)
+    [*chosen] = generator.generate_stream(TEXTS, chunk_size=3, risk=risk, prefix_allowed_tokens_fn=only)
     for number, (text, [best]) in enumerate(zip(TEXTS, chosen, strict=True)):
         assert best.text == (letters(generator, number) if text.strip() else "")
         assert not text.strip() or best.score == pytest.approx(100.0)
@@ -107,10 +107,10 @@ def test_functions_for_minimum_bayes_risk(generator):
     [
         (
             {"decoder_input_ids": [[1, 5]] * 2},
-            "`decoder_input_ids` must have a row for each text, or one for all, got 2 for 5",
+            "`decoder_input_ids` must have 1 row or one for each text, got 2 for 5",
         ),
-        ({"decoder_input_ids": [1, 5]}, r"`decoder_input_ids` must be rows of equally many ids, got \[1, 5\]"),
-        ({"decoder_input_ids": [[1, 5], [1]]}, "`decoder_input_ids` must be rows of equally many ids"),
+        ({"decoder_input_ids": [1, 5]}, r"`decoder_input_ids` must be rows of ids of one length, got \[1, 5\]"),
+        ({"decoder_input_ids": [[1, 5], [1]]}, "`decoder_input_ids` must be rows of ids of one length"),
         ({"decoder_start_token_id": [1] * 5}, "`decoder_start_token_id` must be one id for all texts"),
     ],
 )

@@ -64,9 +64,9 @@ def test_first_of_equals_wins_and_words_without_weight_have_no_link():
 
 
 def test_tokens_that_are_no_words_are_refused():
-    with pytest.raises(ValueError, match="The source's tokens must make up its words, got 'the cat'"):
+    with pytest.raises(ValueError, match="The tokens of the source must make up its words, got 'the cat'"):
         word_alignment(attention(source_word_ids=None))
-    with pytest.raises(ValueError, match="The target's tokens must make up its words, got 'die Katze da'"):
+    with pytest.raises(ValueError, match="The tokens of the target must make up its words, got 'die Katze da'"):
         word_alignment(attention(target_word_ids=None))
 
 
@@ -101,7 +101,7 @@ def test_alignment_error_rate():
     # A and S: 1; A and P: 2; A: 3; S: 3
     assert alignment_error_rate([[(0, 0), (0, 1)], [(2, 2)]], sure, possible) == pytest.approx(1 - 3 / 6)
     assert alignment_error_rate([[], []], sure, possible) == 1
-    with pytest.raises(ValueError, match="must be equally many, got 1, 2 and 2"):
+    with pytest.raises(ValueError, match="must have the same length, got 1, 2 and 2"):
         alignment_error_rate([[]], sure, possible)
     with pytest.raises(ValueError, match="must have a link, got none"):
         alignment_error_rate([[]], [[]], [[(0, 0)]])

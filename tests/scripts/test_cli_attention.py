@@ -42,7 +42,7 @@ def test_attention_generates_a_target(cli_model, tmp_path, caplog):
     ]
     attention.main(words)
     assert f"Target: {targets_of(SOURCES[:1], max_new_tokens=3)[0]}" in caplog.text
-    assert "met the length limit" in caplog.text
+    assert "are unfinished at the length limit" in caplog.text
 
 
 def test_attention_writes_a_page_of_several_sentences(cli_model, tmp_path, caplog):
@@ -87,7 +87,7 @@ def test_attention_writes_links(cli_model, tmp_path, monkeypatch, capsys, caplog
     [
         (
             ["--source", "a", "--output", "x.pdf"],
-            "`output` must end in one of .png, .html, .htm, .align, .txt where no",
+            "`output` must end in one of .png, .html, .htm, .align, .txt without `format`",
         ),
         (["--source", "a", "--source", "b"], "A picture must show one sentence, got 2"),
         (["--source", " "], "A picture must show one sentence, got 0"),
@@ -98,7 +98,7 @@ def test_attention_writes_links(cli_model, tmp_path, monkeypatch, capsys, caplog
             ["--source", "a", "--target", "b", "--target", "c"],
             "`source` and `target` must be equally many, got 1 and 2",
         ),
-        (["--source", "a", "--target", "b", "--num_beams", "2"], "`target` must be left out for the model to generate"),
+        (["--source", "a", "--target", "b", "--num_beams", "2"], "`target` must be left out with generation options"),
     ],
 )
 def test_attention_refuses(cli_model, words, message, tmp_path, monkeypatch, capsys):
@@ -126,7 +126,7 @@ def test_attention_of_a_layer_that_is_not_there(cli_model, capsys):
     "words", [["--layer", "9"], ["--layer", "0", "--head", "9"], ["--head", "0"], ["--target", "b", "--num_beams", "2"]]
 )
 def test_a_choice_that_does_not_fit_leaves_the_links_of_an_older_run(cli_model, tmp_path, words, monkeypatch):
-    monkeypatch.setattr("metaphrase.inference.alignment._generate", lambda *_: pytest.fail("targets were made"))
+    monkeypatch.setattr("metaphrase.inference.generator.Generator.search", lambda *_: pytest.fail("targets were made"))
     written = tmp_path / "words.align"
     written.write_text("0-0\n", encoding="utf-8")
     words = [cli_model, "--device", "cpu", "--source", "a", "--output", str(written), *words]

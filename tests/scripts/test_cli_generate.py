@@ -31,10 +31,10 @@ def run_generate(folder, text, monkeypatch, *options):
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", ""])
-@pytest.mark.parametrize("window", ["1", "4", "100"])
-def test_generate_writes_a_line_for_each_line(cli_model, monkeypatch, window, end):
+@pytest.mark.parametrize("chunk_size", ["1", "4", "100"])
+def test_generate_writes_a_line_for_each_line(cli_model, monkeypatch, chunk_size, end):
     text = ((end or "\n").join(ODD_LINES[:5]) + end).encode()
-    lines = run_generate(cli_model, text, monkeypatch, "--window", window)
+    lines = run_generate(cli_model, text, monkeypatch, "--chunk_size", chunk_size)
     assert lines == as_lines(targets_of(ODD_LINES[:5])) and lines[3:] == ["", ""] and "" not in lines[:3]
 
 
@@ -154,7 +154,7 @@ def test_minimum_bayes_risk_writes_what_its_generator_does(cli_model, monkeypatc
     words = ["--num_beams", "4", "--mbr_candidates", "4", "--mbr_utility", "bleu", "--window", "2"]
     assert run_generate(cli_model, text, monkeypatch, *words) == as_lines([scored.text for scored in expected])
     rows = run_generate(cli_model, text, monkeypatch, *words, "--n_best")
-    # The windows are other batches.
+    # The chunks are other batches.
     scores = [float(row.split(" ||| ")[-1]) for row in rows]
     assert scores == pytest.approx([scored.score for scored in expected], abs=1e-3)
     sampled = [run_generate(cli_model, text, monkeypatch, "--mbr_candidates", "3", "--seed", seed) for seed in "112"]
@@ -180,7 +180,7 @@ def test_options_that_need_another_are_refused_without_it(cli_model, words, mess
 def test_unfinished_targets_are_reported(cli_model, monkeypatch, caplog):
     text = ("\n".join(SOURCES) + "\n").encode()
     run_generate(cli_model, text, monkeypatch, "--max_new_tokens", "2")
-    assert "5 targets of 5 sources met the length limit before their end" in caplog.text
+    assert "5 targets of 5 sources are unfinished at the length limit" in caplog.text
 
 
 @pytest.mark.parametrize("by_file", [True, False])
@@ -237,7 +237,7 @@ def test_a_stream_of_the_system_that_is_closed_is_named(cli_model, name, word, m
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a cat\n")))
     monkeypatch.setattr(sys, name, None)
     assert run(generate.main, "generate", [cli_model, "--device", "cpu"]) == 2
-    assert f"{word} must be a file where standard" in capsys.readouterr().err
+    assert f"{word} must be a file if standard" in capsys.readouterr().err
 
 
 def test_a_model_whose_logits_are_no_numbers_is_named_where_it_samples(tmp_path, monkeypatch, capsys):

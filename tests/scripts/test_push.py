@@ -15,7 +15,7 @@ from hub_stand_in import StandIn
 from huggingface_hub import ModelCard, constants
 from tiny_generator import save_generator, tiny_generator
 
-from metaphrase.hub_card import write_model_card
+from metaphrase.hub_card import Facts, upload, write_model_card
 from metaphrase.scripts import push
 from metaphrase.scripts.console import run
 from metaphrase.training.recipe.recipe import load_recipe
@@ -171,7 +171,7 @@ def stated(card):
 def test_what_a_card_was_given_stays_in_it(hub, folder):
     summary = "Written *by hand*.\n\n- Source language: see below\n- & more"
     words = {"summary": summary, "task": "summarization", "source_language": "Old_Norse & <Danish>"}
-    write_model_card(folder, **GIVEN, **words)
+    write_model_card(folder, Facts(**GIVEN, **words))
     for name in ("tiny", "other"):
         push.main(push_words(folder, repo_id=f"somebody/{name}"))
         card = hub.commits[-1][2]["README.md"]
@@ -183,7 +183,7 @@ def test_what_a_card_was_given_stays_in_it(hub, folder):
 
 
 def test_options_of_the_card_replace_what_it_was_given(hub, folder):
-    write_model_card(folder, **GIVEN)
+    write_model_card(folder, Facts(**GIVEN))
     push.main(push_words(folder, "--license", "mit", "--datasets", "me/third"))
     assert stated(hub.commits[-1][2]["README.md"]) == GIVEN | {"license": "mit", "datasets": ["me/third"]}
     (folder / "README.md").unlink()
@@ -193,7 +193,7 @@ def test_options_of_the_card_replace_what_it_was_given(hub, folder):
 
 
 def test_what_a_card_says_by_itself_follows_the_files(hub, folder):
-    write_model_card(folder, license="mit")
+    write_model_card(folder, Facts(license="mit"))
     (folder / "recipe.yaml").write_text("source_language: en\ntarget_language: de\n", encoding="utf-8")
     push.main(push_words(folder))
     card = ModelCard(hub.commits[0][2]["README.md"].decode())
@@ -202,7 +202,7 @@ def test_what_a_card_says_by_itself_follows_the_files(hub, folder):
 
 
 def test_dry_run_tells_what_the_card_will_state(folder, capsys):
-    write_model_card(folder, **GIVEN)
+    write_model_card(folder, Facts(**GIVEN))
     before = content_of(folder)
     push.main(push_words(folder, "--dry_run", "--license", "mit"))
     said = capsys.readouterr().out
@@ -214,7 +214,7 @@ def test_dry_run_tells_what_the_card_will_state(folder, capsys):
 def test_options_of_the_card_need_a_card_that_is_written(hub, folder):
     (folder / "README.md").write_text("my own words", encoding="utf-8")
     for option in ("--license", "--base_model", "--datasets"):
-        with pytest.raises(ValueError, match=f"`{option[2:]}` must come with --overwrite_card where README.md is"):
+        with pytest.raises(ValueError, match=f"`{option[2:]}` must come with --overwrite_card if"):
             push.main(push_words(folder, option, "mit", "--dry_run"))
     push.main(push_words(folder, "--license", "mit", "--overwrite_card"))
     assert stated(hub.commits[0][2]["README.md"])["license"] == "mit"
@@ -280,7 +280,7 @@ def test_files_of_other_tokenizers_are_part_of_the_model(folder):
     names |= {"bpe.codes", "dict.txt", "LICENSE", "NOTICE.txt"}
     for name in {*names, "other.model", "script.sh"}:
         (folder / name).write_bytes(b"x")
-    selection = push.select_files(folder)
+    selection = upload.select_files(folder)
     assert names <= selection.sizes.keys() and {"other.model", "script.sh"} <= selection.left_out.keys()
 
 
@@ -288,8 +288,8 @@ def test_shards_go_up_with_their_index(folder):
     (folder / "model.safetensors").rename(folder / "model-1.safetensors")
     index = {"weight_map": {"a": "model-1.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    push.check_folder(folder)
-    sizes = push.select_files(folder).sizes
+    upload.check_folder(folder)
+    sizes = upload.select_files(folder).sizes
     assert {name for name in sizes if "safetensors" in name} == {"model-1.safetensors", "model.safetensors.index.json"}
 
 
@@ -297,7 +297,7 @@ def test_picture_whose_name_ends_that_of_the_cards_stays(folder):
     (folder / "README.md").write_text("![a](training_curve.png) ![b](./shown.png)", encoding="utf-8")
     for name in ("training_curve.png", "curve.png", "shown.png"):
         (folder / name).write_bytes(b"x")
-    selection = push.select_files(folder)
+    selection = upload.select_files(folder)
     assert {"training_curve.png", "shown.png"} <= selection.sizes.keys()
     assert selection.left_out["curve.png"] == "not a picture of the card"
 

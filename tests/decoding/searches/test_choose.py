@@ -151,7 +151,10 @@ def test_what_a_search_would_not_obey_is_refused(options, generator):
     start = generator.model.config.decoder_start_token_id
     for extra, message in (
         ({"stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(max_length=3)])}, "`stopping_criteria` must"),
-        ({"decoder_input_ids": torch.tensor([[start, 5], [start, 6]])}, "`decoder_input_ids` must have a row for each"),
+        (
+            {"decoder_input_ids": torch.tensor([[start, 5], [start, 6]])},
+            "`decoder_input_ids` must have 1 row or one for each",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             generator.model.generate(source, **options, **extra, max_new_tokens=4, custom_generate=search)

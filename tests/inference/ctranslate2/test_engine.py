@@ -174,8 +174,11 @@ def test_long_sources_are_read_to_their_end(models):
 # refusals
 
 REFUSED = {
-    "`bad_words_ids` is .* and `num_beams` 4: `renormalize_logits` True": {**BEAMS, "bad_words_ids": [[3]]},
-    "`suppress_tokens` is .* and `num_beams` 4: `renormalize_logits` True": {**BEAMS, "suppress_tokens": [3]},
+    "`renormalize_logits` must be True .* with `bad_words_ids` .* and `num_beams` 4": {**BEAMS, "bad_words_ids": [[3]]},
+    "`renormalize_logits` must be True .* with `suppress_tokens` .* and `num_beams` 4": {
+        **BEAMS,
+        "suppress_tokens": [3],
+    },
     "`bad_words_ids` must be ids from 0 to .*got .*1000": {"bad_words_ids": [[3], [3, 1000]]},
     "`suppress_tokens` must be ids from 0 to .*got .*-1": {"suppress_tokens": [-1]},
     "`encoder_no_repeat_ngram_size` 2": {"encoder_no_repeat_ngram_size": 2},
@@ -203,9 +206,12 @@ REFUSED = {
     "fewest tokens of a target must not be above the most, got 9 and 8": {"min_new_tokens": 9, "max_new_tokens": 8},
     "`repetition_penalty` must be at least 1 .*got 0.5": {"repetition_penalty": 0.5},
     "`repetition_penalty` must be 1 with `num_beams` 4": {**BEAMS, "repetition_penalty": 2.0},
-    "`min_length` is 7 and `num_beams` 4: `renormalize_logits` True": {**BEAMS, "min_length": 7},
-    "`min_new_tokens` is 7 and `num_beams` 4: `renormalize_logits` True": {**BEAMS, "min_new_tokens": 7},
-    "`no_repeat_ngram_size` is 2 and `num_beams` 4": {**BEAMS, "no_repeat_ngram_size": 2},
+    "`renormalize_logits` must be True .* with `min_length` 7 and `num_beams` 4": {**BEAMS, "min_length": 7},
+    "`renormalize_logits` must be True .* with `min_new_tokens` 7 and `num_beams` 4": {**BEAMS, "min_new_tokens": 7},
+    "`renormalize_logits` must be True .* with `no_repeat_ngram_size` 2 and `num_beams` 4": {
+        **BEAMS,
+        "no_repeat_ngram_size": 2,
+    },
     "`early_stopping` must be True or 'never' .*got False and 1.0": {**BEAMS, "early_stopping": False},
     "`eos_token_id` must be one id with `num_beams`": {**BEAMS, "eos_token_id": [2, 3]},
     "`eos_token_id` must be ids from 0 to .*got -1": {"eos_token_id": -1},
@@ -214,7 +220,7 @@ REFUSED = {
     "`temperature` must be above 0": {"do_sample": True, "temperature": 0.0},
     "`top_p` must be above 0": {"do_sample": True, "top_p": 0.0},
     "`top_k` must be at least 0": {"do_sample": True, "top_k": -1},
-    "Scores of sampled targets": {"do_sample": True, "temperature": 2.0},
+    "`temperature`, `top_k` and `top_p` must be 1, 0 and 1 for scores": {"do_sample": True, "temperature": 2.0},
 }
 
 
@@ -230,7 +236,7 @@ def test_every_setting_of_transformers_is_understood_or_refused_or_has_no_effect
     for name in vars(GenerationConfig()):
         if name.startswith("_") or name in options_module._UNDERSTOOD | options_module._WITHOUT_EFFECT:
             continue
-        with pytest.raises(ValueError, match=f"CTranslate2 cannot do .*`{name}` 'odd'"):
+        with pytest.raises(ValueError, match=f"CTranslate2 does not support .*`{name}` 'odd'"):
             translate_options(
                 GenerationConfig(eos_token_id=2), {name: "odd", "do_sample": True}, vocab_size=9, return_scores=False
             )

@@ -15,7 +15,7 @@ import torch
 from tiny_generator import SOURCES, save_generator, tiny_generator
 
 from metaphrase.inference import run as run_module
-from metaphrase.inference.windows import PreparedWindows, read_windows, seed_window
+from metaphrase.inference.chunks import PreparedChunks, read_chunks, seed_chunk
 from metaphrase.scripts import generate
 
 LIMIT_SECONDS = 60
@@ -28,7 +28,7 @@ def generator():
 
 
 def threads():
-    return [thread for thread in threading.enumerate() if thread.name == "metaphrase-windows"]
+    return [thread for thread in threading.enumerate() if thread.name == "metaphrase-chunks"]
 
 
 def wait_for_no_threads():
@@ -38,16 +38,16 @@ def wait_for_no_threads():
     return not threads()
 
 
-def test_the_next_window_is_prepared_while_one_is_decoded():
+def test_the_next_chunk_is_prepared_while_one_is_decoded():
     prepared = [threading.Event() for _ in range(3)]
 
-    def prepare(window):
-        prepared[window[0]].set()
+    def prepare(chunk):
+        prepared[chunk[0]].set()
         return threading.current_thread()
 
-    with PreparedWindows([[0], [1], [2]], prepare) as windows:
-        for number, (window, thread) in enumerate(windows):
-            assert window == [number] and thread is not threading.current_thread()
+    with PreparedChunks([[0], [1], [2]], prepare) as chunks:
+        for number, (chunk, thread) in enumerate(chunks):
+            assert chunk == [number] and thread is not threading.current_thread()
             # Here one would decode. The next one comes meanwhile, and no other.
             if number < 2:
                 assert prepared[number + 1].wait(LIMIT_SECONDS)
@@ -64,18 +64,18 @@ def test_nothing_is_prepared_while_the_consumer_is_alone():
         is_read.set()
         yield [1]
 
-    with PreparedWindows(read(), lambda window: window == [1] and is_prepared.set()) as windows:
-        iterator = iter(windows)
+    with PreparedChunks(read(), lambda chunk: chunk == [1] and is_prepared.set()) as chunks:
+        iterator = iter(chunks)
         assert next(iterator)[0] == [0]
-        with windows.alone():
+        with chunks.alone():
             go_on.set()
             assert is_read.wait(LIMIT_SECONDS) and not is_prepared.wait(0.2)
         assert is_prepared.wait(LIMIT_SECONDS)
-        assert [window for window, _ in iterator] == [[1]]
+        assert [chunk for chunk, _ in iterator] == [[1]]
 
 
 @pytest.mark.parametrize("place", ["reader", "text", "tokenizer"])
-def test_errors_come_after_the_windows_before_them(generator, place, monkeypatch):
+def test_errors_come_after_the_chunks_before_them(generator, place, monkeypatch):
     def lines():
         yield from SOURCES[:4]
         if place == "reader":
@@ -85,13 +85,13 @@ def test_errors_come_after_the_windows_before_them(generator, place, monkeypatch
     def encode(texts):
         if "unreadable" in texts:
             raise RuntimeError("no tokens")
-        return type(generator).encode_whole(generator, texts)
+        return type(generator).encode_uncut(generator, texts)
 
-    monkeypatch.setattr(generator, "encode_whole", encode)
+    monkeypatch.setattr(generator, "encode_uncut", encode)
     expected = {"reader": OSError, "text": ValueError, "tokenizer": RuntimeError}[place]
     results = []
     with pytest.raises(expected):
-        for candidates in generator.generate_stream(lines(), window=2):
+        for candidates in generator.generate_stream(lines(), chunk_size=2):
             results.append(candidates[0].text)
     assert results == generator.generate(SOURCES[:4])
     assert wait_for_no_threads()
@@ -106,14 +106,14 @@ def test_a_consumer_that_stops_waits_for_nobody(generator):
         yield from SOURCES
 
     started = time.monotonic()
-    stream = generator.generate_stream(lines(), window=2)
+    stream = generator.generate_stream(lines(), chunk_size=2)
     # The reader has nothing more to say yet: what it has said is decoded all the same.
     first = [next(stream)[0].text, next(stream)[0].text]
     stream.close()
     assert time.monotonic() - started < LIMIT_SECONDS / 2 and first == generator.generate(SOURCES[:2])
     go_on.set()
     assert wait_for_no_threads()
-    endless = generator.generate_stream(itertools.cycle(SOURCES), window=3)
+    endless = generator.generate_stream(itertools.cycle(SOURCES), chunk_size=3)
     assert len(list(itertools.islice(endless, 7))) == 7
     del endless
     gc.collect()
@@ -126,35 +126,35 @@ def test_an_error_of_decoding_ends_the_thread(generator, monkeypatch):
 
     monkeypatch.setattr(run_module, "decode", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
-        list(generator.generate_stream(itertools.cycle(SOURCES), window=3))
+        list(generator.generate_stream(itertools.cycle(SOURCES), chunk_size=3))
     assert wait_for_no_threads()
 
 
-@pytest.mark.parametrize("window", [0, -1])
-def test_windows_must_be_positive(generator, window):
-    with pytest.raises(ValueError, match=f"`window` must be at least 1, got {window}"):
-        list(generator.generate_stream(SOURCES, window=window))
-    assert list(read_windows("abcde", 2)) == [["a", "b"], ["c", "d"], ["e"]]
+@pytest.mark.parametrize("size", [0, -1])
+def test_chunks_must_be_positive(generator, size):
+    with pytest.raises(ValueError, match=f"`chunk_size` must be at least 1, got {size}"):
+        list(generator.generate_stream(SOURCES, chunk_size=size))
+    assert list(read_chunks("abcde", 2)) == [["a", "b"], ["c", "d"], ["e"]]
 
 
-def test_random_numbers_belong_to_the_window(generator):
-    options = {"window": 2, "seed": 3, "do_sample": True, "temperature": 3.0}
+def test_random_numbers_belong_to_the_chunk(generator):
+    options = {"chunk_size": 2, "seed": 3, "do_sample": True, "temperature": 3.0}
     lines = SOURCES * 2
     whole = list(generator.generate_stream(lines, **options))
     torch.manual_seed(0)
-    assert list(generator.generate_stream(lines[6:], first_window=3, **options)) == whole[6:]
-    assert list(generator.generate_stream(lines[6:], first_window=2, **options)) != whole[6:]
+    assert list(generator.generate_stream(lines[6:], first_chunk=3, **options)) == whole[6:]
+    assert list(generator.generate_stream(lines[6:], first_chunk=2, **options)) != whole[6:]
     torch.manual_seed(3)
-    assert list(generator.generate_stream(lines[:2], window=2, do_sample=True, temperature=3.0)) == whole[:2]
+    assert list(generator.generate_stream(lines[:2], chunk_size=2, do_sample=True, temperature=3.0)) == whole[:2]
     states = set()
     for seed, number in itertools.product((0, 1, 2), range(4)):
-        seed_window(seed, number)
+        seed_chunk(seed, number)
         states.add(torch.initial_seed())
     assert len(states) == 12
 
 
 def test_one_progress_bar_for_the_whole(generator, capsys):
-    list(generator.generate_stream([*SOURCES, "", " "], window=2, show_progress=True, total=7))
+    list(generator.generate_stream([*SOURCES, "", " "], chunk_size=2, show_progress=True, total=7))
     said = capsys.readouterr().err
     assert "7/7" in said and "line/s" in said and said.count("100%") == 1
 
@@ -163,7 +163,7 @@ def traced_memory(generator, num_lines, part):
     """The memory of Python's that is in use after each part of a stream, in bytes."""
     in_use = []
     stream = generator.generate_stream(
-        (f"{SOURCES[number % 5]} {number}" for number in range(num_lines)), window=128, max_new_tokens=1
+        (f"{SOURCES[number % 5]} {number}" for number in range(num_lines)), chunk_size=128, max_new_tokens=1
     )
     tracemalloc.start()
     try:
@@ -180,7 +180,7 @@ def traced_memory(generator, num_lines, part):
 def test_memory_does_not_grow_with_the_stream():
     generator = tiny_generator(batch_size=128)
     first, *later = traced_memory(generator, 4096, 1024)
-    # To hold the results alone would take twice as much: a candidate and its list are more than 200 bytes. The window that is
+    # To hold the results alone would take twice as much: a candidate and its list are more than 200 bytes. The chunk that is
     # prepared meanwhile is there or not, at most 50 KB.
     assert len(later) == 3 and max(later) - min(later) < 2048 * 100, (first, later)
 

@@ -1,17 +1,16 @@
-"""Generation options: what a command line gives becomes arguments of `generate()`, and nothing else does."""
+"""Options of the command line become arguments of `generate()`."""
 
 import argparse
 
 import pytest
 from transformers import GenerationConfig
 
-from metaphrase.decoding.options import (
-    GENERATION_OPTIONS,
+from metaphrase.decoding.options import GENERATION_OPTIONS, complete_sampling
+from metaphrase.scripts.options import (
     add_generation_options,
     add_phrase_options,
     chosen_generation_options,
     chosen_phrase_options,
-    complete_sampling,
 )
 
 

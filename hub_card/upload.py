@@ -1,0 +1,215 @@
+"""Select the files of a trained folder that are shared, and upload them to the Hub in one commit."""
+
+import glob
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+
+from huggingface_hub import CommitOperationAdd, HfApi
+from huggingface_hub.errors import HfHubHTTPError, HTTPError
+from huggingface_hub.utils import validate_repo_id
+from transformers.dynamic_module_utils import get_relative_import_files
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from metaphrase.hub_card.card import FIGURE_NAME
+from metaphrase.hub_card.facts import SECRET_FIELDS, count_parameters, read_mapping, read_recipe, without_machine_path
+from metaphrase.storage.weight_files import weight_names
+from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
+from metaphrase.training.checkpointing.averaging import PROVENANCE_NAME, RECIPE_NAME
+from metaphrase.training.recipe.parsing import dump_yaml
+
+logger = logging.getLogger(__name__)
+
+CARD = "README.md"
+# Files of fast tokenizers, then of vocabularies, of SentencePiece and single families, and of chat templates.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+TOKENIZER_FILES += ("vocab.json", "vocab.txt", "merges.txt", "target_vocab.json", "vocab-src.json", "vocab-tgt.json")
+TOKENIZER_FILES += ("*.spm", "spiece.model", "spm.model", "tokenizer.model", "sentencepiece*.model")
+TOKENIZER_FILES += ("bpe.codes", "dict.txt", "prophetnet.tokenizer", "*.jinja")
+SCORE_FILES = ("metrics.json", "data_report.json", "test_predictions.txt", "validation_predictions.txt", FIGURE_NAME)
+# The licence of a converted model must stay with it.
+MODEL_FILES = ("config.json", "generation_config.json", "LICENSE*", "NOTICE*")
+MODEL_FILES += (CARD, RECIPE_NAME, PROVENANCE_NAME, *SCORE_FILES, *TOKENIZER_FILES)
+# Reason for leaving a file or folder out. The first pattern that fits decides.
+REASONS = {
+    ".*": "hidden",
+    "checkpoint-*": "a checkpoint of the training run",
+    "runs": "logs of the training run",
+    "*.bin": "not safetensors: can run code when it is loaded",
+    "*.pt": "not safetensors: can run code when it is loaded",
+    "*.pth": "not safetensors: can run code when it is loaded",
+    "*.pkl": "not safetensors: can run code when it is loaded",
+    "exponential_average.safetensors": "a state of the training run",
+    "trainer_state.json": "a state of the training run",
+    "*.py": "not code of the model",
+    "*.png": "not a picture of the card",
+    "*": "not a file of the model",
+}
+
+
+@dataclass
+class Selection:
+    """Files of a folder to share.
+
+    Attributes:
+        sizes: Bytes of each shared file, by its path in the folder.
+        rewritten: Contents that replace a file which holds paths of this machine.
+        left_out: The reason for each file or folder that is not shared.
+    """
+
+    sizes: dict[str, int] = field(default_factory=dict)
+    rewritten: dict[str, bytes] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def report(self, show: Callable[[str], object]) -> None:
+        """Pass each line of a listing to `show`."""
+        for name, size in self.sizes.items():
+            show(f"  {size:>15,}  {name}" + " (absolute paths cut to their last part)" * (name in self.rewritten))
+        show(f"  {sum(self.sizes.values()):>15,}  bytes in {len(self.sizes)} files")
+        for name, reason in self.left_out.items():
+            show(f"  {'left out':>15}  {name} ({reason})")
+
+
+def select_files(folder: Path) -> Selection:
+    """Select the files of the model, and those of a tokenizer below `target_tokenizer/`."""
+    selection = Selection()
+    weights = weight_names(folder)
+    index = [] if weights in ([], [SAFE_WEIGHTS_NAME]) else [SAFE_WEIGHTS_INDEX_NAME]
+    names = [*weights, *index, *_code_files(folder), *_card_pictures(folder)]
+    model_files = (*MODEL_FILES, *map(glob.escape, names))
+    for directory, patterns in ((folder, model_files), (folder / TARGET_SUBFOLDER, TOKENIZER_FILES)):
+        for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+            name = path.relative_to(folder).as_posix()
+            is_hidden = path.name.startswith(".")
+            if path.is_file() and not is_hidden and any(fnmatch(path.name, pattern) for pattern in patterns):
+                selection.sizes[name] = path.stat().st_size
+            elif name != TARGET_SUBFOLDER:
+                reason = next(REASONS[pattern] for pattern in REASONS if fnmatch(path.name, pattern))
+                selection.left_out[name + "/" * path.is_dir()] = reason
+    if RECIPE_NAME in selection.sizes:
+        # The folder's own recipe keeps its paths, which a resumed run needs.
+        recipe = read_recipe(folder)
+        shared = without_machine_path(recipe)
+        if shared != recipe:
+            selection.rewritten[RECIPE_NAME] = dump_yaml(shared).encode()
+            selection.sizes[RECIPE_NAME] = len(selection.rewritten[RECIPE_NAME])
+    return selection
+
+
+def _code_files(folder: Path) -> list[str]:
+    """Return the modules that the configs name, and the modules that these import from the folder."""
+    modules = set()
+    for name in ("config.json", "tokenizer_config.json"):
+        if (fields := read_mapping(folder / name)) is not None:
+            mappings = [fields.get("auto_map") or {}, fields.get("custom_pipelines") or {}]
+            entries = [entry for mapping in mappings if isinstance(mapping, dict) for entry in mapping.values()]
+            for entry in entries:
+                names = entry.get("impl") if isinstance(entry, dict) else entry
+                names = names if isinstance(names, list) else [names]
+                # A name with two hyphens is in another repository.
+                modules |= {name.partition(".")[0] for name in names if isinstance(name, str) and "--" not in name}
+    paths = [folder / f"{module}.py" for module in modules if (folder / f"{module}.py").is_file()]
+    imported = [Path(path) for module in paths for path in get_relative_import_files(module)]
+    return sorted({path.name for path in [*paths, *imported]})
+
+
+def _card_pictures(folder: Path) -> list[str]:
+    """Return the pictures that the card shows."""
+    card = (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).is_file() else ""
+
+    def is_shown(name: str) -> bool:
+        # `curve.png` must not match in `training_curve.png`.
+        return re.search(rf"(?<![\w.%-]){re.escape(name)}(?![\w-])", card) is not None
+
+    return [path.name for path in folder.glob("*.png") if is_shown(path.name)]
+
+
+def check_folder(folder: Path) -> None:
+    """Check that a folder holds a complete model and no secret.
+
+    Raises:
+        ValueError: If `config.json` or weights in safetensors are missing or damaged, or the recipe cannot be read or holds a
+            secret.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"`folder` must be an existing folder, got {str(folder)!r}.")
+    names = ["config.json", *(weight_names(folder) or [SAFE_WEIGHTS_NAME])]
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise ValueError(f"`folder` must hold a whole model, but {', '.join(missing)} is missing in {str(folder)!r}.")
+    # Opens all files of weights.
+    count_parameters(folder)
+    fields = read_recipe(folder) or {}
+    secrets = [name for name in SECRET_FIELDS if fields.get(name)]
+    if secrets:
+        raise ValueError(
+            f"`{RECIPE_NAME}` must hold no secret before it is shared, got {', '.join(secrets)} in {folder / RECIPE_NAME}."
+        )
+
+
+def check_repo_id(repo_id: str) -> None:
+    """Check that a name has the form user/name.
+
+    Raises:
+        ValueError: If it has not, or the Hub does not accept the name.
+    """
+    validate_repo_id(repo_id)
+    if "/" not in repo_id:
+        raise ValueError(f"`repo_id` must be user/name or organization/name, got {repo_id!r}.")
+
+
+def upload(
+    folder: Path,
+    repo_id: str,
+    *,
+    commit_message: str,
+    private: bool = False,
+    revision: str | None = None,
+    token: str | None = None,
+) -> str:
+    """Create repository and branch if they are missing, and upload the selected files in one commit.
+
+    Args:
+        folder: Folder of the model.
+        repo_id: Name on the Hub, user/name.
+        commit_message: Message of the commit.
+        private: True to create a private repository.
+        revision: Branch; the default is main.
+        token: Access token; the default is that of the environment.
+
+    Returns:
+        The name of the repository and the id of the commit, with a space between.
+
+    Raises:
+        ValueError: If `private` is True and the repository is public.
+        OSError: If the Hub refuses or cannot be reached.
+    """
+    selection = select_files(folder)
+    selection.report(logger.info)
+    api = HfApi(token=token)
+    try:
+        repository = api.create_repo(repo_id, private=private or None, exist_ok=True)
+        # The Hub does not change the visibility of an existing repository.
+        if private and not api.model_info(repository.repo_id).private:
+            raise ValueError(f"`private` must be left out for a repository that is public, got {repository.repo_id!r}.")
+        if revision is not None and not revision.startswith("refs/"):
+            api.create_branch(repository.repo_id, branch=revision, exist_ok=True)
+        commit = api.create_commit(
+            repository.repo_id,
+            [CommitOperationAdd(name, selection.rewritten.get(name, folder / name)) for name in selection.sizes],
+            commit_message=commit_message,
+            revision=revision,
+        )
+    except HfHubHTTPError as error:
+        if error.response.status_code in (401, 403):
+            raise PermissionError(
+                f"The Hub does not let you write to {repo_id!r}: log in with `hf auth login`, or set a token with write "
+                f"access by HF_TOKEN or --token. The Hub's answer: {error}"
+            ) from error
+        raise
+    except HTTPError as error:
+        raise ConnectionError(f"{api.endpoint} cannot be reached: {error or type(error).__name__}") from error
+    logger.info("See %s", commit.commit_url)
+    return f"{repository.repo_id} {commit.oid}"
