@@ -33,7 +33,7 @@ def evaluated_by(trainer, processes, loader_of, monkeypatch):
         monkeypatch.setattr(Seq2SeqTrainingArguments, "process_index", rank)
         monkeypatch.setattr(Seq2SeqTrainingArguments, "world_size", processes)
         trainer.evaluation_loop(loader_of(rank), "Evaluation", prediction_loss_only=True)
-        total += trainer._evaluation_loss
+        total += trainer.evaluation_loss
     return total
 
 
@@ -44,20 +44,22 @@ def evaluated_by(trainer, processes, loader_of, monkeypatch):
 def test_several_processes_count_each_pair_once(family, processes, count, model, pairs, tmp_path, monkeypatch):
     trainer = make_trainer(model if family == "ours" else tiny_bart(), pairs[:count], tmp_path)
     trainer.evaluate()
-    expected, loader = trainer._evaluation_loss.clone(), DataLoader(pairs[:count], 5, collate_fn=PairCollator(0))
+    expected, loader = trainer.evaluation_loss.clone(), DataLoader(pairs[:count], 5, collate_fn=PairCollator(0))
     assert expected[1] == sum(len(pair["labels"]) for pair in pairs[:count])
     shares = [prepare_data_loader(loader, num_processes=processes, process_index=rank) for rank in range(processes)]
     assert len({len(share) for share in shares}) == 1
-    torch.testing.assert_close(evaluated_by(trainer, processes, shares.__getitem__, monkeypatch), expected)
+    torch.testing.assert_close(
+        evaluated_by(trainer, processes, shares.__getitem__, monkeypatch), expected, rtol=1e-6, atol=0
+    )
 
 
 def test_several_processes_count_each_pair_of_a_budget_once(model, pairs, tmp_path, monkeypatch):
     trainer = make_trainer(model, pairs, tmp_path, max_tokens_per_batch=40, prediction_loss_only=True)
     trainer.evaluate()
-    expected = trainer._evaluation_loss.clone()
+    expected = trainer.evaluation_loss.clone()
     dataset = with_lengths(pairs)
     total = evaluated_by(trainer, 2, lambda rank: trainer.get_eval_dataloader(dataset), monkeypatch)
-    torch.testing.assert_close(total, expected)
+    torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
 
 
 def test_fewer_pairs_than_processes_are_evaluated_with_a_budget_too(model, pairs, tmp_path, monkeypatch):
@@ -83,9 +85,9 @@ def test_pairs_of_a_batch_each_are_counted_once_by_any_number_of_processes(
         "metaphrase.data.token_budget.cut_into_batches", lambda order, *_: [[int(index)] for index in order]
     )
     trainer.evaluate()
-    expected = trainer._evaluation_loss.clone()
+    expected = trainer.evaluation_loss.clone()
     total = evaluated_by(trainer, processes, lambda rank: trainer.get_eval_dataloader(dataset), monkeypatch)
-    torch.testing.assert_close(total, expected)
+    torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("batch_size", [5, 100])

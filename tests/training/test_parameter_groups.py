@@ -15,14 +15,9 @@ from transformers import (
 )
 
 from metaphrase.data.collators import PairCollator
-from metaphrase.training.optimizer import ParameterGroupsMixin, freeze, parameter_groups
+from metaphrase.training.optimizer import freeze, parameter_groups
 from metaphrase.training.trainer import MetaphraseTrainer
 
-GroupsTrainer = (
-    MetaphraseTrainer
-    if issubclass(MetaphraseTrainer, ParameterGroupsMixin)
-    else type("GroupsTrainer", (ParameterGroupsMixin, MetaphraseTrainer), {})
-)
 # Source and target have vocabularies of their own, and nothing is tied.
 UNTIED = {"decoder_vocab_size": 31, "share_embeddings": False, "tie_word_embeddings": False}
 
@@ -270,7 +265,7 @@ def make_trainer(model, folder, factors=None, layer_decay=1.0, **options):
         "logging_steps": 1,
     }
     arguments = Seq2SeqTrainingArguments(output_dir=str(folder), **(settings | options))
-    trainer = GroupsTrainer(model=model, args=arguments, train_dataset=make_pairs(), data_collator=PairCollator(0))
+    trainer = MetaphraseTrainer(model=model, args=arguments, train_dataset=make_pairs(), data_collator=PairCollator(0))
     trainer.learning_rate_factors, trainer.layer_decay = factors, layer_decay
     return trainer
 

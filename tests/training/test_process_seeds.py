@@ -7,39 +7,26 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from small_trainers import make_trainer
 from torch import distributed
-from transformers import set_seed
+from transformers import Seq2SeqTrainingArguments, set_seed
 
 from metaphrase.training import distributed as processes
-from metaphrase.training.distributed import ProcessSeedsMixin
-
-
-class Parent:
-    def get_train_dataloader(self):
-        return torch.random.initial_seed()
-
-    def _init_training_state(self):
-        return [random.random(), np.random.rand(), torch.rand(()).item()]  # noqa: NPY002
-
-
-class Trainer(ProcessSeedsMixin, Parent):
-    def __init__(self, process_index, world_size, parallelism_config=None, seed=5):
-        self.args = SimpleNamespace(seed=seed, process_index=process_index, world_size=world_size)
-        self.accelerator = SimpleNamespace(parallelism_config=parallelism_config)
-        set_seed(seed)
+from metaphrase.training.distributed import ProcessSeeds
 
 
 @pytest.fixture(autouse=True)
 def states():
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    before = processes.get_random_states()
     yield
-    random.setstate(before[0])
-    np.random.set_state(before[1])  # noqa: NPY002
-    torch.set_rng_state(before[2])
+    processes.set_random_states(before)
 
 
-def drawn_by(*args, **kwargs):
-    return Trainer(*args, **kwargs)._init_training_state()
+def drawn_by(process_index, world_size, parallelism_config=None, seed=5):
+    set_seed(seed)
+    arguments = SimpleNamespace(seed=seed, process_index=process_index, world_size=world_size)
+    ProcessSeeds(SimpleNamespace(parallelism_config=parallelism_config)).on_train_begin(arguments, None, None)
+    return [random.random(), np.random.rand(), torch.rand(()).item()]  # noqa: NPY002
 
 
 def test_each_process_draws_other_numbers_and_the_same_ones_again():
@@ -56,15 +43,18 @@ def test_processes_that_share_a_batch_draw_alike():
     assert drawn_by(1, 2, parallelism_config="tensors") == drawn_by(0, 1)
 
 
-def test_the_order_of_pairs_is_one_for_all_processes_whatever_they_have_drawn():
-    for rank in range(2):
-        trainer = Trainer(rank, 2)
-        assert trainer.get_train_dataloader() == 5
-        trainer._init_training_state()
+def test_a_trainer_seeds_its_processes_and_gives_all_one_order(model, pairs, tmp_path, monkeypatch):
+    trainer = make_trainer(model, pairs, tmp_path)
+    assert any(isinstance(callback, ProcessSeeds) for callback in trainer.callback_handler.callbacks)
+    seeds = []
+    monkeypatch.setattr(trainer, "_get_train_sampler", lambda _: seeds.append(torch.random.initial_seed()))
+    monkeypatch.setattr(Seq2SeqTrainingArguments, "world_size", 2)
+    for number in range(2):
+        torch.manual_seed(100 + number)
         state = torch.get_rng_state()
-        # As where a smaller batch is tried.
-        assert trainer.get_train_dataloader() == 5
+        trainer.get_train_dataloader()
         assert torch.equal(torch.get_rng_state(), state)
+    assert seeds == [trainer.args.seed] * 2
 
 
 @pytest.mark.parametrize(("size", "has_met", "meets"), [("2", False, True), ("2", True, False), ("1", False, False)])

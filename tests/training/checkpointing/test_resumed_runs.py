@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import torch
 from small_runs import PAIRS, WholeTrainer, make_trainer, names, read
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from metaphrase.data.collators import PairCollator
-from metaphrase.training.checkpointing.resuming import BestCheckpoint, DataPlace
-from metaphrase.training.checkpointing.trainer_mixin import WholeCheckpoints, is_whole, last_whole_checkpoint
+from metaphrase.training.checkpointing.folders import is_whole, last_whole_checkpoint
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.recipe.recipe import load_recipe
 
@@ -357,18 +356,3 @@ def test_nothing_is_pointed_out_where_nothing_is_wrong(tmp_path, caplog):
         make_trainer(tmp_path).train()
         make_trainer(tmp_path, max_steps=5).train(resume_from_checkpoint=True)
     assert [record for record in caplog.records if record.name.startswith("metaphrase")] == []
-
-
-def test_transformers_has_what_the_mixin_overrides():
-    added = {"_read_progress", "_has_same_epochs", "_layout_of_epochs", "_is_over", "_end_epoch", "_restore_totals"}
-    added |= {"_check_data", "_note_callbacks", "_name_best", "_progress", "_kept_checkpoints", "_set_later_aside"}
-    added |= {"_best_criterion", "_choose_best_anew", "_is_same_criterion", "_scores", "_is_loaded_as_scored"}
-    own = {
-        name
-        for kind in (WholeCheckpoints, BestCheckpoint, DataPlace)
-        for name, value in vars(kind).items()
-        if callable(value)
-    }
-    assert added < own
-    assert [name for name in sorted(own - added) if not hasattr(Trainer, name)] == []
-    assert [name for name in sorted(added) if hasattr(Trainer, name)] == []
