@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from small_trainers import make_sgd_trainer
 from tiny_models import DESIGNS, tiny_model
 from transformers import (
     BartConfig,
@@ -14,9 +15,7 @@ from transformers import (
     Trainer,
 )
 
-from metaphrase.data.collators import PairCollator
 from metaphrase.training.optimizer import freeze, parameter_groups
-from metaphrase.training.trainer import MetaphraseTrainer
 
 # Source and target have vocabularies of their own, and nothing is tied.
 UNTIED = {"decoder_vocab_size": 31, "share_embeddings": False, "tie_word_embeddings": False}
@@ -243,39 +242,12 @@ def test_what_is_out_of_range_is_refused():
 # The trainer
 
 
-def make_pairs():
-    generator = torch.Generator().manual_seed(1)
-    lengths = [8, 1, 5, 2, 7, 3, 3, 6]
-    rows = [torch.randint(3, 31, (2, length), generator=generator).tolist() for length in lengths]
-    return [{"input_ids": [*source, 2], "labels": [*target, 2]} for source, target in rows]
-
-
-def make_trainer(model, folder, factors=None, layer_decay=1.0, **options):
-    settings = {
-        "use_cpu": True,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "remove_unused_columns": False,
-        "max_steps": 1,
-        "learning_rate": 0.1,
-        "optim": "sgd",
-        "max_grad_norm": 0.0,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-    }
-    arguments = Seq2SeqTrainingArguments(output_dir=str(folder), **(settings | options))
-    trainer = MetaphraseTrainer(model=model, args=arguments, train_dataset=make_pairs(), data_collator=PairCollator(0))
-    trainer.learning_rate_factors, trainer.layer_decay = factors, layer_decay
-    return trainer
-
-
 def moves_of(folder, factors=None, frozen=(), **options):
     model = tiny_model(initializer_range=0.2, **UNTIED)
     start = {name.removeprefix("model."): weight.detach().clone() for name, weight in model.named_parameters()}
     if frozen:
         freeze(model, frozen)
-    make_trainer(model, folder, factors, **options).train()
+    make_sgd_trainer(model, folder, learning_rate_factors=factors, **options).train()
     return {
         name.removeprefix("model."): weight - start[name.removeprefix("model.")]
         for name, weight in model.named_parameters()
@@ -297,7 +269,7 @@ def test_steps_are_as_long_as_the_rates_say(accumulation, tmp_path):
 
 def test_schedule_keeps_the_proportions_and_the_log_shows_the_full_rate(tmp_path):
     options = {"max_steps": 4, "lr_scheduler_type": "linear", "optim": "adamw_torch", "weight_decay": 0.1}
-    trainer = make_trainer(tiny_model(**UNTIED), tmp_path, {"encoder": 0.5}, **options)
+    trainer = make_sgd_trainer(tiny_model(**UNTIED), tmp_path, learning_rate_factors={"encoder": 0.5}, **options)
     trainer.train()
     logged = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
     assert logged == pytest.approx([0.1, 0.075, 0.05, 0.025])
@@ -313,17 +285,17 @@ def test_schedule_keeps_the_proportions_and_the_log_shows_the_full_rate(tmp_path
 
 
 def test_without_rates_the_optimizer_is_the_trainers_own(tmp_path):
-    trainer = make_trainer(tiny_model(), tmp_path, optim="adamw_torch", weight_decay=0.1)
+    trainer = make_sgd_trainer(tiny_model(), tmp_path, optim="adamw_torch", weight_decay=0.1)
     groups = trainer.create_optimizer().param_groups
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0] and len({group["lr"] for group in groups}) == 1
 
 
 def test_resumed_run_keeps_its_rates(tmp_path):
     options = {"optim": "adamw_torch", "save_strategy": "steps", "save_steps": 2, "max_steps": 4, "seed": 3}
-    options |= {"factors": {"encoder": 0.1}, "layer_decay": 0.5, "lr_scheduler_type": "linear"}
-    whole = make_trainer(tiny_model(initializer_range=0.2), tmp_path, **options)
+    options |= {"learning_rate_factors": {"encoder": 0.1}, "layer_decay": 0.5, "lr_scheduler_type": "linear"}
+    whole = make_sgd_trainer(tiny_model(initializer_range=0.2), tmp_path, **options)
     whole.train()
-    resumed = make_trainer(tiny_model(seed=9), tmp_path / "resumed", **options)
+    resumed = make_sgd_trainer(tiny_model(seed=9), tmp_path / "resumed", **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     for name, weight in whole.model.named_parameters():
         assert torch.equal(weight, dict(resumed.model.named_parameters())[name]), name
@@ -333,7 +305,7 @@ def test_resumed_run_keeps_its_rates(tmp_path):
     "optimizer", [(torch.optim.SGD, {"lr": 0.1, "params": []}), (lambda: torch.optim.SGD, {"lr": 0.1})]
 )
 def test_optimizer_that_makes_its_own_groups_is_refused(optimizer, tmp_path):
-    trainer = make_trainer(tiny_model(), tmp_path, {"encoder": 0.1})
+    trainer = make_sgd_trainer(tiny_model(), tmp_path, learning_rate_factors={"encoder": 0.1})
     trainer.optimizer_cls_and_kwargs = optimizer
     with pytest.raises(
         ValueError, match="`optim` must be an optimizer that takes groups, got sgd, which makes its own"

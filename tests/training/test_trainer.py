@@ -154,19 +154,6 @@ def test_spread_rows_are_as_many_as_asked_for():
     assert spread(10, 4) == [0, 2, 5, 7]
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.2])
-def test_accumulated_steps_equal_one_large_step(pairs, tmp_path, smoothing):
-    trained = []
-    for rows, accumulation in ((8, 1), (1, 8)):
-        model = tiny_model(vocab_size=60)
-        options = {"max_steps": 1, "learning_rate": 1e-2, "label_smoothing_factor": smoothing, "optim": "sgd"}
-        options |= {"per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulation}
-        make_trainer(model, pairs[:8], tmp_path, lr_scheduler_type="constant", **options).train()
-        trained.append(model.state_dict())
-    for name, tensor in trained[0].items():
-        assert torch.allclose(tensor, trained[1][name], atol=1e-6), name
-
-
 def test_tokenizers_are_saved_with_every_checkpoint(model, pairs, tmp_path):
     tokenizer = train_tokenizer(["a b c", "d e f"], kind="char", show_progress=False)
     options = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
