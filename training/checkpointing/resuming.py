@@ -27,7 +27,7 @@ BATCHES_BY_NUMBER = (
 def read_progress(checkpoint: Path) -> dict[str, Any] | None:
     """Return a checkpoint's `progress.json`, or None for a checkpoint of a plain Trainer."""
     if not any(checkpoint.glob("optimizer*")) and not any(checkpoint.glob("global_step*")):
-        logger.warning("%s holds no optimizer: that and the schedule begin anew.", checkpoint)
+        logger.warning("%s holds no optimizer: optimizer and schedule start anew.", checkpoint)
     if not (checkpoint / PROGRESS_NAME).is_file():
         logger.warning("%s holds no %s: the run goes on, but not bit for bit.", checkpoint, PROGRESS_NAME)
         return None
@@ -43,10 +43,9 @@ def check_data(progress: dict[str, Any], fingerprint: dict[str, Any] | None) -> 
     before = progress.get("data")
     if before is not None and fingerprint is not None and before != fingerprint:
         raise ValueError(
-            "The training pairs must stay as they were when a run is resumed, since it goes on at a place among them, got "
-            f"{_size(fingerprint)}, of which some are not the same as those before, {_size(before)}. "
-            "Bring back the data as it was, or start a new run from the weights by `model_name_or_path`; with "
-            "`ignore_data_skip: true` this one goes on with an epoch of the pairs that are there now."
+            f"The training pairs must stay as they were when a run is resumed, got {_size(fingerprint)}, which differ from those "
+            f"before, {_size(before)}. Restore the data, or start a new run from the weights by `model_name_or_path`. With "
+            "`ignore_data_skip: true` this run goes on with a new epoch of the present pairs."
         )
 
 
@@ -55,7 +54,7 @@ def has_same_layout(progress: dict[str, Any], layout: dict[str, Any]) -> bool:
     present = {name: value for name, value in layout.items() if name in progress}
     different = [f"{name} {progress[name]}, now {present[name]}" for name in present if progress[name] != present[name]]
     if different:
-        logger.warning("The run does not go on at the same place in the data: before, it had %s.", "; ".join(different))
+        logger.warning("The run resumes at another position in the data: before, it had %s.", "; ".join(different))
     return not different
 
 
@@ -121,8 +120,8 @@ def choose_best_again(
         if isinstance(callback, EarlyStoppingCallback):
             callback.early_stopping_patience_counter = 0
     logger.warning(
-        "The run goes on with another `metric_for_best_model`%s, %s, where %s is better: by that, %s so far, and the "
-        "patience of early stopping begins anew.",
+        "The run goes on with another `metric_for_best_model`%s, %s, where %s is better: by that, %s so far. "
+        "Early stopping counts anew.",
         "" if is_as_scored else " or without the averages that were scored",
         metric,
         "more" if is_greater_better else "less",

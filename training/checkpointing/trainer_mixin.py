@@ -329,7 +329,7 @@ class WholeCheckpoints:
         if self._num_fetches == 2 and not are_equal_states(before, self._data_states):
             logger.warning(
                 "The data set or the collator draws from the random generators of this process. A run that is resumed in the "
-                "middle of an epoch does not repeat that; what follows from seed, epoch and index would be repeated."
+                "middle of an epoch does not repeat these numbers. Derive them from seed, epoch and index."
             )
         return batches, num_items
 
@@ -365,9 +365,7 @@ class WholeCheckpoints:
     # transformers 5.23.0: writes a checkpoint file by file under its name.
     def _save_checkpoint(self, model, trial):
         if not self._is_reporting:
-            logger.warning(
-                "A checkpoint in the middle of a step: a run that is resumed from it is not bit for bit the same."
-            )
+            logger.warning("A checkpoint in the middle of a step: a run that resumes from it is not bit-identical.")
         run = Path(self._get_output_dir(trial))
         checkpoint = checkpoint_of_step(run, self.state.global_step)
         unfinished = unfinished_folder(checkpoint)
