@@ -1,9 +1,10 @@
-"""Freezing and learning rates by part: which weights are meant, what training does to them, and weight decay as it was."""
+"""Optimizer: frozen weights, learning rates by part, weight decay as in transformers, and Adafactor's options."""
 
 import logging
 
 import pytest
 import torch
+from small_runs import make_trainer
 from small_trainers import make_sgd_trainer
 from tiny_models import DESIGNS, tiny_model
 from transformers import (
@@ -15,7 +16,8 @@ from transformers import (
     Trainer,
 )
 
-from metaphrase.training.optimizer import freeze, parameter_groups
+from metaphrase.training.optimizer import adafactor_options, freeze, parameter_groups
+from metaphrase.training.trainer import MetaphraseTrainer
 
 # Source and target have vocabularies of their own, and nothing is tied.
 UNTIED = {"decoder_vocab_size": 31, "share_embeddings": False, "tie_word_embeddings": False}
@@ -311,3 +313,54 @@ def test_optimizer_that_makes_its_own_groups_is_refused(optimizer, tmp_path):
         ValueError, match="`optim` must be an optimizer that takes groups, got sgd, which makes its own"
     ):
         trainer.create_optimizer()
+
+
+def make_adafactor_trainer(folder, **options):
+    return make_trainer(folder, MetaphraseTrainer, optim="adafactor", learning_rate=1e-2, **options)
+
+
+def test_update_of_adafactor_is_in_proportion_to_the_weights(tmp_path):
+    options = {"lr_scheduler_type": "constant", "max_steps": 1, "save_strategy": "no"}
+    trainer = make_adafactor_trainer(tmp_path, optim_args="scale_parameter=true", **options)
+    before = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters() if weight.ndim == 2}
+    trainer.train()
+    after = dict(trainer.model.named_parameters())
+    shares = [float((after[name].detach() - weight).norm() / weight.norm()) for name, weight in before.items()]
+    # Adafactor clips an update to a root mean square of 1 before the learning rate. Unused rows do not move.
+    assert all(share == pytest.approx(1e-2, rel=0.1) for share in shares if share > 5e-3)
+    assert sum(share > 5e-3 for share in shares) > 5
+
+
+@pytest.mark.parametrize("options", [{}, {"layer_decay": 0.5}])
+def test_options_reach_every_group(options, tmp_path):
+    trainer = make_adafactor_trainer(tmp_path, optim_args="scale_parameter=True, clip_threshold=0.5,decay_rate=-0.7")
+    trainer.layer_decay = options.get("layer_decay", 1.0)
+    groups = trainer.create_optimizer().param_groups
+    expected = {"scale_parameter": True, "clip_threshold": 0.5, "decay_rate": -0.7, "relative_step": False}
+    assert all({name: group[name] for name in expected} == expected for group in groups)
+    assert (len(groups) > 2) is bool(options)
+
+
+def test_options_of_another_optimizer_are_left_alone(tmp_path):
+    trainer = make_trainer(tmp_path, MetaphraseTrainer, optim="sgd", optim_args="momentum=0.9")
+    assert trainer.create_optimizer().param_groups[0]["momentum"] == 0.9
+    assert type(trainer.optimizer) is torch.optim.SGD
+
+
+@pytest.mark.parametrize("nothing", [None, "", " "])
+def test_no_options(nothing):
+    assert adafactor_options(nothing) == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("scale=true", "`optim_args` of adafactor must be some of scale_parameter, .*, got 'scale=true'"),
+        ("scale_parameter", "`scale_parameter` in `optim_args` must be true or false, got ''"),
+        ("scale_parameter=1", "`scale_parameter` in `optim_args` must be true or false, got '1'"),
+        ("decay_rate=fast", "`decay_rate` in `optim_args` must be a number, got 'fast'"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        adafactor_options(options)
