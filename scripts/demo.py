@@ -22,7 +22,7 @@ from metaphrase.hub_card import draw_attention_map, renew_model_card
 from metaphrase.inference import Generator, cross_attention
 from metaphrase.scripts.console import run
 from metaphrase.scripts.train import RECIPES
-from metaphrase.training.checkpointing.trainer_mixin import checkpoints_in, discard_checkpoint, last_whole_checkpoint
+from metaphrase.training.checkpointing.folders import checkpoints_in, discard_checkpoint, last_whole_checkpoint
 from metaphrase.training.cpu_setup import keep_few_kernels, keep_freed_memory
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.recipe.recipe import load_recipe

@@ -1,4 +1,4 @@
-"""Evaluation of a trainer: a loss over all tokens, and scores of what the model writes, decoded in batches of like length."""
+"""Evaluation of a trainer: a loss over all tokens, and scores of texts that are decoded in batches of like length."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -9,63 +9,65 @@ from accelerate.utils import gather_object
 from metaphrase.data.collators import source_of
 from metaphrase.inference import decode
 from metaphrase.modeling import IGNORED_LABEL
+from metaphrase.training.distributed import sum_over_processes
 
 
-class DecodedEvaluationMixin:
-    """For a trainer, before its parents: an evaluation whose loss is a mean over tokens, and which decodes for a `score`.
+class EvaluationMixin:
+    """Evaluation whose loss is a mean over tokens, and which decodes texts for a `score`; stands before `Seq2SeqTrainer`.
 
-    The trainer has `whole_model()`, and its `compute_loss` hands each loss to `_count_loss`.
+    The trainer has `whole_model()`, and its `compute_loss` calls `count_loss` with the loss of each batch.
     """
 
     score: Callable[[list[list[int]], list[list[int]]], dict[str, float]] | None = None
     decoded_rows: Sequence[int] | None = None
     generation_options: Mapping = {}
-    # Sum over labels and their number, in this process and evaluation.
-    _evaluation_loss = torch.zeros(2, dtype=torch.float64)
-    _evaluates_loss_alone = False
-    # Whether it is `eval_dataset` that is evaluated.
-    _evaluates_own = True
+    # Sum of the losses of all labels, and number of labels, in this process and evaluation.
+    evaluation_loss = torch.zeros(2, dtype=torch.float64)
+    _needs_loss_alone = False
+    _is_own_dataset = True
     # Arguments of this call of `evaluate` or `predict`.
-    _asked_of_decoding: Mapping = {}
+    _call_options: Mapping = {}
 
     @property
-    def _decodes(self) -> bool:
+    def decodes(self) -> bool:
+        """True if the evaluation decodes texts for `score`."""
         return self.args.predict_with_generate and self.score is not None and not self.args.prediction_loss_only
 
     @property
-    def _evaluates_without_logits(self) -> bool:
-        return self._decodes or self._evaluates_loss_alone
+    def evaluates_without_logits(self) -> bool:
+        """True if nothing of the evaluation reads logits."""
+        return self.decodes or self._needs_loss_alone
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval", **gen_kwargs):
-        self._evaluates_own = eval_dataset is None or eval_dataset is self.eval_dataset
-        self._asked_of_decoding = gen_kwargs
+        self._is_own_dataset = eval_dataset is None or eval_dataset is self.eval_dataset
+        self._call_options = gen_kwargs
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **gen_kwargs)
 
     def predict(self, test_dataset, ignore_keys=None, metric_key_prefix="test", **gen_kwargs):
-        """As the parent's. With `score`, predictions are token ids `(rows, longest)`, and those of shorter rows end in -100.
+        """Predict as the parent does. With `score`, predictions are token ids (rows, longest), padded with -100.
 
-        Rows are those that are decoded: all, but of `eval_dataset` only `decoded_rows`.
+        The rows are all rows, but for `eval_dataset` only `decoded_rows`.
         """
-        self._evaluates_own, self._asked_of_decoding = test_dataset is self.eval_dataset, gen_kwargs
+        self._is_own_dataset, self._call_options = test_dataset is self.eval_dataset, gen_kwargs
         return super().predict(test_dataset, ignore_keys, metric_key_prefix, **gen_kwargs)
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
-        self._evaluation_loss = torch.zeros(2, dtype=torch.float64)
-        # Loaders with persistent workers are kept, and count: another epoch would be evaluated with another noise.
+        self.evaluation_loss = torch.zeros(2, dtype=torch.float64)
+        # Loaders with persistent workers count epochs: another epoch would have other noise.
         dataloader.iteration = 0
-        decodes = self._decodes
+        decodes = self.decodes
         if prediction_loss_only is None:
             prediction_loss_only = self.args.prediction_loss_only
-        self._evaluates_loss_alone = prediction_loss_only or decodes
+        self._needs_loss_alone = prediction_loss_only or decodes
         try:
             output = super().evaluation_loop(
-                dataloader, description, self._evaluates_loss_alone, ignore_keys, metric_key_prefix
+                dataloader, description, self._needs_loss_alone, ignore_keys, metric_key_prefix
             )
         finally:
-            self._evaluates_loss_alone = False
-        total, count = self._sum_over_processes(self._evaluation_loss)
+            self._needs_loss_alone = False
+        total, count = sum_over_processes(self.accelerator, self.args, self.evaluation_loss)
         if count:
             output.metrics[f"{metric_key_prefix}_loss"] = total / count
             output.metrics[f"{metric_key_prefix}_perplexity"] = float(torch.tensor(total / count).exp())
@@ -81,55 +83,51 @@ class DecodedEvaluationMixin:
             model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs
         )
         if loss is not None and self.args.predict_with_generate and not prediction_loss_only:
-            # The parent's is that of one batch, and counted nowhere.
+            # The parent does not compute this loss by `compute_loss`.
             with torch.no_grad(), self.compute_loss_context_manager():
                 loss = self.compute_loss(model, self._prepare_inputs(inputs)).detach()
         return loss, generated, labels
 
-    def _count_loss(self, loss: torch.Tensor, num_labels: int) -> None:
-        """Counts a batch's loss, a mean over so many labels; one without labels has none."""
+    def count_loss(self, loss: torch.Tensor, num_labels: int) -> None:
+        """Add the mean loss of a batch to `evaluation_loss`. Without labels the loss is undefined and not added."""
         if num_labels:
             counted = torch.tensor([loss.item() * num_labels, num_labels], dtype=torch.float64)
-            self._evaluation_loss = self._evaluation_loss + counted
-
-    def _sum_over_processes(self, values: torch.Tensor) -> list[float]:
-        gathered = self.accelerator.gather(values.float().to(self.args.device)[None])
-        return (gathered.double().sum(dim=0) if self.args.world_size > 1 else values).tolist()
+            self.evaluation_loss = self.evaluation_loss + counted
 
     def _decoding_options(self) -> dict:
-        """Arguments of `generate()`: those of this call before those of the trainer, and these before the training arguments."""
+        """Return arguments of `generate()`: of this call, over those of the trainer, over the training arguments."""
         options, limits = dict(self.generation_options), ("max_length", "max_new_tokens")
-        if any(name in self._asked_of_decoding for name in limits):
-            # Of the two, `generate()` obeys the second.
+        if any(name in self._call_options for name in limits):
+            # Of two limits, `generate()` obeys `max_new_tokens`.
             options = {name: value for name, value in options.items() if name not in limits}
-        options |= self._asked_of_decoding
+        options |= self._call_options
         if "max_new_tokens" not in options:
             options.setdefault("max_length", self.args.generation_max_length)
         options.setdefault("num_beams", self.args.generation_num_beams)
         return {name: value for name, value in options.items() if value is not None}
 
     def _decode(self, dataset: Sequence[dict]) -> tuple[list[list[int]], list[list[int]]]:
-        """Decodes this process's share of the data set and gathers all: decoded ids and label ids of the chosen rows."""
-        is_chosen = self.decoded_rows is not None and self._evaluates_own
+        """Decode this process's share of the chosen rows. Return the decoded ids and the label ids of all processes."""
+        is_chosen = self.decoded_rows is not None and self._is_own_dataset
         rows = list(self.decoded_rows if is_chosen else range(len(dataset)))
-        own = range(self.args.process_index, len(rows), self.args.world_size)
+        share = range(self.args.process_index, len(rows), self.args.world_size)
         hypotheses = decode(
             self.whole_model(),
-            [source_of(dataset[rows[place]]) for place in own],
+            [source_of(dataset[rows[index]]) for index in share],
             batch_size=self.args.per_device_eval_batch_size,
             show_progress=None if not self.args.disable_tqdm and self.is_world_process_zero() else False,
             **self._decoding_options(),
         )
-        decoded = [(place, candidates[0].ids) for place, candidates in zip(own, hypotheses, strict=True)]
+        decoded = [(index, candidates[0].ids) for index, candidates in zip(share, hypotheses, strict=True)]
         if self.args.world_size > 1:
             decoded = gather_object(decoded)
-        # Padded already, labels end in what is none.
+        # Labels may have been padded already.
         labels = [[label for label in dataset[row]["labels"] if label != IGNORED_LABEL] for row in rows]
         return [ids for _, ids in sorted(decoded)], labels
 
 
 def _as_array(rows: Sequence[Sequence[int]]) -> np.ndarray:
-    """Ids `(rows, longest)`, padded as transformers pads what it predicts."""
+    """Return ids (rows, longest), padded as transformers pads predictions."""
     array = np.full((len(rows), max(map(len, rows), default=0)), IGNORED_LABEL)
     for row, ids in enumerate(rows):
         array[row, : len(ids)] = ids

@@ -1,18 +1,8 @@
-"""Adafactor's own options, which the Trainer fixes: `optim: adafactor` with `optim_args: scale_parameter=true`.
+"""Optimizer of a trainer: frozen weights, learning rates by part of the model, and Adafactor's own options.
 
-With it an update is in proportion to the root mean square of the weights that it changes, as T5 was trained: its projections
-begin a hundred times smaller than its embeddings, and one learning rate is too large for the ones or too small for the others.
-
-Source: Shazeer and Stern 2018, sections 8 and 9, arXiv 1804.04235.
-
-Gradient clipping that leaves gradients alone where it would multiply them by 1.
-
-Parameter groups: which weights training leaves alone, and which it changes more slowly than others.
-
-Patterns name parts of a model: `encoder`, `decoder.layers.0`, `encoder.layers.0-3` (the first four), `*.cross_attn`,
-`lm_head`, `embeddings` (of tokens and positions, on both sides). Each names a module, with all that is in it, or a parameter;
-wrappers around the network (`model.`) need not be named. What is one weight under several names, such as tied embeddings, is
-meant by each of them.
+Patterns name parts of a model: `encoder`, `decoder.layers.0`, `encoder.layers.0-3` (the first four), `*.cross_attn`, `lm_head`,
+`embeddings` (of tokens and positions, on both sides). A pattern names a module with all its parameters, or one parameter. The
+names of wrappers (`model.`) may be left out. A weight with several names, such as a tied embedding, matches by any of them.
 """
 
 import itertools
@@ -23,80 +13,20 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
 from torch import nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel, Trainer, TrainingArguments
-
-_TRUTHS = {"true": True, "false": False}
-# By the name of each: how its value is read, and how that is said.
-_READERS = {
-    "scale_parameter": (lambda word: _TRUTHS[word.lower()], "true or false"),
-    "clip_threshold": (float, "a number"),
-    "decay_rate": (float, "a number"),
-}
-
-
-def adafactor_options(optim_args: str | None) -> dict[str, bool | float]:
-    """Reads `name=value,...`.
-
-    Raises:
-        ValueError: If a name is not known, or a value is not of its kind.
-    """
-    options = {}
-    for part in (optim_args or "").replace(" ", "").split(","):
-        if not part:
-            continue
-        name, _, value = part.partition("=")
-        if name not in _READERS:
-            raise ValueError(f"`optim_args` of adafactor must be some of {', '.join(_READERS)}, got {part!r}.")
-        read, kind = _READERS[name]
-        try:
-            options[name] = read(value)
-        except (KeyError, ValueError):
-            raise ValueError(f"`{name}` in `optim_args` must be {kind}, got {value!r}.") from None
-    return options
-
-
-class AdafactorOptionsMixin:
-    """For a trainer, before its parents: the optimizer's class and options, with those of Adafactor as they are given."""
-
-    @staticmethod
-    def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: PreTrainedModel | None = None) -> tuple:
-        optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
-        if getattr(args.optim, "value", args.optim) == "adafactor":
-            options |= adafactor_options(args.optim_args)
-        return optimizer_class, options
-
-
-# Where each process holds all of the gradients.
-_WHOLE = (DistributedType.NO, DistributedType.MULTI_CPU)
-
-
-class GradientClippingMixin:
-    """A `Trainer` that clips on a CPU as torch does, but for a pass over all gradients in the steps that need none.
-
-    Source: clipping by the norm of all gradients is from Pascanu et al. 2013, section 3.2, arXiv 1211.5063.
-    """
-
-    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-        is_whole = self.accelerator.distributed_type in _WHOLE and all(
-            type(parameter.grad) is torch.Tensor for parameter in parameters
-        )
-        if self.args.device.type != "cpu" or not is_whole:
-            return super()._clip_grad_norm(model)
-        self.accelerator.unscale_gradients()
-        norm, limit = get_total_norm([parameter.grad for parameter in parameters]), self.args.max_grad_norm
-        # torch's factor, which it takes no more than 1 of. If it is not a number, the gradients shall show it.
-        if not limit / (norm + 1e-6) >= 1:
-            clip_grads_with_norm_(parameters, limit, norm)
-        return norm
-
+from transformers.training_args import OptimizerNames
 
 logger = logging.getLogger(__name__)
 
-# What may stand before the network's own names, and what compilers and shards put between them.
+_BOOLEANS = {"true": True, "false": False}
+# Adafactor's option: a function that reads the value, and the kind of value that it reads.
+_ADAFACTOR_OPTIONS = {
+    "scale_parameter": (lambda word: _BOOLEANS[word.lower()], "true or false"),
+    "clip_threshold": (float, "a number"),
+    "decay_rate": (float, "a number"),
+}
+# Prefixes of a wrapped model, and parts that compilers and sharding insert into names.
 _WRAPPERS = ("base_model", "model", "module")
 _INSERTED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _EMBEDDINGS = ("shared", "*embed_tokens", "*embed_positions")
@@ -104,27 +34,74 @@ _LAYER = re.compile(r"(encoder|decoder)\.(?:layers|block)\.(\d+)\.")
 _FINAL_NORMS = ("norm", "final_layer_norm", "layer_norm")
 
 
-def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
-    """Excludes parts of a model from training.
+def adafactor_options(optim_args: str | None) -> dict[str, bool | float]:
+    """Parse `optim_args` of Adafactor, such as `scale_parameter=true,clip_threshold=0.5`.
 
-    A weight under several names is frozen if one of them is meant: with shared embeddings, `encoder` freezes the decoder's
-    embedding and the output projection too, of which a warning tells.
+    With `scale_parameter`, an update is in proportion to the root mean square of the weights, as in T5's training.
+
+    Source: Shazeer and Stern 2018, sections 8 and 9, arXiv 1804.04235.
+
+    Raises:
+        ValueError: If a name is unknown, or a value is of the wrong kind.
+    """
+    options = {}
+    for part in filter(None, (optim_args or "").replace(" ", "").split(",")):
+        name, _, value = part.partition("=")
+        if name not in _ADAFACTOR_OPTIONS:
+            raise ValueError(
+                f"`optim_args` of adafactor must be some of {', '.join(_ADAFACTOR_OPTIONS)}, got {part!r}."
+            )
+        read, kind = _ADAFACTOR_OPTIONS[name]
+        try:
+            options[name] = read(value)
+        except (KeyError, ValueError):
+            raise ValueError(f"`{name}` in `optim_args` must be {kind}, got {value!r}.") from None
+    return options
+
+
+def optimizer_class_and_options(arguments: TrainingArguments, model: PreTrainedModel | None = None) -> tuple:
+    """Return what `Trainer.get_optimizer_cls_and_kwargs` returns, with Adafactor's options, which it ignores."""
+    optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
+    if arguments.optim == OptimizerNames.ADAFACTOR:
+        options |= adafactor_options(arguments.optim_args)
+    return optimizer_class, options
+
+
+def add_parameter_groups(
+    optimizer_class: Any, options: dict[str, Any], groups: Sequence[Mapping], optimizer_name: str
+) -> dict[str, Any]:
+    """Return an optimizer's options with the groups to train, as `Trainer.create_optimizer` reads them.
+
+    Raises:
+        ValueError: If the optimizer makes groups of its own.
+    """
+    is_class = isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
+    if not is_class or any(name in options for name in ("params", "model", "optimizer_dict")):
+        raise ValueError(f"`optim` must be an optimizer that takes groups, got {optimizer_name}, which makes its own.")
+    return {**options, "params": groups}
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
+    """Exclude parts of a model from training.
+
+    A weight with several names is frozen if one of them matches. With shared embeddings, `encoder` also freezes the decoder's
+    embedding and the output projection, and a warning says so.
 
     Args:
         model: Changed in place.
         patterns: Parts to freeze, in order; `!` before one takes it out again: `["encoder", "!embeddings"]`.
 
     Returns:
-        How many parameters (numbers, not tensors) are frozen by this.
+        The number of frozen parameters (numbers, not tensors).
 
     Raises:
-        ValueError: If a pattern names nothing, or nothing is left to train.
+        ValueError: If a pattern matches nothing, or nothing is left to train.
     """
-    names = _all_names(model)
-    frozen = _frozen(names, patterns)
-    meant = [pattern for pattern in patterns if not pattern.startswith("!")]
+    names = _names_of_parameters(model)
+    frozen = _select_frozen(names, patterns)
+    included = [pattern for pattern in patterns if not pattern.startswith("!")]
     for parameter in frozen:
-        _tell_of_ties(names[parameter], meant, "is frozen")
+        _warn_of_ties(names[parameter], included, "is frozen")
         parameter.requires_grad_(False)
     count = sum(parameter.numel() for parameter in frozen)
     total = sum(parameter.numel() for parameter in names)
@@ -133,18 +110,18 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
 
 
 def check_parts(model: nn.Module, frozen: Sequence[str], rates: Collection[str]) -> None:
-    """Refuses what `freeze` and `parameter_groups` would, of a model that needs no weights.
+    """Check the patterns of `freeze` and `parameter_groups` against a model, which may be on the meta device.
 
     Args:
-        model: On any device, the meta device too.
-        frozen: As `freeze` takes them.
+        model: The model to train.
+        frozen: Patterns of `freeze`.
         rates: Patterns of `learning_rate_factors`.
 
     Raises:
-        ValueError: If a pattern names nothing, or nothing is left to train.
+        ValueError: If a pattern matches nothing, or nothing is left to train.
     """
-    names = _all_names(model)
-    _frozen(names, frozen)
+    names = _names_of_parameters(model)
+    _select_frozen(names, frozen)
     for pattern in rates:
         _select(names, pattern, "learning_rate_factors")
 
@@ -157,34 +134,33 @@ def parameter_groups(
     layer_decay: float = 1.0,
     decay_names: Collection[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Groups of parameters for an optimizer, each with its learning rate and its weight decay.
+    """Return groups of parameters for an optimizer, each with its learning rate and weight decay.
 
-    With `layer_decay`, the highest layer of each stack and all above it (final norm, output projection) learn at the full rate,
-    each layer below at the rate of the one above times the decay, and what comes before the first layer (embeddings, position
-    biases) as one layer more. A weight in several of these places learns at the lowest of their rates.
+    With `layer_decay`, the top layer of each stack and all above it (final norm, output projection) learn at the full rate. Each
+    layer below learns at the rate of the layer above times `layer_decay`. Embeddings and position biases count as one layer more.
+    A weight in several of these positions learns at the lowest of their rates.
 
     Source: Howard and Ruder 2018, section 3.2, arXiv 1801.06146 (rates that fall from layer to layer); Clark et al. 2020,
     appendix B, arXiv 2003.10555 (with a constant factor, for fine-tuning a Transformer).
 
     Args:
-        model: What requires no gradient is left out.
-        learning_rate: Of all that nothing else is said about.
-        weight_decay: Of the parameters in `decay_names`.
-        rates: Factors of the learning rate by pattern; of several that mean the same, the last holds.
+        model: Parameters without gradient are left out.
+        learning_rate: The full rate.
+        weight_decay: Decay of the parameters in `decay_names`.
+        rates: Factors of the learning rate by pattern; the last matching pattern holds.
         layer_decay: Factor from layer to layer, in (0, 1].
-        decay_names: Parameters that decay; by default those that transformers' `Trainer` chooses, which are neither biases nor in
-            norms.
+        decay_names: Parameters with weight decay; by default those that transformers' `Trainer` chooses, which are neither biases
+            nor in norms.
 
     Returns:
-        Dictionaries with `params`, `lr` and `weight_decay`; those of the full rate come first, so that a log of the first group's
-        rate shows that.
+        Dictionaries with `params`, `lr` and `weight_decay`. Groups of the full rate come first: transformers logs the first rate.
 
     Raises:
-        ValueError: If a pattern names nothing, a factor is out of range, or nothing is to be trained.
+        ValueError: If a pattern matches nothing, a factor is out of range, or nothing is to be trained.
     """
     if not 0 < layer_decay <= 1:
         raise ValueError(f"`layer_decay` must be above 0 and at most 1, got {layer_decay}.")
-    names = _all_names(model)
+    names = _names_of_parameters(model)
     factors = _layer_factors(names, layer_decay) if layer_decay < 1 else dict.fromkeys(names, 1.0)
     for parameter, factor in _rate_factors(names, rates or {}).items():
         factors[parameter] *= factor
@@ -208,43 +184,8 @@ def parameter_groups(
     return result
 
 
-class ParameterGroupsMixin:
-    """For a trainer, before its parents: an optimizer with `parameter_groups` when one of the two fields is set.
-
-    Which parameters decay is asked of `get_decay_parameter_names`, and the optimizer of the training arguments, as ever.
-    """
-
-    learning_rate_factors: Mapping[str, float] | None = None
-    layer_decay: float = 1.0
-
-    def create_optimizer(self, model=None):
-        if self.optimizer is not None or not (self.learning_rate_factors or self.layer_decay != 1):
-            return super().create_optimizer(model)
-        trained = self.model if model is None else model
-        given = self.optimizer_cls_and_kwargs
-        optimizer_class, options = given or self.get_optimizer_cls_and_kwargs(self.args, trained)
-        is_class = isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
-        if not is_class or any(name in options for name in ("params", "model", "optimizer_dict")):
-            name = getattr(self.args.optim, "value", self.args.optim)
-            raise ValueError(f"`optim` must be an optimizer that takes groups, got {name}, which makes its own.")
-        groups = parameter_groups(
-            trained,
-            self.args.learning_rate,
-            self.args.weight_decay,
-            self.learning_rate_factors,
-            self.layer_decay,
-            self.get_decay_parameter_names(trained),
-        )
-        # The parent takes `params` among an optimizer's options for the groups.
-        self.optimizer_cls_and_kwargs = (optimizer_class, {**options, "params": groups})
-        try:
-            return super().create_optimizer(model)
-        finally:
-            self.optimizer_cls_and_kwargs = given
-
-
-def _all_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Each parameter's names without wrappers, in the order of the parameters."""
+def _names_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Return the names of each parameter without wrappers, in the order of the parameters."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(_without_wrappers(name))
@@ -258,8 +199,8 @@ def _without_wrappers(name: str) -> str:
     return ".".join(parts)
 
 
-def _globs(pattern: str) -> list[str]:
-    """The pattern with each range of numbers written out: `encoder.layers.0-1` is layers 0 and 1."""
+def _expand_ranges(pattern: str) -> list[str]:
+    """Return a glob for each number of a range: `encoder.layers.0-1` gives layers 0 and 1."""
     choices = []
     for part in _without_wrappers(pattern).split("."):
         bounds = re.fullmatch(r"(\d+)-(\d+)", part)
@@ -267,59 +208,54 @@ def _globs(pattern: str) -> list[str]:
     return [".".join(parts) for parts in itertools.product(*choices)]
 
 
-def _means(glob: str, name: str) -> bool:
-    """Whether a pattern means a parameter or one of the modules around it."""
+def _matches(glob: str, name: str) -> bool:
+    """True if a glob matches a parameter or one of the modules around it."""
     parts = name.split(".")
     return any(fnmatchcase(".".join(parts[:end]), glob) for end in range(1, len(parts) + 1))
 
 
 def _select(names: Mapping[nn.Parameter, list[str]], pattern: str, field: str) -> set[nn.Parameter]:
-    """The parameters that a pattern means.
+    """Return the parameters that match a pattern.
 
     Raises:
-        ValueError: If there is none, or one of a range is missing.
+        ValueError: If no parameter matches, or a number of a range has none.
     """
     selected = set()
-    for glob in _globs(pattern):
-        alternatives = _EMBEDDINGS if glob == "embeddings" else (glob,)
-        found = {
+    for glob in _expand_ranges(pattern):
+        globs = _EMBEDDINGS if glob == "embeddings" else (glob,)
+        matching = {
             parameter
             for parameter, aliases in names.items()
-            if any(_means(alternative, alias) for alternative in alternatives for alias in aliases)
+            if any(_matches(glob, alias) for glob in globs for alias in aliases)
         }
-        if not found:
+        if not matching:
             parts = sorted({alias.split(".")[0] for aliases in names.values() for alias in aliases})
             raise ValueError(
                 f"`{field}` must name parts of the model, got {pattern!r}, and there is no {glob!r}. "
                 f"At the top there are {', '.join(parts)}."
             )
-        selected |= found
+        selected |= matching
     return selected
 
 
-def _frozen(names: Mapping[nn.Parameter, list[str]], patterns: Sequence[str]) -> set[nn.Parameter]:
-    """What `freeze` excludes from training.
-
-    Raises:
-        ValueError: As `freeze`.
-    """
+def _select_frozen(names: Mapping[nn.Parameter, list[str]], patterns: Sequence[str]) -> set[nn.Parameter]:
     frozen = set()
     for pattern in patterns:
-        found = _select(names, pattern.removeprefix("!"), "freeze")
-        frozen = frozen - found if pattern.startswith("!") else frozen | found
+        selected = _select(names, pattern.removeprefix("!"), "freeze")
+        frozen = frozen - selected if pattern.startswith("!") else frozen | selected
     if not any(parameter.requires_grad and parameter not in frozen for parameter in names):
         raise ValueError(f"`freeze` must leave something to train, got {', '.join(patterns)}.")
     return frozen
 
 
-def _tell_of_ties(aliases: Sequence[str], patterns: Sequence[str], what: str) -> None:
-    """Warns of a weight that has names which no pattern means."""
-    globs = [glob for pattern in patterns for glob in _globs(pattern)]
+def _warn_of_ties(aliases: Sequence[str], patterns: Sequence[str], effect: str) -> None:
+    """Warn of a weight that also has names which no pattern matches."""
+    globs = [glob for pattern in patterns for glob in _expand_ranges(pattern)]
     globs += list(_EMBEDDINGS) if "embeddings" in globs else []
-    others = [alias for alias in aliases if not any(_means(glob, alias) for glob in globs)]
-    if others and len(others) < len(aliases):
-        meant = next(alias for alias in aliases if alias not in others)
-        logger.warning("%s %s, and with it, being the same weight: %s.", meant, what, ", ".join(others))
+    unnamed = [alias for alias in aliases if not any(_matches(glob, alias) for glob in globs)]
+    if unnamed and len(unnamed) < len(aliases):
+        named = next(alias for alias in aliases if alias not in unnamed)
+        logger.warning("%s %s, and with it, being the same weight: %s.", named, effect, ", ".join(unnamed))
 
 
 def _rate_factors(names: Mapping[nn.Parameter, list[str]], rates: Mapping[str, float]) -> dict[nn.Parameter, float]:
@@ -333,28 +269,26 @@ def _rate_factors(names: Mapping[nn.Parameter, list[str]], rates: Mapping[str, f
             factors[parameter], pattern_of[parameter] = factor, pattern
     for parameter, factor in factors.items():
         if parameter.requires_grad and factor != 1:
-            _tell_of_ties(names[parameter], [pattern_of[parameter]], f"learns at {factor:g} times the rate")
+            _warn_of_ties(names[parameter], [pattern_of[parameter]], f"learns at {factor:g} times the rate")
     return factors
 
 
 def _layer_factors(names: Mapping[nn.Parameter, list[str]], layer_decay: float) -> dict[nn.Parameter, float]:
-    layers: dict[str, int] = {}
+    num_layers: dict[str, int] = {}
     for stack, index in itertools.chain.from_iterable(map(_LAYER.findall, itertools.chain(*names.values()))):
-        layers[stack] = max(layers.get(stack, 0), int(index) + 1)
-    if not layers:
-        raise ValueError(
-            "`layer_decay` must come with a model with `encoder.layers` or `decoder.layers`, got one without."
-        )
+        num_layers[stack] = max(num_layers.get(stack, 0), int(index) + 1)
+    if not num_layers:
+        raise ValueError("`layer_decay` must come with a model with `encoder.layers` or `decoder.layers`.")
     return {
-        parameter: layer_decay ** max(_layers_above(alias, layers) for alias in aliases)
+        parameter: layer_decay ** max(_layers_above(alias, num_layers) for alias in aliases)
         for parameter, aliases in names.items()
     }
 
 
-def _layers_above(name: str, layers: Mapping[str, int]) -> int:
-    """Steps of the learning rate from the top of the stack down to a parameter."""
+def _layers_above(name: str, num_layers: Mapping[str, int]) -> int:
+    """Return the number of layers between a parameter and the top of its stack."""
     stack, *rest = name.split(".")
-    if stack not in layers or rest[0] in _FINAL_NORMS:
+    if stack not in num_layers or rest[0] in _FINAL_NORMS:
         return 0
-    place = _LAYER.match(name)
-    return layers[stack] - 1 - int(place[2]) if place else layers[stack]
+    layer = _LAYER.match(name)
+    return num_layers[stack] - 1 - int(layer[2]) if layer else num_layers[stack]

@@ -1,4 +1,4 @@
-"""R-Drop: two passes of one batch under different dropout, and the distance between what they say.
+"""R-Drop: each batch runs twice under different dropout, and the loss adds the divergence of the two predictions.
 
 Source: Liang et al. 2021, section 2, arXiv 2106.14448.
 """
@@ -14,14 +14,14 @@ _DROPOUTS = ("dropout", "attention_dropout", "activation_dropout")
 
 
 def check_r_drop(model: PreTrainedModel, other_dropout: float = 0.0) -> None:
-    """Refuses a model that R-Drop cannot train.
+    """Check that R-Drop can train a model.
 
     Args:
-        model: With its configuration.
-        other_dropout: Of what is added to it, such as an adapter.
+        model: The model to train.
+        other_dropout: Dropout of an adapter beside the model.
 
     Raises:
-        ValueError: If it does not take `r_drop_alpha`, or drops nothing, so that both passes always agree.
+        ValueError: If the model's forward does not take `r_drop_alpha`, or all dropout is 0, so that both passes agree.
     """
     if "r_drop_alpha" not in inspect.signature(model.forward).parameters:
         raise ValueError(f"`r_drop_alpha` must come with a Metaphrase model, got a {type(model).__name__}.")
@@ -30,16 +30,15 @@ def check_r_drop(model: PreTrainedModel, other_dropout: float = 0.0) -> None:
 
 
 def repeat_batch(inputs: Mapping[str, Any], times: int = 2) -> dict[str, Any]:
-    """The batch several times over, one copy after the other.
+    """Return a batch with all its rows repeated.
 
     Args:
-        inputs: Tensors `(batch, ...)` with `labels` among them. What is no tensor, or has no row for each of the batch, such as
-            positions `(1, length)` that all rows share, stays as it is. With `source_lengths` the batch is packed: one row
-            `(1, tokens)`, which becomes longer.
-        times: How often.
+        inputs: Tensors (B, ...), with `labels` among them. Plain values, and tensors without a row for each pair such as
+            positions (1, T), are not repeated. A packed batch, which has `source_lengths`, is a row (1, tokens) and gets longer.
+        times: Number of copies.
 
     Raises:
-        ValueError: If there are no labels, or a value hides tensors that would have to be repeated too.
+        ValueError: If there are no labels, or a value is neither a tensor nor plain.
     """
     if inputs.get("labels") is None:
         raise ValueError(f"`inputs` must hold `labels`, got {', '.join(sorted(inputs))}.")
@@ -55,28 +54,3 @@ def repeat_batch(inputs: Mapping[str, Any], times: int = 2) -> dict[str, Any]:
             raise ValueError(f"`{name}` must be a tensor or a plain number to be repeated, got {type(value).__name__}.")
         repeated[name] = value
     return repeated
-
-
-class RDropMixin:
-    """For a trainer, before its parents: when `r_drop_alpha` is above 0, each batch is passed twice from `r_drop_start_step` on.
-
-    The model's forward must take `r_drop_alpha`, and adds the divergence of both passes to its loss. Both are one call with the
-    batch repeated, whose rows draw their dropout apart: a batch takes the memory of two. Evaluation is left alone.
-    """
-
-    r_drop_alpha: float = 0.0
-    r_drop_start_step: int = 0
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if not self.r_drop_alpha or not model.training:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if 0 < self.state.max_steps <= self.r_drop_start_step:
-            # How many steps an epoch has is known no earlier.
-            raise ValueError(
-                f"`r_drop_start_step` must be below the {self.state.max_steps} steps of the run, got {self.r_drop_start_step}."
-            )
-        if self.state.global_step < self.r_drop_start_step:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        twice = None if num_items_in_batch is None else 2 * num_items_in_batch
-        inputs = {**repeat_batch(inputs), "r_drop_alpha": self.r_drop_alpha}
-        return super().compute_loss(model, inputs, return_outputs, twice)

@@ -7,7 +7,7 @@ from small_runs import SMALL
 
 from metaphrase.scripts import demo
 from metaphrase.scripts.console import run
-from metaphrase.training.checkpointing.trainer_mixin import checkpoints_in
+from metaphrase.training.checkpointing.folders import checkpoints_in
 
 SPLITS = ("train", "validation", "test")
 FIELDS = {"max_steps": 2, "save_steps": 1, "save_strategy": "steps", "eval_strategy": "no", "use_cpu": "true"}

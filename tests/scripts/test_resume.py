@@ -10,7 +10,7 @@ import torch
 from killed_runs import CASES, Server
 from safetensors import torch as safetensors_torch
 
-from metaphrase.training.checkpointing.trainer_mixin import checkpoints_in, is_whole
+from metaphrase.training.checkpointing.folders import checkpoints_in, is_whole
 
 # Of two equal runs these differ: times, and what transformers notes when it loads a tokenizer.
 DIFFERENT = ("runtime", "per_second", "seconds", "is_local", "local_files_only")

@@ -6,7 +6,8 @@ from tiny_models import tiny_model
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 from metaphrase.data.collators import PairCollator
-from metaphrase.training.checkpointing.trainer_mixin import WholeCheckpoints, checkpoints_in
+from metaphrase.training.checkpointing.folders import checkpoints_in
+from metaphrase.training.checkpointing.trainer_mixin import WholeCheckpoints
 
 # Dimensions of a model for recipes.
 SMALL = {

@@ -57,3 +57,18 @@ def tiny_bart():
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
     fields = {"vocab_size": 60, "dropout": 0.0, "forced_eos_token_id": None, "max_position_embeddings": 32}
     return BartForConditionalGeneration(BartConfig(**sizes, **heads, **ids, **fields))
+
+
+def pairs_of_eight_lengths():
+    """Eight pairs of ids for the smallest vocabularies."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = [8, 1, 5, 2, 7, 3, 3, 6]
+    rows = [torch.randint(3, 31, (2, length), generator=generator).tolist() for length in lengths]
+    return [{"input_ids": [*source, 2], "labels": [*target, 2]} for source, target in rows]
+
+
+def make_sgd_trainer(model, folder, **options):
+    """A trainer of one step of plain gradient descent on `pairs_of_eight_lengths`, whose updates show the gradients."""
+    settings = {"max_steps": 1, "learning_rate": 0.1, "optim": "sgd", "max_grad_norm": 0.0, "logging_steps": 1}
+    settings |= {"lr_scheduler_type": "constant", "per_device_train_batch_size": 8}
+    return make_trainer(model, pairs_of_eight_lengths(), folder, **settings | options)

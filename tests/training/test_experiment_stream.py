@@ -63,7 +63,7 @@ def test_another_place_in_a_stream_or_among_batches_is_pointed_out(data, tmp_pat
         changes = {"max_tokens_per_batch": 240} | ({"pairs_in_buffer": 30} if streaming else {})
         going_on = {**fields, **streaming, **changes, "max_steps": 3, "resume_from_checkpoint": "true"}
         Experiment(make_recipe(data, run, **going_on)).train()
-        assert "same place in the data: before, it had" in caplog.text
+        assert "another position in the data: before, it had" in caplog.text
         assert "max_tokens_per_batch 200, now 240" in caplog.text
         assert ("pairs_in_buffer 25, now 30" in caplog.text) is bool(streaming)
         caplog.clear()

@@ -8,25 +8,11 @@ import torch
 from safetensors.torch import load_file
 from tiny_models import tiny_model
 from torch import nn
-from transformers import AutoModelForSeq2SeqLM, Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainerCallback
+from transformers import AutoModelForSeq2SeqLM, Seq2SeqTrainingArguments, TrainerCallback
 
 from metaphrase.data.collators import PairCollator
-from metaphrase.training.exponential_average import (
-    EXPONENTIAL_AVERAGE_NAME,
-    ExponentialAverage,
-    ExponentialAverageMixin,
-)
+from metaphrase.training.exponential_average import EXPONENTIAL_AVERAGE_NAME, ExponentialAverage
 from metaphrase.training.trainer import MetaphraseTrainer
-
-AveragingTrainer = (
-    MetaphraseTrainer
-    if issubclass(MetaphraseTrainer, ExponentialAverageMixin)
-    else type("AveragingTrainer", (ExponentialAverageMixin, MetaphraseTrainer), {})
-)
-
-
-class PlainAveragingTrainer(ExponentialAverageMixin, Seq2SeqTrainer):
-    """Nothing of ours but the average."""
 
 
 def make_pairs(count=12):
@@ -56,7 +42,7 @@ class Recorder(TrainerCallback):
         self.evaluations.append(weights_of(model))
 
 
-def make_trainer(folder, average=None, recorder=None, trainer_class=AveragingTrainer, model=None, **options):
+def make_trainer(folder, average=None, recorder=None, trainer_class=MetaphraseTrainer, model=None, **options):
     settings = {
         "use_cpu": True,
         "report_to": "none",
@@ -105,14 +91,10 @@ def assert_equal(first, second):
 # Its values
 
 
-@pytest.mark.parametrize(
-    ("trainer_class", "accumulation", "warmup"),
-    [(AveragingTrainer, 1, True), (AveragingTrainer, 3, False), (PlainAveragingTrainer, 3, True)],
-)
-def test_average_of_the_optimizer_steps_by_hand(trainer_class, accumulation, warmup, tmp_path):
+@pytest.mark.parametrize(("accumulation", "warmup"), [(1, True), (3, False)])
+def test_average_of_the_optimizer_steps_by_hand(accumulation, warmup, tmp_path):
     average, recorder = ExponentialAverage(0.3, warmup), Recorder()
-    options = {"gradient_accumulation_steps": accumulation, "trainer_class": trainer_class}
-    trainer = make_trainer(tmp_path, average, recorder, **options)
+    trainer = make_trainer(tmp_path, average, recorder, gradient_accumulation_steps=accumulation)
     start = weights_of(trainer.model)
     trainer.train()
     assert average.num_updates == len(recorder.steps) == 6
@@ -371,7 +353,7 @@ def test_the_best_is_no_checkpoint_whose_averages_were_scored_if_they_are_left_a
     assert trainer.state.best_global_step == 5
 
 
-class OutOfMemoryTrainer(AveragingTrainer):
+class OutOfMemoryTrainer(MetaphraseTrainer):
     """Lacks the memory for its first batch."""
 
     num_failures = 1

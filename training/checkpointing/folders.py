@@ -1,4 +1,4 @@
-"""Checkpoint folders: which of a run are whole, and how one appears and disappears so that a kill leaves nothing by halves."""
+"""Checkpoint folders of a run: which are whole, and how they appear and disappear so that a kill leaves no half checkpoint."""
 
 import contextlib
 import json
@@ -18,15 +18,15 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
 
 logger = logging.getLogger(__name__)
 
-# What `WholeCheckpoints` adds to transformers' files; under `files` it holds the size of each.
+# `WholeCheckpoints` adds this file to those of transformers. Its `files` holds the size of each file.
 PROGRESS_NAME = "progress.json"
-# In the run's folder, so on the same file system. The underscore keeps it from being uploaded with the run.
+# A folder in the run's folder, on the same file system. transformers does not upload names with an underscore.
 UNFINISHED_NAME = "_unfinished"
-# Before the number of a folder with what was later than a checkpoint that the run went back to. It is not uploaded either.
+# Prefix of a folder with the checkpoints after the one that the run went back to.
 ABANDONED_NAME = "_abandoned"
-# transformers' checkpoint on SIGTERM puts it into the folder while it writes.
+# transformers keeps this file in the folder while it writes a checkpoint on SIGTERM.
 SENTINEL_NAME = "checkpoint-is-incomplete.txt"
-# What a run needs besides weights to go on exactly.
+# Files that a run needs besides weights to resume exactly.
 STATES = ("optimizer", "scheduler", "rng_state")
 _CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 _ABANDONED = re.compile(rf"({ABANDONED_NAME}-(\d+))(-after-(\d+))?")
@@ -35,34 +35,34 @@ _ZIP = re.compile(r".+\.pth?|(.*/)?(pytorch_model|adapter_model|optimizer|traini
 
 
 def checkpoint_of_step(run_folder: str | Path, step: int) -> Path:
-    """Where the checkpoint of a step lies, or would."""
+    """Return the folder of a step's checkpoint, whether it exists or not."""
     return Path(run_folder) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step that a checkpoint's name says."""
+    """Return the step in a checkpoint's name."""
     return int(_CHECKPOINT.fullmatch(checkpoint.name)[1])
 
 
 def checkpoints_in(run_folder: str | Path) -> list[Path]:
-    """The checkpoints of a run by step, whole or not."""
+    """Return the checkpoints of a run, whole or not, in the order of their steps."""
     if not Path(run_folder).is_dir():
         return []
-    found = [path for path in Path(run_folder).iterdir() if _CHECKPOINT.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=step_of)
+    folders = [path for path in Path(run_folder).iterdir() if _CHECKPOINT.fullmatch(path.name) and path.is_dir()]
+    return sorted(folders, key=step_of)
 
 
 def is_whole(folder: str | Path) -> bool:
-    """Whether a checkpoint was written to its end and nothing of it has been lost since."""
+    """True if a checkpoint is complete and undamaged."""
     return not what_is_missing(folder)
 
 
 def what_is_missing(folder: str | Path) -> list[str]:
-    """What keeps a checkpoint from being whole, a phrase for each; nothing if it is.
+    """Return a phrase for each thing that is missing or damaged in a checkpoint; an empty list if it is whole.
 
-    One that `WholeCheckpoints` wrote is compared with its own list of files. One of a plain Trainer must have weights and the
-    trainer's state, and optimizer, schedule and random states if it or a neighbour has any of them: with `save_only_model` there
-    are none. Each file must be readable to its end, as far as its format shows that without reading it all.
+    A checkpoint of `WholeCheckpoints` is compared with its own list of files. A plain Trainer's must have weights and the
+    trainer's state. It must have optimizer, schedule and random states if it or a neighbour has any of them, since
+    `save_only_model` writes none. Damage is found as far as a format shows it without reading the whole file.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -80,9 +80,9 @@ def what_is_missing(folder: str | Path) -> list[str]:
         if name not in files:
             problems.append(f"{name} is missing")
             continue
-        found = files[name].stat().st_size
-        if found != size and (_is_binary(name) or found == 0):
-            problems.append(f"{name} has {found} bytes in place of {size}")
+        present = files[name].stat().st_size
+        if present != size and (_is_binary(name) or present == 0):
+            problems.append(f"{name} has {present} bytes in place of {size}")
     return problems
 
 
@@ -91,7 +91,7 @@ def _files(folder: Path) -> dict[str, Path]:
 
 
 def _is_binary(name: str) -> bool:
-    # Texts, such as the settings of generation, may be edited by hand.
+    # Users may edit text files, such as the generation configuration.
     return name.endswith((".safetensors", ".distcp", ".model", ".spm")) or _ZIP.fullmatch(name) is not None
 
 
@@ -99,10 +99,10 @@ def _missing_of_plain_trainer(folder: Path, files: dict[str, Path]) -> list[str]
     problems = [] if TRAINER_STATE_NAME in files else [f"{TRAINER_STATE_NAME} is missing"]
     if not any(_WEIGHTS.fullmatch(name) for name in files):
         problems.append("the weights are missing")
-    # DeepSpeed keeps the rest in its own folder, schedule included.
+    # DeepSpeed stores optimizer and schedule in its own folder.
     states = STATES[2:] if any(name.startswith("global_step") for name in files) else STATES
-    neighbours = [other for other in checkpoints_in(folder.parent) if other.name != folder.name]
-    names = [*files, *(name for other in neighbours for name in _files(other))]
+    neighbours = [path for path in checkpoints_in(folder.parent) if path.name != folder.name]
+    names = [*files, *(name for path in neighbours for name in _files(path))]
     if any(name.startswith(states) for name in names):
         problems += [f"{state} is missing" for state in states if not any(name.startswith(state) for name in files)]
     return problems
@@ -129,10 +129,10 @@ def _damage(name: str, path: Path) -> str | None:
 
 
 def check_whole(checkpoint: str | Path) -> None:
-    """Refuses a checkpoint that is not whole.
+    """Check that a checkpoint to resume from is whole.
 
     Raises:
-        ValueError: Saying what is missing.
+        ValueError: If something is missing or damaged.
     """
     if problems := what_is_missing(checkpoint):
         raise ValueError(
@@ -141,9 +141,9 @@ def check_whole(checkpoint: str | Path) -> None:
 
 
 def last_whole_checkpoint(run_folder: str | Path) -> str | None:
-    """The whole checkpoint of the highest step, if there is one. A warning names each later one that is not whole.
+    """Return the whole checkpoint of the highest step, or None. A warning names each later one that is not whole.
 
-    A checkpoint that was being replaced when its run was killed gets its name back first, and what was being set aside goes.
+    First it completes what a killed run had begun: replacing a checkpoint, or setting later ones aside.
     """
     _put_back_replaced(Path(run_folder))
     _finish_setting_aside(Path(run_folder))
@@ -156,19 +156,18 @@ def last_whole_checkpoint(run_folder: str | Path) -> str | None:
 
 
 def set_later_aside(checkpoint: str | Path, run_folder: str | Path) -> None:
-    """Takes the checkpoints that are later than one of a run, which goes on from that, out of the run.
+    """Move the checkpoints after the one that the run resumes from out of the run.
 
-    They, and the log of the run if that is later too, move to a folder of their own, `_abandoned-1` or the next number; a warning
-    names them, and nothing is deleted. For a checkpoint of another run nothing moves. Killed in between, `last_whole_checkpoint`
-    or `remove_unfinished` does the rest.
+    They, and the log of the run if it is later too, move to a folder `_abandoned-1` or the next number. A warning names them.
+    For a checkpoint of another run nothing moves. After a kill, `last_whole_checkpoint` or `remove_unfinished` completes it.
     """
     checkpoint, run_folder = Path(checkpoint).resolve(), Path(run_folder)
     if not _CHECKPOINT.fullmatch(checkpoint.name) or checkpoint.parent != run_folder.resolve():
         return
     step = step_of(checkpoint)
-    if any(step_of(other) > step for other in checkpoints_in(run_folder)):
+    if any(step_of(path) > step for path in checkpoints_in(run_folder)):
         number = max((int(match[2]) for match in _abandoned_in(run_folder)), default=0) + 1
-        # From now on it is settled what moves.
+        # This name settles which checkpoints move.
         (run_folder / f"{ABANDONED_NAME}-{number}-after-{step}").mkdir()
         _flush(run_folder)
         _finish_setting_aside(run_folder)
@@ -187,7 +186,7 @@ def _finish_setting_aside(run_folder: Path) -> None:
         later = [checkpoint for checkpoint in checkpoints_in(run_folder) if step_of(checkpoint) > step]
         if _has_later_state(run_folder, step):
             later.append(run_folder / TRAINER_STATE_NAME)
-        # Several processes may come here at once; each move succeeds for one of them.
+        # Several processes may run this at once; each move succeeds in one of them.
         for path in later:
             with contextlib.suppress(FileNotFoundError):
                 os.rename(path, moving / path.name)
@@ -205,15 +204,15 @@ def _has_later_state(run_folder: Path, step: int) -> bool:
 
 
 def unfinished_folder(checkpoint: Path) -> Path:
-    """Where a checkpoint is written."""
+    """Return the folder where a checkpoint is written before it gets its name."""
     return checkpoint.parent / UNFINISHED_NAME / checkpoint.name
 
 
 def publish_checkpoint(checkpoint: Path, progress: dict[str, Any]) -> None:
-    """Gives a checkpoint its name, after all of it and the list of its files have reached the disk.
+    """Give a checkpoint its name, after all its files and their list have reached the disk.
 
-    One that bears the name already loses it just before. Killed in between, it gets it back from `last_whole_checkpoint` or
-    `remove_unfinished`.
+    An existing checkpoint of that name is renamed just before. After a kill in between, `last_whole_checkpoint` or
+    `remove_unfinished` gives it its name back.
     """
     unfinished = unfinished_folder(checkpoint)
     sizes = {name: path.stat().st_size for name, path in _files(unfinished).items() if name != PROGRESS_NAME}
@@ -232,7 +231,7 @@ def publish_checkpoint(checkpoint: Path, progress: dict[str, Any]) -> None:
 
 
 def _flush(path: Path) -> None:
-    if os.name == "nt":  # It flushes neither folders nor what was opened to be read.
+    if os.name == "nt":  # Windows flushes neither folders nor files opened for reading.
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -242,7 +241,7 @@ def _flush(path: Path) -> None:
 
 
 def discard_checkpoint(checkpoint: str | Path) -> None:
-    """Deletes a checkpoint, which loses its name first: killed in between, it leaves nothing that looks like one."""
+    """Delete a checkpoint. It is renamed first, so that a kill leaves no half checkpoint."""
     checkpoint = Path(checkpoint)
     discarded = checkpoint.parent / UNFINISHED_NAME / f"discarded-{checkpoint.name}"
     remove_folder(discarded)
@@ -252,17 +251,16 @@ def discard_checkpoint(checkpoint: str | Path) -> None:
     _remove_if_empty(discarded.parent)
 
 
-def discard_surplus(run_folder: str | Path, limit: int | None, kept: Iterable[str | Path | None]) -> None:
-    """Deletes the oldest checkpoints of a run above `limit`, but none of those that are kept.
+def discard_surplus(run_folder: str | Path, limit: int | None, protected: Iterable[str | Path | None]) -> None:
+    """Delete the oldest checkpoints of a run above `limit`, except those in `protected`.
 
-    Age is that of the folder and not the step: later steps may be those of an earlier run there, where this one goes on from a
-    checkpoint of another folder.
+    Age is that of the folder, not the step: a run that resumed from another folder may find later steps of an earlier run here.
     """
     if limit is None or limit <= 0:
         return
     checkpoints = checkpoints_in(run_folder)
-    kept = {Path(path).resolve() for path in kept if path is not None}
-    old = [path for path in checkpoints if path.resolve() not in kept]
+    protected = {Path(path).resolve() for path in protected if path is not None}
+    old = [path for path in checkpoints if path.resolve() not in protected]
     old.sort(key=lambda path: (path.stat().st_mtime_ns, step_of(path)))
     surplus = min(len(old), max(0, len(checkpoints) - limit))
     for checkpoint in old[:surplus]:
@@ -271,7 +269,7 @@ def discard_surplus(run_folder: str | Path, limit: int | None, kept: Iterable[st
 
 
 def remove_unfinished(run_folder: str | Path) -> None:
-    """Removes what a killed run left behind and says so in the log. No other process may be writing there."""
+    """Remove what a killed run left behind, with a warning. No other process may be writing there."""
     _put_back_replaced(Path(run_folder))
     _finish_setting_aside(Path(run_folder))
     folder = Path(run_folder) / UNFINISHED_NAME
@@ -285,14 +283,14 @@ def _put_back_replaced(run_folder: Path) -> None:
     for replaced in sorted((run_folder / UNFINISHED_NAME).glob(f"replaced-{PREFIX_CHECKPOINT_DIR}-*")):
         checkpoint = run_folder / replaced.name.removeprefix("replaced-")
         if not checkpoint.exists():
-            # Several processes may come here at once; one of them succeeds.
+            # Several processes may run this at once; one of them succeeds.
             with contextlib.suppress(FileNotFoundError):
                 os.rename(replaced, checkpoint)
                 logger.warning("%s was being replaced when its run was killed: it has its name again.", checkpoint)
 
 
 def remove_folder(folder: Path) -> None:
-    """Deletes a folder, if it is there."""
+    """Delete a folder, if it exists."""
     if folder.exists():
         shutil.rmtree(folder)
 

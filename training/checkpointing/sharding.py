@@ -1,4 +1,4 @@
-"""Sharded weights: what a model needs before its weights are shared out among devices, and to be whole again."""
+"""Sharded weights: prepare a model for FSDP, and gather, load and save its weights as a whole."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -33,11 +33,11 @@ def _embeddings_hidden(model: nn.Module) -> Iterator[None]:
 
 
 def keep_embeddings_together(prepare: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `Accelerator.prepare` so that all embeddings and the head belong to the model itself, not to units of their own.
+    """Wrap `Accelerator.prepare` so that all embeddings and the head stay in the model's own FSDP unit.
 
-    accelerate takes one embedding and the head out of the model (seen in 1.15). Another embedding that is tied to them is left
-    behind then, which FSDP refuses from torch 2.13 on; and the loss, which reads the head's weight without calling the head,
-    would find it sharded. The model itself is gathered from the start of a step to its end.
+    accelerate gives one embedding and the head units of their own (seen in 1.15). An embedding tied to them is then left behind,
+    which FSDP refuses from torch 2.13 on. The loss reads the head's weight without calling the head, and would find it sharded.
+    The model's own unit is gathered for the whole step.
     """
 
     def prepare_together(*objects: Any, **options: Any) -> Any:
@@ -56,7 +56,7 @@ def _plain_class(model: nn.Module) -> type[nn.Module]:
 
 @contextlib.contextmanager
 def as_plain_class(model: nn.Module) -> Iterator[None]:
-    """Gives a model the class back that it had before FSDP, so that it is saved with that class's code."""
+    """Give a model its class before FSDP inside this context, so that it is saved with the code of that class."""
     sharded = type(model)
     model.__class__ = _plain_class(model)
     try:
@@ -66,7 +66,7 @@ def as_plain_class(model: nn.Module) -> Iterator[None]:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether a process holds a share alone of the weights, by FSDP or by DeepSpeed's third stage."""
+    """True if each process holds only a share of the weights, by FSDP or by DeepSpeed's stage 3."""
     return isinstance(model, FSDPModule) or _is_partitioned(model)
 
 
@@ -75,57 +75,56 @@ def _is_partitioned(model: nn.Module) -> bool:
 
 
 def whole_shape(weight: torch.Tensor) -> torch.Size:
-    """The shape of a weight, which one that DeepSpeed has shared out does not show."""
+    """Return the shape of a whole weight. A weight that DeepSpeed has partitioned does not show it."""
     return getattr(weight, "ds_shape", weight.shape)
 
 
 def gather_model(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy with whole weights of a sharded model, on each process. All processes must call it."""
+    """Return a copy of a sharded model with whole weights, on each process. All processes must call this."""
     if _is_partitioned(model):
         state = gather_partitions(model)
     else:
         state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    # Its first weights are thrown away, and the random numbers for them must not be missed by the training. `from_config` would
-    # share them out at once, where DeepSpeed does.
+    # Initial weights must not draw from training's random numbers. With DeepSpeed, `from_config` would partition them at once.
     with torch.random.fork_rng():
-        whole = _fresh_model(model).to(model.device)
+        whole = _new_model(model).to(model.device)
     whole.load_state_dict(state)
     whole.generation_config = model.generation_config
     return whole
 
 
-def _fresh_model(model: PreTrainedModel) -> PreTrainedModel:
-    """A model like this one, an adapter included, with weights of its own."""
+def _new_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a model of this configuration and adapter, with weights of its own."""
     if not is_adapted(model):
         return _plain_class(model)(model.config)
-    return import_peft().get_peft_model(_fresh_model(model.get_base_model()), model.active_peft_config)
+    return import_peft().get_peft_model(_new_model(model.get_base_model()), model.active_peft_config)
 
 
 def load_whole_weights(model: PreTrainedModel, folder: Path) -> None:
-    """Puts the weights of a folder into a model, sharded or not. All processes must call it.
+    """Load the weights of a folder into a model, sharded or not. All processes must call this.
 
     Raises:
-        ValueError: If there is none for one of the model's.
+        ValueError: If the folder lacks a weight of the model.
     """
-    # Averages that lie beside the weights have the same names.
+    # Not every file: exponential averages have the same names.
     state = {name: weight for file in weight_names(folder) for name, weight in load_file(folder / file).items()}
-    # A weight that has several names is saved under one.
+    # A tied weight is saved under one of its names.
     state |= {name: state[saved] for name, saved in model.all_tied_weights_keys.items() if saved in state}
     weights = model.state_dict(keep_vars=True)
-    # Marian's positions are computed, and saved nowhere.
+    # Marian computes its positions and does not save them.
     if missing := weights.keys() - state.keys() - set(model._keys_to_ignore_on_save or ()):
         raise ValueError(f"{folder} must hold all weights of the model, got none for {', '.join(sorted(missing))}.")
     if not _is_partitioned(model):
         set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, strict=False))
         return
-    # In the same order on each process.
+    # All processes gather in the same order.
     for name in filter(state.__contains__, weights):
         with _gathered(weights[name], written=True), torch.no_grad():
             weights[name].copy_(state[name])
 
 
 def gather_partitions(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The whole weights of a model that DeepSpeed's third stage has shared out, on each process. All processes must call it."""
+    """Return the whole weights of a model partitioned by DeepSpeed's stage 3, on each process. All processes must call this."""
     state = {}
     for name, weight in model.state_dict(keep_vars=True).items():
         with _gathered(weight):
@@ -134,7 +133,7 @@ def gather_partitions(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _gathered(weight: torch.Tensor, written: bool = False) -> contextlib.AbstractContextManager[None]:
-    """Inside, a weight is whole; what was written into it is shared out afterwards as the first process wrote it."""
+    """Gather a weight inside this context. What the first process writes into it is partitioned afterwards."""
     if not hasattr(weight, "ds_id"):
         return contextlib.nullcontext()
     import deepspeed

@@ -1,4 +1,4 @@
-"""Checkpoints: a trainer that writes them whole, and goes on from one as if it had never been stopped."""
+"""Trainer mixin that writes checkpoints whole, and resumes a run as if it had never stopped."""
 
 import errno
 import json
@@ -7,16 +7,19 @@ import os
 import shutil
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import EarlyStoppingCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length
 
 from metaphrase.data.denoising.dataset import announce_epoch
+from metaphrase.data.fingerprints import data_fingerprint
 from metaphrase.data.pairs import data_seed
 from metaphrase.training.checkpointing.folders import (
     UNFINISHED_NAME,
@@ -25,7 +28,6 @@ from metaphrase.training.checkpointing.folders import (
     checkpoints_in,
     discard_checkpoint,
     discard_surplus,
-    is_whole,
     last_whole_checkpoint,
     publish_checkpoint,
     remove_folder,
@@ -33,7 +35,15 @@ from metaphrase.training.checkpointing.folders import (
     set_later_aside,
     unfinished_folder,
 )
-from metaphrase.training.checkpointing.resuming import BestCheckpoint, DataPlace
+from metaphrase.training.checkpointing.resuming import (
+    BATCHES_BY_NUMBER,
+    best_criterion,
+    check_data,
+    choose_best_again,
+    has_same_layout,
+    read_progress,
+    set_best_folder,
+)
 from metaphrase.training.distributed import (
     are_equal_states,
     get_random_states,
@@ -44,131 +54,177 @@ from metaphrase.training.distributed import (
 
 logger = logging.getLogger(__name__)
 
-# A disk with less is full.
+# A disk with less free space counts as full.
 _LEAST_FREE_BYTES = 2**20
-
-__all__ = [
-    "WholeCheckpoints",
-    "check_whole",
-    "checkpoints_in",
-    "discard_checkpoint",
-    "is_whole",
-    "last_whole_checkpoint",
-]
 
 
 @dataclass
 class _Resumed:
-    """The checkpoint that training goes on from, its `progress.json`, and whether its epoch is still to be ended."""
+    """A checkpoint to resume from, with its `progress.json`. `is_epoch_end_due`: its epoch is done but not yet reported."""
 
     checkpoint: str
     progress: dict[str, Any] | None
     is_epoch_end_due: bool = False
 
 
-class WholeCheckpoints(BestCheckpoint, DataPlace):
-    """For a Trainer, before its parents: checkpoints that are whole, and a resumed run that ends as one never stopped.
+def _ignore_tied_weights(model: nn.Module, incompatible_keys: Any) -> None:
+    # A checkpoint stores tied weights once. transformers would warn of their other names as missing.
+    tied = getattr(model, "all_tied_weights_keys", {})
+    incompatible_keys.missing_keys[:] = [name for name in incompatible_keys.missing_keys if name not in tied]
 
-    A checkpoint is written below `_unfinished` and gets its name as the last act, when all of it is on the disk. What is replaced
-    or no longer wanted loses its name before it is deleted. So a run may be killed at any moment, and what bears the name of a
-    checkpoint is whole. Machines that share no folder need `save_on_each_node`.
 
-    Resumed, a run ends with the same weights, optimizer, schedule, random states, log and best checkpoint, bit for bit on a CPU.
-    What transformers does not do to that end is done here:
+class WholeCheckpoints:
+    """Checkpoints that are whole or absent, for any transformers Trainer; the class stands before it in the bases.
 
-    - The loss since the last log, the mean loss of the run and its duration go on where they were.
-    - Callbacks get back what they keep by `ExportableState`, whether or not `restore_callback_states_from_checkpoint` is set.
-      Their settings are those of the present run.
-    - The place in the data is that of the checkpoint, also after an epoch that a callback ended early, or in a later pass through
-      an iterable data set. A checkpoint of the last step of an epoch may be older than the end of it: that is made up for.
-    - The best checkpoint is chosen anew where the best is told by another metric than before.
-    - No further step is made if all are done, or if the patience of an `EarlyStoppingCallback` is used up.
-    - `eval_on_start` evaluates when the run starts, not when it goes on.
-    - Once training begins, later checkpoints of the same folder, which it does not come from, are set aside, so that neither the
-      next run nor an average takes them for its own.
-    - Evaluation leaves the random states as they were. Loading has states of its own, which seed and epoch determine, so that
-      the epoch and the number of its batches say all about the place in the data.
+    A checkpoint is written below `_unfinished` and renamed last, when all of it is on the disk. A checkpoint to delete is renamed
+    first. So a run may be killed at any moment. Machines without a shared folder need `save_on_each_node`.
 
-    What a data set or a collator draws at random must follow from seed, epoch and index, as in `DenoisingDataset`: the states of
-    workers are in no checkpoint. An iterable data set is read again from the beginning of the epoch, as transformers does. With
-    three or more processes of which DDP does not look for unused parameters, as under gradient checkpointing, it adds up
-    gradients in an order that the first step determines: a resumed run differs by their last digits.
+    A resumed run ends with the same weights, optimizer, schedule, random states, log and best checkpoint, bit for bit on a CPU.
+    To that end, it does what transformers leaves out:
+
+    - The loss since the last log, the mean loss and the duration of the run continue.
+    - Callbacks restore their `ExportableState` whatever `restore_callback_states_from_checkpoint` says. Their settings are those
+      of the present run.
+    - The position in the data is restored, also after an epoch that a callback ended early, or in an iterable data set. If the
+      checkpoint is older than the end of its epoch, the end is made up for.
+    - The best checkpoint is chosen again if the metric has changed.
+    - No step follows if all are done, or if the patience of an `EarlyStoppingCallback` is used up.
+    - `eval_on_start` evaluates at the start only.
+    - Once training begins, later checkpoints in the same folder are set aside: they belong to another course of the run.
+    - Evaluation does not change random states. Data loading has states of its own, which seed and epoch determine.
+
+    Random choices of a data set or a collator must follow from seed, epoch and index, as in `DenoisingDataset`, because no
+    checkpoint stores the states of workers. An iterable data set is read again from the beginning of the epoch.
+
+    With three or more processes, a resumed run may differ in the last digits. If DDP does not look for unused parameters, as with
+    gradient checkpointing, its first step determines the order in which it adds gradients.
+
+    Subclasses may extend `data_layout`, `protected_checkpoints` and `is_loaded_as_scored`.
     """
 
     _resumed: _Resumed | None = None
-    _start = 0.0
-    _seconds_before = 0.0
+    # Position in the data, in batches of this process
     _epoch = 0
     _batches_per_epoch = 0
+    _steps_per_epoch: int | None = None
     _num_batches = 0
     _num_batches_reported = 0
-    _reported_step = -1
-    # Of this call of `train`.
-    _first_step = 0
-    _is_epoch_end = False
-    _is_reporting = False
-    _is_saving = False
-    _last_report: tuple[torch.Tensor | float | None, float | None] = (None, None)
+    _is_exhausted = False
     _data_states: tuple | None = None
     _num_fetches = 0
-    _is_exhausted = False
+    # Reports: log, evaluation and checkpoint after a step or an epoch
+    _reported_step = -1
+    _is_epoch_end = False
+    _is_reporting = False
+    _last_report: tuple[torch.Tensor | float | None, float | None] = (None, None)
+    _is_saving = False
+    # Duration
+    _start = 0.0
+    _seconds_before = 0.0
 
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
-        """As the parent's.
+        """Train as the parent does.
 
         Raises:
-            ValueError: If the checkpoint to resume from is not whole, or, for `True`, no whole one is there.
+            ValueError: If the checkpoint is not whole, or there is no whole one for `True`.
         """
-        run = self._get_output_dir(trial)
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = last_whole_checkpoint(run)
-            if resume_from_checkpoint is None:
-                raise ValueError(f"`output_dir` must hold a whole checkpoint to resume from, got none in {run}.")
-        elif resume_from_checkpoint:
-            check_whole(resume_from_checkpoint)
+        checkpoint = self.find_checkpoint(resume_from_checkpoint, trial)
         if self.args.should_save:
-            remove_unfinished(run)
+            remove_unfinished(self._get_output_dir(trial))
         self.accelerator.wait_for_everyone()
-        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        hook = self.model.register_load_state_dict_post_hook(_ignore_tied_weights)
+        try:
+            return super().train(checkpoint, trial, ignore_keys_for_eval)
+        finally:
+            hook.remove()
+            self._resumed = None
 
-    # Going on.
+    def find_checkpoint(self, resume_from_checkpoint: str | bool | None, trial=None) -> str | None:
+        """Return the whole checkpoint that an argument of `train` means, or None to start anew.
 
+        Raises:
+            ValueError: If the checkpoint is not whole, or there is no whole one for `True`.
+        """
+        if resume_from_checkpoint is True:
+            run = self._get_output_dir(trial)
+            checkpoint = last_whole_checkpoint(run)
+            if checkpoint is None:
+                raise ValueError(f"`output_dir` must hold a whole checkpoint to resume from, got none in {run}.")
+            return checkpoint
+        if resume_from_checkpoint:
+            check_whole(resume_from_checkpoint)
+        return resume_from_checkpoint or None
+
+    # Extension points
+
+    def data_layout(self) -> dict[str, int | str | None]:
+        """Return the settings that determine which pairs the first N batches of an epoch hold."""
+        strategy = str(getattr(self.args.train_sampling_strategy, "value", self.args.train_sampling_strategy))
+        column = self.args.length_column_name if strategy == "group_by_length" else None
+        # `auto_find_batch_size` lowers the first.
+        by_number = (self._train_batch_size, strategy, column, self.args.dataloader_drop_last)
+        return {
+            "num_processes": self.args.world_size,
+            "gradient_accumulation_steps": self.args.gradient_accumulation_steps,
+            "steps_per_epoch": self._steps_per_epoch,
+            **dict(zip(BATCHES_BY_NUMBER, by_number, strict=True)),
+        }
+
+    def protected_checkpoints(self, run: Path) -> list[str | Path | None]:
+        """Return the checkpoints that `save_total_limit` keeps whatever their age."""
+        return [self.state.best_model_checkpoint]
+
+    def is_loaded_as_scored(self, checkpoint: Path) -> bool:
+        """True if loading the checkpoint gives the weights that were scored."""
+        return True
+
+    # Resuming
+
+    # transformers 5.23.0: counts the position in the data from the steps alone.
     def _init_training_state(
         self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
     ):
-        epoch, batches = super()._init_training_state(
-            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
-        )
+        restores_callbacks = self.args.restore_callback_states_from_checkpoint
+        # transformers would replace the callbacks, with the settings of the checkpoint.
+        self.args.restore_callback_states_from_checkpoint = False
+        try:
+            epoch, batches = super()._init_training_state(
+                max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+            )
+        finally:
+            self.args.restore_callback_states_from_checkpoint = restores_callbacks
         self._resumed, self._reported_step = None, self.state.global_step
-        self._first_step = self.state.global_step
         self._start, self._seconds_before = time.time(), 0.0
         # Without a length, transformers counts all steps as one epoch.
         self._steps_per_epoch = num_update_steps_per_epoch if has_length(self.train_dataset) else None
         if resume_from_checkpoint is None:
             return epoch, batches
-        # The checkpoint's state has the intervals of the run before, which this one may change.
+        self._restore_callbacks()
+        # The state of the checkpoint has the intervals of the run before.
         self.state.compute_steps(self.args, max_steps)
         run, folder = Path(self._get_output_dir(trial)), Path(resume_from_checkpoint).parent
-        # The run's folder may have been moved, and then what the checkpoint says is wrong.
+        # The run's folder may have moved, and then the stored path is wrong.
         run = run if folder.resolve() == run.resolve() else folder
-        self._name_best(run)
-        progress = self._read_progress(Path(resume_from_checkpoint))
-        self._choose_best_anew(run, progress)
+        set_best_folder(self.state, run)
+        progress = read_progress(Path(resume_from_checkpoint))
+        callbacks = self.callback_handler.callbacks
+        choose_best_again(self.args, self.state, callbacks, run, progress, self.is_loaded_as_scored)
         self._resumed = _Resumed(resume_from_checkpoint, progress)
-        if progress is not None and not self.args.ignore_data_skip:
-            self._check_data(progress)
-        if progress is None or self.args.ignore_data_skip or not self._has_same_epochs(progress):
+        if progress is None or self.args.ignore_data_skip:
+            return epoch, batches
+        check_data(progress, self._data_fingerprint)
+        if not has_same_layout(progress, self.data_layout()):
             return epoch, batches
         is_done = progress["num_batches"] >= progress["batches_per_epoch"]
         if self._steps_per_epoch is None:
-            # The steps of a run, which may be more now, are not the end of a stream.
+            # The end of the steps, which may be more now, is not the end of a stream.
             is_done = progress.get("is_exhausted", False)
         if progress["is_epoch_end_reported"] and (is_done or not progress["is_training_stopped"]):
             return progress["epoch"] + 1, 0
         self._resumed.is_epoch_end_due = is_done or progress["is_epoch_stopped"]
         return progress["epoch"], progress["num_batches"]
 
-    def _load_callback_state(self):
+    def _restore_callbacks(self) -> None:
         for name, states in self.state.stateful_callbacks.items():
             if name == "TrainerControl":
                 continue
@@ -177,18 +233,13 @@ class WholeCheckpoints(BestCheckpoint, DataPlace):
             if len(callbacks) != len(states):
                 logger.warning("The checkpoint has %d %s, the run %d.", len(states), name, len(callbacks))
             for callback, state in zip(callbacks, states, strict=False):
-                # Through JSON, as the other.
+                # Through JSON, as the state of the checkpoint.
                 if (present := json.loads(json.dumps(callback.state()["args"]))) != state["args"]:
                     logger.warning("%s goes on with other settings: %s, before %s.", name, present, state["args"])
                 for attribute, value in state["attributes"].items():
                     setattr(callback, attribute, value)
 
-    def _evaluate(self, trial, ignore_keys_for_eval, skip_scheduler=False):
-        # Only the evaluation at the start skips the scheduler.
-        if skip_scheduler and self._resumed is not None:
-            return {}
-        return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
-
+    # transformers 5.23.0: would begin an epoch without the totals, and make a step in a run that is done.
     def _run_epoch(self, **parts):
         resumed, self._resumed = self._resumed, None
         self._epoch, self._batches_per_epoch = parts["epoch"], parts["steps_in_epoch"]
@@ -205,7 +256,7 @@ class WholeCheckpoints(BestCheckpoint, DataPlace):
         return super()._run_epoch(**parts)
 
     def _set_later_aside(self, resumed: _Resumed, trial) -> None:
-        # Not before: what refuses the checkpoint, a callback of another run for instance, has seen it by now.
+        # Not earlier: by now, whatever may refuse the checkpoint, such as a callback, has seen it.
         if self.args.should_save:
             set_later_aside(resumed.checkpoint, self._get_output_dir(trial))
         self.accelerator.wait_for_everyone()
@@ -218,7 +269,7 @@ class WholeCheckpoints(BestCheckpoint, DataPlace):
         )
 
     def _end_epoch(self, resumed: _Resumed, *, model, epoch, trial, ignore_keys_for_eval, start_time, **_) -> None:
-        """Does what the run had left to do after the last step of an epoch, or of all."""
+        """Do what follows the last step of an epoch, or of the run, and was not done before the checkpoint."""
         self._load_rng_state(resumed.checkpoint)
         if self._is_over():
             self.control.should_training_stop = True
@@ -234,15 +285,16 @@ class WholeCheckpoints(BestCheckpoint, DataPlace):
         if (progress := resumed.progress) is None:
             return
         losses = progress["losses_since_log"]
-        is_same = len(losses) == self.args.world_size
-        loss = losses[self.args.process_index] if is_same else sum(losses) / len(losses)
+        has_same_processes = len(losses) == self.args.world_size
+        loss = losses[self.args.process_index] if has_same_processes else sum(losses) / len(losses)
         self._tr_loss = torch.tensor(loss, device=self.args.device)
         self._total_loss_scalar = progress["loss_until_log"]
         self._globalstep_last_logged = progress["last_logged_step"]
         self._seconds_before = progress["seconds"]
-        # The final mean loss and the speed are those of all steps.
+        # The final mean loss and speed are those of all steps.
         self._initial_global_step = 0
 
+    # transformers 5.23.0: deletes checkpoints under their names, and counts neither the time nor the loss before a checkpoint.
     def _finalize_training(self, trial, num_train_samples, start_time):
         if self._resumed is not None:
             # No epoch was left to begin.
@@ -257,19 +309,19 @@ class WholeCheckpoints(BestCheckpoint, DataPlace):
                     discard_checkpoint(checkpoint)
         return super()._finalize_training(trial, num_train_samples, start_time - self._seconds_before)
 
-    # Random states.
+    # Random states
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         if self._is_exhausted:
-            # A stream that has ended is asked again for each step that is left.
+            # transformers reads on from a stream that has ended, for each step that is left.
             return [], None
-        own, before = get_random_states(), self._data_states
+        states, before = get_random_states(), self._data_states
         set_random_states(before)
         try:
             batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         finally:
             self._data_states = get_random_states()
-            set_random_states(own)
+            set_random_states(states)
         self._is_exhausted = not batches
         self._num_batches += len(batches)
         self._num_fetches += 1
@@ -277,21 +329,25 @@ class WholeCheckpoints(BestCheckpoint, DataPlace):
         if self._num_fetches == 2 and not are_equal_states(before, self._data_states):
             logger.warning(
                 "The data set or the collator draws from the random generators of this process. A run that is resumed in the "
-                "middle of an epoch does not repeat that; what follows from seed, epoch and index would be repeated."
+                "middle of an epoch does not repeat these numbers. Derive them from seed, epoch and index."
             )
         return batches, num_items
 
     def evaluate(self, *args, **kwargs):
-        """As the parent's. During training it leaves the random states as they were."""
+        """Evaluate as the parent does. During training, random states stay as they were."""
         if not self.is_in_train:
             return super().evaluate(*args, **kwargs)
+        if self._resumed is not None:
+            # `eval_on_start`: the run started before the checkpoint.
+            return {}
         with unchanged_random_states(self.args.device):
             return super().evaluate(*args, **kwargs)
 
-    # Saving.
+    # Saving
 
+    # transformers 5.23.0: passes the gradient norm here alone. The report at the end of an epoch needs it again.
     def _maybe_log_save_evaluate(self, tr_loss, grad_norm, *args, learning_rate=None, **kwargs):
-        # There is one report after each step, and one more at the end of an epoch.
+        # There is a report after each step, and one more at the end of an epoch.
         self._is_epoch_end = self.state.global_step == self._reported_step
         self._reported_step, self._num_batches_reported = self.state.global_step, self._num_batches
         self._last_report = grad_norm, learning_rate
@@ -301,35 +357,35 @@ class WholeCheckpoints(BestCheckpoint, DataPlace):
         finally:
             self._is_reporting = False
 
+    # transformers 5.23.0: has no other way to write a checkpoint elsewhere. `args.output_dir` is saved with it, so it must stay.
     def _get_output_dir(self, trial):
         folder = super()._get_output_dir(trial)
         return os.path.join(folder, UNFINISHED_NAME) if self._is_saving else folder
 
+    # transformers 5.23.0: writes a checkpoint file by file under its name.
     def _save_checkpoint(self, model, trial):
         if not self._is_reporting:
-            logger.warning(
-                "A checkpoint in the middle of a step: a run that is resumed from it is not bit for bit the same."
-            )
+            logger.warning("A checkpoint in the middle of a step: a run that resumes from it is not bit-identical.")
         run = Path(self._get_output_dir(trial))
         checkpoint = checkpoint_of_step(run, self.state.global_step)
         unfinished = unfinished_folder(checkpoint)
         if self.args.should_save:
             remove_folder(unfinished)
         self.accelerator.wait_for_everyone()
-        self._note_callbacks()
+        self._collect_callback_states()
         self._is_saving = True
         try:
             super()._save_checkpoint(model, trial)
         except RuntimeError as error:
-            # torch says of a full disk that a position is not what it expected.
+            # On a full disk, torch complains of an unexpected position.
             if shutil.disk_usage(run).free < _LEAST_FREE_BYTES:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(unfinished)) from error
             raise
         finally:
             self._is_saving = False
-        # The parent has named the folder it wrote to, and counted the states of namesakes twice.
-        self._name_best(run, checkpoint)
-        self._note_callbacks()
+        # The parent has stored the folder it wrote to, and the states of callbacks of one class twice.
+        set_best_folder(self.state, run, checkpoint)
+        self._collect_callback_states()
         progress = self._progress()
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
@@ -339,30 +395,30 @@ class WholeCheckpoints(BestCheckpoint, DataPlace):
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(checkpoint))
         if self.args.should_save:
-            discard_surplus(run, self.args.save_total_limit, [checkpoint, *self._kept_checkpoints(run)])
+            discard_surplus(run, self.args.save_total_limit, [checkpoint, *self.protected_checkpoints(run)])
 
-    def _kept_checkpoints(self, run: Path) -> list[str | Path | None]:
-        """Those that `save_total_limit` leaves, however old they are."""
-        return [self.state.best_model_checkpoint]
-
+    # transformers 5.23.0: uploads in the background, from a folder that would lose its name meanwhile.
     def _push_from_checkpoint(self, checkpoint_folder):
-        # It uploads in the background, so it must have the folder's last name.
         if not self._is_saving:
             super()._push_from_checkpoint(checkpoint_folder)
 
-    def _note_callbacks(self) -> None:
+    def _collect_callback_states(self) -> None:
         callbacks = [*self.callback_handler.callbacks, self.control]
-        noted = TrainerState(stateful_callbacks=[each for each in callbacks if isinstance(each, ExportableState)])
-        self.state.stateful_callbacks = noted.stateful_callbacks
+        state = TrainerState(stateful_callbacks=[item for item in callbacks if isinstance(item, ExportableState)])
+        self.state.stateful_callbacks = state.stateful_callbacks
+
+    @cached_property
+    def _data_fingerprint(self) -> dict[str, Any] | None:
+        return data_fingerprint(self.train_dataset)
 
     def _progress(self) -> dict[str, Any]:
-        """What transformers does not note. A data set with a `state_dict` of its own would add its place here."""
+        """Return what `progress.json` adds to the state that transformers stores."""
         norm, rate = self._last_report
         is_reported = self._reported_step == self.state.global_step
         is_mid_step = is_reported and not self._is_reporting
         return {
-            **self._layout_of_epochs(),
-            **self._best_criterion(),
+            **self.data_layout(),
+            **best_criterion(self.args),
             "epoch": self._epoch,
             "num_batches": self._num_batches_reported if is_mid_step else self._num_batches,
             "batches_per_epoch": self._batches_per_epoch,

@@ -11,17 +11,15 @@ from transformers.trainer_jit_checkpoint import CheckpointManager
 from transformers.trainer_utils import get_last_checkpoint
 
 from metaphrase.training.checkpointing.folders import (
+    checkpoints_in,
+    discard_checkpoint,
     discard_surplus,
+    is_whole,
+    last_whole_checkpoint,
     publish_checkpoint,
     remove_unfinished,
     set_later_aside,
     unfinished_folder,
-)
-from metaphrase.training.checkpointing.trainer_mixin import (
-    checkpoints_in,
-    discard_checkpoint,
-    is_whole,
-    last_whole_checkpoint,
 )
 
 

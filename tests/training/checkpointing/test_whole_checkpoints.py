@@ -9,8 +9,7 @@ import torch
 from small_runs import read
 from tiny_models import tiny_model
 
-from metaphrase.training.checkpointing.folders import what_is_missing
-from metaphrase.training.checkpointing.trainer_mixin import is_whole, last_whole_checkpoint
+from metaphrase.training.checkpointing.folders import is_whole, last_whole_checkpoint, what_is_missing
 
 NEEDED = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")
 

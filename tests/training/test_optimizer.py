@@ -1,9 +1,11 @@
-"""Freezing and learning rates by part: which weights are meant, what training does to them, and weight decay as it was."""
+"""Optimizer: frozen weights, learning rates by part, weight decay as in transformers, and Adafactor's options."""
 
 import logging
 
 import pytest
 import torch
+from small_runs import make_trainer
+from small_trainers import make_sgd_trainer
 from tiny_models import DESIGNS, tiny_model
 from transformers import (
     BartConfig,
@@ -14,15 +16,9 @@ from transformers import (
     Trainer,
 )
 
-from metaphrase.data.collators import PairCollator
-from metaphrase.training.optimizer import ParameterGroupsMixin, freeze, parameter_groups
+from metaphrase.training.optimizer import adafactor_options, freeze, parameter_groups
 from metaphrase.training.trainer import MetaphraseTrainer
 
-GroupsTrainer = (
-    MetaphraseTrainer
-    if issubclass(MetaphraseTrainer, ParameterGroupsMixin)
-    else type("GroupsTrainer", (ParameterGroupsMixin, MetaphraseTrainer), {})
-)
 # Source and target have vocabularies of their own, and nothing is tied.
 UNTIED = {"decoder_vocab_size": 31, "share_embeddings": False, "tie_word_embeddings": False}
 
@@ -248,39 +244,12 @@ def test_what_is_out_of_range_is_refused():
 # The trainer
 
 
-def make_pairs():
-    generator = torch.Generator().manual_seed(1)
-    lengths = [8, 1, 5, 2, 7, 3, 3, 6]
-    rows = [torch.randint(3, 31, (2, length), generator=generator).tolist() for length in lengths]
-    return [{"input_ids": [*source, 2], "labels": [*target, 2]} for source, target in rows]
-
-
-def make_trainer(model, folder, factors=None, layer_decay=1.0, **options):
-    settings = {
-        "use_cpu": True,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "remove_unused_columns": False,
-        "max_steps": 1,
-        "learning_rate": 0.1,
-        "optim": "sgd",
-        "max_grad_norm": 0.0,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-    }
-    arguments = Seq2SeqTrainingArguments(output_dir=str(folder), **(settings | options))
-    trainer = GroupsTrainer(model=model, args=arguments, train_dataset=make_pairs(), data_collator=PairCollator(0))
-    trainer.learning_rate_factors, trainer.layer_decay = factors, layer_decay
-    return trainer
-
-
 def moves_of(folder, factors=None, frozen=(), **options):
     model = tiny_model(initializer_range=0.2, **UNTIED)
     start = {name.removeprefix("model."): weight.detach().clone() for name, weight in model.named_parameters()}
     if frozen:
         freeze(model, frozen)
-    make_trainer(model, folder, factors, **options).train()
+    make_sgd_trainer(model, folder, learning_rate_factors=factors, **options).train()
     return {
         name.removeprefix("model."): weight - start[name.removeprefix("model.")]
         for name, weight in model.named_parameters()
@@ -302,7 +271,7 @@ def test_steps_are_as_long_as_the_rates_say(accumulation, tmp_path):
 
 def test_schedule_keeps_the_proportions_and_the_log_shows_the_full_rate(tmp_path):
     options = {"max_steps": 4, "lr_scheduler_type": "linear", "optim": "adamw_torch", "weight_decay": 0.1}
-    trainer = make_trainer(tiny_model(**UNTIED), tmp_path, {"encoder": 0.5}, **options)
+    trainer = make_sgd_trainer(tiny_model(**UNTIED), tmp_path, learning_rate_factors={"encoder": 0.5}, **options)
     trainer.train()
     logged = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
     assert logged == pytest.approx([0.1, 0.075, 0.05, 0.025])
@@ -318,17 +287,17 @@ def test_schedule_keeps_the_proportions_and_the_log_shows_the_full_rate(tmp_path
 
 
 def test_without_rates_the_optimizer_is_the_trainers_own(tmp_path):
-    trainer = make_trainer(tiny_model(), tmp_path, optim="adamw_torch", weight_decay=0.1)
+    trainer = make_sgd_trainer(tiny_model(), tmp_path, optim="adamw_torch", weight_decay=0.1)
     groups = trainer.create_optimizer().param_groups
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0] and len({group["lr"] for group in groups}) == 1
 
 
 def test_resumed_run_keeps_its_rates(tmp_path):
     options = {"optim": "adamw_torch", "save_strategy": "steps", "save_steps": 2, "max_steps": 4, "seed": 3}
-    options |= {"factors": {"encoder": 0.1}, "layer_decay": 0.5, "lr_scheduler_type": "linear"}
-    whole = make_trainer(tiny_model(initializer_range=0.2), tmp_path, **options)
+    options |= {"learning_rate_factors": {"encoder": 0.1}, "layer_decay": 0.5, "lr_scheduler_type": "linear"}
+    whole = make_sgd_trainer(tiny_model(initializer_range=0.2), tmp_path, **options)
     whole.train()
-    resumed = make_trainer(tiny_model(seed=9), tmp_path / "resumed", **options)
+    resumed = make_sgd_trainer(tiny_model(seed=9), tmp_path / "resumed", **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     for name, weight in whole.model.named_parameters():
         assert torch.equal(weight, dict(resumed.model.named_parameters())[name]), name
@@ -338,9 +307,60 @@ def test_resumed_run_keeps_its_rates(tmp_path):
     "optimizer", [(torch.optim.SGD, {"lr": 0.1, "params": []}), (lambda: torch.optim.SGD, {"lr": 0.1})]
 )
 def test_optimizer_that_makes_its_own_groups_is_refused(optimizer, tmp_path):
-    trainer = make_trainer(tiny_model(), tmp_path, {"encoder": 0.1})
+    trainer = make_sgd_trainer(tiny_model(), tmp_path, learning_rate_factors={"encoder": 0.1})
     trainer.optimizer_cls_and_kwargs = optimizer
     with pytest.raises(
         ValueError, match="`optim` must be an optimizer that takes groups, got sgd, which makes its own"
     ):
         trainer.create_optimizer()
+
+
+def make_adafactor_trainer(folder, **options):
+    return make_trainer(folder, MetaphraseTrainer, optim="adafactor", learning_rate=1e-2, **options)
+
+
+def test_update_of_adafactor_is_in_proportion_to_the_weights(tmp_path):
+    options = {"lr_scheduler_type": "constant", "max_steps": 1, "save_strategy": "no"}
+    trainer = make_adafactor_trainer(tmp_path, optim_args="scale_parameter=true", **options)
+    before = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters() if weight.ndim == 2}
+    trainer.train()
+    after = dict(trainer.model.named_parameters())
+    shares = [float((after[name].detach() - weight).norm() / weight.norm()) for name, weight in before.items()]
+    # Adafactor clips an update to a root mean square of 1 before the learning rate. Unused rows do not move.
+    assert all(share == pytest.approx(1e-2, rel=0.1) for share in shares if share > 5e-3)
+    assert sum(share > 5e-3 for share in shares) > 5
+
+
+@pytest.mark.parametrize("options", [{}, {"layer_decay": 0.5}])
+def test_options_reach_every_group(options, tmp_path):
+    trainer = make_adafactor_trainer(tmp_path, optim_args="scale_parameter=True, clip_threshold=0.5,decay_rate=-0.7")
+    trainer.layer_decay = options.get("layer_decay", 1.0)
+    groups = trainer.create_optimizer().param_groups
+    expected = {"scale_parameter": True, "clip_threshold": 0.5, "decay_rate": -0.7, "relative_step": False}
+    assert all({name: group[name] for name in expected} == expected for group in groups)
+    assert (len(groups) > 2) is bool(options)
+
+
+def test_options_of_another_optimizer_are_left_alone(tmp_path):
+    trainer = make_trainer(tmp_path, MetaphraseTrainer, optim="sgd", optim_args="momentum=0.9")
+    assert trainer.create_optimizer().param_groups[0]["momentum"] == 0.9
+    assert type(trainer.optimizer) is torch.optim.SGD
+
+
+@pytest.mark.parametrize("nothing", [None, "", " "])
+def test_no_options(nothing):
+    assert adafactor_options(nothing) == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("scale=true", "`optim_args` of adafactor must be some of scale_parameter, .*, got 'scale=true'"),
+        ("scale_parameter", "`scale_parameter` in `optim_args` must be true or false, got ''"),
+        ("scale_parameter=1", "`scale_parameter` in `optim_args` must be true or false, got '1'"),
+        ("decay_rate=fast", "`decay_rate` in `optim_args` must be a number, got 'fast'"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        adafactor_options(options)

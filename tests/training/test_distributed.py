@@ -1,0 +1,122 @@
+"""Several processes: their random numbers, how they meet, and how they part."""
+
+import contextlib
+import gc
+import random
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from small_experiments import make_recipe
+from small_trainers import make_trainer
+from torch import distributed, nn
+from transformers import Seq2SeqTrainingArguments, set_seed
+
+from metaphrase.scripts import train
+from metaphrase.training import distributed as processes
+from metaphrase.training.distributed import ProcessSeeds, leave_processes
+
+
+@pytest.fixture(autouse=True)
+def states():
+    before = processes.get_random_states()
+    yield
+    processes.set_random_states(before)
+
+
+def drawn_by(process_index, world_size, parallelism_config=None, seed=5):
+    set_seed(seed)
+    arguments = SimpleNamespace(seed=seed, process_index=process_index, world_size=world_size)
+    ProcessSeeds(SimpleNamespace(parallelism_config=parallelism_config)).on_train_begin(arguments, None, None)
+    return [random.random(), np.random.rand(), torch.rand(()).item()]  # noqa: NPY002
+
+
+def test_each_process_draws_other_numbers_and_the_same_ones_again():
+    alone, others = drawn_by(0, 1), [drawn_by(rank, 3) for rank in range(3)]
+    # Runs of one process are as ever.
+    assert alone == others[0] == drawn_by(0, 2)
+    for drawn in zip(*others, strict=True):
+        assert len(set(drawn)) == 3
+    assert [drawn_by(rank, 3) for rank in range(3)] == others
+    assert drawn_by(1, 3, seed=6)[2] not in (others[1][2], others[2][2])
+
+
+def test_processes_that_share_a_batch_draw_alike():
+    assert drawn_by(1, 2, parallelism_config="tensors") == drawn_by(0, 1)
+
+
+def test_a_trainer_seeds_its_processes_and_gives_all_one_order(model, pairs, tmp_path, monkeypatch):
+    trainer = make_trainer(model, pairs, tmp_path)
+    assert any(isinstance(callback, ProcessSeeds) for callback in trainer.callback_handler.callbacks)
+    seeds = []
+    monkeypatch.setattr(trainer, "_get_train_sampler", lambda _: seeds.append(torch.random.initial_seed()))
+    monkeypatch.setattr(Seq2SeqTrainingArguments, "world_size", 2)
+    for number in range(2):
+        torch.manual_seed(100 + number)
+        state = torch.get_rng_state()
+        trainer.get_train_dataloader()
+        assert torch.equal(torch.get_rng_state(), state)
+    assert seeds == [trainer.args.seed] * 2
+
+
+@pytest.mark.parametrize(("size", "has_met", "meets"), [("2", False, True), ("2", True, False), ("1", False, False)])
+def test_processes_on_a_cpu_wait_for_each_other_as_long_as_they_are_told(size, has_met, meets, monkeypatch):
+    made = []
+    monkeypatch.setenv("WORLD_SIZE", size)
+    monkeypatch.setattr(distributed, "is_initialized", lambda: has_met)
+    monkeypatch.setattr(processes, "PartialState", lambda **options: made.append(options))
+    processes.meet_on_cpu(21600, "gloo")
+    assert made == [{"cpu": True, "backend": "gloo", "timeout": timedelta(hours=6)}] * meets
+
+
+TASKS = Path("/proc/self/task")
+
+
+def num_gloo_threads():
+    if not TASKS.exists():
+        pytest.skip("threads have no names that a process can read here")
+    names = []
+    for task in TASKS.iterdir():
+        # A thread may end meanwhile.
+        with contextlib.suppress(OSError):
+            names.append((task / "comm").read_text())
+    return sum("gloo" in name for name in names)
+
+
+@pytest.fixture
+def group():
+    """A process that has a group of its own, with the threads that one of several has: their number before that."""
+    # Of what other tests have left behind.
+    gc.collect()
+    before = num_gloo_threads()
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield before
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def test_no_thread_is_left_of_a_model_that_knows_itself(group):
+    model = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
+    model(torch.ones(2, 3)).sum().backward()
+    model.trainer = {"model": model}
+    del model
+    assert num_gloo_threads() > group
+    leave_processes()
+    assert num_gloo_threads() == group and not distributed.is_initialized()
+
+
+def test_a_process_by_itself_has_nothing_to_leave():
+    leave_processes()
+    assert not distributed.is_initialized()
+
+
+@pytest.mark.parametrize("is_dry_run", [False, True], ids=["run", "dry_run"])
+def test_a_recipe_ends_outside_of_the_group(is_dry_run, group, data, tmp_path, capsys):
+    make_recipe(data, tmp_path / "run", max_steps=2).save(tmp_path / "recipe.yaml")
+    places = ["--data_dir", str(data), "--output_dir", str(tmp_path / "run")]
+    train.main([str(tmp_path / "recipe.yaml"), *places, *["--dry_run"][: int(is_dry_run)]])
+    assert not distributed.is_initialized() and num_gloo_threads() == group
+    assert (tmp_path / "run" / "metrics.json").exists() != is_dry_run
