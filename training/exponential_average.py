@@ -18,10 +18,9 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from transformers import TrainerCallback
 
 from metaphrase.storage.folders import file_in_one_step
+from metaphrase.training.checkpointing.folders import EXPONENTIAL_AVERAGE_NAME
 
 logger = logging.getLogger(__name__)
-
-EXPONENTIAL_AVERAGE_NAME = "exponential_average.safetensors"
 
 
 class ExponentialAverage(TrainerCallback):

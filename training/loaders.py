@@ -18,13 +18,9 @@ from metaphrase.data.pairs import LENGTH_COLUMNS, data_seed
 from metaphrase.data.token_budget import LengthGroupedSampler, TokenBudgetSampler, WithFillers, check_beside_budget
 from metaphrase.data.token_stream import TokenBudgetStream
 from metaphrase.modeling import IGNORED_LABEL
+from metaphrase.training.checkpointing.random_states import seeded_torch
 from metaphrase.training.checkpointing.resuming import BATCHES_BY_NUMBER
-from metaphrase.training.distributed import (
-    ignore_repeated_pairs,
-    is_data_parallel,
-    seeded_torch,
-    sum_over_processes,
-)
+from metaphrase.training.distributed import ignore_repeated_pairs, is_data_parallel, sum_over_processes
 
 logger = logging.getLogger(__name__)
 

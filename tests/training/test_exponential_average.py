@@ -11,7 +11,8 @@ from torch import nn
 from transformers import AutoModelForSeq2SeqLM, Seq2SeqTrainingArguments, TrainerCallback
 
 from metaphrase.data.collators import PairCollator
-from metaphrase.training.exponential_average import EXPONENTIAL_AVERAGE_NAME, ExponentialAverage
+from metaphrase.training.checkpointing.folders import EXPONENTIAL_AVERAGE_NAME
+from metaphrase.training.exponential_average import ExponentialAverage
 from metaphrase.training.trainer import MetaphraseTrainer
 
 

@@ -20,8 +20,8 @@ from transformers import MarianConfig, MarianMTModel
 
 from metaphrase.demo.corpus import make_demo_corpus
 from metaphrase.training.adapters import add_lora
+from metaphrase.training.checkpointing.folders import EXPONENTIAL_AVERAGE_NAME
 from metaphrase.training.checkpointing.sharding import gather_model, is_sharded, load_whole_weights, whole_shape
-from metaphrase.training.exponential_average import EXPONENTIAL_AVERAGE_NAME
 from metaphrase.training.model_setup import fit_vocabulary
 from metaphrase.training.trainer import MetaphraseTrainer
 

@@ -20,8 +20,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from metaphrase.storage.folders import check_output, folder_in_one_step, read_json
 from metaphrase.storage.weight_files import WeightFiles
-from metaphrase.training.checkpointing.folders import PROGRESS_NAME, checkpoints_in, step_of
-from metaphrase.training.exponential_average import EXPONENTIAL_AVERAGE_NAME
+from metaphrase.training.checkpointing.folders import EXPONENTIAL_AVERAGE_NAME, PROGRESS_NAME, checkpoints_in, step_of
 
 logger = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 # `WholeCheckpoints` adds this file to those of transformers. Its `files` holds the size of each file.
 PROGRESS_NAME = "progress.json"
+EXPONENTIAL_AVERAGE_NAME = "exponential_average.safetensors"
 # A folder in the run's folder, on the same file system. transformers does not upload names with an underscore.
 UNFINISHED_NAME = "_unfinished"
 # Prefix of a folder with the checkpoints after the one that the run went back to.

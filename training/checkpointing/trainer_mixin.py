@@ -35,6 +35,13 @@ from metaphrase.training.checkpointing.folders import (
     set_later_aside,
     unfinished_folder,
 )
+from metaphrase.training.checkpointing.random_states import (
+    are_equal_states,
+    get_random_states,
+    make_random_states,
+    set_random_states,
+    unchanged_random_states,
+)
 from metaphrase.training.checkpointing.resuming import (
     BATCHES_BY_NUMBER,
     best_criterion,
@@ -43,13 +50,6 @@ from metaphrase.training.checkpointing.resuming import (
     has_same_layout,
     read_progress,
     set_best_folder,
-)
-from metaphrase.training.distributed import (
-    are_equal_states,
-    get_random_states,
-    make_random_states,
-    set_random_states,
-    unchanged_random_states,
 )
 
 logger = logging.getLogger(__name__)
