@@ -156,22 +156,24 @@ class MetaphraseAttention(nn.Module):
             key = rotate(key, *rotation)
         return key, value
 
-    def _cached_source(self, memory: torch.Tensor, past_key_values: Cache | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _cached_source(
+        self, encoder_output: torch.Tensor, past_key_values: Cache | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the source: computed at the first step, read from the cache ever after."""
         if past_key_values is None:
-            return self._keys_and_values(memory, rotation=None)
+            return self._keys_and_values(encoder_output, rotation=None)
         cache = past_key_values.cross_attention_cache
         if past_key_values.is_updated.get(self.layer_idx):
             layer = cache.layers[self.layer_idx]
             return layer.keys, layer.values
-        key, value = cache.update(*self._keys_and_values(memory, rotation=None), self.layer_idx)
+        key, value = cache.update(*self._keys_and_values(encoder_output, rotation=None), self.layer_idx)
         past_key_values.is_updated[self.layer_idx] = True
         return key, value
 
     def forward(
         self,
         hidden_states: torch.Tensor,
-        memory: torch.Tensor | None = None,
+        encoder_output: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_bias: torch.Tensor | None = None,
         rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -198,7 +200,7 @@ class MetaphraseAttention(nn.Module):
             hidden_states = cast_for_autocast(hidden_states)
         dropout = self.attention_dropout if self.training else 0.0
         if packing is not None and rotation is None and past_key_values is None:
-            output = acceleration.fused_attention(self, hidden_states, memory, attention_mask, packing, dropout)
+            output = acceleration.fused_attention(self, hidden_states, encoder_output, attention_mask, packing, dropout)
             if output is not None:
                 return acceleration.linear(self.o_proj, output.reshape(*hidden_states.shape[:-1], -1)), None
         query = self._split(acceleration.linear(self.q_proj, hidden_states))
@@ -207,7 +209,7 @@ class MetaphraseAttention(nn.Module):
         if rotation is not None:
             query = rotate(query, *rotation)
         if self.is_cross:
-            key, value = self._cached_source(memory, past_key_values)
+            key, value = self._cached_source(encoder_output, past_key_values)
         else:
             key, value = self._keys_and_values(hidden_states, rotation)
             if past_key_values is not None:

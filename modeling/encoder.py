@@ -1,4 +1,4 @@
-"""The encoder: from ids of the source to the memory."""
+"""The encoder: from ids of the source to the encoder_output."""
 
 import torch
 from torch import nn
@@ -49,7 +49,7 @@ class MetaphraseEncoder(Stack):
             longest: The largest of the lengths, if the caller knows it.
 
         Returns:
-            The memory, `last_hidden_state` `(batch, source, hidden)`.
+            The encoder_output, `last_hidden_state` `(batch, source, hidden)`.
 
         Raises:
             ValueError: If the lengths do not fit the row.
@@ -86,14 +86,14 @@ class MetaphraseEncoder(Stack):
         attention_mask = create_bidirectional_mask(
             config=self.config, inputs_embeds=embeddings, attention_mask=attention_mask
         )
-        hidden_states, rotation = self._enter(embeddings, position_ids, bound)
+        hidden_states, rotation = self.enter(embeddings, position_ids, bound)
         masks = self._layer_masks(attention_mask, bias_positions, bias_positions, 0, hidden_states)
         for layer, (mask, bias) in zip(self.layers, masks, strict=True):
             hidden_states = layer(hidden_states, mask, bias, rotation, **kwargs)
         return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
 
     def encode_packed(self, embeddings: torch.Tensor, segments: Segments, **kwargs) -> BaseModelOutput:
-        hidden_states, rotation = self._enter(embeddings, segments.positions, segments.longest)
+        hidden_states, rotation = self.enter(embeddings, segments.positions, segments.longest)
         packing, masks = self._pack(segments, segments, False, hidden_states)
         for layer, mask in zip(self.layers, masks, strict=True):
             hidden_states = layer(hidden_states, mask, None, rotation, packing=packing, **kwargs)

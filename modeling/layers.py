@@ -110,14 +110,14 @@ class MetaphraseDecoderLayer(_ResidualLayer):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        memory: torch.Tensor,
+        encoder_output: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        memory_mask: torch.Tensor | None = None,
+        encoder_mask: torch.Tensor | None = None,
         position_bias: torch.Tensor | None = None,
         rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
         past_key_values: Cache | None = None,
         packing: Packing | None = None,
-        memory_packing: Packing | None = None,
+        cross_packing: Packing | None = None,
         **kwargs,
     ) -> torch.Tensor:
         """(batch, target, hidden), (batch, source, hidden) -> (batch, target, hidden)"""
@@ -133,10 +133,10 @@ class MetaphraseDecoderLayer(_ResidualLayer):
         hidden_states = self._leave(hidden_states, output, self.self_attn_norm)
         output, _ = self.cross_attn(
             self._enter(hidden_states, self.cross_attn_norm),
-            memory,
-            attention_mask=memory_mask,
+            encoder_output,
+            attention_mask=encoder_mask,
             past_key_values=past_key_values,
-            packing=memory_packing,
+            packing=cross_packing,
             **kwargs,
         )
         hidden_states = self._leave(hidden_states, output, self.cross_attn_norm)

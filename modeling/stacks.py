@@ -132,7 +132,7 @@ class Stack(MetaphrasePreTrainedModel):
             raise ValueError(f"Exactly one of `input_ids` and `inputs_embeds` must be given, got {given}.")
         return self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
 
-    def _enter(
+    def enter(
         self, embeddings: torch.Tensor, position_ids: torch.Tensor, length: int
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
         """What the first layer reads, and the rotation of all layers.
@@ -168,7 +168,7 @@ class Stack(MetaphrasePreTrainedModel):
             like: `(batch, query, hidden)`: gives batch size and dtype.
         """
         pairs = []
-        for module in self._biases():
+        for module in self.position_biases():
             if module is None:
                 pairs.append((attention_mask, None))
                 continue
@@ -181,7 +181,7 @@ class Stack(MetaphrasePreTrainedModel):
                 pairs.append((combine_bias(bias, attention_mask, self.is_causal, query_offset), None))
         return pairs * (len(self.layers) // len(pairs))
 
-    def _biases(self) -> list[nn.Module | None]:
+    def position_biases(self) -> list[nn.Module | None]:
         """The module of the position bias of all layers, or of each."""
         if self.position_bias is not None:
             return [self.position_bias]
@@ -193,10 +193,10 @@ class Stack(MetaphrasePreTrainedModel):
         Args:
             queries: Of this stack's row.
             keys: Of the row that is seen.
-            is_cross: Whether that is the memory.
+            is_cross: Whether that is the encoder_output.
             like: `(1, query tokens, hidden)`: gives device and dtype.
         """
-        biases = [None] if is_cross else self._biases()
+        biases = [None] if is_cross else self.position_biases()
         attention_dropout = self.config.attention_dropout if self.training else 0.0
         has_bias, head_dim = biases[0] is not None, self.layers[0].self_attn.head_dim
         kernel = choose_kernel(self.config._attn_implementation, like, head_dim, has_bias, attention_dropout)
