@@ -1,4 +1,4 @@
-"""The decoder: from the target so far, and the encoder_output, to hidden states."""
+"""The decoder: from the target so far, and the encoder output, to hidden states."""
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from .stacks import Stack, bound_of, indices, is_padding_mask, packed_segments
 
 
 class MetaphraseDecoder(Stack):
-    """Reads the target so far, and the encoder_output."""
+    """Reads the target so far, and the encoder output."""
 
     _can_record_outputs = {
         "hidden_states": MetaphraseDecoderLayer,
@@ -57,23 +57,23 @@ class MetaphraseDecoder(Stack):
             input_ids: `(batch, query)`.
             attention_mask: 1 for a token, 0 for padding, `(batch, past + query)`, or ready for the kernel
                 `(batch, 1, query, key)`.
-            encoder_hidden_states: The encoder_output `(batch, source, hidden)`. Its rows may be fewer, by a whole factor, as in beam
-                search: consecutive targets share a source then.
-            encoder_attention_mask: 1 for a token, 0 for padding, with as many rows as the encoder_output, `(batch, source)`.
+            encoder_hidden_states: The encoder output `(batch, source, hidden)`. Its rows may be fewer, by a whole factor, as in
+                beam search: consecutive targets share a source then.
+            encoder_attention_mask: 1 for a token, 0 for padding, with as many rows as the encoder output, `(batch, source)`.
             past_key_values: Keys and values so far. A cache for self-attention alone gets a second one for the source.
             inputs_embeds: `(batch, query, hidden)` in place of the ids, scaled already.
             position_ids: `(batch, query)`; by default each row counts on, skipping padding.
             use_cache: Whether to make a cache if none is given.
             lengths: For packed rows, the tokens of each target in the one row, `(targets)`. No masks, positions and cache then.
             longest: The largest of the lengths, if the caller knows it.
-            source_lengths: Likewise, the tokens of each source in the encoder_output.
+            source_lengths: Likewise, the tokens of each source in the encoder output.
             longest_source: The largest of them.
 
         Returns:
             `last_hidden_state` `(batch, query, hidden)`, and the cache.
 
         Raises:
-            ValueError: If there is no encoder_output, its rows do not divide the targets, or the lengths do not fit the rows.
+            ValueError: If there is no encoder output, its rows do not divide the targets, or the lengths do not fit the rows.
         """
         if encoder_hidden_states is None:
             raise ValueError("`encoder_hidden_states` must be given to the decoder, got None.")

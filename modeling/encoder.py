@@ -1,4 +1,4 @@
-"""The encoder: from ids of the source to the encoder_output."""
+"""The encoder: from ids of the source to the encoder output."""
 
 import torch
 from torch import nn

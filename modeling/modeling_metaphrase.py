@@ -180,8 +180,8 @@ class MetaphraseModel(EncoderDecoderEmbeddings):
             use_cache=use_cache,
             lengths=target_lengths,
             longest=longest_target,
-            memory_lengths=source_lengths,
-            longest_memory=longest_source,
+            source_lengths=source_lengths,
+            longest_source=longest_source,
             return_dict=True,
             **kwargs,
         )

@@ -193,7 +193,7 @@ class Stack(MetaphrasePreTrainedModel):
         Args:
             queries: Of this stack's row.
             keys: Of the row that is seen.
-            is_cross: Whether that is the encoder_output.
+            is_cross: Whether that is the encoder output.
             like: `(1, query tokens, hidden)`: gives device and dtype.
         """
         biases = [None] if is_cross else self.position_biases()
