@@ -197,9 +197,11 @@ class MetaphraseGenerationMixin(GenerationMixin):
 
     def _can_share_sources(self) -> bool:
         # Flash attention takes a padding mask for that of the last queries; and what is hooked to the decoder, as peft's choice
-        # of an adapter for each row, may count on a row of the source for each hypothesis.
+        # of an adapter for each row, may count on a row of the source for each hypothesis. Its prefixes
+        # come in a cache of their own.
         is_hooked = any(module._forward_pre_hooks for module in walk(self.get_decoder()))
-        return not is_hooked and "flash" not in self.config._attn_implementation
+        has_own_inputs = "prepare_inputs_for_generation" in vars(self)
+        return not is_hooked and not has_own_inputs and "flash" not in self.config._attn_implementation
 
     def _computing_dtype(self) -> torch.dtype:
         kind = self.device.type
