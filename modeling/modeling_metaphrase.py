@@ -2,12 +2,13 @@
 
 import inspect
 from collections.abc import Callable
+from typing import Unpack
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
-from transformers.utils.generic import can_return_tuple
+from transformers.utils.generic import TransformersKwargs, can_return_tuple
 
 from .cache_name import CACHE_NAME, takes_cache
 from .configuration_metaphrase import MetaphraseConfig
@@ -65,7 +66,7 @@ class MetaphraseModel(EncoderDecoderEmbeddings):
         target_lengths: torch.LongTensor | None = None,
         longest_source: int | None = None,
         longest_target: int | None = None,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqModelOutput:
         """Encodes the source, unless it comes encoded, and decodes the target.
 
@@ -231,7 +232,7 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, MetaphraseGen
         target_lengths: torch.LongTensor | None = None,
         return_logits: bool | None = None,
         r_drop_alpha: float = 0.0,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqLMOutput:
         """Logits of the next target token at each position, and the loss if there are labels.
 
