@@ -241,7 +241,7 @@ class DecoderState:
             self._positions = table(places, places.shape[1])[0]
         if rotary is not None and rotary.rope_type not in _CHANGING_ROTATIONS:
             # (1, 1, capacity, rotated) -> (capacity, rotated)
-            self._rotations = tuple(angles[0, 0] for angles in rotary(self._memory.values, places))
+            self._rotations = tuple(angles[0] for angles in rotary(self._memory.values, places))
 
     def _enter(self, embeddings: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
         """What the first layer reads, `(rows, hidden)`, and the rotation of all layers, `(1, rotated)`."""

@@ -54,8 +54,10 @@ class MetaphraseConfig(PreTrainedConfig):
         encoder_ffn_dim: Inner width of the encoder's feed-forward.
         decoder_ffn_dim: Inner width of the decoder's feed-forward.
         num_key_value_heads: Key and value heads (grouped-query attention, Ainslie et al. 2023, arXiv 2305.13245); `None`
-            means as many as query heads, 1 is multi-query attention.
-        head_dim: Width of a head; `None` means `hidden_size` divided by the heads of the stack.
+            means as many as query heads, 1 is multi-query attention. `None` becomes a number if both stacks have the same
+            number of query heads.
+        head_dim: Width of a head; `None` means `hidden_size` divided by the query heads of the stack, and becomes a number
+            likewise.
         activation_function: Name of the activation in the feed-forward, as in transformers' `ACT2FN`.
         gated_mlp: Multiply the activated projection with a second, linear one (GLU variants, Shazeer 2020, arXiv 2002.05202).
         position_embedding_type: `sinusoidal` or `learned` are added to the embeddings; `relative` is the bucketed bias of
@@ -177,6 +179,7 @@ class MetaphraseConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         # Not named validate_*: @strict would wrap the ValueError in an exception that is none.
         self.check()
+        self._fill_head_sizes()
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> tuple[dict, dict]:
@@ -199,7 +202,9 @@ class MetaphraseConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
         # transformers sets the fields in `kwargs` one by one when the rest is checked already.
         made = super().from_dict(config_dict, **kwargs)
-        (made[0] if isinstance(made, tuple) else made).check()
+        config = made[0] if isinstance(made, tuple) else made
+        config.check()
+        config._fill_head_sizes()
         return made
 
     def check(self):
@@ -242,6 +247,12 @@ class MetaphraseConfig(PreTrainedConfig):
                 raise ValueError(
                     f"`head_dim` must be even for rotary positions, got {self.get_head_dim(heads)} (from `{field}`)."
                 )
+
+    def _fill_head_sizes(self):
+        # transformers and peft read the shape of a cache from these two fields. One number cannot tell two different stacks.
+        if self.encoder_attention_heads == self.decoder_attention_heads:
+            self.num_key_value_heads = self.num_key_value_heads or self.decoder_attention_heads
+            self.head_dim = self.get_head_dim(self.decoder_attention_heads)
 
     def _check_positions(self):
         if self.position_embedding_type == "rotary":
@@ -292,14 +303,23 @@ class MetaphraseConfig(PreTrainedConfig):
             super(MetaphraseConfig, described).validate_rope()
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
-        """As the parent's; asked for neither side, it answers with the vocabulary of the target.
+        """As the parent's, but for three cases.
 
-        transformers asks so for the width of the logits, in beam search and in scores. With two vocabularies that is a copy.
+        Stacks of one shape share one configuration: this one. For one of two different stacks the parent makes a copy, which gets
+        the sizes of the stack's heads. For neither stack the vocabulary is that of the target: transformers asks so for the width
+        of the logits, in beam search and in scores.
         """
+        fields = ("layers", "attention_heads", "ffn_dim")
+        is_alike = all(getattr(self, f"encoder_{name}") == getattr(self, f"decoder_{name}") for name in fields)
+        if is_alike and self.vocab_size == self.decoder_vocab_size:
+            return self
         config = super().get_text_config(decoder=decoder, encoder=encoder)
         if config is self and self.vocab_size != self.decoder_vocab_size:
             config = copy.copy(self)
             config.vocab_size = self.decoder_vocab_size
+        elif config is not self:
+            config.num_key_value_heads = config.num_key_value_heads or config.num_attention_heads
+            config.head_dim = config.get_head_dim(config.num_attention_heads)
         return config
 
     def get_head_dim(self, heads: int) -> int:

@@ -5,14 +5,14 @@ The models: encoder and decoder joined, with a head for generation, and the enco
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 from torch import nn
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
-from transformers.utils.generic import can_return_tuple
+from transformers.utils.generic import TransformersKwargs, can_return_tuple
 
 from .chunked_loss import projected_loss
 from .compat import CACHE_NAME, has_own_weight, is_hooked, is_offloaded, takes_cache
@@ -123,7 +123,7 @@ class MetaphraseModel(EncoderDecoderEmbeddings):
         target_lengths: torch.LongTensor | None = None,
         longest_source: int | None = None,
         longest_target: int | None = None,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqModelOutput:
         """Encodes the source, unless it comes encoded, and decodes the target.
 
@@ -290,7 +290,7 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMix
         target_lengths: torch.LongTensor | None = None,
         return_logits: bool | None = None,
         r_drop_alpha: float = 0.0,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqLMOutput:
         """Logits of the next target token at each position, and the loss if there are labels.
 

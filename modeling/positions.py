@@ -133,11 +133,11 @@ class RotaryPositionEmbedding(Float32Buffers):
     Source: Su et al. 2021, section 3, arXiv 2104.09864. The scaled variants are transformers' own.
     """
 
-    def __init__(self, config: MetaphraseConfig, heads: int):
+    def __init__(self, config: MetaphraseConfig, heads: int | None = None):
         super().__init__()
         # transformers' functions read the width of a head from the configuration, where the two stacks may differ.
         self.config = copy.copy(config)
-        self.config.head_dim = config.get_head_dim(heads)
+        self.config.head_dim = config.get_head_dim(config.num_attention_heads if heads is None else heads)
         self.rope_type = config.rope_parameters.get("rope_type", "default")
         self.max_seq_len_cached = config.max_position_embeddings
         self.original_max_seq_len = config.max_position_embeddings
@@ -164,9 +164,9 @@ class RotaryPositionEmbedding(Float32Buffers):
             position_ids: `(batch, length)`.
 
         Returns:
-            Two tensors `(batch, 1, length, rotated)`, the 1 standing for the heads.
+            Two tensors `(batch, length, rotated)`.
         """
-        angles = position_ids[:, None, :, None].float() * self.inv_freq.float()
+        angles = position_ids[:, :, None].float() * self.inv_freq.float()
         angles = torch.cat((angles, angles), dim=-1)
         cosine, sine = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
         return cosine.to(hidden_states.dtype), sine.to(hidden_states.dtype)

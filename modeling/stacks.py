@@ -147,7 +147,10 @@ class Stack(MetaphrasePreTrainedModel):
             embeddings = clamp_float16(embeddings + positions.to(embeddings.dtype))
         hidden_states = self.embedding_norm(embeddings)
         hidden_states = acceleration.dropout(hidden_states, p=self.config.dropout, training=self.training)
-        rotation = None if self.rotary_emb is None else self.rotary_emb(hidden_states, position_ids)
+        rotation = None
+        if self.rotary_emb is not None:
+            # (batch, query, rotated) -> (batch, 1, query, rotated): one rotation for all heads
+            rotation = tuple(angles[:, None] for angles in self.rotary_emb(hidden_states, position_ids))
         return hidden_states, rotation
 
     def _layer_masks(

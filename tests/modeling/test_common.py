@@ -3,11 +3,13 @@
 import copy
 import inspect
 import json
+from typing import get_args
 
 import pytest
 import torch
 from tiny_models import CROSSED, DESIGNS, fields_of, padding_mask, random_batch, tiny_config, tiny_model
 from transformers import AutoConfig
+from transformers.utils.generic import TransformersKwargs
 
 from metaphrase.modeling import (
     MetaphraseConfig,
@@ -122,6 +124,8 @@ def test_signature(model_class):
     assert "inputs_embeds" in names
     if model_class is not MetaphraseEncoderModel:
         assert names[3:7] == ["decoder_input_ids", "decoder_attention_mask", "encoder_outputs", "past_key_values"]
+        # transformers reads from it which outputs a model can be asked for.
+        assert get_args(inspect.signature(model_class.forward).parameters["kwargs"].annotation) == (TransformersKwargs,)
 
 
 @pytest.mark.parametrize("model_class", MODEL_CLASSES)

@@ -120,7 +120,8 @@ def test_defaults_are_stated_in_the_docstring():
     ("field", "given", "expected"),
     [
         ("decoder_vocab_size", None, 37),
-        ("head_dim", None, None),
+        ("num_key_value_heads", None, 4),
+        ("head_dim", None, 8),
         ("rope_parameters", None, {"rope_type": "default", "rope_theta": 10_000.0}),
     ],
 )
@@ -146,6 +147,36 @@ def test_attribute_map_answers_to_the_names_of_transformers():
 def test_get_head_dim():
     assert tiny_config().get_head_dim(4) == 8
     assert tiny_config(head_dim=6).get_head_dim(4) == 6
+
+
+def head_sizes(config):
+    return config.num_key_value_heads, config.head_dim
+
+
+@pytest.mark.parametrize(("given", "expected"), [({"num_key_value_heads": 2}, (2, 8)), ({"head_dim": 6}, (4, 6))])
+def test_given_head_sizes_stay(given, expected):
+    assert head_sizes(tiny_config(**given)) == expected
+
+
+def test_head_sizes_of_two_different_stacks_stay_none(tmp_path):
+    config = tiny_config(decoder_attention_heads=2)
+    config.save_pretrained(tmp_path)
+    assert head_sizes(config) == head_sizes(MetaphraseConfig.from_pretrained(tmp_path)) == (None, None)
+    assert head_sizes(config.get_text_config(decoder=True)) == (2, 16)
+    assert head_sizes(config.get_text_config(encoder=True)) == (4, 8)
+
+
+def test_configuration_with_null_head_sizes_loads(tmp_path):
+    """Files of earlier versions have null there."""
+    tiny_config().save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    fields = json.loads(file.read_text(encoding="utf-8"))
+    assert (fields["num_key_value_heads"], fields["head_dim"]) == (4, 8)
+    file.write_text(json.dumps(fields | {"num_key_value_heads": None, "head_dim": None}), encoding="utf-8")
+    assert head_sizes(MetaphraseConfig.from_pretrained(tmp_path)) == (4, 8)
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    changed = MetaphraseConfig.from_pretrained(tmp_path, **heads, num_key_value_heads=None, head_dim=None)
+    assert head_sizes(changed) == (2, 16)
 
 
 def different_values():
@@ -231,9 +262,9 @@ def test_copies_are_equal_and_independent():
 
 def test_a_given_configuration_is_not_shared_between_models():
     """The rotary embedding works on a configuration of its own: the model's keeps its `head_dim`."""
-    model = tiny_model(head_dim=None)
+    model = tiny_model(decoder_attention_heads=2)
     assert model.config.head_dim is None
-    assert model.config == tiny_config(head_dim=None)
+    assert model.config == tiny_config(decoder_attention_heads=2)
 
 
 POSITIVE = [

@@ -182,8 +182,8 @@ def test_rotary_theta_sets_the_frequencies(theta):
         torch.zeros(1, 3, 16), torch.tensor([[0, 1, 7]])
     )
     expected = expected_rotation([theta ** (-index / 4) for index in range(4)], [0, 1, 7])
-    assert cosine.shape == (1, 1, 3, 8)
-    torch.testing.assert_close((cosine[0, 0], sine[0, 0]), expected)
+    assert cosine.shape == (1, 3, 8)
+    torch.testing.assert_close((cosine[0], sine[0]), expected)
 
 
 def test_rotary_default_is_ten_thousand():
@@ -208,7 +208,7 @@ def test_rotary_dynamic_scaling_starts_past_max_position_embeddings():
     base = 10_000.0 * 5 ** (8 / 6)
     expected = expected_rotation([base ** (-index / 4) for index in range(4)], [47])
     cosine, sine = embedding(states, long)
-    torch.testing.assert_close((cosine[0, 0], sine[0, 0]), expected)
+    torch.testing.assert_close((cosine[0], sine[0]), expected)
     # A short sequence after a long one is short again.
     torch.testing.assert_close(embedding(states, short), plain(states, short))
 
@@ -265,15 +265,15 @@ def test_rotary_tables_equal_llama(parameters, length):
     ours = rotary(dict(parameters), max_position_embeddings=64)
     states, positions = torch.zeros(1, length, 16), torch.arange(length)[None]
     expected = theirs(states, positions)
-    torch.testing.assert_close([table[:, 0] for table in ours(states, positions)], list(expected), atol=1e-5, rtol=0)
+    torch.testing.assert_close(ours(states, positions), expected, atol=1e-5, rtol=0)
 
 
 def test_rotary_partial_factor_leaves_the_rest_of_a_head_alone():
     parameters = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
     cosine, sine = rotary(parameters)(torch.zeros(1, 5, 16), torch.arange(5)[None])
-    assert cosine.shape == (1, 1, 5, 4)
+    assert cosine.shape == (1, 5, 4)
     expected = expected_rotation([1.0, 0.01], range(5))
-    torch.testing.assert_close((cosine[0, 0], sine[0, 0]), expected)
+    torch.testing.assert_close((cosine[0], sine[0]), expected)
     states = torch.randn(1, 2, 5, 8)
     turned = rotate(states, cosine, sine)
     torch.testing.assert_close(turned[..., 4:], states[..., 4:], atol=0, rtol=0)
@@ -285,6 +285,9 @@ def test_rotary_partial_factor_leaves_the_rest_of_a_head_alone():
 def test_rotary_width_follows_the_heads_of_its_stack():
     config = make_config(encoder_attention_heads=4, decoder_attention_heads=2)
     assert [RotaryPositionEmbedding(config, heads).inv_freq.shape[0] for heads in (4, 2)] == [2, 4]
+    one_stack = RotaryPositionEmbedding(config=config.get_text_config(decoder=True))
+    assert one_stack.inv_freq.shape == one_stack.original_inv_freq.shape == (4,)
+    assert (one_stack.rope_type, one_stack.attention_scaling) == ("default", 1.0)
 
 
 @pytest.mark.parametrize("parameters", [None, {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}])
@@ -293,7 +296,8 @@ def test_rotate_equals_llama(parameters):
     query, key = torch.randn(2, 2, 6, 8), torch.randn(2, 1, 6, 8)
     positions = torch.tensor([[0, 1, 2, 3, 4, 5], [0, 0, 0, 1, 2, 300]])
     cosine, sine = rotary(parameters)(query, positions)
-    expected = apply_rotary_pos_emb(query, key, cosine[:, 0], sine[:, 0])
+    expected = apply_rotary_pos_emb(query, key, cosine, sine)
+    cosine, sine = cosine[:, None], sine[:, None]
     torch.testing.assert_close((rotate(query, cosine, sine), rotate(key, cosine, sine)), expected, atol=1e-5, rtol=0)
 
 
