@@ -1,4 +1,4 @@
-"""The encoder: from ids of the source to the encoder output."""
+"""Encoder: from ids of the source to the encoder output."""
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from .stacks import Stack, bound_of, indices, is_padding_mask, packed_segments
 
 
 class MetaphraseEncoder(Stack):
-    """Reads the source in both directions."""
+    """Stack of layers with bidirectional self-attention."""
 
     _can_record_outputs = {"hidden_states": MetaphraseEncoderLayer, "attentions": MetaphraseAttention}
 
@@ -38,21 +38,21 @@ class MetaphraseEncoder(Stack):
         longest: int | None = None,
         **kwargs,
     ) -> BaseModelOutput:
-        """Encodes.
+        """Encode sources.
 
         Args:
             input_ids: `(batch, source)`.
-            attention_mask: 1 for a token, 0 for padding, `(batch, source)`, or ready for the kernel `(batch, 1, source, source)`.
-            inputs_embeds: `(batch, source, hidden)` in place of the ids, scaled already.
-            position_ids: `(batch, source)`; by default each row counts from 0, skipping padding.
-            lengths: For packed rows, the tokens of each source in the one row, `(sources)`. No mask and no positions then.
-            longest: The largest of the lengths, if the caller knows it.
+            attention_mask: 1 for a token, 0 for padding, `(batch, source)`, or a kernel's mask `(batch, 1, source, source)`.
+            inputs_embeds: Scaled embeddings `(batch, source, hidden)` instead of `input_ids`.
+            position_ids: `(batch, source)`. By default tokens are counted from 0 without padding.
+            lengths: Tokens of each source in a packed row, `(sources)`. Excludes `attention_mask` and `position_ids`.
+            longest: The largest length, if known.
 
         Returns:
-            The encoder_output, `last_hidden_state` `(batch, source, hidden)`.
+            `last_hidden_state`, the encoder output `(batch, source, hidden)`.
 
         Raises:
-            ValueError: If the lengths do not fit the row.
+            ValueError: If not exactly one of ids and embeddings is given, or the lengths do not fit the row.
         """
         embeddings = self._embed(input_ids, inputs_embeds)
         with acceleration.encoding(self):
@@ -68,15 +68,15 @@ class MetaphraseEncoder(Stack):
         **kwargs,
     ) -> BaseModelOutput:
         if lengths is not None:
-            given = {"attention_mask": attention_mask, "position_ids": position_ids}
-            segments = packed_segments(lengths, longest, embeddings, "source_lengths", **given)
+            excluded = {"attention_mask": attention_mask, "position_ids": position_ids}
+            segments = packed_segments(lengths, longest, embeddings, "source_lengths", **excluded)
             return self.encode_packed(embeddings, segments, **kwargs)
         if position_ids is None:
             output = acceleration.encode_without_padding(self, embeddings, attention_mask, **kwargs)
             if output is not None:
                 return output
         length = embeddings.shape[1]
-        # Distances are the same on a shifted row: only what depends on the place itself must skip padding.
+        # Position biases depend on distances, which padding on the left does not change.
         bias_positions = indices(length, embeddings) if position_ids is None else position_ids
         bound = length if position_ids is None else bound_of(position_ids, length)
         if position_ids is None and is_padding_mask(attention_mask):
@@ -93,6 +93,7 @@ class MetaphraseEncoder(Stack):
         return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
 
     def encode_packed(self, embeddings: torch.Tensor, segments: Segments, **kwargs) -> BaseModelOutput:
+        """Encode the sources of a packed row: `(1, tokens, hidden) -> (1, tokens, hidden)`."""
         hidden_states, rotation = self.enter(embeddings, segments.positions, segments.longest)
         packing, masks = self._pack(segments, segments, False, hidden_states)
         for layer, mask in zip(self.layers, masks, strict=True):

@@ -39,7 +39,7 @@ def test_a_cache_is_read_by_either_name(part, name):
 @pytest.mark.parametrize("part", ["decoder", "model", "head"])
 def test_two_caches_are_refused(part):
     called, ids, inputs, targets = part_of(tiny_model(), part)
-    with pytest.raises(ValueError, match="`cache` must not be given beside `past_key_values`"):
+    with pytest.raises(ValueError, match="`cache` and `past_key_values` are the same"):
         called(**inputs, **{ids: targets}, **{name: new_cache() for name in CACHE_NAMES})
     called(**inputs, **{ids: targets}, past_key_values=new_cache(), cache=None)
 

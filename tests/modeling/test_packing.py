@@ -302,7 +302,7 @@ def test_bfloat16_stays_close_in_narrow_and_in_wide_grids(longest, kept, monkeyp
         ({"source_lengths": torch.tensor(33)}, r"one for each sequence, .* got \(\)"),
         ({"source_lengths": [33]}, "must be a tensor .* got list"),
         ({"source_lengths": torch.tensor([5.0, 1.0, 19.0, 8.0])}, r"of integers .* got \(4,\) of torch.float32"),
-        ({"attention_mask": torch.ones(1, 33)}, "`attention_mask` must be left out"),
+        ({"attention_mask": torch.ones(1, 33)}, "`attention_mask` must be None with"),
     ],
 )
 def test_lengths_that_do_not_fit_are_refused(change, message):
