@@ -32,10 +32,10 @@ from metaphrase.modeling.pipeline_support import (
     DEFAULT_MAX_TOKENS_PER_BATCH,
     batches_by_length,
     checking_targets,
+    depends_on_padding,
     evaluating,
     length_limits,
-    looks_at_padding,
-    settings_of,
+    resolve_settings,
 )
 
 # Before 5.24, transformers tells a function for the tokens of a prefix the row of a sample; later, the source that it is of.
@@ -96,7 +96,7 @@ def decode(
         _check_forced(model, options)
         of_texts = {name: options.pop(name) for name in (*ROW_OPTIONS, FUNCTION_OPTION) if name in options}
         copies = _copies(model, options)
-        if _is_assisted(model, options) or looks_at_padding(settings_of(model, options)):
+        if _is_assisted(model, options) or depends_on_padding(resolve_settings(model, options)):
             # All that transformers' own loop can do; or a source must stand alone to come without padding.
             batch_size = 1
         searching = _searching(models, search, return_scores, options)
@@ -235,7 +235,7 @@ def _is_plain(model: PreTrainedModel, generation_kwargs: dict) -> bool:
 
 def _forced_end(model: PreTrainedModel, generation_kwargs: dict, prompt_length: int) -> int | None:
     """Place, the start token not counted, of an end that is forced where the length limit is met; `None` if there is none."""
-    if settings_of(model, generation_kwargs).get("forced_eos_token_id") is None:
+    if resolve_settings(model, generation_kwargs).get("forced_eos_token_id") is None:
         return None
     _, most = length_limits(model, generation_kwargs, prompt_length)
     if most is None:
