@@ -56,41 +56,30 @@ class MetaphraseEncoder(Stack):
         """
         embeddings = self._embed(input_ids, inputs_embeds)
         with acceleration.encoding(self):
-            return self._encode(embeddings, attention_mask, position_ids, lengths, longest, **kwargs)
-
-    def _encode(
-        self,
-        embeddings: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.LongTensor | None,
-        lengths: torch.LongTensor | None,
-        longest: int | None,
-        **kwargs,
-    ) -> BaseModelOutput:
-        if lengths is not None:
-            excluded = {"attention_mask": attention_mask, "position_ids": position_ids}
-            segments = packed_segments(lengths, longest, embeddings, "source_lengths", **excluded)
-            return self.encode_packed(embeddings, segments, **kwargs)
-        if position_ids is None:
-            output = acceleration.encode_without_padding(self, embeddings, attention_mask, **kwargs)
-            if output is not None:
-                return output
-        length = embeddings.shape[1]
-        # Position biases depend on distances, which padding on the left does not change.
-        bias_positions = indices(length, embeddings) if position_ids is None else position_ids
-        bound = length if position_ids is None else bound_of(position_ids, length)
-        if position_ids is None and is_padding_mask(attention_mask):
-            position_ids = positions_from_mask(attention_mask)
-        elif position_ids is None:
-            position_ids = bias_positions
-        attention_mask = create_bidirectional_mask(
-            config=self.config, inputs_embeds=embeddings, attention_mask=attention_mask
-        )
-        hidden_states, rotation = self.enter(embeddings, position_ids, bound)
-        masks = self._layer_masks(attention_mask, bias_positions, bias_positions, 0, hidden_states)
-        for layer, (mask, bias) in zip(self.layers, masks, strict=True):
-            hidden_states = layer(hidden_states, mask, bias, rotation, **kwargs)
-        return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
+            if lengths is not None:
+                excluded = {"attention_mask": attention_mask, "position_ids": position_ids}
+                segments = packed_segments(lengths, longest, embeddings, "source_lengths", **excluded)
+                return self.encode_packed(embeddings, segments, **kwargs)
+            if position_ids is None:
+                output = acceleration.encode_without_padding(self, embeddings, attention_mask, **kwargs)
+                if output is not None:
+                    return output
+            length = embeddings.shape[1]
+            # Position biases depend on distances, which padding on the left does not change.
+            bias_positions = indices(length, embeddings) if position_ids is None else position_ids
+            bound = length if position_ids is None else bound_of(position_ids, length)
+            if position_ids is None and is_padding_mask(attention_mask):
+                position_ids = positions_from_mask(attention_mask)
+            elif position_ids is None:
+                position_ids = bias_positions
+            attention_mask = create_bidirectional_mask(
+                config=self.config, inputs_embeds=embeddings, attention_mask=attention_mask
+            )
+            hidden_states, rotation = self.enter(embeddings, position_ids, bound)
+            masks = self._layer_masks(attention_mask, bias_positions, bias_positions, 0, hidden_states)
+            for layer, (mask, bias) in zip(self.layers, masks, strict=True):
+                hidden_states = layer(hidden_states, mask, bias, rotation, **kwargs)
+            return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
 
     def encode_packed(self, embeddings: torch.Tensor, segments: Segments, **kwargs) -> BaseModelOutput:
         """Encode the sources of a packed row: `(1, tokens, hidden) -> (1, tokens, hidden)`."""
