@@ -13,11 +13,11 @@ def new_cache() -> EncoderDecoderCache:
 
 
 def part_of(model, part):
-    """What is called, and with what, so that a target goes on from a cache."""
+    """Return a module and its inputs for decoding from a cache."""
     inputs = random_batch(model.config)
     if part == "decoder":
-        memory = model.get_encoder()(input_ids=inputs["input_ids"]).last_hidden_state
-        return model.get_decoder(), "input_ids", {"encoder_hidden_states": memory}, inputs["decoder_input_ids"]
+        encoder_output = model.get_encoder()(input_ids=inputs["input_ids"]).last_hidden_state
+        return model.get_decoder(), "input_ids", {"encoder_hidden_states": encoder_output}, inputs["decoder_input_ids"]
     called = model.base_model if part == "model" else model
     return called, "decoder_input_ids", {"input_ids": inputs["input_ids"]}, inputs["decoder_input_ids"]
 

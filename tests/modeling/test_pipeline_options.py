@@ -20,7 +20,7 @@ def options_model(**settings):
 
 
 @pytest.mark.parametrize(
-    ("model", "own", "given", "expected"),
+    ("model", "defaults", "options", "expected"),
     [
         ({}, {}, {}, {"num_beams": 4, "max_new_tokens": 256, "pad_token_id": 9}),
         ({"max_length": 30, "num_beams": 2, "pad_token_id": 1}, {}, {}, {}),
@@ -34,12 +34,12 @@ def options_model(**settings):
         ({}, {}, {"min_length": 2}, {"min_length": 2, "min_new_tokens": None, "num_beams": 4, "max_new_tokens": 256}),
     ],
 )  # fmt: skip
-def test_who_decides_an_option(model, own, given, expected):
-    before = dict(given)
-    arguments = generation_arguments(options_model(**model), own, given, 9)
+def test_who_decides_an_option(model, defaults, options, expected):
+    before = dict(options)
+    arguments = generation_arguments(options_model(**model), defaults, options, 9)
     if "pad_token_id" not in model:
         expected = expected | {"pad_token_id": 9}
-    assert arguments == expected and given == before
+    assert arguments == expected and options == before
 
 
 def test_a_generation_config_of_the_call_stands_for_the_options_of_the_pipeline(generators):
@@ -64,9 +64,9 @@ def test_a_generation_config_of_the_pipeline_stands_for_the_options_of_the_task(
     config = GenerationConfig(num_beams=1, max_new_tokens=7)
     made = pipeline("summarization", model=model, tokenizer=generator.tokenizers, generation_config=config)
     expected = generator.generate(SOURCES, num_beams=1, max_new_tokens=7)
-    assert [each["summary_text"] for each in made(SOURCES)] == expected
+    assert [result["summary_text"] for result in made(SOURCES)] == expected
     made = pipeline("summarization", model=model, tokenizer=generator.tokenizers)
-    assert [each["summary_text"] for each in made(SOURCES)] != expected
+    assert [result["summary_text"] for result in made(SOURCES)] != expected
 
 
 def test_lengths_that_count():
@@ -119,13 +119,13 @@ def test_lengths_beside_a_config_come_before_those_of_the_model(config, call, le
 
 def test_lengths_beside_a_config_stay_as_they_are_where_the_model_has_no_other_kind():
     config = GenerationConfig(max_length=6, min_length=3)
-    for own, expected in (
+    for defaults, expected in (
         ({}, (6, None, 3, None)),
         ({"max_new_tokens": 8}, (None, 3, 3, None)),
         ({"min_new_tokens": 2}, (6, None, None, 0)),
     ):
         arguments = {"generation_config": config, "decoder_input_ids": torch.tensor([[1, 5, 6]])}
-        made = generation_arguments(options_model(**own), {}, arguments, 0)["generation_config"]
+        made = generation_arguments(options_model(**defaults), {}, arguments, 0)["generation_config"]
         assert (made.max_length, made.max_new_tokens, made.min_length, made.min_new_tokens) == expected
 
 

@@ -79,9 +79,9 @@ def test_batches_change_nothing(options, batch_size, joint, generators):
     alone = [made(text) for text in SOURCES]
     together = made(SOURCES, batch_size=batch_size)
     together = [result if isinstance(result, list) else [result] for result in together]
-    for some, others in zip(alone, together, strict=True):
+    for some, batched in zip(alone, together, strict=True):
         assert len(some) == options.get("num_return_sequences", 1)
-        for result, other in zip(some, others, strict=True):
+        for result, other in zip(some, batched, strict=True):
             assert result.keys() == other.keys()
             for name, value in result.items():
                 assert value.tolist() == other[name].tolist() if name.endswith("_ids") else value == other[name]
@@ -180,15 +180,15 @@ def test_ids_and_texts_of_beams_end_where_they_end_alone(families, options):
 
 
 def test_clean_up_reaches_the_tokenizer_of_the_targets(pipe, monkeypatch):
-    seen = []
+    calls = []
     decode = pipe.target_tokenizer.decode
     monkeypatch.setattr(
-        pipe.target_tokenizer, "decode", lambda ids, **options: seen.append(options) or decode(ids, **options)
+        pipe.target_tokenizer, "decode", lambda ids, **options: calls.append(options) or decode(ids, **options)
     )
     pipe(SOURCES[0])
     pipe(SOURCES[0], clean_up_tokenization_spaces=True)
-    assert [options["clean_up_tokenization_spaces"] for options in seen] == [False, True]
-    assert all(options["skip_special_tokens"] for options in seen)
+    assert [options["clean_up_tokenization_spaces"] for options in calls] == [False, True]
+    assert all(options["skip_special_tokens"] for options in calls)
 
 
 def test_truncation_cuts_at_the_length_of_the_tokenizer(generators, tmp_path):
