@@ -117,9 +117,15 @@ def to_torch_transformer(model: MetaphraseForConditionalGeneration) -> dict[str,
 
 
 def _find_obstacles(config: MetaphraseConfig) -> Iterator[str]:
-    if config.encoder_attention_heads != config.decoder_attention_heads:
-        heads = f"{config.encoder_attention_heads} and {config.decoder_attention_heads}"
-        yield f"`encoder_attention_heads` must equal `decoder_attention_heads`, got {heads}"
+    required = _FIXED | {"final_norm": True}
+    heads = config.decoder_attention_heads
+    if config.encoder_attention_heads == heads:
+        required |= {"num_key_value_heads": heads, "head_dim": config.hidden_size // heads}
+    else:
+        yield (
+            "`encoder_attention_heads` must equal `decoder_attention_heads`, "
+            f"got {config.encoder_attention_heads} and {heads}"
+        )
     if config.encoder_ffn_dim != config.decoder_ffn_dim:
         widths = f"{config.encoder_ffn_dim} and {config.decoder_ffn_dim}"
         yield f"`encoder_ffn_dim` must equal `decoder_ffn_dim`, got {widths}"

@@ -209,9 +209,9 @@ class DecoderState:
         # Of the last query: that of an earlier one is its end, since only the distance counts. (heads, places)
         biases = {
             module: None if module is None else module(keys[:, -1:], keys)[0, :, 0].to(self.dtype)
-            for module in dict.fromkeys(self.decoder._biases())
+            for module in dict.fromkeys(self.decoder.position_biases())
         }
-        per_layer = [biases[module] for module in self.decoder._biases()]
+        per_layer = [biases[module] for module in self.decoder.position_biases()]
         self._biases = per_layer * (len(self.layers) // len(per_layer))
         self._has_biases = any(bias is not None for bias in per_layer)
         self._make_positions(keys)
@@ -241,7 +241,7 @@ class DecoderState:
             self._positions = table(places, places.shape[1])[0]
         if rotary is not None and rotary.rope_type not in _CHANGING_ROTATIONS:
             # (1, 1, capacity, rotated) -> (capacity, rotated)
-            self._rotations = tuple(angles[0, 0] for angles in rotary(self._memory.values, places))
+            self._rotations = tuple(angles[0] for angles in rotary(self._memory.values, places))
 
     def _enter(self, embeddings: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
         """What the first layer reads, `(rows, hidden)`, and the rotation of all layers, `(1, rotated)`."""
@@ -255,7 +255,7 @@ class DecoderState:
                 rotation = tuple(angles[place, None].to(embeddings.dtype) for angles in self._rotations)
             return self._embedding_norm(embeddings), rotation
         places = torch.tensor([[place]], device=embeddings.device)
-        hidden_states, rotation = decoder._enter(embeddings[:, None], places, place + 1)
+        hidden_states, rotation = decoder.enter(embeddings[:, None], places, place + 1)
         return hidden_states[:, 0], None if rotation is None else tuple(angles[0, 0] for angles in rotation)
 
     def _pass_layer(

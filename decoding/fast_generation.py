@@ -251,9 +251,10 @@ def _is_of_user(hook: Callable) -> bool:
 
 def _can_share_sources(model: MetaphraseForConditionalGeneration) -> bool:
     # Flash attention takes a padding mask for the mask of the last queries. A hook of the decoder, such as peft's choice of
-    # an adapter for each row, may expect one row of the source per hypothesis.
+    # an adapter for each row, may expect one row of the source per hypothesis. peft's prefixes come in a cache with such rows.
     is_hooked = any(module._forward_pre_hooks for module in walk(model.get_decoder()))
-    return not is_hooked and "flash" not in model.config._attn_implementation
+    has_prefixes = "prepare_inputs_for_generation" in vars(model)
+    return not is_hooked and not has_prefixes and "flash" not in model.config._attn_implementation
 
 
 def _with_plain_cache(output: torch.Tensor | GenerateEncoderDecoderOutput | GenerateBeamEncoderDecoderOutput):

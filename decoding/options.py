@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.hf_argparser import string_to_bool
 
-from metaphrase.modeling.pipeline_support import generation_settings, with_lengths
+from metaphrase.modeling.pipeline_support import generation_settings, override_lengths
 
 
 def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: If `generation_config` is not a `GenerationConfig`.
     """
-    options = with_lengths(options)
+    options = override_lengths(options)
     config = options.pop("generation_config", None)
     if config is not None:
         if not isinstance(config, GenerationConfig):
@@ -37,7 +37,7 @@ def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
         unknown = {name: settings.pop(name) for name in settings.keys() - generation_settings()}
         if unknown:
             options["generation_config"] = GenerationConfig(**unknown)
-        options = with_lengths(settings) | options
+        options = override_lengths(settings) | options
     if options.get("num_return_sequences", 1) is None:
         options["num_return_sequences"] = 1
     for name, value in options.items():

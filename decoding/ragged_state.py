@@ -42,7 +42,7 @@ class RaggedDecoderState(DecoderState):
             if id(bias) not in self._block_biases:
                 self._block_biases[id(bias)] = self._block_bias(bias, distances)
         decoder = self.decoder
-        hidden_states, rotation = decoder._enter(decoder.embed_tokens(input_ids), self._positions, past)
+        hidden_states, rotation = decoder.enter(decoder.embed_tokens(input_ids), self._positions, past)
         for index, layer in enumerate(self.layers):
             hidden_states = self._pass_layer(index, layer, hidden_states, rotation)
         self.lengths, self.length = self.lengths + width, past

@@ -32,10 +32,10 @@ from metaphrase.modeling.pipeline_support import (
     DEFAULT_MAX_TOKENS_PER_BATCH,
     batches_by_length,
     checking_targets,
+    depends_on_padding,
     evaluating,
     length_limits,
-    looks_at_padding,
-    settings_of,
+    resolve_settings,
 )
 
 # transformers < 5.24 calls `prefix_allowed_tokens_fn` with the row of a sample, later versions with the index of its source.
@@ -96,7 +96,7 @@ def decode(
         _check_forced(model, options)
         text_options = {name: options.pop(name) for name in (*ROW_OPTIONS, FUNCTION_OPTION) if name in options}
         copies = _copies(model, options)
-        if _is_assisted(model, options) or looks_at_padding(settings_of(model, options)):
+        if _is_assisted(model, options) or depends_on_padding(resolve_settings(model, options)):
             # transformers' assisted loop takes one source. A source alone has no padding.
             batch_size = 1
         searching = _searching(models, search, return_scores, options)
@@ -237,7 +237,7 @@ def _is_plain(model: PreTrainedModel, generation_kwargs: dict) -> bool:
 
 def _forced_eos_index(model: PreTrainedModel, generation_kwargs: dict, prompt_length: int) -> int | None:
     """Return the index, without start token, at which `forced_eos_token_id` ends a sequence; `None` if it is not set."""
-    if settings_of(model, generation_kwargs).get("forced_eos_token_id") is None:
+    if resolve_settings(model, generation_kwargs).get("forced_eos_token_id") is None:
         return None
     _, max_length = length_limits(model, generation_kwargs, prompt_length)
     if max_length is None:

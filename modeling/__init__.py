@@ -1,4 +1,7 @@
-"""The network: all that travels to the Hub with a model. Importing it registers the models with transformers' Auto classes."""
+"""Network and pipelines, which travel to the Hub with a model.
+
+Importing this package registers the models with transformers' Auto classes.
+"""
 
 from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM, AutoModelForTextEncoding
 

@@ -1,7 +1,7 @@
-"""Places where the installed `metaphrase` package plugs in faster code.
+"""Functions that the installed `metaphrase` package replaces by faster code.
 
-A copy of the network on the Hub runs the plain functions of this file. `import metaphrase` replaces them by the functions of
-`ops/` and `decoding/`, which compute the same.
+A copy of the network on the Hub runs the plain functions of this file. `import metaphrase` plugs in `ops/` and `decoding/`, which
+compute the same.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ class PackedKernel:
     """An attention over packed rows.
 
     Attributes:
-        make_mask: Returns the mask of the kernel, from the packing, the position bias module and a tensor that gives the dtype.
-        attend: Returns `(1, query tokens, heads, head_dim)`, from query, key, value, mask, packing, scaling and dropout.
+        make_mask: Takes a packing, a position bias module and a tensor of the mask's dtype. Returns the mask of the kernel.
+        attend: Takes query, key, value, mask, packing, scaling and dropout. Returns `(1, query tokens, heads, head_dim)`.
     """
 
     make_mask: Callable[..., Any]
@@ -29,14 +29,11 @@ class PackedKernel:
 
 
 def plain_linear(layer: nn.Module, states: torch.Tensor, activation: nn.Module | None = None) -> torch.Tensor:
-    """Apply a linear layer, and an activation after it: `(..., in_features) -> (..., out_features)`.
-
-    Large values of float16 stay finite.
-    """
+    """Apply a linear layer and an activation, clamping float16: `(..., in_features) -> (..., out_features)`."""
     states = clamp_float16(layer(states))
     if activation is None or states.dtype != torch.float16:
         return states if activation is None else activation(states)
-    # The polynomial inside an approximated GELU overflows float16 long before its result does.
+    # In float16, the polynomial inside an approximated GELU overflows long before the result does.
     return clamp_float16(activation(states.float()).to(states.dtype))
 
 
@@ -50,8 +47,8 @@ def plain_add_dropout(residual: torch.Tensor, states: torch.Tensor, p: float, tr
     return residual + plain_dropout(states, p, training)
 
 
-def _nothing(*arguments, **options) -> None:
-    return None
+def _do_nothing(*args, **kwargs) -> None:
+    pass
 
 
 @dataclass
@@ -59,13 +56,13 @@ class Acceleration:
     """Functions that the network calls.
 
     Attributes:
-        linear: A linear layer and an activation, see `plain_linear`.
-        dropout: See `plain_dropout`.
-        add_dropout: See `plain_add_dropout`.
-        packed_kernels: Attention kernels for packed rows by name. Without any, packed rows take the plain kernel.
-        fused_attention: Returns the heads' output of a `MetaphraseAttention` over packed rows, projections included, or None.
-        encoding: A context in which an encoder stack runs its layers.
-        encode_without_padding: Returns the encoder's output for a padded batch by computing its tokens alone, or None.
+        linear: Like `plain_linear`.
+        dropout: Like `plain_dropout`.
+        add_dropout: Like `plain_add_dropout`.
+        packed_kernels: Attention kernels for packed rows by name. A missing kernel is replaced by `reference`.
+        fused_attention: Returns the output of all heads of a `MetaphraseAttention` over packed rows, or None. Projects, too.
+        encoding: A context in which an encoder runs its layers.
+        encode_without_padding: Returns the encoder output of a padded batch, computed for its tokens only, or None.
         on_train: Called with each stack that starts to train.
     """
 
@@ -73,10 +70,10 @@ class Acceleration:
     dropout: Callable[..., torch.Tensor] = plain_dropout
     add_dropout: Callable[..., torch.Tensor] = plain_add_dropout
     packed_kernels: dict[str, PackedKernel] = field(default_factory=dict)
-    fused_attention: Callable[..., torch.Tensor | None] = _nothing
+    fused_attention: Callable[..., torch.Tensor | None] = _do_nothing
     encoding: Callable[[nn.Module], contextlib.AbstractContextManager] = contextlib.nullcontext
-    encode_without_padding: Callable[..., Any] = _nothing
-    on_train: Callable[[nn.Module], None] = _nothing
+    encode_without_padding: Callable[..., Any] = _do_nothing
+    on_train: Callable[[nn.Module], None] = _do_nothing
 
 
 acceleration = Acceleration()

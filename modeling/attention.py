@@ -1,8 +1,6 @@
-"""Attention: one way in, one way out.
+"""Multi-head attention: (batch, length, hidden) -> (batch, heads, length, head_dim) -> kernel -> (batch, length, hidden).
 
-(batch, length, hidden) -> (batch, heads, length, head_dim) -> kernel -> (batch, length, hidden)
-
-The kernel is taken from transformers' attention interface, so that `attn_implementation=` works as everywhere else.
+The kernel comes from transformers' attention interface, so that `attn_implementation=` works as for every model.
 """
 
 import inspect
@@ -21,7 +19,7 @@ from .positions import RelativePositionBias, rotate
 
 
 def repeat_key_value(states: torch.Tensor, groups: int) -> torch.Tensor:
-    """Gives every query head its key (or value) head: `(batch, heads / groups, key, dim) -> (batch, heads, key, dim)`."""
+    """Repeat keys or values for each query head: `(batch, heads / groups, key, dim) -> (batch, heads, key, dim)`."""
     return states if groups == 1 else states.repeat_interleave(groups, dim=1)
 
 
@@ -35,16 +33,16 @@ def eager_attention_forward(
     dropout: float = 0.0,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax attention written out: the reference that the fast kernels are tested against.
+    """Compute softmax attention in plain operations, the reference for the fast kernels.
 
     Source: Vaswani et al. 2017, section 3.2, arXiv 1706.03762.
 
     Args:
-        module: The attention, asked for its groups and for whether it trains.
+        module: The attention module.
         query: `(batch, heads, query, head_dim)`.
         key: `(batch, key_value_heads, key, head_dim)`.
         value: `(batch, key_value_heads, key, head_dim)`.
-        attention_mask: Added to the scores; boolean masks say what is seen. `(batch or 1, heads or 1, query, key)`.
+        attention_mask: Added to the scores, or True where a key is visible, `(batch or 1, heads or 1, query, key)`.
         scaling: Factor of the scores.
         dropout: Probability to drop an attention weight.
 
@@ -52,23 +50,23 @@ def eager_attention_forward(
         Output `(batch, query, heads, head_dim)` and weights `(batch, heads, query, key)`.
     """
     key, value = (repeat_key_value(states, module.num_key_value_groups) for states in (key, value))
-    # A float16 product of large activations overflows, and so does the sum of a score and the lowest float16.
-    precise = torch.float32 if query.dtype == torch.float16 else query.dtype
-    scores = torch.matmul(query.to(precise), key.to(precise).transpose(2, 3)) * scaling
+    # In float16, large products overflow, and so does the sum of a score and the lowest number.
+    score_dtype = torch.float32 if query.dtype == torch.float16 else query.dtype
+    scores = torch.matmul(query.to(score_dtype), key.to(score_dtype).transpose(2, 3)) * scaling
     if attention_mask is not None:
         if attention_mask.dtype == torch.bool:
             scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
         else:
-            # What is hidden stays hidden: the lowest float16 is no match for a float32 score.
+            # A float32 score can outweigh the lowest float16, so hidden keys are filled, not only added to.
             hidden = attention_mask <= torch.finfo(attention_mask.dtype).min
-            scores = (scores + attention_mask.to(precise)).masked_fill(hidden, torch.finfo(scores.dtype).min)
+            scores = (scores + attention_mask.to(score_dtype)).masked_fill(hidden, torch.finfo(scores.dtype).min)
     weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
     weights = acceleration.dropout(weights, p=dropout, training=module.training)
     return torch.matmul(weights, value).transpose(1, 2), weights
 
 
 def fold_copies(states: torch.Tensor, copies: int) -> torch.Tensor:
-    """Lets rows that share a source ask it together.
+    """Join the queries of rows that share a source.
 
     (batch * copies, heads, query, head_dim) -> (batch, heads, copies * query, head_dim)
     """
@@ -76,23 +74,23 @@ def fold_copies(states: torch.Tensor, copies: int) -> torch.Tensor:
 
 
 def unfold_copies(states: torch.Tensor, copies: int) -> torch.Tensor:
-    """What `fold_copies` did, undone."""
+    """Undo `fold_copies`."""
     return states.unflatten(2, (copies, -1)).transpose(1, 2).flatten(0, 1)
 
 
 def combine_bias(
     position_bias: torch.Tensor, attention_mask: torch.Tensor | None, is_causal: bool, query_offset: int | torch.Tensor
 ) -> torch.Tensor:
-    """Folds a position bias and a mask into one additive mask.
+    """Add a position bias and a mask.
 
     Args:
         position_bias: `(1 or batch, heads, query, key)`.
-        attention_mask: Boolean or additive, `(batch, 1, query, key)`; `None` if nothing (but the future) is hidden.
-        is_causal: Whether a missing mask stands for a causal one.
+        attention_mask: Boolean or additive, `(batch, 1, query, key)`. None hides no key but future keys.
+        is_causal: True if None hides future keys.
         query_offset: Index of the first query among the keys.
 
     Returns:
-        `(1 or batch, heads, query, key)`, never below the lowest finite number, so that a row without keys stays finite.
+        An additive mask `(1 or batch, heads, query, key)`. Rows without a visible key are finite.
     """
     lowest = torch.finfo(position_bias.dtype).min
     query_length, key_length = position_bias.shape[-2:]
@@ -105,13 +103,13 @@ def combine_bias(
         hidden, combined = ~attention_mask, position_bias
     else:
         hidden, combined = attention_mask <= torch.finfo(attention_mask.dtype).min, position_bias + attention_mask
-    # The lowest float16 is no match for a score of large activations, but infinity in all of a row is not a number.
+    # A large score can outweigh the lowest float16, so hidden keys get minus infinity. A row of infinities alone gives NaN.
     fill = position_bias.new_full((), -torch.inf).where(~hidden.all(dim=-1, keepdim=True), lowest)
     return torch.where(hidden, fill.to(combined.dtype), combined)
 
 
 class MetaphraseAttention(nn.Module):
-    """Multi-head attention over the tokens themselves, or over what the encoder made of the source."""
+    """Multi-head self-attention, or cross-attention to the encoder output."""
 
     def __init__(
         self, config: MetaphraseConfig, heads: int, layer_idx: int, is_causal: bool = False, is_cross: bool = False
@@ -132,7 +130,7 @@ class MetaphraseAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, key_value_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(config.hidden_size, key_value_heads * self.head_dim, bias=bias)
         if config.attention_scale is not None:
-            # Scores start out with the variance that the usual scale would give them.
+            # Scores start with the same variance as under the usual scale.
             self.q_proj.initial_gain = self.head_dim**-0.5 / config.attention_scale
         self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=bias)
         if config.qk_norm:
@@ -145,7 +143,7 @@ class MetaphraseAttention(nn.Module):
         """(batch, length, heads * head_dim) -> (batch, heads, length, head_dim)"""
         return states.view(*states.shape[:-1], -1, self.head_dim).transpose(1, 2)
 
-    def _keys_and_values(
+    def _project_keys_and_values(
         self, states: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         key = self._split(acceleration.linear(self.k_proj, states))
@@ -156,22 +154,24 @@ class MetaphraseAttention(nn.Module):
             key = rotate(key, *rotation)
         return key, value
 
-    def _cached_source(self, memory: torch.Tensor, past_key_values: Cache | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the source: computed at the first step, read from the cache ever after."""
+    def _get_source_keys_and_values(
+        self, encoder_output: torch.Tensor, past_key_values: Cache | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute keys and values of the source at the first decoding step, and read the cache at later steps."""
         if past_key_values is None:
-            return self._keys_and_values(memory, rotation=None)
+            return self._project_keys_and_values(encoder_output, rotation=None)
         cache = past_key_values.cross_attention_cache
         if past_key_values.is_updated.get(self.layer_idx):
             layer = cache.layers[self.layer_idx]
             return layer.keys, layer.values
-        key, value = cache.update(*self._keys_and_values(memory, rotation=None), self.layer_idx)
+        key, value = cache.update(*self._project_keys_and_values(encoder_output, rotation=None), self.layer_idx)
         past_key_values.is_updated[self.layer_idx] = True
         return key, value
 
     def forward(
         self,
         hidden_states: torch.Tensor,
-        memory: torch.Tensor | None = None,
+        encoder_output: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_bias: torch.Tensor | None = None,
         rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -179,26 +179,26 @@ class MetaphraseAttention(nn.Module):
         packing: Packing | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attends.
+        """Attend to the hidden states, or to the encoder output.
 
         Args:
-            hidden_states: What asks, `(batch, query, hidden)`.
-            memory: The encoder's output `(batch, source, hidden)` for a cross-attention. Its rows may be fewer, by a whole
-                factor: consecutive rows of the batch share a source then.
-            attention_mask: What `masking_utils` or, for packed rows, `packed_mask` made for the kernel in use.
-            position_bias: For kernels that take the bias apart from the mask, `(1 or batch, heads, query, key)`.
-            rotation: Cosine and sine of the queries' positions, `(batch, 1, query, rotated)` each.
-            past_key_values: Cache of both attentions.
-            packing: Where the sequences lie, if the rows are packed; `batch` is 1 then.
+            hidden_states: Input of the queries, `(batch, query, hidden)`.
+            encoder_output: Input of keys and values of a cross-attention, `(batch / copies, source, hidden)`. Each source
+                serves `copies` consecutive rows of the batch.
+            attention_mask: Mask for the kernel in use, from `masking_utils` or `packed_mask`.
+            position_bias: `(1 or batch, heads, query, key)`, for kernels that do not take the bias in the mask.
+            rotation: Cosine and sine of the positions, each `(batch, 1, query, rotated)`.
+            past_key_values: Cache of self-attention and cross-attention.
+            packing: Positions of the sequences in packed rows, with a batch of 1.
 
         Returns:
-            Output `(batch, query, hidden)`, and the weights `(batch, heads, query, key)` where the kernel makes them.
+            Output `(batch, query, hidden)`, and the weights `(batch, heads, query, key)` or None, by the kernel.
         """
         if self.training:
             hidden_states = cast_for_autocast(hidden_states)
         dropout = self.attention_dropout if self.training else 0.0
         if packing is not None and rotation is None and past_key_values is None:
-            output = acceleration.fused_attention(self, hidden_states, memory, attention_mask, packing, dropout)
+            output = acceleration.fused_attention(self, hidden_states, encoder_output, attention_mask, packing, dropout)
             if output is not None:
                 return acceleration.linear(self.o_proj, output.reshape(*hidden_states.shape[:-1], -1)), None
         query = self._split(acceleration.linear(self.q_proj, hidden_states))
@@ -207,9 +207,9 @@ class MetaphraseAttention(nn.Module):
         if rotation is not None:
             query = rotate(query, *rotation)
         if self.is_cross:
-            key, value = self._cached_source(memory, past_key_values)
+            key, value = self._get_source_keys_and_values(encoder_output, past_key_values)
         else:
-            key, value = self._keys_and_values(hidden_states, rotation)
+            key, value = self._project_keys_and_values(hidden_states, rotation)
             if past_key_values is not None:
                 key, value = past_key_values.self_attention_cache.update(key, value, self.layer_idx)
 
@@ -224,14 +224,7 @@ class MetaphraseAttention(nn.Module):
             kwargs["position_bias"] = position_bias
         kernel = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         output, weights = kernel(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            scaling=self.scaling,
-            dropout=dropout,
-            **kwargs,
+            self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs
         )
         if copies > 1 and weights is not None:
             weights = unfold_copies(weights, copies)
@@ -240,10 +233,10 @@ class MetaphraseAttention(nn.Module):
 
 
 def kernel_takes_bias(implementation: str) -> bool:
-    """Whether a kernel wants the position bias apart from the mask: flex attention adds it score by score.
+    """Return True if a kernel takes the position bias as an argument, False if it takes the bias in the mask.
 
     Raises:
-        ValueError: If the kernel cannot have a bias at all.
+        ValueError: If the kernel takes no bias.
     """
     if implementation in ("eager", "sdpa"):
         return False
@@ -251,6 +244,6 @@ def kernel_takes_bias(implementation: str) -> bool:
     if kernel is None or "position_bias" not in inspect.signature(kernel).parameters:
         raise ValueError(
             "`attn_implementation` must take a position bias for `position_embedding_type` relative or alibi: "
-            f"use eager, sdpa or (from transformers 5.17 on) flex_attention, got {implementation!r}."
+            f"use eager, sdpa or flex_attention, got {implementation!r}."
         )
     return True

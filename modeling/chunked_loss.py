@@ -1,4 +1,4 @@
-"""The loss straight from hidden states: projection and cross-entropy in chunks, so that the logits never exist as a whole."""
+"""Loss from hidden states: output projection and cross-entropy in chunks, without storing all logits."""
 
 from collections.abc import Iterator
 
@@ -7,52 +7,52 @@ import torch
 from .compat import softmax_gradient
 from .loss import IGNORED_LABEL, check_halves
 
-# Logits of one chunk: few enough to stay near the processor, enough rows that adding a chunk's gradient to that of the whole
-# projection takes little beside its products.
+# A chunk of logits should fit into the processor's caches. It needs enough rows to make up for adding the gradient of the
+# projection once per chunk.
 _CHUNK_ENTRIES = 2**21
 _MIN_CHUNK_ROWS = 512
-# Rows of a chunk's share in the gradient of the projection: few enough to stay near the processor until they are added.
+# Rows of the projection's gradient that are computed and added at a time, to stay in the caches.
 _STRIP_ROWS = 2048
 
 
 def chunk_rows(vocab_size: int) -> int:
-    """Tokens whose logits exist at a time."""
+    """Return the number of tokens of a chunk."""
     return max(_MIN_CHUNK_ROWS, _CHUNK_ENTRIES // vocab_size)
 
 
 class _ProjectedLoss(torch.autograd.Function):
-    """Sum of the cross-entropies, with the gradients computed in the forward pass, while each chunk of logits is at hand."""
+    """Sum of the cross-entropies. The forward pass computes the gradients, too, while it has the logits of a chunk."""
 
     @staticmethod
     def forward(
         ctx, hidden_states, weight, bias, labels, is_label, divisor, smoothing: float, alpha: float, dtype: torch.dtype
     ):
-        needed = ctx.needs_input_grad
+        needs_gradient = ctx.needs_input_grad
         vocab = weight.shape[0]
         states, matrix = hidden_states.to(dtype), weight.to(dtype)
-        # Smoothing gives every entry of the vocabulary the same small share. What that adds to loss and gradients are
-        # products with one row, which need no pass over the logits.
+        # Smoothing gives all tokens the same share. Its part of loss and gradients needs the sum of the weight's rows only.
         share = smoothing / vocab
         weight_sum = weight.float().sum(dim=0) if smoothing else None
-        total = torch.zeros(
-            (), dtype=torch.float64 if states.device.type == "cpu" else torch.float32, device=states.device
-        )
-        states_gradient = torch.empty_like(states) if needed[0] else None
-        # The first chunk fills it, if there is one.
+        total_dtype = torch.float64 if states.device.type == "cpu" else torch.float32
+        total = torch.zeros((), dtype=total_dtype, device=states.device)
+        states_gradient = torch.empty_like(states) if needs_gradient[0] else None
+        # The first chunk overwrites the gradient.
         make = torch.empty if states.shape[0] else torch.zeros
-        weight_gradient = make(weight.shape, dtype=torch.float32, device=weight.device) if needed[1] else None
-        bias_gradient = torch.zeros(vocab, dtype=torch.float32, device=weight.device) if needed[2] else None
-        for places in _chunks(states.shape[0], chunk_rows(vocab), is_twice=alpha != 0):
-            chunk, chunk_labels = _take(states, places), _take(labels, places)
-            kept = None if is_label is None else _take(is_label, places)
+        weight_gradient = make(weight.shape, dtype=torch.float32, device=weight.device) if needs_gradient[1] else None
+        bias_gradient = torch.zeros(vocab, dtype=torch.float32, device=weight.device) if needs_gradient[2] else None
+        for slices in _chunk_slices(states.shape[0], chunk_rows(vocab), has_halves=alpha != 0):
+            chunk, chunk_labels = _take(states, slices), _take(labels, slices)
+            mask = None if is_label is None else _take(is_label, slices)
             logits = chunk @ matrix.T if bias is None else torch.addmm(bias.to(dtype), chunk, matrix.T)
             rows = torch.arange(chunk.shape[0], device=chunk.device)
-            chosen = logits[rows, chunk_labels].float()
+            label_logits = logits[rows, chunk_labels].float()
             probabilities = torch.softmax(logits, dim=1)
-            of_labels = _LabelProbabilities(probabilities, rows, chunk_labels)
-            losses = of_labels.surprisals(logits, probabilities, chosen) + smoothing * chosen
+            label_probabilities = _LabelProbabilities(probabilities, rows, chunk_labels)
+            losses = label_probabilities.surprisals(logits, probabilities, label_logits) + smoothing * label_logits
             if alpha:
-                divergences, slope = _divergence(logits, probabilities, of_labels, rows, chunk_labels, alpha)
+                divergences, divergence_gradient = _divergence(
+                    logits, probabilities, label_probabilities, rows, chunk_labels, alpha
+                )
             del logits
             if smoothing:
                 losses -= share * (chunk.float() @ weight_sum)
@@ -60,37 +60,38 @@ class _ProjectedLoss(torch.autograd.Function):
                     losses -= share * bias.float().sum()
             if alpha:
                 losses += divergences
-            total += (losses if kept is None else losses * kept).sum()
-            if not any(needed[:3]):
+            total += (losses if mask is None else losses * mask).sum()
+            if not any(needs_gradient[:3]):
                 continue
-            # From here on they are the gradient of the logits, but for what smoothing adds.
-            probabilities[rows, chunk_labels] = of_labels.less(1 - smoothing).to(dtype)
+            # The probabilities become the gradient of the logits, without the part of smoothing.
+            logits_gradient = probabilities
+            logits_gradient[rows, chunk_labels] = label_probabilities.minus(1 - smoothing).to(dtype)
             if alpha:
-                probabilities += slope
-                del slope
-            if kept is not None:
-                probabilities *= kept[:, None]
+                logits_gradient += divergence_gradient
+                del divergence_gradient
+            if mask is not None:
+                logits_gradient *= mask[:, None]
             if states_gradient is not None:
-                _put(states_gradient, places, probabilities @ matrix)
+                _put(states_gradient, slices, logits_gradient @ matrix)
             if weight_gradient is not None:
-                _add_product(weight_gradient, probabilities.T, chunk, is_first=places[0].start == 0)
+                _add_product(weight_gradient, logits_gradient.T, chunk, is_first=slices[0].start == 0)
             if bias_gradient is not None:
-                bias_gradient += probabilities.sum(dim=0, dtype=torch.float32)
-            del probabilities  # before the next are there
+                bias_gradient += logits_gradient.sum(dim=0, dtype=torch.float32)
+            # Free the chunk before the next chunk is computed.
+            del probabilities, logits_gradient
         if smoothing:
-            counted = states if is_label is None else states * is_label[:, None]
+            label_states = states if is_label is None else states * is_label[:, None]
             if states_gradient is not None:
                 row = (share * weight_sum).to(dtype)
                 states_gradient -= row if is_label is None else row * is_label[:, None]
             if weight_gradient is not None:
-                weight_gradient -= share * counted.sum(dim=0, dtype=torch.float32)
+                weight_gradient -= share * label_states.sum(dim=0, dtype=torch.float32)
             if bias_gradient is not None:
                 bias_gradient -= share * (states.shape[0] if is_label is None else is_label.sum())
         gradients = states_gradient, weight_gradient, bias_gradient
         ctx.divisor = divisor
-        # What is divided in float16 may be too small for it, until a scaled loss is multiplied in.
+        # In float16, a divided gradient may underflow before the scale of the loss multiplies it in the backward pass.
         if states.device.type == "cpu" and dtype != torch.float16:
-            # In its place, as long as it is nobody else's.
             gradients = [None if gradient is None else gradient.div_(divisor) for gradient in gradients]
             ctx.divisor = 1
         ctx.save_for_backward(*gradients)
@@ -101,94 +102,95 @@ class _ProjectedLoss(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient: torch.Tensor):
         gradients, gradient = ctx.saved_tensors, gradient / ctx.divisor
-        # As a rule it is the loss itself that is differentiated. To ask would be to wait for an accelerator.
+        # Usually the factor is 1. Comparing would wait for an accelerator.
         if gradient.device.type != "cpu" or gradient != 1:
-            gradients = [None if kept is None else kept * gradient.to(kept.dtype) for kept in gradients]
-        gradients = [
-            None if kept is None else kept.to(dtype) for kept, dtype in zip(gradients, ctx.dtypes, strict=True)
-        ]
+            gradients = [None if saved is None else saved * gradient.to(saved.dtype) for saved in gradients]
+        pairs = zip(gradients, ctx.dtypes, strict=True)
+        gradients = [None if saved is None else saved.to(dtype) for saved, dtype in pairs]
         return *gradients, None, None, None, None, None, None
 
 
 class _LabelProbabilities:
-    """Probability of each row's label, and of all else, `(rows)`: in half precision the one says nothing of the other near 1.
+    """Probabilities of the labels, and of all other tokens together, `(rows)`.
 
-    Numbers of bfloat16 below 1 are 0.004 apart, but small ones keep their digits: a label of more than one half is what the sum
-    of the others leaves.
+    In half precision, `1 - p` is inaccurate if p is near 1, but the sum of the other probabilities is accurate.
     """
 
     def __init__(self, probabilities: torch.Tensor, rows: torch.Tensor, labels: torch.Tensor):
-        found, dtype = probabilities[rows, labels], torch.promote_types(probabilities.dtype, torch.float32)
+        values, dtype = probabilities[rows, labels], torch.promote_types(probabilities.dtype, torch.float32)
         probabilities[rows, labels] = 0
-        # Summed in float32, and rounded to as many digits as its terms have: to convert them all first takes far longer.
+        # `sum` accumulates in float32 and rounds once. Converting the probabilities first takes far longer.
         self.rest = probabilities.sum(dim=1).to(dtype)
-        probabilities[rows, labels] = found
-        self.found, self.is_likely = found.to(dtype), self.rest < 0.5
+        probabilities[rows, labels] = values
+        self.values, self.is_likely = values.to(dtype), self.rest < 0.5
 
-    def less(self, share: float) -> torch.Tensor:
-        """Their probabilities less a share."""
-        return torch.where(self.is_likely, 1 - share - self.rest, self.found - share)
+    def minus(self, share: float) -> torch.Tensor:
+        """Return the probabilities minus a share, `(rows)`."""
+        return torch.where(self.is_likely, 1 - share - self.rest, self.values - share)
 
     def difference(self) -> torch.Tensor:
-        """Those of the first half of the rows less those of the second, `(rows / 2)`."""
-        (p, q), (rest_p, rest_q) = self.found.chunk(2), self.rest.chunk(2)
+        """Return the first half of the probabilities minus the second half, `(rows / 2)`."""
+        (p, q), (rest_p, rest_q) = self.values.chunk(2), self.rest.chunk(2)
         are_likely = torch.logical_and(*self.is_likely.chunk(2))
         return torch.where(are_likely, rest_q - rest_p, p - q)
 
-    def surprisals(self, logits: torch.Tensor, probabilities: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """Negative logarithms, where `chosen` are the logits of the labels."""
-        if logits.device.type == "cpu" and self.found.min() > torch.finfo(probabilities.dtype).tiny:
-            unlikely = -self.found.log()
+    def surprisals(self, logits: torch.Tensor, probabilities: torch.Tensor, label_logits: torch.Tensor) -> torch.Tensor:
+        """Return the negative logarithms of the probabilities, `(rows)`."""
+        if logits.device.type == "cpu" and self.values.min() > torch.finfo(probabilities.dtype).tiny:
+            unlikely = -self.values.log()
         else:
-            # The largest probability is at least 1 / vocab, so its logarithm is exact; on a CPU, to find it is slow.
-            unlikely = logits.amax(dim=1).float() - probabilities.amax(dim=1).float().log() - chosen
+            # The largest probability is at least 1 / vocab, so its logarithm is accurate. The maximum is slow on a CPU.
+            unlikely = logits.amax(dim=1).float() - probabilities.amax(dim=1).float().log() - label_logits
         return torch.where(self.is_likely, -torch.log1p(-self.rest.clamp(max=0.5)), unlikely)
 
 
-def _chunks(total: int, rows: int, is_twice: bool) -> Iterator[tuple[slice, ...]]:
-    """Places of about so many rows; where the second half of all is the first again, of as many rows of each half."""
-    period, rows = (total // 2, max(1, rows // 2)) if is_twice else (total, rows)
-    for start in range(0, period, rows):
-        place = slice(start, min(start + rows, period))
-        yield (place, slice(period + place.start, period + place.stop)) if is_twice else (place,)
+def _chunk_slices(total: int, rows: int, has_halves: bool) -> Iterator[tuple[slice, ...]]:
+    """Yield the slices of each chunk: one of `rows` rows, or one of `rows / 2` rows in each half of the tokens."""
+    length, rows = (total // 2, max(1, rows // 2)) if has_halves else (total, rows)
+    for start in range(0, length, rows):
+        stop = min(start + rows, length)
+        yield (slice(start, stop), slice(length + start, length + stop)) if has_halves else (slice(start, stop),)
 
 
-def _take(tensor: torch.Tensor, places: tuple[slice, ...]) -> torch.Tensor:
-    return tensor[places[0]] if len(places) == 1 else torch.cat([tensor[place] for place in places])
+def _take(tensor: torch.Tensor, slices: tuple[slice, ...]) -> torch.Tensor:
+    return tensor[slices[0]] if len(slices) == 1 else torch.cat([tensor[rows] for rows in slices])
 
 
-def _put(tensor: torch.Tensor, places: tuple[slice, ...], rows: torch.Tensor) -> None:
-    for place, part in zip(places, rows.chunk(len(places)), strict=True):
-        tensor[place] = part
+def _put(tensor: torch.Tensor, slices: tuple[slice, ...], values: torch.Tensor) -> None:
+    for rows, part in zip(slices, values.chunk(len(slices)), strict=True):
+        tensor[rows] = part
 
 
 def _divergence(
     logits: torch.Tensor,
     probabilities: torch.Tensor,
-    of_labels: _LabelProbabilities,
+    label_probabilities: _LabelProbabilities,
     rows: torch.Tensor,
     labels: torch.Tensor,
     alpha: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each row half of its pair's divergence times alpha, `(rows)`, and the gradient of the logits, `(rows, vocab)`.
+    """Return the divergence of the two halves of a chunk, with the same labels.
 
-    Rows are two halves, p and q, of the same labels. KL(p, q) + KL(q, p) is the sum of (p - q)(a - b) over logits a and b, since
-    what normalizes them falls out, and its gradient for a is p - q + p (a - b - sum(p (a - b))). A constant falls out of a - b as
-    well: that of the label, whose probabilities may be too near to 1 to tell them apart, is made 0.
+    The logits a and b of the halves have the probabilities p and q. KL(p, q) + KL(q, p) is the sum of (p - q)(a - b). The
+    gradient for a is p - q + p (a - b - sum(p (a - b))). Adding a constant to a - b changes neither. So a - b is made 0 for the
+    label, since p and q of a likely label are inaccurate.
+
+    Returns:
+        Half the divergence of a pair of rows, times alpha, `(rows)`, and the gradient of the logits, `(rows, vocab)`.
     """
     (first, second), (p, q) = logits.chunk(2), probabilities.chunk(2)
-    places = rows[: len(p)], labels[: len(p)]
+    index = rows[: len(p)], labels[: len(p)]
     gap, difference = first - second, p - q
-    gap -= gap[places][:, None]
-    difference[places] = of_labels.difference().to(difference.dtype)
-    each = 0.25 * alpha * (gap * difference).sum(dim=1, dtype=torch.float32)
-    slopes = [softmax_gradient(gap, side) for side in (p, q)]
-    slope = torch.cat((slopes[0].add_(difference), slopes[1].add_(difference).neg_())).mul_(0.5 * alpha)
-    return torch.cat((each, each)), slope
+    gap -= gap[index][:, None]
+    difference[index] = label_probabilities.difference().to(difference.dtype)
+    divergence = 0.25 * alpha * (gap * difference).sum(dim=1, dtype=torch.float32)
+    gradients = [softmax_gradient(gap, side) for side in (p, q)]
+    gradient = torch.cat((gradients[0].add_(difference), gradients[1].add_(difference).neg_())).mul_(0.5 * alpha)
+    return torch.cat((divergence, divergence)), gradient
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, is_first: bool) -> None:
-    """Adds a product to a total, which it replaces if it is the first."""
+    """Add a matrix product to a total in place. The first product replaces the total."""
     if total.dtype == left.dtype:
         torch.addmm(total, left, right, beta=0 if is_first else 1, out=total)
         return
@@ -207,25 +209,24 @@ def projected_loss(
     r_drop_alpha: float = 0.0,
     divisor: torch.Tensor | float = 1,
 ) -> torch.Tensor:
-    """The sum of the label-smoothed cross-entropies of a projection, without all of its logits at once.
+    """Return the sum of the cross-entropies of a linear projection, divided, without storing all logits.
 
-    Equal to `torch.nn.functional.cross_entropy` on the logits, with `reduction="sum"`, divided. `linear_cross_entropy` of torch
-    2.13 does the same without smoothing. Under autocast the matrix products are in its precision, as those of any linear layer.
+    Equal to `torch.nn.functional.cross_entropy` of the logits with `reduction="sum"`, divided by `divisor`. The matrix products
+    are in the precision of autocast.
 
-    Source: computing the gradient chunk by chunk in the forward pass is from Hsu et al. 2024, section 3.2, arXiv 2410.10989.
+    Source: gradients by chunks in the forward pass are from Hsu et al. 2024, section 3.2, arXiv 2410.10989.
 
     Args:
         hidden_states: `(tokens, hidden)`.
         weight: `(vocab, hidden)`.
         bias: `(vocab)`.
-        labels: `(tokens)`, -100 where there is none; such tokens are left out of all products.
+        labels: `(tokens)`, -100 for tokens without a label.
         smoothing: Probability to spread over the vocabulary, in [0, 1).
-        r_drop_alpha: Weight of the `symmetric_divergence` that is added, between the predictions of the first and the second half
-            of the tokens, which have the same labels then.
-        divisor: Of the sum. To divide here spares a pass over all gradients, one of which is as large as the projection.
+        r_drop_alpha: Weight of the `symmetric_divergence` between the two halves of the tokens, which have the same labels.
+        divisor: Divides the sum. Dividing here saves a pass over gradients as large as the projection.
 
     Returns:
-        A scalar in float32; it can be differentiated once.
+        A scalar in float32, which can be differentiated once.
 
     Raises:
         ValueError: If the halves have different labels, or `smoothing` is out of range.
@@ -236,16 +237,17 @@ def projected_loss(
         check_halves(labels)
     labels = labels.to(hidden_states.device)
     is_label = labels != IGNORED_LABEL
-    kind = hidden_states.device.type
-    if kind != "cpu":
-        # To count them would be to wait for the accelerator.
+    device_type = hidden_states.device.type
+    if device_type != "cpu":
+        # Removing tokens without a label would wait for the accelerator.
         labels = labels.clamp(min=0)
     elif bool(is_label.all()):
         is_label = None
     else:
         hidden_states, labels, is_label = hidden_states[is_label], labels[is_label], None
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_states.dtype
-    with torch.autocast(kind, enabled=False):
+    is_autocast = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type) if is_autocast else hidden_states.dtype
+    with torch.autocast(device_type, enabled=False):
         return _ProjectedLoss.apply(
             hidden_states, weight, bias, labels, is_label, divisor, smoothing, r_drop_alpha, dtype
         )

@@ -1,7 +1,8 @@
-"""The configuration of Metaphrase: every choice that an encoder-decoder Transformer makes, declared and checked."""
+"""Configuration of Metaphrase: the fields of the architecture, and their checks."""
 
 import copy
 import difflib
+from collections.abc import Iterable
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -41,62 +42,66 @@ _PROBABILITIES = ("dropout", "attention_dropout", "activation_dropout")
 
 @strict
 class MetaphraseConfig(PreTrainedConfig):
-    """The configuration of a `MetaphraseModel`. Without arguments it is a small model of our recommended design.
+    """Configuration of a `MetaphraseModel`. The defaults are a small model of our recommended design.
 
     Args:
-        vocab_size: Entries of the source vocabulary (and of the target's, when the embeddings are shared).
-        decoder_vocab_size: Entries of the target vocabulary; `None` means as many as `vocab_size`.
-        hidden_size: Width of the residual stream, the same in both stacks.
+        vocab_size: Size of the source vocabulary, or of a shared vocabulary.
+        decoder_vocab_size: Size of the target vocabulary. None means `vocab_size`.
+        hidden_size: Width of the hidden states of both stacks.
         encoder_layers: Layers of the encoder.
         decoder_layers: Layers of the decoder.
-        encoder_attention_heads: Query heads of a self-attention in the encoder.
-        decoder_attention_heads: Query heads of the self- and the cross-attention in the decoder.
-        encoder_ffn_dim: Inner width of the encoder's feed-forward.
-        decoder_ffn_dim: Inner width of the decoder's feed-forward.
-        num_key_value_heads: Key and value heads (grouped-query attention, Ainslie et al. 2023, arXiv 2305.13245); `None`
-            means as many as query heads, 1 is multi-query attention.
-        head_dim: Width of a head; `None` means `hidden_size` divided by the heads of the stack.
-        activation_function: Name of the activation in the feed-forward, as in transformers' `ACT2FN`.
-        gated_mlp: Multiply the activated projection with a second, linear one (GLU variants, Shazeer 2020, arXiv 2002.05202).
-        position_embedding_type: `sinusoidal` or `learned` are added to the embeddings; `relative` is the bucketed bias of
-            T5; `rotary` turns queries and keys (Su et al. 2021, arXiv 2104.09864); `alibi` is a linear bias (Press et al.
-            2022, arXiv 2108.12409), symmetric in the encoder; `none` leaves order to the causal mask alone.
-        sinusoidal_layout: `interleaved` puts sine and cosine in turn, as the paper does; `half_split` puts all sines before
-            all cosines, as Marian does; `fairseq`, which tensor2tensor has too, does so with slightly longer wavelengths, of
-            which the last one is reached.
-        max_position_embeddings: Longest sequence that `learned` positions can hold. The other types have no limit: for
-            `sinusoidal` it is the size of the first table, for `rotary` what its scaled variants start from.
-        position_offset: The number of the first position, for `sinusoidal` and `learned`. fairseq's models count from the id of
-            the padding token plus 1; BART's table has rows before the first that is used.
-        rope_parameters: transformers' description of a rotary embedding (`rope_type`, `rope_theta`, ...).
-        relative_attention_num_buckets: Buckets of the relative bias, both directions together in the encoder.
-        relative_attention_max_distance: Distance, in tokens, from which on all share the last bucket.
-        relative_attention_shared: One bias for all layers of a stack (T5) rather than one for each layer (UMT5).
+        encoder_attention_heads: Query heads of the encoder's self-attention.
+        decoder_attention_heads: Query heads of the decoder's self-attention and cross-attention.
+        encoder_ffn_dim: Inner width of the encoder's feed-forward network.
+        decoder_ffn_dim: Inner width of the decoder's feed-forward network.
+        num_key_value_heads: Key and value heads (grouped-query attention, Ainslie et al. 2023, arXiv 2305.13245). None means the
+            number of query heads, 1 means multi-query attention. None becomes a number if the heads of both stacks are equal.
+        head_dim: Width of a head. None means `hidden_size` divided by the query heads of the stack. None becomes a number if the
+            heads of both stacks are equal.
+        activation_function: Name of the activation in the feed-forward network, from transformers' `ACT2FN`.
+        gated_mlp: Multiply the activated projection by a second linear projection (GLU, Shazeer 2020, arXiv 2002.05202).
+        position_embedding_type: One of these.
+            `sinusoidal` and `learned` are added to the embeddings.
+            `relative` is T5's bias by buckets of distances.
+            `rotary` rotates queries and keys (Su et al. 2021, arXiv 2104.09864).
+            `alibi` is a linear bias (Press et al. 2022, arXiv 2108.12409), symmetric in the encoder.
+            `none` leaves the order of tokens to the causal mask.
+        sinusoidal_layout: `interleaved` has sine and cosine in turn, as in the paper. `half_split` has all sines before all
+            cosines, as in Marian. `fairseq` is `half_split` with the slightly longer wavelengths of tensor2tensor and fairseq.
+        max_position_embeddings: Longest sequence for `learned` positions. Other types have no limit: the number is the size of
+            the first table for `sinusoidal`, and the base of the scaled variants for `rotary`.
+        position_offset: Number of the first position, for `sinusoidal` and `learned`. fairseq's models count from the id of
+            the padding token plus 1. BART's table has unused rows at the start.
+        rope_parameters: transformers' parameters of a rotary embedding (`rope_type`, `rope_theta`, ...).
+        relative_attention_num_buckets: Buckets of the relative bias, for both directions together in the encoder.
+        relative_attention_max_distance: Distance in tokens from which all distances share the last bucket.
+        relative_attention_shared: One bias for all layers of a stack (T5) instead of one for each layer (UMT5).
         norm_type: `layernorm` or `rmsnorm` (Zhang and Sennrich 2019, arXiv 1910.07467).
-        norm_position: `pre` norms what enters a sub-layer, `post` what leaves the residual sum.
+        norm_position: `pre` normalizes the input of a sublayer, `post` the sum of its input and output.
         norm_eps: Added to the variance.
-        embedding_norm: Norm the sum of embeddings and positions (BART).
-        final_norm: Norm the output of each stack; `None` means that `pre` does and `post` does not.
-        qk_norm: RMS-norm queries and keys in each head before positions are applied (Henry et al. 2020, arXiv 2010.04245).
+        embedding_norm: Normalize the sum of embeddings and positions (BART).
+        final_norm: Normalize the output of each stack. None means true for `pre` and false for `post`.
+        qk_norm: RMSNorm of queries and keys in each head, before positions (Henry et al. 2020, arXiv 2010.04245).
         scale_embedding: Multiply token embeddings by the square root of `hidden_size`.
-        attention_scale: Factor of the attention scores; `None` means `head_dim` ** -0.5. T5 uses 1.
+        attention_scale: Factor of the attention scores. None means `head_dim` ** -0.5. T5 uses 1.
         attention_bias: Biases in the projections of attention.
-        mlp_bias: Biases in the feed-forward.
+        mlp_bias: Biases in the feed-forward network.
         logits_bias: A bias in the output projection.
-        logits_scale: Factor on the decoder's output before the output projection. T5 uses `hidden_size` ** -0.5.
-        tie_word_embeddings: The output projection is the target embedding.
-        share_embeddings: Source and target have one embedding; needs one vocabulary.
-        train_padding_embedding: The padding token's embedding learns from where it is read, as it is by a decoder that starts
-            with padding. BART, Marian and their relatives keep it as it is.
-        decoder_start_from_labels: In training, the last label of a row (mBART: a language code) is what its decoder starts with,
-            not `decoder_start_token_id`.
-        dropout: Probability for the embeddings and the output of each sub-layer.
+        logits_scale: Factor of the decoder's output before the output projection. T5 uses `hidden_size` ** -0.5.
+        tie_word_embeddings: The output projection and the target embeddings share a weight.
+        share_embeddings: Source and target share their embeddings and their vocabulary.
+        train_padding_embedding: Train the embedding of the padding token, with which T5's decoder starts. BART, Marian and
+            their relatives do not train it.
+        decoder_start_from_labels: In training, start the decoder with the last label of a row, not with
+            `decoder_start_token_id`. This label is a language code in mBART.
+        dropout: Probability for the embeddings and the output of each sublayer.
         attention_dropout: Probability for the attention weights.
-        activation_dropout: Probability inside the feed-forward.
-        initializer_range: Standard deviation of every weight; `None` scales each with its shape: (2 / (in + out)) ** 0.5 for
-            a projection (Glorot and Bengio 2010), `hidden_size` ** -0.5 for learned positions, and that over `logits_scale`
-            for the output projection and, with `tie_word_embeddings`, for every embedding of tokens. Without it these get 1,
-            as in T5, or `hidden_size` ** -0.5 with `scale_embedding`.
+        activation_dropout: Probability inside the feed-forward network.
+        initializer_range: Standard deviation of all weights. None means a deviation by shape.
+            (2 / (in + out)) ** 0.5 for a projection (Glorot and Bengio 2010).
+            `hidden_size` ** -0.5 for learned positions.
+            `hidden_size` ** -0.5 / `logits_scale` for the output projection, and for tied token embeddings.
+            `hidden_size` ** -0.5 for other token embeddings with `scale_embedding`, and 1 without, as in T5.
 
     Raises:
         ValueError: If a field is out of its range or two fields contradict each other.
@@ -165,7 +170,7 @@ class MetaphraseConfig(PreTrainedConfig):
             self.final_norm = self.norm_position == "pre"
         if self.rope_parameters is None and self.position_embedding_type == "rotary":
             self.rope_parameters = {"rope_type": "default", "rope_theta": 10_000.0}
-        # Written here in full: the saving of a model would record the class of that one model alone.
+        # Saving a model would record only the class of that model.
         self.auto_map = {
             "AutoConfig": "configuration_metaphrase.MetaphraseConfig",
             "AutoModel": "modeling_metaphrase.MetaphraseModel",
@@ -175,20 +180,21 @@ class MetaphraseConfig(PreTrainedConfig):
         self.custom_pipelines = CustomPipelines.with_all_tasks(kwargs.pop("custom_pipelines", None))
         kwargs.pop("auto_map", None)
         super().__post_init__(**kwargs)
-        # Not named validate_*: @strict would wrap the ValueError in an exception that is none.
+        # Not in a `validate_*` method, since @strict would wrap a ValueError in an exception of another type.
         self.check()
+        self.fill_head_sizes()
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> tuple[dict, dict]:
-        """As the parent's.
+        """Load the fields of a saved configuration.
 
         Raises:
-            ValueError: If it is the configuration of another kind of model.
+            ValueError: If the configuration is of another model family.
         """
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         model_type = config_dict.get("model_type", cls.model_type)
         if model_type != cls.model_type:
-            # transformers would warn, and then miss every weight.
+            # transformers would only warn, and initialize all weights.
             raise ValueError(
                 f"`model_type` must be {cls.model_type}, got {model_type!r}. The package converts many families: "
                 f"`metaphrase convert {pretrained_model_name_or_path} OUTPUT`."
@@ -197,16 +203,18 @@ class MetaphraseConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
-        # transformers sets the fields in `kwargs` one by one when the rest is checked already.
-        made = super().from_dict(config_dict, **kwargs)
-        (made[0] if isinstance(made, tuple) else made).check()
-        return made
+        result = super().from_dict(config_dict, **kwargs)
+        # transformers sets the fields in `kwargs` after `__post_init__`.
+        config = result[0] if isinstance(result, tuple) else result
+        config.check()
+        config.fill_head_sizes()
+        return result
 
     def check(self):
-        """Checks each field against its range and against the others.
+        """Check the ranges of all fields and their combinations.
 
         Raises:
-            ValueError: Names the field, what must hold and what was given.
+            ValueError: If a field is out of its range or two fields contradict each other.
         """
         for field in _POSITIVE:
             value = getattr(self, field)
@@ -243,12 +251,20 @@ class MetaphraseConfig(PreTrainedConfig):
                     f"`head_dim` must be even for rotary positions, got {self.get_head_dim(heads)} (from `{field}`)."
                 )
 
+    def fill_head_sizes(self):
+        # transformers and peft read the shape of a cache from these fields. Different stacks cannot share a number.
+        if self.encoder_attention_heads == self.decoder_attention_heads:
+            self.num_key_value_heads = self.num_key_value_heads or self.decoder_attention_heads
+            self.head_dim = self.get_head_dim(self.decoder_attention_heads)
+
     def _check_positions(self):
         if self.position_embedding_type == "rotary":
-            kind = self.rope_parameters.get("rope_type", "default")
-            known = ("default", *ROPE_INIT_FUNCTIONS)
-            if kind not in known:
-                raise ValueError(f"`rope_parameters` must have a `rope_type` of {', '.join(known)}, got {kind!r}.")
+            rope_type = self.rope_parameters.get("rope_type", "default")
+            choices = ("default", *ROPE_INIT_FUNCTIONS)
+            if rope_type not in choices:
+                raise ValueError(
+                    f"`rope_parameters` must have a `rope_type` of {', '.join(choices)}, got {rope_type!r}."
+                )
             try:
                 self.validate_rope()
             except KeyError as error:
@@ -275,54 +291,63 @@ class MetaphraseConfig(PreTrainedConfig):
             )
         if not self.train_padding_embedding and self.pad_token_id is None:
             raise ValueError("`pad_token_id` must be set when `train_padding_embedding` is false, got None.")
-        both = min(self.vocab_size, self.decoder_vocab_size)
-        for field, size in (("pad_token_id", both), ("decoder_start_token_id", self.decoder_vocab_size)):
+        smaller = min(self.vocab_size, self.decoder_vocab_size)
+        for field, size in (("pad_token_id", smaller), ("decoder_start_token_id", self.decoder_vocab_size)):
             value = getattr(self, field)
             if value is not None and not 0 <= value < size:
                 raise ValueError(f"`{field}` must be an id of the vocabulary, from 0 to {size - 1}, got {value}.")
 
     def validate_rope(self):
-        """Checks `rope_parameters` as transformers does, where they are used."""
+        """Check `rope_parameters` by transformers' rules, for rotary positions only."""
         if self.position_embedding_type != "rotary":
             return
         for heads in (self.encoder_attention_heads, self.decoder_attention_heads):
-            # transformers reads the width of a head from the field, which may be None here.
-            described = copy.copy(self)
-            described.head_dim = self.get_head_dim(heads)
-            super(MetaphraseConfig, described).validate_rope()
+            # transformers reads `head_dim`, which may be None here.
+            config = copy.copy(self)
+            config.head_dim = self.get_head_dim(heads)
+            super(MetaphraseConfig, config).validate_rope()
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
-        """As the parent's; asked for neither side, it answers with the vocabulary of the target.
+        """Return the configuration of a stack, or of the logits if neither stack is named.
 
-        transformers asks so for the width of the logits, in beam search and in scores. With two vocabularies that is a copy.
+        - Stacks of equal shape share this configuration.
+        - A stack of another shape has a copy with the sizes of its heads.
+        - The logits have a copy with the target vocabulary, which transformers reads in beam search and for scores.
         """
+        fields = ("layers", "attention_heads", "ffn_dim")
+        is_equal = all(getattr(self, f"encoder_{name}") == getattr(self, f"decoder_{name}") for name in fields)
+        if is_equal and self.vocab_size == self.decoder_vocab_size:
+            return self
         config = super().get_text_config(decoder=decoder, encoder=encoder)
         if config is self and self.vocab_size != self.decoder_vocab_size:
             config = copy.copy(self)
             config.vocab_size = self.decoder_vocab_size
+        elif config is not self:
+            config.num_key_value_heads = config.num_key_value_heads or config.num_attention_heads
+            config.head_dim = config.get_head_dim(config.num_attention_heads)
         return config
 
     def get_head_dim(self, heads: int) -> int:
-        """Width of one of `heads` heads."""
+        """Return the width of a head in a stack with `heads` query heads."""
         return self.head_dim if self.head_dim is not None else self.hidden_size // heads
 
     @classmethod
     def presets(cls) -> list[str]:
-        """Names of the known architectures."""
+        """Return the names of all presets."""
         return list(PRESETS)
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> "MetaphraseConfig":
-        """The configuration of a named architecture.
+        """Return the configuration of a preset.
 
-        T5's scale of the logits follows the width: a narrower T5 has that of its own `hidden_size`, an untied one none.
+        In T5's presets, `logits_scale` follows the final `hidden_size` and `tie_word_embeddings`.
 
         Args:
             name: One of `presets()`.
-            **overrides: Fields that replace the preset's, such as `vocab_size`.
+            **overrides: Fields that replace those of the preset, such as `vocab_size`.
 
         Raises:
-            ValueError: If the preset or a field is unknown; the nearest known name is given.
+            ValueError: If the preset or a field is unknown.
         """
         if name not in PRESETS:
             raise ValueError(f"`preset` must be one of {', '.join(PRESETS)}, got {name!r}.{_nearest(name, PRESETS)}")
@@ -338,9 +363,9 @@ class MetaphraseConfig(PreTrainedConfig):
         return config
 
 
-def _nearest(name: str, known) -> str:
-    match = difflib.get_close_matches(name, list(known), n=1)
-    return f" Did you mean {match[0]!r}?" if match else ""
+def _nearest(name: str, choices: Iterable[str]) -> str:
+    matches = difflib.get_close_matches(name, list(choices), n=1)
+    return f" Did you mean {matches[0]!r}?" if matches else ""
 
 
 MetaphraseConfig.register_for_auto_class()

@@ -1,4 +1,4 @@
-"""The decoder: from the target so far, and the memory, to hidden states."""
+"""Decoder: from target ids and the encoder output to hidden states."""
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from .stacks import Stack, bound_of, indices, is_padding_mask, packed_segments
 
 
 class MetaphraseDecoder(Stack):
-    """Reads the target so far, and the memory."""
+    """Stack of layers with causal self-attention and cross-attention."""
 
     _can_record_outputs = {
         "hidden_states": MetaphraseDecoderLayer,
@@ -47,51 +47,52 @@ class MetaphraseDecoder(Stack):
         use_cache: bool | None = None,
         lengths: torch.LongTensor | None = None,
         longest: int | None = None,
-        memory_lengths: torch.LongTensor | None = None,
-        longest_memory: int | None = None,
+        source_lengths: torch.LongTensor | None = None,
+        longest_source: int | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPastAndCrossAttentions:
-        """Decodes, all positions at once or one more after what the cache holds.
+        """Decode all positions of the targets, or the positions after those in the cache.
 
         Args:
             input_ids: `(batch, query)`.
-            attention_mask: 1 for a token, 0 for padding, `(batch, past + query)`, or ready for the kernel
-                `(batch, 1, query, key)`.
-            encoder_hidden_states: The memory `(batch, source, hidden)`. Its rows may be fewer, by a whole factor, as in beam
-                search: consecutive targets share a source then.
-            encoder_attention_mask: 1 for a token, 0 for padding, with as many rows as the memory, `(batch, source)`.
-            past_key_values: Keys and values so far. A cache for self-attention alone gets a second one for the source.
-            inputs_embeds: `(batch, query, hidden)` in place of the ids, scaled already.
-            position_ids: `(batch, query)`; by default each row counts on, skipping padding.
-            use_cache: Whether to make a cache if none is given.
-            lengths: For packed rows, the tokens of each target in the one row, `(targets)`. No masks, positions and cache then.
-            longest: The largest of the lengths, if the caller knows it.
-            memory_lengths: Likewise, the tokens of each source in the memory.
-            longest_memory: The largest of them.
+            attention_mask: 1 for a token, 0 for padding, `(batch, past + query)`, or a kernel's mask `(batch, 1, query, key)`.
+            encoder_hidden_states: The encoder output `(batch / copies, source, hidden)`. Each source serves `copies` consecutive
+                targets, as in beam search.
+            encoder_attention_mask: 1 for a token, 0 for padding, `(batch / copies, source)`.
+            past_key_values: Keys and values of earlier positions. If the cache is only for self-attention, one for
+                cross-attention is added.
+            inputs_embeds: Scaled embeddings `(batch, query, hidden)` instead of `input_ids`.
+            position_ids: `(batch, query)`. By default tokens are counted from 0 without padding.
+            use_cache: True to make a cache if `past_key_values` is None.
+            lengths: Tokens of each target in a packed row, `(targets)`. Excludes masks, positions and a cache.
+            longest: The largest length, if known.
+            source_lengths: Tokens of each source in a packed encoder output, `(targets)`.
+            longest_source: The largest of `source_lengths`, if known.
 
         Returns:
             `last_hidden_state` `(batch, query, hidden)`, and the cache.
 
         Raises:
-            ValueError: If there is no memory, its rows do not divide the targets, or the lengths do not fit the rows.
+            ValueError: If the encoder output is missing, the number of targets is not a multiple of the sources, or the lengths
+                do not fit the rows.
         """
         if encoder_hidden_states is None:
             raise ValueError("`encoder_hidden_states` must be given to the decoder, got None.")
         if self.training:
-            # Every layer reads it.
+            # Once for all layers.
             encoder_hidden_states = cast_for_autocast(encoder_hidden_states)
         embeddings = self._embed(input_ids, inputs_embeds)
         rows, sources = embeddings.shape[0], encoder_hidden_states.shape[0]
         if rows % sources:
             raise ValueError(f"Targets must be as many as sources, or a multiple of them, got {rows} and {sources}.")
-        if (lengths is None) != (memory_lengths is None):
+        if (lengths is None) != (source_lengths is None):
             raise ValueError("`source_lengths` and `target_lengths` must be given together, got one of them.")
         if lengths is not None:
-            given = {"decoder_attention_mask": attention_mask, "decoder_position_ids": position_ids}
-            given |= {"attention_mask": encoder_attention_mask, "past_key_values": past_key_values}
-            segments = packed_segments(lengths, longest, embeddings, "target_lengths", **given)
-            memory_segments = packed_segments(memory_lengths, longest_memory, encoder_hidden_states, "source_lengths")
-            return self._decode_packed(embeddings, segments, encoder_hidden_states, memory_segments, **kwargs)
+            excluded = {"decoder_attention_mask": attention_mask, "decoder_position_ids": position_ids}
+            excluded |= {"attention_mask": encoder_attention_mask, "past_key_values": past_key_values}
+            segments = packed_segments(lengths, longest, embeddings, "target_lengths", **excluded)
+            source_segments = packed_segments(source_lengths, longest_source, encoder_hidden_states, "source_lengths")
+            return self._decode_packed(embeddings, segments, encoder_hidden_states, source_segments, **kwargs)
         length = key_length = embeddings.shape[1]
         offset, cache = 0, None
         if use_cache and past_key_values is None:
@@ -101,7 +102,7 @@ class MetaphraseDecoder(Stack):
                 past_key_values = EncoderDecoderCache(past_key_values, DynamicCache(config=self.config))
             cache = past_key_values.self_attention_cache
             offset = cache.get_seq_length()
-            # A static cache counts in a tensor, in place: the first layer would move the positions of the others.
+            # A static cache changes this tensor in place, in its first layer.
             offset = offset.clone() if isinstance(offset, torch.Tensor) else offset
             key_length, _ = cache.get_mask_sizes(length, 0)
 
@@ -117,24 +118,24 @@ class MetaphraseDecoder(Stack):
         attention_mask = create_causal_mask(
             config=self.config, inputs_embeds=embeddings, attention_mask=attention_mask, **{CACHE_NAME: cache}
         )
-        memory_mask = create_bidirectional_mask(
+        encoder_mask = create_bidirectional_mask(
             config=self.config,
-            # The queries of each source, as `fold_copies` puts them.
+            # Only the shape counts: the queries of a source, as `fold_copies` joins them.
             inputs_embeds=embeddings.reshape(sources, -1, embeddings.shape[-1]),
             attention_mask=encoder_attention_mask,
             encoder_hidden_states=encoder_hidden_states,
         )
-        hidden_states, rotation = self._enter(embeddings, position_ids, bound)
+        hidden_states, rotation = self.enter(embeddings, position_ids, bound)
         masks = self._layer_masks(attention_mask, query_positions, key_positions, offset, hidden_states)
         for layer, (mask, bias) in zip(self.layers, masks, strict=True):
             hidden_states = layer(
                 hidden_states,
                 encoder_hidden_states,
                 mask,
-                memory_mask,
+                encoder_mask,
                 bias,
                 rotation,
-                # By the name under which a layer that is computed again lets go of it.
+                # Gradient checkpointing drops the cache by this name.
                 **{CACHE_NAME: past_key_values},
                 **kwargs,
             )
@@ -143,21 +144,26 @@ class MetaphraseDecoder(Stack):
         )
 
     def _decode_packed(
-        self, embeddings: torch.Tensor, segments: Segments, memory: torch.Tensor, memory_segments: Segments, **kwargs
+        self,
+        embeddings: torch.Tensor,
+        segments: Segments,
+        encoder_output: torch.Tensor,
+        source_segments: Segments,
+        **kwargs,
     ) -> BaseModelOutputWithPastAndCrossAttentions:
-        hidden_states, rotation = self._enter(embeddings, segments.positions, segments.longest)
+        hidden_states, rotation = self.enter(embeddings, segments.positions, segments.longest)
         packing, masks = self._pack(segments, segments, False, hidden_states)
-        memory_packing, memory_masks = self._pack(segments, memory_segments, True, hidden_states)
-        for layer, mask, memory_mask in zip(self.layers, masks, memory_masks, strict=True):
+        cross_packing, encoder_masks = self._pack(segments, source_segments, True, hidden_states)
+        for layer, mask, encoder_mask in zip(self.layers, masks, encoder_masks, strict=True):
             hidden_states = layer(
                 hidden_states,
-                memory,
+                encoder_output,
                 mask,
-                memory_mask,
+                encoder_mask,
                 None,
                 rotation,
                 packing=packing,
-                memory_packing=memory_packing,
+                cross_packing=cross_packing,
                 **kwargs,
             )
         return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self.norm(hidden_states))

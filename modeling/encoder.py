@@ -1,4 +1,4 @@
-"""The encoder: from ids of the source to the memory."""
+"""Encoder: from ids of the source to the encoder output."""
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from .stacks import Stack, bound_of, indices, is_padding_mask, packed_segments
 
 
 class MetaphraseEncoder(Stack):
-    """Reads the source in both directions."""
+    """Stack of layers with bidirectional self-attention."""
 
     _can_record_outputs = {"hidden_states": MetaphraseEncoderLayer, "attentions": MetaphraseAttention}
 
@@ -38,62 +38,52 @@ class MetaphraseEncoder(Stack):
         longest: int | None = None,
         **kwargs,
     ) -> BaseModelOutput:
-        """Encodes.
+        """Encode sources.
 
         Args:
             input_ids: `(batch, source)`.
-            attention_mask: 1 for a token, 0 for padding, `(batch, source)`, or ready for the kernel `(batch, 1, source, source)`.
-            inputs_embeds: `(batch, source, hidden)` in place of the ids, scaled already.
-            position_ids: `(batch, source)`; by default each row counts from 0, skipping padding.
-            lengths: For packed rows, the tokens of each source in the one row, `(sources)`. No mask and no positions then.
-            longest: The largest of the lengths, if the caller knows it.
+            attention_mask: 1 for a token, 0 for padding, `(batch, source)`, or a kernel's mask `(batch, 1, source, source)`.
+            inputs_embeds: Scaled embeddings `(batch, source, hidden)` instead of `input_ids`.
+            position_ids: `(batch, source)`. By default tokens are counted from 0 without padding.
+            lengths: Tokens of each source in a packed row, `(sources)`. Excludes `attention_mask` and `position_ids`.
+            longest: The largest length, if known.
 
         Returns:
-            The memory, `last_hidden_state` `(batch, source, hidden)`.
+            `last_hidden_state`, the encoder output `(batch, source, hidden)`.
 
         Raises:
-            ValueError: If the lengths do not fit the row.
+            ValueError: If not exactly one of ids and embeddings is given, or the lengths do not fit the row.
         """
         embeddings = self._embed(input_ids, inputs_embeds)
         with acceleration.encoding(self):
-            return self._encode(embeddings, attention_mask, position_ids, lengths, longest, **kwargs)
-
-    def _encode(
-        self,
-        embeddings: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.LongTensor | None,
-        lengths: torch.LongTensor | None,
-        longest: int | None,
-        **kwargs,
-    ) -> BaseModelOutput:
-        if lengths is not None:
-            given = {"attention_mask": attention_mask, "position_ids": position_ids}
-            segments = packed_segments(lengths, longest, embeddings, "source_lengths", **given)
-            return self.encode_packed(embeddings, segments, **kwargs)
-        if position_ids is None:
-            output = acceleration.encode_without_padding(self, embeddings, attention_mask, **kwargs)
-            if output is not None:
-                return output
-        length = embeddings.shape[1]
-        # Distances are the same on a shifted row: only what depends on the place itself must skip padding.
-        bias_positions = indices(length, embeddings) if position_ids is None else position_ids
-        bound = length if position_ids is None else bound_of(position_ids, length)
-        if position_ids is None and is_padding_mask(attention_mask):
-            position_ids = positions_from_mask(attention_mask)
-        elif position_ids is None:
-            position_ids = bias_positions
-        attention_mask = create_bidirectional_mask(
-            config=self.config, inputs_embeds=embeddings, attention_mask=attention_mask
-        )
-        hidden_states, rotation = self._enter(embeddings, position_ids, bound)
-        masks = self._layer_masks(attention_mask, bias_positions, bias_positions, 0, hidden_states)
-        for layer, (mask, bias) in zip(self.layers, masks, strict=True):
-            hidden_states = layer(hidden_states, mask, bias, rotation, **kwargs)
-        return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
+            if lengths is not None:
+                excluded = {"attention_mask": attention_mask, "position_ids": position_ids}
+                segments = packed_segments(lengths, longest, embeddings, "source_lengths", **excluded)
+                return self.encode_packed(embeddings, segments, **kwargs)
+            if position_ids is None:
+                output = acceleration.encode_without_padding(self, embeddings, attention_mask, **kwargs)
+                if output is not None:
+                    return output
+            length = embeddings.shape[1]
+            # Position biases depend on distances, which padding on the left does not change.
+            bias_positions = indices(length, embeddings) if position_ids is None else position_ids
+            bound = length if position_ids is None else bound_of(position_ids, length)
+            if position_ids is None and is_padding_mask(attention_mask):
+                position_ids = positions_from_mask(attention_mask)
+            elif position_ids is None:
+                position_ids = bias_positions
+            attention_mask = create_bidirectional_mask(
+                config=self.config, inputs_embeds=embeddings, attention_mask=attention_mask
+            )
+            hidden_states, rotation = self.enter(embeddings, position_ids, bound)
+            masks = self._layer_masks(attention_mask, bias_positions, bias_positions, 0, hidden_states)
+            for layer, (mask, bias) in zip(self.layers, masks, strict=True):
+                hidden_states = layer(hidden_states, mask, bias, rotation, **kwargs)
+            return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
 
     def encode_packed(self, embeddings: torch.Tensor, segments: Segments, **kwargs) -> BaseModelOutput:
-        hidden_states, rotation = self._enter(embeddings, segments.positions, segments.longest)
+        """Encode the sources of a packed row: `(1, tokens, hidden) -> (1, tokens, hidden)`."""
+        hidden_states, rotation = self.enter(embeddings, segments.positions, segments.longest)
         packing, masks = self._pack(segments, segments, False, hidden_states)
         for layer, mask in zip(self.layers, masks, strict=True):
             hidden_states = layer(hidden_states, mask, None, rotation, packing=packing, **kwargs)

@@ -1,4 +1,4 @@
-"""Layers: the feed-forward, and what an encoder and a decoder repeat."""
+"""Feed-forward network, encoder layer and decoder layer."""
 
 import torch
 from torch import nn
@@ -15,9 +15,9 @@ from .packing import Packing
 
 
 class MetaphraseMLP(nn.Module):
-    """The position-wise feed-forward: (batch, length, hidden) -> (batch, length, inner) -> (batch, length, hidden).
+    """Feed-forward network: (batch, length, hidden) -> (batch, length, inner) -> (batch, length, hidden).
 
-    Source: Vaswani et al. 2017, section 3.3; gated as in Shazeer 2020, arXiv 2002.05202.
+    Source: Vaswani et al. 2017, section 3.3, arXiv 1706.03762. The gate is from Shazeer 2020, arXiv 2002.05202.
     """
 
     def __init__(self, config: MetaphraseConfig, ffn_dim: int):
@@ -43,7 +43,7 @@ class MetaphraseMLP(nn.Module):
 
 
 class _ResidualLayer(GradientCheckpointingLayer):
-    """Sub-layers around a residual stream, normed on the way in (pre) or on the way out (post).
+    """Sublayers with residual connections, normalized before (`pre`) or after (`post`) each sublayer.
 
     Source: Xiong et al. 2020, figure 1, arXiv 2002.04745.
     """
@@ -63,7 +63,7 @@ class _ResidualLayer(GradientCheckpointingLayer):
 
 
 class MetaphraseEncoderLayer(_ResidualLayer):
-    """Self-attention and feed-forward."""
+    """Self-attention and feed-forward network."""
 
     def __init__(self, config: MetaphraseConfig, layer_idx: int):
         super().__init__(config)
@@ -80,7 +80,7 @@ class MetaphraseEncoderLayer(_ResidualLayer):
         rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs,
     ) -> torch.Tensor:
-        """(batch, source, hidden) -> (batch, source, hidden)"""
+        """Apply the layer: `(batch, source, hidden) -> (batch, source, hidden)`."""
         output, _ = self.self_attn(
             self._enter(hidden_states, self.self_attn_norm),
             attention_mask=attention_mask,
@@ -94,7 +94,7 @@ class MetaphraseEncoderLayer(_ResidualLayer):
 
 
 class MetaphraseDecoderLayer(_ResidualLayer):
-    """Causal self-attention, attention over the source, and feed-forward."""
+    """Causal self-attention, cross-attention and feed-forward network."""
 
     def __init__(self, config: MetaphraseConfig, layer_idx: int):
         super().__init__(config)
@@ -110,17 +110,17 @@ class MetaphraseDecoderLayer(_ResidualLayer):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        memory: torch.Tensor,
+        encoder_output: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        memory_mask: torch.Tensor | None = None,
+        encoder_mask: torch.Tensor | None = None,
         position_bias: torch.Tensor | None = None,
         rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
         past_key_values: Cache | None = None,
         packing: Packing | None = None,
-        memory_packing: Packing | None = None,
+        cross_packing: Packing | None = None,
         **kwargs,
     ) -> torch.Tensor:
-        """(batch, target, hidden), (batch, source, hidden) -> (batch, target, hidden)"""
+        """Apply the layer: `(batch, target, hidden), (batch, source, hidden) -> (batch, target, hidden)`."""
         output, _ = self.self_attn(
             self._enter(hidden_states, self.self_attn_norm),
             attention_mask=attention_mask,
@@ -133,10 +133,10 @@ class MetaphraseDecoderLayer(_ResidualLayer):
         hidden_states = self._leave(hidden_states, output, self.self_attn_norm)
         output, _ = self.cross_attn(
             self._enter(hidden_states, self.cross_attn_norm),
-            memory,
-            attention_mask=memory_mask,
+            encoder_output,
+            attention_mask=encoder_mask,
             past_key_values=past_key_values,
-            packing=memory_packing,
+            packing=cross_packing,
             **kwargs,
         )
         hidden_states = self._leave(hidden_states, output, self.cross_attn_norm)

@@ -1,10 +1,6 @@
-"""Teacher forcing: what the decoder reads for given labels, and the loss of what it says.
+"""Decoder inputs from labels, the loss, and the divergence of R-Drop.
 
-Every part that shifts labels or counts them goes through this file.
-
-How far two predictions of the same labels are from each other: what R-Drop adds to the loss.
-
-Source: Liang et al. 2021, section 2, arXiv 2106.14448.
+All code that shifts or counts labels uses this file.
 """
 
 import torch
@@ -23,21 +19,21 @@ def shift_right(
     target_lengths: torch.Tensor | None = None,
     start_from_labels: bool = False,
 ) -> torch.Tensor:
-    """The decoder's input for given labels: one start token, then all labels but the last.
+    """Make the decoder's input from labels: the start token, then all labels but the last.
 
     Args:
-        labels: Ids `(batch, target)`; -100 marks what is no label.
-        pad_token_id: Stands where a label is -100.
-        decoder_start_token_id: Stands first.
-        target_lengths: For packed rows, the tokens of each target in the one row, `(targets)`; each starts anew.
-        start_from_labels: The last label of a row stands first, instead of the one start token: a language code, as in mBART
-            (Liu et al. 2020, section 2.2, arXiv 2001.08210).
+        labels: Ids `(batch, target)`, -100 at positions without a label.
+        pad_token_id: Replaces -100.
+        decoder_start_token_id: The start token.
+        target_lengths: Tokens of each target in a packed row, `(targets)`. Each target gets a start token.
+        start_from_labels: True to start with the last label of a target instead. This is a language code in mBART (Liu et al.
+            2020, section 2.2, arXiv 2001.08210).
 
     Returns:
         Ids `(batch, target)`.
 
     Raises:
-        ValueError: If an id that is needed is not configured, or the lengths do not fit the row.
+        ValueError: If a required id is None, or the lengths do not fit the row.
     """
     if target_lengths is not None:
         check_lengths(target_lengths, labels.shape[1])
@@ -60,16 +56,15 @@ def shift_right(
 
 
 def _last_labels(labels: torch.Tensor, pad_token_id: int, target_lengths: torch.Tensor | None) -> torch.Tensor:
-    """The last label of each row, or of each target of a packed one; where there is none, what stands first."""
+    """Return the last label of each target, `(targets)`, or the first id of a target without labels."""
     is_label = (labels != IGNORED_LABEL) & (labels != pad_token_id)
-    places = torch.arange(labels.shape[1], device=labels.device)
+    columns = torch.arange(labels.shape[1], device=labels.device)
     if target_lengths is None:
-        return labels.gather(1, (places * is_label).argmax(dim=1, keepdim=True))[:, 0]
+        return labels.gather(1, (columns * is_label).argmax(dim=1, keepdim=True))[:, 0]
     starts = target_lengths.cumsum(0) - target_lengths
-    start_of_each = starts.repeat_interleave(target_lengths, output_size=labels.shape[1])
-    numbers = torch.arange(len(starts), device=labels.device)
-    numbers = numbers.repeat_interleave(target_lengths, output_size=labels.shape[1])
-    last = starts.scatter_reduce(0, numbers, torch.where(is_label[0], places, start_of_each), "amax")
+    targets = torch.arange(len(starts), device=labels.device)
+    targets = targets.repeat_interleave(target_lengths, output_size=labels.shape[1])
+    last = starts.scatter_reduce(0, targets, torch.where(is_label[0], columns, starts[targets]), "amax")
     return labels[0, last]
 
 
@@ -79,20 +74,17 @@ def sequence_loss(
     num_items_in_batch: torch.Tensor | int | None = None,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Cross-entropy per label, in float32.
-
-    Label smoothing takes the given share of the target's probability and spreads it over the whole vocabulary (Szegedy et al.
-    2016, section 7, arXiv 1512.00567).
+    """Return the mean cross-entropy of the labels, in float32.
 
     Args:
         logits: `(batch, target, vocab)`.
-        labels: Ids `(batch, target)`, -100 where there is none.
-        num_items_in_batch: Labels in all the batches that make up one optimizer step. Divided by it, the losses of
-            accumulated batches add up to the loss of one large batch. `None` divides by the labels of this batch.
-        label_smoothing: Probability to spread, in [0, 1).
+        labels: Ids `(batch, target)`, -100 at positions without a label.
+        num_items_in_batch: Number of labels in all batches of an optimizer step. Dividing by this number makes the losses of
+            accumulated batches add up to the loss of one large batch. None divides by the labels of this batch.
+        label_smoothing: Probability to spread over the vocabulary, in [0, 1) (Szegedy et al. 2016, section 7, arXiv 1512.00567).
 
     Returns:
-        The loss, a scalar; 0 if there is no label.
+        A scalar, 0 without labels.
     """
     labels = labels.to(logits.device)
     total = nn.functional.cross_entropy(
@@ -102,20 +94,13 @@ def sequence_loss(
         reduction="sum",
         label_smoothing=label_smoothing,
     )
-    return loss_per_item(total, labels, num_items_in_batch)
-
-
-def loss_per_item(
-    total: torch.Tensor, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None
-) -> torch.Tensor:
-    """Divides a summed loss by the labels of the optimizer step, or else of the batch. For the arguments see `sequence_loss`."""
     return total / num_items(labels, num_items_in_batch, total.device)
 
 
 def num_items(
     labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None, device: torch.device
 ) -> torch.Tensor | int:
-    """What a summed loss is divided by: the labels of the optimizer step, or else of the batch, as `sequence_loss` has them."""
+    """Return the divisor of a summed loss, at least 1: `num_items_in_batch`, or else the number of labels."""
     if num_items_in_batch is None:
         return (labels != IGNORED_LABEL).sum().clamp(min=1).to(device)
     if isinstance(num_items_in_batch, torch.Tensor):
@@ -127,10 +112,10 @@ DEFAULT_LABELS_PER_CHUNK = 512
 
 
 def check_halves(labels: torch.Tensor) -> None:
-    """Refuses labels `(labels)` whose second half is not the first again.
+    """Check that the second half of the labels `(labels,)` equals the first half.
 
     Raises:
-        ValueError: If so; on an accelerator, which would have to be waited for, only their number is looked at.
+        ValueError: If the halves differ. On an accelerator only the number is checked, since values would have to wait.
     """
     half = labels.shape[0] // 2
     is_even = labels.shape[0] == 2 * half
@@ -144,24 +129,23 @@ def symmetric_divergence(
     labels: torch.Tensor,
     labels_per_chunk: int = DEFAULT_LABELS_PER_CHUNK,
 ) -> torch.Tensor:
-    """Half the sum of both Kullback-Leibler divergences of two predictions, summed over the labels, in float32.
+    """Return half the sum of both Kullback-Leibler divergences of two predictions, summed over the labels, in float32.
 
-    A chunk's distributions are forgotten after the forward pass and made again for the backward pass: beside the logits and
-    their gradients only one chunk of the vocabulary's width is ever in memory.
+    Gradient checkpointing keeps only one chunk of probabilities in memory.
 
     Source: Liang et al. 2021, equation 2, arXiv 2106.14448.
 
     Args:
         first_logits: `(labels, vocab)`.
         second_logits: `(labels, vocab)`.
-        labels: `(labels,)`; where one is -100, the predictions do not count.
-        labels_per_chunk: Rows that are looked at at once.
+        labels: `(labels,)`, -100 to ignore a row of the logits.
+        labels_per_chunk: Number of rows of a chunk.
 
     Returns:
-        The sum in nats, a scalar; gradients reach both predictions.
+        A scalar, in nats, with gradients for both predictions.
 
     Raises:
-        ValueError: If shapes do not agree, or a chunk would be empty.
+        ValueError: If the shapes do not agree, or `labels_per_chunk` is below 1.
     """
     if first_logits.ndim != 2 or first_logits.shape != second_logits.shape or labels.shape != first_logits.shape[:1]:
         raise ValueError(
@@ -171,26 +155,24 @@ def symmetric_divergence(
     if labels_per_chunk < 1:
         raise ValueError(f"`labels_per_chunk` must be at least 1, got {labels_per_chunk}.")
     total = torch.zeros((), dtype=torch.float32, device=first_logits.device)
-    kept = (labels != IGNORED_LABEL).to(first_logits.device)
-    chunks = (tensor.split(labels_per_chunk) for tensor in (first_logits, second_logits, kept))
+    is_label = (labels != IGNORED_LABEL).to(first_logits.device)
+    chunks = (tensor.split(labels_per_chunk) for tensor in (first_logits, second_logits, is_label))
     for chunk in zip(*chunks, strict=True):
-        # Nothing here is random: the generators need not be put back for the second time.
         total = total + checkpoint(_divergence, *chunk, use_reentrant=False, preserve_rng_state=False)
     return total
 
 
 def divergence_of_halves(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """`symmetric_divergence` of the first half of logits `(labels, vocab)` from the second, with `labels` `(labels)` of both."""
+    """Return the `symmetric_divergence` of the two halves of logits `(labels, vocab)` with labels `(labels,)`."""
     check_halves(labels)
     first, second = logits.chunk(2)
     return symmetric_divergence(first, second, labels[: len(first)])
 
 
-def _divergence(first_logits: torch.Tensor, second_logits: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """`symmetric_divergence` of one chunk, where `kept` says which rows count."""
-    # Zeros in a row that does not count: what stands there, finite or not, has no say and no gradient.
+def _divergence(first_logits: torch.Tensor, second_logits: torch.Tensor, is_label: torch.Tensor) -> torch.Tensor:
+    # Ignored rows become zeros, since infinite logits would give NaN even with a weight of 0.
     first, second = (
-        nn.functional.log_softmax(torch.where(kept[:, None], logits, 0.0).float(), dim=-1)
+        nn.functional.log_softmax(torch.where(is_label[:, None], logits, 0.0).float(), dim=-1)
         for logits in (first_logits, second_logits)
     )
     # KL(p, q) + KL(q, p) is the sum of (p - q)(log p - log q).

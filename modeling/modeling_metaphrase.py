@@ -1,36 +1,33 @@
-"""Embedding sizes: how the embeddings of sources and targets, and the head, grow and shrink with their vocabularies.
-
-The models: encoder and decoder joined, with a head for generation, and the encoder alone.
-"""
+"""Metaphrase models: encoder and decoder with or without a head, and the encoder alone."""
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 from torch import nn
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
-from transformers.utils.generic import can_return_tuple
+from transformers.utils.generic import TransformersKwargs, can_return_tuple
 
 from .chunked_loss import projected_loss
 from .compat import CACHE_NAME, has_own_weight, is_hooked, is_offloaded, takes_cache
 from .configuration_metaphrase import MetaphraseConfig
 from .decoder import MetaphraseDecoder
 from .encoder import MetaphraseEncoder
-from .loss import divergence_of_halves, loss_per_item, num_items, sequence_loss, shift_right
+from .loss import divergence_of_halves, num_items, sequence_loss, shift_right
 from .normalization import clamp_float16
 from .positions import positions_from_mask
 from .stacks import MetaphrasePreTrainedModel
 
 if TYPE_CHECKING:
-    # transformers copies each file that is named here beside a saved model.
+    # transformers copies this file beside a saved model.
     from .pipelines import TranslationPipeline  # noqa: F401
 
 
 class EncoderDecoderEmbeddings(MetaphrasePreTrainedModel):
-    """Resizing and tying of one or two vocabularies. `resize_token_embeddings` is for the source, or for both if shared."""
+    """Resizing of the source vocabulary, of the target vocabulary, or of a shared vocabulary."""
 
     def _resize_token_embeddings(self, new_num_tokens, pad_to_multiple_of=None, mean_resizing=True):
         if self.config.share_embeddings:
@@ -40,12 +37,12 @@ class EncoderDecoderEmbeddings(MetaphrasePreTrainedModel):
         old = self.get_input_embeddings()
         new = self._get_resized_embeddings(old, new_num_tokens, pad_to_multiple_of, mean_resizing)
         self.set_input_embeddings(new.requires_grad_(old.weight.requires_grad))
-        # A weight that DeepSpeed has shared out has no rows.
+        # The weight itself has no rows under DeepSpeed ZeRO.
         self.config.vocab_size = new.num_embeddings
         return new
 
     def _get_resized_lm_head(self, *args, **kwargs):
-        # The parent initializes new rows as those of any projection.
+        # `_init_weights` must know that the new projection is a head.
         self._is_resizing_head = True
         try:
             return super()._get_resized_lm_head(*args, **kwargs)
@@ -55,19 +52,22 @@ class EncoderDecoderEmbeddings(MetaphrasePreTrainedModel):
     def resize_decoder_token_embeddings(
         self, new_num_tokens: int, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Module:
-        """Resizes the target vocabulary, embedding and output projection, where it is not the source's.
+        """Resize a separate target vocabulary: its embeddings and the output projection.
 
         Args:
-            new_num_tokens: Entries of the new vocabulary; more are initialized, fewer are cut off at the end.
-            pad_to_multiple_of: Rounds the number up.
-            mean_resizing: Draw new entries from the distribution of the old ones.
+            new_num_tokens: Size of the new vocabulary. New entries are initialized, and entries at the end are cut off.
+            pad_to_multiple_of: Rounds the size up.
+            mean_resizing: True to draw new entries from the distribution of the old entries.
+
+        Returns:
+            The new embeddings.
 
         Raises:
-            ValueError: If source and target share their embedding.
+            ValueError: If source and target share their embeddings.
         """
         if self.config.share_embeddings:
             raise ValueError(
-                "`share_embeddings` must be false to resize the target alone: use `resize_token_embeddings`."
+                "`share_embeddings` must be false to resize the target alone, got true. Use `resize_token_embeddings`."
             )
         decoder = self.get_decoder()
         old = decoder.embed_tokens
@@ -123,33 +123,32 @@ class MetaphraseModel(EncoderDecoderEmbeddings):
         target_lengths: torch.LongTensor | None = None,
         longest_source: int | None = None,
         longest_target: int | None = None,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqModelOutput:
-        """Encodes the source, unless it comes encoded, and decodes the target.
+        """Encode the sources, unless `encoder_outputs` is given, and decode the targets.
 
         Args:
             input_ids: Source ids `(batch, source)`.
             attention_mask: 1 for a source token, 0 for padding, `(batch, source)`.
             decoder_input_ids: Target ids, shifted to the right, `(batch, target)`.
             decoder_attention_mask: 1 for a target token, 0 for padding, `(batch, past + target)`.
-            encoder_outputs: The memory, `(batch, source, hidden)` in a tuple or an output, if it is known already.
-            past_key_values: Cache of earlier steps.
-            inputs_embeds: `(batch, source, hidden)` in place of `input_ids`.
-            decoder_inputs_embeds: `(batch, target, hidden)` in place of `decoder_input_ids`.
-            position_ids: `(batch, source)`, by default counted from the mask.
-            decoder_position_ids: `(batch, target)`, by default counted from the mask and the cache.
-            use_cache: Whether to return keys and values for the next step.
-            source_lengths: If the rows are packed, all pairs one after the other in one row without padding: the tokens of each
-                source in it, `(pairs)`. Masks, positions and cache must be left out then.
-            target_lengths: Likewise, the tokens of each target.
-            longest_source: The largest of the lengths; given, an accelerator need not be asked for it.
-            longest_target: Likewise.
+            encoder_outputs: The encoder output `(batch, source, hidden)`, in a tuple or a model output.
+            past_key_values: Cache of earlier decoding steps.
+            inputs_embeds: Scaled embeddings `(batch, source, hidden)` instead of `input_ids`.
+            decoder_inputs_embeds: Scaled embeddings `(batch, target, hidden)` instead of `decoder_input_ids`.
+            position_ids: `(batch, source)`. By default tokens are counted from 0 without padding.
+            decoder_position_ids: `(batch, target)`. By default tokens are counted from 0 without padding.
+            use_cache: True to return keys and values for the next decoding step.
+            source_lengths: Tokens of each source in a packed row of all pairs, `(pairs)`. Excludes masks, positions and a cache.
+            target_lengths: Tokens of each target in a packed row, `(pairs)`.
+            longest_source: The largest of `source_lengths`. If given, no code waits for an accelerator.
+            longest_target: The largest of `target_lengths`. If given, no code waits for an accelerator.
 
         Returns:
-            `last_hidden_state` `(batch, target, hidden)`, the memory, the cache, and what else was asked for.
+            `last_hidden_state` `(batch, target, hidden)`, the encoder output, the cache, and the recorded outputs.
 
         Raises:
-            ValueError: If there is nothing to encode or nothing to decode, or the lengths do not fit the rows.
+            ValueError: If the inputs of the encoder or decoder are missing, or the lengths do not fit the rows.
         """
         if decoder_input_ids is None and decoder_inputs_embeds is None:
             raise ValueError(
@@ -180,8 +179,8 @@ class MetaphraseModel(EncoderDecoderEmbeddings):
             use_cache=use_cache,
             lengths=target_lengths,
             longest=longest_target,
-            memory_lengths=source_lengths,
-            longest_memory=longest_source,
+            source_lengths=source_lengths,
+            longest_source=longest_source,
             return_dict=True,
             **kwargs,
         )
@@ -198,12 +197,11 @@ class MetaphraseModel(EncoderDecoderEmbeddings):
 
 
 class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMixin):
-    """Encoder, decoder and output projection: training by teacher forcing, and `generate()`."""
+    """Encoder, decoder and output projection, for training and `generate()`."""
 
     def __init__(self, config: MetaphraseConfig):
         super().__init__(config)
-        # By the name of the class, earlier versions of transformers take the loss for one that shifts labels, and leave the first
-        # of each row out of the count by which it is divided.
+        # By the class name, transformers would expect a loss that shifts labels, and not count the first label of each row.
         self.loss_type = None
         self.model = MetaphraseModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.decoder_vocab_size, bias=config.logits_bias)
@@ -213,7 +211,7 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMix
     def _tied_weights_keys(self) -> dict[str, str]:
         if not self.config.tie_word_embeddings:
             return {}
-        # All weights that are one must name the same one, so that a checkpoint with any of them is complete.
+        # All tied weights name the same weight, so that a checkpoint with one of them is complete.
         stack = "encoder" if self.config.share_embeddings else "decoder"
         return {"lm_head.weight": f"model.{stack}.embed_tokens.weight"}
 
@@ -232,7 +230,7 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMix
     def prepare_decoder_input_ids_from_labels(
         self, labels: torch.Tensor, target_lengths: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """What the decoder reads for these labels, `(batch, target)`; for data collators."""
+        """Return the decoder's input for labels, `(batch, target)`. Data collators call this method."""
         config = self.config
         start = config.decoder_start_token_id
         return shift_right(labels, config.pad_token_id, start, target_lengths, config.decoder_start_from_labels)
@@ -240,11 +238,11 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMix
     def project(
         self, hidden_states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Logits `(..., vocab)` of what the decoder puts out, `(..., hidden)`.
+        """Return logits: `(..., hidden) -> (..., vocab)`.
 
         Args:
             hidden_states: The decoder's output.
-            head: Computes what `lm_head` does, in another way.
+            head: Replaces `lm_head`.
         """
         return clamp_float16((self.lm_head if head is None else head)(self.scale(hidden_states)))
 
@@ -253,18 +251,18 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMix
         return hidden_states if self.config.logits_scale == 1.0 else hidden_states * self.config.logits_scale
 
     def _loss_is_chunked(self, hidden_states: torch.Tensor) -> bool:
-        # A head that is no plain projection any more (an adapter's, a quantized, pruned or offloaded one, one with hooks) knows
-        # itself how it is applied; float16 needs its logits clamped; and a compiler splits and fuses the plain loss by itself.
+        # A head with an adapter, hooks, or a quantized, pruned or offloaded weight must be called. Logits of float16 must be
+        # clamped. A compiler fuses the plain loss.
         head = self.lm_head
         is_plain = type(head) is nn.Linear and has_own_weight(head) and not is_offloaded(head)
-        # DeepSpeed hooks all modules, to fetch what it has shared out.
+        # DeepSpeed has a hook in each module to gather sharded weights.
         is_plain = is_plain and (hasattr(head.weight, "ds_id") or not is_hooked(head))
         return is_plain and hidden_states.dtype != torch.float16 and not torch.compiler.is_compiling()
 
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, *args, **kwargs) -> dict:
         mask = kwargs.get("decoder_attention_mask")
         if mask is not None and mask.ndim == 2 and kwargs.get("decoder_position_ids") is None:
-            # For a static cache the mask becomes a kernel's, in which padding can no longer be counted.
+            # A static cache turns the mask into a kernel's mask, in which padding cannot be counted.
             kwargs["decoder_position_ids"] = positions_from_mask(mask)
         return super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
 
@@ -290,34 +288,34 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMix
         target_lengths: torch.LongTensor | None = None,
         return_logits: bool | None = None,
         r_drop_alpha: float = 0.0,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqLMOutput:
-        """Logits of the next target token at each position, and the loss if there are labels.
+        """Return the logits of the next token at each position, and the loss if there are labels.
+
+        See `MetaphraseModel.forward` for all other arguments.
 
         Args:
-            input_ids: See `MetaphraseModel.forward`, as for all that is not named here.
-            labels: Target ids `(batch, target)`, -100 where there is none. Without `decoder_input_ids`, the decoder reads them
-                shifted to the right.
-            logits_to_keep: Only the last so many positions get logits; 0 means all. A tensor of indices chooses them.
-            num_items_in_batch: Labels of one optimizer step, by which the summed loss is divided (see `sequence_loss`).
+            labels: Target ids `(batch, target)`, -100 at positions without a label. Without `decoder_input_ids`, the decoder
+                reads the labels shifted to the right.
+            logits_to_keep: Number of positions at the end with logits, 0 for all positions, or a tensor of their indices.
+            num_items_in_batch: Number of labels in an optimizer step, see `sequence_loss`.
             smoothing: Probability that the loss spreads over the vocabulary.
-            target_lengths: See `MetaphraseModel.forward`: packed rows.
-            return_logits: Whether to make logits. By default they are not made in training with labels: the loss is computed in
-                chunks then, and memory for all logits is never needed.
-            r_drop_alpha: For a batch whose second half is the first again: how much the loss grows with the divergence of the two
-                predictions of each label, (CE(p) + CE(q)) / 2 + alpha / 2 * (KL(p, q) + KL(q, p)) / 2. That is half of equation
-                4 of Liang et al. 2021, arXiv 2106.14448, so that it compares with a plain loss.
+            return_logits: True to return logits. By default false in training with labels: a loss by chunks needs no memory
+                for all logits.
+            r_drop_alpha: Weight of the divergence of R-Drop, for a batch with two equal halves. The loss is
+                (CE(p) + CE(q)) / 2 + alpha / 2 * (KL(p, q) + KL(q, p)) / 2. This is half of equation 4 of Liang et al. 2021,
+                arXiv 2106.14448, to compare with a loss without R-Drop.
 
         Returns:
-            `loss` (a scalar, with labels), `logits` `(batch, target, vocab)` or `None`, and what the model returns.
+            `loss` (a scalar or None), `logits` `(batch, target, vocab)` or None, and the outputs of `MetaphraseModel`.
 
         Raises:
-            ValueError: If neither labels nor logits are wanted, or as `MetaphraseModel.forward`.
+            ValueError: If neither labels nor logits are requested, or `MetaphraseModel.forward` raises an error.
         """
         if return_logits is None:
             return_logits = labels is None or not self.training
         elif not return_logits and labels is None:
-            raise ValueError("`return_logits` must not be false without `labels`: there would be nothing to compute.")
+            raise ValueError("`return_logits` must be true without `labels`, got false.")
         if labels is not None:
             use_cache = False if use_cache is None else use_cache
             if decoder_input_ids is None and decoder_inputs_embeds is None:
@@ -338,8 +336,8 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMix
             return_dict=True,
             **kwargs,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        hidden_states = outputs.last_hidden_state[:, kept, :]
+        positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        hidden_states = outputs.last_hidden_state[:, positions, :]
         logits = loss = None
         if return_logits or not self._loss_is_chunked(hidden_states):
             logits = self.project(hidden_states)
@@ -347,7 +345,7 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMix
             loss = sequence_loss(logits, labels, num_items_in_batch, smoothing)
             if r_drop_alpha:
                 divergence = divergence_of_halves(logits.flatten(0, 1), labels.flatten())
-                loss = loss + loss_per_item(r_drop_alpha * divergence, labels, num_items_in_batch)
+                loss = loss + r_drop_alpha * divergence / num_items(labels, num_items_in_batch, logits.device)
         elif labels is not None:
             states, head = self.scale(hidden_states).flatten(0, 1), self.lm_head
             divisor = num_items(labels, num_items_in_batch, states.device)
@@ -390,7 +388,7 @@ class MetaphraseEncoderModel(MetaphrasePreTrainedModel):
         position_ids: torch.LongTensor | None = None,
         **kwargs,
     ) -> BaseModelOutput:
-        """Encodes; the arguments are those of `MetaphraseEncoder.forward`."""
+        """Encode sources, with the arguments of `MetaphraseEncoder.forward`."""
         return self.encoder(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -401,7 +399,7 @@ class MetaphraseEncoderModel(MetaphrasePreTrainedModel):
         )
 
 
-# `generate()` reads these nine times a call, a millisecond in all: they are found once.
+# `generate()` reads these signatures nine times a call, a millisecond in all without this cache.
 for _function in (
     MetaphraseEncoder.forward,
     MetaphraseDecoder.forward,

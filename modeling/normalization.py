@@ -1,4 +1,4 @@
-"""Normalization: LayerNorm, RMSNorm, and what keeps float16 finite."""
+"""Normalization layers, and limits of float16."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ from .configuration_metaphrase import MetaphraseConfig
 
 
 class MetaphraseRMSNorm(nn.Module):
-    """Divides by the root of the mean square, in float32, and scales.
+    """Root mean square normalization with a learned scale, in float32.
 
     Source: Zhang and Sennrich 2019, arXiv 1910.07467.
     """
@@ -20,7 +20,7 @@ class MetaphraseRMSNorm(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if hidden_states.dtype == torch.float32:
             return nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
-        # The square of a large float16 is infinite: the whole is done in float32.
+        # The square of a large float16 is infinite.
         normed = nn.functional.rms_norm(hidden_states.float(), self.weight.shape, self.weight.float(), self.eps)
         return normed.to(hidden_states.dtype)
 
@@ -29,21 +29,21 @@ class MetaphraseRMSNorm(nn.Module):
 
 
 class HeadRMSNorm(MetaphraseRMSNorm):
-    """The RMSNorm of queries and keys, over the width of one head."""
+    """RMSNorm of queries and keys, over the width of a head."""
 
 
 def make_norm(config: MetaphraseConfig) -> nn.Module:
-    """The norm over the hidden size that the configuration names."""
+    """Make the normalization over the hidden size that the configuration names."""
     if config.norm_type == "rmsnorm":
         return MetaphraseRMSNorm(config.hidden_size, config.norm_eps)
     return nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
 
 
 def clamp_float16(states: torch.Tensor) -> torch.Tensor:
-    """Brings what overflowed float16 back to its largest finite number; other types pass unchanged.
+    """Clamp float16 states to finite numbers, and return states of other types unchanged.
 
-    Infinity itself is harmless, but its difference with itself, two layers on, is not a number. T5's checkpoints, trained in
-    bfloat16, overflow float16 in the feed-forward.
+    Two infinities in a residual stream cancel to NaN. T5's checkpoints overflow float16 in the feed-forward network, since they
+    were trained in bfloat16.
     """
     if states.dtype != torch.float16:
         return states
@@ -52,7 +52,7 @@ def clamp_float16(states: torch.Tensor) -> torch.Tensor:
 
 
 def cast_for_autocast(states: torch.Tensor) -> torch.Tensor:
-    """Cast states to the precision of autocast, once for several layers that read them. Doubles stay as they are."""
-    kind = states.device.type
-    is_cast = torch.is_autocast_enabled(kind) and states.dtype != torch.float64
-    return states.to(torch.get_autocast_dtype(kind)) if is_cast else states
+    """Cast states to the dtype of autocast, once for all layers that read the states. float64 stays float64."""
+    device_type = states.device.type
+    is_cast = torch.is_autocast_enabled(device_type) and states.dtype != torch.float64
+    return states.to(torch.get_autocast_dtype(device_type)) if is_cast else states

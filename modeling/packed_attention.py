@@ -1,12 +1,13 @@
-"""Attention over packed rows: choice of a kernel, its mask, its call.
+"""Attention over packed rows: the choice of a kernel, its mask and its call.
 
-- `reference`: the model's attention with the mask of the full row, quadratic in its length. The others are tested against it.
-- `varlen`: flash attention by offsets, for half precision on a GPU (Ampere or newer), without bias and dropout.
-- `flash`: one of transformers' flash attention packages.
-- `grid`: one row of a grid for each sequence; on a CPU, and wherever the others do not apply. Part of `metaphrase.ops`.
-- `flex`: flex attention, for a position bias on such a GPU, without dropout. Part of `metaphrase.ops`.
+- `reference`: the model's attention with a mask of the full row, quadratic in the length of the row. Tests compare the other
+  kernels with `reference`.
+- `varlen`: torch's flash attention, for half precision on an Ampere GPU or newer, without bias and dropout.
+- `flash`: a flash attention package of transformers.
+- `grid`: a padded grid with one row per sequence, for a CPU and for all other cases. Part of `metaphrase.ops`.
+- `flex`: flex attention, for a position bias on an Ampere GPU or newer, without dropout. Part of `metaphrase.ops`.
 
-Where a kernel of `metaphrase.ops` is chosen and not plugged in, the reference takes its place.
+Without `metaphrase.ops`, `reference` replaces `grid` and `flex`.
 """
 
 import torch
@@ -18,17 +19,16 @@ from .acceleration import acceleration
 from .compat import varlen_causal
 from .packing import Packing
 
-# The GPUs, by compute capability, for which flash attention is built; Triton's kernels of flex attention need shared memory that
-# older ones lack.
+# Older GPUs have no flash attention, and too little shared memory for Triton's kernels of flex attention.
 _LEAST_CAPABILITY = (8, 0)
 
 
 def choose_kernel(implementation: str, states: torch.Tensor, head_dim: int, has_bias: bool, dropout: float) -> str:
-    """Choose the kernel for a packed attention.
+    """Return the name of the kernel for a packed attention.
 
     Args:
         implementation: The model's `attn_implementation`.
-        states: Input of the attention; gives device and dtype.
+        states: Input of the attention, of its device and dtype.
         head_dim: Width of a head.
         has_bias: True if a position bias is added to the scores.
         dropout: Dropout of the attention weights, 0 outside training.
@@ -37,8 +37,8 @@ def choose_kernel(implementation: str, states: torch.Tensor, head_dim: int, has_
         ValueError: If the implementation cannot attend over packed rows.
     """
     kernel = _preferred_kernel(implementation, states, head_dim, has_bias, dropout)
-    is_there = kernel in acceleration.packed_kernels or kernel in ("varlen", "flash")
-    return kernel if is_there else "reference"
+    is_installed = kernel in ("varlen", "flash") or kernel in acceleration.packed_kernels
+    return kernel if is_installed else "reference"
 
 
 def _preferred_kernel(implementation: str, states: torch.Tensor, head_dim: int, has_bias: bool, dropout: float) -> str:
@@ -53,8 +53,9 @@ def _preferred_kernel(implementation: str, states: torch.Tensor, head_dim: int, 
             return "grid"
         if has_bias:
             return "flex" if 16 <= head_dim <= 128 else "grid"
-        kind = states.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
+        device_type = states.device.type
+        is_autocast = torch.is_autocast_enabled(device_type)
+        dtype = torch.get_autocast_dtype(device_type) if is_autocast else states.dtype
         is_flash = dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= 256
         return "varlen" if is_flash else "grid"
     if has_bias or "flash" not in implementation:
@@ -73,12 +74,12 @@ def packed_mask(packing: Packing, bias: nn.Module | None, like: torch.Tensor):
     """Make the mask for the kernel of a packing, once for all layers that share a position bias.
 
     Args:
-        packing: The two rows.
-        bias: Module that gives a position bias, if there is one.
-        like: Gives the dtype.
+        packing: The sequences of the queries and keys, and the kernel.
+        bias: Module of the position bias, or None.
+        like: A tensor of the dtype of the mask.
 
     Returns:
-        A mask of the kernel's own kind; None where the packing alone says what is visible.
+        A mask in the kernel's format, or None if the kernel needs the packing only.
     """
     if packing.kernel in acceleration.packed_kernels:
         return acceleration.packed_kernels[packing.kernel].make_mask(packing, bias, like)
@@ -88,28 +89,28 @@ def packed_mask(packing: Packing, bias: nn.Module | None, like: torch.Tensor):
 
 
 def additive_mask(
-    seen: torch.Tensor, positions: torch.Tensor, bias: nn.Module | None, like: torch.Tensor
+    is_seen: torch.Tensor, positions: torch.Tensor, bias: nn.Module | None, like: torch.Tensor
 ) -> torch.Tensor:
     """Make a mask that is added to the scores.
 
     Args:
-        seen: True where a query sees a key, `(sequences or 1, 1, query or 1, key)`.
+        is_seen: True if a query sees a key, `(sequences or 1, 1, query or 1, key)`.
         positions: Positions of queries and keys, `(1, query)`.
-        bias: Module that gives a position bias, if there is one.
-        like: Gives the dtype of a mask without a bias.
+        bias: Module of the position bias, or None.
+        like: A tensor of the dtype of a mask without a bias.
 
     Returns:
-        The bias (or 0) where `seen`, the lowest number elsewhere.
+        The bias, or 0, if `is_seen`, and the lowest number elsewhere. With a bias in float32.
     """
-    dtype = like.dtype if bias is None else torch.float32
-    mask = torch.zeros(seen.shape, dtype=dtype, device=like.device).masked_fill(~seen, torch.finfo(dtype).min)
     if bias is None:
-        return mask
-    return bias(positions, positions).to(dtype).masked_fill(~seen, torch.finfo(dtype).min)
+        scores = torch.zeros(is_seen.shape, dtype=like.dtype, device=like.device)
+    else:
+        scores = bias(positions, positions).float()
+    return scores.masked_fill(~is_seen, torch.finfo(scores.dtype).min)
 
 
 def _varlen(query, key, value, packing: Packing, scaling: float) -> torch.Tensor:
-    # Before torch 2.13, the kernel knows its own scale alone.
+    # Before torch 2.13, the kernel has a fixed scale.
     query = query * (scaling * query.shape[-1] ** 0.5)
     rows = [states[0].transpose(0, 1) for states in (query, key, value)]  # (tokens, heads, head_dim)
     output = varlen_attn(
@@ -152,7 +153,7 @@ def packed_attention(
     scaling: float,
     dropout: float,
 ) -> torch.Tensor:
-    """Attend within each sequence of packed rows, by any kernel but the reference.
+    """Attend within each sequence of packed rows, by any kernel but `reference`.
 
     Args:
         module: The attention module.
@@ -160,7 +161,7 @@ def packed_attention(
         key: `(1, heads, key tokens, head_dim)`.
         value: `(1, heads, key tokens, head_dim)`.
         mask: Mask from `packed_mask`.
-        packing: The two rows, and the kernel.
+        packing: The sequences of the queries and keys, and the kernel.
         scaling: Factor of the scores.
         dropout: Probability to drop an attention weight.
 

@@ -1,11 +1,11 @@
-"""The tasks of the pipelines: their names, and how a saved model says which code runs them."""
+"""Tasks of the pipelines: their names, their settings, and the code that a saved model names for them."""
 
 import copy
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-# Task to class, all of which stand in pipelines.py.
+# Classes of pipelines.py.
 PIPELINE_CLASSES = {
     "translation": "TranslationPipeline",
     "summarization": "SummarizationPipeline",
@@ -15,32 +15,32 @@ _TRANSLATION = re.compile(r"translation_(.+?)_to_(.+)")
 
 
 def languages_of(task: str) -> tuple[str, str] | None:
-    """Source and target language of a task such as translation_en_to_de; `None` for all others."""
-    found = _TRANSLATION.fullmatch(task)
-    return (found[1], found[2]) if found else None
+    """Return source and target language of a task such as translation_en_to_de, or None for other tasks."""
+    match = _TRANSLATION.fullmatch(task)
+    return (match[1], match[2]) if match else None
 
 
 def general_task(task: str) -> str:
-    """The task without its languages: translation for translation_en_to_de, and every other task as it is."""
+    """Return the task without its languages, such as translation for translation_en_to_de."""
     return task if languages_of(task) is None else "translation"
 
 
 class CustomPipelines(dict):
-    """`custom_pipelines` of a configuration, in which `pipeline()` looks for the code of a task beside the weights.
+    """`custom_pipelines` of a configuration: the code of each task, for `pipeline()`.
 
-    It also answers to translation_xx_to_yy, and it does not answer to tasks that this process knows without that code: for these
-    `pipeline()` takes the registered class, and needs no `trust_remote_code`.
+    The dictionary contains translation_xx_to_yy, too. It does not contain tasks in `registered`, so that `pipeline()` takes the
+    registered class and needs no `trust_remote_code`.
 
     Attributes:
-        registered: The tasks that are registered in this process, by `import metaphrase.inference`.
+        registered: Tasks that `import metaphrase.inference` registers.
     """
 
     registered: ClassVar[set[str]] = set()
 
     @classmethod
-    def with_all_tasks(cls, others: Mapping[str, Any] | None = None) -> "CustomPipelines":
-        """The entries of every task, as transformers writes them, and those that a folder has besides or instead."""
-        return cls({task: _entry(task) for task in PIPELINE_CLASSES} | dict(others or {}))
+    def with_all_tasks(cls, entries: Mapping[str, Any] | None = None) -> "CustomPipelines":
+        """Return the entries of all tasks, with the entries of a folder added or put in their place."""
+        return cls({task: _entry(task) for task in PIPELINE_CLASSES} | dict(entries or {}))
 
     def __contains__(self, task: object) -> bool:
         name = general_task(task) if isinstance(task, str) else task
@@ -49,7 +49,7 @@ class CustomPipelines(dict):
         )
 
     def __getitem__(self, task: str) -> dict[str, Any]:
-        # transformers puts classes in place of their names, which could not be saved.
+        # transformers writes classes into the entry, which cannot be saved.
         return copy.deepcopy(super().__getitem__(general_task(task)))
 
 
@@ -58,10 +58,10 @@ def _entry(task: str) -> dict[str, Any]:
 
 
 def task_settings(config: Any, task: str) -> dict[str, Any]:
-    """What a configuration says of a task: its `prefix` and options of generation, as T5's and BART's have them."""
+    """Return the settings of a task in a configuration such as T5's: its `prefix` and options of generation."""
     return dict((getattr(config, "task_specific_params", None) or {}).get(task) or {})
 
 
 def translation_tasks(config: Any) -> Iterator[str]:
-    """The tasks translation_xx_to_yy of which a configuration has settings."""
+    """Return the tasks translation_xx_to_yy for which a configuration has settings."""
     return (task for task in getattr(config, "task_specific_params", None) or {} if languages_of(task) is not None)

@@ -1,7 +1,7 @@
-"""Positions: where a token stands, and what the network is told of it.
+"""Position embeddings and position biases.
 
-Added to the embeddings: `SinusoidalPositionEmbedding`, `LearnedPositionEmbedding`. Turning queries and keys:
-`RotaryPositionEmbedding`. Added to the attention scores: `RelativePositionBias`, `AlibiPositionBias`.
+Added to the embeddings: `SinusoidalPositionEmbedding` and `LearnedPositionEmbedding`. Applied to queries and keys:
+`RotaryPositionEmbedding`. Added to the attention scores: `RelativePositionBias` and `AlibiPositionBias`.
 """
 
 import copy
@@ -18,42 +18,42 @@ _MAX_WAVELENGTH = 10_000.0
 
 
 def positions_from_mask(attention_mask: torch.Tensor) -> torch.Tensor:
-    """Numbers the tokens of each row from 0, skipping padding, on whichever side it stands.
+    """Number the tokens of each row from 0, without padding on either side.
 
     Args:
         attention_mask: 1 for a token, 0 for padding, `(batch, length)`.
 
     Returns:
-        Positions `(batch, length)`; padding gets the position of the token before it, or 0.
+        Positions `(batch, length)`. Padding has the position of the token before, or 0.
     """
     return (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0)
 
 
 def sinusoidal_table(length: int, hidden_size: int, layout: str, device: torch.device | None = None) -> torch.Tensor:
-    """Sines and cosines of geometrically growing wavelengths, in float32.
+    """Return sines and cosines of geometrically growing wavelengths, in float32.
 
     Source: Vaswani et al. 2017, section 3.5, arXiv 1706.03762.
 
     Args:
         length: Number of positions.
-        hidden_size: Width. Where it is odd there is a cosine less than sines, and for `fairseq` a zero at the end.
-        layout: `interleaved` (sine and cosine in turn), `half_split` (all sines, then all cosines) or `fairseq` (likewise, with
-            the longest wavelength among them, as in the code of tensor2tensor and fairseq).
-        device: Where to make the table.
+        hidden_size: Width. An odd width has one cosine less than sines, or a zero at the end for `fairseq`.
+        layout: `interleaved` (sine and cosine in turn), `half_split` (all sines, then all cosines) or `fairseq` (half split, with
+            the slightly longer wavelengths of tensor2tensor and fairseq).
+        device: Device of the table.
 
     Returns:
         The table `(length, hidden)`.
     """
     if layout == "fairseq":
-        # In float32, in which those models were trained.
+        # fairseq computes the table in float32.
         half = hidden_size // 2
         step = math.log(_MAX_WAVELENGTH) / (half - 1)
         frequencies = torch.exp(torch.arange(half, dtype=torch.float32, device=device) * -step)
         angles = torch.arange(length, dtype=torch.float32, device=device)[:, None] * frequencies
         return nn.functional.pad(torch.cat((angles.sin(), angles.cos()), dim=-1), (0, hidden_size % 2))
-    # The angle of a late position in float32 is wrong by more than a sine's last places.
-    is_precise = device is None or torch.device(device).type != "mps"
-    dtype = torch.float64 if is_precise else torch.float32
+    # In float32, the angles of late positions are too inexact for float32 sines. MPS has no float64.
+    has_float64 = device is None or torch.device(device).type != "mps"
+    dtype = torch.float64 if has_float64 else torch.float32
     exponents = torch.arange(0, hidden_size, 2, dtype=dtype, device=device) / hidden_size
     # (length, 1) * (hidden / 2) -> (length, hidden / 2)
     angles = torch.arange(length, dtype=dtype, device=device)[:, None] * _MAX_WAVELENGTH**-exponents
@@ -65,7 +65,7 @@ def sinusoidal_table(length: int, hidden_size: int, layout: str, device: torch.d
 
 
 class SinusoidalPositionEmbedding(nn.Module):
-    """A table of sinusoids, made once and made longer when a longer sequence comes."""
+    """Fixed sinusoids, in a table that grows with the longest sequence."""
 
     def __init__(self, config: MetaphraseConfig):
         super().__init__()
@@ -78,11 +78,11 @@ class SinusoidalPositionEmbedding(nn.Module):
         return sinusoidal_table(length, self.hidden_size, self.layout, device)
 
     def forward(self, position_ids: torch.Tensor, length: int) -> torch.Tensor:
-        """Looks positions up.
+        """Look up positions.
 
         Args:
             position_ids: `(batch, query)`.
-            length: A bound of the positions: no id reaches it.
+            length: A number above every position.
 
         Returns:
             `(batch, query, hidden)` in float32.
@@ -96,7 +96,7 @@ class SinusoidalPositionEmbedding(nn.Module):
 
 
 class LearnedPositionEmbedding(nn.Embedding):
-    """A trained vector per position, up to `max_position_embeddings` of them."""
+    """Learned vectors for `max_position_embeddings` positions."""
 
     is_of_positions = True
 
@@ -105,19 +105,19 @@ class LearnedPositionEmbedding(nn.Embedding):
         self.offset = config.position_offset
 
     def forward(self, position_ids: torch.Tensor, length: int) -> torch.Tensor:
-        """Looks positions up.
+        """Look up positions.
 
         Args:
             position_ids: `(batch, query)`.
-            length: A bound of the positions: no id reaches it.
+            length: A number above every position.
 
         Returns:
             `(batch, query, hidden)`.
 
         Raises:
-            ValueError: If a position lies past the table.
+            ValueError: If a position is past the end of the table.
         """
-        # Padding counts in the bound but takes no position, so the ids themselves decide.
+        # `length` counts padding, too, which has no positions. So the ids decide.
         count = self.num_embeddings - self.offset
         if length > count and (torch.compiler.is_compiling() or int(position_ids.max()) >= count):
             raise ValueError(
@@ -128,16 +128,20 @@ class LearnedPositionEmbedding(nn.Embedding):
 
 
 class RotaryPositionEmbedding(Float32Buffers):
-    """Angles by which queries and keys are turned, so that their product depends on the distance alone.
+    """Rotary position embedding of queries and keys.
 
-    Source: Su et al. 2021, section 3, arXiv 2104.09864. The scaled variants are transformers' own.
+    Source: Su et al. 2021, section 3, arXiv 2104.09864. transformers computes the scaled variants.
+
+    Args:
+        config: The configuration of the model.
+        heads: Query heads of the stack. By default those of the encoder.
     """
 
-    def __init__(self, config: MetaphraseConfig, heads: int):
+    def __init__(self, config: MetaphraseConfig, heads: int | None = None):
         super().__init__()
-        # transformers' functions read the width of a head from the configuration, where the two stacks may differ.
+        # transformers reads `head_dim` from the configuration, but the heads of the two stacks may differ in width.
         self.config = copy.copy(config)
-        self.config.head_dim = config.get_head_dim(heads)
+        self.config.head_dim = config.get_head_dim(config.num_attention_heads if heads is None else heads)
         self.rope_type = config.rope_parameters.get("rope_type", "default")
         self.max_seq_len_cached = config.max_position_embeddings
         self.original_max_seq_len = config.max_position_embeddings
@@ -146,7 +150,7 @@ class RotaryPositionEmbedding(Float32Buffers):
         self.register_buffer("original_inv_freq", inverse_frequencies.clone(), persistent=False)
 
     def make_frequencies(self, device: torch.device | None = None) -> tuple[torch.Tensor, float]:
-        """The frequencies `(rotated / 2)` and the factor on cosine and sine."""
+        """Return the frequencies `(rotated / 2)`, and the factor of cosine and sine."""
         if self.rope_type != "default":
             return ROPE_INIT_FUNCTIONS[self.rope_type](self.config, device)
         parameters = self.config.rope_parameters
@@ -157,23 +161,23 @@ class RotaryPositionEmbedding(Float32Buffers):
     @torch.no_grad()
     @dynamic_rope_update
     def forward(self, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine for each position.
+        """Return cosine and sine of each position.
 
         Args:
-            hidden_states: Gives device and dtype.
+            hidden_states: A tensor of the dtype of the result.
             position_ids: `(batch, length)`.
 
         Returns:
-            Two tensors `(batch, 1, length, rotated)`, the 1 standing for the heads.
+            Two tensors `(batch, length, rotated)`.
         """
-        angles = position_ids[:, None, :, None].float() * self.inv_freq.float()
+        angles = position_ids[:, :, None].float() * self.inv_freq.float()
         angles = torch.cat((angles, angles), dim=-1)
         cosine, sine = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
         return cosine.to(hidden_states.dtype), sine.to(hidden_states.dtype)
 
 
 def rotate(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Turns each pair (i, i + rotated / 2) of the leading `rotated` entries of a head.
+    """Rotate the pairs (i, i + rotated / 2) of the first `rotated` entries of a head.
 
     Args:
         states: Queries or keys `(batch, heads, length, head_dim)`.
@@ -181,24 +185,24 @@ def rotate(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> to
         sine: `(batch, 1, length, rotated)`.
 
     Returns:
-        Turned states, in the shape and dtype of `states`.
+        Rotated states, with the shape and dtype of `states`.
     """
-    rotated = cosine.shape[-1]
-    turned, kept = states[..., :rotated], states[..., rotated:]
-    first, second = turned.chunk(2, dim=-1)
-    if states.dtype == torch.float16:  # a turn can make an entry longer than the longest float16
-        turned, first, second = turned.float(), first.float(), second.float()
-    turned = turned * cosine + torch.cat((-second, first), dim=-1) * sine
+    num_rotated = cosine.shape[-1]
+    rotated, rest = states[..., :num_rotated], states[..., num_rotated:]
+    first, second = rotated.chunk(2, dim=-1)
+    if states.dtype == torch.float16:  # a rotated entry may exceed the largest float16
+        rotated, first, second = rotated.float(), first.float(), second.float()
+    rotated = rotated * cosine + torch.cat((-second, first), dim=-1) * sine
     if states.dtype == torch.float16:
         largest = torch.finfo(torch.float16).max
-        turned = turned.clamp(min=-largest, max=largest)
-    # Under autocast the angles are more precise than the states.
-    turned = turned.to(states.dtype)
-    return torch.cat((turned, kept), dim=-1) if kept.shape[-1] else turned
+        rotated = rotated.clamp(min=-largest, max=largest)
+    # Under autocast, cosine and sine may have a higher precision than the states.
+    rotated = rotated.to(states.dtype)
+    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
 
 class RelativePositionBias(nn.Module):
-    """T5's bias: one learned number for each head and each bucket of distances.
+    """T5's position bias, a learned number for each head and bucket of distances.
 
     Source: Raffel et al. 2020, section 2.1, arXiv 1910.10683.
     """
@@ -212,10 +216,10 @@ class RelativePositionBias(nn.Module):
         self.embedding.is_of_positions = True
 
     def bucket(self, distance: torch.Tensor) -> torch.Tensor:
-        """Puts distances, key position minus query position, into buckets.
+        """Return the bucket of each distance, key position minus query position.
 
-        Half of the buckets hold one distance each, the other half logarithmically growing ranges up to `max_distance`.
-        A bidirectional bias gives the keys ahead buckets of their own; otherwise they share bucket 0.
+        The first half of the buckets hold a single distance. The ranges of the second half grow logarithmically up to
+        `max_distance`. Later keys have separate buckets in a bidirectional bias, and share bucket 0 otherwise.
         """
         num_buckets = self.num_buckets
         offset = torch.zeros_like(distance)
@@ -226,23 +230,25 @@ class RelativePositionBias(nn.Module):
         else:
             distance = (-distance).clamp(min=0)
         num_exact = num_buckets // 2
-        # The quotient is kept above 0 where the logarithm is not used anyway.
+        # A distance of 0 would have no logarithm. Its value is not used.
         growth = torch.log(distance.clamp(min=1).float() / num_exact) / math.log(self.max_distance / num_exact)
         ranged = (num_exact + (growth * (num_buckets - num_exact)).long()).clamp(max=num_buckets - 1)
         return offset + torch.where(distance < num_exact, distance, ranged)
 
     def forward(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
-        """The bias `(1 or batch, heads, query, key)` for positions `(1 or batch, query)` and `(1 or batch, key)`."""
+        """Return the bias: `(1 or batch, query), (1 or batch, key) -> (1 or batch, heads, query, key)`."""
         distance = key_positions[:, None, :] - query_positions[:, :, None]
         # (batch, query, key, heads) -> (batch, heads, query, key)
         return self.embedding(self.bucket(distance)).permute(0, 3, 1, 2)
 
 
 def alibi_slopes(heads: int) -> torch.Tensor:
-    """One slope for each head: a geometric series that starts at its own ratio.
+    """Return a slope for each head, in a geometric series that starts with its ratio.
 
-    Source: Press et al. 2022, section 3, arXiv 2108.12409. For a number of heads that is no power of two, the series of the
-    next smaller power is filled up with every second slope of the next larger one, as in the authors' code.
+    For other numbers of heads than powers of two, the series of the next smaller power is completed by every second slope of the
+    next larger power, as in the authors' code.
+
+    Source: Press et al. 2022, section 3, arXiv 2108.12409.
     """
     power = 2 ** math.floor(math.log2(heads))
 
@@ -253,7 +259,7 @@ def alibi_slopes(heads: int) -> torch.Tensor:
 
 
 class AlibiPositionBias(nn.Module):
-    """A penalty that grows linearly with the distance, to both sides alike where both sides are seen."""
+    """ALiBi, a penalty that grows linearly with the distance in either direction."""
 
     def __init__(self, heads: int):
         super().__init__()
@@ -261,6 +267,6 @@ class AlibiPositionBias(nn.Module):
         self.register_buffer("slopes", alibi_slopes(heads), persistent=False)
 
     def forward(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
-        """The bias `(1 or batch, heads, query, key)` for positions `(1 or batch, query)` and `(1 or batch, key)`."""
+        """Return the bias: `(1 or batch, query), (1 or batch, key) -> (1 or batch, heads, query, key)`."""
         distance = (key_positions[:, None, None, :] - query_positions[:, None, :, None]).abs()
         return -distance * self.slopes.float()[:, None, None]

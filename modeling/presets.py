@@ -1,14 +1,19 @@
-"""Named architectures: the published encoder-decoder Transformers and the ones that Metaphrase recommends.
+"""Presets: published encoder-decoder Transformers, and the designs that Metaphrase recommends.
 
-Each preset lists only what differs from the defaults of `MetaphraseConfig`. Sources: T5 (Raffel et al. 2020, arXiv 1910.10683,
-section 3.1 and appendix), T5 v1.1 (Shazeer 2020, arXiv 2002.05202, and the released configurations), Transformer base and big
-(Vaswani et al. 2017, arXiv 1706.03762, table 3), the IWSLT size of fairseq, the tiny size of Wu et al. 2021 (arXiv 2105.14462),
-BART (Lewis et al. 2020, arXiv 1910.13461), Marian (Junczys-Dowmunt et al. 2018, arXiv 1804.00344).
+A preset lists the fields that differ from the defaults of `MetaphraseConfig`.
+
+Source:
+- T5: Raffel et al. 2020, section 3.1 and appendix, arXiv 1910.10683.
+- T5 v1.1: Shazeer 2020, arXiv 2002.05202, and the released configurations.
+- Transformer base and big: Vaswani et al. 2017, table 3, arXiv 1706.03762. Its IWSLT size is fairseq's.
+- Transformer tiny: Wu et al. 2021, arXiv 2105.14462.
+- BART: Lewis et al. 2020, arXiv 1910.13461.
+- Marian: Junczys-Dowmunt et al. 2018, arXiv 1804.00344.
 """
 
 
 def _stacks(layers: int, heads: int, ffn_dim: int) -> dict[str, int]:
-    """The fields of two stacks of equal depth and width."""
+    """Return the fields of two stacks of equal depth and width."""
     return {
         "encoder_layers": layers,
         "decoder_layers": layers,
@@ -41,13 +46,13 @@ _T5 = {
 
 
 def _t5(hidden_size: int, layers: int, heads: int, head_dim: int, ffn_dim: int) -> dict:
-    """T5 scales the tied output projection by hidden_size ** -0.5 instead of scaling the embeddings."""
+    """Return the fields of a T5, which scales the decoder's output, not the embeddings."""
     fields = _T5 | _stacks(layers, heads, ffn_dim)
     return fields | {"hidden_size": hidden_size, "head_dim": head_dim, "logits_scale": hidden_size**-0.5}
 
 
 def _t5_v1_1(hidden_size: int, layers: int, heads: int, ffn_dim: int) -> dict:
-    """T5 v1.1 gates the feed-forward by GELU and gives the output projection weights of its own."""
+    """Return the fields of a T5 v1.1, with a gated GELU and an untied output projection."""
     fields = _t5(hidden_size, layers, heads, 64, ffn_dim)
     return fields | {
         "gated_mlp": True,
@@ -58,7 +63,7 @@ def _t5_v1_1(hidden_size: int, layers: int, heads: int, ffn_dim: int) -> dict:
 
 
 def _vaswani(hidden_size: int, layers: int, heads: int, ffn_dim: int, dropout: float, **fields) -> dict:
-    """The Transformer of 2017: post-norm LayerNorm, sinusoids, ReLU, biases everywhere, all embeddings shared."""
+    """Return the fields of the Transformer of 2017: post-norm, sinusoids, ReLU, biases and shared embeddings."""
     vaswani = {
         "hidden_size": hidden_size,
         "activation_function": "relu",
@@ -94,9 +99,9 @@ def _bart(hidden_size: int, layers: int, heads: int, ffn_dim: int) -> dict:
 
 
 def _metaphrase(hidden_size: int, encoder_layers: int, decoder_layers: int, ffn_dim: int) -> dict:
-    """Our recommendation: the defaults of the configuration, with a decoder that is shallower in the larger sizes.
+    """Return the fields of a recommended design: the defaults, with a shallower decoder in larger sizes.
 
-    Decoding time is spent in the decoder, quality is gained in the encoder (Kasai et al. 2021, arXiv 2006.10369).
+    A shallow decoder saves decoding time, and a deep encoder keeps the quality (Kasai et al. 2021, arXiv 2006.10369).
     """
     fields = _stacks(encoder_layers, max(1, hidden_size // 64), ffn_dim)
     return fields | {"hidden_size": hidden_size, "decoder_layers": decoder_layers}

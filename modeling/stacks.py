@@ -1,4 +1,4 @@
-"""What encoder and decoder have in common: embeddings, positions, masks, initialization."""
+"""Base classes of the models and of the two stacks: initialization, embeddings, positions and masks."""
 
 import torch
 from torch import nn
@@ -23,11 +23,11 @@ from .positions import (
 
 
 class ScaledEmbedding(nn.Embedding):
-    """Token embeddings `(batch, length) -> (batch, length, hidden)`, times a constant. That of `padding_idx` does not learn."""
+    """Token embeddings times a constant: `(batch, length) -> (batch, length, hidden)`."""
 
     def __init__(self, vocab_size: int, hidden_size: int, scale: float, padding_idx: int | None = None):
         super().__init__(vocab_size, hidden_size, padding_idx)
-        # As transformers' own embeddings of this kind call it, so that peft's adapters know of it.
+        # peft's adapters read this name.
         self.embed_scale = scale
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -36,7 +36,7 @@ class ScaledEmbedding(nn.Embedding):
 
 
 class MetaphrasePreTrainedModel(PreTrainedModel):
-    """What all Metaphrase models share: configuration, abilities, initialization."""
+    """Base class of all Metaphrase models."""
 
     config_class = MetaphraseConfig
     config: MetaphraseConfig
@@ -49,19 +49,19 @@ class MetaphrasePreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
-    # Rows of several sequences, told by `source_lengths` and `target_lengths`.
+    # Packed rows, by `source_lengths` and `target_lengths`.
     supports_packing = True
     _is_resizing_head = False
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
-        """Fills a module's parameters and buffers, from the meta device too. Norms are the parent's."""
+        """Initialize the parameters and buffers of a module, also after it was on the meta device."""
         super()._init_weights(module)
         std = self.config.initializer_range
         if isinstance(module, nn.Linear | nn.Embedding):
             init.normal_(module.weight, std=self._std_by_shape(module) if std is None else std)
         if isinstance(module, nn.Embedding):
-            # A part of a weight does not know that the whole was loaded.
+            # `init` cannot see that a checkpoint filled the weight, since a row has no mark.
             if module.padding_idx is not None and not is_loaded(module.weight):
                 init.zeros_(module.weight[module.padding_idx])
         elif isinstance(module, SinusoidalPositionEmbedding):
@@ -74,7 +74,7 @@ class MetaphrasePreTrainedModel(PreTrainedModel):
             init.copy_(module.slopes, alibi_slopes(module.heads))
 
     def _std_by_shape(self, module: nn.Linear | nn.Embedding) -> float:
-        """Lets states, attention scores and logits start with a variance of about 1, as T5's own initialization does."""
+        """Return the standard deviation for states, scores and logits with a variance of about 1, as in T5."""
         config, unit = self.config, self.config.hidden_size**-0.5
         if isinstance(module, nn.Linear):
             if self._is_resizing_head or module is getattr(self, "lm_head", None):
@@ -88,16 +88,16 @@ class MetaphrasePreTrainedModel(PreTrainedModel):
 
     @property
     def _tied_weights_keys(self) -> dict[str, str]:
-        """Weights of this module that are others of this module: {name: name of the one that is kept}."""
+        """Names of tied weights, each with the name of the weight that stays."""
         return {}
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        # The parent drops every tie when `tie_word_embeddings` is false, that of source and target embedding too.
+        # With false `tie_word_embeddings`, the parent would also untie the embeddings of source and target.
         return super().get_expanded_tied_weights_keys(all_submodels=True) if all_submodels else self._tied_weights_keys
 
 
 class Stack(MetaphrasePreTrainedModel):
-    """A stack of layers with what lies before and behind them."""
+    """Base class of encoder and decoder: embeddings, layers and final norm."""
 
     def __init__(self, config: MetaphraseConfig, vocab_size: int, heads: int, is_causal: bool):
         super().__init__(config)
@@ -128,26 +128,29 @@ class Stack(MetaphrasePreTrainedModel):
 
     def _embed(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
         if (input_ids is None) == (inputs_embeds is None):
-            given = "both" if input_ids is not None else "neither"
-            raise ValueError(f"Exactly one of `input_ids` and `inputs_embeds` must be given, got {given}.")
+            number = "both" if input_ids is not None else "neither"
+            raise ValueError(f"Exactly one of `input_ids` and `inputs_embeds` must be given, got {number}.")
         return self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
 
-    def _enter(
+    def enter(
         self, embeddings: torch.Tensor, position_ids: torch.Tensor, length: int
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
-        """What the first layer reads, and the rotation of all layers.
+        """Return the input of the first layer, `(batch, query, hidden)`, and the rotation of all layers.
 
         Args:
             embeddings: `(batch, query, hidden)`.
             position_ids: `(1 or batch, query)`.
-            length: A bound of the positions.
+            length: A number above every position.
         """
         if self.embed_positions is not None:
             positions = self.embed_positions(position_ids, length)
             embeddings = clamp_float16(embeddings + positions.to(embeddings.dtype))
         hidden_states = self.embedding_norm(embeddings)
         hidden_states = acceleration.dropout(hidden_states, p=self.config.dropout, training=self.training)
-        rotation = None if self.rotary_emb is None else self.rotary_emb(hidden_states, position_ids)
+        rotation = None
+        if self.rotary_emb is not None:
+            # (batch, query, rotated) -> (batch, 1, query, rotated): one rotation for all heads
+            rotation = tuple(angles[:, None] for angles in self.rotary_emb(hidden_states, position_ids))
         return hidden_states, rotation
 
     def _layer_masks(
@@ -158,17 +161,17 @@ class Stack(MetaphrasePreTrainedModel):
         query_offset: int | torch.Tensor,
         like: torch.Tensor,
     ) -> list[tuple[torch.Tensor | None, torch.Tensor | None]]:
-        """For each layer its mask and, where the kernel adds the position bias itself, that bias.
+        """Return each layer's mask, and its position bias if the kernel does not take the bias in the mask.
 
         Args:
-            attention_mask: What `masking_utils` made, the same for all layers.
+            attention_mask: The mask of all layers, from `masking_utils`.
             query_positions: `(1 or batch, query)`.
             key_positions: `(1 or batch, key)`.
             query_offset: Index of the first query among the keys.
-            like: `(batch, query, hidden)`: gives batch size and dtype.
+            like: `(batch, query, hidden)`, of the dtype of the masks.
         """
         pairs = []
-        for module in self._biases():
+        for module in self.position_biases():
             if module is None:
                 pairs.append((attention_mask, None))
                 continue
@@ -181,22 +184,22 @@ class Stack(MetaphrasePreTrainedModel):
                 pairs.append((combine_bias(bias, attention_mask, self.is_causal, query_offset), None))
         return pairs * (len(self.layers) // len(pairs))
 
-    def _biases(self) -> list[nn.Module | None]:
-        """The module of the position bias of all layers, or of each."""
+    def position_biases(self) -> list[nn.Module | None]:
+        """Return the module of the position bias: one for all layers, or one, or None, for each layer."""
         if self.position_bias is not None:
             return [self.position_bias]
         return [getattr(layer.self_attn, "relative_position_bias", None) for layer in self.layers]
 
     def _pack(self, queries: Segments, keys: Segments, is_cross: bool, like: torch.Tensor) -> tuple[Packing, list]:
-        """A packed attention of this stack, and for each layer its mask.
+        """Return the packing of an attention of this stack, and each layer's mask.
 
         Args:
-            queries: Of this stack's row.
-            keys: Of the row that is seen.
-            is_cross: Whether that is the memory.
-            like: `(1, query tokens, hidden)`: gives device and dtype.
+            queries: Sequences of this stack's row.
+            keys: Sequences of the row of keys.
+            is_cross: True if the keys are from the encoder output.
+            like: `(1, query tokens, hidden)`, of the device and dtype of the masks.
         """
-        biases = [None] if is_cross else self._biases()
+        biases = [None] if is_cross else self.position_biases()
         attention_dropout = self.config.attention_dropout if self.training else 0.0
         has_bias, head_dim = biases[0] is not None, self.layers[0].self_attn.head_dim
         kernel = choose_kernel(self.config._attn_implementation, like, head_dim, has_bias, attention_dropout)
@@ -212,31 +215,33 @@ class Stack(MetaphrasePreTrainedModel):
 
 
 def bound_of(position_ids: torch.Tensor, length: int) -> int:
-    """A bound of the positions that a caller gave, which need not follow the indices. Compiled code trusts the length."""
+    """Return a number above every position. Compiled code cannot read positions and takes the length."""
     return length if torch.compiler.is_compiling() else max(length, int(position_ids.max()) + 1)
 
 
 def packed_segments(
-    lengths: torch.Tensor, longest: int | None, embeddings: torch.Tensor, name: str, **others
+    lengths: torch.Tensor, longest: int | None, embeddings: torch.Tensor, name: str, **excluded
 ) -> Segments:
-    """Where the sequences of a packed row lie.
+    """Return the sequences of a packed row.
 
     Raises:
-        ValueError: If there is more than one row, or something is given that a packed row has no place for.
+        ValueError: If there is more than one row, or an argument in `excluded` is not None.
     """
     if embeddings.shape[0] != 1:
         raise ValueError(f"Packed rows must be one, `(1, tokens)`, with `{name}`, got {embeddings.shape[0]} rows.")
-    for other, value in others.items():
+    for argument, value in excluded.items():
         if value is not None:
-            raise ValueError(f"`{other}` must be left out with `{name}`: packed rows have neither padding nor cache.")
+            raise ValueError(
+                f"`{argument}` must be None with `{name}`, got a value: packed rows have neither padding nor cache."
+            )
     return Segments(lengths, embeddings.shape[1], longest)
 
 
 def indices(length: int, like: torch.Tensor, offset: int | torch.Tensor = 0) -> torch.Tensor:
-    """offset, offset + 1, ... as `(1, length)`."""
+    """Return offset, offset + 1, ... as `(1, length)`."""
     return torch.arange(length, device=like.device)[None, :] + offset
 
 
 def is_padding_mask(attention_mask: object) -> bool:
-    """Whether a mask says what is padding, `(batch, length)`, rather than being ready for a kernel."""
+    """Return True for a mask of padding `(batch, length)`, False for a kernel's mask."""
     return isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2

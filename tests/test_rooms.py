@@ -25,11 +25,13 @@ MAY_IMPORT = {
     "decoding.searches": "decoding tokenization modeling",
     "inference": "decoding decoding.searches conversion.ctranslate2 tokenization storage modeling",
     "evaluation": "inference data tokenization storage modeling",
-    "training": "training.adapters training.recipe training.checkpointing evaluation inference data tokenization storage modeling",
+    "training": "training.adapters training.recipe training.checkpointing "
+    "evaluation inference data tokenization storage modeling",
     "training.recipe": "training.adapters training.checkpointing evaluation data tokenization storage modeling",
     "training.adapters": "tokenization storage modeling",
     "training.checkpointing": "training.adapters data tokenization storage modeling",
-    "training.planning": "training.adapters training training.recipe training.checkpointing data tokenization storage modeling ops",
+    "training.planning": "training training.adapters training.recipe training.checkpointing "
+    "data tokenization storage modeling ops",
     "hub_card": "training training.recipe training.checkpointing inference tokenization storage modeling",
 }
 MAY_IMPORT["scripts"] = " ".join(MAY_IMPORT)

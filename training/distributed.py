@@ -106,9 +106,6 @@ def ignore_repeated_pairs(labels: torch.Tensor, num_pairs: int, process_index: i
     return torch.cat([labels[:num_counted], torch.full_like(labels[num_counted:], IGNORED_LABEL)])
 
 
-# Random states
-
-
 class ProcessSeeds(TrainerCallback):
     """Different random numbers in each process, so that each process drops different entries.
 

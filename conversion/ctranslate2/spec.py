@@ -83,12 +83,18 @@ def _stack_options(config: MetaphraseConfig) -> dict:
         "relative_attention_bias": config.position_embedding_type in _BIASED,
         "ffn_glu": config.gated_mlp,
         "rms_norm": config.norm_type == "rmsnorm",
-        "num_heads_kv": config.num_key_value_heads,
+        "num_heads_kv": _key_value_heads(config),
         "head_dim": config.head_dim,
         "qk_norm": config.qk_norm,
         # Anything but None keeps the decoder from requiring a table of positions.
         "rotary_dim": 0 if config.position_embedding_type == "rotary" else None,
     }
+
+
+def _key_value_heads(config: MetaphraseConfig) -> int | None:
+    """The number of key and value heads, or `None` if there are as many as query heads."""
+    heads = config.num_key_value_heads
+    return None if heads == config.encoder_attention_heads == config.decoder_attention_heads else heads
 
 
 def _fill_stack(spec: model_spec.LayerSpec, stack: nn.Module, config: MetaphraseConfig) -> None:
@@ -160,7 +166,7 @@ def _rotary_attention(rotary: nn.Module, config: MetaphraseConfig) -> attention_
         rotary_dim=rotated,
         rotary_interleave=False,
         rotary_base=base,
-        num_heads_kv=config.num_key_value_heads,
+        num_heads_kv=_key_value_heads(config),
         head_dim=config.head_dim,
         qk_norm=config.qk_norm,
         **options,

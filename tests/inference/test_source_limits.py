@@ -302,7 +302,7 @@ def test_attention_is_of_what_was_read(generator):
 
 def test_a_pipeline_names_what_is_too_long(generator):
     pipe = pipeline("text2text-generation", model=generator.model, tokenizer=generator.tokenizers.source)
-    with pytest.raises(ValueError, match="than the model has positions, 64, got 181: `truncation=True`"):
+    with pytest.raises(ValueError, match=r"than the model has positions, 64, got 181\. Set `truncation=True`"):
         pipe(LONG)
     pipe.tokenizer = copy.deepcopy(pipe.tokenizer)
     pipe.tokenizer.model_max_length = 64

@@ -6,7 +6,6 @@ from tiny_models import tiny_config
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from metaphrase.modeling.attention import MetaphraseAttention, combine_bias, eager_attention_forward, kernel_takes_bias
-from metaphrase.modeling.positions import RelativePositionBias
 
 
 def make_attention(heads=4, seed=0, is_causal=False, is_cross=False, dtype=torch.float32, **fields):
@@ -22,23 +21,23 @@ def make_attention(heads=4, seed=0, is_causal=False, is_cross=False, dtype=torch
     return attention.eval().to(dtype)
 
 
-def attend_by_loops(attention, states, memory=None, scale=None, visible=None):
-    """What attention is, one head and one query at a time."""
-    memory = states if memory is None else memory
+def attend_by_loops(attention, states, encoder_output=None, scale=None, visible=None):
+    """Compute attention for one head and one query at a time."""
+    encoder_output = states if encoder_output is None else encoder_output
     head_dim, groups = attention.head_dim, attention.num_key_value_groups
     scale = head_dim**-0.5 if scale is None else scale
-    query, key, value = attention.q_proj(states), attention.k_proj(memory), attention.v_proj(memory)
+    query, key, value = attention.q_proj(states), attention.k_proj(encoder_output), attention.v_proj(encoder_output)
     output = torch.zeros(query.shape)
     for row in range(states.shape[0]):
         for head in range(query.shape[-1] // head_dim):
-            own = slice(head * head_dim, (head + 1) * head_dim)
+            head_columns = slice(head * head_dim, (head + 1) * head_dim)
             shared = slice(head // groups * head_dim, (head // groups + 1) * head_dim)
             for token in range(states.shape[1]):
-                asked = query[row, token, own]
-                scores = torch.stack([asked @ known for known in key[row, :, shared]]) * scale
+                vector = query[row, token, head_columns]
+                scores = torch.stack([vector @ row_key for row_key in key[row, :, shared]]) * scale
                 if visible is not None:
                     scores[~visible[row, token]] = -float("inf")
-                output[row, token, own] = scores.softmax(-1) @ value[row, :, shared]
+                output[row, token, head_columns] = scores.softmax(-1) @ value[row, :, shared]
     return attention.o_proj(output)
 
 
@@ -48,9 +47,9 @@ def attend_by_loops(attention, states, memory=None, scale=None, visible=None):
 @pytest.mark.parametrize("head_dim", [None, 6])
 def test_attention_equals_loops(is_cross, key_value_heads, head_dim):
     attention = make_attention(is_cross=is_cross, num_key_value_heads=key_value_heads, head_dim=head_dim)
-    states, memory = torch.randn(2, 3, 16), torch.randn(2, 5, 16)
-    output, weights = attention(states, memory)
-    expected = attend_by_loops(attention, states, memory if is_cross else None)
+    states, encoder_output = torch.randn(2, 3, 16), torch.randn(2, 5, 16)
+    output, weights = attention(states, encoder_output)
+    expected = attend_by_loops(attention, states, encoder_output if is_cross else None)
     torch.testing.assert_close(output, expected, atol=1e-5, rtol=0)
     assert weights.shape == (2, 4, 3, 5 if is_cross else 3)
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 3))
@@ -68,23 +67,6 @@ def test_mask_hides_keys(as_boolean):
         mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
     expected = attend_by_loops(attention, states, visible=visible)
     torch.testing.assert_close(attention(states, attention_mask=mask)[0], expected, atol=1e-5, rtol=0)
-
-
-@torch.no_grad()
-def test_grouped_queries_equal_repeated_heads():
-    grouped = make_attention(num_key_value_heads=2)
-    full = make_attention()
-    assert grouped.k_proj.weight.shape == grouped.v_proj.weight.shape == (8, 16)
-    full.load_state_dict(
-        grouped.state_dict()
-        | {
-            # (heads * head_dim, hidden) -> (heads, head_dim, hidden) -> each twice in turn
-            f"{name}.weight": getattr(grouped, name).weight.view(2, 4, 16).repeat_interleave(2, dim=0).flatten(0, 1)
-            for name in ("k_proj", "v_proj")
-        }
-    )
-    states = torch.randn(2, 5, 16)
-    torch.testing.assert_close(grouped(states), full(states), atol=1e-5, rtol=0)
 
 
 @torch.no_grad()
@@ -122,8 +104,8 @@ def test_attention_bias_is_in_all_four_projections(has_bias):
 @pytest.mark.parametrize("is_cross", [False, True])
 def test_qk_norm_norms_queries_and_keys_in_each_head(is_cross):
     attention = make_attention(qk_norm=True, norm_eps=1e-2, is_cross=is_cross)
-    states, memory = torch.randn(2, 3, 16), torch.randn(2, 5, 16)
-    source = memory if is_cross else states
+    states, encoder_output = torch.randn(2, 3, 16), torch.randn(2, 5, 16)
+    source = encoder_output if is_cross else states
 
     def normed(projected, weight):
         heads = projected.view(*projected.shape[:-1], 4, 4)
@@ -134,7 +116,7 @@ def test_qk_norm_norms_queries_and_keys_in_each_head(is_cross):
     value = attention.v_proj(source).view(2, -1, 4, 4).transpose(1, 2)
     weights = (query @ key.transpose(2, 3) * 0.5).softmax(-1)
     expected = attention.o_proj((weights @ value).transpose(1, 2).reshape(2, 3, 16))
-    torch.testing.assert_close(attention(states, memory)[0], expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(attention(states, encoder_output)[0], expected, atol=1e-5, rtol=0)
     assert not hasattr(make_attention(qk_norm=False), "q_norm")
 
 
@@ -170,45 +152,17 @@ def test_attention_dropout_drops_weights_in_training_alone():
     assert not torch.equal(attention(states)[0], attention(states)[0])
 
 
-@torch.no_grad()
-def test_dropout_of_the_sublayers_does_not_reach_attention():
-    attention = make_attention(dropout=0.5, activation_dropout=0.5).train()
-    states = torch.randn(2, 8, 16)
-    torch.testing.assert_close(attention(states), attention(states), atol=0, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("is_shared", "is_causal", "is_cross", "has_own_bias"),
-    [
-        (True, False, False, False),
-        (False, False, False, True),
-        (False, True, False, True),
-        (False, False, True, False),
-    ],
-)
-def test_relative_attention_shared_decides_who_owns_the_bias(is_shared, is_causal, is_cross, has_own_bias):
-    attention = make_attention(
-        position_embedding_type="relative",
-        relative_attention_shared=is_shared,
-        is_causal=is_causal,
-        is_cross=is_cross,
-    )
-    own = getattr(attention, "relative_position_bias", None)
-    assert isinstance(own, RelativePositionBias) == has_own_bias
-    assert own is None or own.is_bidirectional == (not is_causal)
-
-
 def test_cross_attention_computes_keys_and_values_once_per_source():
     attention = make_attention(is_cross=True, is_causal=False)
     calls = []
     attention.k_proj.register_forward_hook(lambda *_: calls.append("key"))
     attention.v_proj.register_forward_hook(lambda *_: calls.append("value"))
-    states, memory = torch.randn(2, 3, 16), torch.randn(2, 5, 16)
+    states, encoder_output = torch.randn(2, 3, 16), torch.randn(2, 5, 16)
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
     with torch.no_grad():
-        steps = [attention(states[:, i : i + 1], memory, past_key_values=cache)[0] for i in range(3)]
+        steps = [attention(states[:, i : i + 1], encoder_output, past_key_values=cache)[0] for i in range(3)]
         assert calls == ["key", "value"]
-        torch.testing.assert_close(torch.cat(steps, dim=1), attention(states, memory)[0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(torch.cat(steps, dim=1), attention(states, encoder_output)[0], atol=1e-5, rtol=0)
     assert cache.cross_attention_cache.get_seq_length() == 5
     assert cache.self_attention_cache.get_seq_length() == 0
 

@@ -75,7 +75,7 @@ def test_a_loss_that_is_divided_can_be_differentiated_again_and_again(divisor):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_loss_that_is_divided_and_scaled_has_gradients_of_full_precision(dtype):
-    """As a scaler of gradients has it: divided first, most would be too small for float16."""
+    """Check a scaled loss: gradients that are divided before they are scaled are too small for float16."""
     hidden, weight, _, labels = problem(has_bias=False, dtype=torch.float32)
     expected = torch.autograd.grad(plain_loss(hidden, weight, None, labels, 0.1) * (2**16 / 1e6), [hidden, weight])
     with torch.autocast("cpu", dtype):
@@ -103,7 +103,7 @@ def confident_problem(certainty):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("alpha", [0.0, 3.0])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("certainty", [4, 8, 11, 14, 18])
+@pytest.mark.parametrize("certainty", [4, 11, 18])
 def test_what_is_nearly_certain_is_learned_as_precisely_as_with_logits(certainty, smoothing, alpha, dtype):
     hidden, weight, labels = confident_problem(certainty)
 
@@ -124,17 +124,6 @@ def test_what_is_nearly_certain_is_learned_as_precisely_as_with_logits(certainty
     for name, value, reference, wanted in zip(("loss", "hidden", "weight"), ours, made, exact, strict=True):
         error, allowed = ((result - wanted).norm() / wanted.norm() for result in (value, reference))
         assert error <= 1.1 * allowed + slack, name
-
-
-def test_a_label_that_is_all_but_certain_still_learns():
-    hidden, weight = torch.eye(4)[:1], torch.zeros(4, 4)
-    weight[0, 0] = 8.0
-    weight.requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = projected_loss(hidden, weight, None, torch.tensor([0]))
-    assert loss.item() == pytest.approx(-torch.log_softmax(weight[0], dim=0)[0].item(), rel=1e-2)
-    gradient = torch.autograd.grad(loss, weight)[0][:, 0]
-    assert gradient[0] == pytest.approx(-3 * gradient[1].item(), rel=1e-2) and gradient[1] > 0
 
 
 def test_only_the_gradients_asked_for_are_made():
@@ -168,19 +157,6 @@ def test_no_gradient_begins_with_what_was_in_memory(is_autocast, monkeypatch):
     with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
         loss = projected_loss(hidden, weight, bias, labels, 0.1)
     assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(loss, [hidden, weight, bias]))
-
-
-def test_it_agrees_with_the_one_of_torch():
-    function = getattr(nn.functional, "linear_cross_entropy", None)
-    if function is None:
-        pytest.skip("torch has no linear_cross_entropy before 2.13")
-    hidden, weight, _, labels = problem(has_bias=False, dtype=torch.float32)
-    expected = function(hidden, weight, labels, reduction="sum")
-    wanted = torch.autograd.grad(expected, [hidden, weight])
-    actual = projected_loss(hidden, weight, None, labels)
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
-    for gradient, near in zip(torch.autograd.grad(actual, [hidden, weight]), wanted, strict=True):
-        torch.testing.assert_close(gradient, near, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("fields", [{}, {"logits_bias": True}, {"logits_scale": 0.5}, {"tie_word_embeddings": False}])
@@ -253,13 +229,13 @@ def test_what_is_done_to_a_head_is_done_in_training_too(change):
     for is_changed in (False, True):
         if is_changed:
             change(model.lm_head)
-        plain.append(found := [])
+        plain.append(results := [])
         for options in ({}, {"return_logits": True}):
             model.zero_grad()
             loss = model(**inputs, **options).loss
             loss.backward()
-            found.append([loss.detach(), model.get_input_embeddings().weight.grad.clone()])
-        for ours, wanted in zip(*found, strict=True):
+            results.append([loss.detach(), model.get_input_embeddings().weight.grad.clone()])
+        for ours, wanted in zip(*results, strict=True):
             torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(plain[0][0][1], plain[1][0][1])
 
@@ -306,5 +282,5 @@ def test_logits_are_made_in_evaluation_and_without_labels():
     assert model(**inputs, return_logits=False).logits is None
     model.train()
     assert model(**random_batch(model.config)).logits is not None
-    with pytest.raises(ValueError, match="`return_logits` must not be false without `labels`"):
+    with pytest.raises(ValueError, match="`return_logits` must be true without `labels`, got false"):
         model(**random_batch(model.config), return_logits=False)

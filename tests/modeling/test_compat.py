@@ -13,11 +13,11 @@ def new_cache() -> EncoderDecoderCache:
 
 
 def part_of(model, part):
-    """What is called, and with what, so that a target goes on from a cache."""
+    """Return a module and its inputs for decoding from a cache."""
     inputs = random_batch(model.config)
     if part == "decoder":
-        memory = model.get_encoder()(input_ids=inputs["input_ids"]).last_hidden_state
-        return model.get_decoder(), "input_ids", {"encoder_hidden_states": memory}, inputs["decoder_input_ids"]
+        encoder_output = model.get_encoder()(input_ids=inputs["input_ids"]).last_hidden_state
+        return model.get_decoder(), "input_ids", {"encoder_hidden_states": encoder_output}, inputs["decoder_input_ids"]
     called = model.base_model if part == "model" else model
     return called, "decoder_input_ids", {"input_ids": inputs["input_ids"]}, inputs["decoder_input_ids"]
 
@@ -39,7 +39,7 @@ def test_a_cache_is_read_by_either_name(part, name):
 @pytest.mark.parametrize("part", ["decoder", "model", "head"])
 def test_two_caches_are_refused(part):
     called, ids, inputs, targets = part_of(tiny_model(), part)
-    with pytest.raises(ValueError, match="`cache` must not be given beside `past_key_values`"):
+    with pytest.raises(ValueError, match="`cache` and `past_key_values` are the same"):
         called(**inputs, **{ids: targets}, **{name: new_cache() for name in CACHE_NAMES})
     called(**inputs, **{ids: targets}, past_key_values=new_cache(), cache=None)
 

@@ -18,13 +18,13 @@ TESTS_OF_OPTIONS = {
     "vocab_size": "test_stacks.py::test_vocabularies_of_the_stacks_may_differ",
     "decoder_vocab_size": "test_stacks.py::test_vocabularies_of_the_stacks_may_differ",
     "hidden_size": "test_stacks.py::test_hidden_size_is_the_width_of_everything_between_sublayers",
-    "encoder_layers": "test_stacks.py::test_layers_are_those_of_the_stack",
-    "decoder_layers": "test_stacks.py::test_layers_are_those_of_the_stack",
+    "encoder_layers": "test_common.py::test_attentions_and_hidden_states",
+    "decoder_layers": "test_common.py::test_attentions_and_hidden_states",
     "encoder_attention_heads": "test_stacks.py::test_heads_of_the_stacks_may_differ",
     "decoder_attention_heads": "test_stacks.py::test_heads_of_the_stacks_may_differ",
     "encoder_ffn_dim": "test_stacks.py::test_feed_forward_widths_of_the_stacks_may_differ",
     "decoder_ffn_dim": "test_stacks.py::test_feed_forward_widths_of_the_stacks_may_differ",
-    "num_key_value_heads": "test_attention.py::test_grouped_queries_equal_repeated_heads",
+    "num_key_value_heads": "test_attention.py::test_attention_equals_loops",
     "head_dim": "test_attention.py::test_head_dim_is_free_of_hidden_size",
     "activation_function": "test_layers.py::test_activation_function_is_the_named_one",
     "gated_mlp": "test_layers.py::test_gated_mlp_multiplies_a_second_projection",
@@ -117,35 +117,59 @@ def test_defaults_are_stated_in_the_docstring():
 
 
 @pytest.mark.parametrize(
-    ("field", "given", "expected"),
+    ("field", "value", "expected"),
     [
         ("decoder_vocab_size", None, 37),
-        ("head_dim", None, None),
+        ("num_key_value_heads", None, 4),
+        ("head_dim", None, 8),
         ("rope_parameters", None, {"rope_type": "default", "rope_theta": 10_000.0}),
     ],
 )
-def test_none_is_filled_in(field, given, expected):
-    assert getattr(tiny_config(**{field: given}), field) == expected
+def test_none_is_filled_in(field, value, expected):
+    assert getattr(tiny_config(**{field: value}), field) == expected
 
 
 @pytest.mark.parametrize(
-    ("norm_position", "given", "expected"),
+    ("norm_position", "value", "expected"),
     [("pre", None, True), ("post", None, False), ("pre", False, False), ("post", True, True)],
 )
-def test_final_norm_follows_norm_position_unless_given(norm_position, given, expected):
-    assert tiny_config(norm_position=norm_position, final_norm=given).final_norm is expected
-
-
-def test_attribute_map_answers_to_the_names_of_transformers():
-    config = tiny_config(d_model=24, num_hidden_layers=5, num_attention_heads=6)
-    assert (config.hidden_size, config.encoder_layers, config.encoder_attention_heads) == (24, 5, 6)
-    assert (config.d_model, config.num_hidden_layers, config.num_attention_heads) == (24, 5, 6)
-    assert not {"d_model", "num_hidden_layers", "num_attention_heads"} & set(config.to_dict())
+def test_final_norm_follows_norm_position_unless_given(norm_position, value, expected):
+    assert tiny_config(norm_position=norm_position, final_norm=value).final_norm is expected
 
 
 def test_get_head_dim():
     assert tiny_config().get_head_dim(4) == 8
     assert tiny_config(head_dim=6).get_head_dim(4) == 6
+
+
+def head_sizes(config):
+    return config.num_key_value_heads, config.head_dim
+
+
+@pytest.mark.parametrize(("value", "expected"), [({"num_key_value_heads": 2}, (2, 8)), ({"head_dim": 6}, (4, 6))])
+def test_given_head_sizes_stay(value, expected):
+    assert head_sizes(tiny_config(**value)) == expected
+
+
+def test_head_sizes_of_two_different_stacks_stay_none(tmp_path):
+    config = tiny_config(decoder_attention_heads=2)
+    config.save_pretrained(tmp_path)
+    assert head_sizes(config) == head_sizes(MetaphraseConfig.from_pretrained(tmp_path)) == (None, None)
+    assert head_sizes(config.get_text_config(decoder=True)) == (2, 16)
+    assert head_sizes(config.get_text_config(encoder=True)) == (4, 8)
+
+
+def test_configuration_with_null_head_sizes_loads(tmp_path):
+    """Files of earlier versions have null there."""
+    tiny_config().save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    fields = json.loads(file.read_text(encoding="utf-8"))
+    assert (fields["num_key_value_heads"], fields["head_dim"]) == (4, 8)
+    file.write_text(json.dumps(fields | {"num_key_value_heads": None, "head_dim": None}), encoding="utf-8")
+    assert head_sizes(MetaphraseConfig.from_pretrained(tmp_path)) == (4, 8)
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    changed = MetaphraseConfig.from_pretrained(tmp_path, **heads, num_key_value_heads=None, head_dim=None)
+    assert head_sizes(changed) == (2, 16)
 
 
 def different_values():
@@ -231,9 +255,9 @@ def test_copies_are_equal_and_independent():
 
 def test_a_given_configuration_is_not_shared_between_models():
     """The rotary embedding works on a configuration of its own: the model's keeps its `head_dim`."""
-    model = tiny_model(head_dim=None)
+    model = tiny_model(decoder_attention_heads=2)
     assert model.config.head_dim is None
-    assert model.config == tiny_config(head_dim=None)
+    assert model.config == tiny_config(decoder_attention_heads=2)
 
 
 POSITIVE = [

@@ -73,10 +73,10 @@ def test_saved_folder_is_complete_and_flat(model_class, tmp_path, monkeypatch):
     tiny_model(model_class).save_pretrained(tmp_path)
     names = {path.name for path in tmp_path.iterdir()}
     assert names >= FLAT_FILES
-    others = {"config.json", "model.safetensors"}
+    data_files = {"config.json", "model.safetensors"}
     if model_class is MetaphraseForConditionalGeneration:
-        others.add("generation_config.json")
-    assert names - FLAT_FILES == others
+        data_files.add("generation_config.json")
+    assert names - FLAT_FILES == data_files
     assert all(path.is_file() for path in tmp_path.iterdir())
     for path in SOURCES:
         if path.name in FLAT_FILES:
@@ -290,7 +290,7 @@ def test_no_private_name_of_torch_or_transformers_is_read(path):
 
 
 def test_a_missing_file_is_noticed(report):
-    """That the interpreter is clean indeed: a folder without one of its files cannot be loaded there."""
+    """Check that the interpreter has no package: a folder without a file cannot be loaded."""
     assert "normalization" in report["incomplete"]
 
 

@@ -43,7 +43,7 @@ def test_missing_weights_are_initialized_under_the_seed(model_class, design):
     assert_same_tensors(again, model)
     torch.manual_seed(0)
     usual_tensors = every_tensor(model_class(config))
-    others = every_tensor(other)
+    other_tensors = every_tensor(other)
     for name, tensor in every_tensor(model).items():
         assert tensor.shape == usual_tensors[name].shape
         assert tensor.isfinite().all(), name
@@ -51,7 +51,7 @@ def test_missing_weights_are_initialized_under_the_seed(model_class, design):
             assert torch.equal(tensor, usual_tensors[name]), name
         else:
             assert_std(tensor, config.initializer_range, name)
-            assert not torch.equal(tensor, others[name]), name
+            assert not torch.equal(tensor, other_tensors[name]), name
 
 
 @pytest.mark.parametrize("design", DESIGNS)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from tiny_models import tiny_model
-from torch import nn
 from transformers.trainer_pt_utils import LabelSmoother
 
 from metaphrase.modeling import IGNORED_LABEL, sequence_loss, shift_right
@@ -23,11 +22,11 @@ from metaphrase.modeling import IGNORED_LABEL, sequence_loss, shift_right
 )
 def test_shift_right_by_hand(labels, expected):
     labels = torch.tensor(labels)
-    given = labels.clone()
+    original = labels.clone()
     shifted = shift_right(labels, pad_token_id=8, decoder_start_token_id=9)
     assert shifted.tolist() == expected
     assert shifted.dtype == labels.dtype
-    assert torch.equal(labels, given)
+    assert torch.equal(labels, original)
 
 
 def test_shift_right_takes_zero_for_an_id():
@@ -63,13 +62,6 @@ def batch(rows=4, target=6, vocab=11):
     return logits, labels
 
 
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1, 0.5])
-def test_loss_equals_torch(label_smoothing):
-    logits, labels = batch()
-    expected = nn.CrossEntropyLoss(label_smoothing=label_smoothing)(logits.flatten(0, 1), labels.flatten())
-    torch.testing.assert_close(sequence_loss(logits, labels, label_smoothing=label_smoothing), expected)
-
-
 def test_loss_by_hand():
     # Two classes with odds 3 to 1; the second position is no label.
     logits = torch.tensor([[[3.0, 1.0], [1.0, 1.0]]]).log()
@@ -96,19 +88,6 @@ def test_loss_is_divided_by_the_items_given(num_items_in_batch):
     count = (labels != IGNORED_LABEL).sum()
     expected = sequence_loss(logits, labels) * count / 5
     torch.testing.assert_close(sequence_loss(logits, labels, num_items_in_batch), expected)
-
-
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-def test_accumulated_losses_and_gradients_equal_one_batch(label_smoothing):
-    logits, labels = batch(rows=6)
-    count = (labels != IGNORED_LABEL).sum()
-    logits.requires_grad_()
-    whole = sequence_loss(logits, labels, label_smoothing=label_smoothing)
-    (expected,) = torch.autograd.grad(whole, logits)
-    parts = [sequence_loss(logits[row : row + 1], labels[row : row + 1], count, label_smoothing) for row in range(6)]
-    torch.testing.assert_close(sum(parts), whole, atol=1e-6, rtol=0)
-    (gradient,) = torch.autograd.grad(sum(parts), logits)
-    torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])

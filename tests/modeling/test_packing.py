@@ -52,13 +52,13 @@ def test_packed_flex_attention_gives_the_logits_of_padded_rows(design, uncompile
 
 
 def attend_by_offsets(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, scale=None):
-    """What flash attention by offsets is documented to compute, of `(tokens, heads, head_dim)`."""
+    """Compute flash attention by offsets, of `(tokens, heads, head_dim)`, as documented."""
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     assert (max_q, max_k) == (int(cu_seq_q.diff().max()), int(cu_seq_k.diff().max()))
     outputs = []
     for number in range(len(cu_seq_q) - 1):
-        asks, seen = (slice(*offsets[number : number + 2].tolist()) for offsets in (cu_seq_q, cu_seq_k))
-        states = (rows.transpose(0, 1) for rows in (query[asks], key[seen], value[seen]))
+        query_rows, key_rows = (slice(*offsets[number : number + 2].tolist()) for offsets in (cu_seq_q, cu_seq_k))
+        states = (rows.transpose(0, 1) for rows in (query[query_rows], key[key_rows], value[key_rows]))
         output = torch.nn.functional.scaled_dot_product_attention(*states, is_causal=is_causal, scale=scale)
         outputs.append(output.transpose(0, 1))
     return torch.cat(outputs)
@@ -131,14 +131,14 @@ def test_autocast_decides_which_kernel_a_gpu_runs(monkeypatch):
     assert choose_kernel("sdpa", states, 64, False, 0.0) == "varlen"
 
 
-@pytest.mark.parametrize("kept", [0, 2**25])
+@pytest.mark.parametrize("kept_bytes", [0, 2**25])
 @pytest.mark.parametrize("block", [1, 24 * 24 * 2, 24 * 24 * 8, 2**20])
 @pytest.mark.parametrize("design", ["relative", "relative_per_layer", "alibi", "rotary"])
-def test_blocks_of_the_grid_and_what_they_keep_change_nothing(design, block, kept, monkeypatch):
+def test_blocks_of_the_grid_and_what_they_keep_change_nothing(design, block, kept_bytes, monkeypatch):
     model = tiny_model(**DESIGNS[design] | {"initializer_range": 0.2})
     expected, expected_gradients = gradients(model, packed(model.config))
     monkeypatch.setattr(grid, "BLOCK_ENTRIES", block)
-    monkeypatch.setattr(grid_attention, "MAX_KEPT_BYTES", kept)
+    monkeypatch.setattr(grid_attention, "MAX_KEPT_BYTES", kept_bytes)
     output, actual_gradients = gradients(model, packed(model.config))
     torch.testing.assert_close(output.loss, expected.loss, rtol=1e-6, atol=1e-6)
     assert_close(actual_gradients, expected_gradients)
@@ -158,13 +158,13 @@ def test_what_new_memory_holds_changes_nothing(dropout, is_autocast, filled_memo
     model = tiny_model(initializer_range=0.2, position_embedding_type="sinusoidal", attention_dropout=dropout).train()
     monkeypatch.setattr(fused_linear, "_LEAST_SIZE", 0)
     assert torch.empty(3).isnan().all()
-    found = []
+    results = []
     for _ in range(2):
         torch.manual_seed(3)
         with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
-            found.append(gradients(model, packed(model.config)))
+            results.append(gradients(model, packed(model.config)))
         torch.use_deterministic_algorithms(False)
-    (actual, actual_gradients), (expected, expected_gradients) = found
+    (actual, actual_gradients), (expected, expected_gradients) = results
     torch.testing.assert_close(actual.loss, expected.loss, rtol=0, atol=0)
     torch.testing.assert_close(actual_gradients, expected_gradients, rtol=1e-5, atol=1e-6)
 
@@ -184,13 +184,15 @@ def test_each_sequence_attends_as_if_it_were_alone(is_causal, is_compiled, monke
         *states, grid_attention.make_grid_mask(packing, None, states[0]), packing, 0.6, 0.0
     )
     sizes = (queries.lengths.tolist(), list(lengths), list(lengths))
-    parts = zip(*(side.split(each, dim=2) for side, each in zip(states, sizes, strict=True)), strict=True)
+    parts = zip(
+        *(side.split(side_lengths, dim=2) for side, side_lengths in zip(states, sizes, strict=True)), strict=True
+    )
     attend = torch.nn.functional.scaled_dot_product_attention
     expected = torch.cat([attend(*part, is_causal=is_causal, scale=0.6) for part in parts], dim=2).transpose(1, 2)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
     weight = torch.randn_like(actual)
-    found = [torch.autograd.grad((output * weight).sum(), states) for output in (actual, expected)]
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+    results = [torch.autograd.grad((output * weight).sum(), states) for output in (actual, expected)]
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -233,10 +235,10 @@ def test_weights_are_kept_where_those_of_all_blocks_have_room(fewer, times, monk
     assert len(computed) == times * len(grid_attention.grid_of(packing, 2, in_blocks=True).blocks) > times
 
 
-@pytest.mark.parametrize("kept", [0, 2**25])
-def test_dropped_weights_are_the_same_forward_and_backward(kept, monkeypatch):
+@pytest.mark.parametrize("kept_bytes", [0, 2**25])
+def test_dropped_weights_are_the_same_forward_and_backward(kept_bytes, monkeypatch):
     """The gradient of a loss under a fixed mask of dropout agrees with its finite differences."""
-    monkeypatch.setattr(grid_attention, "MAX_KEPT_BYTES", kept)
+    monkeypatch.setattr(grid_attention, "MAX_KEPT_BYTES", kept_bytes)
     model = tiny_model(position_embedding_type="relative", attention_dropout=0.4, initializer_range=0.2).train()
     inputs = packed(model.config)
 
@@ -263,10 +265,10 @@ def test_dropped_weights_are_the_same_forward_and_backward(kept, monkeypatch):
         assert (above - below) / 2e-2 == pytest.approx(slope, rel=0.05, abs=2e-4), name
 
 
-@pytest.mark.parametrize("kept", [0, 2**25])
+@pytest.mark.parametrize("kept_bytes", [0, 2**25])
 @pytest.mark.parametrize("longest", [20, 40])
-def test_bfloat16_stays_close_in_narrow_and_in_wide_grids(longest, kept, monkeypatch):
-    monkeypatch.setattr(grid_attention, "MAX_KEPT_BYTES", kept)
+def test_bfloat16_stays_close_in_narrow_and_in_wide_grids(longest, kept_bytes, monkeypatch):
+    monkeypatch.setattr(grid_attention, "MAX_KEPT_BYTES", kept_bytes)
     model = tiny_model(position_embedding_type="relative", initializer_range=0.2)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([longest, 3, longest // 2])
@@ -302,7 +304,7 @@ def test_bfloat16_stays_close_in_narrow_and_in_wide_grids(longest, kept, monkeyp
         ({"source_lengths": torch.tensor(33)}, r"one for each sequence, .* got \(\)"),
         ({"source_lengths": [33]}, "must be a tensor .* got list"),
         ({"source_lengths": torch.tensor([5.0, 1.0, 19.0, 8.0])}, r"of integers .* got \(4,\) of torch.float32"),
-        ({"attention_mask": torch.ones(1, 33)}, "`attention_mask` must be left out"),
+        ({"attention_mask": torch.ones(1, 33)}, "`attention_mask` must be None with"),
     ],
 )
 def test_lengths_that_do_not_fit_are_refused(change, message):

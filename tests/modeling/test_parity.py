@@ -248,27 +248,27 @@ def assert_equal_generation(ours, theirs, inputs, **options):
 
 def t5_state(theirs, is_gated, is_tied):
     """T5's weights under our names."""
-    given = theirs.state_dict()
-    state = {"model.encoder.embed_tokens.weight": given["shared.weight"]}
+    weights = theirs.state_dict()
+    state = {"model.encoder.embed_tokens.weight": weights["shared.weight"]}
     if not is_tied:
-        state["lm_head.weight"] = given["lm_head.weight"]
+        state["lm_head.weight"] = weights["lm_head.weight"]
     attention = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o"}
     mlp = {"up_proj": "wi", "down_proj": "wo"}
     if is_gated:
         mlp = {"gate_proj": "wi_0", "up_proj": "wi_1", "down_proj": "wo"}
     for stack, count in (("encoder", theirs.config.num_layers), ("decoder", theirs.config.num_decoder_layers)):
         bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-        state[f"model.{stack}.position_bias.embedding.weight"] = given[bias]
-        state[f"model.{stack}.norm.weight"] = given[f"{stack}.final_layer_norm.weight"]
+        state[f"model.{stack}.position_bias.embedding.weight"] = weights[bias]
+        state[f"model.{stack}.norm.weight"] = weights[f"{stack}.final_layer_norm.weight"]
         sublayers = {"self_attn": "SelfAttention", "mlp": "DenseReluDense"}
         if stack == "decoder":
             sublayers = {"self_attn": "SelfAttention", "cross_attn": "EncDecAttention", "mlp": "DenseReluDense"}
         for layer in range(count):
-            for place, (name, theirs_name) in enumerate(sublayers.items()):
-                old, new = f"{stack}.block.{layer}.layer.{place}", f"model.{stack}.layers.{layer}.{name}"
-                state[f"{new}_norm.weight"] = given[f"{old}.layer_norm.weight"]
+            for index, (name, theirs_name) in enumerate(sublayers.items()):
+                old, new = f"{stack}.block.{layer}.layer.{index}", f"model.{stack}.layers.{layer}.{name}"
+                state[f"{new}_norm.weight"] = weights[f"{old}.layer_norm.weight"]
                 for ours_part, theirs_part in (mlp if name == "mlp" else attention).items():
-                    state[f"{new}.{ours_part}.weight"] = given[f"{old}.{theirs_name}.{theirs_part}.weight"]
+                    state[f"{new}.{ours_part}.weight"] = weights[f"{old}.{theirs_name}.{theirs_part}.weight"]
     return state
 
 
@@ -326,7 +326,7 @@ def test_whole_network_equals_t5(is_gated, is_tied, attn_implementation):
 
 def bart_state(theirs):
     """The weights of BART or Marian under our names."""
-    given = theirs.state_dict()
+    weights = theirs.state_dict()
     replacements = {
         "out_proj": "o_proj",
         "self_attn_layer_norm": "self_attn_norm",
@@ -337,8 +337,8 @@ def bart_state(theirs):
         "fc2": "mlp.down_proj",
         "layernorm_embedding": "embedding_norm",
     }
-    state = {"lm_head.bias": given["final_logits_bias"][0]}
-    for name, value in given.items():
+    state = {"lm_head.bias": weights["final_logits_bias"][0]}
+    for name, value in weights.items():
         if name in ("final_logits_bias", "lm_head.weight", "model.shared.weight", "model.decoder.embed_tokens.weight"):
             continue
         parts = name.split(".")

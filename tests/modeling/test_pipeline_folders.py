@@ -93,12 +93,12 @@ print("REPORT " + json.dumps(report))
 
 @pytest.fixture(scope="module")
 def clean_report(model_folders, families, tmp_path_factory):
-    """What every task gives in an interpreter without the package, by folder and task."""
+    """Return the results of each task without the package, by folder and task."""
     root = tmp_path_factory.mktemp("clean")
     saved = pipeline("translation_en_to_de", model=families["bart"], tokenizer=tiny_pair().source)
     saved.save_pretrained(root / "bart")
-    places = [str(model_folders[True]), str(model_folders[False]), str(root / "bart")]
-    arguments = [json.dumps(SOURCES), json.dumps(list(CLASSES)), *places]
+    folders = [str(model_folders[True]), str(model_folders[False]), str(root / "bart")]
+    arguments = [json.dumps(SOURCES), json.dumps(list(CLASSES)), *folders]
     result = subprocess.run(
         [sys.executable, "-c", CLEAN_INTERPRETER, *arguments],
         cwd=root,
@@ -109,27 +109,27 @@ def clean_report(model_folders, families, tmp_path_factory):
     )
     assert result.returncode == 0, result.stderr[-3000:]
     [line] = [line for line in result.stdout.splitlines() if line.startswith("REPORT ")]
-    return dict(zip(("joint", "separate", "bart"), places, strict=True)), json.loads(line.removeprefix("REPORT "))
+    return dict(zip(("joint", "separate", "bart"), folders, strict=True)), json.loads(line.removeprefix("REPORT "))
 
 
 @pytest.mark.parametrize("task", list(CLASSES))
 @pytest.mark.parametrize("joint", [True, False])
 def test_folder_works_without_the_package(joint, task, clean_report, generators):
-    places, report = clean_report
+    folders, report = clean_report
     expected = [
         {f"{NAMES[general_task(task)]}_text": text} for text in generators[joint].generate(SOURCES, num_beams=4)
     ]
-    place = places["joint" if joint else "separate"]
-    assert report[f"{place} {task}"] == [expected, expected]
+    folder = folders["joint" if joint else "separate"]
+    assert report[f"{folder} {task}"] == [expected, expected]
     if task == "translation":
-        assert report[f"{place} again"] == expected
+        assert report[f"{folder} again"] == expected
 
 
 def test_other_families_work_from_a_folder_of_a_pipeline(clean_report, families):
-    places, report = clean_report
+    folders, report = clean_report
     for task in CLASSES:
         expected = pipeline(task, model=families["bart"], tokenizer=tiny_pair().source)(SOURCES)
-        assert report[f"{places['bart']} {task}"] == [expected, expected]
+        assert report[f"{folders['bart']} {task}"] == [expected, expected]
 
 
 def test_code_of_a_folder_asks_for_trust(clean_report):

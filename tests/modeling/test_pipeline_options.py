@@ -9,7 +9,7 @@ from tiny_generator import SOURCES, tiny_generator, tiny_pair
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, pipeline
 
 from metaphrase.inference import Text2TextGenerationPipeline, TranslationPipeline
-from metaphrase.modeling.pipeline_support import generation_arguments, is_of_each_text, length_limits
+from metaphrase.modeling.pipeline_support import generation_arguments, is_independent_of_batch, length_limits
 
 
 def options_model(**settings):
@@ -20,7 +20,7 @@ def options_model(**settings):
 
 
 @pytest.mark.parametrize(
-    ("model", "own", "given", "expected"),
+    ("model", "defaults", "options", "expected"),
     [
         ({}, {}, {}, {"num_beams": 4, "max_new_tokens": 256, "pad_token_id": 9}),
         ({"max_length": 30, "num_beams": 2, "pad_token_id": 1}, {}, {}, {}),
@@ -34,12 +34,12 @@ def options_model(**settings):
         ({}, {}, {"min_length": 2}, {"min_length": 2, "min_new_tokens": None, "num_beams": 4, "max_new_tokens": 256}),
     ],
 )  # fmt: skip
-def test_who_decides_an_option(model, own, given, expected):
-    before = dict(given)
-    arguments = generation_arguments(options_model(**model), own, given, 9)
+def test_who_decides_an_option(model, defaults, options, expected):
+    before = dict(options)
+    arguments = generation_arguments(options_model(**model), defaults, options, 9)
     if "pad_token_id" not in model:
         expected = expected | {"pad_token_id": 9}
-    assert arguments == expected and given == before
+    assert arguments == expected and options == before
 
 
 def test_a_generation_config_of_the_call_stands_for_the_options_of_the_pipeline(generators):
@@ -64,9 +64,9 @@ def test_a_generation_config_of_the_pipeline_stands_for_the_options_of_the_task(
     config = GenerationConfig(num_beams=1, max_new_tokens=7)
     made = pipeline("summarization", model=model, tokenizer=generator.tokenizers, generation_config=config)
     expected = generator.generate(SOURCES, num_beams=1, max_new_tokens=7)
-    assert [each["summary_text"] for each in made(SOURCES)] == expected
+    assert [result["summary_text"] for result in made(SOURCES)] == expected
     made = pipeline("summarization", model=model, tokenizer=generator.tokenizers)
-    assert [each["summary_text"] for each in made(SOURCES)] != expected
+    assert [result["summary_text"] for result in made(SOURCES)] != expected
 
 
 def test_lengths_that_count():
@@ -80,17 +80,17 @@ def test_lengths_that_count():
 
 def test_what_decides_of_a_batch():
     sampling, greedy = options_model(do_sample=True), options_model()
-    assert is_of_each_text(greedy, {"num_beams": 4, "generation_config": GenerationConfig(num_beams=2)})
-    assert not is_of_each_text(sampling, {}) and is_of_each_text(sampling, {"do_sample": False})
+    assert is_independent_of_batch(greedy, {"num_beams": 4, "generation_config": GenerationConfig(num_beams=2)})
+    assert not is_independent_of_batch(sampling, {}) and is_independent_of_batch(sampling, {"do_sample": False})
     # A config that says nothing of it leaves it to the model's.
-    assert not is_of_each_text(sampling, {"generation_config": GenerationConfig(num_beams=2)})
-    assert not is_of_each_text(greedy, {"generation_config": GenerationConfig(do_sample=True)})
-    assert not is_of_each_text(greedy, {"streamer": None})
+    assert not is_independent_of_batch(sampling, {"generation_config": GenerationConfig(num_beams=2)})
+    assert not is_independent_of_batch(greedy, {"generation_config": GenerationConfig(do_sample=True)})
+    assert not is_independent_of_batch(greedy, {"streamer": None})
     for name, neutral, other in (
         ("encoder_repetition_penalty", 1.0, 1.5),
         ("encoder_no_repeat_ngram_size", 0, 1),
     ):
-        assert is_of_each_text(greedy, {name: neutral}) and not is_of_each_text(greedy, {name: other})
+        assert is_independent_of_batch(greedy, {name: neutral}) and not is_independent_of_batch(greedy, {name: other})
 
 
 @pytest.mark.parametrize(
@@ -119,13 +119,13 @@ def test_lengths_beside_a_config_come_before_those_of_the_model(config, call, le
 
 def test_lengths_beside_a_config_stay_as_they_are_where_the_model_has_no_other_kind():
     config = GenerationConfig(max_length=6, min_length=3)
-    for own, expected in (
+    for defaults, expected in (
         ({}, (6, None, 3, None)),
         ({"max_new_tokens": 8}, (None, 3, 3, None)),
         ({"min_new_tokens": 2}, (6, None, None, 0)),
     ):
         arguments = {"generation_config": config, "decoder_input_ids": torch.tensor([[1, 5, 6]])}
-        made = generation_arguments(options_model(**own), {}, arguments, 0)["generation_config"]
+        made = generation_arguments(options_model(**defaults), {}, arguments, 0)["generation_config"]
         assert (made.max_length, made.max_new_tokens, made.min_length, made.min_new_tokens) == expected
 
 
@@ -155,10 +155,10 @@ def test_length_of_the_call_is_kept(pipe):
 @pytest.mark.parametrize(
     ("task", "options", "warning"),
     [
-        ("summarization", {"max_length": 40}, "`max_length` of 40 is more than the 17 tokens of the text"),
+        ("summarization", {"max_length": 40}, "`max_length` should be below the length of the text, got 40 and 17"),
         ("summarization", {"max_length": 5, "min_length": 9}, "`min_length` should not be above `max_length`, got 9 and 5"),
         ("summarization", {"max_length": 17}, None),
-        ("translation", {"max_length": 18}, "The text has 17 tokens, and its translation may have 18"),
+        ("translation", {"max_length": 18}, "`max_length` should be above the length of the text, got 18 and 17"),
         ("translation", {"max_length": 19}, None),
         ("text2text-generation", {"max_length": 5, "min_length": 9}, None),
     ],
@@ -188,5 +188,5 @@ def test_models_that_do_not_fit_are_refused(generators):
     decoder = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=40))
     with pytest.raises(ValueError, match="`model` must be an encoder-decoder that generates, got GPT2LMHeadModel"):
         pipeline("translation", model=decoder, tokenizer=tokenizer)
-    with pytest.raises(ValueError, match="`tokenizer` must be given, since the model is not the name of a folder"):
+    with pytest.raises(ValueError, match="`tokenizer` must be given if `model` is not a folder"):
         TranslationPipeline(generators[True].model)

@@ -56,10 +56,10 @@ def test_task_gives_the_languages(pipe):
     made = pipeline("translation_en_to_de", **parts)
     assert made._preprocess_params == {"src_lang": "en", "tgt_lang": "de"}
     assert pipeline("translation", **parts)._preprocess_params == {}
-    given = pipeline("translation_en_to_de", **parts, src_lang="a", tgt_lang="b")
-    assert given._preprocess_params == {"src_lang": "a", "tgt_lang": "b"}
+    explicit = pipeline("translation_en_to_de", **parts, src_lang="a", tgt_lang="b")
+    assert explicit._preprocess_params == {"src_lang": "a", "tgt_lang": "b"}
     # Where the tokenizer has no languages, they change nothing.
-    assert given(SOURCES) == made(SOURCES, src_lang="c") == pipeline("translation", **parts)(SOURCES)
+    assert explicit(SOURCES) == made(SOURCES, src_lang="c") == pipeline("translation", **parts)(SOURCES)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_settings_of_a_task_apply(task, t5_with_tasks):
     expected = t5_with_tasks.generate(**inputs, **settings)
     [result] = made(SOURCES[0], return_tensors=True)
     ids = result[f"{made.return_name}_token_ids"]
-    assert ids.tolist() == made._without_padding(expected[0]).tolist() and len(ids) <= settings["max_length"]
+    assert ids.tolist() == made._remove_padding(expected[0]).tolist() and len(ids) <= settings["max_length"]
     # They are the model's own, and stay so.
     assert t5_with_tasks.config.task_specific_params == T5_TASKS
     assert made.preprocess("a", prefix="dog ")["input_ids"].tolist() == [tokenizer("dog a")["input_ids"]]
@@ -86,13 +86,15 @@ def test_prefix_of_the_model_holds_where_the_task_has_none(t5_with_tasks):
     tokenizer = tiny_pair().source
     made = pipeline("text2text-generation", model=t5_with_tasks, tokenizer=tokenizer)
     assert made.preprocess("dog")["input_ids"].tolist() == [tokenizer("a cat dog")["input_ids"]]
-    given = pipeline("text2text-generation", model=t5_with_tasks, tokenizer=tokenizer, prefix="")
-    assert given.preprocess("dog", **given._preprocess_params)["input_ids"].tolist() == [tokenizer("dog")["input_ids"]]
+    explicit = pipeline("text2text-generation", model=t5_with_tasks, tokenizer=tokenizer, prefix="")
+    assert explicit.preprocess("dog", **explicit._preprocess_params)["input_ids"].tolist() == [
+        tokenizer("dog")["input_ids"]
+    ]
 
 
 def test_translation_without_languages_is_the_first_of_the_model(t5_with_tasks):
     parts = {"model": t5_with_tasks, "tokenizer": tiny_pair().source}
-    with pytest.warns(UserWarning, match="without languages: it is taken for translation_en_to_de"):
+    with pytest.warns(UserWarning, match="without languages: translation_en_to_de is used"):
         made = pipeline("translation", **parts)
     assert made.task == "translation_en_to_de" and made.prefix == "the dog "
     assert made._preprocess_params == {"src_lang": "en", "tgt_lang": "de"}

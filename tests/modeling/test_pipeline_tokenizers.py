@@ -35,9 +35,7 @@ def test_pair_and_single_tokenizers_can_be_given(generators, model_folders):
 def test_missing_tokenizer_of_the_targets_is_an_error(generators, tmp_path):
     folder = save_generator(generators[False], tmp_path / "model")
     (folder / "target_tokenizer").rename(tmp_path / "elsewhere")
-    with pytest.raises(
-        ValueError, match="`target_tokenizer` must be given where the tokenizer of the targets is not in"
-    ):
+    with pytest.raises(ValueError, match="`target_tokenizer` must be given if the tokenizer of the targets is not in"):
         pipeline("translation", model=str(folder))
     made = pipeline("translation", model=str(folder), target_tokenizer=str(tmp_path / "elsewhere"))
     assert texts_of(made(SOURCES), "translation") == generators[False].generate(SOURCES, num_beams=4)
@@ -96,7 +94,7 @@ def test_languages_are_marked_and_written(many_languages):
     assert written[german] != written[romanian] and made(texts) == written[german]
     # In a batch the code comes once for each text; it is an option of them all.
     field = "forced_bos_token_id" if name == "nllb" else "decoder_start_token_id"
-    assert made._language_options({"forced_bos_token_id": [7, 7]}) == {field: 7}
+    assert made._pop_language({"forced_bos_token_id": [7, 7]}) == {field: 7}
     task = f"translation_{english}_to_{german}"
     assert pipeline(task, model=str(folder), **options)(texts) == written[german]
     with pytest.raises(ValueError, match=r"`tgt_lang` must be a language that the .* knows, got 'xx_XX'"):

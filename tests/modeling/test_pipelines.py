@@ -79,9 +79,9 @@ def test_batches_change_nothing(options, batch_size, joint, generators):
     alone = [made(text) for text in SOURCES]
     together = made(SOURCES, batch_size=batch_size)
     together = [result if isinstance(result, list) else [result] for result in together]
-    for some, others in zip(alone, together, strict=True):
+    for some, batched in zip(alone, together, strict=True):
         assert len(some) == options.get("num_return_sequences", 1)
-        for result, other in zip(some, others, strict=True):
+        for result, other in zip(some, batched, strict=True):
             assert result.keys() == other.keys()
             for name, value in result.items():
                 assert value.tolist() == other[name].tolist() if name.endswith("_ids") else value == other[name]
@@ -144,7 +144,7 @@ def test_tokens_and_texts(pipe):
     assert pipe(SOURCES[0], return_tensors=False) == pipe(SOURCES[0], return_text=True) == [{"generated_text": text}]
     [both] = pipe(SOURCES[0], return_tensors=True, return_text=True)
     assert both["generated_text"] == text and both["generated_token_ids"].tolist() == ids.tolist()
-    with pytest.raises(ValueError, match="`return_text` must be True where `return_tensors` is not, got False"):
+    with pytest.raises(ValueError, match="`return_text` must be True if `return_tensors` is false, got False"):
         pipe(SOURCES[0], return_text=False)
     silent = pipeline("translation", model=pipe.model, tokenizer=pipe.tokenizer, return_tensors=True, return_text=False)
     assert set(silent(SOURCES[0])[0]) == {"translation_token_ids"}
@@ -154,14 +154,14 @@ def test_tokens_and_texts(pipe):
 def test_tokens_end_with_the_end_of_sequence(pipe):
     """Also where that is the padding, as in some tokenizers."""
     ids = torch.tensor([0, 7, 5, 2, 0, 0])
-    assert pipe._without_padding(ids).tolist() == [0, 7, 5, 2]
-    assert pipe._without_padding(torch.tensor([0, 0])).tolist() == [0]
+    assert pipe._remove_padding(ids).tolist() == [0, 7, 5, 2]
+    assert pipe._remove_padding(torch.tensor([0, 0])).tolist() == [0]
 
     class Tokenizer:
         pad_token_id = eos_token_id = 2
 
     pipe.target_tokenizer = Tokenizer()
-    assert pipe._without_padding(torch.tensor([0, 7, 5, 2, 2, 2])).tolist() == [0, 7, 5, 2]
+    assert pipe._remove_padding(torch.tensor([0, 7, 5, 2, 2, 2])).tolist() == [0, 7, 5, 2]
 
 
 @pytest.mark.parametrize("options", [{"eos_token_id": [2, 7, 9]}, {"stop_sequence": "e"}], ids=str)
@@ -180,15 +180,15 @@ def test_ids_and_texts_of_beams_end_where_they_end_alone(families, options):
 
 
 def test_clean_up_reaches_the_tokenizer_of_the_targets(pipe, monkeypatch):
-    seen = []
+    calls = []
     decode = pipe.target_tokenizer.decode
     monkeypatch.setattr(
-        pipe.target_tokenizer, "decode", lambda ids, **options: seen.append(options) or decode(ids, **options)
+        pipe.target_tokenizer, "decode", lambda ids, **options: calls.append(options) or decode(ids, **options)
     )
     pipe(SOURCES[0])
     pipe(SOURCES[0], clean_up_tokenization_spaces=True)
-    assert [options["clean_up_tokenization_spaces"] for options in seen] == [False, True]
-    assert all(options["skip_special_tokens"] for options in seen)
+    assert [options["clean_up_tokenization_spaces"] for options in calls] == [False, True]
+    assert all(options["skip_special_tokens"] for options in calls)
 
 
 def test_truncation_cuts_at_the_length_of_the_tokenizer(generators, tmp_path):
@@ -204,7 +204,7 @@ def test_truncation_cuts_at_the_length_of_the_tokenizer(generators, tmp_path):
 def test_stop_sequence_ends_a_target(pipe):
     text = pipe(SOURCES[0], num_beams=1)[0]["generated_text"]
     stop = next(letter for letter in text[1:] if letter != " ")
-    with pytest.warns(UserWarning, match="`stop_sequence` .* has 2 tokens: a target ends with the first of them"):
+    with pytest.warns(UserWarning, match="`stop_sequence` .* has 2 tokens: a target ends with the first token"):
         stopped = pipe(SOURCES[0], num_beams=1, stop_sequence=stop * 2)
     assert stopped == pipe(SOURCES[0], num_beams=1, stop_sequence=stop)
     assert stopped[0]["generated_text"] == text[: text.index(stop) + 1] != text

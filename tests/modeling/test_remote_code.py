@@ -45,13 +45,13 @@ def ran(tmp_path, monkeypatch):
 def folder(request, tmp_path, ran):
     """A model one of whose tokenizers is a class of its own."""
     folder = save_generator(tiny_generator(joint=False), tmp_path / "model")
-    place = folder if request.param == "source" else folder / "target_tokenizer"
-    (place / "own.py").write_text(CODE.format(ran=str(ran)), encoding="utf-8")
+    tokenizer_folder = folder if request.param == "source" else folder / "target_tokenizer"
+    (tokenizer_folder / "own.py").write_text(CODE.format(ran=str(ran)), encoding="utf-8")
     named = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
     if request.param == "target":
         # Code is looked for where the model lies.
         (folder / "own.py").write_text(CODE.format(ran=str(ran)), encoding="utf-8")
-    update(place / "tokenizer_config.json", **named)
+    update(tokenizer_folder / "tokenizer_config.json", **named)
     return folder
 
 

@@ -33,20 +33,20 @@ def test_resizing_the_source_or_both(ties, requested, multiple, size, tmp_path):
     assert type(embeddings) is type(model.get_decoder().embed_tokens)
     assert embeddings.embed_scale == 32**0.5
     assert config.vocab_size == embeddings.num_embeddings == len(embeddings.weight) == size
-    kept = min(37, size)
-    assert torch.equal(embeddings.weight[:kept], old_source[:kept])
+    common = min(37, size)
+    assert torch.equal(embeddings.weight[:common], old_source[:common])
     target_size = size if config.share_embeddings else 31
     assert config.decoder_vocab_size == target_size == model.get_decoder().embed_tokens.num_embeddings
     assert model.lm_head.weight.shape == (target_size, 32) and model.lm_head.bias.shape == (target_size,)
     assert model.lm_head.out_features == target_size
     assert tie_groups(model) == expected_groups(config)
-    kept = min(len(old_head.weight), target_size)
-    assert torch.equal(model.lm_head.weight[:kept], old_head.weight[:kept])
-    assert torch.equal(model.lm_head.bias[:kept], old_head.bias[:kept])
+    common = min(len(old_head.weight), target_size)
+    assert torch.equal(model.lm_head.weight[:common], old_head.weight[:common])
+    assert torch.equal(model.lm_head.bias[:common], old_head.bias[:common])
     assert every_tensor(model)["lm_head.weight"].isfinite().all() and model.lm_head.bias.isfinite().all()
     after = logits_of(model, inputs)
     assert after.shape[-1] == target_size
-    torch.testing.assert_close(after[..., :kept], before[..., :kept])
+    torch.testing.assert_close(after[..., :common], before[..., :common])
     assert_usable_after_resizing(model, inputs, tmp_path)
 
 
@@ -65,12 +65,12 @@ def test_resizing_the_target_alone(ties, of_the_head_model, requested, multiple,
     assert config.decoder_vocab_size == embeddings.num_embeddings == len(embeddings.weight) == size
     assert config.vocab_size == 37
     assert torch.equal(model.get_input_embeddings().weight, old.get_input_embeddings().weight)
-    kept = min(31, size)
-    assert torch.equal(embeddings.weight[:kept], old.get_decoder().embed_tokens.weight[:kept])
+    common = min(31, size)
+    assert torch.equal(embeddings.weight[:common], old.get_decoder().embed_tokens.weight[:common])
     if of_the_head_model:
         assert tie_groups(model) == expected_groups(config)
         assert model.lm_head.weight.shape == (size, 32) and model.lm_head.bias.shape == (size,)
-        torch.testing.assert_close(logits_of(model, inputs)[..., :kept], logits_of(old, inputs)[..., :kept])
+        torch.testing.assert_close(logits_of(model, inputs)[..., :common], logits_of(old, inputs)[..., :common])
         assert_usable_after_resizing(model, inputs, tmp_path)
 
 

@@ -1,7 +1,5 @@
 """Positions in each stack: where they enter, how far they reach, and which options reach them."""
 
-import math
-
 import pytest
 import torch
 from tiny_models import POSITIONS, random_batch, run_model, tiny_config, tiny_model
@@ -24,7 +22,7 @@ def with_positions(kind, **fields):
 def test_added_positions_are_a_table_on_the_embeddings(kind):
     model, plain = with_positions(kind)
     inputs = random_batch(model.config, padding=None)
-    given = {}
+    embeddings = {}
     for stack, ids, field in (
         (model.encoder, inputs["input_ids"], "inputs_embeds"),
         (model.decoder, inputs["decoder_input_ids"], "decoder_inputs_embeds"),
@@ -34,8 +32,8 @@ def test_added_positions_are_a_table_on_the_embeddings(kind):
             table = stack.embed_positions.weight[2 : length + 2]
         else:
             table = sinusoidal_table(length, 32, model.config.sinusoidal_layout)
-        given[field] = stack.embed_tokens(ids) + table
-    expected = plain(**given).last_hidden_state
+        embeddings[field] = stack.embed_tokens(ids) + table
+    expected = plain(**embeddings).last_hidden_state
     torch.testing.assert_close(run_model(model).last_hidden_state, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -62,11 +60,11 @@ def test_biases_are_added_to_the_scores_of_self_attention(kind, name):
             plain.encoder(inputs["input_ids"], attention_mask=masks["attention_mask"]),
         ]
     else:
-        memory = torch.randn(3, 7, 32)
+        encoder_output = torch.randn(3, 7, 32)
         ids = inputs["decoder_input_ids"]
         outputs = [
-            model.decoder(ids, encoder_hidden_states=memory),
-            plain.decoder(ids, encoder_hidden_states=memory, attention_mask=masks["decoder_attention_mask"]),
+            model.decoder(ids, encoder_hidden_states=encoder_output),
+            plain.decoder(ids, encoder_hidden_states=encoder_output, attention_mask=masks["decoder_attention_mask"]),
         ]
     torch.testing.assert_close(*(output.last_hidden_state for output in outputs), atol=1e-4, rtol=1e-4)
 
@@ -118,25 +116,25 @@ def test_only_positions_tell_the_encoder_an_order(kind):
 
 @torch.no_grad()
 def test_relative_bias_is_shared_by_the_layers_or_is_not():
-    """What `relative_attention_shared` decides."""
+    """Check `relative_attention_shared`."""
     shared = tiny_model(MetaphraseModel, **POSITIONS["relative"])
     single = tiny_model(MetaphraseModel, **POSITIONS["relative_per_layer"])
     names = [name for name in shared.state_dict() if "bias.embedding" in name]
     assert names == ["encoder.position_bias.embedding.weight", "decoder.position_bias.embedding.weight"]
-    own = [name for name in single.state_dict() if "bias.embedding" in name]
-    assert own == [
+    single_names = [name for name in single.state_dict() if "bias.embedding" in name]
+    assert single_names == [
         f"{stack}.layers.{layer}.self_attn.relative_position_bias.embedding.weight"
         for stack in ("encoder", "decoder")
         for layer in (0, 1)
     ]
     # With the shared bias in each layer the two are one; each layer reads its own.
     state = {name: value for name, value in shared.state_dict().items() if name not in names}
-    for name in own:
+    for name in single_names:
         state[name] = shared.state_dict()[f"{name.split('.')[0]}.position_bias.embedding.weight"]
     single.load_state_dict(state)
     expected = run_model(shared).last_hidden_state
     torch.testing.assert_close(run_model(single).last_hidden_state, expected, atol=1e-5, rtol=1e-5)
-    for name in own:
+    for name in single_names:
         changed = dict(state)
         changed[name] = torch.randn(state[name].shape) * 3
         single.load_state_dict(changed)
@@ -174,20 +172,6 @@ def test_learned_positions_refuse_to_generate_past_the_table(max_new_tokens):
     else:
         with pytest.raises(ValueError, match="`max_position_embeddings`"):
             model.generate(**inputs, **options)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("kind", ["sinusoidal", "half_split"])
-def test_sinusoidal_positions_have_no_limit(kind):
-    fields = POSITIONS[kind] | {"max_position_embeddings": 4}
-    model = tiny_model(MetaphraseModel, **fields)
-    roomy = tiny_model(MetaphraseModel, **(fields | {"max_position_embeddings": 200}))
-    inputs = random_batch(model.config, source=90, target=70, padding=None)
-    torch.testing.assert_close(model(**inputs).last_hidden_state, roomy(**inputs).last_hidden_state)
-    place, entry = 80, 10
-    value = model.encoder.embed_positions.table[place, entry]
-    index = entry // 2 if model.config.sinusoidal_layout == "interleaved" else entry
-    assert math.isclose(value, math.sin(place / 10_000 ** (2 * index / 32)), abs_tol=2e-5)
 
 
 @torch.no_grad()

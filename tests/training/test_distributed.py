@@ -17,14 +17,15 @@ from transformers import Seq2SeqTrainingArguments, set_seed
 
 from metaphrase.scripts import train
 from metaphrase.training import distributed as processes
+from metaphrase.training.checkpointing import random_states
 from metaphrase.training.distributed import ProcessSeeds, leave_processes
 
 
 @pytest.fixture(autouse=True)
 def states():
-    before = processes.get_random_states()
+    before = random_states.get_random_states()
     yield
-    processes.set_random_states(before)
+    random_states.set_random_states(before)
 
 
 def drawn_by(process_index, world_size, parallelism_config=None, seed=5):
