@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList
 
-from metaphrase.decoding.beam_state import TreeDecoderState
+from metaphrase.decoding.beam_state import BeamState
 from metaphrase.decoding.supported_processors import are_ends, process
 
 # Stands for minus infinity, and is added to what must not be chosen; transformers' number, since ties depend on it.
@@ -155,7 +155,7 @@ class Beams:
 
 def beam_search(
     project: Callable[[torch.Tensor], torch.Tensor],
-    state: TreeDecoderState,
+    state: BeamState,
     prompt: torch.Tensor,
     processors: LogitsProcessorList,
     config: GenerationConfig,

@@ -17,7 +17,7 @@ from metaphrase.modeling.decoder import MetaphraseDecoder
 _STEPS_BETWEEN, _SHARE_BETWEEN = 4, 0.25
 
 
-class TreeDecoderState(DecoderState):
+class BeamState(DecoderState):
     """Keys and values of all layers, for each source the tokens of all its targets."""
 
     def __init__(self, decoder: MetaphraseDecoder, memory: torch.Tensor, memory_mask: torch.Tensor | None):

@@ -17,9 +17,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from metaphrase.decoding.kv_cache import StepCache
+from metaphrase.decoding.kv_cache import KeyValueCache
 from metaphrase.decoding.prepacked_weights import is_plain
-from metaphrase.decoding.prepared_decoder import StepLayer, step_layers, step_norm
+from metaphrase.decoding.prepared_decoder import PreparedLayer, prepared_layers, prepared_norm
 from metaphrase.modeling.attention import MetaphraseAttention, fold_copies, unfold_copies
 from metaphrase.modeling.decoder import MetaphraseDecoder
 from metaphrase.modeling.positions import LearnedPositionEmbedding, rotate
@@ -96,7 +96,7 @@ class DecoderState:
     """Keys and values of all layers: of the sources, and of the tokens so far of their targets.
 
     At first each source has one target; `spread` makes several, which stay side by side. Rows are targets. Each goes on by
-    itself; for targets that go on from one another see `TreeDecoderState`.
+    itself; for targets that go on from one another see `BeamState`.
 
     Attributes:
         length: Tokens so far.
@@ -114,12 +114,12 @@ class DecoderState:
             memory: What the encoder made of the sources, `(sources, source, hidden)`.
             memory_mask: 1 for a token, 0 for padding, `(sources, source)`.
         """
-        self.decoder, self.layers = decoder, step_layers(decoder)
-        self._embedding_norm, self._norm = step_norm(decoder.embedding_norm), step_norm(decoder.norm)
+        self.decoder, self.layers = decoder, prepared_layers(decoder)
+        self._embedding_norm, self._norm = prepared_norm(decoder.embedding_norm), prepared_norm(decoder.norm)
         self.length, self.copies = 0, 1
         attention = decoder.layers[0].self_attn
         self.head_dim, self.groups = attention.head_dim, attention.num_key_value_groups
-        self._memory = StepCache.of(self._project_memory(layer, memory) for layer in self.layers)
+        self._memory = KeyValueCache.of(self._project_memory(layer, memory) for layer in self.layers)
         # Under autocast projections have another type than the memory.
         self.device, self.dtype = memory.device, self._memory.values.dtype
         self._memory_bias = None
@@ -261,7 +261,7 @@ class DecoderState:
     def _pass_layer(
         self,
         index: int,
-        layer: StepLayer,
+        layer: PreparedLayer,
         hidden_states: torch.Tensor,
         rotation: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> torch.Tensor:
@@ -276,7 +276,7 @@ class DecoderState:
         return mlp_norm(hidden_states + layer.feed_forward(hidden_states))
 
     def _project_tokens(
-        self, layer: StepLayer, hidden_states: torch.Tensor
+        self, layer: PreparedLayer, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(..., hidden) -> queries (..., heads, head_dim), keys and values (..., key_value_heads, head_dim)"""
         states = layer.token_projection(hidden_states)
@@ -288,13 +288,13 @@ class DecoderState:
             query, key = query_norm(query), key_norm(key)
         return query, key, value
 
-    def _project_memory(self, layer: StepLayer, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _project_memory(self, layer: PreparedLayer, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(sources, source, hidden) -> keys and values (sources, key_value_heads, source, head_dim)"""
         states = layer.memory_projection(memory).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         keys, values = states.chunk(2, dim=1)
         return keys if layer.memory_norms is None else layer.memory_norms[1](keys), values
 
-    def _project_memory_query(self, layer: StepLayer, hidden_states: torch.Tensor) -> torch.Tensor:
+    def _project_memory_query(self, layer: PreparedLayer, hidden_states: torch.Tensor) -> torch.Tensor:
         """(..., hidden) -> (..., heads, head_dim)"""
         query = layer.memory_query(hidden_states)
         query = query.view(*query.shape[:-1], -1, self.head_dim)
@@ -303,7 +303,7 @@ class DecoderState:
     def _attend_to_tokens(
         self,
         index: int,
-        layer: StepLayer,
+        layer: PreparedLayer,
         hidden_states: torch.Tensor,
         rotation: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> torch.Tensor:
@@ -319,7 +319,7 @@ class DecoderState:
         return layer.token_output(self._ask(query, views, bias, layer.token_scaling, self.token_copies))
 
     def _add_memory(
-        self, index: int, layer: StepLayer, residual: torch.Tensor, hidden_states: torch.Tensor
+        self, index: int, layer: PreparedLayer, residual: torch.Tensor, hidden_states: torch.Tensor
     ) -> torch.Tensor:
         """What the layer finds in the source, added to the residual, both `(rows, ..., hidden)`."""
         if self._absorbed is None:
@@ -329,7 +329,7 @@ class DecoderState:
         flat = residual.flatten(0, -2), hidden_states.flatten(0, -2)
         return self._absorbed[index].add_to(*flat).view(residual.shape)
 
-    def _attend_to_memory(self, index: int, layer: StepLayer, hidden_states: torch.Tensor) -> torch.Tensor:
+    def _attend_to_memory(self, index: int, layer: PreparedLayer, hidden_states: torch.Tensor) -> torch.Tensor:
         query, views = self._project_memory_query(layer, hidden_states), self._memory_views[index]
         return layer.memory_output(self._ask(query, views, self._memory_bias, layer.memory_scaling, self.copies))
 

@@ -8,7 +8,7 @@ import torch
 _ADDED_PLACES, _TOKENS_PER_ADDED_PLACE = 16, 4
 
 
-class StepCache:
+class KeyValueCache:
     """Keys and values of each row's tokens.
 
     Keys stand in columns: so a product with several queries takes a fraction of the time on a CPU, where the kernels for many
@@ -23,14 +23,14 @@ class StepCache:
         self.keys, self.values = keys, values
 
     @classmethod
-    def of(cls, layers: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> "StepCache":
+    def of(cls, layers: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> "KeyValueCache":
         """A full one: keys and values of each layer, `(rows, heads, tokens, head_dim)`."""
         keys, values = zip(*layers, strict=True)
         return cls(torch.stack([states.transpose(2, 3) for states in keys]), torch.stack(values))
 
-    def emptied(self) -> "StepCache":
+    def emptied(self) -> "KeyValueCache":
         """One of the same form without any places."""
-        return StepCache(self.keys[..., :0], self.values[..., :0, :])
+        return KeyValueCache(self.keys[..., :0], self.values[..., :0, :])
 
     @property
     def rows(self) -> int:

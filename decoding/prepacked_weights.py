@@ -29,7 +29,7 @@ class _Ready:
         self._linears = [layer for layer in layers.modules() if _gains(layer)]
         self._record = ModuleRecord(layers)
         self._weights = WeightRecord([part for layer in self._linears for part in layer.parameters()])
-        self._packed: list[PackedWeight] = []
+        self._packed: list[PrepackedWeight] = []
         self._patience = Patience(_PATIENCE)
 
     def is_current(self, layers: nn.Module) -> bool:
@@ -40,7 +40,7 @@ class _Ready:
         if not self._packed:
             if not self._patience.is_over():
                 return []
-            self._packed = [PackedWeight(layer.weight, layer.bias) for layer in self._linears]
+            self._packed = [PrepackedWeight(layer.weight, layer.bias) for layer in self._linears]
         lent = []
         for layer, packed in zip(self._linears, self._packed, strict=True):
             if not _is_replaced(layer):
@@ -54,7 +54,7 @@ _stacks = PreparedCopies(_Ready)
 
 
 @contextlib.contextmanager
-def packed_weights(stack: nn.Module) -> Iterator[None]:
+def prepacked(stack: nn.Module) -> Iterator[None]:
     """Lets the layers of a stack multiply by packed weights meanwhile, where they gain by it."""
     lent = _stacks.get(stack, stack.layers).lend() if _may_pack(stack) else []
     try:
@@ -78,15 +78,15 @@ def _may_pack(stack: nn.Module) -> bool:
 def _gains(layer: nn.Module) -> bool:
     if not (is_plain(layer) and can_record(layer)):
         return False
-    return layer.weight.numel() <= LARGEST_SIZE and can_pack(*layer.weight.shape)
+    return layer.weight.numel() <= LARGEST_SIZE and can_prepack(*layer.weight.shape)
 
 
 def _is_replaced(layer: nn.Module) -> bool:
     """Whether somebody put something in the place of what a layer does, as accelerate does to load its weights first."""
-    return not isinstance(vars(layer).get("forward"), PackedWeight | None)
+    return not isinstance(vars(layer).get("forward"), PrepackedWeight | None)
 
 
-def forget_packed(stack: nn.Module) -> None:
+def forget_prepacked(stack: nn.Module) -> None:
     """Frees the packed weights of a stack."""
     _stacks.forget(stack)
 
@@ -100,12 +100,12 @@ _AMD = ("AuthenticAMD", "HygonGenuine")
 _CHECKED_ROWS, _CHECKED_OUTPUTS = (2, 5, 16, 37, 130), 1024
 
 
-class PackedWeight:
+class PrepackedWeight:
     """The product with a weight, and the sum with a bias, of a linear layer in float32."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
         """Args:
-        weight: Of a shape for which `can_pack` holds, `(out_features, in_features)`, in float32 on a CPU.
+        weight: Of a shape for which `can_prepack` holds, `(out_features, in_features)`, in float32 on a CPU.
         bias: `(out_features)`.
         """
         weight, self._bias = weight.detach().contiguous(), bias
@@ -158,7 +158,7 @@ def is_plain(layer: nn.Module) -> bool:
 
 
 @functools.cache
-def can_pack(out_features: int, in_features: int) -> bool:
+def can_prepack(out_features: int, in_features: int) -> bool:
     """Whether a weight of this shape gains by it, and this build of torch and this processor can.
 
     Nobody promises that what was packed with one number of rows in mind multiplies others, so that it is tried once.
@@ -173,7 +173,7 @@ def can_pack(out_features: int, in_features: int) -> bool:
     make = functools.partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
     weight, states = make(outputs, in_features), make(max(_CHECKED_ROWS), in_features)
     try:
-        packed = PackedWeight(weight, None)
+        packed = PrepackedWeight(weight, None)
         return all(
             torch.allclose(packed(states[:rows]), nn.functional.linear(states[:rows], weight), atol=1e-3, rtol=1e-4)
             for rows in _CHECKED_ROWS

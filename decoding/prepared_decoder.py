@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.activations import ReLUSquaredActivation
 
-from metaphrase.decoding.prepared_linear import LARGEST_SIZE, StepLinear
+from metaphrase.decoding.prepared_linear import LARGEST_SIZE, PreparedLinear
 from metaphrase.decoding.shortlist import ShortlistProjection, can_shortlist
 from metaphrase.decoding.weight_copies import ModuleRecord, PreparedCopies, WeightRecord, can_record
 from metaphrase.modeling.attention import MetaphraseAttention
@@ -30,8 +30,8 @@ class _ReadyHead:
         self._weights = WeightRecord(list(head.parameters()) if self._can_copy else [])
 
     @functools.cached_property
-    def linear(self) -> StepLinear:
-        return StepLinear([self.head], self._can_copy, _LARGEST_COPY, LARGEST_SIZE)
+    def linear(self) -> PreparedLinear:
+        return PreparedLinear([self.head], self._can_copy, _LARGEST_COPY, LARGEST_SIZE)
 
     @functools.cached_property
     def shortlist(self) -> ShortlistProjection | None:
@@ -45,13 +45,13 @@ class _ReadyHead:
 _heads = PreparedCopies(_ReadyHead)
 
 
-def step_head(decoder: nn.Module, head: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+def prepared_head(decoder: nn.Module, head: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     """The projection of a decoder's output to logits, `(..., hidden)` -> `(..., vocab)`, as its weights are now."""
     ready = _ready_head(decoder, head)
     return head if ready is None else ready.linear
 
 
-def step_shortlist(decoder: nn.Module, head: nn.Module) -> ShortlistProjection | None:
+def prepared_shortlist(decoder: nn.Module, head: nn.Module) -> ShortlistProjection | None:
     """What may be the most probable tokens, without all logits; `None` where these are made as fast."""
     ready = _ready_head(decoder, head)
     return None if ready is None else ready.shortlist
@@ -73,7 +73,7 @@ def _can_copy(head: nn.Module) -> bool:
 _WITH_ZEROS = (nn.ReLU, nn.ReLU6, ReLUSquaredActivation)
 
 
-class StepLayer:
+class PreparedLayer:
     """The parts of one layer.
 
     Attributes:
@@ -91,18 +91,21 @@ class StepLayer:
             copies: Whether weights may be copied, so that products are faster and one does for several.
         """
         tokens, memory, mlp = layer.self_attn, layer.cross_attn, layer.mlp
-        self.token_projection = StepLinear([tokens.q_proj, tokens.k_proj, tokens.v_proj], copies)
-        self.token_output = StepLinear([tokens.o_proj], copies)
-        self.memory_query, self.memory_output = StepLinear([memory.q_proj], copies), StepLinear([memory.o_proj], copies)
-        self.memory_projection = StepLinear([memory.k_proj, memory.v_proj], copies)
-        self.inner_projection = StepLinear([mlp.gate_proj, mlp.up_proj] if mlp.is_gated else [mlp.up_proj], copies)
-        self.inner_output = StepLinear([mlp.down_proj], copies, has_zeros=isinstance(mlp.activation, _WITH_ZEROS))
+        self.token_projection = PreparedLinear([tokens.q_proj, tokens.k_proj, tokens.v_proj], copies)
+        self.token_output = PreparedLinear([tokens.o_proj], copies)
+        self.memory_query, self.memory_output = (
+            PreparedLinear([memory.q_proj], copies),
+            PreparedLinear([memory.o_proj], copies),
+        )
+        self.memory_projection = PreparedLinear([memory.k_proj, memory.v_proj], copies)
+        self.inner_projection = PreparedLinear([mlp.gate_proj, mlp.up_proj] if mlp.is_gated else [mlp.up_proj], copies)
+        self.inner_output = PreparedLinear([mlp.down_proj], copies, has_zeros=isinstance(mlp.activation, _WITH_ZEROS))
         self.activation, self.is_gated = mlp.activation, mlp.is_gated
         self.token_norms, self.memory_norms = _head_norms(tokens), _head_norms(memory)
         self.token_scaling, self.memory_scaling = tokens.scaling, memory.scaling
-        self.norms = tuple(map(step_norm, (layer.self_attn_norm, layer.cross_attn_norm, layer.mlp_norm)))
+        self.norms = tuple(map(prepared_norm, (layer.self_attn_norm, layer.cross_attn_norm, layer.mlp_norm)))
         self.is_pre_norm = layer.is_pre_norm
-        self._linears = [part for part in vars(self).values() if isinstance(part, StepLinear)]
+        self._linears = [part for part in vars(self).values() if isinstance(part, PreparedLinear)]
 
     @property
     def copied(self) -> list[torch.Tensor]:
@@ -118,7 +121,7 @@ class StepLayer:
         return self.inner_output(self.activation(inner))
 
 
-def step_norm(norm: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+def prepared_norm(norm: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     """What a norm does, without the call of a module where its kernel is all of it."""
     if type(norm) is nn.LayerNorm:
         shape, weight, bias, eps = norm.normalized_shape, norm.weight, norm.bias, norm.eps
@@ -134,7 +137,7 @@ class _Ready:
     """The layers of a decoder, made ready, and what was copied for that."""
 
     def __init__(self, decoder: nn.Module):
-        self.layers = [StepLayer(layer) for layer in decoder.layers]
+        self.layers = [PreparedLayer(layer) for layer in decoder.layers]
         self._record = ModuleRecord(decoder.layers)
         self._weights = WeightRecord([weight for layer in self.layers for weight in layer.copied])
 
@@ -145,11 +148,11 @@ class _Ready:
 _layers = PreparedCopies(_Ready)
 
 
-def step_layers(decoder: nn.Module) -> list[StepLayer]:
+def prepared_layers(decoder: nn.Module) -> list[PreparedLayer]:
     """The layers of a decoder as its weights are now; what was made before serves as long as these are the same."""
     if torch.is_autocast_enabled(decoder.device.type):
         # It keeps the cast weights of the layers themselves from step to step, and would cast a copy anew at each.
-        return [StepLayer(layer, copies=False) for layer in decoder.layers]
+        return [PreparedLayer(layer, copies=False) for layer in decoder.layers]
     return _layers.get(decoder, decoder).layers
 
 

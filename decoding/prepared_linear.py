@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from metaphrase.decoding.prepacked_weights import LARGEST_SIZE, PackedWeight, can_pack, is_plain
+from metaphrase.decoding.prepacked_weights import LARGEST_SIZE, PrepackedWeight, can_prepack, is_plain
 from metaphrase.decoding.weight_copies import can_record
 
 # Fewer rows cost more to find than to read.
@@ -61,7 +61,7 @@ _LARGEST_TRANSPOSED = 2**20
 _FEW_ROWS = 64
 
 
-class StepLinear:
+class PreparedLinear:
     """Some layers as one.
 
     Where they are plain and small their weights are copied, side by side and, for float32 on a CPU, in the order in which a
@@ -105,7 +105,7 @@ class StepLinear:
         self._weights = weights
         is_single, is_plain_one = len(layers) == 1, all(map(is_plain, layers))
         shape = sum(len(weight) for weight in weights), weights[0].shape[1]
-        self._is_packed = is_plain_one and can_pack(*shape)
+        self._is_packed = is_plain_one and can_prepack(*shape)
         self._has_zeros = has_zeros and is_single and is_plain_one and gains_by_zeros(weights[0])
         # A large copy pays where most of it is not read.
         is_large = weights[0].numel() > largest_transposed and not self._has_zeros
@@ -153,8 +153,8 @@ class StepLinear:
         return self._side_by_side().detach().t().contiguous()
 
     @functools.cached_property
-    def _packed(self) -> PackedWeight:
-        return PackedWeight(self._side_by_side(), self._bias)
+    def _packed(self) -> PrepackedWeight:
+        return PrepackedWeight(self._side_by_side(), self._bias)
 
     def _side_by_side(self) -> torch.Tensor:
         weights = self._weights

@@ -8,7 +8,7 @@ row, `(rows, width, past)`, which `DecoderState` needs not, and attention over a
 import torch
 
 from metaphrase.decoding.decoder_state import DecoderState, attend
-from metaphrase.decoding.prepared_decoder import StepLayer
+from metaphrase.decoding.prepared_decoder import PreparedLayer
 from metaphrase.modeling.attention import fold_copies, unfold_copies
 from metaphrase.modeling.decoder import MetaphraseDecoder
 from metaphrase.modeling.positions import rotate
@@ -100,7 +100,7 @@ class RaggedDecoderState(DecoderState):
     def _attend_to_tokens(
         self,
         index: int,
-        layer: StepLayer,
+        layer: PreparedLayer,
         hidden_states: torch.Tensor,
         rotation: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> torch.Tensor:
@@ -117,7 +117,7 @@ class RaggedDecoderState(DecoderState):
         keys, values, bias = keys.mT[..., :past], values[:, :, :past], self._block_biases[id(self._biases[index])]
         return layer.token_output(self._unfold(attend(self._fold(query), keys, values, bias, layer.token_scaling)))
 
-    def _attend_to_memory(self, index: int, layer: StepLayer, hidden_states: torch.Tensor) -> torch.Tensor:
+    def _attend_to_memory(self, index: int, layer: PreparedLayer, hidden_states: torch.Tensor) -> torch.Tensor:
         keys, values = self._memory.keys[index], self._memory.values[index]
         query = fold_copies(self._fold(self._project_memory_query(layer, hidden_states)), self.copies)
         output = attend(query, keys, values, self._memory_bias, layer.memory_scaling)

@@ -6,7 +6,7 @@ from transformers import StoppingCriteria
 from metaphrase.decoding.supported_processors import are_ends
 
 
-class ChosenScores(StoppingCriteria):
+class SequenceScores(StoppingCriteria):
     """Reads the scores of each step as soon as its tokens are chosen, and then empties them. It never stops anything.
 
     With `output_scores` transformers' loops keep the scores of all tokens for each step. Without it they say nothing of what
@@ -49,7 +49,7 @@ class ChosenScores(StoppingCriteria):
 def totals_of_steps(
     scores: tuple[torch.Tensor, ...], sequences: torch.Tensor, prompt_length: int, ends: torch.Tensor | None
 ) -> torch.Tensor:
-    """As `ChosenScores.totals`, of the scores that a loop has kept, `(rows, vocab)` each."""
+    """As `SequenceScores.totals`, of the scores that a loop has kept, `(rows, vocab)` each."""
     tokens = sequences[:, prompt_length:]
     return _totals([_log_probs(*step) for step in zip(scores, tokens.unbind(1), strict=False)], tokens, ends)
 

@@ -76,7 +76,7 @@ class Patience:
 
 
 @contextlib.contextmanager
-def without_patience() -> Iterator[None]:
+def prepacking_immediately() -> Iterator[None]:
     """Copies are made at once meanwhile.
 
     A product with a copy rounds in another way, so that what is made of a text would depend on how many came before it.

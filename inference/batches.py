@@ -17,7 +17,7 @@ from metaphrase.decoding.fast_generation import is_metaphrase
 from metaphrase.decoding.options import GENERATION_OPTIONS, plain_options
 from metaphrase.decoding.searches.choose import choose_search
 from metaphrase.decoding.searches.joint_search import Partner
-from metaphrase.decoding.sequence_scores import ChosenScores, totals_of_steps
+from metaphrase.decoding.sequence_scores import SequenceScores, totals_of_steps
 from metaphrase.inference.engine import BatchSearch, Engine, Hypothesis
 from metaphrase.inference.source_limits import numbering
 from metaphrase.inference.text_options import (
@@ -212,7 +212,7 @@ def _generate(
     chosen = None
     if generation_kwargs.get("output_scores") and generation_kwargs.get("custom_generate") is None:
         others = generation_kwargs.get("stopping_criteria") or []
-        chosen = ChosenScores(empties=not others)
+        chosen = SequenceScores(empties=not others)
         generation_kwargs = {**generation_kwargs, "stopping_criteria": StoppingCriteriaList([*others, chosen])}
     # In a run whose weights are shared out, it would else wait for what the other processes decode.
     output = model.generate(**inputs, **{"synced_gpus": False} | generation_kwargs)
@@ -253,7 +253,7 @@ def _cut(row: list[int], ends: set[int], num_given: int, forced_end: int | None 
     return row, False
 
 
-def _scores(output, prompt_length: int, ends: set[int], chosen: ChosenScores | None) -> list[float]:
+def _scores(output, prompt_length: int, ends: set[int], chosen: SequenceScores | None) -> list[float]:
     """The score of each row."""
     sequences_scores = getattr(output, "sequences_scores", None)
     if sequences_scores is not None:

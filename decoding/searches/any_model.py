@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation.utils import GenerateBeamEncoderDecoderOutput
 from transformers.modeling_outputs import ModelOutput, Seq2SeqLMOutput
 
-from metaphrase.decoding.beam_state import TreeDecoderState
+from metaphrase.decoding.beam_state import BeamState
 from metaphrase.decoding.fast_generation import is_metaphrase, obstacle, prepared_projection
 from metaphrase.decoding.supported_processors import unknown_criteria, unknown_processors
 from metaphrase.modeling.compat import CACHE_NAME, CACHE_NAMES
@@ -22,7 +22,7 @@ _OF_EACH_STEP = ("output_scores", "output_logits", "output_attentions", "output_
 
 
 class SearchState(Protocol):
-    """What the decoder keeps from token to token. `TreeDecoderState` is one."""
+    """What the decoder keeps from token to token. `BeamState` is one."""
 
     def step(self, input_ids: torch.Tensor) -> Any:
         """Reads one token of each row, `(rows)`."""
@@ -150,7 +150,7 @@ def search_inputs(
         def project(hidden_states: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
             return to_logits(hidden_states if rows is None else hidden_states[rows])
 
-        return SearchInputs(project, lambda step: step, TreeDecoderState(model.get_decoder(), memory, mask), prompt)
+        return SearchInputs(project, lambda step: step, BeamState(model.get_decoder(), memory, mask), prompt)
 
     def project(step: Seq2SeqLMOutput, rows: torch.Tensor | None = None) -> torch.Tensor:
         return step.logits[:, -1] if rows is None else step.logits[rows, -1]

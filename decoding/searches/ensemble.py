@@ -8,7 +8,7 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList
 
 from metaphrase.decoding.beam_search import beam_search
-from metaphrase.decoding.beam_state import TreeDecoderState
+from metaphrase.decoding.beam_state import BeamState
 from metaphrase.decoding.decoder_state import DecoderState
 from metaphrase.decoding.sampling import sample
 from metaphrase.decoding.searches.joint_search import JointSearch, Projection
@@ -73,7 +73,7 @@ class EnsembleSearch(JointSearch):
         self.mean = ensemble_mean
 
     def state_class(self, config: GenerationConfig) -> type[DecoderState]:
-        return TreeDecoderState if config.num_beams > 1 else DecoderState
+        return BeamState if config.num_beams > 1 else DecoderState
 
     def search(
         self,

@@ -7,7 +7,7 @@ import torch
 from decoder_states import assert_near, setting, step_through, whole
 from tiny_models import CROSSED, DESIGNS
 
-from metaphrase.decoding.beam_state import TreeDecoderState
+from metaphrase.decoding.beam_state import BeamState
 
 COPIES = 4
 # From which target of its source each one goes on: all from themselves, most from others, all from one.
@@ -33,7 +33,7 @@ def walk(setup, turns, seed=3, leaving=None):
         return torch.randint(low, high, shape, generator=generator)
 
     with torch.inference_mode():
-        state = TreeDecoderState(model.get_decoder(), memory, mask)
+        state = BeamState(model.get_decoder(), memory, mask)
         paths, sources, kept = draw(model.config.decoder_vocab_size, 3, 2, low=3), torch.arange(3), []
         step_through(state, paths)
         state.spread(COPIES)
@@ -87,7 +87,7 @@ def test_bfloat16_is_as_close_as_it_is_precise():
     exact = whole(model, memory.repeat_interleave(COPIES, dim=0), mask.repeat_interleave(COPIES, dim=0), paths)
     model, memory = model.to(torch.bfloat16), memory.bfloat16()
     with torch.inference_mode():
-        state = TreeDecoderState(model.get_decoder(), memory, mask)
+        state = BeamState(model.get_decoder(), memory, mask)
         state.spread(COPIES)
         outputs = []
         for tokens in paths.unbind(1):
@@ -102,7 +102,7 @@ def test_bfloat16_is_as_close_as_it_is_precise():
 def test_a_prompt_is_kept_once():
     model, memory, mask, targets = setting(**DESIGNS["learned"])
     with torch.inference_mode():
-        state = TreeDecoderState(model.get_decoder(), memory, mask)
+        state = BeamState(model.get_decoder(), memory, mask)
         step_through(state, targets)
         state.spread(COPIES)
         state.step(targets[:, -1].repeat_interleave(COPIES))

@@ -5,7 +5,7 @@ import torch
 from decoder_states import assert_near, setting, step_through, whole
 from tiny_models import CROSSED, DESIGNS, tiny_model
 
-from metaphrase.decoding.beam_state import TreeDecoderState
+from metaphrase.decoding.beam_state import BeamState
 from metaphrase.decoding.decoder_state import DecoderState
 from metaphrase.decoding.ragged_state import RaggedDecoderState
 
@@ -24,7 +24,7 @@ def test_steps_are_one_pass(design, groups):
     assert_near(outputs, whole(*setup))
 
 
-@pytest.mark.parametrize("kind", [DecoderState, TreeDecoderState, RaggedDecoderState])
+@pytest.mark.parametrize("kind", [DecoderState, BeamState, RaggedDecoderState])
 @pytest.mark.parametrize("fields", [{}, {"attention_bias": False}, {"num_key_value_heads": 1}], ids=str)
 @pytest.mark.parametrize("padding", ["left", "right", None])
 @pytest.mark.parametrize("design", DESIGNS)
@@ -63,7 +63,7 @@ def test_projections_are_absorbed_into_short_sources_of_few_targets_alone():
         assert (state._absorbed is not None) == is_absorbed
     model = tiny_model(**DESIGNS["sinusoidal"])
     for copies, is_absorbed in ((8, True), (9, False)):
-        for kind in (DecoderState, TreeDecoderState):
+        for kind in (DecoderState, BeamState):
             with torch.inference_mode():
                 state = kind(model.get_decoder(), torch.randn(1, 30, 32), None)
                 state.spread(copies)

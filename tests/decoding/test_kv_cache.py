@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from metaphrase.decoding.kv_cache import StepCache
+from metaphrase.decoding.kv_cache import KeyValueCache
 
 LAYERS, HEADS, HEAD_DIM = 2, 3, 4
 
@@ -11,7 +11,7 @@ LAYERS, HEADS, HEAD_DIM = 2, 3, 4
 def filled(rows, length):
     """A cache, and the keys and values that it holds, `(2, layers, rows, heads, length, head_dim)`."""
     states = torch.randn(2, LAYERS, rows, HEADS, length, HEAD_DIM)
-    return StepCache.of(zip(*states, strict=True)), states
+    return KeyValueCache.of(zip(*states, strict=True)), states
 
 
 def held(cache, length):

@@ -11,8 +11,8 @@ from torch import nn
 from metaphrase.decoding import prepacked_weights as packed_stack
 from metaphrase.decoding import prepacked_weights as packed_weight
 from metaphrase.decoding import prepared_linear as step_linear
-from metaphrase.decoding.prepacked_weights import PackedWeight, can_pack, is_plain, prefers_onednn
-from metaphrase.decoding.prepared_linear import StepLinear
+from metaphrase.decoding.prepacked_weights import PrepackedWeight, can_prepack, is_plain, prefers_onednn
+from metaphrase.decoding.prepared_linear import PreparedLinear
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this build of torch has no MKL")
 
@@ -23,9 +23,9 @@ def library(request, monkeypatch):
     if request.param == "onednn" and not torch.backends.mkldnn.is_available():
         pytest.skip("this build of torch has no oneDNN")
     monkeypatch.setattr(packed_weight, "prefers_onednn", lambda: request.param == "onednn")
-    can_pack.cache_clear()
+    can_prepack.cache_clear()
     yield request.param
-    can_pack.cache_clear()
+    can_prepack.cache_clear()
 
 
 @pytest.fixture
@@ -33,14 +33,14 @@ def products(monkeypatch):
     """Of weights of any size, packed at once; how many were made."""
     made = []
 
-    def recorded(packed, states, call=PackedWeight.__call__):
+    def recorded(packed, states, call=PrepackedWeight.__call__):
         made.append(packed)
         return call(packed, states)
 
-    monkeypatch.setattr(PackedWeight, "__call__", recorded)
+    monkeypatch.setattr(PrepackedWeight, "__call__", recorded)
     monkeypatch.setattr(packed_stack, "_PATIENCE", 0)
     for module in (packed_stack, step_linear):
-        monkeypatch.setattr(module, "can_pack", lambda *shape: True)
+        monkeypatch.setattr(module, "can_prepack", lambda *shape: True)
     return made
 
 
@@ -51,10 +51,10 @@ def products(monkeypatch):
 def test_product_is_that_of_the_layer(bias, shape, rows, library):
     layer = nn.Linear(shape[1], shape[0], bias=bias)
     states = torch.randn(*rows, shape[1])
-    torch.testing.assert_close(PackedWeight(layer.weight, layer.bias)(states), layer(states), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(PrepackedWeight(layer.weight, layer.bias)(states), layer(states), atol=1e-5, rtol=1e-5)
     every_other = torch.randn(*rows, 2 * shape[1])[..., ::2]
     torch.testing.assert_close(
-        PackedWeight(layer.weight, layer.bias)(every_other), layer(every_other), atol=1e-5, rtol=1e-5
+        PrepackedWeight(layer.weight, layer.bias)(every_other), layer(every_other), atol=1e-5, rtol=1e-5
     )
 
 
@@ -70,21 +70,21 @@ def test_a_weight_of_another_kind_is_not_plain():
 
 
 def test_small_and_narrow_weights_are_not_packed(library):
-    assert can_pack(512, 512) and can_pack(9000, 256)
-    assert not can_pack(511, 512) and not can_pack(9000, 255)
+    assert can_prepack(512, 512) and can_prepack(9000, 256)
+    assert not can_prepack(511, 512) and not can_prepack(9000, 255)
 
 
 @pytest.fixture
 def untried():
-    can_pack.cache_clear()
+    can_prepack.cache_clear()
     yield
-    can_pack.cache_clear()
+    can_prepack.cache_clear()
 
 
 def test_nothing_is_packed_without_mkl_or_onednn(untried, monkeypatch):
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
     monkeypatch.setattr(packed_weight, "prefers_onednn", lambda: False)
-    assert not can_pack(512, 512)
+    assert not can_prepack(512, 512)
 
 
 @pytest.mark.parametrize(
@@ -108,19 +108,19 @@ def test_onednn_multiplies_on_processors_of_amd(vendor, expected, monkeypatch):
 
 @pytest.mark.parametrize("wrong_rows", [2, 5, 16, 37, 130])
 def test_nothing_is_packed_where_it_is_multiplied_wrongly(wrong_rows, library, monkeypatch):
-    def wrong(packed, states, call=PackedWeight.__call__):
+    def wrong(packed, states, call=PrepackedWeight.__call__):
         return call(packed, states) + 0.1 * (len(states) == wrong_rows)
 
-    monkeypatch.setattr(PackedWeight, "__call__", wrong)
-    assert not can_pack(512, 512)
+    monkeypatch.setattr(PrepackedWeight, "__call__", wrong)
+    assert not can_prepack(512, 512)
 
 
 def test_nothing_is_packed_where_the_operators_call_what_is_not_there(untried, monkeypatch):
     def missing(*_):
         raise RuntimeError("ATen not built with MKL support")
 
-    monkeypatch.setattr(packed_weight.PackedWeight, "__init__", missing)
-    assert not can_pack(512, 512)
+    monkeypatch.setattr(packed_weight.PrepackedWeight, "__init__", missing)
+    assert not can_prepack(512, 512)
 
 
 @torch.no_grad()
@@ -130,7 +130,7 @@ def test_nothing_is_packed_where_the_operators_call_what_is_not_there(untried, m
 def test_joined_layers_are_packed_for_several_rows(bias, sizes, rows, products):
     layers, states = [nn.Linear(6, size, bias=bias) for size in sizes], torch.randn(*rows, 6)
     expected = torch.cat([layer(states) for layer in layers], dim=-1)
-    torch.testing.assert_close(StepLinear(layers)(states), expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(PreparedLinear(layers)(states), expected, atol=1e-6, rtol=1e-5)
     assert len(products) == (rows != (1,))
 
 
@@ -143,7 +143,7 @@ def encode(model, **options):
 def encode_plainly(model):
     """By one that was made of the same weights just now, and has been asked for nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed_stack, "can_pack", lambda *shape: False)
+        patch.setattr(packed_stack, "can_prepack", lambda *shape: False)
         return encode(copy.deepcopy(model))
 
 
@@ -166,7 +166,7 @@ def test_searches_write_the_same(design, beams, library, products, monkeypatch):
     options = {"num_beams": beams, "do_sample": False, "max_new_tokens": 8}
     with monkeypatch.context() as patch:
         for module in (packed_stack, step_linear):
-            patch.setattr(module, "can_pack", lambda *shape: False)
+            patch.setattr(module, "can_prepack", lambda *shape: False)
         expected = copy.deepcopy(model).generate(**inputs, **options)
     assert not products
     assert torch.equal(model.generate(**inputs, **options), expected) and products

@@ -5,7 +5,7 @@ import torch
 from tiny_models import DESIGNS, random_batch, tiny_model
 from torch import nn
 
-from metaphrase.decoding import prepared_decoder as step_head
+from metaphrase.decoding import prepared_decoder as prepared_head
 from metaphrase.decoding import shortlist
 from metaphrase.decoding.fast_generation import search as fast_search
 from metaphrase.decoding.int8 import (
@@ -198,10 +198,10 @@ def greedy(model, **options):
 
 def without_lists(monkeypatch, model, **options):
     with monkeypatch.context() as patch:
-        patch.setattr(step_head, "can_shortlist", lambda head: False)
-        step_head.forget_copies(model.get_decoder())
+        patch.setattr(prepared_head, "can_shortlist", lambda head: False)
+        prepared_head.forget_copies(model.get_decoder())
         ids = greedy(model, **options)
-    step_head.forget_copies(model.get_decoder())
+    prepared_head.forget_copies(model.get_decoder())
     return ids
 
 
@@ -292,7 +292,7 @@ def test_weights_that_changed_are_read_anew(lists):
     fresh.load_state_dict(model.state_dict())
     assert greedy(fresh) == after
     model.train()
-    assert model.get_decoder() not in step_head._heads
+    assert model.get_decoder() not in prepared_head._heads
 
 
 def test_a_projection_of_ones_own_is_called(lists):

@@ -6,11 +6,11 @@ from tiny_models import random_batch, tiny_model
 from torch import nn
 
 from metaphrase.decoding import prepared_decoder as step_head_module
-from metaphrase.decoding.prepared_decoder import step_head
+from metaphrase.decoding.prepared_decoder import prepared_head
 
 
 def head_of(model):
-    return step_head(model.get_decoder(), model.lm_head)
+    return prepared_head(model.get_decoder(), model.lm_head)
 
 
 def test_the_head_is_copied_and_its_changes_are_seen():

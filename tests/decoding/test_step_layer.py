@@ -12,8 +12,8 @@ from metaphrase.decoding import prepared_decoder as step_layer
 from metaphrase.decoding import prepared_linear as row_sums
 from metaphrase.decoding import prepared_linear as step_linear
 from metaphrase.decoding.decoder_state import DecoderState
-from metaphrase.decoding.prepared_decoder import step_layers
-from metaphrase.decoding.prepared_linear import StepLinear, sum_rows
+from metaphrase.decoding.prepared_decoder import prepared_layers
+from metaphrase.decoding.prepared_linear import PreparedLinear, sum_rows
 
 GATED = {"gated_mlp": True, "num_key_value_heads": 2}
 
@@ -41,7 +41,7 @@ def without_memory_of_it(model):
 @pytest.mark.parametrize("copies", [True, False])
 def test_product_is_that_of_the_layers_side_by_side(copies, bias, sizes, rows):
     layers, states = linears(*sizes, bias=bias), torch.randn(*rows, 6)
-    product = StepLinear(layers, copies)(states)
+    product = PreparedLinear(layers, copies)(states)
     assert torch.allclose(product, torch.cat([layer(states) for layer in layers], dim=-1), atol=1e-6)
 
 
@@ -49,15 +49,15 @@ def test_product_is_that_of_the_layers_side_by_side(copies, bias, sizes, rows):
 @pytest.mark.parametrize(("dtype", "count"), [(torch.float32, 1), (torch.bfloat16, 0), (torch.float64, 0)])
 def test_single_weight_is_copied_where_that_makes_it_faster(dtype, count):
     layer, states = nn.Linear(6, 4).to(dtype), torch.randn(3, 6, dtype=dtype)
-    linear = StepLinear([layer])
+    linear = PreparedLinear([layer])
     assert len(linear.copied) == count
     assert torch.allclose(linear(states), layer(states), atol=1e-6)
 
 
 def test_large_single_weight_is_not_copied():
-    assert len(StepLinear(linears(4), largest_transposed=4 * 6).copied) == 1
-    assert StepLinear(linears(5), largest_transposed=4 * 6).copied == []
-    assert len(StepLinear(linears(5, 5), largest_transposed=4 * 6).copied) == 4
+    assert len(PreparedLinear(linears(4), largest_transposed=4 * 6).copied) == 1
+    assert PreparedLinear(linears(5), largest_transposed=4 * 6).copied == []
+    assert len(PreparedLinear(linears(5, 5), largest_transposed=4 * 6).copied) == 4
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_product_of_a_row_with_zeros_is_that_of_the_layer(bias, small_sums, monk
     summed = []
     monkeypatch.setattr(step_linear, "sum_rows", lambda *args: summed.append(sum_rows(*args)) or summed[-1])
     (layer,) = linears(5, bias=bias)
-    linear = StepLinear([layer], largest_transposed=1, has_zeros=True)
+    linear = PreparedLinear([layer], largest_transposed=1, has_zeros=True)
     states = torch.randn(7, 6)
     states[:, 1:5] = 0
     for part in (states[:1], states[1:2], torch.randn(1, 6), states[:2]):
@@ -130,7 +130,7 @@ def test_which_layers_look_for_zeros(activation, gated, expected, small_sums, mo
 def test_weight_of_another_order_is_not_copied():
     layer, states = nn.Linear(6, 4), torch.randn(3, 6)
     layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
-    linear = StepLinear([layer])
+    linear = PreparedLinear([layer])
     assert linear.copied == []
     assert torch.equal(linear(states), layer(states))
 
@@ -141,7 +141,7 @@ def test_layer_of_another_kind_is_called_itself():
             return 2 * super().forward(states)
 
     layers, states = [*linears(4, 2), Doubled(6, 3)], torch.randn(5, 6)
-    assert torch.equal(StepLinear(layers)(states), torch.cat([layer(states) for layer in layers], dim=-1))
+    assert torch.equal(PreparedLinear(layers)(states), torch.cat([layer(states) for layer in layers], dim=-1))
 
 
 def double_in_place(model):
@@ -238,11 +238,11 @@ def test_changed_weights_are_seen(change, norm_type, dtype):
 def test_copies_serve_again_as_long_as_nothing_changes():
     model = tiny_model(**GATED)
     first_step(model)
-    before = step_layers(model.get_decoder())
+    before = prepared_layers(model.get_decoder())
     first_step(model)
-    assert step_layers(model.get_decoder()) is before
+    assert prepared_layers(model.get_decoder()) is before
     model.float().eval().requires_grad_(False)
-    assert step_layers(model.get_decoder()) is before
+    assert prepared_layers(model.get_decoder()) is before
 
 
 def test_copies_are_dropped_when_training_starts_and_with_the_model():
@@ -270,9 +270,9 @@ def test_copies_do_not_travel(tmp_path):
 def test_large_layers_are_not_copied(monkeypatch):
     monkeypatch.setattr("metaphrase.decoding.prepared_linear.LARGEST_SIZE", 4 * 6)
     layers = linears(4, 5)
-    assert not StepLinear(layers)._is_one
-    assert StepLinear(linears(4, 3))._weight.shape == (7, 6)
-    assert StepLinear(layers)(torch.ones(1, 6)).shape == (1, 9)
+    assert not PreparedLinear(layers)._is_one
+    assert PreparedLinear(linears(4, 3))._weight.shape == (7, 6)
+    assert PreparedLinear(layers)(torch.ones(1, 6)).shape == (1, 9)
 
 
 def test_weights_without_versions_are_not_copied():
@@ -289,6 +289,6 @@ def test_weights_without_versions_are_not_copied():
 def test_parts_under_autocast_are_the_layers_own(design):
     model = tiny_model(**DESIGNS[design])
     with torch.autocast("cpu", torch.bfloat16):
-        layers = step_layers(model.get_decoder())
+        layers = prepared_layers(model.get_decoder())
     assert not any(layer.token_projection._is_one for layer in layers)
-    assert step_layers(model.get_decoder())[0].token_projection._is_one
+    assert prepared_layers(model.get_decoder())[0].token_projection._is_one

@@ -52,13 +52,13 @@ def until_end(row, ends=ENDS):
 @pytest.mark.parametrize("name", MODELS)
 def test_every_target_contains_every_phrase_and_scores_what_it_is_worth(name, phrases, monkeypatch):
     made = []
-    for kind in ("TreeDecoderState", "CachedState"):
+    for kind in ("BeamState", "CachedState"):
         first = getattr(search_state_module, kind)
         monkeypatch.setattr(search_state_module, kind, lambda *a, n=kind, f=first: made.append(n) or f(*a))
     model = search_model(name)
     inputs = search_sources(model, batch=3)
     found = constrained(model, inputs, phrases, num_return_sequences=2, length_penalty=0.5)
-    assert made == ["TreeDecoderState" if name in OURS else "CachedState"]
+    assert made == ["BeamState" if name in OURS else "CachedState"]
     free = model.generate(**inputs, **OPTIONS).sequences.tolist()
     assert not all(meets(until_end(row), phrases) for row in free)
     for index, row in enumerate(found.sequences.tolist()):

@@ -64,13 +64,13 @@ def test_of_one_candidate_there_is_no_choice():
 )
 def test_targets_are_those_of_the_definition(name, alpha, top_k, monkeypatch):
     made = []
-    for kind in ("TreeDecoderState", "CachedState"):
+    for kind in ("BeamState", "CachedState"):
         first = getattr(search_state_module, kind)
         monkeypatch.setattr(search_state_module, kind, lambda *a, n=kind, f=first: made.append(n) or f(*a))
     model = search_model(name)
     inputs = search_sources(model, batch=3)
     found = contrastive(model, inputs, alpha, top_k)
-    assert made == ["TreeDecoderState" if name in OURS else "CachedState"]
+    assert made == ["BeamState" if name in OURS else "CachedState"]
     greedy = model.generate(**inputs, **OPTIONS).sequences
     assert found.sequences.tolist() != greedy.tolist()
     for row, given in enumerate(found.sequences.tolist()):

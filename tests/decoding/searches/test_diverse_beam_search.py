@@ -48,7 +48,7 @@ def plainly(model, source, groups, penalty, options, start):
 @pytest.fixture
 def states(monkeypatch):
     made = []
-    for name in ("TreeDecoderState", "CachedState"):
+    for name in ("BeamState", "CachedState"):
         first = getattr(search_state_module, name)
         monkeypatch.setattr(search_state_module, name, lambda *a, n=name, f=first, **k: made.append(n) or f(*a, **k))
     return made
@@ -63,7 +63,7 @@ def test_one_group_is_beam_search(name, options, states):
     expected = model.generate(**inputs, **OPTIONS | options, output_scores=True)
     assert found.sequences.tolist() == expected.sequences.tolist()
     torch.testing.assert_close(found.sequences_scores, expected.sequences_scores, atol=1e-4, rtol=1e-4)
-    assert states == ["TreeDecoderState" if name in OURS else "CachedState"]
+    assert states == ["BeamState" if name in OURS else "CachedState"]
 
 
 @pytest.mark.parametrize("name", ["sinusoidal", "bart"])
