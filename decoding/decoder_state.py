@@ -279,26 +279,26 @@ class DecoderState:
         self, layer: PreparedLayer, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(..., hidden) -> queries (..., heads, head_dim), keys and values (..., key_value_heads, head_dim)"""
-        states = layer.token_projection(hidden_states)
+        states = layer.self_qkv(hidden_states)
         states = states.view(*states.shape[:-1], -1, self.head_dim)
         sizes = (self.key_value_heads * self.groups, self.key_value_heads, self.key_value_heads)
         query, key, value = states.split_with_sizes(sizes, dim=-2)
-        if layer.token_norms is not None:
-            query_norm, key_norm = layer.token_norms
+        if layer.self_head_norms is not None:
+            query_norm, key_norm = layer.self_head_norms
             query, key = query_norm(query), key_norm(key)
         return query, key, value
 
     def _project_memory(self, layer: PreparedLayer, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(sources, source, hidden) -> keys and values (sources, key_value_heads, source, head_dim)"""
-        states = layer.memory_projection(memory).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        states = layer.cross_key_value(memory).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         keys, values = states.chunk(2, dim=1)
-        return keys if layer.memory_norms is None else layer.memory_norms[1](keys), values
+        return keys if layer.cross_head_norms is None else layer.cross_head_norms[1](keys), values
 
     def _project_memory_query(self, layer: PreparedLayer, hidden_states: torch.Tensor) -> torch.Tensor:
         """(..., hidden) -> (..., heads, head_dim)"""
-        query = layer.memory_query(hidden_states)
+        query = layer.cross_query(hidden_states)
         query = query.view(*query.shape[:-1], -1, self.head_dim)
-        return query if layer.memory_norms is None else layer.memory_norms[0](query)
+        return query if layer.cross_head_norms is None else layer.cross_head_norms[0](query)
 
     def _attend_to_tokens(
         self,
@@ -316,7 +316,7 @@ class DecoderState:
         keys.copy_(key)
         values.copy_(value)
         views, bias = self._token_views[index], self._token_biases[index]
-        return layer.token_output(self._ask(query, views, bias, layer.token_scaling, self.token_copies))
+        return layer.self_output(self._ask(query, views, bias, layer.self_scaling, self.token_copies))
 
     def _add_memory(
         self, index: int, layer: PreparedLayer, residual: torch.Tensor, hidden_states: torch.Tensor
@@ -331,7 +331,7 @@ class DecoderState:
 
     def _attend_to_memory(self, index: int, layer: PreparedLayer, hidden_states: torch.Tensor) -> torch.Tensor:
         query, views = self._project_memory_query(layer, hidden_states), self._memory_views[index]
-        return layer.memory_output(self._ask(query, views, self._memory_bias, layer.memory_scaling, self.copies))
+        return layer.cross_output(self._ask(query, views, self._memory_bias, layer.cross_scaling, self.copies))
 
     def _ask(
         self,

@@ -115,10 +115,10 @@ class RaggedDecoderState(DecoderState):
         keys[rows, :, self._places] = key
         values[rows, :, self._places] = value
         keys, values, bias = keys.mT[..., :past], values[:, :, :past], self._block_biases[id(self._biases[index])]
-        return layer.token_output(self._unfold(attend(self._fold(query), keys, values, bias, layer.token_scaling)))
+        return layer.self_output(self._unfold(attend(self._fold(query), keys, values, bias, layer.self_scaling)))
 
     def _attend_to_memory(self, index: int, layer: PreparedLayer, hidden_states: torch.Tensor) -> torch.Tensor:
         keys, values = self._memory.keys[index], self._memory.values[index]
         query = fold_copies(self._fold(self._project_memory_query(layer, hidden_states)), self.copies)
-        output = attend(query, keys, values, self._memory_bias, layer.memory_scaling)
-        return layer.memory_output(self._unfold(unfold_copies(output, self.copies)))
+        output = attend(query, keys, values, self._memory_bias, layer.cross_scaling)
+        return layer.cross_output(self._unfold(unfold_copies(output, self.copies)))

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from metaphrase.decoding.options import check_ranges, plain_options
 from metaphrase.decoding.searches.ensemble import EnsembleSearch
 from metaphrase.decoding.searches.joint_search import check_partner, check_target_vocabulary
-from metaphrase.decoding.weight_copies import prepacking_immediately
 from metaphrase.inference.engine import Engine
 from metaphrase.inference.loading import ENGINES, load_parts
 from metaphrase.inference.minimum_bayes_risk import decode_by_risk
@@ -307,8 +306,7 @@ class Generator:
                 if seed is not None:
                     seed_window(seed, number)
                 numbers = [number * window + place for place in written_texts(texts)]
-                with prepacking_immediately():
-                    found = run.search(sources, numbers, return_scores, on_batch=bar.update)
+                found = run.search(sources, numbers, return_scores, on_batch=bar.update)
                 with windows.alone():
                     candidates = run.scored_texts(texts, found, return_scores)
                     bar.update(len(texts) - len(found))

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from metaphrase.decoding.weight_copies import prepacking_immediately
 from metaphrase.inference.source_limits import counting_on
 from metaphrase.inference.text_options import options_of_texts
 
@@ -42,11 +41,9 @@ def decode_window(
     """
     if seed is not None:
         seed_window(seed, number)
-    # What is made of a window must not depend on how many came before it.
-    with prepacking_immediately():
-        if risk is not None:
-            return [[chosen] for chosen in generator.generate_mbr(texts, **risk, **options)]
-        return generator.generate_n_best(texts, return_scores=return_scores, **options)
+    if risk is not None:
+        return [[chosen] for chosen in generator.generate_mbr(texts, **risk, **options)]
+    return generator.generate_n_best(texts, return_scores=return_scores, **options)
 
 
 def decode_windows(

@@ -102,11 +102,11 @@ def test_steps_of_a_quantized_model_join_its_layers(all_sizes):
     model = tiny_model(gated_mlp=True)
     quantize(model, "int8")
     layer = prepared_layers(model.get_decoder())[0]
-    (projection,) = layer.token_projection.layers
+    (projection,) = layer.self_qkv.layers
     assert type(projection) is Int8Linear and projection.out_features == 3 * model.config.hidden_size
-    (inner,) = layer.inner_projection.layers
+    (inner,) = layer.mlp_input.layers
     assert inner.out_features == 2 * model.config.decoder_ffn_dim
-    assert layer.token_output.layers == [model.get_decoder().layers[0].self_attn.o_proj]
+    assert layer.self_output.layers == [model.get_decoder().layers[0].self_attn.o_proj]
 
 
 @pytest.mark.parametrize("bias", [True, False])

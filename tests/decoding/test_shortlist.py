@@ -5,8 +5,7 @@ import torch
 from tiny_models import DESIGNS, random_batch, tiny_model
 from torch import nn
 
-from metaphrase.decoding import prepared_decoder as prepared_head
-from metaphrase.decoding import shortlist
+from metaphrase.decoding import prepared_decoder, shortlist
 from metaphrase.decoding.fast_generation import search as fast_search
 from metaphrase.decoding.int8 import (
     activation_levels,
@@ -42,7 +41,7 @@ def states_towards(head, rows, strength=0.5):
 
 
 def check(head, states):
-    made = ShortlistProjection(head, patience=0)(states)
+    made = ShortlistProjection(head)(states)
     logits = head(states)
     assert made is not None and made.vocab_size == len(head.weight)
     torch.testing.assert_close(made.logits, logits[:, made.tokens], atol=1e-4, rtol=1e-5)
@@ -138,20 +137,13 @@ def test_what_says_nothing_has_no_list(value):
     head = plain_head()
     states = states_towards(head, 2, strength=2.0)
     states[1] = value
-    assert ShortlistProjection(head, patience=0)(states) is None
+    assert ShortlistProjection(head)(states) is None
 
 
 @torch.no_grad()
 def test_many_rows_have_no_list():
     head = plain_head()
-    assert ShortlistProjection(head, patience=0)(states_towards(head, 33)) is None
-
-
-@torch.no_grad()
-def test_weights_are_packed_once_they_have_been_asked_for_often():
-    head = plain_head()
-    project, states = ShortlistProjection(head, patience=3), states_towards(head, 1)
-    assert [project(states) is None for _ in range(5)] == [True, True, True, False, False]
+    assert ShortlistProjection(head)(states_towards(head, 33)) is None
 
 
 @pytest.mark.parametrize(
@@ -184,7 +176,6 @@ def lists(monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(shortlist, "LEAST_SIZE", 0)
-    monkeypatch.setattr(ShortlistProjection.__init__, "__defaults__", (0,))
     monkeypatch.setattr(ShortlistProjection, "__call__", recorded)
     return made
 
@@ -198,10 +189,10 @@ def greedy(model, **options):
 
 def without_lists(monkeypatch, model, **options):
     with monkeypatch.context() as patch:
-        patch.setattr(prepared_head, "can_shortlist", lambda head: False)
-        prepared_head.forget_copies(model.get_decoder())
+        patch.setattr(prepared_decoder, "can_shortlist", lambda head: False)
+        prepared_decoder.forget_copies(model.get_decoder())
         ids = greedy(model, **options)
-    prepared_head.forget_copies(model.get_decoder())
+    prepared_decoder.forget_copies(model.get_decoder())
     return ids
 
 
@@ -292,7 +283,7 @@ def test_weights_that_changed_are_read_anew(lists):
     fresh.load_state_dict(model.state_dict())
     assert greedy(fresh) == after
     model.train()
-    assert model.get_decoder() not in prepared_head._heads
+    assert model.get_decoder() not in prepared_decoder._heads
 
 
 def test_a_projection_of_ones_own_is_called(lists):
