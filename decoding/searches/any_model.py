@@ -33,7 +33,7 @@ class SearchState(Protocol):
     def reorder(self, rows: torch.Tensor) -> None:
         """Lets each row go on from another one of the same source, `(rows)`."""
 
-    def keep(self, sources: torch.Tensor) -> None:
+    def select_sources(self, sources: torch.Tensor) -> None:
         """Goes on with these sources alone, `(sources)`, and their targets."""
 
 
@@ -86,7 +86,7 @@ class CachedState:
         # Rows of one source share its keys and values, so these stay.
         self._cache.self_attention_cache.reorder_cache(rows)
 
-    def keep(self, sources: torch.Tensor) -> None:
+    def select_sources(self, sources: torch.Tensor) -> None:
         rows = (self._copies * sources[:, None] + torch.arange(self._copies, device=sources.device)).flatten()
         self._cache.batch_select_indices(rows)
         self._memory = self._memory.index_select(0, rows)

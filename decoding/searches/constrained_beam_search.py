@@ -110,8 +110,8 @@ class ConstrainedSelection(Selection):
         behind = self._states if prompt.shape[1] > 1 else torch.zeros_like(self._states)
         self.num_missing = int(automaton.num_missing(behind, self._is_met).max())
 
-    def keep(self, places: torch.Tensor) -> None:
-        self._states, self._is_met = self._states[places], self._is_met[places]
+    def select_sources(self, sources: torch.Tensor) -> None:
+        self._states, self._is_met = self._states[sources], self._is_met[sources]
 
     def choose(self, log_probs: torch.Tensor, beams: Beams, num_left: int) -> Candidates:
         num_beams, vocab_size = log_probs.shape[1:]

@@ -34,9 +34,9 @@ class EnsembleState:
         for state in self.states:
             state.reorder(rows)
 
-    def keep(self, sources: torch.Tensor) -> None:
+    def select_sources(self, sources: torch.Tensor) -> None:
         for state in self.states:
-            state.keep(sources)
+            state.select_sources(sources)
 
 
 def mean_log_probs(logits: Sequence[torch.Tensor], mean: str) -> torch.Tensor:

@@ -374,10 +374,10 @@ def test_the_default_type_of_new_tensors_changes_nothing(beams):
     inputs, options = sources(model.config), {"num_beams": beams, "do_sample": False, "max_new_tokens": 6}
     expected = model.generate(**inputs, **options)
     # As in a process whose first search this is.
-    decoder_state._unread.cache_clear()
+    decoder_state._unread_operand.cache_clear()
     torch.set_default_dtype(torch.float64)
     try:
         assert torch.equal(model.generate(**inputs, **options), expected)
     finally:
         torch.set_default_dtype(torch.float32)
-        decoder_state._unread.cache_clear()
+        decoder_state._unread_operand.cache_clear()
