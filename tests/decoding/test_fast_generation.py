@@ -1,4 +1,4 @@
-"""Tests of what our own search does, and of what is left to transformers' loops: the text is the same either way."""
+"""Tests of `metaphrase.decoding.fast_generation`: the fast loops and transformers' loops find the same tokens."""
 
 import functools
 
@@ -47,7 +47,7 @@ class Silent(TextStreamer):
 
 @pytest.fixture(autouse=True)
 def states(monkeypatch):
-    """The states that searches of our own made."""
+    """The states that the fast loops made."""
     made = []
     first = DecoderState.__init__
     monkeypatch.setattr(DecoderState, "__init__", lambda self, *arguments: made.append(self) or first(self, *arguments))
@@ -81,7 +81,7 @@ OF_TRANSFORMERS = {
 
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("case", OF_TRANSFORMERS)
-def test_what_is_not_known_is_left_to_transformers(case, beams, states, monkeypatch):
+def test_unsupported_options_run_in_transformers_loops(case, beams, states, monkeypatch):
     model = tiny_model()
     options = OPTIONS | {"num_beams": beams} | OF_TRANSFORMERS[case]
     texts = model.generate(**sources(model) | options)
@@ -118,7 +118,7 @@ def of_transformers(model, **options):
         return model.generate(**options)
 
 
-def test_a_processor_with_a_length_for_each_row_is_left_to_transformers(states):
+def test_a_processor_with_a_length_per_row_runs_in_transformers_loops(states):
     model = tiny_model()
     processor = RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=torch.tensor([1, 0, 1, 0]))
     options = sources(model) | OPTIONS | {"logits_processor": LogitsProcessorList([processor])}
@@ -127,7 +127,7 @@ def test_a_processor_with_a_length_for_each_row_is_left_to_transformers(states):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="moves keys and values only where there is a GPU")
-def test_a_cache_on_the_host_is_left_to_transformers(states):
+def test_an_offloaded_cache_runs_in_transformers_loops(states):
     model = tiny_model()
     # It asks for a stream of the GPU.
     with pytest.raises((AssertionError, RuntimeError)):
@@ -149,7 +149,7 @@ def test_several_prompts_of_one_source_are_several(beams, states):
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_a_source_without_a_token_is_left_to_transformers(beams, states):
+def test_a_source_without_a_token_runs_in_transformers_loops(beams, states):
     model = tiny_model()
     inputs = sources(model)
     inputs["attention_mask"][2] = 0
@@ -202,20 +202,20 @@ def hook_the_model(model):
     model.register_forward_hook(roll)
 
 
-def hook_what_is_inside(model):
+def hook_the_base_model(model):
     model.model.register_forward_hook(lambda module, arguments, output: output)
 
 
-def put_a_forward_in_place(model):
+def replace_forward(model):
     model.forward = functools.partial(model.forward, smoothing=0.0)
 
 
-def put_a_preparation_in_place(model):
+def replace_preparation(model):
     prepare = model.prepare_inputs_for_generation
     model.prepare_inputs_for_generation = lambda *arguments, **options: prepare(*arguments, **options)
 
 
-def attend_in_a_way_of_its_own(model):
+def register_attention_kernel(model):
     def attend(module, query, key, value, attention_mask, scaling, **options):
         return ALL_ATTENTION_FUNCTIONS["sdpa"](
             module, query, key, value, attention_mask, scaling=3 * scaling, **options
@@ -238,16 +238,16 @@ def subclass(kind):
     "change",
     [
         hook_the_model,
-        hook_what_is_inside,
-        put_a_forward_in_place,
-        put_a_preparation_in_place,
-        attend_in_a_way_of_its_own,
+        hook_the_base_model,
+        replace_forward,
+        replace_preparation,
+        register_attention_kernel,
         subclass(Doubled),
         subclass(Forgetful),
     ],
     ids=lambda change: change.__name__,
 )
-def test_a_model_that_was_changed_by_hand_is_left_to_transformers(change, beams, states):
+def test_changed_models_run_in_transformers_loops(change, beams, states):
     model = tiny_model()
     change(model)
     found = model.generate(**sources(model), **OPTIONS, num_beams=beams)
@@ -263,7 +263,7 @@ def test_a_model_that_accelerate_casts_searches_here(states):
     assert len(states) == 1
 
 
-def test_a_cache_a_streamer_and_sampled_beams_are_left_to_transformers(states):
+def test_a_cache_a_streamer_and_sampled_beams_run_in_transformers_loops(states):
     model = tiny_model()
     expected = model.generate(**sources(model), **OPTIONS).tolist()
     assert len(states) == 1
@@ -280,7 +280,7 @@ def test_a_cache_a_streamer_and_sampled_beams_are_left_to_transformers(states):
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_waiting_for_other_processes_is_left_to_transformers(beams, states):
+def test_synced_gpus_run_in_transformers_loops(beams, states):
     model = tiny_model()
     # It asks the others, of which there are none.
     with pytest.raises(ValueError, match="process group has not been initialized"):
@@ -288,7 +288,7 @@ def test_waiting_for_other_processes_is_left_to_transformers(beams, states):
     assert not states
 
 
-def test_a_model_that_trains_or_is_hooked_or_in_float16_is_left_to_transformers(states):
+def test_training_hooks_and_float16_run_in_transformers_loops(states):
     model = tiny_model()
     model.train()
     model.generate(**sources(model), **OPTIONS)
@@ -322,7 +322,7 @@ def test_autocast_searches_as_transformers_does(design, states):
     assert len(states) == 1
 
 
-def test_decoding_of_many_sources_searches_here_with_the_same_scores(states, monkeypatch):
+def test_decode_runs_the_fast_loop_with_the_same_scores(states, monkeypatch):
     model = tiny_model()
     texts = [[7, 8, 9, 2], [12, 2], [30, 4, 4, 4, 9, 2]]
     for options in ({}, {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.5}):
@@ -356,7 +356,7 @@ def test_transformers_keeps_scores_of_each_step_only_where_they_are_wanted(beams
     assert kept == [return_scores] and (rows[0][0].score is not None) is return_scores
 
 
-def test_having_shown_what_is_inside_changes_nothing(states):
+def test_recorded_hidden_states_change_nothing(states):
     """transformers leaves hooks behind when hidden states or attention weights were asked for once."""
     model = tiny_model()
     expected = model.generate(**sources(model), **OPTIONS)
@@ -366,7 +366,7 @@ def test_having_shown_what_is_inside_changes_nothing(states):
     assert len(states) == 2
 
 
-def test_decoding_in_a_way_of_its_own_is_not_replaced(states):
+def test_speculative_decoding_is_not_replaced(states):
     """Speculation is another way of decoding, which `custom_generate` would push aside."""
     model = tiny_model()
     draft = tiny_model(seed=1)

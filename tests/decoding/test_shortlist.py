@@ -1,4 +1,4 @@
-"""Tests of `metaphrase.decoding.shortlist`: the most probable token is on it, and greedy search writes the same with it."""
+"""Tests of `metaphrase.decoding.shortlist`: the most probable token is on the list, and greedy search finds the same tokens."""
 
 import pytest
 import torch
@@ -53,10 +53,10 @@ def check(head, states):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("rows", [1, 2, 7, 32])
+@pytest.mark.parametrize("rows", [1, 32])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("strength", [0.5, 2.0])
-def test_the_most_probable_is_on_it_and_nothing_else_comes_near(strength, bias, rows):
+def test_the_most_probable_token_is_on_the_list(strength, bias, rows):
     head = plain_head(bias)
     check(head, states_towards(head, rows, strength))
 
@@ -133,7 +133,7 @@ def test_a_state_whose_rounding_all_points_one_way():
 
 @torch.no_grad()
 @pytest.mark.parametrize("value", [0.0, torch.nan, torch.inf])
-def test_what_says_nothing_has_no_list(value):
+def test_states_without_a_best_token_have_no_list(value):
     head = plain_head()
     states = states_towards(head, 2, strength=2.0)
     states[1] = value
@@ -228,9 +228,8 @@ PROCESSORS = {
 
 
 @pytest.mark.parametrize("options", PROCESSORS.values(), ids=PROCESSORS)
-@pytest.mark.parametrize("design", ["sinusoidal", "learned"])
-def test_what_takes_tokens_away_takes_them_from_all(design, options, lists, monkeypatch):
-    model = tiny_model(**DESIGNS[design] | FIELDS)
+def test_removed_tokens_are_removed_from_all(options, lists, monkeypatch):
+    model = tiny_model(**DESIGNS["learned"] | FIELDS)
     expected = without_lists(monkeypatch, model, **options)
     assert greedy(model, **options) == expected
     assert any(isinstance(each, Shortlist) for each in lists)
@@ -258,7 +257,7 @@ def test_the_best_that_is_left_may_not_be_on_the_list(lists, monkeypatch):
     ],
     ids=["reward", "hurry", "bias", "normalization", "sampling", "beams"],
 )
-def test_what_may_raise_a_logit_or_needs_all_of_them_asks_for_no_list(options, lists):
+def test_options_that_raise_logits_or_need_all_make_no_list(options, lists):
     greedy(tiny_model(**FIELDS), **options)
     assert not lists
 
@@ -272,7 +271,7 @@ def test_scores_are_of_all_logits(lists):
     assert output.sequences_scores is not None and not lists
 
 
-def test_weights_that_changed_are_read_anew(lists):
+def test_changed_weights_are_rounded_again(lists):
     model = tiny_model(**FIELDS)
     before = greedy(model)
     with torch.no_grad():
@@ -286,7 +285,7 @@ def test_weights_that_changed_are_read_anew(lists):
     assert model.get_decoder() not in prepared_decoder._heads
 
 
-def test_a_projection_of_ones_own_is_called(lists):
+def test_an_overridden_projection_is_called(lists):
     class Favouring(MetaphraseForConditionalGeneration):
         def project(self, hidden_states, head=None):
             return super().project(hidden_states, head) + 1e4 * nn.functional.one_hot(torch.tensor(9), 600)
