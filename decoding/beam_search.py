@@ -1,6 +1,6 @@
-"""Beam search over the sources that are not done yet: those that are leave the batch.
+"""Beam search. A source that is done leaves the batch.
 
-Which hypotheses are found is defined by transformers' own `_beam_search`, and tested against it.
+transformers' `_beam_search` defines which hypotheses are found; the tests compare both.
 """
 
 import copy
@@ -11,24 +11,24 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList
 
-from metaphrase.decoding.beam_state import TreeDecoderState
+from metaphrase.decoding.beam_state import BeamState
 from metaphrase.decoding.supported_processors import are_ends, process
 
-# Stands for minus infinity, and is added to what must not be chosen; transformers' number, since ties depend on it.
+# Stands for minus infinity. transformers' number, because ties depend on it.
 WORST = -1e9
 
 
 @dataclass
 class Candidates:
-    """Hypotheses with one token more, of which some end and some go on.
+    """Hypotheses with one more token. Some end, and some continue.
 
     Attributes:
-        scores: Sums of their log-probabilities, `(sources, candidates)`.
-        parents: Which hypotheses they continue, `(sources, candidates)`.
-        tokens: By which tokens, `(sources, candidates)`.
-        is_end: Which have come to an end and are good enough to be kept, `(sources, candidates)`.
-        chosen: Places of those that go on, `(sources, beams)`.
-        chosen_scores: What these go on with, best first, `(sources, beams)`.
+        scores: Sums of log-probabilities, (sources, candidates).
+        parents: Indices of the beams that they continue, (sources, candidates).
+        tokens: Their last tokens, (sources, candidates).
+        is_end: True for hypotheses that end and are good enough to be stored, (sources, candidates).
+        chosen: Indices of the candidates that continue, (sources, beams).
+        chosen_scores: Scores with which they continue, best first, (sources, beams).
     """
 
     scores: torch.Tensor
@@ -40,10 +40,10 @@ class Candidates:
 
 
 class Selection:
-    """Chooses among all continuations of the hypotheses: the best of each source.
+    """Selection of the best continuations of each source.
 
     Attributes:
-        groups: Searches of each source, which stand side by side; each has its share of the beams.
+        groups: Searches of each source, which stand side by side and share the beams.
     """
 
     groups = 1
@@ -52,46 +52,45 @@ class Selection:
         self.ends = config._eos_token_tensor
 
     def choose(self, log_probs: torch.Tensor, beams: "Beams", num_left: int) -> Candidates:
-        """The candidates of one step.
+        """Select the candidates of one step.
 
         Args:
-            log_probs: Of all tokens, `(sources, beams, vocab)`.
-            beams: What they continue.
-            num_left: Tokens that may stand behind these.
+            log_probs: Log-probabilities (sources, beams, V).
+            beams: Hypotheses to continue.
+            num_left: Most tokens behind the tokens of this step.
         """
         return self.choose_best(log_probs, beams.scores, num_left)
 
     def choose_best(self, log_probs: torch.Tensor, scores: torch.Tensor, num_left: int) -> Candidates:
-        """The candidates with the highest sums; `scores` are those of what they continue, `(sources, beams)`."""
+        """Select the candidates with the highest sums of `log_probs` and of the scores of the beams, (sources, beams)."""
         num_beams, vocab_size = log_probs.shape[1:]
-        # So many that, whichever of them are ends, there are enough to go on.
+        # Even if all end tokens are among the candidates, enough are left to continue.
         num_candidates = max(2, 1 + (0 if self.ends is None else len(self.ends))) * num_beams
-        # (sources, beams, vocab) -> (sources, candidates), best first
-        scores, places = (log_probs + scores[:, :, None]).flatten(1).topk(num_candidates)
-        parents, tokens = places // vocab_size, places % vocab_size
+        # (sources, beams, V) -> (sources, candidates), best first
+        scores, indices = (log_probs + scores[:, :, None]).flatten(1).topk(num_candidates)
+        parents, tokens = indices // vocab_size, indices % vocab_size
         is_end = are_ends(tokens, self.ends)
         chosen_scores, chosen = (scores + is_end.float() * WORST).topk(num_beams)
-        # Where nothing may follow all come to an end.
         is_end |= num_left == 0
-        # A hypothesis ends among the best, not among those that are there to go on with.
+        # The candidates behind the best `num_beams` are there to continue only.
         is_end[:, num_beams:] = False
         return Candidates(scores, parents, tokens, is_end, chosen, chosen_scores)
 
-    def keep(self, places: torch.Tensor) -> None:
-        """Goes on with the sources at these places alone, `(sources)`."""
+    def select_sources(self, sources: torch.Tensor) -> None:
+        """Select the sources with these indices, (sources,)."""
 
 
 class Beams:
-    """Hypotheses of the sources that are not done. Where a source has several searches, each counts as a source here.
+    """The hypotheses of the sources that are not done. Each search of a source counts as a source here.
 
     Attributes:
-        indices: Which sources these are, `(sources)`.
-        is_over: Which are done and only wait for the other searches of their source, `(sources)`.
-        ids: What the hypotheses that go on consist of, `(sources, beams, length)`.
-        scores: Sums of their log-probabilities, best first, `(sources, beams)`.
-        ended_ids: The best hypotheses that have come to an end, `(sources, beams, length)`; a shorter one is filled up.
-        ended_scores: Their scores, normalized by length, best first, `(sources, beams)`.
-        ended_lengths: Their tokens, the prompt not counted, or 0 where there is none yet, `(sources, beams)`.
+        indices: Indices of the sources in the batch, (sources,).
+        is_over: True for searches that are done while other searches of the source continue, (sources,).
+        ids: Ids of the hypotheses that continue, (sources, beams, length).
+        scores: Sums of their log-probabilities, best first, (sources, beams).
+        ended_ids: Ids of the best hypotheses that have ended, padded, (sources, beams, length).
+        ended_scores: Their scores, normalized by length, best first, (sources, beams).
+        ended_lengths: Their numbers of tokens without the prompt; 0 for an empty entry, (sources, beams).
     """
 
     def __init__(self, prompt: torch.Tensor, beams: int):
@@ -100,49 +99,48 @@ class Beams:
         self.is_over = torch.zeros_like(self.indices, dtype=torch.bool)
         self.ids = prompt[:, None].expand(-1, beams, -1)
         self.scores = torch.zeros(sources, beams, device=prompt.device)
-        # All are the same at first: so only the first one goes on.
+        # All beams are equal at first, and only the first one continues.
         self.scores[:, 1:] = WORST
-        # Where none comes to an end, the prompt is what there is.
+        # The prompt is the result if no hypothesis ends.
         self.ended_ids = self.ids.clone()
         self.ended_scores = torch.full_like(self.scores, WORST)
         self.ended_lengths = torch.zeros_like(self.scores, dtype=torch.long)
 
-    def keep(self, places: torch.Tensor) -> "Beams":
-        """Those of the sources at these places, `(sources)`."""
-        kept = copy.copy(self)
-        vars(kept).update({name: tensor.index_select(0, places) for name, tensor in vars(self).items()})
-        return kept
+    def select_sources(self, sources: torch.Tensor) -> "Beams":
+        """Return the beams of the sources with these indices, (sources,)."""
+        selected = copy.copy(self)
+        vars(selected).update({name: tensor.index_select(0, sources) for name, tensor in vars(self).items()})
+        return selected
 
     def end(
         self, ids: torch.Tensor, scores: torch.Tensor, is_end: torch.Tensor, length: int, config: GenerationConfig
     ) -> None:
-        """Puts those of the candidates that have come to an end among the ended, of which the best stay.
+        """Store candidates that have ended, and drop the worst ended hypotheses.
 
         Args:
-            ids: Of the candidates, `(sources, candidates, prompt + length)`.
-            scores: Sums of their log-probabilities, `(sources, candidates)`.
-            is_end: Which have come to an end, `(sources, candidates)`.
-            length: Their tokens, the prompt not counted.
-            config: Gives the length penalty.
+            ids: Ids of the candidates, (sources, candidates, prompt + length).
+            scores: Sums of log-probabilities, (sources, candidates).
+            is_end: True for candidates that have ended, (sources, candidates).
+            length: Tokens of a candidate without the prompt.
+            config: Contains the length penalty.
         """
         scores = scores / length**config.length_penalty + (~is_end).float() * WORST
-        ids = torch.cat((_widened(self.ended_ids, ids.shape[2]), ids), dim=1)
+        ids = torch.cat((_pad(self.ended_ids, ids.shape[2]), ids), dim=1)
         lengths = torch.cat((self.ended_lengths, is_end.long() * length), dim=1)
         self.ended_scores, chosen = torch.cat((self.ended_scores, scores), dim=1).topk(self.scores.shape[1])
         self.ended_ids = ids.take_along_dim(chosen[:, :, None], dim=1)
         self.ended_lengths = lengths.take_along_dim(chosen, dim=1)
 
     def are_done(self, length: int, max_length: int, config: GenerationConfig) -> torch.Tensor:
-        """Which sources have as many ended hypotheses as beams, and none that goes on can be better than all of them.
+        """Return True for sources whose ended hypotheses can no longer be beaten, (sources,).
+
+        Such a source has as many ended hypotheses as beams. `early_stopping` True stops there. False also compares them to the
+        scores at the present length, and "never" to the scores at any length.
 
         Args:
-            length: Tokens of what goes on, the prompt not counted.
-            max_length: Most of them.
-            config: Its `early_stopping` says when none can be better any more: True, at once; False, if none would be at its
-                present length; `never`, if none would be at any length.
-
-        Returns:
-            `(sources)`.
+            length: Tokens of the hypotheses that continue, without the prompt.
+            max_length: Most tokens of a hypothesis, without the prompt.
+            config: Contains `early_stopping` and the length penalty.
         """
         is_full = (self.ended_lengths > 0).all(dim=1)
         if config.early_stopping is True:
@@ -155,24 +153,24 @@ class Beams:
 
 def beam_search(
     project: Callable[[torch.Tensor], torch.Tensor],
-    state: TreeDecoderState,
+    state: BeamState,
     prompt: torch.Tensor,
     processors: LogitsProcessorList,
     config: GenerationConfig,
     selection: Selection | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Finds the best hypotheses of each source.
+    """Find the best hypotheses of each source.
 
     Args:
-        project: From the decoder's output to logits.
-        state: Of the sources, before the prompt.
-        prompt: What each target begins with, `(sources, length)`.
+        project: Returns logits from the decoder's output.
+        state: State of the sources, before the prompt.
+        prompt: First ids of each target, (sources, length).
         processors: Change log-probabilities, each row by itself.
-        config: With all special ids and limits set, as `generate()` prepares it.
-        selection: Chooses what goes on; by default the best.
+        config: As `generate()` prepares it, with all special ids and limits.
+        selection: Selects the hypotheses that continue; by default the best.
 
     Returns:
-        Ids `(sources * num_return_sequences, length)`, best first, filled up as transformers does it, and their scores.
+        Ids (sources * num_return_sequences, length), best first and padded as transformers pads, and their scores.
     """
     selection = Selection(config) if selection is None else selection
     num_beams, prompt_length, max_length = config.num_beams, prompt.shape[1], config.max_length
@@ -200,31 +198,32 @@ def beam_search(
         parents = parents.take_along_dim(chosen, dim=1)
         is_done = beams.are_done(length + 1 - prompt_length, max_length - prompt_length, config) & ~beams.is_over
         if bool(is_done.any()):
-            done.append(beams.keep(is_done.nonzero()[:, 0]))
+            done.append(beams.select_sources(is_done.nonzero()[:, 0]))
             beams.is_over = beams.is_over | is_done
+            # A source leaves the batch when all its searches are done.
             is_left = ~beams.is_over.view(-1, groups).all(dim=1)
             if not bool(is_left.any()):
                 return _collect(done, prompt_length, config, groups)
             if not bool(is_left.all()):
-                left = is_left.repeat_interleave(groups).nonzero()[:, 0]
-                beams, parents = beams.keep(left), parents.index_select(0, left)
-                selection.keep(left)
-                state.keep(is_left.nonzero()[:, 0])
+                searches = is_left.repeat_interleave(groups).nonzero()[:, 0]
+                beams, parents = beams.select_sources(searches), parents.index_select(0, searches)
+                selection.select_sources(searches)
+                state.select_sources(is_left.nonzero()[:, 0])
         first = width * torch.arange(len(parents), device=parents.device)[:, None]
         state.reorder((first + parents).flatten())
-    return _collect([*done, beams.keep((~beams.is_over).nonzero()[:, 0])], prompt_length, config, groups)
+    return _collect([*done, beams.select_sources((~beams.is_over).nonzero()[:, 0])], prompt_length, config, groups)
 
 
 def _collect(
     done: list[Beams], prompt_length: int, config: GenerationConfig, groups: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ended hypotheses of all sources in their order."""
+    """Return ids and scores of the ended hypotheses, in the order of the sources."""
     count, ends = config.num_return_sequences, config._eos_token_tensor
-    # Where the padding's id is 0, transformers fills up with the first end.
-    fill = -1 if ends is None else int(config._pad_token_tensor or ends[0])
+    # If the padding id is 0, transformers pads with the first end token.
+    padding = -1 if ends is None else int(config._pad_token_tensor or ends[0])
     lengths = torch.cat([beams.ended_lengths[:, :count] for beams in done])
     width = prompt_length + int(lengths.max())
-    ids = torch.cat([_widened(beams.ended_ids[:, :count], width) for beams in done])
+    ids = torch.cat([_pad(beams.ended_ids[:, :count], width) for beams in done])
     scores = torch.cat([beams.ended_scores[:, :count] for beams in done])
     order = torch.cat([beams.indices for beams in done]).argsort()
     # (sources * groups, ...) -> (sources, hypotheses of all groups, ...)
@@ -238,10 +237,10 @@ def _collect(
         width = prompt_length + int(lengths.max())
         ids = ids[:, :, :width]
     ids, scores, lengths = (tensor.flatten(0, 1) for tensor in (ids, scores, lengths))
-    is_filling = torch.arange(width, device=ids.device) >= prompt_length + lengths[:, None]
-    return ids.masked_fill(is_filling, fill), scores
+    is_padding = torch.arange(width, device=ids.device) >= prompt_length + lengths[:, None]
+    return ids.masked_fill(is_padding, padding), scores
 
 
-def _widened(ids: torch.Tensor, width: int) -> torch.Tensor:
-    """Cut off, or filled up with whatever, to so many columns."""
+def _pad(ids: torch.Tensor, width: int) -> torch.Tensor:
+    """Pad or cut the last axis to so many columns."""
     return nn.functional.pad(ids, (0, width - ids.shape[-1]))

@@ -1,6 +1,6 @@
-"""Compiled steps of a search whose loop, in transformers, calls the model as it is: beam search.
+"""Compiled decoding steps for transformers' beam search. transformers itself compiles greedy search and sampling only.
 
-transformers compiles the steps of greedy search and sampling by itself, with a cache of fixed shape.
+They are meant for accelerators, where the gain has not been measured.
 """
 
 import contextlib
@@ -15,31 +15,31 @@ from transformers.generation import CompileConfig, GenerationMixin
 
 from metaphrase.modeling.compat import CACHE_NAME
 
-# With the options of each, for as long as the model is there; not in the model, which is copied and saved.
-_kept: weakref.WeakKeyDictionary[nn.Module, tuple[dict, Callable]] = weakref.WeakKeyDictionary()
+# Compile options and compiled call of each model. A model does not store them, because it is copied and saved.
+_compiled: weakref.WeakKeyDictionary[nn.Module, tuple[dict, Callable]] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
 def compiled_steps(model: GenerationMixin, config: GenerationConfig, model_kwargs: dict) -> Iterator[None]:
-    """Lets the calls of a model that read one token more be compiled ones meanwhile, where transformers would compile such steps.
+    """Compile the decoding steps of a model where transformers would compile the steps of greedy search.
 
-    That is on an accelerator, or wherever a `compile_config` says so, with a static cache.
+    This is the case with a static cache, on an accelerator or with a `compile_config` that says so.
 
     Args:
-        model: Whose loop runs meanwhile.
-        config: Of the search, with `compile_config` and `disable_compile`.
-        model_kwargs: Of the loop, with the cache.
+        model: The model whose loop runs in the context.
+        config: Configuration of the search.
+        model_kwargs: Arguments of the loop, with the cache.
     """
-    # What is compiled already is called so, and greedy search and sampling see to it.
-    is_elsewhere = config.num_beams == 1 or model._compiled_call_impl is not None
-    if is_elsewhere or not model._valid_auto_compile_criteria(model_kwargs, config):
+    # transformers uses `_compiled_call_impl` for greedy search and sampling, and `torch.compile(model)` sets it.
+    is_compiled = config.num_beams == 1 or model._compiled_call_impl is not None
+    if is_compiled or not model._valid_auto_compile_criteria(model_kwargs, config):
         yield
         return
     step = _compiled_step(model, config.compile_config or CompileConfig())
 
     def call(*args, **kwargs):
         cache = kwargs.get(CACHE_NAME)
-        # The first call reads the prompt and the source: it is as long as these.
+        # The prefill has the lengths of prompt and source, and is not compiled.
         is_step = isinstance(cache, EncoderDecoderCache) and any(cache.is_updated.values())
         return (step if is_step else nn.Module._call_impl)(model, *args, **kwargs)
 
@@ -47,25 +47,24 @@ def compiled_steps(model: GenerationMixin, config: GenerationConfig, model_kwarg
     try:
         yield
     finally:
-        # Another thread may have let go of it.
+        # Another thread may have removed the attribute.
         vars(model).pop("_compiled_call_impl", None)
 
 
 def _compiled_step(model: nn.Module, config: CompileConfig) -> Callable:
-    """A call of a module, compiled, which takes the module first."""
-    options, (kept_options, step) = config.to_dict(), _kept.get(model, (None, None))
-    if kept_options != options:
+    """Return the compiled call of a model, whose first argument is the model."""
+    options = config.to_dict()
+    compiled_options, step = _compiled.get(model, (None, None))
+    if compiled_options != options:
         step = torch.compile(nn.Module._call_impl, **options)
-        _kept[model] = options, step
+        _compiled[model] = options, step
     return step
 
 
 def reorder_in_place(cache: Cache, rows: torch.Tensor) -> None:
-    """Lets rows of a cache go on from others, `(rows)`; tensors of fixed shape stay where compiled code has them.
+    """Replace the rows of a cache by the rows with these indices, (rows,). Static tensors keep their addresses.
 
-    Args:
-        cache: Of the tokens so far.
-        rows: Which one each of its rows goes on from.
+    Compiled code refers to the addresses.
     """
     for layer in cache.layers:
         if not layer.is_compileable:

@@ -17,12 +17,12 @@ from transformers.generation.utils import GenerateBeamEncoderDecoderOutput, Gene
 from transformers.utils.output_capturing import capture_outputs
 
 from metaphrase.decoding.beam_search import beam_search
-from metaphrase.decoding.beam_state import TreeDecoderState
+from metaphrase.decoding.beam_state import BeamState
 from metaphrase.decoding.compiled_steps import compiled_steps, reorder_in_place
 from metaphrase.decoding.decoder_state import DecoderState
-from metaphrase.decoding.prepared_decoder import step_head, step_shortlist
+from metaphrase.decoding.prepared_decoder import prepared_head, prepared_shortlist
 from metaphrase.decoding.sampling import sample
-from metaphrase.decoding.sequence_scores import ChosenScores
+from metaphrase.decoding.sequence_scores import SequenceScores
 from metaphrase.decoding.shortlist import Shortlist
 from metaphrase.decoding.supported_processors import unknown_criteria, unknown_processors
 from metaphrase.decoding.weight_copies import walk
@@ -126,7 +126,7 @@ def _plain_search(
 ) -> torch.Tensor | GenerateBeamEncoderDecoderOutput | GenerateEncoderDecoderOutput:
     """Run transformers' own loop."""
     loop = GenerationMixin._sample if config.num_beams == 1 else GenerationMixin._beam_search
-    chosen = ChosenScores()
+    chosen = SequenceScores()
     if return_scores is not None:
         config.return_dict_in_generate, config.output_scores = True, return_scores
     criteria = StoppingCriteriaList([*stopping_criteria, *([chosen] if return_scores else [])])
@@ -153,7 +153,7 @@ def _fast_search(
     copies = len(input_ids) // len(encoder_output)
     prompt, project = input_ids[::copies], prepared_projection(model)
     if config.num_beams > 1:
-        state = TreeDecoderState(model.get_decoder(), encoder_output, mask)
+        state = BeamState(model.get_decoder(), encoder_output, mask)
         return beam_search(project, state, prompt, processors, config)
     state = DecoderState(model.get_decoder(), encoder_output, mask)
     # Scores and sampling need the logits of all tokens.
@@ -163,13 +163,13 @@ def _fast_search(
 
 def prepared_projection(model: MetaphraseForConditionalGeneration) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return `model.project` for decoding steps, with the weights as they are now."""
-    return functools.partial(model.project, head=step_head(model.get_decoder(), model.get_output_embeddings()))
+    return functools.partial(model.project, head=prepared_head(model.get_decoder(), model.get_output_embeddings()))
 
 
 def _prepared_shortlist(
     model: MetaphraseForConditionalGeneration,
 ) -> Callable[[torch.Tensor], Shortlist | None] | None:
-    shorten = step_shortlist(model.get_decoder(), model.get_output_embeddings())
+    shorten = prepared_shortlist(model.get_decoder(), model.get_output_embeddings())
     if shorten is None or not _is_of_package(type(model).project):
         return None
     return lambda hidden_states: shorten(model.scale(hidden_states))

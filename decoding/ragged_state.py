@@ -7,7 +7,7 @@ them until then. A block needs a mask, and a position bias if there is one, of s
 import torch
 
 from metaphrase.decoding.decoder_state import DecoderState, attend
-from metaphrase.decoding.prepared_decoder import StepLayer
+from metaphrase.decoding.prepared_decoder import PreparedLayer
 from metaphrase.modeling.attention import fold_copies, unfold_copies
 from metaphrase.modeling.decoder import MetaphraseDecoder
 from metaphrase.modeling.positions import rotate
@@ -60,17 +60,17 @@ class RaggedDecoderState(DecoderState):
         super().spread(copies)
         self.lengths = self.lengths.repeat_interleave(copies)
 
-    def keep(self, sources: torch.Tensor) -> None:
-        super().keep(sources)
+    def select_sources(self, sources: torch.Tensor) -> None:
+        super().select_sources(sources)
         self.go_back(self.lengths.view(-1, self.copies)[sources].flatten())
 
     def _make_room(self, past: int) -> None:
-        before = self._tokens.capacity
+        before = self._target_cache.capacity
         super()._make_room(past)
-        if self._tokens.capacity > before:
+        if self._target_cache.capacity > before:
             # Hidden positions have weight 0, but must not hold NaN.
-            self._tokens.keys[..., self.length :] = 0
-            self._tokens.values[..., self.length :, :] = 0
+            self._target_cache.keys[..., self.length :] = 0
+            self._target_cache.values[..., self.length :, :] = 0
 
     def _block_bias(self, bias: torch.Tensor | None, distances: torch.Tensor) -> torch.Tensor:
         """Return a block's bias and mask, shape (rows, 1 or key_value_heads, groups * width, past).
@@ -94,28 +94,28 @@ class RaggedDecoderState(DecoderState):
         """(rows, key_value_heads, groups * width, head_dim) -> (rows, width, heads * head_dim)"""
         return output.unflatten(2, (self.groups, -1)).flatten(1, 2).transpose(1, 2).flatten(2)
 
-    def _attend_to_tokens(
+    def _attend_to_target(
         self,
         index: int,
-        layer: StepLayer,
+        layer: PreparedLayer,
         hidden_states: torch.Tensor,
         rotation: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> torch.Tensor:
         # (rows, width, heads, head_dim)
-        query, key, value = self._project_tokens(layer, hidden_states)
+        query, key, value = self._project_target(layer, hidden_states)
         if rotation is not None:
             # (rows, 1, width, rotated) -> (rows, width, 1, rotated)
             rotation = tuple(angles.transpose(1, 2) for angles in rotation)
             query, key = rotate(query, *rotation), rotate(key, *rotation)
         past, rows = self._is_hidden.shape[2], torch.arange(self.rows, device=key.device)[:, None]
-        keys, values = self._tokens.keys[index].mT, self._tokens.values[index]
+        keys, values = self._target_cache.keys[index].mT, self._target_cache.values[index]
         keys[rows, :, self._positions] = key
         values[rows, :, self._positions] = value
         keys, values, bias = keys.mT[..., :past], values[:, :, :past], self._block_biases[id(self._biases[index])]
-        return layer.token_output(self._unfold(attend(self._fold(query), keys, values, bias, layer.token_scaling)))
+        return layer.self_output(self._unfold(attend(self._fold(query), keys, values, bias, layer.self_scaling)))
 
-    def _attend_to_memory(self, index: int, layer: StepLayer, hidden_states: torch.Tensor) -> torch.Tensor:
-        keys, values = self._memory.keys[index], self._memory.values[index]
-        query = fold_copies(self._fold(self._project_memory_query(layer, hidden_states)), self.copies)
-        output = attend(query, keys, values, self._memory_bias, layer.memory_scaling)
-        return layer.memory_output(self._unfold(unfold_copies(output, self.copies)))
+    def _attend_to_source(self, index: int, layer: PreparedLayer, hidden_states: torch.Tensor) -> torch.Tensor:
+        keys, values = self._source_cache.keys[index], self._source_cache.values[index]
+        query = fold_copies(self._fold(self._project_cross_query(layer, hidden_states)), self.copies)
+        output = attend(query, keys, values, self._source_bias, layer.cross_scaling)
+        return layer.cross_output(self._unfold(unfold_copies(output, self.copies)))

@@ -1,4 +1,4 @@
-"""Greedy search and sampling: one target goes on by itself, and leaves the batch with its source when it has ended."""
+"""Greedy search and sampling. A source whose targets have ended leaves the batch."""
 
 from collections.abc import Callable, Sequence
 
@@ -21,29 +21,29 @@ def sample(
     with_scores: bool = False,
     shorten: Callable[[torch.Tensor], Shortlist | None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Goes on with the most probable token, or with one drawn at random.
+    """Extend targets by the most probable tokens, or by tokens drawn at random.
 
     Args:
-        project: From the decoder's output to logits.
-        state: Of the sources, before the prompt.
-        prompt: What each target begins with, `(sources, length)`.
+        project: Returns logits from the decoder's output.
+        state: State of the sources, before the prompt.
+        prompt: First ids of each target, (sources, length).
         copies: Targets of each source.
         processors: Change logits, each row by itself.
-        config: With all special ids and limits set, as `generate()` prepares it.
-        with_scores: Whether scores are wanted.
-        shorten: From the decoder's output to the tokens that may be the most probable ones, for greedy search without scores.
+        config: As `generate()` prepares it, with all special ids and limits.
+        with_scores: True returns scores.
+        shorten: Returns shortlists from the decoder's output, for greedy search without scores.
 
     Returns:
-        Ids `(sources * copies, length)`, padded behind their ends, and the sum of the log-probabilities of each,
-        `(sources * copies)`, as the processors left them.
+        Ids (sources * copies, length), padded behind their ends, and the sums of log-probabilities of the processed scores,
+        (sources * copies,).
     """
     ends, prompt_length = config._eos_token_tensor, prompt.shape[1]
     padding = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
     ids = prompt.repeat_interleave(copies, dim=0)
-    # What has ended: rows of the result, and their ids.
+    # Targets that left the batch: their rows in the result, and their ids.
     done: list[tuple[torch.Tensor, torch.Tensor]] = []
     totals = torch.zeros(len(ids), device=ids.device) if with_scores else None
-    # Where in the result the rows of the batch belong.
+    # The row in the result of each row of the batch.
     rows = torch.arange(len(ids), device=ids.device)
     is_ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     if not only_lower(processors) or copies > 1:
@@ -64,39 +64,37 @@ def sample(
         if totals is not None:
             log_probs = nn.functional.log_softmax(scores, dim=-1).take_along_dim(tokens[:, None], dim=1)[:, 0]
             totals[rows] += log_probs.masked_fill(is_ended, 0.0)
-        if ends is not None and copies == 1:
-            # Those that have ended are not there any more.
-            is_ended = are_ends(tokens, ends)
-        elif ends is not None:
-            tokens = tokens.masked_fill(is_ended, padding)
+        if ends is not None:
+            # With one target per source, targets that have ended are no longer in the batch.
+            if copies > 1:
+                tokens = tokens.masked_fill(is_ended, padding)
             is_ended = is_ended | are_ends(tokens, ends)
         ids = torch.cat((ids, tokens[:, None]), dim=1)
-        # A source leaves with the last of its targets.
-        is_left = is_ended if copies == 1 else is_ended.view(-1, copies).all(dim=1)
+        is_done = is_ended if copies == 1 else is_ended.view(-1, copies).all(dim=1)
         unread = (tokens,)
-        if True in is_left.tolist() or length + 1 == config.max_length:
-            is_leaving = is_left.repeat_interleave(copies) | (length + 1 == config.max_length)
+        is_last = length + 1 == config.max_length
+        if is_last or True in is_done.tolist():
+            is_leaving = is_done.repeat_interleave(copies) | is_last
             done.append((rows[is_leaving], ids[is_leaving]))
             if bool(is_leaving.all()):
                 break
-            sources = (~is_left).nonzero()[:, 0]
             ids, rows, is_ended = ids[~is_leaving], rows[~is_leaving], is_ended[~is_leaving]
-            state.keep(sources)
+            state.select_sources((~is_done).nonzero()[:, 0])
             unread = (ids[:, -1],)
     if not done:
-        # The prompt is as long as anything may be.
+        # The prompt has the maximum length.
         return ids, totals
-    result = ids.new_full((sum(len(part) for part, _ in done), done[-1][1].shape[1]), padding)
-    for part, ended in done:
-        result[part, : ended.shape[1]] = ended
+    result = ids.new_full((sum(len(rows) for rows, _ in done), done[-1][1].shape[1]), padding)
+    for rows, ended_ids in done:
+        result[rows, : ended_ids.shape[1]] = ended_ids
     return result, totals
 
 
 def draw(scores: torch.Tensor) -> torch.Tensor:
-    """One token of each row of logits `(rows, vocab)`, `(rows)`.
+    """Draw one token of each row of logits (rows, V), shape (rows,).
 
     Raises:
-        ValueError: On a CPU, if a row leaves no token a probability.
+        ValueError: On a CPU, if no token of a row has a probability.
     """
     try:
         return torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1)[:, 0]
@@ -104,18 +102,18 @@ def draw(scores: torch.Tensor) -> torch.Tensor:
         if bool(scores.isfinite().any(dim=-1).all()) and not bool(scores.isnan().any()):
             raise
         raise ValueError(
-            "Logits must be numbers, of which some are above -inf, for a token to be drawn: those of this model are not, "
-            "or every token is ruled out."
+            "Each row of logits must have a finite entry and no NaN to draw a token, got a row without. Check the weights of "
+            "the model, and whether the options suppress all tokens."
         ) from error
 
 
 def _best_of(shortlist: Shortlist, processors: LogitsProcessorList, ids: torch.Tensor) -> torch.Tensor | None:
-    """The most probable token of each row, `(rows)`; `None` if it may be one that is not on the list.
+    """Return the most probable tokens, (rows,), or None if a token outside the shortlist may be more probable.
 
     Args:
-        shortlist: Of the rows.
-        processors: Lower logits, if they do anything.
-        ids: What the rows are so far, `(rows, length)`.
+        shortlist: Shortlist of the rows.
+        processors: Processors that only lower logits.
+        ids: Ids of the rows so far, (rows, length).
     """
     if not processors:
         return shortlist.tokens[shortlist.logits.argmax(dim=-1)]

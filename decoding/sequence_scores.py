@@ -1,4 +1,4 @@
-"""Chosen scores: what transformers' loops gave the tokens that they chose, without a whole vocabulary kept for each step."""
+"""Sums of log-probabilities of the tokens that transformers' loops select, without storing the vocabulary of each step."""
 
 import torch
 from transformers import StoppingCriteria
@@ -6,41 +6,39 @@ from transformers import StoppingCriteria
 from metaphrase.decoding.supported_processors import are_ends
 
 
-class ChosenScores(StoppingCriteria):
-    """Reads the scores of each step as soon as its tokens are chosen, and then empties them. It never stops anything.
+class SequenceScores(StoppingCriteria):
+    """A criterion that never stops. It reads the scores of each step when the tokens are selected, and then empties them.
 
-    With `output_scores` transformers' loops keep the scores of all tokens for each step. Without it they say nothing of what
-    beams scored either; what beams scored they add up themselves.
+    With `output_scores` transformers' loops store the scores of all tokens and steps. Without, they do not return the scores of
+    beams, which they sum up themselves.
     """
 
     def __init__(self, empties: bool = True):
-        """Begins a call.
-
-        Args:
-            empties: Whether scores may be emptied: not where other criteria may look back at them.
+        """Args:
+        empties: False leaves the scores in place, for other criteria that may read earlier steps.
         """
         self._empties = empties
         self._num_read = 0
-        # Of each step, (rows).
+        # One tensor (rows,) per step.
         self._log_probs: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.LongTensor, scores: tuple[torch.Tensor, ...], **kwargs) -> torch.BoolTensor:
-        """See `StoppingCriteria`; drafted tokens come several at a time."""
-        for place, step in zip(range(self._num_read - len(scores), 0), scores[self._num_read :], strict=True):
-            # Candidates of beams are more than the rows that they continue.
+        """Read the scores of the new tokens: one per step, or several in speculative decoding."""
+        for column, step in zip(range(self._num_read - len(scores), 0), scores[self._num_read :], strict=True):
+            # In beam search the scores have more rows than the hypotheses.
             if len(step) == len(input_ids):
-                self._log_probs.append(_log_probs(step, input_ids[:, place]))
+                self._log_probs.append(_log_probs(step, input_ids[:, column]))
             if self._empties:
                 step.set_()
         self._num_read = len(scores)
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
     def totals(self, sequences: torch.Tensor, prompt_length: int, ends: torch.Tensor | None) -> torch.Tensor:
-        """Sums of the log-probabilities up to each row's end, `(rows)`.
+        """Return the sums of log-probabilities up to the end of each row, (rows,).
 
         Args:
-            sequences: What has come out, `(rows, length)`; steps behind it were undone.
-            prompt_length: Tokens of it that were given.
+            sequences: Output ids (rows, length). Steps behind them were undone.
+            prompt_length: Tokens of the prompt.
             ends: Ids that end a target.
         """
         return _totals(self._log_probs, sequences[:, prompt_length:], ends)
@@ -49,13 +47,13 @@ class ChosenScores(StoppingCriteria):
 def totals_of_steps(
     scores: tuple[torch.Tensor, ...], sequences: torch.Tensor, prompt_length: int, ends: torch.Tensor | None
 ) -> torch.Tensor:
-    """As `ChosenScores.totals`, of the scores that a loop has kept, `(rows, vocab)` each."""
+    """Return `SequenceScores.totals` from the scores (rows, V) of all steps."""
     tokens = sequences[:, prompt_length:]
     return _totals([_log_probs(*step) for step in zip(scores, tokens.unbind(1), strict=False)], tokens, ends)
 
 
 def _log_probs(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    # What stands behind an end may be no token of the vocabulary.
+    # The padding id may be outside of the vocabulary.
     tokens = tokens.clamp(0, scores.shape[-1] - 1)
     return scores.float().log_softmax(dim=-1).take_along_dim(tokens[:, None], dim=1)[:, 0]
 
@@ -66,6 +64,5 @@ def _totals(log_probs: list[torch.Tensor], tokens: torch.Tensor, ends: torch.Ten
     # (rows, steps)
     per_token = torch.stack(log_probs[: tokens.shape[1]], dim=1)
     is_end = are_ends(tokens, ends).long()
-    # What stands behind the end of sequence is padding and was never chosen.
-    is_behind = is_end.cumsum(dim=1) > is_end
-    return per_token.masked_fill(is_behind[:, : per_token.shape[1]].to(per_token.device), 0.0).sum(dim=1)
+    is_padding = is_end.cumsum(dim=1) > is_end
+    return per_token.masked_fill(is_padding[:, : per_token.shape[1]].to(per_token.device), 0.0).sum(dim=1)

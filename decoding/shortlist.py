@@ -1,37 +1,35 @@
-"""A shortlist of tokens: those which, out of a large vocabulary, may be the most probable one.
+"""Shortlists: the few tokens of a large vocabulary that may have the largest logit.
 
-Rounded to 8 bits, the projection to logits reads a quarter of what it reads in float32, and errors have a bound. Where a state h
-becomes h', and the weights w of a token become w', the logit w h differs from w' h' by at most |w| |h - h'| + |w - w'| |h'|, as
-Cauchy and Schwarz have it. Tokens that may still be the best within these bounds are few, mostly one; their logits alone are
-computed in float32. So what comes out is what all logits would say.
+A projection in 8 bits reads a quarter of the bytes of float32, and its errors have a bound. A state h is rounded to h', the
+weights w of a token to w'. By the Cauchy-Schwarz inequality, the logit w h differs from w' h' by at most
+|w| |h - h'| + |w - w'| |h'|. Few tokens, often one, may be the best within this bound. Only their logits are computed in float32,
+and the token that is selected is the same.
 """
 
 import dataclasses
+import functools
 
 import torch
 from torch import nn
 
 from metaphrase.decoding.int8 import has_int8_kernels, multiply_levels, pack_int8, round_weight, scale_rows
 from metaphrase.decoding.prepacked_weights import is_plain
-from metaphrase.decoding.weight_copies import Patience
 
-# With fewer entries of the projection, or with more rows, a shortlist costs what it saves.
-LEAST_SIZE, _MOST_ROWS = 2**21, 32
-# To pack the weights takes as long as so many steps gain at least.
-_PATIENCE = 64
-# Weights are rounded so many rows at a time, with little memory beside them.
+# A projection of 512 x 10k gains 1 to 8 % of a step, one of 512 x 32k 20 to 40 % (one core). Many rows gain nothing.
+LEAST_SIZE, _MOST_ROWS = 2**23, 32
+# Rows of the weight that are rounded at a time, to need little memory.
 _BLOCK = 4096
 
 
 @dataclasses.dataclass
 class Shortlist:
-    """What may be the most probable token of some rows.
+    """Tokens that may have the largest logit in some rows.
 
     Attributes:
-        tokens: Of all rows together, in ascending order, `(count)`.
-        logits: Theirs, `(rows, count)`.
-        floor: What no logit of another token exceeds, `(rows)`.
-        vocab_size: How many tokens there are in all.
+        tokens: Tokens for all rows together, ascending, shape (count,).
+        logits: Logits of these tokens, (rows, count).
+        floor: A bound that no logit of another token exceeds, (rows,).
+        vocab_size: Size of the vocabulary.
     """
 
     tokens: torch.Tensor
@@ -41,57 +39,51 @@ class Shortlist:
 
 
 class ShortlistProjection:
-    """Makes shortlists. Weights are packed once it has been asked often."""
+    """A projection from decoder output to shortlists."""
 
-    def __init__(self, head: nn.Linear, patience: int = _PATIENCE):
+    def __init__(self, head: nn.Linear):
         """Args:
-        head: For which `can_shortlist` holds, and whose weights will stay as they are.
-        patience: How often all logits may be made before the weights are packed.
+        head: Projection to logits for which `can_shortlist` is true, and whose weights do not change.
         """
-        self._head, self._patience = head, Patience(patience)
-        self._packed = self._bounds = None
+        self._head = head
 
     def __call__(self, states: torch.Tensor) -> Shortlist | None:
-        """The shortlist of some rows `(rows, hidden)`; `None` where all logits are made as fast."""
+        """Return the shortlist of states (rows, H), or None if all logits are computed as fast."""
         if len(states) > _MOST_ROWS:
             return None
-        if self._packed is None:
-            if not self._patience.is_over():
-                return None
-            self._pack()
+        packed, weight_norms = self._rounded
         scaled, scale = scale_rows(states)
-        kept = scaled.round()
-        lost, kept, whole = torch.linalg.vector_norm(torch.stack((scaled - kept, kept, scaled)), dim=2)
-        # The sums that make up a logit are rounded as well.
-        lost = lost + whole * (states.shape[1] * torch.finfo(states.dtype).eps)
-        factors, bounds, bias = torch.stack((lost, kept), dim=1), self._bounds, self._head.bias
-        logits = multiply_levels(scaled, self._packed)
+        rounded = scaled.round()
+        error, rounded_norm, norm = torch.linalg.vector_norm(torch.stack((scaled - rounded, rounded, scaled)), dim=2)
+        # The sum over H is rounded, too.
+        error = error + norm * (states.shape[1] * torch.finfo(states.dtype).eps)
+        # (rows, 2) x (2, vocab): the largest error of each logit.
+        state_norms, bias = torch.stack((error, rounded_norm), dim=1), self._head.bias
+        logits = multiply_levels(scaled, packed)
         if bias is not None:
             logits += bias / scale
-        floor = torch.addmm(logits, factors, bounds, alpha=-1).amax(dim=1, keepdim=True)
-        highest = logits.addmm_(factors, bounds)
+        floor = torch.addmm(logits, state_norms, weight_norms, alpha=-1).amax(dim=1, keepdim=True)
+        highest = logits.addmm_(state_norms, weight_norms)
         tokens = (highest.sub_(floor).amax(dim=0) >= 0).nonzero()[:, 0]
-        # Nothing is above the floor of what is not a number.
+        # With NaN in the states, no token reaches the floor.
         if not 0 < len(tokens) <= highest.shape[1] // 8:
             return None
         weight, bias = self._head.weight[tokens], None if bias is None else bias[tokens]
         exact = nn.functional.linear(states, weight, bias)
         return Shortlist(tokens, exact, (floor * scale)[:, 0], highest.shape[1])
 
-    def _pack(self) -> None:
-        weight = self._head.weight.detach()
-        blocks, bounds = [], []
-        for block in weight.split(_BLOCK):
+    @functools.cached_property
+    def _rounded(self) -> tuple[torch.ScriptObject, torch.Tensor]:
+        """The packed weight in 8 bits, and the norms of each token's weights and of their rounding errors, (2, V)."""
+        blocks, norms = [], []
+        for block in self._head.weight.detach().split(_BLOCK):
             levels, scale = round_weight(block)
-            difference = torch.addcmul(block, levels.to(block.dtype), scale[:, None], value=-1)
-            bounds.append(torch.stack([torch.linalg.vector_norm(part, dim=1) for part in (block, difference)]))
+            error = torch.addcmul(block, levels.to(block.dtype), scale[:, None], value=-1)
+            norms.append(torch.stack([torch.linalg.vector_norm(rows, dim=1) for rows in (block, error)]))
             blocks.append((levels, scale))
-        levels, scale = map(torch.cat, zip(*blocks, strict=True))
-        # The packed weights last: by them another thread sees that all is there.
-        self._bounds = torch.cat(bounds, dim=1)
-        self._packed = pack_int8(levels, scale)
+        return pack_int8(*map(torch.cat, zip(*blocks, strict=True))), torch.cat(norms, dim=1)
 
 
 def can_shortlist(head: nn.Module) -> bool:
-    """Whether a projection to logits is plain and large, in float32 on a CPU with the kernels for it."""
+    """Return True if a projection to logits is plain and large, in float32 on a CPU that has int8 kernels."""
     return is_plain(head) and head.weight.numel() > LEAST_SIZE and has_int8_kernels()

@@ -1,4 +1,4 @@
-"""Rules of a search: what changes the probabilities of the next token, and which tokens end a target."""
+"""Logits processors and stopping criteria that the fast loops support."""
 
 from collections.abc import Sequence
 
@@ -6,20 +6,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 from transformers.generation import logits_process, stopping_criteria
 
-# Those that look at each row by itself, so that rows may leave the batch.
-_ROW_PROCESSORS = {
-    getattr(logits_process, name, None)
-    for name in (
-        *("EpsilonLogitsWarper", "EtaLogitsWarper", "ExponentialDecayLengthPenalty", "ForcedBOSTokenLogitsProcessor"),
-        *("ForcedEOSTokenLogitsProcessor", "InfNanRemoveLogitsProcessor", "LogitNormalization"),
-        *("MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "MinPLogitsWarper"),
-        *("NoBadWordsLogitsProcessor", "NoRepeatNGramLogitsProcessor", "RepetitionPenaltyLogitsProcessor"),
-        *("SequenceBiasLogitsProcessor", "SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor"),
-        *("TemperatureLogitsWarper", "TopHLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper"),
-    )
-}
-
-# Those that take away tokens.
+# Processors that only remove tokens.
 _REMOVERS = {
     getattr(logits_process, name, None)
     for name in (
@@ -28,23 +15,32 @@ _REMOVERS = {
         *("SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor"),
     )
 }
+# Processors that look at each row by itself, so that rows may leave the batch.
+_ROW_PROCESSORS = _REMOVERS | {
+    getattr(logits_process, name, None)
+    for name in (
+        *("EpsilonLogitsWarper", "EtaLogitsWarper", "ExponentialDecayLengthPenalty", "InfNanRemoveLogitsProcessor"),
+        *("LogitNormalization", "MinPLogitsWarper", "RepetitionPenaltyLogitsProcessor", "SequenceBiasLogitsProcessor"),
+        *("TemperatureLogitsWarper", "TopHLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper"),
+    )
+}
 
 
 def unknown_processors(processors: Sequence[LogitsProcessor]) -> list[LogitsProcessor]:
-    """Those that may need more than one row at a time, or whose rows may not leave the batch."""
+    """Return the processors that may need all rows of the batch."""
     return [
         processor
         for processor in processors
-        # One length for each row of the batch as it was at first.
+        # A `prompt_ignore_length` in a tensor has an entry for each row of the first batch.
         if type(processor) not in _ROW_PROCESSORS
         or isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor)
     ]
 
 
 def only_lower(processors: Sequence[LogitsProcessor]) -> bool:
-    """Whether they leave no token's logit higher than it was, but for tokens that they force.
+    """Return True if the processors raise no logit, except of a token that they force.
 
-    So of some tokens one that still has the highest logit of all has it among all that the processors leave.
+    Then a token that has the largest logit before, and is not lowered, has the largest logit after.
     """
     return all(
         type(processor) in _REMOVERS
@@ -54,7 +50,7 @@ def only_lower(processors: Sequence[LogitsProcessor]) -> bool:
 
 
 def unknown_criteria(criteria: Sequence[StoppingCriteria], config: GenerationConfig) -> list[StoppingCriteria]:
-    """Those that do not follow from the configuration: a caller's own take the place of those that do."""
+    """Return the criteria that differ from the limits of the configuration, such as a caller's own."""
     return [criterion for criterion in criteria if not _is_of_config(criterion, config)]
 
 
@@ -67,9 +63,9 @@ def _is_of_config(criterion: StoppingCriteria, config: GenerationConfig) -> bool
 
 
 def process(processors: Sequence[LogitsProcessor], ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Scores `(rows, vocab)` as the processors leave them, after the ids `(rows, length)`.
+    """Return the scores (rows, V) as the processors change them after ids (rows, length).
 
-    transformers' list asks each processor for the names of its arguments first, at every step.
+    `LogitsProcessorList` would inspect the signature of each processor at every step.
     """
     for processor in processors:
         scores = processor(ids, scores)
@@ -77,8 +73,8 @@ def process(processors: Sequence[LogitsProcessor], ids: torch.Tensor, scores: to
 
 
 def are_ends(tokens: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
-    """Whether each token is one of the ends `(count)`: a boolean for each, in any shape."""
+    """Return True for each token, in any shape, that is one of the end tokens (count,)."""
     if ends is None:
         return torch.zeros_like(tokens, dtype=torch.bool)
-    # For one end, which is the rule, a comparison is many times as fast.
+    # A comparison is many times faster than `isin`.
     return tokens == ends if len(ends) == 1 else torch.isin(tokens, ends)

@@ -1,4 +1,4 @@
-"""Encoding of a padded batch on a CPU as one packed row of its tokens."""
+"""Encoding of a padded batch on a CPU as one packed row, without its padding."""
 
 import torch
 from torch import nn
@@ -8,7 +8,7 @@ from metaphrase.modeling.encoder import MetaphraseEncoder
 from metaphrase.modeling.packing import Segments
 from metaphrase.modeling.stacks import is_padding_mask
 
-# With less padding, or in a smaller model, moving the tokens costs as much as computing the padding.
+# With less padding, or in a smaller model, moving the tokens takes as long as computing the padding.
 LEAST_PADDING, LEAST_HIDDEN_SIZE = 0.1, 256
 
 
@@ -19,13 +19,13 @@ def encode_without_padding(
 
     Args:
         encoder: The encoder.
-        embeddings: `(batch, source, hidden)`.
-        attention_mask: 1 for a token, 0 for padding, `(batch, source)`.
-        **kwargs: For the layers.
+        embeddings: Embeddings (B, S, D).
+        attention_mask: 1 for a token, 0 for padding, (B, S).
+        **kwargs: Arguments of the layers.
 
     Returns:
-        The output, `last_hidden_state` `(batch, source, hidden)` with zeros for padding; None where that would not be faster,
-        or where somebody looks inside.
+        Output whose `last_hidden_state` (B, S, D) is 0 for padding. None if packing would not be faster, or if hooks of the
+        layers would see the packed row.
     """
     if not _can_skip_padding(encoder, embeddings, attention_mask):
         return None
@@ -44,7 +44,7 @@ def _can_skip_padding(
 ) -> bool:
     if encoder.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
-    # In float16, the padded kernels keep large scores finite.
+    # In float16, only the padded kernels keep large scores finite.
     is_supported = embeddings.dtype in (torch.float32, torch.bfloat16) and encoder.config._attn_implementation == "sdpa"
     if embeddings.device.type != "cpu" or not is_supported or embeddings.shape[2] < LEAST_HIDDEN_SIZE:
         return False
@@ -53,7 +53,7 @@ def _can_skip_padding(
     is_token = attention_mask != 0
     if is_token.sum() > (1 - LEAST_PADDING) * is_token.numel():
         return False
-    # A row with a hole in it has other distances than its tokens alone, and a row must not be empty.
+    # Each row must have one stretch of tokens: a hole would change distances, and a segment must not be empty.
     starts = nn.functional.pad(is_token, (1, 0)).int().diff() > 0
     return bool((starts.sum(dim=1) == 1).all()) and not any(
         module._forward_hooks or module._forward_pre_hooks for module in encoder.layers.modules()

@@ -17,7 +17,7 @@ from metaphrase.decoding.fast_generation import is_metaphrase
 from metaphrase.decoding.options import GENERATION_OPTIONS, plain_options
 from metaphrase.decoding.searches.choose import choose_search
 from metaphrase.decoding.searches.joint_search import Partner
-from metaphrase.decoding.sequence_scores import ChosenScores, totals_of_steps
+from metaphrase.decoding.sequence_scores import SequenceScores, totals_of_steps
 from metaphrase.inference.engine import BatchSearch, Engine, Hypothesis
 from metaphrase.inference.source_limits import numbering
 from metaphrase.inference.text_options import (
@@ -212,7 +212,7 @@ def _generate(
     step_scores = None
     if generation_kwargs.get("output_scores") and generation_kwargs.get("custom_generate") is None:
         criteria = generation_kwargs.get("stopping_criteria") or []
-        step_scores = ChosenScores(empties=not criteria)
+        step_scores = SequenceScores(empties=not criteria)
         generation_kwargs = {**generation_kwargs, "stopping_criteria": StoppingCriteriaList([*criteria, step_scores])}
     # With sharded weights, `generate()` would otherwise wait for the batches of other processes.
     output = model.generate(**inputs, **{"synced_gpus": False} | generation_kwargs)
@@ -258,7 +258,7 @@ def _cut(
 
 
 def _sequence_scores(
-    output, prompt_length: int, eos_token_ids: set[int], step_scores: ChosenScores | None
+    output, prompt_length: int, eos_token_ids: set[int], step_scores: SequenceScores | None
 ) -> list[float]:
     sequences_scores = getattr(output, "sequences_scores", None)
     if sequences_scores is not None:

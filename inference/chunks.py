@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from metaphrase.decoding.weight_copies import without_patience
 from metaphrase.inference.source_limits import counting_on
 from metaphrase.inference.text_options import options_of_texts
 
@@ -79,11 +78,9 @@ def decode_chunk(
     """
     if seed is not None:
         seed_chunk(seed, number)
-    # The result must not depend on the number of chunks that came before.
-    with without_patience():
-        if risk is not None:
-            return [[chosen] for chosen in generator.generate_mbr(texts, **risk, **options)]
-        return generator.generate_n_best(texts, return_scores=return_scores, **options)
+    if risk is not None:
+        return [[chosen] for chosen in generator.generate_mbr(texts, **risk, **options)]
+    return generator.generate_n_best(texts, return_scores=return_scores, **options)
 
 
 def decode_chunks(

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from metaphrase.decoding.options import check_ranges, plain_options
 from metaphrase.decoding.searches.ensemble import EnsembleSearch
 from metaphrase.decoding.searches.joint_search import check_partner, check_target_vocabulary
-from metaphrase.decoding.weight_copies import without_patience
 from metaphrase.inference.chunks import (
     PreparedChunks,
     check_seed,
@@ -301,8 +300,7 @@ class Generator(Counters):
                 if seed is not None:
                     seed_chunk(seed, number)
                 numbers = [number * chunk_size + index for index in nonblank(texts)]
-                with without_patience():
-                    hypotheses, counts = run.search(sources, numbers, return_scores, on_batch=bar.update)
+                hypotheses, counts = run.search(sources, numbers, return_scores, on_batch=bar.update)
                 self.count(counts)
                 with chunks.alone():
                     candidates = run.decode_texts(texts, hypotheses, return_scores)

@@ -1,6 +1,6 @@
-"""Flex attention over packed rows: which blocks of tokens see each other, a bias by distance, few kernels for all lengths.
+"""Flex attention over packed rows: a block mask, a position bias by distance, and few compiled kernels for all lengths.
 
-All that changes from batch to batch reaches the kernel in tensors: a number would be compiled into it.
+Values that change from batch to batch reach the kernel as tensors. A number would be compiled into the kernel.
 """
 
 import functools
@@ -11,25 +11,25 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from metaphrase.modeling.packing import Packing, Segments
 
-# Tokens of a block: flex attention's own.
+# Tokens of a block; flex attention's default.
 BLOCK_SIZE = 128
-# torch compiles for the first row, then for rows of any length, and this for each of: with or without a bias, training or not, a
-# single block on either side or several. Beyond its limit of 8 it would go on with what computes all scores of the row.
+# torch compiles for the first row and for rows of any length, with and without a bias, in training and not, with one block on
+# either side and with several. Beyond its limit of 8 it would compute all scores of the row, uncompiled.
 _RECOMPILE_LIMIT = 64
 
 
 class PackedFlexMask:
-    """What flex attention is told of packed rows: made once for all layers that share a position bias.
+    """The block mask and the bias of packed rows, made once for all layers that share a position bias.
 
     Attributes:
-        blocks: Which blocks of queries and keys are computed, and what is seen in them.
-        add_bias: Adds the bias to a score; None without a bias.
+        blocks: Blocks of queries and keys that are computed, and the mask in them.
+        add_bias: Function that adds the bias to a score; None without a bias.
     """
 
     def __init__(self, packing: Packing, bias: nn.Module | None):
         """Args:
-        packing: Of the two rows.
-        bias: Module that gives a position bias, if there is one.
+        packing: The two rows.
+        bias: Module that returns a position bias, if there is one.
         """
         self.blocks = _make_block_mask(packing)
         self.add_bias = None if bias is None else _make_bias(packing.queries, bias)
@@ -49,19 +49,19 @@ def packed_flex_attention(
     scaling: float,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Attends within each sequence of packed rows.
+    """Attend within each sequence of packed rows.
 
     Args:
-        query: `(1, heads, query tokens, head_dim)`.
-        key: `(1, heads, key tokens, head_dim)`.
-        value: `(1, heads, key tokens, head_dim)`.
+        query: Queries (1, H, query tokens, head_dim).
+        key: Keys (1, H, key tokens, head_dim).
+        value: Values (1, H, key tokens, head_dim).
         mask: Mask of the packing.
-        packing: The two rows. The mask says all of them that is needed here.
+        packing: The two rows; not used.
         scaling: Factor of the scores.
-        dropout: 0; `choose_kernel` takes another kernel otherwise.
+        dropout: 0, or `choose_kernel` selects another kernel.
 
     Returns:
-        `(1, query tokens, heads, head_dim)`.
+        Output (1, query tokens, H, head_dim).
     """
     options = {"score_mod": mask.add_bias, "block_mask": mask.blocks, "scale": scaling}
     if torch.compiler.is_compiling():
@@ -76,30 +76,30 @@ def _compiled():
 
 
 def _make_bias(segments: Segments, bias: nn.Module):
-    """Adds the bias of a distance, taken from a table `(heads, 2 * longest - 1)` that begins with `-(longest - 1)`.
+    """Return a function that adds the bias from a table (H, 2 * longest - 1) over the distances from `-(longest - 1)`.
 
-    No distance is out of the table, not even that of tokens of different sequences, which do not see each other.
+    The table has all distances of positions, also of tokens in different sequences, which the mask hides.
     """
     distances = torch.arange(1 - segments.longest, segments.longest, device=segments.lengths.device)[None, :]
-    # A copy: the gradient of a view would be lost, since compiled flex attention has none for what it reads besides its inputs
-    # if that is a view. In float32, in which the many gradients of an entry are added up.
+    # A copy, because compiled flex attention loses the gradient of a captured view. In float32, because the many gradients of an
+    # entry are summed up in the dtype of the table.
     table = bias(torch.zeros_like(distances[:, :1]), distances)[0, :, 0, :].float().clone()
-    key_places = segments.positions[0]
-    query_places = segments.longest - 1 - key_places
+    key_positions = segments.positions[0]
+    query_positions = segments.longest - 1 - key_positions
 
     def add_bias(score, batch, head, query, key):
-        return score + table[head, key_places[key] + query_places[query]]
+        return score + table[head, key_positions[key] + query_positions[query]]
 
     return add_bias
 
 
 def _make_block_mask(packing: Packing) -> BlockMask:
-    """The same as torch's `create_block_mask`, from where the sequences begin, without looking at each pair of tokens.
+    """Return the result of torch's `create_block_mask` without a test of each pair of tokens.
 
-    Sequences lie in order, so that two blocks see each other if neither ends before the first sequence of the other begins.
+    Sequences lie in order: two blocks see each other if neither ends before the first sequence of the other begins.
     """
     queries, keys = packing.queries, packing.keys
-    # Without order among the tokens of a sequence, each sees the others.
+    # With equal ranks, all tokens of a sequence see each other.
     query_ranks, key_ranks = (
         side.positions[0] if packing.is_causal else torch.zeros_like(side.ids) for side in (queries, keys)
     )
@@ -108,10 +108,10 @@ def _make_block_mask(packing: Packing) -> BlockMask:
     def is_seen(batch, head, query, key):
         return (query_ids[query] == key_ids[key]) & (query_ranks[query] >= key_ranks[key])
 
-    first_query, last_query, is_whole_query = (side[:, None] for side in _ends_of_blocks(queries))
-    first_key, last_key, is_whole_key = (side[None, :] for side in _ends_of_blocks(keys))
+    first_query, last_query, is_full_query = (side[:, None] for side in _ends_of_blocks(queries))
+    first_key, last_key, is_full_key = (side[None, :] for side in _ends_of_blocks(keys))
     is_met = (first_query <= last_key) & (first_key <= last_query)
-    is_full = is_met & (first_query == last_query) & (first_key == last_key) & is_whole_query & is_whole_key
+    is_full = is_met & (first_query == last_query) & (first_key == last_key) & is_full_query & is_full_key
     if packing.is_causal:
         row, column = (torch.arange(size, device=is_met.device) for size in is_met.shape)
         is_met = is_met & (column[None, :] <= row[:, None])
@@ -126,7 +126,7 @@ def _make_block_mask(packing: Packing) -> BlockMask:
 
 
 def _ends_of_blocks(segments: Segments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of each block the sequence of its first token, that of its last, and whether tokens fill it, `(blocks)` each."""
+    """Return for each block the sequences of its first and last token, and True if tokens fill it; (blocks,) each."""
     starts = torch.arange(0, segments.num_tokens, BLOCK_SIZE, device=segments.lengths.device)
     ends = starts + BLOCK_SIZE
     last = segments.ids[ends.clamp(max=segments.num_tokens) - 1]
@@ -134,6 +134,6 @@ def _ends_of_blocks(segments: Segments) -> tuple[torch.Tensor, torch.Tensor, tor
 
 
 def _in_order(is_computed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many blocks of keys each block of queries has, `(1, 1, blocks)`, and which: these first, `(1, 1, blocks, blocks)`."""
+    """Return the number of key blocks of each query block, (1, 1, blocks), and their indices first, (1, 1, blocks, blocks)."""
     indices = is_computed.int().argsort(dim=-1, descending=True, stable=True)
     return is_computed.sum(dim=-1).int()[None, None], indices.int()[None, None]

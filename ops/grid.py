@@ -1,4 +1,4 @@
-"""The grid of a packed attention: each sequence in a row of its own, in blocks as wide as their longest row."""
+"""The grid of packed attention: each sequence is a row, and blocks of rows are as wide as their longest row."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,20 +7,20 @@ import torch
 
 from metaphrase.modeling.packing import Packing, Segments, grid_width
 
-# Scores of one block: they stay in the cache from the first product to the last.
+# Most scores of a block, so that they stay in the processor's cache.
 BLOCK_ENTRIES = 2**19
 
 
 @dataclass(frozen=True)
 class Block:
-    """Neighbouring sequences, or some heads of one, that are computed at a time.
+    """Neighbouring sequences, or some heads of one sequence, that are computed together.
 
     Attributes:
-        sequences: Which.
-        heads: Which of each.
-        query_width: Columns of a row that asks.
-        key_width: Columns of a row that is seen.
-        ends: Rows of the block, and where the tokens that they see end, for each sequence that is shorter than `key_width`.
+        sequences: Indices of the sequences.
+        heads: Indices of the heads.
+        query_width: Columns of a row of queries.
+        key_width: Columns of a row of keys.
+        ends: Rows of the block, and the end of their keys, for each sequence that is shorter than `key_width`.
     """
 
     sequences: slice
@@ -35,7 +35,7 @@ class Block:
         return (self.sequences.stop - self.sequences.start) * (self.heads.stop - self.heads.start)
 
     def part(self, mask: torch.Tensor) -> torch.Tensor:
-        """What the block sees of a mask `(sequences or 1, heads or 1, queries or 1, keys)`."""
+        """Return the part of a mask (sequences or 1, H or 1, queries or 1, keys) for the block."""
         if mask.shape[0] != 1:
             mask = mask[self.sequences]
         if mask.shape[1] != 1:
@@ -44,106 +44,106 @@ class Block:
 
 
 class Grid:
-    """Where the tokens of packed rows lie in the grid, and its blocks.
+    """The places of packed tokens in the grid, and its blocks.
 
     Attributes:
-        blocks: All of them, in order.
-        num_scores: Of the whole grid, all heads counted.
+        blocks: The blocks, in order.
+        num_scores: Scores of the grid, in all heads.
     """
 
     def __init__(self, packing: Packing, heads: int, in_blocks: bool):
         """Args:
-        packing: Of the two rows.
+        packing: The two rows.
         heads: Number of heads.
-        in_blocks: Whether to cut it into blocks that a CPU's cache holds, each with its own width. It is one block otherwise, and
-            no length is asked for.
+        in_blocks: True makes blocks of their own width that fit into a CPU's cache. False makes one block, and reads no length
+            from the device.
         """
-        self.blocks = list(_make_blocks(packing, heads)) if in_blocks else [_whole(packing, heads)]
+        self.blocks = list(_make_blocks(packing, heads)) if in_blocks else [_one_block(packing, heads)]
         self.num_scores = sum(block.rows * block.query_width * block.key_width for block in self.blocks)
         self._query_sizes = [block.rows * block.query_width for block in self.blocks]
         self._key_sizes = [block.rows * block.key_width for block in self.blocks]
-        # Those that share sequences share a width.
+        # Blocks of the same sequences have the same width.
         widths = {(block.sequences.start, block.sequences.stop): block for block in self.blocks}
-        sequences = [slice(*place) for place in widths]
+        sequences = [slice(*bounds) for bounds in widths]
         self.queries = GridSide(packing.queries, heads, sequences, [block.query_width for block in widths.values()])
         self.keys = self.queries
         if packing.keys is not packing.queries:
             self.keys = GridSide(packing.keys, heads, sequences, [block.key_width for block in widths.values()])
 
     def parts(
-        self, asking: Sequence[torch.Tensor], seen: Sequence[torch.Tensor]
+        self, query_cells: Sequence[torch.Tensor], key_cells: Sequence[torch.Tensor]
     ) -> Iterator[tuple[Block, list[torch.Tensor]]]:
-        """Cuts cells into those of each block.
+        """Split cells into blocks.
 
         Args:
-            asking: Of the queries' grid, `(cells, head_dim)` each.
-            seen: Of the keys' grid, likewise.
+            query_cells: Cells of the queries' grid, (cells, head_dim) each.
+            key_cells: Cells of the keys' grid, (cells, head_dim) each.
 
         Yields:
-            A block, and what it has of each, `(rows, width, head_dim)`.
+            A block, and its cells of each tensor, (rows, width, head_dim).
         """
-        cut = [cells.split(self._query_sizes) for cells in asking] + [cells.split(self._key_sizes) for cells in seen]
+        cut = [cells.split(self._query_sizes) for cells in query_cells]
+        cut += [cells.split(self._key_sizes) for cells in key_cells]
         for block, *parts in zip(self.blocks, *cut, strict=True):
-            widths = [block.query_width] * len(asking) + [block.key_width] * len(seen)
+            widths = [block.query_width] * len(query_cells) + [block.key_width] * len(key_cells)
             yield block, [part.view(block.rows, width, -1) for part, width in zip(parts, widths, strict=True)]
 
 
 def grid_of(packing: Packing, heads: int, in_blocks: bool) -> Grid:
-    """The grid of a packing, made once for all layers."""
-    place = (heads, in_blocks)
-    if place not in packing.grids:
-        packing.grids[place] = Grid(packing, heads, in_blocks)
-    return packing.grids[place]
+    """Return the grid of a packing, made once for all layers."""
+    key = (heads, in_blocks)
+    if key not in packing.grids:
+        packing.grids[key] = Grid(packing, heads, in_blocks)
+    return packing.grids[key]
 
 
 class GridSide:
-    """The cells of one side of a grid: those of a block after those of another, `(sequences, heads, width)` in each.
+    """The cells of the queries or of the keys, block by block, each (sequences, H, width).
 
     Attributes:
         heads: Number of heads.
-        to_grid: For each cell its row among `(tokens, heads)`, both flattened; empty cells repeat the last token of their
-            sequence.
-        from_grid: For each of the `(tokens, heads)` its cell.
+        to_grid: Index of each cell among the flattened (tokens, H). Empty cells repeat the last token of their sequence.
+        from_grid: Cell of each of the flattened (tokens, H).
     """
 
     def __init__(self, segments: Segments, heads: int, sequences: list[slice], widths: list[int]):
         """Args:
-        segments: Of the row.
+        segments: Sequences of the row.
         heads: Number of heads.
-        sequences: Those that have one width, in order.
-        widths: Theirs.
+        sequences: Groups of sequences with one width, in order.
+        widths: Width of each group.
         """
         self.heads = heads
         device = segments.lengths.device
         head = torch.arange(heads, device=device)
         first, columns = torch.empty_like(segments.lengths), torch.empty_like(segments.lengths)
         cells, start = [], 0
-        for place, width in zip(sequences, widths, strict=True):
-            lengths = segments.lengths[place, None]
-            tokens = segments.starts[place, None] + torch.minimum(torch.arange(width, device=device), lengths - 1)
+        for group, width in zip(sequences, widths, strict=True):
+            lengths = segments.lengths[group, None]
+            tokens = segments.starts[group, None] + torch.minimum(torch.arange(width, device=device), lengths - 1)
             # (sequences, 1, width) * heads + (heads, 1) -> (sequences * heads * width)
             cells.append((tokens[:, None, :] * heads + head[:, None]).flatten())
-            first[place] = start + torch.arange(len(lengths), device=device) * (heads * width)
-            columns[place] = width
+            first[group] = start + torch.arange(len(lengths), device=device) * (heads * width)
+            columns[group] = width
             start += len(lengths) * heads * width
         self.to_grid = torch.cat(cells)
         # (tokens, 1) and (tokens, heads) -> (tokens * heads)
-        places = (first[segments.ids] + segments.positions[0])[:, None] + columns[segments.ids, None] * head
-        self.from_grid = places.flatten()
-        self._places_by_count = {1: (self.to_grid, self.from_grid)}
+        cell = (first[segments.ids] + segments.positions[0])[:, None] + columns[segments.ids, None] * head
+        self.from_grid = cell.flatten()
+        self._indices_by_count = {1: (self.to_grid, self.from_grid)}
 
     def enter(self, rows: torch.Tensor, count: int = 1, repeats: bool = True) -> list[torch.Tensor]:
-        """Brings states into the grid.
+        """Copy states into the grid.
 
         Args:
-            rows: Of each token several states, such as key and value, side by side, `(tokens, count * heads * head_dim)`.
-            count: How many.
-            repeats: Whether an empty cell repeats the last token of its sequence, rather than being 0.
+            rows: States of each token, such as key and value, side by side, (tokens, count * H * head_dim).
+            count: Number of states per token.
+            repeats: True fills an empty cell with the last token of its sequence, False with 0.
 
         Returns:
-            The cells of each, `(cells, head_dim)`, one after another in memory.
+            The cells of each state, (cells, head_dim), one after another in memory.
         """
-        to_grid, from_grid = self._places(count)
+        to_grid, from_grid = self._indices(count)
         rows = rows.reshape(-1, rows.shape[-1] // (count * self.heads))
         if repeats:
             cells = rows.index_select(0, to_grid)
@@ -152,29 +152,29 @@ class GridSide:
         return list(cells.chunk(count))
 
     def leave(self, cells: torch.Tensor, count: int = 1) -> torch.Tensor:
-        """What `enter` did, undone: cells of one after another, `(count * cells, head_dim)`, to rows of all side by side."""
-        rows = cells.index_select(0, self._places(count)[1])
+        """Undo `enter`: (count * cells, head_dim) -> (tokens, count * H * head_dim)."""
+        rows = cells.index_select(0, self._indices(count)[1])
         return rows.view(-1, count * self.heads * cells.shape[-1])
 
-    def _places(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """`to_grid` and `from_grid` for tokens that have several states side by side."""
-        if count not in self._places_by_count:
+    def _indices(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `to_grid` and `from_grid` for tokens with several states side by side."""
+        if count not in self._indices_by_count:
             number = torch.arange(count, device=self.to_grid.device)[:, None]
             token, head = self.to_grid // self.heads, self.to_grid % self.heads
-            # (count, cells), and (tokens, count, heads)
+            # (count, cells) and (tokens, count, H)
             to_grid = (token * count + number) * self.heads + head
             from_grid = self.from_grid.view(-1, 1, self.heads) + number * len(self.to_grid)
-            self._places_by_count[count] = to_grid.flatten(), from_grid.flatten()
-        return self._places_by_count[count]
+            self._indices_by_count[count] = to_grid.flatten(), from_grid.flatten()
+        return self._indices_by_count[count]
 
 
-def _whole(packing: Packing, heads: int) -> Block:
+def _one_block(packing: Packing, heads: int) -> Block:
     widths = packing.queries.width, packing.keys.width
     return Block(slice(0, len(packing.queries)), slice(0, heads), *widths, ends=[])
 
 
 def _make_blocks(packing: Packing, heads: int) -> Iterator[Block]:
-    """Cuts the sequences, in their order, into blocks of at most `BLOCK_ENTRIES` scores; of a long sequence, its heads."""
+    """Split the sequences, in order, into blocks of at most `BLOCK_ENTRIES` scores. A long sequence is split by heads."""
     sides = packing.queries.lengths.tolist(), packing.keys.lengths.tolist()
     start = 0
     while start < len(packing.queries):

@@ -1,6 +1,6 @@
-"""Attention over packed rows on a CPU: each sequence in a row of a grid, in blocks that stay in the cache.
+"""Attention over packed rows on a CPU: each sequence is a row of a grid, computed in blocks that stay in the cache.
 
-The token-wise parts of the network never see the grid, and sequences of like length leave few of its cells empty.
+Only attention uses the grid. Sequences of similar length leave few cells empty.
 """
 
 import math
@@ -10,18 +10,19 @@ import torch
 from torch import nn
 
 from metaphrase.modeling.attention import MetaphraseAttention
+from metaphrase.modeling.compat import softmax_gradient
 from metaphrase.modeling.packed_attention import additive_mask
 from metaphrase.modeling.packing import Packing
 from metaphrase.ops.grid import Block, Grid, GridSide, grid_of
 from metaphrase.ops.linear_and_dropout import apply_mask, can_join, joined_linear, random_mask
 
-# Attention weights that one layer may keep for the backward pass; more are computed again.
+# Most bytes of attention weights that a layer stores for the backward pass. More weights are computed again.
 MAX_KEPT_BYTES = 2**26
 # In rows of fewer entries, the gradient of a softmax takes a CPU many times as long in bfloat16 as in float32.
 MIN_HALF_WIDTH = 32
-# A CPU has a power of 2 in a quarter of the time of an exponential; scores are multiplied by this first.
+# A CPU computes a power of 2 in a quarter of the time of an exponential. The scores are multiplied by this factor.
 _LOG2_E = math.log2(math.e)
-# Sums of exponentials in these bounds are far from overflow, and from 0.
+# Sums of exponentials within these bounds are far from overflow and from 0.
 _LEAST_SUM, _LARGEST_SUM = 2.0**-40, 2.0**100
 
 
@@ -31,126 +32,127 @@ class _GridAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, mask, grid: Grid, keeps_weights: bool, scaling: float, p: float, *rows: torch.Tensor):
         """Args:
-        mask: Added to the scores, `(sequences or 1, heads or 1, query width or 1, key width)`. None shows all tokens of a
-            sequence to each other.
-        grid: Of the two rows, in blocks.
-        keeps_weights: Whether the weights are kept for the backward pass, rather than computed again.
+        mask: Added to the scores, (sequences or 1, H or 1, query width or 1, key width). None lets all tokens of a sequence
+            see each other.
+        grid: The grid of the two rows, in blocks.
+        keeps_weights: True stores the attention weights for the backward pass. False computes them again.
         scaling: Factor of the scores.
         p: Dropout of the weights.
-        rows: Query, key and value, `(tokens, heads * head_dim)` each; some may be side by side in one, in this order.
+        rows: Query, key and value, (tokens, H * head_dim) each. Neighbours may be side by side in one tensor.
         """
         ctx.grid, ctx.scaling, ctx.keeps_weights, ctx.kept_share = grid, scaling, keeps_weights, 1.0
-        each = sum(states.shape[1] for states in rows) // 3
-        ctx.counts = [states.shape[1] // each for states in rows]
-        asked, seen, content = (
+        width = sum(states.shape[1] for states in rows) // 3
+        ctx.counts = [states.shape[1] // width for states in rows]
+        query, key, value = (
             cells
             for states, count, side in zip(rows, ctx.counts, _sides(grid, rows), strict=True)
             for cells in side.enter(states, count)
         )
-        output = torch.empty_like(asked)
-        all_weights, all_kept = [], []
-        for block, (queries, outputs, keys, values) in grid.parts((asked, output), (seen, content)):
+        output = torch.empty_like(query)
+        all_weights, all_masks = [], []
+        for block, (queries, outputs, keys, values) in grid.parts((query, output), (key, value)):
             weights = _weights(queries, keys, mask, block, scaling)
             if keeps_weights:
                 all_weights.append(weights)
-            used = weights.to(content.dtype)
+            dropped = weights.to(value.dtype)
             if p:
-                kept, ctx.kept_share = random_mask(used.shape, p, asked.device)
-                all_kept.append(kept)
-                used = apply_mask(used, kept, ctx.kept_share)
-            torch.bmm(used, values, out=outputs)
-        # The cells, rather than the rows that they come from: as many, and at hand.
-        ctx.save_for_backward(asked, seen, content, mask, *all_kept, *all_weights)
+                dropout_mask, ctx.kept_share = random_mask(dropped.shape, p, query.device)
+                all_masks.append(dropout_mask)
+                dropped = apply_mask(dropped, dropout_mask, ctx.kept_share)
+            torch.bmm(dropped, values, out=outputs)
+        # The cells take hardly more memory than the rows, and need not be gathered again.
+        ctx.save_for_backward(query, key, value, mask, *all_masks, *all_weights)
         return grid.queries.leave(output)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient: torch.Tensor):
-        saved = ctx.saved_tensors  # may be asked for once
-        # What else is in the grid is let go before its gradients leave it, one by one.
+        # Checkpointing allows one read of `saved_tensors`.
+        saved = ctx.saved_tensors
         mask, (cells, mask_gradient) = saved[3], _grid_gradients(ctx, gradient, *saved)
-        of_rows = []
+        row_gradients = []
+        # `pop` frees the cells of each gradient when its rows are there.
         for count, side in zip(ctx.counts, _sides(ctx.grid, ctx.counts), strict=True):
-            of_rows.append(side.leave(cells.pop(0), count))
+            row_gradients.append(side.leave(cells.pop(0), count))
         if mask_gradient is not None:
             mask_gradient = mask_gradient.to(mask.dtype)
-        return mask_gradient, None, None, None, None, *of_rows
+        return mask_gradient, None, None, None, None, *row_gradients
 
 
 def _sides(grid: Grid, rows: Sequence) -> list[GridSide]:
-    """Where each of the rows of an attention enters the grid: those that ask are in the first, with the others or alone."""
+    """Return the side of the grid of each tensor in `rows`. The first holds the queries, alone or with keys and values."""
     return [grid.queries, *[grid.keys] * (len(rows) - 1)]
 
 
 def _grid_gradients(
-    ctx, gradient: torch.Tensor, asked, seen, content, mask, *saved: torch.Tensor
+    ctx, gradient: torch.Tensor, query, key, value, mask, *saved: torch.Tensor
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """Gradients of the rows, in the grid, and of the mask."""
+    """Return the gradients of the rows, as cells of the grid, and of the mask."""
     grid, scaling = ctx.grid, ctx.scaling
     all_weights = saved[-len(grid.blocks) :] if ctx.keeps_weights else []
-    all_kept = saved[: len(saved) - len(all_weights)]
+    all_masks = saved[: len(saved) - len(all_weights)]
     gradients = [
-        asked.new_empty(count * len(side.to_grid), asked.shape[1])
+        query.new_empty(count * len(side.to_grid), query.shape[1])
         for count, side in zip(ctx.counts, _sides(grid, ctx.counts), strict=True)
     ]
-    of_asked, of_seen, of_content = (
+    query_gradient, key_gradient, value_gradient = (
         part for cells, count in zip(gradients, ctx.counts, strict=True) for part in cells.chunk(count)
     )
     (incoming,) = grid.queries.enter(gradient, repeats=False)
     mask_gradient = torch.zeros(mask.shape, dtype=torch.float32) if ctx.needs_input_grad[0] else None
-    all_parts = grid.parts((asked, of_asked, incoming), (seen, content, of_seen, of_content))
+    all_parts = grid.parts((query, query_gradient, incoming), (key, value, key_gradient, value_gradient))
     for number, (block, parts) in enumerate(all_parts):
-        queries, of_queries, of_outputs, keys, values, of_keys, of_values = parts
+        queries, queries_gradient, outputs_gradient, keys, values, keys_gradient, values_gradient = parts
         weights = all_weights[number] if all_weights else _weights(queries, keys, mask, block, scaling)
-        used, slope = weights.to(values.dtype), torch.bmm(of_outputs, values.transpose(1, 2))
-        if all_kept:
-            used, slope = (apply_mask(entries, all_kept[number], ctx.kept_share) for entries in (used, slope))
-        torch.bmm(used.transpose(1, 2), of_outputs, out=of_values)
-        # The softmax's gradient: weights * (slope - sum(weights * slope)), in the precision of the weights.
-        slope = torch._softmax_backward_data(slope.to(weights.dtype), weights, -1, weights.dtype)
+        dropped, slope = weights.to(values.dtype), torch.bmm(outputs_gradient, values.transpose(1, 2))
+        if all_masks:
+            dropped, slope = (apply_mask(entries, all_masks[number], ctx.kept_share) for entries in (dropped, slope))
+        torch.bmm(dropped.transpose(1, 2), outputs_gradient, out=values_gradient)
+        # weights * (slope - sum(weights * slope)), in the dtype of the weights.
+        slope = softmax_gradient(slope.to(weights.dtype), weights)
         if mask_gradient is not None:
             _add_block(mask_gradient, slope, block)
         slope = slope.to(values.dtype)
-        torch.bmm(slope, keys, out=of_queries)
-        torch.bmm(slope.transpose(1, 2), queries, out=of_keys)
-    # The scale belongs to the scores; it is cheaper here.
-    of_asked.mul_(scaling)
-    of_seen.mul_(scaling)
+        torch.bmm(slope, keys, out=queries_gradient)
+        torch.bmm(slope.transpose(1, 2), queries, out=keys_gradient)
+    # There are fewer entries to scale here than in the scores.
+    query_gradient.mul_(scaling)
+    key_gradient.mul_(scaling)
     return gradients, mask_gradient
 
 
 def _weight_dtype(dtype: torch.dtype, width: int) -> torch.dtype:
-    """Of the weights in rows of so many entries, by that of what they are made of."""
+    """Return the dtype of attention weights for states of a dtype and rows of so many entries."""
     return dtype if dtype == torch.bfloat16 and width >= MIN_HALF_WIDTH else torch.float32
 
 
 def _block_mask(mask: torch.Tensor, block: Block, dtype: torch.dtype) -> torch.Tensor:
-    """The mask of a block, `(sequences * heads, query width, key width)`."""
+    """Return the mask of a block, (sequences * H, query width, key width)."""
     shape = (block.sequences.stop - block.sequences.start, block.heads.stop - block.heads.start, block.query_width, -1)
     return block.part(mask).to(dtype).expand(shape).flatten(0, 1)
 
 
 def _weights(
-    asked: torch.Tensor, seen: torch.Tensor, mask: torch.Tensor | None, block: Block, scaling: float
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, block: Block, scaling: float
 ) -> torch.Tensor:
-    """Attention weights of a block; in float32, unless they are many and the states are not."""
+    """Return the attention weights of a block."""
     if mask is None:
-        # In place, since what is not added would be copied there first.
-        scores = asked.new_empty(len(asked), asked.shape[1], seen.shape[1])
-        scores.baddbmm_(asked, seen.transpose(1, 2), beta=0, alpha=scaling * _LOG2_E)
-        # Few cells are empty: to write them costs less than to add a mask to all.
+        # In place, because `baddbmm` would copy its first operand.
+        scores = query.new_empty(len(query), query.shape[1], key.shape[1])
+        scores.baddbmm_(query, key.transpose(1, 2), beta=0, alpha=scaling * _LOG2_E)
+        # Few cells are empty. Writing them takes less time than adding a mask to all cells.
         for rows, end in block.ends:
             scores[rows, :, end:] = torch.finfo(scores.dtype).min
     else:
-        added = _block_mask(mask, block, asked.dtype)
-        scores = torch.baddbmm(added, asked, seen.transpose(1, 2), beta=_LOG2_E, alpha=scaling * _LOG2_E)
-    return _softmax(scores).to(_weight_dtype(asked.dtype, seen.shape[1]))
+        block_mask = _block_mask(mask, block, query.dtype)
+        scores = torch.baddbmm(block_mask, query, key.transpose(1, 2), beta=_LOG2_E, alpha=scaling * _LOG2_E)
+    return _softmax(scores).to(_weight_dtype(query.dtype, key.shape[1]))
 
 
 def _softmax(scores: torch.Tensor) -> torch.Tensor:
-    """Softmax in float32 over the last dimension, of scores that were multiplied by `_LOG2_E`, `(rows, queries, keys)`.
+    """Return the softmax in float32 of scores (rows, queries, keys) that were multiplied by `_LOG2_E`.
 
-    As a rule no score is large, so that to look for the largest of each row, which torch does first, can be spared.
+    Scores are rarely large. The softmax first does without the maximum of each row, which torch's softmax subtracts.
     """
     weights = scores.exp2() if scores.dtype == torch.float32 else scores.float().exp2_()
     sums = weights.sum(dim=-1, keepdim=True)
@@ -161,7 +163,7 @@ def _softmax(scores: torch.Tensor) -> torch.Tensor:
 
 
 def _add_block(total: torch.Tensor, slope: torch.Tensor, block: Block) -> None:
-    """Adds the gradient of a block of scores to that of the mask that was spread over them."""
+    """Add the gradient of a block's scores to the gradient of the mask."""
     total = block.part(total)
     slope = slope.float().view(-1, block.heads.stop - block.heads.start, *slope.shape[1:])
     total += slope.sum_to_size(total.shape)
@@ -176,20 +178,20 @@ def grid_attention(
     scaling: float,
     dropout: float,
 ) -> torch.Tensor:
-    """Attends within each sequence of packed rows.
+    """Attend within each sequence of packed rows.
 
     Args:
-        query: `(1, heads, query tokens, head_dim)`.
-        key: `(1, heads, key tokens, head_dim)`.
-        value: `(1, heads, key tokens, head_dim)`.
-        mask: Added to the scores in the grid, `(sequences or 1, heads or 1, query width or 1, key width)`. None shows all tokens
-            of a sequence to each other.
-        packing: Of the two rows.
+        query: Queries (1, H, query tokens, head_dim).
+        key: Keys (1, H, key tokens, head_dim).
+        value: Values (1, H, key tokens, head_dim).
+        mask: Added to the scores in the grid, (sequences or 1, H or 1, query width or 1, key width). None lets all tokens of a
+            sequence see each other.
+        packing: The two rows.
         scaling: Factor of the scores.
         dropout: Probability to drop an attention weight.
 
     Returns:
-        `(1, query tokens, heads, head_dim)`.
+        Output (1, query tokens, H, head_dim).
     """
     heads, head_dim = query.shape[1], query.shape[3]
     rows = [states.transpose(1, 2).reshape(-1, heads * head_dim) for states in (query, key, value)]
@@ -215,19 +217,18 @@ def joined_grid_attention(
     scaling: float,
     dropout: float,
 ) -> torch.Tensor:
-    """The same on a CPU, of states that may lie side by side: as a product of several projections leaves them.
+    """Attend as `grid_attention` does, on a CPU, with the outputs of joined projections.
 
     Args:
-        rows: Query, key and value, `(tokens, heads * head_dim)` each; several in one, in this order, are
-            `(tokens, several * heads * head_dim)`.
+        rows: Query, key and value, (tokens, H * head_dim) each. Neighbours may be side by side in one tensor.
         heads: Number of heads.
-        mask: See `grid_attention`, as of the others.
-        packing: Of the two rows.
+        mask: See `grid_attention`.
+        packing: The two rows.
         scaling: Factor of the scores.
         dropout: Probability to drop an attention weight.
 
     Returns:
-        `(1, query tokens, heads, head_dim)`.
+        Output (1, query tokens, H, head_dim).
     """
     grid = grid_of(packing, heads, in_blocks=True)
     kept_bytes = grid.num_scores * _weight_dtype(rows[0].dtype, packing.keys.width).itemsize
@@ -262,14 +263,14 @@ def fused_grid_attention(
 
     Args:
         attention: The attention module.
-        hidden_states: `(1, query tokens, hidden)`.
-        encoder_output: `(1, source tokens, hidden)` for a cross-attention.
+        hidden_states: Input (1, query tokens, D).
+        encoder_output: Encoder output (1, source tokens, D) for a cross-attention.
         mask: See `grid_attention`.
         packing: The two rows.
         dropout: Probability to drop an attention weight.
 
     Returns:
-        `(1, query tokens, heads, head_dim)`, or None where something comes between projection and attention, or where the
+        Output (1, query tokens, H, head_dim), or None if something comes between projection and attention, or if the
         projections cannot be joined.
     """
     if packing.kernel != "grid" or attention.config.qk_norm or attention.num_key_value_groups > 1:

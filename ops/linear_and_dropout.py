@@ -1,9 +1,7 @@
-"""Dropout with random bits that are cheap on a CPU.
+"""Dropout and linear layers for training on a CPU.
 
-Linear layers in training in bfloat16 on a CPU: a bias, and a ReLU, are added while the product is written.
-
-torch writes the bias first and reads it again, and a ReLU reads and writes once more. Layers that read the same states are one
-product, and so is the gradient of what they read.
+Dropout takes few random bits. Linear layers in bfloat16 add the bias and apply a ReLU while the product is written, where torch
+reads and writes the output again. Layers that read the same states are one product, forward and backward.
 """
 
 import functools
@@ -16,28 +14,27 @@ from torch import nn
 from metaphrase.modeling.acceleration import plain_dropout, plain_linear
 from metaphrase.modeling.compat import is_hooked
 
-# A decision takes 8 random bits, of which torch's generator gives eight at once.
+# An entry takes 8 random bits. torch's generator returns the bits of eight entries at once.
 _LEVELS = 2**8
-# Decisions that are made by one threshold: many, so that thresholds cost nothing; few, so that their shares hardly differ.
+# Entries with one threshold: many, so that thresholds take no time; few, so that the shares hardly differ.
 _DECISIONS = 2**10
 _MIN_PROBABILITY = 1e-2
 
 
 def random_mask(shape: torch.Size | tuple[int, ...], p: float, device: torch.device) -> tuple[torch.Tensor, float]:
-    """Draws what a dropout keeps.
+    """Draw a dropout mask.
 
-    A probability lies between two that 8 bits can express. Each 1,024 neighbours are drawn with one of the two, so often with
-    either that every entry is 0 with probability `p`. Two of such neighbours are then not quite independent: at 0.1, their
-    correlation is 0.00004.
+    `p` lies between two probabilities that 8 bits can express. Blocks of 1,024 entries are drawn with one of the two, at such
+    shares that each entry is 0 with probability `p`. Entries of a block are not quite independent: at 0.1 their correlation is
+    0.00004.
 
     Args:
-        shape: Of the mask.
+        shape: Shape of the mask.
         p: Probability of 0.
-        device: A CPU's generator, as `torch.manual_seed` seeds it, draws for a CPU.
+        device: Device of the mask.
 
     Returns:
-        A mask of 0 and 1 in `int8`, with which a CPU computes several times faster than with booleans, and the expected share
-        of 1 in it.
+        A mask of 0 and 1 in `int8`, which a CPU multiplies several times faster than booleans, and the expected share of 1.
     """
     if not _MIN_PROBABILITY <= p <= 1 - _MIN_PROBABILITY:
         return (torch.rand(shape, device=device) >= p).to(torch.int8), 1 - p
@@ -51,7 +48,7 @@ def random_mask(shape: torch.Size | tuple[int, ...], p: float, device: torch.dev
 
 
 def apply_mask(states: torch.Tensor, mask: torch.Tensor, share: float) -> torch.Tensor:
-    """What a mask of `random_mask` keeps of states of its shape, divided by the share that it keeps."""
+    """Multiply states with a mask of their shape, and divide them by the share of 1 in it."""
     return mask.to(states.dtype).mul_(states).mul_(1 / share)
 
 
@@ -80,12 +77,12 @@ class _AddedDropout(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         (mask,) = ctx.saved_tensors
-        of_residual, of_states = ctx.dtypes
-        return gradient.to(of_residual), apply_mask(gradient, mask, ctx.share).to(of_states), None
+        residual_dtype, states_dtype = ctx.dtypes
+        return gradient.to(residual_dtype), apply_mask(gradient, mask, ctx.share).to(states_dtype), None
 
 
 def _is_plain(states: torch.Tensor, p: float) -> bool:
-    """Whether a dropout is torch's own."""
+    """Return True if torch's own dropout runs."""
     return (
         states.device.type != "cpu"
         or torch.compiler.is_compiling()
@@ -95,20 +92,10 @@ def _is_plain(states: torch.Tensor, p: float) -> bool:
 
 
 def dropout(states: torch.Tensor, p: float, training: bool) -> torch.Tensor:
-    """Sets entries to 0 with a probability and scales the others so that the mean stays.
+    """Apply dropout (Srivastava et al. 2014, section 4) to a tensor of any shape.
 
-    On a CPU, `torch.nn.functional.dropout` takes as long as a linear layer of width 128: nearly all of it goes into its random
-    numbers. There it is drawn from fewer bits; elsewhere, and in compiled code, it is torch's own.
-
-    Source: Srivastava et al. 2014, section 4.
-
-    Args:
-        states: Any shape.
-        p: Probability, in [0, 1).
-        training: Nothing happens without it.
-
-    Returns:
-        A tensor like `states`.
+    On a CPU, `torch.nn.functional.dropout` takes as long as a linear layer of width 128, most of it for random numbers. This
+    function draws fewer bits there. Elsewhere, and in compiled code, torch's own dropout runs.
     """
     if not training or p == 0:
         return states
@@ -118,22 +105,15 @@ def dropout(states: torch.Tensor, p: float, training: bool) -> torch.Tensor:
 
 
 def add_dropout(residual: torch.Tensor, states: torch.Tensor, p: float, training: bool) -> torch.Tensor:
-    """`residual + dropout(states)`, of one shape. On a CPU the sum takes half as long so, as all of it is in the wider type.
-
-    Args:
-        residual: Any shape.
-        states: Likewise.
-        p: Probability, in [0, 1).
-        training: Nothing is dropped without it.
-    """
+    """Return `residual + dropout(states)`, of one shape. On a CPU one kernel takes half the time of two."""
     if not training or p == 0 or _is_plain(states, p):
         return residual + dropout(states, p, training)
     return _AddedDropout.apply(residual, states, p)
 
 
-# What a smaller layer gains does not pay for the call of a function written in Python.
+# A smaller layer gains less than the call of a Python function costs.
 _LEAST_SIZE = 2**18
-# Rows that the processor has at hand from one pass to the next.
+# So many rows stay in the processor's cache.
 _STRIP_ROWS = 256
 
 
@@ -141,10 +121,10 @@ class _FusedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, states: torch.Tensor, is_rectified: bool, count: int, *parameters: torch.Tensor):
         """Args:
-        states: `(..., in_features)`.
-        is_rectified: Whether a ReLU follows.
-        count: Of the layers.
-        parameters: Their weights, and after these their biases, if they have any.
+        states: Shape (..., in_features).
+        is_rectified: True applies a ReLU.
+        count: Number of layers.
+        parameters: The weights of the layers, then their biases, if they have any.
         """
         matrix, *row = (_join(part, states.dtype) for part in (parameters[:count], parameters[count:]) if part)
         activation = "relu" if is_rectified else "none"
@@ -165,57 +145,59 @@ class _FusedLinear(torch.autograd.Function):
             rows, row_sum = _rectified_gradient(rows, output.flatten(0, -2), any(needed[count:]))
         elif any(needed[count:]):
             row_sum = rows.sum(dim=0)
-        of_states = (rows @ matrix).view(states.shape) if needs_states else None
-        parts = [None] * len(needed)
+        states_gradient = (rows @ matrix).view(states.shape) if needs_states else None
+        gradients = [None] * len(needed)
         if any(needed[:count]):
-            parts[:count] = (rows.t() @ states.flatten(0, -2)).split(ctx.sizes)
+            gradients[:count] = (rows.t() @ states.flatten(0, -2)).split(ctx.sizes)
         if row_sum is not None:
-            parts[count:] = row_sum.split(ctx.sizes)
-        of_parameters = [
+            gradients[count:] = row_sum.split(ctx.sizes)
+        gradients = [
             part.to(dtype) if is_needed else None
-            for part, dtype, is_needed in zip(parts, ctx.dtypes, needed, strict=True)
+            for part, dtype, is_needed in zip(gradients, ctx.dtypes, needed, strict=True)
         ]
-        return of_states, None, None, *of_parameters
+        return states_gradient, None, None, *gradients
 
 
 def _rectified_gradient(
     gradient: torch.Tensor, output: torch.Tensor, is_summed: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What passes a ReLU on its way back, `(rows, out_features)`, and its sum over the rows, taken while they are at hand.
+    """Return the gradient before a ReLU, (rows, out_features), and its sum over the rows.
 
-    The sum of each strip is rounded to bfloat16, as every entry was: as large an error, unless strips cancel each other.
+    Strips of rows are summed while they are in the cache. The sum of a strip is rounded to bfloat16, as its entries are.
     """
-    passed = torch.empty_like(output)
+    result = torch.empty_like(output)
     total = torch.zeros(output.shape[1]) if is_summed else None
-    for strip, arriving, written in zip(*(rows.split(_STRIP_ROWS) for rows in (passed, gradient, output)), strict=True):
-        torch.ops.aten.threshold_backward.grad_input(arriving, written, 0, grad_input=strip)
+    for strip, strip_gradient, strip_output in zip(
+        *(rows.split(_STRIP_ROWS) for rows in (result, gradient, output)), strict=True
+    ):
+        torch.ops.aten.threshold_backward.grad_input(strip_gradient, strip_output, 0, grad_input=strip)
         if is_summed:
             total += strip.sum(dim=0)
-    return passed, total
+    return result, total
 
 
 def _join(parameters: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Weights, or biases, of several layers in one tensor, `(sum of out_features, ...)`."""
+    """Return the weights or the biases of several layers in one tensor, (sum of out_features, ...)."""
     first = parameters[0]
     if len(parameters) == 1:
         return first.to(dtype)
     sizes = [len(parameter) for parameter in parameters]
     joined = first.new_empty(sum(sizes), *first.shape[1:], dtype=dtype)
-    for place, parameter in zip(joined.split(sizes), parameters, strict=True):
-        place.copy_(parameter)
+    for rows, parameter in zip(joined.split(sizes), parameters, strict=True):
+        rows.copy_(parameter)
     return joined
 
 
 @functools.cache
 def _has_kernel() -> bool:
-    """Whether this build of torch has oneDNN, and this processor products in bfloat16."""
+    """Return True if torch is built with oneDNN and the processor supports bfloat16."""
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def can_fuse(layer: nn.Module, states: torch.Tensor, activation: nn.Module | None = None) -> bool:
-    """Whether `linear` makes a single product of a layer and what follows it."""
+    """Return True if `linear` computes a layer and its activation in one product."""
     if states.dtype != torch.bfloat16 or states.device.type != "cpu" or not torch.is_grad_enabled():
         return False
     if type(layer) is not nn.Linear or type(activation) not in (nn.ReLU, type(None)):
@@ -228,13 +210,7 @@ def can_fuse(layer: nn.Module, states: torch.Tensor, activation: nn.Module | Non
 
 
 def linear(layer: nn.Module, states: torch.Tensor, activation: nn.Module | None = None) -> torch.Tensor:
-    """What a linear layer, and an activation after it, make of states, `(..., in_features) -> (..., out_features)`.
-
-    Args:
-        layer: An `nn.Linear`, or what stands in its place.
-        states: What it reads.
-        activation: What follows, if anything does. A ReLU is part of the product where that can be.
-    """
+    """Apply a linear layer, and an activation after it: (..., in_features) -> (..., out_features)."""
     if can_fuse(layer, states, activation):
         return _apply([layer], states, activation is not None)
     if activation is not None and can_fuse(layer, states):
@@ -243,17 +219,12 @@ def linear(layer: nn.Module, states: torch.Tensor, activation: nn.Module | None 
 
 
 def can_join(layers: Sequence[nn.Module], states: torch.Tensor) -> bool:
-    """Whether `joined_linear` makes a single product of layers."""
+    """Return True if `joined_linear` can compute the layers in one product."""
     return all(can_fuse(layer, states) for layer in layers) and len({layer.bias is None for layer in layers}) == 1
 
 
 def joined_linear(layers: Sequence[nn.Linear], states: torch.Tensor) -> torch.Tensor:
-    """What several layers make of the same states, side by side, `(..., in_features) -> (..., sum of out_features)`.
-
-    Args:
-        layers: Those that `can_join` said yes to.
-        states: What they read.
-    """
+    """Apply layers for which `can_join` is true to the same states: (..., in_features) -> (..., sum of out_features)."""
     return _apply(layers, states, is_rectified=False)
 
 

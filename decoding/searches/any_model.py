@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation.utils import GenerateBeamEncoderDecoderOutput
 from transformers.modeling_outputs import ModelOutput, Seq2SeqLMOutput
 
-from metaphrase.decoding.beam_state import TreeDecoderState
+from metaphrase.decoding.beam_state import BeamState
 from metaphrase.decoding.fast_generation import is_metaphrase, obstacle, prepared_projection
 from metaphrase.decoding.supported_processors import unknown_criteria, unknown_processors
 from metaphrase.modeling.compat import CACHE_NAME, CACHE_NAMES
@@ -22,7 +22,7 @@ _STEP_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_
 
 
 class SearchState(Protocol):
-    """Decoder state of a search, such as `TreeDecoderState`."""
+    """Decoder state of a search, such as `BeamState`."""
 
     def step(self, input_ids: torch.Tensor) -> Any:
         """Decode one token of each row, shape (rows,)."""
@@ -33,7 +33,7 @@ class SearchState(Protocol):
     def reorder(self, rows: torch.Tensor) -> None:
         """Continue each row from another row of the same source, shape (rows,)."""
 
-    def keep(self, sources: torch.Tensor) -> None:
+    def select_sources(self, sources: torch.Tensor) -> None:
         """Drop all but these sources, shape (sources,), and their targets."""
 
 
@@ -85,7 +85,7 @@ class CachedState:
         # Rows of one source share its cross-attention cache.
         self._cache.self_attention_cache.reorder_cache(rows)
 
-    def keep(self, sources: torch.Tensor) -> None:
+    def select_sources(self, sources: torch.Tensor) -> None:
         rows = (self._copies * sources[:, None] + torch.arange(self._copies, device=sources.device)).flatten()
         self._cache.batch_select_indices(rows)
         self._encoder_output = self._encoder_output.index_select(0, rows)
@@ -148,9 +148,7 @@ def search_inputs(
         def project(hidden_states: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
             return to_logits(hidden_states if rows is None else hidden_states[rows])
 
-        return SearchInputs(
-            project, lambda step: step, TreeDecoderState(model.get_decoder(), encoder_output, mask), prompt
-        )
+        return SearchInputs(project, lambda step: step, BeamState(model.get_decoder(), encoder_output, mask), prompt)
 
     def project(step: Seq2SeqLMOutput, rows: torch.Tensor | None = None) -> torch.Tensor:
         return step.logits[:, -1] if rows is None else step.logits[rows, -1]

@@ -109,7 +109,7 @@ class ConstrainedSelection(Selection):
         states = self._states if prompt.shape[1] > 1 else torch.zeros_like(self._states)
         self.num_missing = int(automaton.num_missing(states, self._is_met).max())
 
-    def keep(self, sources: torch.Tensor) -> None:
+    def select_sources(self, sources: torch.Tensor) -> None:
         self._states, self._is_met = self._states[sources], self._is_met[sources]
 
     def choose(self, log_probs: torch.Tensor, beams: Beams, num_left: int) -> Candidates:

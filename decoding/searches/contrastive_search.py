@@ -118,7 +118,7 @@ def _search(
         past = torch.cat((past, present.take_along_dim(chosen[:, :, None], dim=1)), dim=1)
         if not bool(is_left.all()):
             ids, rows, past = ids[is_left], rows[is_left], past[is_left]
-            state.keep(is_left.nonzero()[:, 0])
+            state.select_sources(is_left.nonzero()[:, 0])
     return result, totals
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList
 
 from metaphrase.decoding.beam_search import beam_search
-from metaphrase.decoding.beam_state import TreeDecoderState
+from metaphrase.decoding.beam_state import BeamState
 from metaphrase.decoding.decoder_state import DecoderState
 from metaphrase.decoding.sampling import sample
 from metaphrase.decoding.searches.joint_search import JointSearch, Projection
@@ -34,9 +34,9 @@ class EnsembleState:
         for state in self.states:
             state.reorder(rows)
 
-    def keep(self, sources: torch.Tensor) -> None:
+    def select_sources(self, sources: torch.Tensor) -> None:
         for state in self.states:
-            state.keep(sources)
+            state.select_sources(sources)
 
 
 def mean_log_probs(logits: Sequence[torch.Tensor], mean: str) -> torch.Tensor:
@@ -73,7 +73,7 @@ class EnsembleSearch(JointSearch):
         self.mean = ensemble_mean
 
     def state_class(self, config: GenerationConfig) -> type[DecoderState]:
-        return TreeDecoderState if config.num_beams > 1 else DecoderState
+        return BeamState if config.num_beams > 1 else DecoderState
 
     def search(
         self,

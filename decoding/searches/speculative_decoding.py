@@ -243,8 +243,8 @@ class _Speculation:
         for name in ("rows", "ids", "lengths", "is_ended"):
             setattr(self, name, getattr(self, name)[rows])
         if len(sources):
-            self.state.keep(sources)
-            self.draft.keep(sources)
+            self.state.select_sources(sources)
+            self.draft.select_sources(sources)
 
 
 def _longest_readable(state: RaggedDecoderState, max_length: int) -> int:

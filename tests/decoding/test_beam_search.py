@@ -21,7 +21,7 @@ def sources(config, batch=6, **options):
 
 
 def both(model, inputs, **options):
-    """What is found here, and by transformers' loop."""
+    """Return the ids of the fast loop and of transformers' loop."""
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": ENDS} | options
     return (
         model.generate(**inputs, **options).tolist(),
@@ -31,7 +31,7 @@ def both(model, inputs, **options):
 
 @pytest.fixture(autouse=True)
 def searches(monkeypatch):
-    """The arguments of each search that ran here."""
+    """The arguments of each call of the fast loop."""
     seen = []
     search = generation.beam_search
 
@@ -48,7 +48,7 @@ def searches(monkeypatch):
 def test_hypotheses_are_those_of_transformers(design, early_stopping, searches):
     model = tiny_model(**DESIGNS[design])
     inputs = sources(model.config)
-    cases = list(itertools.product((2, 3, 8), (0.0, 0.6, 1.4, -0.5)))
+    cases = list(itertools.product((2, 8), (0.0, 1.4, -0.5)))
     for beams, length_penalty in cases:
         options = {"num_beams": beams, "length_penalty": length_penalty, "early_stopping": early_stopping}
         ours, theirs = both(model, inputs, **options)
@@ -72,12 +72,12 @@ def test_hypotheses_are_those_of_transformers(design, early_stopping, searches):
         {"bad_words_ids": [[4], [6, 7]], "exponential_decay_length_penalty": (3, 1.5), "renormalize_logits": True},
     ],
 )
-def test_options_mean_what_they_mean_to_transformers(options, searches):
-    for seed in range(3):
+def test_options_have_the_effect_of_transformers(options, searches):
+    for seed in range(2):
         model = tiny_model(seed=seed, decoder_layers=1)
         ours, theirs = both(model, sources(model.config, seed=seed), **{"num_beams": 4} | options)
         assert ours == theirs
-    assert len(searches) == 3
+    assert len(searches) == 2
 
 
 def test_scores_are_those_of_transformers(searches):
@@ -126,11 +126,11 @@ def test_finished_sources_are_not_computed(monkeypatch):
 @pytest.mark.parametrize(
     "options", [{"suppress_tokens": [t for t in range(37) if t != 3]}, {"forced_eos_token_id": 2}], ids=str
 )
-def test_where_too_few_come_to_an_end_the_prompt_is_what_there_is(options):
+def test_without_ended_hypotheses_the_prompt_is_returned(options):
     model = tiny_model()
     options |= {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 1, "do_sample": False}
     expected = model.generate(**sources(model.config), **options, custom_generate=GenerationMixin._beam_search)
-    # What is not written is whatever memory held.
+    # Unwritten entries would hold these numbers.
     for _ in range(3):
         scratch = torch.full((10_000,), 2**40)
         del scratch

@@ -1,383 +1,377 @@
-"""Tests of every way to generate: the same with and without a cache, and true to what each way promises."""
+"""Tests of `metaphrase.decoding.fast_generation`: the fast loops and transformers' loops find the same tokens."""
 
-import itertools
+import functools
 
 import pytest
 import torch
 from tiny_models import DESIGNS, random_batch, tiny_model
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import BaseStreamer
+from transformers import (
+    DynamicCache,
+    GenerationMixin,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    TextStreamer,
+)
+from transformers.generation import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    RepetitionPenaltyLogitsProcessor,
+)
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from metaphrase.decoding import decoder_state
-from metaphrase.modeling import MetaphraseForConditionalGeneration
+from metaphrase.decoding import fast_generation as generation
+from metaphrase.decoding.decoder_state import DecoderState
+from metaphrase.inference.batches import decode
 
-CLOSE = {"atol": 1e-3, "rtol": 1e-3}
-START, END = 1, 2
-SAMPLE = {"do_sample": True}
-BEAM = {"num_beams": 3}
+OPTIONS = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": [5, 11, 17]}
 
 
-def sources(config, padding="right", **options):
-    inputs = random_batch(config, padding=padding, **options)
+class Twice(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores * 2
+
+
+class Silent(TextStreamer):
+    def __init__(self):
+        self.seen = []
+
+    def put(self, value):
+        self.seen.append(value)
+
+    def end(self):
+        pass
+
+
+@pytest.fixture(autouse=True)
+def states(monkeypatch):
+    """The states that the fast loops made."""
+    made = []
+    first = DecoderState.__init__
+    monkeypatch.setattr(DecoderState, "__init__", lambda self, *arguments: made.append(self) or first(self, *arguments))
+    return made
+
+
+def sources(model):
+    inputs = random_batch(model.config, batch=4)
     del inputs["decoder_input_ids"]
     return inputs
 
 
-def seeded_generate(model, inputs, **options):
-    torch.manual_seed(3)
-    return model.generate(**inputs, **({"max_new_tokens": 6} | options))
-
-
-def all_differ(items):
-    items = [tuple(item) if isinstance(item, list) else item for item in items]
-    return len(set(items)) == len(items)
-
-
-def has_no_repeated_pair(row):
-    return all_differ(itertools.pairwise(token for token in row if token not in (0, END)))
-
-
-def is_even(row):
-    return all(token % 2 == 0 for token in row[1:] if token < 31)
-
-
-ODD_TOKENS = list(range(1, 31, 2))
-
-
-# For each way its options and what must hold of the rows that come out, as lists.
-WAYS = {
-    "greedy": ({}, lambda rows: len(rows) == 3),
-    "temperature": (SAMPLE | {"temperature": 2.0}, None),
-    "top_k": (SAMPLE | {"top_k": 5}, None),
-    "top_p": (SAMPLE | {"top_p": 0.8, "top_k": 0}, None),
-    "min_p": (SAMPLE | {"min_p": 0.05}, None),
-    "typical": (SAMPLE | {"typical_p": 0.8}, None),
-    "epsilon": (SAMPLE | {"epsilon_cutoff": 0.01}, None),
-    "eta": (SAMPLE | {"eta_cutoff": 0.01}, None),
-    "sampled often": (SAMPLE | {"num_return_sequences": 4}, lambda rows: len(rows) == 12),
-    "beam": (BEAM, lambda rows: len(rows) == 3),
-    "beam, all returned": (
-        BEAM | {"num_return_sequences": 3},
-        lambda rows: all(all_differ(rows[start : start + 3]) for start in (0, 3, 6)),
-    ),
-    "beam, sampled": (BEAM | SAMPLE, lambda rows: len(rows) == 3),
-    "beam, stopped early": (BEAM | {"early_stopping": True}, None),
-    "beam, never stopped": (BEAM | {"early_stopping": "never", "length_penalty": 2.0}, None),
-    "repetition penalty": ({"repetition_penalty": 1e6, "max_new_tokens": 5}, lambda rows: all(map(all_differ, rows))),
-    "no repeated pair": (BEAM | {"no_repeat_ngram_size": 2}, lambda rows: all(map(has_no_repeated_pair, rows))),
-    "bad words": (BEAM | {"bad_words_ids": [[token] for token in ODD_TOKENS]}, lambda rows: all(map(is_even, rows))),
-    "first token": ({"forced_bos_token_id": 9}, lambda rows: all(row[1] == 9 for row in rows)),
-    "last token": (BEAM | {"forced_eos_token_id": END}, lambda rows: all(END in row for row in rows)),
-    "allowed tokens": (
-        BEAM | {"prefix_allowed_tokens_fn": lambda row, ids: list(range(2, 31, 2))},
-        lambda rows: all(map(is_even, rows)),
-    ),
-    "sequence bias": ({"sequence_bias": {(7,): 1e4}}, lambda rows: all(set(row[1:]) == {7} for row in rows)),
-    "at least": ({"min_new_tokens": 6}, lambda rows: all(END not in row[:-1] for row in rows)),
-    "suppressed": ({"suppress_tokens": ODD_TOKENS}, lambda rows: all(map(is_even, rows))),
-    "suppressed at first": ({"begin_suppress_tokens": list(range(30))}, lambda rows: all(row[1] == 30 for row in rows)),
-    "longer": (BEAM | {"exponential_decay_length_penalty": (1, 4.0)}, lambda rows: all(END in row for row in rows)),
-    "renormalized": (BEAM | {"renormalize_logits": True, "remove_invalid_values": True}, None),
+OF_TRANSFORMERS = {
+    "output with a cache": {"return_dict_in_generate": True},
+    "no cache": {"use_cache": False},
+    "static cache": {"cache_implementation": "static"},
+    "processor of the caller": {"logits_processor": LogitsProcessorList([Twice()])},
+    "criterion of the caller": {"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(max_time=1e4)])},
+    "length of the caller": {"stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(max_length=4)])},
+    "end of the caller": {"stopping_criteria": StoppingCriteriaList([EosTokenCriteria(eos_token_id=[7, 8, 9])])},
+    "time limit": {"max_time": 1e4},
+    "allowed tokens": {"prefix_allowed_tokens_fn": lambda row, ids: [4, 6, 7 + row, 11]},
+    "looks at the source": {"encoder_repetition_penalty": 1.5},
+    "prompt in pieces": {"prefill_chunk_size": 1},
+    "prompt with padding": {
+        "decoder_input_ids": torch.tensor([[2, 7]] * 4),
+        "decoder_attention_mask": torch.tensor([[1, 1]] * 4),
+    },
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_every_way_with_every_cache(way):
-    options, promise = WAYS[way]
-    model = tiny_model(**DESIGNS["rotary"])
-    inputs = sources(model.config, "left")
-    text = seeded_generate(model, inputs, **options)
-    assert text.shape[1] <= 7 and (text[:, 0] == START).all()
-    for cache in ({"use_cache": False}, {"cache_implementation": "static"}):
-        assert torch.equal(seeded_generate(model, inputs, **options, **cache), text)
-    assert promise is None or promise(text.tolist())
-
-
-@pytest.mark.parametrize("options", [{"encoder_no_repeat_ngram_size": 1}, {"encoder_repetition_penalty": 1e6}])
-def test_ways_that_look_at_the_source(options):
-    model = tiny_model(**DESIGNS["alibi"])
-    inputs = sources(model.config, "left")
-    text = seeded_generate(model, inputs, **options)
-    assert torch.equal(seeded_generate(model, inputs, **options, use_cache=False), text)
-    for source, row in zip(inputs["input_ids"].tolist(), text[:, 1:].tolist(), strict=True):
-        from_source = [token in source for token in row]
-        assert all(from_source) if "encoder_repetition_penalty" in options else not any(from_source[:2])
-
-
-def test_sampling_depends_on_the_seed_alone():
-    model = tiny_model(**DESIGNS["rotary"])
-    inputs = sources(model.config)
-    texts = []
-    for seed in (0, 1, 0):
-        torch.manual_seed(seed)
-        texts.append(model.generate(**inputs, do_sample=True, temperature=3.0, max_new_tokens=6))
-    assert torch.equal(texts[0], texts[2]) and not torch.equal(texts[0], texts[1])
-
-
-# What is returned beside the text
-
-
-@pytest.mark.parametrize("design", ["rotary", "alibi"])
 @pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("use_cache", [True, False])
-def test_dictionary_of_outputs(design, beams, use_cache):
-    model = tiny_model(**DESIGNS[design], attn_implementation="eager")
-    config = model.config
-    wanted = dict.fromkeys(("output_scores", "output_logits", "output_attentions", "output_hidden_states"), True)
-    outputs = model.generate(
-        **sources(config),
-        **wanted,
-        return_dict_in_generate=True,
-        num_beams=beams,
-        max_new_tokens=4,
-        min_new_tokens=4,
-        use_cache=use_cache,
-    )
-    rows, heads = 3 * beams, config.decoder_attention_heads
-    assert outputs.sequences.shape == (3, 5)
-    assert [tuple(step.shape) for step in outputs.scores] == [(rows, config.decoder_vocab_size)] * 4
-    assert [tuple(step.shape) for step in outputs.logits] == [(rows, config.decoder_vocab_size)] * 4
-    assert len(outputs.encoder_attentions) == config.encoder_layers
-    assert outputs.encoder_attentions[0].shape == (3, config.encoder_attention_heads, 7, 7)
-    assert len(outputs.encoder_hidden_states) == config.encoder_layers + 1
-    assert outputs.encoder_hidden_states[0].shape == (3, 7, 32)
-    steps = (outputs.decoder_attentions, outputs.cross_attentions, outputs.decoder_hidden_states)
-    assert [len(step) for step in steps] == [4, 4, 4]
-    for index, (attentions, cross_attentions, hidden_states) in enumerate(zip(*steps, strict=True)):
-        queries, keys = (1, index + 1) if use_cache else (index + 1, index + 1)
-        assert [tuple(weights.shape) for weights in attentions] == [
-            (rows, heads, queries, keys)
-        ] * config.decoder_layers
-        shapes = [tuple(weights.shape) for weights in cross_attentions]
-        assert shapes == [(rows, heads, queries, 7)] * config.decoder_layers
-        assert [tuple(states.shape) for states in hidden_states] == [(rows, queries, 32)] * (config.decoder_layers + 1)
-    assert (outputs.past_key_values is not None) == use_cache
-    assert ("sequences_scores" in outputs) == ("beam_indices" in outputs) == (beams > 1)
+@pytest.mark.parametrize("case", OF_TRANSFORMERS)
+def test_unsupported_options_run_in_transformers_loops(case, beams, states, monkeypatch):
+    model = tiny_model()
+    options = OPTIONS | {"num_beams": beams} | OF_TRANSFORMERS[case]
+    texts = model.generate(**sources(model) | options)
+    assert not states
+    loop = "_sample" if beams == 1 else "_beam_search"
+    monkeypatch.setattr(type(model), loop, getattr(GenerationMixin, loop))
+    expected = model.generate(**sources(model) | options)
+    if case == "output with a cache":
+        assert texts.keys() == expected.keys()
+        texts, expected = texts.sequences, expected.sequences
+    assert texts.tolist() == expected.tolist()
 
 
-def log_probability(model, inputs, text):
-    """Log-probability of each row and its length, by teacher forcing, up to and with the end token."""
-    with torch.no_grad():
-        logits = model(**inputs, decoder_input_ids=text[:, :-1]).logits
-    chosen = logits.log_softmax(-1).gather(-1, text[:, 1:, None])[..., 0]
-    is_over = (text[:, 1:] == END).cumsum(-1) - (text[:, 1:] == END).long() > 0
-    return chosen.masked_fill(is_over, 0).sum(-1), (~is_over).sum(-1)
+def test_the_last_search_says_which_loop_ran_and_why(caplog):
+    model = tiny_model()
+    inputs = sources(model)
+    with caplog.at_level("DEBUG", logger="metaphrase.decoding"):
+        model.generate(**inputs, max_new_tokens=3, num_beams=2)
+        assert model.last_search == generation.LastSearch("fast")
+        model.generate(**inputs, max_new_tokens=3, num_beams=2, do_sample=True)
+        assert model.last_search == generation.LastSearch("transformers", "sampled beams")
+        model.generate(**inputs, max_new_tokens=3, return_dict_in_generate=True)
+        assert model.last_search.reason == "return_dict_in_generate"
+    assert [record.getMessage() for record in caplog.records] == [
+        "decoding by the fast loop",
+        "decoding by the transformers loop: sampled beams",
+        "decoding by the transformers loop: return_dict_in_generate",
+    ]
 
 
-def repeated(inputs, times):
-    return {name: tensor.repeat_interleave(times, dim=0) for name, tensor in inputs.items()}
+def of_transformers(model, **options):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generation, "obstacle", lambda *_, **__: "switched off")
+        return model.generate(**options)
 
 
-@pytest.mark.parametrize("length_penalty", [0.0, 0.6, 2.0])
-@pytest.mark.parametrize("design", DESIGNS)
-def test_score_of_a_beam_is_its_log_probability(design, length_penalty):
-    model = tiny_model(**DESIGNS[design])
-    inputs = sources(model.config, "left")
-    outputs = model.generate(
-        **inputs,
-        num_beams=4,
-        num_return_sequences=4,
-        length_penalty=length_penalty,
-        max_new_tokens=6,
-        return_dict_in_generate=True,
-        output_scores=True,
-    )
-    total, length = log_probability(model, repeated(inputs, 4), outputs.sequences)
-    torch.testing.assert_close(outputs.sequences_scores, total / length**length_penalty, **CLOSE)
-    assert (outputs.sequences_scores.view(3, 4).diff(dim=-1) <= 0).all()
+def test_a_processor_with_a_length_per_row_runs_in_transformers_loops(states):
+    model = tiny_model()
+    processor = RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=torch.tensor([1, 0, 1, 0]))
+    options = sources(model) | OPTIONS | {"logits_processor": LogitsProcessorList([processor])}
+    assert model.generate(**options).tolist() == of_transformers(model, **options).tolist()
+    assert not states
 
 
-@pytest.mark.parametrize("design", DESIGNS)
-def test_beam_as_wide_as_the_vocabulary_finds_the_best(design):
-    """Two steps with one beam per token are an exhaustive search, which is done here by hand."""
-    model = tiny_model(**DESIGNS[design])
-    inputs = sources(model.config)
-    vocab_size = model.config.decoder_vocab_size
-    outputs = model.generate(
-        **inputs,
-        num_beams=vocab_size,
-        early_stopping="never",
-        max_new_tokens=2,
-        return_dict_in_generate=True,
-        output_scores=True,
-    )
-    ids = torch.tensor([[START, token] for token in range(vocab_size)]).repeat(3, 1)
-    with torch.no_grad():
-        logits = model(**repeated(inputs, vocab_size), decoder_input_ids=ids).logits.view(3, vocab_size, 2, vocab_size)
-    first, second = logits[:, 0, 0].log_softmax(-1), logits[:, :, 1].log_softmax(-1)
-    both = (first[:, :, None] + second) / 2
-    both[:, END] = -torch.inf
-    best = torch.maximum(both.flatten(1).max(-1).values, first[:, END])
-    torch.testing.assert_close(outputs.sequences_scores, best, **CLOSE)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="moves keys and values only where there is a GPU")
+def test_an_offloaded_cache_runs_in_transformers_loops(states):
+    model = tiny_model()
+    # It asks for a stream of the GPU.
+    with pytest.raises((AssertionError, RuntimeError)):
+        model.generate(**sources(model), **OPTIONS, cache_implementation="offloaded")
+    assert not states
 
 
-@pytest.mark.parametrize("sizes", [(37, 37), (37, 31), (20, 37)])
-@pytest.mark.parametrize("beams", [1, 3])
-def test_transition_scores(sizes, beams):
-    """Also with a target vocabulary larger or smaller than the source's."""
-    source_size, target_size = sizes
-    model = tiny_model(vocab_size=source_size, decoder_vocab_size=target_size, share_embeddings=False)
-    inputs = sources(model.config)
-    outputs = model.generate(
-        **inputs,
-        num_beams=beams,
-        max_new_tokens=5,
-        length_penalty=0.0,
-        return_dict_in_generate=True,
-        output_scores=True,
-    )
-    beam_indices = outputs.beam_indices if beams > 1 else None
-    scores = model.compute_transition_scores(
-        outputs.sequences, outputs.scores, beam_indices, normalize_logits=beams == 1
-    )
-    total, length = log_probability(model, inputs, outputs.sequences)
-    is_generated = torch.arange(scores.shape[1])[None, :] < length[:, None]
-    torch.testing.assert_close(scores.masked_fill(~is_generated, 0).sum(-1), total, **CLOSE)
-
-
-# What goes in
+@pytest.mark.parametrize("beams", [1, 2])
+def test_several_prompts_of_one_source_are_several(beams, states):
+    model = tiny_model()
+    options = OPTIONS | {"input_ids": sources(model)["input_ids"][:1], "num_beams": beams}
+    start = model.config.decoder_start_token_id
+    prompts = torch.tensor([[start, 7], [start, 9], [start, 4]])
+    found = model.generate(**options, decoder_input_ids=prompts)
+    assert found[:, :2].tolist() == prompts.tolist() and not states
+    for row, prompt in zip(found, prompts, strict=True):
+        [alone] = model.generate(**options, decoder_input_ids=prompt[None])
+        assert row[: len(alone)].tolist() == alone.tolist()
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("design", DESIGNS)
-def test_encoded_and_embedded_sources(design, beams):
-    model = tiny_model(**DESIGNS[design])
-    inputs = sources(model.config, "left")
-    ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    options = {"max_new_tokens": 6, "num_beams": beams, "attention_mask": mask}
-    expected = model.generate(ids, **options)
-    with torch.no_grad():
-        memory = model.get_encoder()(ids, attention_mask=mask)
-        embeddings = model.get_input_embeddings()(ids)
-    assert torch.equal(model.generate(encoder_outputs=memory, **options), expected)
-    assert torch.equal(model.generate(inputs_embeds=embeddings, **options), expected)
-
-
-def test_generation_settings_travel_with_the_model(tmp_path):
+def test_a_source_without_a_token_runs_in_transformers_loops(beams, states):
     model = tiny_model()
-    settings = model.generation_config
-    assert (settings.decoder_start_token_id, settings.bos_token_id, settings.eos_token_id, settings.pad_token_id) == (
-        1,
-        1,
-        2,
-        0,
-    )
-    model.generation_config = GenerationConfig(**(settings.to_diff_dict() | {"num_beams": 3, "max_new_tokens": 4}))
-    model.save_pretrained(tmp_path)
-    loaded = MetaphraseForConditionalGeneration.from_pretrained(tmp_path)
-    inputs = sources(model.config)
-    assert loaded.generation_config.num_beams == 3
-    expected = model.generate(**inputs, num_beams=3, max_new_tokens=4)
-    assert torch.equal(loaded.generate(**inputs), expected)
-    assert MetaphraseForConditionalGeneration.can_generate()
+    inputs = sources(model)
+    inputs["attention_mask"][2] = 0
+    found = model.generate(**inputs, **OPTIONS, num_beams=beams)
+    assert not states
+    assert found.tolist() == of_transformers(model, **inputs, **OPTIONS, num_beams=beams).tolist()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("design", DESIGNS)
-def test_half_precision_generates_alike_with_every_cache(design, dtype):
-    model = tiny_model(**DESIGNS[design]).to(dtype)
-    inputs = sources(model.config, "left")
-    dynamic = seeded_generate(model, inputs, num_beams=2)
-    assert torch.equal(seeded_generate(model, inputs, num_beams=2, cache_implementation="static"), dynamic)
-
-
-# Who watches, who helps
-
-
-class Recorder(BaseStreamer):
-    """Keeps what a streamer is shown."""
-
-    def __init__(self):
-        self.tokens, self.is_over = [], False
-
-    def put(self, value):
-        self.tokens += value.flatten().tolist()
-
-    def end(self):
-        self.is_over = True
-
-
-def test_streamer_sees_every_token():
+def test_an_encoded_source_may_come_as_a_tuple(states):
     model = tiny_model()
-    inputs = sources(model.config, batch=1)
-    recorder = Recorder()
-    text = model.generate(**inputs, streamer=recorder, max_new_tokens=6)
-    assert recorder.tokens == text[0].tolist() and recorder.is_over
+    inputs = sources(model)
+    expected = model.generate(**inputs, **OPTIONS)
+    encoded = model.get_encoder()(**inputs, return_dict=False)
+    assert isinstance(encoded, tuple)
+    mask = inputs["attention_mask"]
+    for given in (encoded, BaseModelOutput(encoded[0])):
+        assert model.generate(encoder_outputs=given, attention_mask=mask, **OPTIONS).tolist() == expected.tolist()
+    assert len(states) == 3
 
 
-def test_stopping_criteria_and_processors_of_the_caller():
+@pytest.mark.parametrize("beams", [1, 3])
+def test_labels_of_a_trainer_change_nothing(beams, states):
     model = tiny_model()
-    inputs = sources(model.config)
-    stop = StoppingCriteriaList([lambda ids, scores, **_: torch.full((len(ids),), ids.shape[1] == 4)])
-    assert model.generate(**inputs, stopping_criteria=stop, max_new_tokens=9, min_new_tokens=9).shape == (3, 4)
-    add = LogitsProcessorList([lambda ids, scores: scores + 1e4 * (torch.arange(37) == 8)])
-    assert (model.generate(**inputs, logits_processor=add, num_beams=2, max_new_tokens=3)[:, 1:] == 8).all()
+    batch = random_batch(model.config, batch=4, with_labels=True)
+    labels = batch.pop("labels")
+    expected = model.generate(**batch, **OPTIONS, num_beams=beams)
+    assert model.generate(**batch, labels=labels, **OPTIONS, num_beams=beams).tolist() == expected.tolist()
+    assert len(states) == 2
 
 
-@pytest.mark.parametrize("design", DESIGNS)
-def test_assisted_generation_is_greedy_generation(design):
-    """The assistant's guesses are checked several at a time, and the cache loses those that were wrong."""
-    model = tiny_model(**DESIGNS[design])
-    inputs = sources(model.config, batch=1)
-    inputs["input_ids"][0, 2:] = 7
-    options = {"max_new_tokens": 9, "min_new_tokens": 9}
-    expected = model.generate(**inputs, **options)
-    for seed in (0, 1):
-        assistant = tiny_model(**DESIGNS[design], seed=seed)
-        assistant.generation_config.num_assistant_tokens = 4
-        assistant.generation_config.assistant_confidence_threshold = 0
-        assert torch.equal(model.generate(**inputs, **options, assistant_model=assistant), expected)
-    widths = []
-    model.lm_head.register_forward_hook(lambda module, args, output: widths.append(args[0].shape[1]))
-    assert torch.equal(model.generate(**inputs, **options, prompt_lookup_num_tokens=3), expected)
-    assert max(widths) > 1
+class Doubled(type(tiny_model())):
+    def forward(self, *arguments, **options):
+        output = super().forward(*arguments, **options)
+        output.logits = output.logits.roll(1, dims=-1)
+        return output
 
 
-@pytest.mark.parametrize("sizes", [(37, 31), (20, 37)])
-def test_assistance_with_two_vocabularies(sizes):
-    source_size, target_size = sizes
-    model = tiny_model(vocab_size=source_size, decoder_vocab_size=target_size, share_embeddings=False)
-    inputs = sources(model.config, batch=1)
-    options = {"max_new_tokens": 12, "suppress_tokens": [5], "sequence_bias": {(target_size - 1,): 1e4}}
-    expected = model.generate(**inputs, **options)
-    assert torch.equal(model.generate(**inputs, **options, prompt_lookup_num_tokens=3), expected)
-    assert torch.equal(model.generate(**inputs, **options, assistant_model=model), expected)
+class Forgetful(type(tiny_model())):
+    def prepare_inputs_for_generation(self, *arguments, **options):
+        prepared = super().prepare_inputs_for_generation(*arguments, **options)
+        return prepared | {"attention_mask": torch.ones_like(prepared["attention_mask"])}
 
 
-@pytest.mark.parametrize("options", [{"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}], ids=str)
-def test_a_cache_that_was_returned_goes_on_with_repeated_sources(options):
-    model = tiny_model()
-    inputs = random_batch(model.config)
-    del inputs["decoder_input_ids"]
-    first = model.generate(
-        **inputs, **options, max_new_tokens=4, eos_token_id=None, return_dict_in_generate=True, early_stopping=True
-    )
-    rows = 2 * len(inputs["input_ids"])
-    cache = first.past_key_values
-    assert {len(layer.keys) for layer in cache.cross_attention_cache.layers} == {rows}
-    cache.batch_select_indices(torch.arange(rows)[::2])
-    with torch.inference_mode():
-        mask = inputs["attention_mask"]
-        token = torch.full((len(mask), 1), 7)
-        outputs = model(
-            encoder_outputs=model.get_encoder()(**inputs),
-            attention_mask=mask,
-            decoder_input_ids=token,
-            past_key_values=cache,
+def roll(module, arguments, output):
+    output.logits = output.logits.roll(1, dims=-1)
+    return output
+
+
+def hook_the_model(model):
+    model.register_forward_hook(roll)
+
+
+def hook_the_base_model(model):
+    model.model.register_forward_hook(lambda module, arguments, output: output)
+
+
+def replace_forward(model):
+    model.forward = functools.partial(model.forward, smoothing=0.0)
+
+
+def replace_preparation(model):
+    prepare = model.prepare_inputs_for_generation
+    model.prepare_inputs_for_generation = lambda *arguments, **options: prepare(*arguments, **options)
+
+
+def register_attention_kernel(model):
+    def attend(module, query, key, value, attention_mask, scaling, **options):
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](
+            module, query, key, value, attention_mask, scaling=3 * scaling, **options
         )
-    assert outputs.logits.shape[:2] == (len(mask), 1)
+
+    ALL_ATTENTION_FUNCTIONS.register("sharp", attend)
+    model.set_attn_implementation("sharp")
+
+
+def subclass(kind):
+    def change(model):
+        model.__class__ = kind
+
+    change.__name__ = kind.__name__
+    return change
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_the_default_type_of_new_tensors_changes_nothing(beams):
+@pytest.mark.parametrize(
+    "change",
+    [
+        hook_the_model,
+        hook_the_base_model,
+        replace_forward,
+        replace_preparation,
+        register_attention_kernel,
+        subclass(Doubled),
+        subclass(Forgetful),
+    ],
+    ids=lambda change: change.__name__,
+)
+def test_changed_models_run_in_transformers_loops(change, beams, states):
     model = tiny_model()
-    inputs, options = sources(model.config), {"num_beams": beams, "do_sample": False, "max_new_tokens": 6}
-    expected = model.generate(**inputs, **options)
-    # As in a process whose first search this is.
-    decoder_state._unread.cache_clear()
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert torch.equal(model.generate(**inputs, **options), expected)
-    finally:
-        torch.set_default_dtype(torch.float32)
-        decoder_state._unread.cache_clear()
+    change(model)
+    found = model.generate(**sources(model), **OPTIONS, num_beams=beams)
+    assert not states
+    assert found.tolist() == of_transformers(model, **sources(model), **OPTIONS, num_beams=beams).tolist()
+
+
+def test_a_model_that_accelerate_casts_searches_here(states):
+    model = tiny_model()
+    model._original_forward = model.forward
+    model.forward = functools.partial(model.forward)
+    model.generate(**sources(model), **OPTIONS)
+    assert len(states) == 1
+
+
+def test_a_cache_a_streamer_and_sampled_beams_run_in_transformers_loops(states):
+    model = tiny_model()
+    expected = model.generate(**sources(model), **OPTIONS).tolist()
+    assert len(states) == 1
+    cache = DynamicCache(config=model.config)
+    assert model.generate(**sources(model), **OPTIONS, past_key_values=cache).tolist() == expected
+    one = {name: tensor[:1] for name, tensor in sources(model).items()}
+    streamer = Silent()
+    assert (
+        model.generate(**one, **OPTIONS, streamer=streamer)[0].tolist()
+        == torch.cat([part.flatten() for part in streamer.seen]).tolist()
+    )
+    model.generate(**sources(model), **OPTIONS | {"do_sample": True, "num_beams": 2})
+    assert len(states) == 1
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_synced_gpus_run_in_transformers_loops(beams, states):
+    model = tiny_model()
+    # It asks the others, of which there are none.
+    with pytest.raises(ValueError, match="process group has not been initialized"):
+        model.generate(**sources(model), **OPTIONS, num_beams=beams, synced_gpus=True)
+    assert not states
+
+
+def test_training_hooks_and_float16_run_in_transformers_loops(states):
+    model = tiny_model()
+    model.train()
+    model.generate(**sources(model), **OPTIONS)
+    model.eval()
+    seen = []
+    handle = model.get_decoder().layers[0].register_forward_hook(lambda *_: seen.append("layer"))
+    model.generate(**sources(model), **OPTIONS)
+    handle.remove()
+    assert seen and not states
+    model.generate(**sources(model), **OPTIONS)
+    assert len(states) == 1
+    model.half().generate(**sources(model), **OPTIONS)
+    assert len(states) == 1
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_autocast_searches_as_transformers_does(design, states):
+    """In bfloat16 products round differently, so that of many choices a few may be others."""
+    model = tiny_model(**DESIGNS[design])
+    inputs = {
+        name: tensor for name, tensor in random_batch(model.config, batch=16).items() if name != "decoder_input_ids"
+    }
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = model.generate(**inputs, **options)
+        theirs = model.generate(**inputs, **options, custom_generate=GenerationMixin._sample)
+    assert len(states) == 1
+    assert (ours[:, 1] == theirs[:, 1]).float().mean() > 0.8
+    with torch.autocast("cpu", torch.float16):
+        model.generate(**inputs, **options)
+    assert len(states) == 1
+
+
+def test_decode_runs_the_fast_loop_with_the_same_scores(states, monkeypatch):
+    model = tiny_model()
+    texts = [[7, 8, 9, 2], [12, 2], [30, 4, 4, 4, 9, 2]]
+    for options in ({}, {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.5}):
+        states.clear()
+        ours = decode(model, texts, return_scores=True, **OPTIONS, **options)
+        assert len(states) == 1
+        with monkeypatch.context() as patch:
+            patch.setattr(generation, "obstacle", lambda *_, **__: "switched off")
+            theirs = decode(model, texts, return_scores=True, **OPTIONS, **options)
+        assert len(states) == 1
+        for row, expected in zip(ours, theirs, strict=True):
+            assert [h.ids for h in row] == [h.ids for h in expected]
+            assert [h.score for h in row] == pytest.approx([h.score for h in expected], abs=1e-4)
+
+
+@pytest.mark.parametrize("return_scores", [True, False])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_transformers_keeps_scores_of_each_step_only_where_they_are_wanted(beams, return_scores, monkeypatch):
+    model = tiny_model().half()
+    loop = "_sample" if beams == 1 else "_beam_search"
+    kept, search = [], getattr(GenerationMixin, loop)
+
+    @functools.wraps(search)  # transformers asks for the names of its arguments
+    def spy(model, *arguments, **options):
+        output = search(model, *arguments, **options)
+        kept.append(output.scores is not None)
+        return output
+
+    monkeypatch.setattr(GenerationMixin, loop, spy)
+    rows = decode(model, [[7, 8, 9, 2]], return_scores=return_scores, num_beams=beams, **OPTIONS)
+    assert kept == [return_scores] and (rows[0][0].score is not None) is return_scores
+
+
+def test_recorded_hidden_states_change_nothing(states):
+    """transformers leaves hooks behind when hidden states or attention weights were asked for once."""
+    model = tiny_model()
+    expected = model.generate(**sources(model), **OPTIONS)
+    model(**random_batch(model.config), output_hidden_states=True, output_attentions=True)
+    assert any(module._forward_hooks for module in model.get_decoder().modules())
+    assert torch.equal(model.generate(**sources(model), **OPTIONS), expected)
+    assert len(states) == 2
+
+
+def test_speculative_decoding_is_not_replaced(states):
+    """Speculation is another way of decoding, which `custom_generate` would push aside."""
+    model = tiny_model()
+    draft = tiny_model(seed=1)
+    called = []
+    draft.register_forward_hook(lambda *_: called.append("draft"))
+    options = OPTIONS | {"assistant_model": draft}
+    assert decode(model, [[7, 8, 9, 2]], **options)[0][0].ids == decode(model, [[7, 8, 9, 2]], **OPTIONS)[0][0].ids
+    assert called

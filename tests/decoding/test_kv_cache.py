@@ -1,9 +1,9 @@
-"""Tests of `metaphrase.decoding.kv_cache`: rows and places are those that were chosen."""
+"""Tests of `metaphrase.decoding.kv_cache`: the selected rows and tokens are in the cache."""
 
 import pytest
 import torch
 
-from metaphrase.decoding.kv_cache import StepCache
+from metaphrase.decoding.kv_cache import KeyValueCache
 
 LAYERS, HEADS, HEAD_DIM = 2, 3, 4
 
@@ -11,14 +11,14 @@ LAYERS, HEADS, HEAD_DIM = 2, 3, 4
 def filled(rows, length):
     """A cache, and the keys and values that it holds, `(2, layers, rows, heads, length, head_dim)`."""
     states = torch.randn(2, LAYERS, rows, HEADS, length, HEAD_DIM)
-    return StepCache.of(zip(*states, strict=True)), states
+    return KeyValueCache.from_layers(zip(*states, strict=True)), states
 
 
 def held(cache, length):
     return torch.stack((cache.keys[..., :length].transpose(3, 4), cache.values[..., :length, :]))
 
 
-CHOICES = {
+ROWS = {
     "same": [0, 1, 2, 3],
     "all move": [3, 2, 1, 0],
     "one for all": [3] * 4,
@@ -27,16 +27,16 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize("name", CHOICES)
-def test_rows_are_those_chosen(name):
-    rows = torch.tensor(CHOICES[name])
+@pytest.mark.parametrize("name", ROWS)
+def test_selected_rows(name):
+    rows = torch.tensor(ROWS[name])
     cache, states = filled(4, length=5)
-    cache.keep_rows(rows)
+    cache.select_rows(rows)
     assert cache.rows == len(rows)
     assert torch.equal(held(cache, 5), states[:, :, rows])
 
 
-PLACES = {
+TOKENS = {
     "first ones": [[0, 1, 2]] * 3,
     "all": [[0, 1, 2, 3, 4, 5]] * 3,
     "last ones": [[3, 4, 5]] * 3,
@@ -46,14 +46,14 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("name", PLACES)
-def test_places_are_those_chosen(name):
-    places = torch.tensor(PLACES[name])
+@pytest.mark.parametrize("name", TOKENS)
+def test_selected_tokens(name):
+    indices = torch.tensor(TOKENS[name])
     cache, states = filled(3, length=6)
     cache.grow(6, 9)
-    cache.keep_places(places)
-    index = places[None, None, :, None, :, None].expand(2, LAYERS, -1, HEADS, -1, HEAD_DIM)
-    assert torch.equal(held(cache, places.shape[1]), states.take_along_dim(index, dim=4))
+    cache.select_tokens(indices)
+    index = indices[None, None, :, None, :, None].expand(2, LAYERS, -1, HEADS, -1, HEAD_DIM)
+    assert torch.equal(held(cache, indices.shape[1]), states.take_along_dim(index, dim=4))
 
 
 def test_growing_keeps_what_is_there():
@@ -66,9 +66,9 @@ def test_growing_keeps_what_is_there():
     assert torch.equal(held(cache, 16), states)
 
 
-def test_an_emptied_one_has_the_form_of_the_first():
+def test_new_empty_cache_has_the_same_form():
     cache, _ = filled(4, length=5)
-    empty = cache.emptied()
+    empty = cache.new_empty()
     assert (empty.rows, empty.capacity) == (4, 0)
     empty.grow(0, 7)
     assert empty.keys.shape[:4] == cache.keys.shape[:4] and empty.values.shape[3] == empty.keys.shape[4] >= 7

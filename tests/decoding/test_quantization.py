@@ -14,7 +14,7 @@ from torch import nn
 
 from metaphrase.decoding import int8 as int8_product
 from metaphrase.decoding import quantization
-from metaphrase.decoding.prepared_decoder import step_layers
+from metaphrase.decoding.prepared_decoder import prepared_layers
 from metaphrase.decoding.quantization import Float16Linear, Int8Linear, has_kernels, quantization_of
 from metaphrase.inference import Generator, quantize
 
@@ -94,12 +94,12 @@ def test_joined_layers_are_the_layers_side_by_side(kind, bias):
 def test_steps_of_a_quantized_model_join_its_layers(all_sizes):
     model = tiny_model(gated_mlp=True)
     quantize(model, "int8")
-    layer = step_layers(model.get_decoder())[0]
-    (projection,) = layer.token_projection.layers
+    layer = prepared_layers(model.get_decoder())[0]
+    (projection,) = layer.self_qkv.layers
     assert type(projection) is Int8Linear and projection.out_features == 3 * model.config.hidden_size
-    (inner,) = layer.inner_projection.layers
+    (inner,) = layer.mlp_input.layers
     assert inner.out_features == 2 * model.config.decoder_ffn_dim
-    assert layer.token_output.layers == [model.get_decoder().layers[0].self_attn.o_proj]
+    assert layer.self_output.layers == [model.get_decoder().layers[0].self_attn.o_proj]
 
 
 @pytest.mark.parametrize("bias", [True, False])

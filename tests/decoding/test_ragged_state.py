@@ -47,7 +47,7 @@ def walk(state, model, memory, mask, copies=1, turns=6, seed=0):
         state.go_back(lengths)
         paths = [path[:length] for path, length in zip(paths, lengths.tolist(), strict=True)]
         if turn == 3:
-            state.keep(torch.tensor([0, 2]))
+            state.select_sources(torch.tensor([0, 2]))
             kept = [row for row in range(len(paths)) if row // copies != 1]
             paths, memory, mask = [paths[row] for row in kept], memory[kept], mask[kept]
     return paths

@@ -21,7 +21,7 @@ def sources(config, batch=6):
 
 @pytest.fixture(autouse=True)
 def searches(monkeypatch):
-    """The arguments of each search that ran here."""
+    """The arguments of each call of the fast loop."""
     seen = []
     search = generation.sample
 
@@ -33,10 +33,14 @@ def searches(monkeypatch):
     return seen
 
 
+@pytest.mark.parametrize("design", DESIGNS)
+def test_greedy_search_is_that_of_transformers(design, searches):
+    check_greedy_search(tiny_model(**DESIGNS[design]), {}, searches)
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"no_repeat_ngram_size": 1},
         {"eos_token_id": 7, "pad_token_id": 30},
         {"eos_token_id": None},
@@ -45,9 +49,11 @@ def searches(monkeypatch):
         {"forced_bos_token_id": 8, "forced_eos_token_id": 5},
     ],
 )
-@pytest.mark.parametrize("design", DESIGNS)
-def test_greedy_search_is_that_of_transformers(design, options, searches):
-    model = tiny_model(**DESIGNS[design])
+def test_options_of_greedy_search_have_the_effect_of_transformers(options, searches):
+    check_greedy_search(tiny_model(), options, searches)
+
+
+def check_greedy_search(model, options, searches):
     inputs, options = sources(model.config), {"max_new_tokens": 12, "do_sample": False, "eos_token_id": ENDS} | options
     assert model.generate(**inputs, **options).tolist() == model.generate(**inputs, **options, **PLAIN).tolist()
     assert len(searches) == 1
@@ -57,7 +63,7 @@ def test_greedy_search_is_that_of_transformers(design, options, searches):
 @pytest.mark.parametrize(
     "options", [{}, {"top_k": 5}, {"top_p": 0.7, "temperature": 1.5}, {"min_p": 0.1}, {"typical_p": 0.6}]
 )
-def test_draws_are_those_of_transformers_as_long_as_nothing_ends(options, copies, searches):
+def test_draws_are_those_of_transformers_until_a_target_ends(options, copies, searches):
     model = tiny_model()
     options = {"do_sample": True, "eos_token_id": None, "max_new_tokens": 9, "num_return_sequences": copies} | options
     texts = []
@@ -130,7 +136,7 @@ def test_scores_are_sums_of_log_probabilities(copies):
 
 
 @pytest.mark.parametrize("options", [{}, {"num_return_sequences": 3, "do_sample": True}], ids=str)
-def test_nothing_is_reserved_for_what_is_not_written(options):
+def test_output_is_allocated_for_written_tokens_only(options):
     model = tiny_model()
     # As a tokenizer says that knows no limit.
     found = model.generate(**sources(model.config), max_length=int(1e30), eos_token_id=list(range(3, 37)), **options)

@@ -6,7 +6,7 @@ from other_families import other_model
 from tiny_generator import SOURCES, tiny_generator, tiny_pair
 from transformers import MarianConfig, MarianMTModel, StoppingCriteria
 
-from metaphrase.decoding.sequence_scores import ChosenScores, totals_of_steps
+from metaphrase.decoding.sequence_scores import SequenceScores, totals_of_steps
 from metaphrase.inference import Generator
 from metaphrase.inference.batches import decode, pad_sources
 
@@ -74,7 +74,7 @@ def test_steps_that_were_undone_and_padding_outside_of_the_vocabulary_do_not_cou
     logits = torch.randn(3, 2, 6)
     # The last step was undone, and 99 stands for nothing: the first row has ended with 3.
     tokens = torch.tensor([[3, 99, 5], [4, 3, 1]])
-    chosen = ChosenScores(empties=False)
+    chosen = SequenceScores(empties=False)
     for step in (1, 2, 3):
         chosen(tokens[:, :step], tuple(logits[:step]))
     sequences, ends = torch.cat((torch.tensor([[1], [1]]), tokens[:, :2]), dim=1), torch.tensor([3])

@@ -1,4 +1,4 @@
-"""Tests of `metaphrase.modeling.encoder`: padding is not computed where nothing depends on it, and nothing else changes."""
+"""Tests of `metaphrase.decoding.unpadded_encoding`: outputs are those with padding, which is not computed."""
 
 import pytest
 import torch
@@ -36,17 +36,17 @@ def make_batch(config, side="right"):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", list(DESIGNS))
-def test_memory_is_that_of_the_padded_rows(name, side, skipped):
+def test_output_is_that_of_padded_rows(name, side, skipped):
     encoder = tiny_model(**DESIGNS[name]).get_encoder()
     ids, mask = make_batch(encoder.config, side)
     with torch.no_grad():
-        memory = encoder(ids, mask).last_hidden_state
+        output = encoder(ids, mask).last_hidden_state
     assert skipped == [LENGTHS]
     # With gradients it computes the padding too.
     expected = encoder(ids, mask).last_hidden_state
     assert skipped == [LENGTHS]
-    torch.testing.assert_close(memory[mask == 1], expected[mask == 1], rtol=1e-4, atol=5e-5)
-    assert (memory[mask == 0] == 0).all()
+    torch.testing.assert_close(output[mask == 1], expected[mask == 1], rtol=1e-4, atol=5e-5)
+    assert (output[mask == 0] == 0).all()
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32])
@@ -54,9 +54,9 @@ def test_a_mask_may_be_of_any_type(kind, skipped):
     encoder = tiny_model().get_encoder()
     ids, mask = make_batch(encoder.config)
     with torch.inference_mode():
-        memory, expected = (encoder(ids, given).last_hidden_state for given in (mask.to(kind), mask))
+        output, expected = (encoder(ids, given).last_hidden_state for given in (mask.to(kind), mask))
     assert skipped == [LENGTHS, LENGTHS]
-    assert torch.equal(memory, expected)
+    assert torch.equal(output, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -53,7 +53,7 @@ def test_every_target_contains_every_phrase_and_scores_what_it_is_worth(name, ph
     model = search_model(name)
     inputs = search_sources(model, batch=3)
     found = constrained(model, inputs, phrases, num_return_sequences=2, length_penalty=0.5)
-    assert states == ["TreeDecoderState" if name in OURS else "CachedState"]
+    assert states == ["BeamState" if name in OURS else "CachedState"]
     free = model.generate(**inputs, **OPTIONS).sequences.tolist()
     assert not all(meets(until_end(row), phrases) for row in free)
     for index, row in enumerate(found.sequences.tolist()):

@@ -58,7 +58,7 @@ def test_targets_are_those_of_the_definition(name, alpha, top_k, states):
     model = search_model(name)
     inputs = search_sources(model, batch=3)
     found = contrastive(model, inputs, alpha, top_k)
-    assert states == ["TreeDecoderState" if name in OURS else "CachedState"]
+    assert states == ["BeamState" if name in OURS else "CachedState"]
     greedy = model.generate(**inputs, **OPTIONS).sequences
     assert found.sequences.tolist() != greedy.tolist()
     for row, given in enumerate(found.sequences.tolist()):

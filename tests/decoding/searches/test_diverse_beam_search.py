@@ -62,7 +62,7 @@ def test_one_group_is_beam_search(name, options, states):
     expected = model.generate(**inputs, **OPTIONS | options, output_scores=True)
     assert found.sequences.tolist() == expected.sequences.tolist()
     torch.testing.assert_close(found.sequences_scores, expected.sequences_scores, atol=1e-4, rtol=1e-4)
-    assert states == ["TreeDecoderState" if name in OURS else "CachedState"]
+    assert states == ["BeamState" if name in OURS else "CachedState"]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
-"""Tests of targets that share a source: hypotheses ask the keys and values of their source, of which there is one."""
+"""Tests of `SharedSourceCache`: all hypotheses of a source attend to one row of its keys and values."""
 
 import pytest
 import torch
-from tiny_models import CROSSED, DESIGNS, padding_mask, random_batch, tiny_model
+from tiny_models import DESIGNS, padding_mask, random_batch, tiny_model
 from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
 
 from metaphrase.decoding.fast_generation import SharedSourceCache
@@ -31,10 +31,11 @@ def shared_and_repeated(model, target=4):
         "decoder_attention_mask": padding_mask([target - row % 2 for row in range(rows)], target, "right"),
     }
     with torch.no_grad():
-        memory = model.get_encoder()(batch["input_ids"], mask).last_hidden_state
-    repeated = [tensor.repeat_interleave(COPIES, dim=0) for tensor in (memory, mask)]
+        encoder_output = model.get_encoder()(batch["input_ids"], mask).last_hidden_state
+    repeated = [tensor.repeat_interleave(COPIES, dim=0) for tensor in (encoder_output, mask)]
     return tuple(
-        {"encoder_outputs": (memory,), "attention_mask": mask} | given for memory, mask in ((memory, mask), repeated)
+        {"encoder_outputs": (encoder_output,), "attention_mask": mask} | given
+        for encoder_output, mask in ((encoder_output, mask), repeated)
     )
 
 
@@ -47,9 +48,9 @@ def test_folding_puts_the_rows_of_a_source_side_by_side():
 
 
 @pytest.mark.parametrize("kernel", ["eager", "sdpa"])
-@pytest.mark.parametrize("design", CROSSED)
-def test_targets_that_share_a_source_are_as_if_each_had_its_own(design, kernel):
-    model = tiny_model(**CROSSED[design], attn_implementation=kernel, num_key_value_heads=2)
+@pytest.mark.parametrize("design", DESIGNS)
+def test_shared_and_repeated_sources_give_the_same(design, kernel):
+    model = tiny_model(**DESIGNS[design] | {"attn_implementation": kernel, "num_key_value_heads": 2})
     shared, repeated = shared_and_repeated(model)
     outputs, expected = (model(**given, output_attentions=kernel == "eager") for given in (shared, repeated))
     torch.testing.assert_close(outputs.logits, expected.logits, **CLOSE)
@@ -98,7 +99,6 @@ def test_beams_find_the_same_as_with_a_source_each(design, implementation, monke
     outputs = model.generate(**inputs, **options)
     assert caches == [[COPIES * 3, 3]]
 
-    vars(model).pop("_cache", None)  # which older transformers would use again
     for name in ("_expand_inputs_for_generation", "_prepare_cache_for_generation"):
         monkeypatch.setattr(type(model), name, vars(GenerationMixin)[name])
     expected = model.generate(**inputs, **options)
