@@ -212,8 +212,8 @@ class DecoderState:
                 positions = positions[:, : table.num_embeddings - table.offset]
             self._positions = table(positions, positions.shape[1])[0]
         if rotary is not None and rotary.rope_type not in _CHANGING_ROTATIONS:
-            # (1, 1, positions, rotated) -> (positions, rotated)
-            self._rotations = tuple(angles[0, 0] for angles in rotary(self._source_cache.values, positions))
+            # (1, positions, rotated) -> (positions, rotated)
+            self._rotations = tuple(angles[0] for angles in rotary(self._source_cache.values, positions))
 
     def _prepare_step(self) -> None:
         """Find where each layer writes the new keys and values, its views of the cache, and the bias of its scores."""

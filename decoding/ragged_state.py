@@ -25,7 +25,7 @@ class RaggedDecoderState(DecoderState):
         super().__init__(decoder, memory, memory_mask)
         self.lengths = torch.zeros(self.rows, dtype=torch.long, device=memory.device)
         # For the current block.
-        self._positions = self._is_hidden = self.lengths
+        self._query_positions = self._is_hidden = self.lengths
         self._block_biases: dict[int, torch.Tensor] = {}
 
     def read(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -33,16 +33,16 @@ class RaggedDecoderState(DecoderState):
         width, device = input_ids.shape[1], input_ids.device
         past = self.length + width
         self._make_room(past)
-        self._positions = self.lengths[:, None] + torch.arange(width, device=device)
+        self._query_positions = self.lengths[:, None] + torch.arange(width, device=device)
         # (rows, width, past). Future positions, which may hold forgotten tokens, are hidden.
-        distances = self._positions[:, :, None] - torch.arange(past, device=device)
+        distances = self._query_positions[:, :, None] - torch.arange(past, device=device)
         self._is_hidden = distances < 0
         self._block_biases = {}
         for bias in self._biases:
             if id(bias) not in self._block_biases:
                 self._block_biases[id(bias)] = self._block_bias(bias, distances)
         decoder = self.decoder
-        hidden_states, rotation = decoder.enter(decoder.embed_tokens(input_ids), self._positions, past)
+        hidden_states, rotation = decoder.enter(decoder.embed_tokens(input_ids), self._query_positions, past)
         for index, layer in enumerate(self.layers):
             hidden_states = self._pass_layer(index, layer, hidden_states, rotation)
         self.lengths, self.length = self.lengths + width, past
@@ -109,8 +109,8 @@ class RaggedDecoderState(DecoderState):
             query, key = rotate(query, *rotation), rotate(key, *rotation)
         past, rows = self._is_hidden.shape[2], torch.arange(self.rows, device=key.device)[:, None]
         keys, values = self._target_cache.keys[index].mT, self._target_cache.values[index]
-        keys[rows, :, self._positions] = key
-        values[rows, :, self._positions] = value
+        keys[rows, :, self._query_positions] = key
+        values[rows, :, self._query_positions] = value
         keys, values, bias = keys.mT[..., :past], values[:, :, :past], self._block_biases[id(self._biases[index])]
         return layer.self_output(self._unfold(attend(self._fold(query), keys, values, bias, layer.self_scaling)))
 
