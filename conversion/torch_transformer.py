@@ -131,7 +131,7 @@ def _find_obstacles(config: MetaphraseConfig) -> Iterator[str]:
         yield f"`encoder_ffn_dim` must equal `decoder_ffn_dim`, got {widths}"
     if config.position_embedding_type in ("relative", "rotary", "alibi"):
         yield f"`position_embedding_type` must lie outside of attention, got {config.position_embedding_type}"
-    for field, value in (_FIXED | {"final_norm": True}).items():
+    for field, value in required.items():
         if (actual := getattr(config, field)) != value:
             yield f"`{field}` must be {value}, got {actual}"
 

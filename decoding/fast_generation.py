@@ -40,7 +40,7 @@ _SUPPORTED_DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True)
 class LastSearch:
-    """Which loop decoded last, as `model.last_search`.
+    """The loop that decoded last, as `model.last_search`.
 
     Attributes:
         loop: "fast" or "transformers".

@@ -48,12 +48,12 @@ def walk(*modules: nn.Module) -> list[nn.Module]:
 
     `nn.Module.modules()` makes names as well, which takes several times as long.
     """
-    found = list(modules)
-    for module in found:
+    reached = list(modules)
+    for module in reached:
         # The loop also visits modules that it appends.
         if module._modules:
-            found += [child for child in module._modules.values() if child is not None]
-    return found
+            reached += [child for child in module._modules.values() if child is not None]
+    return reached
 
 
 class WeightRecord:

@@ -282,8 +282,8 @@ class Sampler:
         name = self._pick(verb.phrases)
         if name in ("place", "water") or (name == "to" and self._chance(0.7)):
             nouns = _nouns_of(("water",) if name == "water" else _PLACES, is_place=True)
-            place = self._noun_phrase(nouns, clause.is_negated, adjectives=0.3, determiners=_PLACE_DETERMINERS)
-            return PrepositionalPhrase(PREPOSITIONS["to" if name == "to" else place.noun.preposition], place)
+            goal = self._noun_phrase(nouns, clause.is_negated, adjectives=0.3, determiners=_PLACE_DETERMINERS)
+            return PrepositionalPhrase(PREPOSITIONS["to" if name == "to" else goal.noun.preposition], goal)
         if self._chance(0.35):
             return PrepositionalPhrase(PREPOSITIONS[name], self._object_pronoun(clause.subject))
         kinds = ("person", "animal") if "animal" in verb.subjects and name != "to" else ("person",)

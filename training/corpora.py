@@ -195,21 +195,3 @@ class StreamedPairCorpus(PairCorpus):
         self.reports["train"] = pairs
         shares = (arguments.world_size, arguments.process_index)
         return TokenBudgetStream(pairs, recipe.max_tokens_per_batch, self.seed, *shares, recipe.pairs_in_buffer)
-
-
-def make_corpus(recipe: Recipe, arguments: Seq2SeqTrainingArguments, longest: int | None = None) -> PairCorpus:
-    """Return the corpus of a recipe, not loaded yet.
-
-    Args:
-        recipe: Names the data.
-        arguments: Training arguments.
-        longest: Maximum tokens per side that the model can read; None if there is no end.
-    """
-    # A run imports its own kind of corpus alone.
-    if recipe.tasks:
-        from metaphrase.training.task_corpus import TaskCorpus as Corpus
-    elif recipe.objective != "pairs":
-        from metaphrase.training.text_corpus import TextCorpus as Corpus
-    else:
-        Corpus = StreamedPairCorpus if recipe.streaming else PairCorpus
-    return Corpus(recipe, arguments, longest)

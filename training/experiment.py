@@ -28,7 +28,7 @@ from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGenera
 from metaphrase.storage.loading import naming, refuse_missing_folder
 from metaphrase.tokenization import TokenizerPair, set_languages
 from metaphrase.training.checkpointing.averaging import RECIPE_NAME
-from metaphrase.training.corpora import make_corpus
+from metaphrase.training.corpora import PairCorpus, StreamedPairCorpus
 from metaphrase.training.cpu_setup import warn_of_slow_bfloat16
 from metaphrase.training.distributed import check_devices, check_processes, meet_on_cpu
 from metaphrase.training.final_weights import average_run, averaged_metric, check_averaged, save_final
@@ -124,7 +124,7 @@ class Experiment:
 
             import_peft()
         recipe = with_lengths_of_run(recipe, self.folder)
-        self.corpus = make_corpus(recipe, self.arguments, longest_sequence(recipe))
+        self.corpus = _make_corpus(recipe, self.arguments, longest_sequence(recipe))
         # Its length limits are those that the model can read.
         self.recipe = recipe = self.corpus.recipe
         check_evaluated(recipe)
@@ -354,3 +354,21 @@ class Experiment:
                 logger.info("%s: %s", task, values)
         write_metrics(self.folder, result)
         return result
+
+
+def _make_corpus(recipe: Recipe, arguments: Seq2SeqTrainingArguments, longest: int | None = None) -> PairCorpus:
+    """Return the corpus of a recipe, not loaded yet.
+
+    Args:
+        recipe: Names the data.
+        arguments: Training arguments.
+        longest: Maximum tokens per side that the model can read; None if there is no end.
+    """
+    # A run imports its own kind of corpus alone.
+    if recipe.tasks:
+        from metaphrase.training.task_corpus import TaskCorpus as Corpus
+    elif recipe.objective != "pairs":
+        from metaphrase.training.text_corpus import TextCorpus as Corpus
+    else:
+        Corpus = StreamedPairCorpus if recipe.streaming else PairCorpus
+    return Corpus(recipe, arguments, longest)

@@ -206,8 +206,8 @@ def check_same_run(recipe: Recipe, folder: Path) -> None:
 
 def _settled_values(recipe: Recipe) -> dict[str, Any]:
     """Return the values of all fields that may not change. Keys of a mapping become names with a dot."""
-    own = [name for name in OWN_FIELDS if group_of(name) not in FREE_GROUPS]
-    values = {name: getattr(recipe, name) for name in (*own, *SETTLED_TRAINING)}
+    fields = [name for name in OWN_FIELDS if group_of(name) not in FREE_GROUPS]
+    values = {name: getattr(recipe, name) for name in (*fields, *SETTLED_TRAINING)}
     if recipe.lr_scheduler_type in METRIC_SCHEDULES:
         # The schedule compares values of the metric before and after.
         metric, direction = (recipe.metric_for_best_model or "loss").removeprefix("eval_"), recipe.greater_is_better

@@ -109,8 +109,8 @@ def task_recipe(recipe: Recipe, name: str) -> Recipe:
     """
     shared = ("data_dir", "max_source_length", "max_target_length", "too_long", "empty", "malformed", "invalid_utf8")
     fields = {field: getattr(recipe, field) for field in shared if recipe.is_set(field)}
-    own = {field: value for field, value in recipe.tasks[name].items() if field != "weight"}
-    return Recipe.from_mapping(fields | own, f"the task {name!r}")
+    task_fields = {field: value for field, value in recipe.tasks[name].items() if field != "weight"}
+    return Recipe.from_mapping(fields | task_fields, f"the task {name!r}")
 
 
 @contextlib.contextmanager

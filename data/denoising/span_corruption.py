@@ -98,11 +98,11 @@ class SpanCorruption:
         num_kept = block_length - num_noise
         if self.spans_anywhere:
             # Both outer parts get one token more and lose it again, so that they may be empty.
-            kept = random_segmentation(num_kept + 2, num_spans + 1, generator)[:-1]
-            kept[0] -= 1
+            visible = random_segmentation(num_kept + 2, num_spans + 1, generator)[:-1]
+            visible[0] -= 1
         else:
-            kept = random_segmentation(num_kept, num_spans, generator)
-        ends = np.cumsum(kept + hidden)
+            visible = random_segmentation(num_kept, num_spans, generator)
+        ends = np.cumsum(visible + hidden)
         return np.stack([ends - hidden, ends], axis=1)
 
     def __call__(

@@ -171,7 +171,7 @@ def test_generate_by_command_line(folders, tmp_path):
     assert written[0] == written[1] == written[2] and written[0].strip()
 
 
-@pytest.mark.parametrize("name", ["metaphrase.inference.ctranslate2.engine", "metaphrase.conversion.ctranslate2.spec"])
+@pytest.mark.parametrize("name", ["metaphrase.inference.ctranslate2.engine", "metaphrase.conversion.ctranslate2"])
 def test_versions_with_wrong_results_are_refused(name, monkeypatch):
     monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr("ctranslate2.__version__", "4.8.4")

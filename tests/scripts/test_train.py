@@ -44,7 +44,7 @@ def test_a_card_by_another_hand_does_not_fail_a_run(words, tmp_path, caplog):
     card.write_text(claimed, encoding="utf-8")
     assert run(train.main, "train", [*words, "--resume", "--max_steps", "3"]) == 0
     assert card.read_text(encoding="utf-8") == claimed
-    assert "README.md was made or changed by somebody: it stays as it is." in caplog.text
+    assert "README.md was made or changed by somebody and is kept." in caplog.text
     assert json.loads((tmp_path / "run" / "trainer_state.json").read_text(encoding="utf-8"))["global_step"] == 3
 
 

@@ -275,17 +275,17 @@ def estimate_activations(
     """
     counter = _Counter(config, shape, precision)
     layers = (counter.encoder_layer(), counter.decoder_layer())
-    kept = layers
+    stored = layers
     if is_checkpointed:
         width = precision.stream_bytes * config.hidden_size
-        kept = (width * shape.source_tokens, width * shape.target_tokens)
+        stored = (width * shape.source_tokens, width * shape.target_tokens)
     loss, loss_workspace = counter.loss(is_loss_chunked)
     terms = {
         "embeddings": counter.embeddings(shape.source_tokens, config.encoder_attention_heads)
         + counter.embeddings(shape.target_tokens, config.decoder_attention_heads),
         "position bias": counter.position_bias(),
-        "encoder layers": config.encoder_layers * kept[0],
-        "decoder layers": config.decoder_layers * kept[1],
+        "encoder layers": config.encoder_layers * stored[0],
+        "decoder layers": config.decoder_layers * stored[1],
         "outputs": counter.outputs(),
         "loss": loss,
     }

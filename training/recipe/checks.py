@@ -74,8 +74,8 @@ def check_recipe(recipe: "Recipe") -> None:
         ValueError: Naming the fields, what must hold and what was given.
     """
     _check_ranges(recipe)
-    for first, others, reason in _CONFLICTS:
-        for other in others:
+    for first, conflicting, reason in _CONFLICTS:
+        for other in conflicting:
             _refuse_together(recipe, first, other, reason)
     for name, needed in _NEEDS.items():
         if recipe.is_set(name) and not recipe.is_set(needed):

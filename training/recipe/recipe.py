@@ -49,13 +49,13 @@ class Recipe(OwnFields, TrainingFields):
     """All settings of a run, checked when they are made and not changed afterwards; `replace` makes a changed copy.
 
     Attributes:
-        given: Names that were set, in their order. Other fields have their default.
+        set_names: Names that were set, in their order. Other fields have their default.
 
     Raises:
         ValueError: If two fields contradict each other, or one is out of range.
     """
 
-    given: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    set_names: tuple[str, ...] = field(default=(), repr=False, compare=False)
     # False for the recipe of an earlier run, which newer checks may refuse.
     is_checked: InitVar[bool] = True
 
@@ -81,16 +81,16 @@ class Recipe(OwnFields, TrainingFields):
     def _from_values(cls, values: dict[str, Any], is_checked: bool) -> "Recipe":
         # An own field of None is unset. A default value counts as set, so that a saved recipe outlives a change of defaults.
         values = {name: value for name, value in values.items() if value is not None or name in TRAINING_FIELDS}
-        return cls(given=tuple(values), is_checked=is_checked, **values)
+        return cls(set_names=tuple(values), is_checked=is_checked, **values)
 
     def replace(self, *, is_checked: bool = True, **values: Any) -> "Recipe":
         """Return a copy with other values, which count as set."""
-        given = tuple(dict.fromkeys((*self.given, *values)))
-        return dataclasses.replace(self, given=given, is_checked=is_checked, **values)
+        set_names = tuple(dict.fromkeys((*self.set_names, *values)))
+        return dataclasses.replace(self, set_names=set_names, is_checked=is_checked, **values)
 
     def is_set(self, name: str) -> bool:
         """Return True if a field was given or differs from its default."""
-        return name in self.given or getattr(self, name) != _default(name)
+        return name in self.set_names or getattr(self, name) != _default(name)
 
     def data_path(self, name: str) -> Path:
         """Return the data file that a field names, below `data_dir` if it is relative.
@@ -164,8 +164,8 @@ class Recipe(OwnFields, TrainingFields):
     def to_dict(self) -> dict[str, Any]:
         """Return the values that were set, as flat keys, without those that belong to this machine."""
         names = [name for name in OWN_FIELDS if self.is_set(name)]
-        names += [name for name in self.given if name in TRAINING_FIELDS]
-        names += [name for name in TRAINING_FIELDS if self.is_set(name) and name not in self.given]
+        names += [name for name in self.set_names if name in TRAINING_FIELDS]
+        names += [name for name in TRAINING_FIELDS if self.is_set(name) and name not in self.set_names]
         values = {name: copy.deepcopy(getattr(self, name)) for name in names if name not in NEVER_SAVED}
         if Path(str(values.get("output_dir") or "")).is_absolute():
             del values["output_dir"]

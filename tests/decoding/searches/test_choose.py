@@ -153,7 +153,7 @@ def test_what_a_search_would_not_obey_is_refused(options, generator):
         ({"stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(max_length=3)])}, "`stopping_criteria` must"),
         (
             {"decoder_input_ids": torch.tensor([[start, 5], [start, 6]])},
-            "`decoder_input_ids` must have 1 row or one for each",
+            "`decoder_input_ids` must have a row for each source",
         ),
     ):
         with pytest.raises(ValueError, match=message):
