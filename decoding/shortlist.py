@@ -16,7 +16,7 @@ from metaphrase.decoding.int8 import has_int8_kernels, multiply_levels, pack_int
 from metaphrase.decoding.prepacked_weights import is_plain
 
 # A projection of 512 x 10k gains 1 to 8 % of a step, one of 512 x 32k 20 to 40 % (one core). Many rows gain nothing.
-LEAST_SIZE, _MOST_ROWS = 2**23, 32
+LEAST_SIZE, _MOST_ROWS = 2**21, 32
 # Rows of the weight that are rounded at a time, to need little memory.
 _BLOCK = 4096
 
