@@ -127,7 +127,7 @@ class Family:
             self.embedding_name(name, weights) for name in (ENCODER_EMBEDDING, DECODER_EMBEDDING, HEAD)
         )
 
-        # As in transformers, two weights that differ are not tied, whatever the configuration says.
+        # transformers does not tie two weights that differ, whatever the configuration says.
         def are_tied(first: str, second: str, may_tie: bool) -> bool:
             return first == second or (may_tie and _are_equal(weights.read(first), weights.read(second)))
 

@@ -113,7 +113,7 @@ def add_dropout(residual: torch.Tensor, states: torch.Tensor, p: float, training
 
 # A smaller layer gains less than the call of a Python function costs.
 _LEAST_SIZE = 2**18
-# So many rows stay in the processor's cache.
+# Number of rows that stay in the processor's cache.
 _STRIP_ROWS = 256
 
 

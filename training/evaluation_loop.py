@@ -98,7 +98,7 @@ class EvaluationMixin:
         """Return arguments of `generate()`: of this call, over those of the trainer, over the training arguments."""
         options, limits = dict(self.generation_options), ("max_length", "max_new_tokens")
         if any(name in self._call_options for name in limits):
-            # Of two limits, `generate()` obeys `max_new_tokens`.
+            # `generate()` obeys `max_new_tokens` where both limits are set.
             options = {name: value for name, value in options.items() if name not in limits}
         options |= self._call_options
         if "max_new_tokens" not in options:
