@@ -16,7 +16,6 @@ from tiny_generator import SOURCES, save_generator, tiny_generator
 
 from metaphrase.inference import run as run_module
 from metaphrase.inference.chunks import PreparedChunks, read_chunks, seed_chunk
-from metaphrase.scripts import generate
 
 LIMIT_SECONDS = 60
 MEBIBYTE = 2**20
@@ -204,7 +203,7 @@ def test_a_million_lines_in_constant_memory(tmp_path):
     ]
     words += ["--max_new_tokens", "1", "--window", "8192", "--batch_size", "1024", "--max_tokens_per_batch", "100000"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, str(Path(generate.__file__)), *words], env=environment)
+    process = subprocess.Popen([sys.executable, "-m", "metaphrase.scripts", "generate", *words], env=environment)
     while process.poll() is None:
         pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
         if output.exists() and output.stat().st_size:
@@ -220,7 +219,7 @@ def test_a_million_lines_in_constant_memory(tmp_path):
 def test_a_reader_of_the_output_that_has_seen_enough_ends_the_command(tmp_path):
     """The thread waits for a standard input that stays open; the process ends all the same, and says nothing."""
     model = save_generator(tiny_generator(kind="byte"), tmp_path / "model")
-    command = [sys.executable, str(Path(generate.__file__)), str(model), "--device", "cpu", "--window", "1"]
+    command = [sys.executable, "-m", "metaphrase.scripts", "generate", str(model), "--device", "cpu", "--window", "1"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         process.stdin.write(b"the cat\n")

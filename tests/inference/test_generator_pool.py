@@ -17,7 +17,6 @@ from metaphrase.inference import GeneratorPool, generator_pool
 from metaphrase.inference.chunks import decode_chunk
 from metaphrase.inference.generator_pool import spread_devices
 from metaphrase.inference.line_files import format_targets
-from metaphrase.scripts import generate
 
 LIMIT_SECONDS = 60
 LINES = [f"{source} {number}" for number in range(5) for source in (*SOURCES, "")]
@@ -250,8 +249,7 @@ def test_unknown_devices_are_refused_before_a_process_starts():
         GeneratorPool("no/such/model", num_processes=2, device="foo")
 
 
-def test_the_command_as_a_file(folder, generator, tmp_path):
-    """Each process imports the file that was run; a second one takes up what the first has left."""
+def test_the_command_resumes_with_several_processes(folder, generator, tmp_path):
     (tmp_path / "in").write_text("".join(f"{line}\n" for line in LINES), encoding="utf-8")
     output = tmp_path / "out"
     found = generator.generate_stream(LINES, chunk_size=7, num_beams=2, num_return_sequences=2)
@@ -260,7 +258,7 @@ def test_the_command_as_a_file(folder, generator, tmp_path):
     words = [folder, "--device", "cpu", "--num_processes", "2", "--window", "7", "--num_beams", "2"]
     words += ["--num_return_sequences", "2", "--input", str(tmp_path / "in"), "--output", str(output), "--resume"]
     done = subprocess.run(
-        [sys.executable, str(Path(generate.__file__)), *words],
+        [sys.executable, "-m", "metaphrase.scripts", "generate", *words],
         capture_output=True,
         text=True,
         timeout=LIMIT_SECONDS * 2,
@@ -275,7 +273,7 @@ def test_an_interrupt_from_the_terminal_ends_all_and_keeps_what_was_written(fold
     output = tmp_path / "out"
     words = [folder, "--device", "cpu", "--num_processes", "2", "--window", "2", "--output", str(output)]
     command = subprocess.Popen(
-        [sys.executable, str(Path(generate.__file__)), *words],
+        [sys.executable, "-m", "metaphrase.scripts", "generate", *words],
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,

@@ -1,6 +1,5 @@
 """The command line: finding verbs, their options and errors, and `metaphrase tokenize`."""
 
-import ast
 import gzip
 import sys
 from pathlib import Path
@@ -174,15 +173,3 @@ def test_unknown_and_shortened_options_are_refused(script, capsys):
             script.main(words)
         assert stopped.value.code == 2
     assert "usage: metaphrase" in capsys.readouterr().err
-
-
-def test_every_script_takes_its_folder_off_the_path_first():
-    for path in SCRIPTS.glob("*.py"):
-        if path.stem in ("__init__", "__main__", "console", "options"):
-            continue
-        _, first, second = ast.parse(path.read_text(encoding="utf-8")).body[:3]
-        assert (ast.unparse(first), ast.unparse(second)) == (
-            "import sys",
-            # Not again where another process imports the file.
-            "if __name__ == '__main__' and (not __package__):\n    sys.path.pop(0)",
-        ), path

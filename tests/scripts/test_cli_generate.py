@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +15,6 @@ from tiny_generator import SOURCES, diverged_generator, save_generator, tiny_gen
 from metaphrase.inference import Generator
 from metaphrase.scripts import generate
 from metaphrase.scripts.console import run
-
-SCRIPTS = Path(generate.__file__).parent
 
 
 def run_generate(folder, text, monkeypatch, *options):
@@ -77,8 +74,8 @@ def test_generate_takes_phrases_and_the_searches_that_transformers_dropped(cli_m
     text = ("\n".join(SOURCES) + "\n").encode()
     for words, options in (
         (
-            ["--must_contain", "ab", "cd", "--never_contain", "e"],
-            {"must_contain": [["ab", "cd"]], "never_contain": ["e"]},
+            ["--must_contain", "ab", "cd", "--never_contain", "e", "g", "--must_contain", "f"],
+            {"must_contain": [["ab", "cd"], ["f"]], "never_contain": ["e", "g"]},
         ),
         (["--penalty_alpha", "0.6", "--top_k", "4"], {"penalty_alpha": 0.6, "top_k": 4}),
         (
@@ -247,10 +244,9 @@ def test_a_model_whose_logits_are_no_numbers_is_named_where_it_samples(tmp_path,
     assert "Each row of logits must have a finite entry" in capsys.readouterr().err
 
 
-def test_generate_runs_as_a_file(cli_model):
-    """`tokenize.py` and `evaluate.py` in the same folder do not hide the modules of these names."""
+def test_generate_runs_in_a_process(cli_model):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "ascii"}
-    command = [sys.executable, str(SCRIPTS / "generate.py"), cli_model, "--device", "cpu"]
+    command = [sys.executable, "-m", "metaphrase.scripts", "generate", cli_model, "--device", "cpu"]
     source = "\n".join(ODD_LINES).encode()
     done = subprocess.run(command, input=source, capture_output=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr.decode()
