@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import transformers
-from packaging.version import Version
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerationMode
@@ -27,6 +25,7 @@ from metaphrase.inference.text_options import (
     read_text_options,
     with_start,
 )
+from metaphrase.modeling.compat import PASSES_SAMPLE_ROWS
 from metaphrase.modeling.pipeline_support import (
     DEFAULT_BATCH_SIZE,
     DEFAULT_MAX_TOKENS_PER_BATCH,
@@ -37,9 +36,6 @@ from metaphrase.modeling.pipeline_support import (
     length_limits,
     resolve_settings,
 )
-
-# transformers < 5.24 calls `prefix_allowed_tokens_fn` with the row of a sample, later versions with the index of its source.
-_PASSES_ROWS = Version(transformers.__version__) < Version("5.24.dev0")
 
 
 def decode(
@@ -160,7 +156,7 @@ def pad_sources(sources: list[Sequence[int]], model: PreTrainedModel) -> dict[st
 
 def _copies(model: PreTrainedModel, options: dict) -> int:
     """Return the number of rows of each text as `prefix_allowed_tokens_fn` sees them: the samples, but not the beams."""
-    if not _PASSES_ROWS:
+    if not PASSES_SAMPLE_ROWS:
         return 1
     names, config = ("num_beams", "num_return_sequences"), model.generation_config
     num_beams, count = (getattr(config, name) if options.get(name) is None else options[name] for name in names)
