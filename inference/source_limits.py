@@ -108,12 +108,3 @@ def numbering(numbers: Sequence[int]) -> Iterator[None]:
         yield
     except TooLongError as error:
         raise type(error)(numbers[error.number - 1], error.num_tokens, error.limit) from None
-
-
-@contextlib.contextmanager
-def counting_on(done: int) -> Iterator[None]:
-    """Add `done`, the number of sources before a chunk, to the number in a `TooLongError`."""
-    try:
-        yield
-    except TooLongError as error:
-        raise type(error)(done + error.number, error.num_tokens, error.limit) from None

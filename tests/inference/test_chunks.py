@@ -15,7 +15,7 @@ import torch
 from tiny_generator import SOURCES, save_generator, tiny_generator
 
 from metaphrase.inference import run as run_module
-from metaphrase.inference.chunks import PreparedChunks, read_chunks, seed_chunk
+from metaphrase.inference.chunks import Chunk, PreparedChunks, read_chunks
 
 LIMIT_SECONDS = 60
 MEBIBYTE = 2**20
@@ -133,7 +133,7 @@ def test_an_error_of_decoding_ends_the_thread(generator, monkeypatch):
 def test_chunks_must_be_positive(generator, size):
     with pytest.raises(ValueError, match=f"`chunk_size` must be at least 1, got {size}"):
         list(generator.generate_stream(SOURCES, chunk_size=size))
-    assert list(read_chunks("abcde", 2)) == [["a", "b"], ["c", "d"], ["e"]]
+    assert [chunk.texts for chunk in read_chunks("abcde", 2)] == [["a", "b"], ["c", "d"], ["e"]]
 
 
 def test_random_numbers_belong_to_the_chunk(generator):
@@ -147,7 +147,7 @@ def test_random_numbers_belong_to_the_chunk(generator):
     assert list(generator.generate_stream(lines[:2], chunk_size=2, do_sample=True, temperature=3.0)) == whole[:2]
     states = set()
     for seed, number in itertools.product((0, 1, 2), range(4)):
-        seed_chunk(seed, number)
+        Chunk(number, range(0), []).seed(seed)
         states.add(torch.initial_seed())
     assert len(states) == 12
 
