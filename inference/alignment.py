@@ -6,21 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from metaphrase.decoding.options import plain_options
 from metaphrase.inference.generator import Generator
 from metaphrase.inference.run import check_single
-from metaphrase.inference.scoring import (
-    check_pairs,
-    encode_forced,
-    forced_inputs,
-    pair_lengths,
-    read_texts,
-)
+from metaphrase.inference.scoring import encode_forced, forced_batches, forced_inputs, read_texts
 from metaphrase.inference.source_limits import check_sources, count_cut
-from metaphrase.modeling.pipeline_support import batches_by_length, evaluating
+from metaphrase.modeling.pipeline_support import evaluating
 from metaphrase.tokenization import (
     TextFrame,
     checked_texts,
@@ -92,8 +85,6 @@ def cross_attention(
         ValueError: If the source is blank, the layer or head does not exist, `head` is given without `layer`, generation
             options are given with a target, or the model returns no cross-attention.
     """
-    if not isinstance(source, str) or not source.strip():
-        raise ValueError(f"`source` must not be empty or white space, got {source!r}.")
     targets = None if target is None else [target]
     options = {"layer": layer, "head": head, "keep_heads": keep_heads}
     [attention] = cross_attentions(generator, [source], targets, **options, **generation_kwargs)
@@ -142,7 +133,7 @@ def cross_attentions(
         targets = list(checked_texts(targets, "targets"))
     sources, targets = read_texts(sources, targets)
     _check_choice(generator.model, layer, head)
-    tokenizers, prefix = generator.tokenizers, generator.source_prefix
+    tokenizers = generator.tokenizers
     uncut_ids = generator.encode_uncut(sources)
     source_ids = generator.truncate(uncut_ids)
     check_sources(generator.model, source_ids, range(1, len(source_ids) + 1))
@@ -160,48 +151,32 @@ def cross_attentions(
     maps: list[AttentionMap | None] = [None] * len(source_ids)
     end = TextFrame.of(tokenizers.encode_sources).end
     start = generation_kwargs.get("decoder_start_token_id")
-    for index, heads in _head_weights(generator, source_ids, target_ids, start, show_progress):
-        ids = source_ids[index], target_ids[index]
-        source_words, source_word_ids = words_of_source(tokenizers.source, sources[index], uncut_ids[index], prefix)
-        if source_word_ids is not None:
-            source_word_ids = shorten(source_word_ids, len(ids[0]), [None] * len(end))
-        target_words, target_word_ids = find_words(tokenizers.target, target_texts[index], ids[1])
-        maps[index] = AttentionMap(
-            weights=_choose(heads, layer, head),
-            source_tokens=readable_tokens(tokenizers.source, ids[0]),
-            target_tokens=readable_tokens(tokenizers.target, ids[1]),
-            source=sources[index],
-            target=target_texts[index],
-            source_words=source_words,
-            target_words=target_words,
-            source_word_ids=source_word_ids,
-            target_word_ids=target_word_ids,
-            head_weights=heads.numpy() if keep_heads else None,
-        )
-    return maps
-
-
-def _head_weights(
-    generator: Generator,
-    source_ids: list[list[int]],
-    target_ids: list[list[int]],
-    start: int | None,
-    show_progress: bool | None,
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the index of each pair and its weights `(layers, heads, target, source)`, in the order of the batches."""
-    model = generator.model
-    check_pairs(model, source_ids, target_ids)
     max_tokens = min(generator.max_tokens_per_batch, MAX_TOKENS_PER_BATCH)
-    batches = batches_by_length(pair_lengths(source_ids, target_ids), generator.batch_size, max_tokens)
-    bar = tqdm(total=len(source_ids), unit="pair", disable=None if show_progress is None else not show_progress)
-    with bar:
-        for batch in batches:
-            inputs = forced_inputs(model, [source_ids[i] for i in batch], [target_ids[i] for i in batch], start)
-            layers = _weights_of_layers(model, inputs)
-            for row, index in enumerate(batch):
-                num_target, num_source = len(target_ids[index]), len(source_ids[index])
-                yield index, torch.stack([weights[row, :, :num_target, :num_source] for weights in layers])
-            bar.update(len(batch))
+    batches = forced_batches(generator, source_ids, target_ids, max_tokens, show_progress, start)
+    for batch, inputs in batches:
+        layers = _weights_of_layers(generator.model, inputs)
+        for row, index in enumerate(batch):
+            ids = source_ids[index], target_ids[index]
+            heads = torch.stack([weights[row, :, : len(ids[1]), : len(ids[0])] for weights in layers])
+            source_words, source_word_ids = words_of_source(
+                tokenizers.source, sources[index], uncut_ids[index], generator.source_prefix
+            )
+            if source_word_ids is not None:
+                source_word_ids = shorten(source_word_ids, len(ids[0]), [None] * len(end))
+            target_words, target_word_ids = find_words(tokenizers.target, target_texts[index], ids[1])
+            maps[index] = AttentionMap(
+                weights=_choose(heads, layer, head),
+                source_tokens=readable_tokens(tokenizers.source, ids[0]),
+                target_tokens=readable_tokens(tokenizers.target, ids[1]),
+                source=sources[index],
+                target=target_texts[index],
+                source_words=source_words,
+                target_words=target_words,
+                source_word_ids=source_word_ids,
+                target_word_ids=target_word_ids,
+                head_weights=heads.numpy() if keep_heads else None,
+            )
+    return maps
 
 
 def _weights_of_layers(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -305,14 +305,7 @@ class Generator(StreamDecoder):
         sources, targets = read_texts(sources, targets)
         ids, uncut = encode_forced(self.tokenizers, targets), self.encode_uncut(sources)
         cut = self.truncate(uncut)
-        scores = score_targets(
-            self.model,
-            cut,
-            ids,
-            batch_size=self.batch_size,
-            max_tokens_per_batch=self.max_tokens_per_batch,
-            show_progress=show_progress,
-        )
+        scores = score_targets(self, cut, ids, show_progress)
         self.num_truncated += count_cut(uncut, cut)
         tokens = [readable_tokens(self.tokenizers.target, row) for row in ids]
         return [ForcedScore(*parts) for parts in zip(ids, tokens, scores, strict=True)]

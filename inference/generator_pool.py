@@ -155,31 +155,28 @@ def spread_devices(device: str | torch.device | None, num_processes: int) -> lis
 # The code below runs in the processes of a pool.
 
 
-class _Worker:
-    """The generator of this process and its draft model. Loaded at first use, so that an error reaches the pool."""
-
-    def __init__(self, name_or_path: Any, assistant_name: Any, options: dict[str, Any]):
-        self._names, self._options = (name_or_path, assistant_name), options
-
-    @functools.cached_property
-    def generators(self) -> tuple[Generator, Generator | None]:
-        return tuple(None if name is None else Generator.from_pretrained(name, **self._options) for name in self._names)
+# Names of the model and the draft model, and arguments of `Generator.from_pretrained`.
+_loading: tuple[tuple[Any, Any], dict[str, Any]]
 
 
-_worker: _Worker
+@functools.cache
+def _generators() -> tuple[Generator, Generator | None]:
+    """Load the generator of this process and its draft model, at first use, so that an error reaches the pool."""
+    names, options = _loading
+    return tuple(None if name is None else Generator.from_pretrained(name, **options) for name in names)
 
 
 def _start(
     life: Connection, devices: Any, num_threads: int, name_or_path: Any, assistant_name: Any, options: dict[str, Any]
 ) -> None:
-    global _worker
+    global _loading
     # A terminal sends SIGINT to all processes. The process that started the pool handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(life,), name="metaphrase-life", daemon=True).start()
     torch.set_num_threads(num_threads)
     # tqdm's default lock between processes would leak, because `_end_with` closes nothing.
     tqdm.set_lock(threading.RLock())
-    _worker = _Worker(name_or_path, assistant_name, {**options, "device": devices.get()})
+    _loading = (name_or_path, assistant_name), {**options, "device": devices.get()}
 
 
 def _end_with(life: Connection) -> None:
@@ -189,13 +186,13 @@ def _end_with(life: Connection) -> None:
 
 
 def _num_targets(options: dict[str, Any]) -> int:
-    generator, _ = _worker.generators
+    generator, _ = _generators()
     return generator.num_targets(**options)
 
 
 def _decode(chunk: Chunk, options: dict[str, Any]) -> tuple[list[list[ScoredText]], dict[str, int]]:
     """Return the candidates of a chunk and the counts to add to the pool's."""
-    generator, assistant = _worker.generators
+    generator, assistant = _generators()
     if assistant is not None:
         options["assistant_model"] = assistant
     before = {name: getattr(generator, name) for name in COUNTERS}

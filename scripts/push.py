@@ -10,6 +10,7 @@ from metaphrase.hub_card import Facts, write_model_card
 from metaphrase.hub_card.card import is_own_card, read_facts
 from metaphrase.hub_card.upload import CARD, check_folder, check_repo_id, select_files, upload
 from metaphrase.scripts.console import verb_parser
+from metaphrase.scripts.options import given_options
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ def card_facts(folder: Path, arguments: argparse.Namespace) -> Facts:
     Raises:
         ValueError: If the command line has facts for a card that is not written.
     """
-    options = {name: getattr(arguments, name) for name in CARD_OPTIONS if getattr(arguments, name) is not None}
+    options = given_options(arguments, CARD_OPTIONS)
     if options and not writes_card(folder, arguments):
         name, value = next(iter(options.items()))
         raise ValueError(

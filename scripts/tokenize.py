@@ -1,9 +1,11 @@
 """`metaphrase tokenize --files F ... --output DIR`: train a tokenizer, or one for each side."""
 
+import collections
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from metaphrase.inference.line_files import check_files
 from metaphrase.scripts.console import verb_parser
 from metaphrase.storage.folders import folder_in_one_step
 from metaphrase.tokenization import TOKENIZER_KINDS, TokenizerPair, iterate_lines, train_tokenizer
@@ -31,24 +33,6 @@ def check_output(output: Path, overwrite: bool) -> None:
         )
     if names and not overwrite:
         raise ValueError(f"`output` must not hold a tokenizer, got {output}. Pass --overwrite to replace it.")
-
-
-def check_files(files: Sequence[str], kind: str) -> None:
-    """Check that all files exist. For `byte`, whose training reads no text, also read them.
-
-    Raises:
-        FileNotFoundError: If a file is missing.
-        ValueError: If a path is a folder, or a file is not UTF-8.
-        EOFError: If a compressed file is truncated.
-    """
-    for name in files:
-        if not Path(name).exists():
-            raise FileNotFoundError(f"`files` must be files that exist, got {name!r}.")
-        if Path(name).is_dir():
-            raise ValueError(f"`files` must be files, got the folder {name!r}.")
-    if kind == "byte":
-        for _ in iterate_lines(files):
-            pass
 
 
 def main(words: Sequence[str]) -> None:
@@ -83,9 +67,12 @@ def main(words: Sequence[str]) -> None:
     check_output(output, arguments.overwrite)
     names = ("kind", "vocab_size", "min_frequency", "normalization", "lowercase", "joiner", "additional_special_tokens")
     options = {name: getattr(arguments, name) for name in names}
-    check_files(
-        [*(arguments.files or ()), *(arguments.source_files or ()), *(arguments.target_files or ())], arguments.kind
-    )
+    files = [*(arguments.files or ()), *(arguments.source_files or ()), *(arguments.target_files or ())]
+    for name in files:
+        check_files(name, None)
+    if arguments.kind == "byte":
+        # Its training reads no text, which may be damaged or not UTF-8.
+        collections.deque(iterate_lines(files), maxlen=0)
     if is_separate:
         sides = (iterate_lines(arguments.source_files), iterate_lines(arguments.target_files))
         pair = TokenizerPair.train(*sides, joint=False, **options)

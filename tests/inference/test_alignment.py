@@ -7,6 +7,7 @@ from other_families import calmer, generator_of
 from tiny_generator import SOURCES, TARGETS, tiny_generator, tiny_pair
 
 from metaphrase.inference import alignment as alignment_module
+from metaphrase.inference import scoring
 from metaphrase.inference.alignment import cross_attention, cross_attentions
 from metaphrase.tokenization import readable_tokens, train_tokenizer
 
@@ -95,8 +96,8 @@ def test_many_in_a_batch_are_as_each_alone(family, dtype, tolerance, monkeypatch
     generator = calmer(generator_of(family))
     generator.model.to(dtype)
     passes = []
-    whole = alignment_module.forced_inputs
-    monkeypatch.setattr(alignment_module, "forced_inputs", lambda *a: passes.append(whole(*a)) or passes[-1])
+    whole = scoring.forced_inputs
+    monkeypatch.setattr(scoring, "forced_inputs", lambda *a: passes.append(whole(*a)) or passes[-1])
     targets = [TARGETS[3], TARGETS[2], TARGETS[0], "", TARGETS[1]]
     maps = cross_attentions(generator, SOURCES, targets, keep_heads=True)
     assert [len(inputs["input_ids"]) for inputs in passes] == [5] and (passes[0]["attention_mask"] == 0).sum() > 10
@@ -173,7 +174,7 @@ def test_model_is_left_as_it_was_even_after_an_error(family, kernel, is_training
         ({"head": 0}, "`layer` must be given with `head`"),
         ({"target": TARGET, "num_beams": 2}, "`target` must be left out .* got a target and num_beams"),
         ({"num_return_sequences": 2, "num_beams": 2}, "`num_return_sequences` must be 1 for one map, got 2"),
-        ({"source": " \t"}, r"`source` must not be empty or white space, got ' \\t'"),
+        ({"source": " \t"}, r"`sources` must not be empty or white space, got ' \\t'"),
     ],
 )
 def test_what_cannot_be_shown_is_refused(arguments, message):

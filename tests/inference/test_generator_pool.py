@@ -14,6 +14,7 @@ import torch
 from tiny_generator import SOURCES, save_generator, tiny_generator
 
 from metaphrase.inference import GeneratorPool, generator_pool
+from metaphrase.inference.chunks import Chunk
 from metaphrase.inference.generator_pool import spread_devices
 from metaphrase.inference.line_files import format_targets
 
@@ -167,7 +168,9 @@ def test_processes_end_in_the_middle_of_their_work_and_a_closed_pool_says_so(fol
         next(stream)
         [process] = processes_of(pool)
         future = pool._executor.submit(
-            generator_pool._decode, 0, SOURCES, {"seed": None, "return_scores": False, "risk": None, **long}
+            generator_pool._decode,
+            Chunk(0, range(5), SOURCES),
+            {"seed": None, "return_scores": False, "risk": None, **long},
         )
         while not future.running():
             time.sleep(0.01)

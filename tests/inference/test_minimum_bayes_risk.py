@@ -13,7 +13,6 @@ from transformers import GenerationConfig
 
 from metaphrase.inference import ScoredText, expected_utilities, minimum_bayes_risk
 from metaphrase.inference.minimum_bayes_risk import (
-    WeightedTexts,
     pairwise_bleu,
     pairwise_chrf,
     weigh_n_best,
@@ -79,12 +78,12 @@ def test_many_pairs_are_much_faster_than_one_by_one():
 
 
 def test_equal_samples_count_once_with_their_share():
-    assert weigh_samples(["a", "b", "a", "a"]) == WeightedTexts(["a", "b"], [0.75, 0.25])
+    assert weigh_samples(["a", "b", "a", "a"]) == {"a": 0.75, "b": 0.25}
 
 
 def test_an_n_best_list_is_weighted_by_probability():
     weighted = weigh_n_best(["a", "b", "a"], [math.log(0.1) - 900, math.log(0.2) - 900, math.log(0.1) - 900])
-    assert weighted.texts == ["a", "b"] and weighted.weights == pytest.approx([0.5, 0.5])
+    assert weighted == pytest.approx({"a": 0.5, "b": 0.5})
 
 
 @pytest.mark.parametrize("utility", ["chrf", "bleu"])

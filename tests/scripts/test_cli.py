@@ -55,7 +55,7 @@ def test_tokenize_refuses_what_is_no_text_whatever_the_kind(sides, kind, files, 
         "cut.gz": EOFError,
         "damaged.gz": OSError,
         "utf_16": ValueError,
-        "": ValueError,
+        "": IsADirectoryError,
     }
     rest = ["--output", str(tmp_path / "t"), "--kind", kind, *(["--target_files", files[1]] * (sides != "--files"))]
     for name, error in wrong.items():
