@@ -58,36 +58,9 @@ class AttentionMap:
     head_weights: np.ndarray | None = None
 
 
-def cross_attention(
-    generator: Generator,
-    source: str,
-    target: str | None = None,
-    *,
-    layer: int | None = None,
-    head: int | None = None,
-    keep_heads: bool = False,
-    **generation_kwargs,
-) -> AttentionMap:
-    """Return the cross-attention between a source and a target, from one teacher-forced pass.
-
-    The weights are the mean over all heads of all layers, the mean over the heads of `layer`, or those of `head` in `layer`.
-
-    Args:
-        generator: Model and tokenizers. The model keeps its mode and its attention kernel.
-        source: The source text.
-        target: The target text. By default the model generates it.
-        layer: A decoder layer, from 0; negative numbers count from the last.
-        head: A head of that layer, from 0; negative numbers count from the last.
-        keep_heads: True to keep the weights of all heads in `head_weights`.
-        **generation_kwargs: As for `generate()`, if the model generates the target.
-
-    Raises:
-        ValueError: If the source is blank, the layer or head does not exist, `head` is given without `layer`, generation
-            options are given with a target, or the model returns no cross-attention.
-    """
-    targets = None if target is None else [target]
-    options = {"layer": layer, "head": head, "keep_heads": keep_heads}
-    [attention] = cross_attentions(generator, [source], targets, **options, **generation_kwargs)
+def cross_attention(generator: Generator, source: str, target: str | None = None, **options) -> AttentionMap:
+    """Return the cross-attention between a source and a target. The options are those of `cross_attentions`."""
+    [attention] = cross_attentions(generator, [source], None if target is None else [target], **options)
     return attention
 
 
@@ -102,21 +75,25 @@ def cross_attentions(
     show_progress: bool | None = False,
     **generation_kwargs,
 ) -> list[AttentionMap]:
-    """Return the cross-attention of many pairs, computed in batches of similar length. See `cross_attention`.
+    """Return the cross-attention of many pairs, from teacher-forced passes over batches of similar length.
+
+    The weights are the mean over all heads of all layers, the mean over the heads of `layer`, or those of `head` in `layer`.
 
     Args:
-        generator: As for `cross_attention`. A batch has at most its `batch_size` pairs, and at most `MAX_TOKENS_PER_BATCH` or
-            its `max_tokens_per_batch` tokens of either side.
+        generator: Model and tokenizers. The model keeps its mode and its attention kernel. A batch has at most `batch_size`
+            pairs, and at most `MAX_TOKENS_PER_BATCH` or `max_tokens_per_batch` tokens of either side.
         sources: Source texts.
         targets: One for each source. By default the model generates them.
-        layer: As for `cross_attention`.
-        head: As for `cross_attention`.
-        keep_heads: As for `cross_attention`.
+        layer: A decoder layer, from 0; negative numbers count from the last.
+        head: A head of that layer, from 0; negative numbers count from the last.
+        keep_heads: True to keep the weights of all heads in `head_weights`.
         show_progress: True for progress bars; `None` shows them on a terminal only.
-        **generation_kwargs: As for `cross_attention`.
+        **generation_kwargs: As for `generate()`, if the model generates the targets.
 
     Raises:
-        ValueError: As `cross_attention`, or if the numbers of sources and targets differ, or one is not a text.
+        ValueError: If a source is blank, the numbers of sources and targets differ, the layer or head does not exist,
+            `head` is given without `layer`, generation options are given with targets, or the model returns no
+            cross-attention.
     """
     if head is not None and layer is None:
         raise ValueError(f"`layer` must be given with `head`, got head {head} alone.")

@@ -180,14 +180,6 @@ def _is_assisted(model: PreTrainedModel, options: dict) -> bool:
     )
 
 
-def _merge_min_length(model: PreTrainedModel, options: dict, prompt_length: int) -> dict:
-    """Replace `min_new_tokens` by `min_length` if the model sets `min_length`: `generate()` warns if both are set."""
-    min_new_tokens = options.get("min_new_tokens")
-    if min_new_tokens is None or model.generation_config.min_length is None:
-        return options
-    return {**options, "min_length": prompt_length + min_new_tokens, "min_new_tokens": None}
-
-
 def _search_options(
     model: PreTrainedModel, search: Callable | None, return_scores: bool, generation_kwargs: dict
 ) -> dict:
@@ -204,7 +196,10 @@ def _generate(
 ) -> Iterator[Hypothesis]:
     prompt = generation_kwargs.get("decoder_input_ids")
     prompt_length = 1 if prompt is None else prompt.shape[1]
-    generation_kwargs = _merge_min_length(model, generation_kwargs, prompt_length)
+    min_new_tokens = generation_kwargs.get("min_new_tokens")
+    if min_new_tokens is not None and model.generation_config.min_length is not None:
+        # `generate()` warns if both are set.
+        generation_kwargs = {**generation_kwargs, "min_length": prompt_length + min_new_tokens, "min_new_tokens": None}
     step_scores = None
     if generation_kwargs.get("output_scores") and generation_kwargs.get("custom_generate") is None:
         criteria = generation_kwargs.get("stopping_criteria") or []

@@ -95,36 +95,19 @@ def test_scores_only_where_asked_for(generator, sources):
         assert all(h.score is None for hypotheses in decode(generator.model, sources, **options) for h in hypotheses)
 
 
-@pytest.mark.parametrize(
-    "form", ["int", "list", "tensor", "number in a tensor", "configured list", "configured tensor"]
-)
-def test_any_end_of_sequence_ends_a_target(generator, sources, form):
+@pytest.mark.parametrize("is_configured", [True, False])
+@pytest.mark.parametrize("form", [int, list, torch.tensor])
+def test_any_end_of_sequence_ends_a_target(generator, sources, form, is_configured):
     end = ends_early(generator.model, sources)
-    options = {}
-    if form == "configured list":
-        generator.model.generation_config.eos_token_id = [generator.model.config.eos_token_id, end]
-    elif form == "configured tensor":
-        generator.model.generation_config.eos_token_id = torch.tensor([generator.model.config.eos_token_id, end])
-    else:
-        both = [generator.model.config.eos_token_id, end]
-        forms = {"int": end, "list": both, "tensor": torch.tensor(both), "number in a tensor": torch.tensor(end)}
-        options["eos_token_id"] = forms[form]
+    eos_token_id = end if form is int else form([generator.model.config.eos_token_id, end])
+    options = {} if is_configured else {"eos_token_id": eos_token_id}
+    generator.model.generation_config.update(**({"eos_token_id": eos_token_id} if is_configured else {}))
     full = [hypothesis.ids for [hypothesis] in decode(generator.model, sources, eos_token_id=-1)]
     results = [hypothesis for [hypothesis] in decode(generator.model, sources, **options)]
     assert {hypothesis.is_finished for hypothesis in results} == {True, False}
     for hypothesis, ids in zip(results, full, strict=True):
         assert hypothesis.is_finished == (hypothesis.ids[-1] == end)
         assert hypothesis.ids == (ids[: ids.index(end) + 1] if end in ids else ids)
-
-
-def test_mode_is_left_as_it_was_even_after_an_error(generator, sources):
-    for was_training in (True, False):
-        generator.model.train(was_training)
-        decode(generator.model, sources[:1])
-        assert generator.model.training is was_training
-        with pytest.raises(ValueError, match="num_return_sequences"):
-            decode(generator.model, sources[:1], num_return_sequences=2)
-        assert generator.model.training is was_training
 
 
 def test_modes_of_parts_are_left_as_they_were(generator, sources):
@@ -134,8 +117,11 @@ def test_modes_of_parts_are_left_as_they_were(generator, sources):
         model.get_encoder().train(of_encoder)
         before = [module.training for module in model.modules()]
         assert len(set(before)) == 2
+        assert decode(model, []) == []
         decode(model, sources[:1])
         generator.score(["a cat"], ["eine Katze"])
+        with pytest.raises(ValueError, match="num_return_sequences"):
+            decode(model, sources[:1], num_return_sequences=2)
         assert [module.training for module in model.modules()] == before
 
 
@@ -148,10 +134,6 @@ def test_dropout_is_off(sources):
             module.dropout = 0.9
     generator.model.config.dropout = 0.9
     assert decode(generator.model, sources) == expected
-
-
-def test_nothing_in_nothing_out(generator):
-    assert decode(generator.model, []) == []
 
 
 def test_what_other_processes_decode_is_not_waited_for(generator, sources, monkeypatch):

@@ -129,10 +129,9 @@ def test_an_error_of_decoding_ends_the_thread(generator, monkeypatch):
     assert wait_for_no_threads()
 
 
-@pytest.mark.parametrize("size", [0, -1])
-def test_chunks_must_be_positive(generator, size):
-    with pytest.raises(ValueError, match=f"`chunk_size` must be at least 1, got {size}"):
-        list(generator.generate_stream(SOURCES, chunk_size=size))
+def test_chunks_must_be_positive(generator):
+    with pytest.raises(ValueError, match="`chunk_size` must be at least 1, got 0"):
+        list(generator.generate_stream(SOURCES, chunk_size=0))
     assert [chunk.texts for chunk in read_chunks("abcde", 2)] == [["a", "b"], ["c", "d"], ["e"]]
 
 

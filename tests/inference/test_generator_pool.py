@@ -70,16 +70,12 @@ def assert_they_end(processes):
 def test_it_writes_what_one_generator_writes(options, pool, generator):
     expected = list(generator.generate_stream(LINES, chunk_size=4, **options))
     assert len(expected) == len(LINES)
+    assert len(set(processes_of(pool))) == pool.num_processes == 2 and os.getpid() not in processes_of(pool)
     assert list(pool.generate_stream(LINES, chunk_size=4, **options)) == expected
     assert pool.num_targets(num_beams=3, num_return_sequences=2) == 2
     # A stream that was left is taken up.
     rest = pool.generate_stream(LINES[8:], chunk_size=4, first_chunk=2, **options)
     assert list(rest) == expected[8:]
-
-
-def test_both_work(pool):
-    assert len(set(processes_of(pool))) == pool.num_processes == 2
-    assert os.getpid() not in processes_of(pool)
 
 
 def test_minimum_bayes_risk(pool, generator):
@@ -218,28 +214,20 @@ def test_processes_do_not_outlive_a_killed_parent(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("device", "count", "expected"),
+    ("device", "count", "num_devices", "expected"),
     [
-        (None, 4, ["cuda:0", "cuda:1", "cuda:2", "cuda:0"]),
-        ("cuda", 2, ["cuda:0", "cuda:1"]),
-        ("cuda:2", 2, ["cuda:2", "cuda:2"]),
-        ("cpu", 3, ["cpu"] * 3),
+        (None, 4, 3, ["cuda:0", "cuda:1", "cuda:2", "cuda:0"]),
+        ("cuda", 2, 3, ["cuda:0", "cuda:1"]),
+        ("cuda:2", 2, 3, ["cuda:2", "cuda:2"]),
+        ("cpu", 3, 3, ["cpu"] * 3),
+        (None, 2, 0, [None, None]),
     ],
 )
-def test_devices_with_accelerators(device, count, expected, monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+def test_processes_take_the_accelerators_in_turn(device, count, num_devices, expected, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: num_devices > 0)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: num_devices)
     assert spread_devices(device, count) == expected
-
-
-def test_devices_without_accelerators(monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    # What an engine takes for the best one.
-    assert spread_devices(None, 2) == [None, None]
-
-
-def test_unknown_devices_are_refused_before_a_process_starts():
     with pytest.raises(ValueError, match=r"`device` must be one that torch knows, .* got 'foo'"):
         GeneratorPool("no/such/model", num_processes=2, device="foo")
 
