@@ -4,7 +4,7 @@ import gzip
 import sys
 
 import pytest
-from cli_texts import damaged
+from cli_texts import contents, damaged
 from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
 
 from metaphrase.scripts import __main__ as command_line
@@ -52,10 +52,6 @@ def test_tokenize_refuses_what_is_no_text_whatever_the_kind(sides, kind, files, 
         with pytest.raises(error):
             tokenize.main([sides, files[0], str(tmp_path / name), *rest])
         assert not (tmp_path / "t").exists()
-
-
-def contents(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("words", [[], ["--overwrite"]], ids=str)

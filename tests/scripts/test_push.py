@@ -11,6 +11,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+from cli_texts import contents
 from hub_stand_in import StandIn
 from huggingface_hub import ModelCard, constants
 from tiny_generator import save_generator, tiny_generator
@@ -68,11 +69,6 @@ def folder(tmp_path):
     return path
 
 
-def content_of(folder):
-    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
-    return {name: path.read_bytes() for name, path in files.items()}
-
-
 def push_words(folder, *options, repo_id="somebody/tiny"):
     return [str(folder), repo_id, "--token", "hf_of_the_test", *options]
 
@@ -81,7 +77,7 @@ def test_exactly_the_model_goes_up_byte_for_byte(hub, folder, capsys):
     push.main(push_words(folder, "--private", "--commit_message", "first"))
     [(branch, message, files)] = hub.commits
     assert (branch, message) == ("main", "first")
-    assert files == {name: content for name, content in content_of(folder).items() if name not in FORBIDDEN}
+    assert files == {name: content for name, content in contents(folder).items() if name not in FORBIDDEN}
     assert {"config.json", "model.safetensors", "tokenizer.json", "recipe.yaml", "metrics.json"} <= files.keys()
     assert {"modeling_metaphrase.py", "target_tokenizer/tokenizer.json", "test_predictions.txt"} <= files.keys()
     assert not any(b"forbidden" in content for content in files.values())
@@ -190,12 +186,12 @@ def test_what_a_card_says_by_itself_follows_the_files(hub, folder):
 
 def test_dry_run_tells_what_the_card_will_state(folder, capsys):
     write_model_card(folder, Facts(**GIVEN))
-    before = content_of(folder)
+    before = contents(folder)
     push.main(push_words(folder, "--dry_run", "--license", "mit"))
     said = capsys.readouterr().out
     for line in ("license: mit", "base_model: me/base", "datasets: me/pairs, me/more", "tags: demo"):
         assert re.search(rf"^ +{line}$", said, re.MULTILINE), line
-    assert content_of(folder) == before
+    assert contents(folder) == before
 
 
 def test_options_of_the_card_need_a_card_that_is_written(hub, folder):
@@ -247,9 +243,9 @@ def test_dry_run_tells_all_and_does_nothing(folder, option, monkeypatch, capsys)
         raise AssertionError("a dry run must not use the network")
 
     monkeypatch.setattr("socket.socket.connect", refuse)
-    before = content_of(folder)
+    before = contents(folder)
     push.main(push_words(folder, option))
-    assert content_of(folder) == before
+    assert contents(folder) == before
     said = capsys.readouterr().out
     shared = {name: len(content) for name, content in before.items() if name not in FORBIDDEN}
     for name, size in shared.items():
