@@ -184,18 +184,10 @@ def main(words: Sequence[str]) -> None:
     check_metrics(arguments.metrics, arguments.bleu_tokenize)
     score_options, generation_options = metric_options(arguments), chosen_generation_options(arguments)
     report = DataReport()
+    names = ("file", "source_column", "target_column", "source_prefix", "malformed", "invalid_utf8")
+    files = {"source_file": arguments.source, "target_file": arguments.target}
     # Pairs with an empty side stay: they are legitimate test cases.
-    pairs = load_pairs(
-        file=arguments.file,
-        source_file=arguments.source,
-        target_file=arguments.target,
-        source_column=arguments.source_column,
-        target_column=arguments.target_column,
-        source_prefix=arguments.source_prefix,
-        malformed=arguments.malformed,
-        invalid_utf8=arguments.invalid_utf8,
-        report=report,
-    )
+    pairs = load_pairs(**files, **given_options(arguments, names), report=report)
     measured = describe(arguments, pairs, report)
     choose_output(arguments, measured)
     with open_predictions(arguments.predictions) as file:
