@@ -11,9 +11,8 @@ from metaphrase.decoding.searches.speculative_decoding import SpeculativeSearch
 from metaphrase.inference.alignment import AttentionMap, cross_attention, cross_attentions
 from metaphrase.inference.batches import decode
 from metaphrase.inference.engine import Engine, Hypothesis
-from metaphrase.inference.generator import Generator
+from metaphrase.inference.generator import ENGINES, Generator
 from metaphrase.inference.generator_pool import GeneratorPool
-from metaphrase.inference.loading import ENGINES
 from metaphrase.inference.minimum_bayes_risk import expected_utilities
 from metaphrase.inference.pipelines import SummarizationPipeline, Text2TextGenerationPipeline, TranslationPipeline
 from metaphrase.inference.run import ScoredText

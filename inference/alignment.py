@@ -6,21 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from metaphrase.decoding.options import plain_options
 from metaphrase.inference.generator import Generator
 from metaphrase.inference.run import check_single
-from metaphrase.inference.scoring import (
-    check_pairs,
-    encode_forced,
-    forced_inputs,
-    pair_lengths,
-    read_texts,
-)
+from metaphrase.inference.scoring import encode_forced, forced_batches, forced_inputs, read_texts
 from metaphrase.inference.source_limits import check_sources, count_cut
-from metaphrase.modeling.pipeline_support import batches_by_length, evaluating
+from metaphrase.modeling.pipeline_support import evaluating
 from metaphrase.tokenization import (
     TextFrame,
     checked_texts,
@@ -65,38 +58,9 @@ class AttentionMap:
     head_weights: np.ndarray | None = None
 
 
-def cross_attention(
-    generator: Generator,
-    source: str,
-    target: str | None = None,
-    *,
-    layer: int | None = None,
-    head: int | None = None,
-    keep_heads: bool = False,
-    **generation_kwargs,
-) -> AttentionMap:
-    """Return the cross-attention between a source and a target, from one teacher-forced pass.
-
-    The weights are the mean over all heads of all layers, the mean over the heads of `layer`, or those of `head` in `layer`.
-
-    Args:
-        generator: Model and tokenizers. The model keeps its mode and its attention kernel.
-        source: The source text.
-        target: The target text. By default the model generates it.
-        layer: A decoder layer, from 0; negative numbers count from the last.
-        head: A head of that layer, from 0; negative numbers count from the last.
-        keep_heads: True to keep the weights of all heads in `head_weights`.
-        **generation_kwargs: As for `generate()`, if the model generates the target.
-
-    Raises:
-        ValueError: If the source is blank, the layer or head does not exist, `head` is given without `layer`, generation
-            options are given with a target, or the model returns no cross-attention.
-    """
-    if not isinstance(source, str) or not source.strip():
-        raise ValueError(f"`source` must not be empty or white space, got {source!r}.")
-    targets = None if target is None else [target]
-    options = {"layer": layer, "head": head, "keep_heads": keep_heads}
-    [attention] = cross_attentions(generator, [source], targets, **options, **generation_kwargs)
+def cross_attention(generator: Generator, source: str, target: str | None = None, **options) -> AttentionMap:
+    """Return the cross-attention between a source and a target. The options are those of `cross_attentions`."""
+    [attention] = cross_attentions(generator, [source], None if target is None else [target], **options)
     return attention
 
 
@@ -111,21 +75,25 @@ def cross_attentions(
     show_progress: bool | None = False,
     **generation_kwargs,
 ) -> list[AttentionMap]:
-    """Return the cross-attention of many pairs, computed in batches of similar length. See `cross_attention`.
+    """Return the cross-attention of many pairs, from teacher-forced passes over batches of similar length.
+
+    The weights are the mean over all heads of all layers, the mean over the heads of `layer`, or those of `head` in `layer`.
 
     Args:
-        generator: As for `cross_attention`. A batch has at most its `batch_size` pairs, and at most `MAX_TOKENS_PER_BATCH` or
-            its `max_tokens_per_batch` tokens of either side.
+        generator: Model and tokenizers. The model keeps its mode and its attention kernel. A batch has at most `batch_size`
+            pairs, and at most `MAX_TOKENS_PER_BATCH` or `max_tokens_per_batch` tokens of either side.
         sources: Source texts.
         targets: One for each source. By default the model generates them.
-        layer: As for `cross_attention`.
-        head: As for `cross_attention`.
-        keep_heads: As for `cross_attention`.
+        layer: A decoder layer, from 0; negative numbers count from the last.
+        head: A head of that layer, from 0; negative numbers count from the last.
+        keep_heads: True to keep the weights of all heads in `head_weights`.
         show_progress: True for progress bars; `None` shows them on a terminal only.
-        **generation_kwargs: As for `cross_attention`.
+        **generation_kwargs: As for `generate()`, if the model generates the targets.
 
     Raises:
-        ValueError: As `cross_attention`, or if the numbers of sources and targets differ, or one is not a text.
+        ValueError: If a source is blank, the numbers of sources and targets differ, the layer or head does not exist,
+            `head` is given without `layer`, generation options are given with targets, or the model returns no
+            cross-attention.
     """
     if head is not None and layer is None:
         raise ValueError(f"`layer` must be given with `head`, got head {head} alone.")
@@ -142,7 +110,7 @@ def cross_attentions(
         targets = list(checked_texts(targets, "targets"))
     sources, targets = read_texts(sources, targets)
     _check_choice(generator.model, layer, head)
-    tokenizers, prefix = generator.tokenizers, generator.source_prefix
+    tokenizers = generator.tokenizers
     uncut_ids = generator.encode_uncut(sources)
     source_ids = generator.truncate(uncut_ids)
     check_sources(generator.model, source_ids, range(1, len(source_ids) + 1))
@@ -160,48 +128,32 @@ def cross_attentions(
     maps: list[AttentionMap | None] = [None] * len(source_ids)
     end = TextFrame.of(tokenizers.encode_sources).end
     start = generation_kwargs.get("decoder_start_token_id")
-    for index, heads in _head_weights(generator, source_ids, target_ids, start, show_progress):
-        ids = source_ids[index], target_ids[index]
-        source_words, source_word_ids = words_of_source(tokenizers.source, sources[index], uncut_ids[index], prefix)
-        if source_word_ids is not None:
-            source_word_ids = shorten(source_word_ids, len(ids[0]), [None] * len(end))
-        target_words, target_word_ids = find_words(tokenizers.target, target_texts[index], ids[1])
-        maps[index] = AttentionMap(
-            weights=_choose(heads, layer, head),
-            source_tokens=readable_tokens(tokenizers.source, ids[0]),
-            target_tokens=readable_tokens(tokenizers.target, ids[1]),
-            source=sources[index],
-            target=target_texts[index],
-            source_words=source_words,
-            target_words=target_words,
-            source_word_ids=source_word_ids,
-            target_word_ids=target_word_ids,
-            head_weights=heads.numpy() if keep_heads else None,
-        )
-    return maps
-
-
-def _head_weights(
-    generator: Generator,
-    source_ids: list[list[int]],
-    target_ids: list[list[int]],
-    start: int | None,
-    show_progress: bool | None,
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the index of each pair and its weights `(layers, heads, target, source)`, in the order of the batches."""
-    model = generator.model
-    check_pairs(model, source_ids, target_ids)
     max_tokens = min(generator.max_tokens_per_batch, MAX_TOKENS_PER_BATCH)
-    batches = batches_by_length(pair_lengths(source_ids, target_ids), generator.batch_size, max_tokens)
-    bar = tqdm(total=len(source_ids), unit="pair", disable=None if show_progress is None else not show_progress)
-    with bar:
-        for batch in batches:
-            inputs = forced_inputs(model, [source_ids[i] for i in batch], [target_ids[i] for i in batch], start)
-            layers = _weights_of_layers(model, inputs)
-            for row, index in enumerate(batch):
-                num_target, num_source = len(target_ids[index]), len(source_ids[index])
-                yield index, torch.stack([weights[row, :, :num_target, :num_source] for weights in layers])
-            bar.update(len(batch))
+    batches = forced_batches(generator, source_ids, target_ids, max_tokens, show_progress, start)
+    for batch, inputs in batches:
+        layers = _weights_of_layers(generator.model, inputs)
+        for row, index in enumerate(batch):
+            ids = source_ids[index], target_ids[index]
+            heads = torch.stack([weights[row, :, : len(ids[1]), : len(ids[0])] for weights in layers])
+            source_words, source_word_ids = words_of_source(
+                tokenizers.source, sources[index], uncut_ids[index], generator.source_prefix
+            )
+            if source_word_ids is not None:
+                source_word_ids = shorten(source_word_ids, len(ids[0]), [None] * len(end))
+            target_words, target_word_ids = find_words(tokenizers.target, target_texts[index], ids[1])
+            maps[index] = AttentionMap(
+                weights=_choose(heads, layer, head),
+                source_tokens=readable_tokens(tokenizers.source, ids[0]),
+                target_tokens=readable_tokens(tokenizers.target, ids[1]),
+                source=sources[index],
+                target=target_texts[index],
+                source_words=source_words,
+                target_words=target_words,
+                source_word_ids=source_word_ids,
+                target_word_ids=target_word_ids,
+                head_weights=heads.numpy() if keep_heads else None,
+            )
+    return maps
 
 
 def _weights_of_layers(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:

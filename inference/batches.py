@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import transformers
-from packaging.version import Version
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerationMode
@@ -27,6 +25,7 @@ from metaphrase.inference.text_options import (
     read_text_options,
     with_start,
 )
+from metaphrase.modeling.compat import PASSES_SAMPLE_ROWS
 from metaphrase.modeling.pipeline_support import (
     DEFAULT_BATCH_SIZE,
     DEFAULT_MAX_TOKENS_PER_BATCH,
@@ -37,9 +36,6 @@ from metaphrase.modeling.pipeline_support import (
     length_limits,
     resolve_settings,
 )
-
-# transformers < 5.24 calls `prefix_allowed_tokens_fn` with the row of a sample, later versions with the index of its source.
-_PASSES_ROWS = Version(transformers.__version__) < Version("5.24.dev0")
 
 
 def decode(
@@ -160,7 +156,7 @@ def pad_sources(sources: list[Sequence[int]], model: PreTrainedModel) -> dict[st
 
 def _copies(model: PreTrainedModel, options: dict) -> int:
     """Return the number of rows of each text as `prefix_allowed_tokens_fn` sees them: the samples, but not the beams."""
-    if not _PASSES_ROWS:
+    if not PASSES_SAMPLE_ROWS:
         return 1
     names, config = ("num_beams", "num_return_sequences"), model.generation_config
     num_beams, count = (getattr(config, name) if options.get(name) is None else options[name] for name in names)
@@ -184,14 +180,6 @@ def _is_assisted(model: PreTrainedModel, options: dict) -> bool:
     )
 
 
-def _merge_min_length(model: PreTrainedModel, options: dict, prompt_length: int) -> dict:
-    """Replace `min_new_tokens` by `min_length` if the model sets `min_length`: `generate()` warns if both are set."""
-    min_new_tokens = options.get("min_new_tokens")
-    if min_new_tokens is None or model.generation_config.min_length is None:
-        return options
-    return {**options, "min_length": prompt_length + min_new_tokens, "min_new_tokens": None}
-
-
 def _search_options(
     model: PreTrainedModel, search: Callable | None, return_scores: bool, generation_kwargs: dict
 ) -> dict:
@@ -208,7 +196,10 @@ def _generate(
 ) -> Iterator[Hypothesis]:
     prompt = generation_kwargs.get("decoder_input_ids")
     prompt_length = 1 if prompt is None else prompt.shape[1]
-    generation_kwargs = _merge_min_length(model, generation_kwargs, prompt_length)
+    min_new_tokens = generation_kwargs.get("min_new_tokens")
+    if min_new_tokens is not None and model.generation_config.min_length is not None:
+        # `generate()` warns if both are set.
+        generation_kwargs = {**generation_kwargs, "min_length": prompt_length + min_new_tokens, "min_new_tokens": None}
     step_scores = None
     if generation_kwargs.get("output_scores") and generation_kwargs.get("custom_generate") is None:
         criteria = generation_kwargs.get("stopping_criteria") or []

@@ -1,27 +1,59 @@
 """Split a stream of sources into chunks, prepare them in another thread, and decode each chunk as a whole."""
 
+import abc
 import contextlib
 import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from metaphrase.inference.source_limits import counting_on
-from metaphrase.inference.text_options import options_of_texts
+from metaphrase.inference.run import ScoredText
+from metaphrase.inference.source_limits import numbering
+from metaphrase.inference.text_options import options_of_texts, read_text_options
+from metaphrase.tokenization import checked_texts
 
 if TYPE_CHECKING:
     from metaphrase.inference.generator import Generator
 
 Prepared = TypeVar("Prepared")
+COUNTERS = ("num_unfinished", "num_truncated", "num_drafted", "num_accepted")
 
 
-def read_chunks(lines: Iterable[str], size: int) -> Iterator[list[str]]:
-    """Yield the lines in lists of `size`. The last list may be shorter.
+@dataclass(frozen=True)
+class Chunk:
+    """Sources that are decoded together.
+
+    Attributes:
+        number: Number of the chunk in its stream, from 0.
+        indices: Index of each source in the stream.
+        texts: The sources.
+    """
+
+    number: int
+    indices: range
+    texts: list[str]
+
+    def numbering(self) -> contextlib.AbstractContextManager:
+        """Return a context in which an error names a source by its number in the stream."""
+        return numbering([index + 1 for index in self.indices])
+
+    def seed(self, seed: int | None) -> None:
+        """Seed torch by the seed of the stream, whatever was decoded before. Chunk 0 has the stream's own seed."""
+        if seed is not None and self.number:
+            state = np.random.SeedSequence(seed, spawn_key=(self.number,)).generate_state(1, np.uint64)
+            seed = int(state[0] >> np.uint64(1))
+        if seed is not None:
+            torch.manual_seed(seed)
+
+
+def read_chunks(lines: Iterable[str], size: int, first_chunk: int = 0) -> Iterator[Chunk]:
+    """Yield chunks of `size` lines. The last one may be shorter.
 
     Raises:
         ValueError: If `size` is below 1.
@@ -29,80 +61,96 @@ def read_chunks(lines: Iterable[str], size: int) -> Iterator[list[str]]:
     if size < 1:
         raise ValueError(f"`chunk_size` must be at least 1, got {size}.")
     iterator = iter(lines)
-    while chunk := list(itertools.islice(iterator, size)):
-        yield chunk
+    for number in itertools.count(first_chunk):
+        if not (texts := list(itertools.islice(iterator, size))):
+            return
+        yield Chunk(number, range(number * size, number * size + len(texts)), texts)
 
 
-def line_bar(show_progress: bool | None, total: int | None, done: int) -> tqdm:
-    """Return a progress bar over the lines of a stream; `None` shows it on a terminal only."""
-    return tqdm(total=total, initial=done, unit="line", disable=None if show_progress is None else not show_progress)
+class StreamDecoder(abc.ABC):
+    """Base of `Generator` and `GeneratorPool`: streams, and counters over all calls.
 
-
-def check_seed(seed: int | None) -> None:
-    """Check the seed of a stream.
-
-    Raises:
-        ValueError: If torch does not accept the seed.
+    Attributes:
+        num_unfinished: Hypotheses that met the length limit before their end of sequence.
+        num_truncated: Sources that were truncated.
+        num_drafted: Tokens that draft models proposed.
+        num_accepted: Proposed tokens that became part of a target.
     """
-    if seed is not None and not (isinstance(seed, int) and 0 <= seed < 1 << 64):
-        raise ValueError(f"`seed` must be a whole number from 0 to 2**64 - 1, got {seed!r}.")
 
+    num_unfinished = num_truncated = num_drafted = num_accepted = 0
 
-def seed_chunk(seed: int, number: int) -> None:
-    """Seed torch for one chunk, whatever was decoded before. Chunk 0 has the stream's own seed."""
-    if number:
-        seed = int(np.random.SeedSequence(seed, spawn_key=(number,)).generate_state(1, np.uint64)[0] >> np.uint64(1))
-    torch.manual_seed(seed)
+    def count(self, counts: Mapping[str, int]) -> None:
+        """Add to the counters, by name."""
+        for name, number in counts.items():
+            setattr(self, name, getattr(self, name) + number)
+
+    def generate_stream(
+        self,
+        lines: Iterable[str],
+        *,
+        chunk_size: int = 4096,
+        return_scores: bool = True,
+        show_progress: bool | None = False,
+        seed: int | None = None,
+        first_chunk: int = 0,
+        total: int | None = None,
+        risk: Mapping[str, Any] | None = None,
+        **generation_kwargs,
+    ) -> Iterator[list[ScoredText]]:
+        """Yield the candidates of each source of a stream of any length, in order and in bounded memory.
+
+        The sources of a chunk are sorted and decoded together. Meanwhile another thread reads and tokenizes the next chunk.
+        The thread does not use the tokenizers while the caller handles a result. In a pool each process has a chunk, and one
+        more chunk waits.
+
+        Args:
+            lines: Sources; iterated in the other thread.
+            chunk_size: Sources that are decoded together.
+            return_scores: True if candidates carry their score.
+            show_progress: True for a progress bar over the stream; `None` shows it on a terminal only.
+            seed: Seed of the stream. The random numbers of a chunk depend only on the seed and the chunk's number, so that a
+                stopped stream can be resumed. Chunk 0 has those of `torch.manual_seed(seed)`.
+            first_chunk: Number of the first chunk in `lines`, for a resumed stream.
+            total: Sources of the whole stream, for the progress bar.
+            risk: Arguments of `generate_mbr()`, if its choice is to be the only candidate.
+            **generation_kwargs: As for `generate_n_best()`.
+
+        Raises:
+            ChildProcessError: If a process of a pool died.
+            ValueError: If `chunk_size` is below 1 or `seed` is negative, if a pool is closed, or as `generate_n_best()` does.
+        """
+        lines = checked_texts(lines, "lines")
+        if seed is not None and not (isinstance(seed, int) and 0 <= seed < 1 << 64):
+            raise ValueError(f"`seed` must be a whole number from 0 to 2**64 - 1, got {seed!r}.")
+        options = {"seed": seed, "return_scores": return_scores, "risk": risk}
+        options |= read_text_options(generation_kwargs, None)
+        is_hidden = None if show_progress is None else not show_progress
+        with tqdm(total=total, initial=first_chunk * chunk_size, unit="line", disable=is_hidden) as bar:
+            yield from self.decode_chunks(read_chunks(lines, chunk_size, first_chunk), bar, **options)
+
+    @abc.abstractmethod
+    def decode_chunks(self, chunks: Iterator[Chunk], bar: tqdm, **options) -> Iterator[list[ScoredText]]:
+        """Yield the candidates of each source; `options` are those of `decode_chunk`."""
 
 
 def decode_chunk(
     generator: "Generator",
-    number: int,
-    texts: list[str],
+    chunk: Chunk,
     *,
     seed: int | None,
     return_scores: bool,
     risk: Mapping[str, Any] | None,
     **options,
-) -> list[list[Any]]:
-    """Return the candidates of each source of one chunk.
-
-    Args:
-        generator: Decodes the chunk.
-        number: Number of the chunk in its stream, from 0.
-        texts: Sources.
-        seed: Seed of the stream, or `None` to go on with torch's random state.
-        return_scores: True if candidates carry their score.
-        risk: Arguments of `Generator.generate_mbr`, if its choice is to be the only candidate.
-        **options: Arguments of `generate()`.
-    """
-    if seed is not None:
-        seed_chunk(seed, number)
-    if risk is not None:
-        return [[chosen] for chosen in generator.generate_mbr(texts, **risk, **options)]
-    return generator.generate_n_best(texts, return_scores=return_scores, **options)
-
-
-def decode_chunks(
-    generator: "Generator", lines: Iterable[str], chunk_size: int, first_chunk: int, bar: tqdm, **options
-) -> Iterator[list[Any]]:
-    """Yield the candidates of each source of a stream; `options` are those of `decode_chunk`."""
-    for number, texts in enumerate(read_chunks(lines, chunk_size), start=first_chunk):
-        first = number * chunk_size
-        with counting_on(first):
-            candidates = decode_chunk(generator, number, texts, **select_texts(options, first, len(texts)))
-        yield from candidates
-        bar.update(len(texts))
-
-
-def select_texts(options: Mapping[str, Any], first: int, num_texts: int) -> dict[str, Any]:
-    """Return arguments of `decode_chunk` with the rows of the texts from index `first` on."""
-    numbers = range(first, first + num_texts)
-    options = options_of_texts(options, numbers)
-    if (options["risk"] or {}).get("reference_options"):
-        reference_options = options_of_texts(options["risk"]["reference_options"], numbers)
-        options["risk"] = {**options["risk"], "reference_options": reference_options}
-    return options
+) -> list[list[ScoredText]]:
+    """Return the candidates of each source of one chunk. The arguments are those of `generate_stream`."""
+    chunk.seed(seed)
+    options = options_of_texts(options, chunk.indices)
+    with chunk.numbering():
+        if risk is None:
+            return generator.generate_n_best(chunk.texts, return_scores=return_scores, **options)
+        if risk.get("reference_options"):
+            risk = {**risk, "reference_options": options_of_texts(risk["reference_options"], chunk.indices)}
+        return [[chosen] for chosen in generator.generate_mbr(chunk.texts, **risk, **options)]
 
 
 class PreparedChunks(Generic[Prepared]):
@@ -112,7 +160,7 @@ class PreparedChunks(Generic[Prepared]):
     the thread is raised in the consumer, in place of the chunk. A consumer that stops early does not wait for the reader.
     """
 
-    def __init__(self, chunks: Iterable[list[str]], prepare: Callable[[list[str]], Prepared], ahead: int = 1):
+    def __init__(self, chunks: Iterable[Chunk], prepare: Callable[[Chunk], Prepared], ahead: int = 1):
         """Set up the iterator. The thread starts when the context is entered.
 
         Args:
@@ -137,7 +185,7 @@ class PreparedChunks(Generic[Prepared]):
         self._is_done = True
         self._permits.release()
 
-    def __iter__(self) -> Iterator[tuple[list[str], Prepared]]:
+    def __iter__(self) -> Iterator[tuple[Chunk, Prepared]]:
         while True:
             item, error = self._ready.get()
             if error is not None:

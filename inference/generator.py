@@ -1,40 +1,35 @@
 """Generator: a model with its tokenizers, from source texts to target texts."""
 
-import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+import metaphrase.modeling  # noqa: F401 (registers the models with the Auto classes)
 from metaphrase.decoding.options import check_ranges, plain_options
+from metaphrase.decoding.quantization import quantization_of, quantize
 from metaphrase.decoding.searches.ensemble import EnsembleSearch
 from metaphrase.decoding.searches.joint_search import check_partner, check_target_vocabulary
-from metaphrase.inference.chunks import (
-    PreparedChunks,
-    check_seed,
-    decode_chunks,
-    line_bar,
-    read_chunks,
-    seed_chunk,
-)
-from metaphrase.inference.engine import Engine, Hypothesis
-from metaphrase.inference.loading import ENGINES, load_parts
+from metaphrase.inference.chunks import Chunk, PreparedChunks, StreamDecoder, decode_chunk
+from metaphrase.inference.engine import Engine, Hypothesis, default_device, find_device
 from metaphrase.inference.minimum_bayes_risk import decode_by_risk
-from metaphrase.inference.run import Counters, EncodedSources, Run, ScoredText, check_single, nonblank
+from metaphrase.inference.run import EncodedSources, Run, ScoredText, check_single, nonblank
 from metaphrase.inference.scoring import ForcedScore, encode_forced, read_texts, score_targets
-from metaphrase.inference.source_limits import check_source_length, count_cut, counting_on
-from metaphrase.inference.text_options import read_text_options
+from metaphrase.inference.source_limits import check_source_length, count_cut
 from metaphrase.modeling.pipeline_support import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
-from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts, readable_tokens, shorten
+from metaphrase.storage.loading import load_whole, naming
+from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts, readable_tokens, set_languages, shorten
+
+ENGINES = ("torch", "ctranslate2")
 
 
-class Generator(Counters):
+class Generator(StreamDecoder):
     """A model with its tokenizers.
 
     Sources of similar length share a batch. Results have the order of the sources. A blank source gives an empty target and
-    does not reach the model. For the counters see `Counters`.
+    does not reach the model. For streams and counters see `StreamDecoder`.
     """
 
     def __init__(
@@ -129,13 +124,23 @@ class Generator(Counters):
             raise ValueError("`name_or_path` must name at least one model, got none.")
         if engine != "torch" and len(names) > 1:
             raise ValueError(f"`engine` must be torch for an ensemble, got {engine!r}.")
-        loading = {"engine": engine, "device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
-        loading |= {"source_lang": source_lang, "target_lang": target_lang}
-        first, *rest = names
+        parts = []
+        for name in names:
+            with naming(name, "name_or_path"):
+                if engine == "torch":
+                    model = _load_model(name, default_device() if device is None else device, dtype, trust_remote_code)
+                else:
+                    from metaphrase.inference.ctranslate2.engine import CTranslate2Engine  # Needs an extra.
+
+                    model = CTranslate2Engine.from_pretrained(name, device=device, dtype=dtype)
+                tokenizers = TokenizerPair.from_pretrained(name, trust_remote_code=trust_remote_code)
+            model.generation_config.update(**set_languages(tokenizers, source_lang, target_lang))
+            parts.append((model, tokenizers))
+        first, *rest = parts
         if rest:
             member_kwargs = {name: kwargs[name] for name in ("source_prefix", "max_source_length") if name in kwargs}
-            kwargs["members"] = [cls(*load_parts(name, **loading), **member_kwargs) for name in rest]
-        return cls(*load_parts(first, **loading), **kwargs)
+            kwargs["members"] = [cls(*part, **member_kwargs) for part in rest]
+        return cls(*first, **kwargs)
 
     def generate(self, texts: Iterable[str], *, show_progress: bool | None = False, **generation_kwargs) -> list[str]:
         """Return the best target for each source.
@@ -224,16 +229,9 @@ class Generator(Counters):
             ValueError: If a number is below 1, the beam is narrower than the number of candidates, the utility is unknown, or
                 `reference_options` are given without `num_references`.
         """
-        truncated = []
-
-        def draw(texts: list[str], return_scores: bool, options: dict) -> list[list[ScoredText]]:
-            before = self.num_truncated
-            samples = self._generate(texts, return_scores, options, show_progress)
-            truncated.append(self.num_truncated - before)
-            return samples
-
+        num_truncated = self.num_truncated
         chosen = decode_by_risk(
-            draw,
+            lambda *arguments: self._generate(*arguments, show_progress),
             list(checked_texts(texts)),
             config=self.model.generation_config,
             num_candidates=num_candidates,
@@ -242,69 +240,34 @@ class Generator(Counters):
             options=generation_kwargs,
             reference_options=reference_options,
         )
-        # The pseudo-references came from the same sources, which count once.
-        self.num_truncated -= sum(truncated[1:])
+        if num_references is not None:
+            # The pseudo-references came from the same sources, which count once.
+            self.num_truncated -= (self.num_truncated - num_truncated) // 2
         return [ScoredText(text, expected_utility) for text, expected_utility in chosen]
 
-    def generate_stream(
-        self,
-        lines: Iterable[str],
-        *,
-        chunk_size: int = 4096,
-        return_scores: bool = True,
-        show_progress: bool | None = False,
-        seed: int | None = None,
-        first_chunk: int = 0,
-        total: int | None = None,
-        risk: Mapping[str, Any] | None = None,
-        **generation_kwargs,
-    ) -> Iterator[list[ScoredText]]:
-        """Yield the candidates of each source of a stream of any length, in bounded memory.
-
-        The sources of a chunk are sorted and decoded together. Meanwhile another thread reads and tokenizes the next chunk.
-        The thread does not use the tokenizers while the caller handles a result.
-
-        Args:
-            lines: Sources; iterated in the other thread.
-            chunk_size: Sources that are decoded together.
-            return_scores: True if candidates carry their score.
-            show_progress: True for a progress bar over the stream; `None` shows it on a terminal only.
-            seed: Seed of the stream. The random numbers of a chunk depend only on the seed and the chunk's number, so that a
-                stopped stream can be resumed. Chunk 0 has those of `torch.manual_seed(seed)`.
-            first_chunk: Number of the first chunk in `lines`, for a resumed stream.
-            total: Sources of the whole stream, for the progress bar.
-            risk: Arguments of `generate_mbr()`, if its choice is to be the only candidate.
-            **generation_kwargs: As for `generate_n_best()`.
-
-        Raises:
-            ValueError: If `chunk_size` is below 1 or `seed` is negative, or as `generate_n_best()` does.
-        """
-        lines = checked_texts(lines, "lines")
-        check_seed(seed)
-        generation_kwargs = read_text_options(generation_kwargs, None)
-        bar = line_bar(show_progress, total, first_chunk * chunk_size)
-        if risk is not None:
-            options = {"seed": seed, "return_scores": return_scores, "risk": risk, **generation_kwargs}
-            with bar:
-                yield from decode_chunks(self, lines, chunk_size, first_chunk, bar, **options)
+    def decode_chunks(self, chunks: Iterator[Chunk], bar: tqdm, **options) -> Iterator[list[ScoredText]]:
+        """See `StreamDecoder`."""
+        if options["risk"] is not None:
+            for chunk in chunks:
+                yield from decode_chunk(self, chunk, **options)
+                bar.update(len(chunk.texts))
             return
-        run = Run.of(self, generation_kwargs)
-        numbers_read = itertools.count(first_chunk)
+        seed, return_scores, _ = (options.pop(name) for name in ("seed", "return_scores", "risk"))
+        run = Run.of(self, options)
 
-        def encode(texts: list[str]) -> EncodedSources:
-            with counting_on(next(numbers_read) * chunk_size):
-                return run.encode(texts)
+        def encode(chunk: Chunk) -> EncodedSources:
+            with chunk.numbering():
+                return run.encode(chunk.texts)
 
-        with bar, PreparedChunks(read_chunks(lines, chunk_size), encode) as chunks:
-            for number, (texts, sources) in enumerate(chunks, start=first_chunk):
-                if seed is not None:
-                    seed_chunk(seed, number)
-                numbers = [number * chunk_size + index for index in nonblank(texts)]
-                hypotheses, counts = run.search(sources, numbers, return_scores, on_batch=bar.update)
+        with PreparedChunks(chunks, encode) as prepared_chunks:
+            for chunk, sources in prepared_chunks:
+                chunk.seed(seed)
+                indices = [chunk.indices[index] for index in nonblank(chunk.texts)]
+                hypotheses, counts = run.search(sources, indices, return_scores, on_batch=bar.update)
                 self.count(counts)
-                with chunks.alone():
-                    candidates = run.decode_texts(texts, hypotheses, return_scores)
-                    bar.update(len(texts) - len(hypotheses))
+                with prepared_chunks.alone():
+                    candidates = run.decode_texts(chunk.texts, hypotheses, return_scores)
+                    bar.update(len(chunk.texts) - len(hypotheses))
                     yield from candidates
                     del hypotheses, candidates
 
@@ -342,14 +305,7 @@ class Generator(Counters):
         sources, targets = read_texts(sources, targets)
         ids, uncut = encode_forced(self.tokenizers, targets), self.encode_uncut(sources)
         cut = self.truncate(uncut)
-        scores = score_targets(
-            self.model,
-            cut,
-            ids,
-            batch_size=self.batch_size,
-            max_tokens_per_batch=self.max_tokens_per_batch,
-            show_progress=show_progress,
-        )
+        scores = score_targets(self, cut, ids, show_progress)
         self.num_truncated += count_cut(uncut, cut)
         tokens = [readable_tokens(self.tokenizers.target, row) for row in ids]
         return [ForcedScore(*parts) for parts in zip(ids, tokens, scores, strict=True)]
@@ -383,3 +339,38 @@ class Generator(Counters):
             return sources
         end = TextFrame.of(self.tokenizers.encode_sources).end
         return [shorten(ids, self.max_source_length, end) for ids in sources]
+
+
+def _load_model(
+    name_or_path: str | os.PathLike, device: str | torch.device, dtype: str | torch.dtype, trust_remote_code: bool
+) -> PreTrainedModel:
+    _check_device(device)
+    quantization = quantization_of(dtype, device)
+    model = load_whole(
+        name_or_path,
+        dtype=torch.float32 if quantization else _find_dtype(dtype),
+        trust_remote_code=trust_remote_code,
+    )
+    model = model.to(device).eval()
+    if quantization is not None:
+        quantize(model, quantization)
+    return model
+
+
+def _check_device(name: str | torch.device) -> None:
+    try:
+        torch.empty(0, device=find_device(name))
+    except (RuntimeError, AssertionError) as error:
+        # CUDA's message may have many lines.
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"`device` must be one that torch can use here, got {str(name)!r}: {reason}") from error
+
+
+def _find_dtype(name: str | torch.dtype) -> str | torch.dtype:
+    """Return torch's type for a name. `auto` stays as it is."""
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    if name != "auto" and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
+        raise ValueError(
+            f"`dtype` must be auto, int8 or one of torch's, such as float32, bfloat16 or float16, got {str(name)!r}."
+        )
+    return name if dtype is None else dtype

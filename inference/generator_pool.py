@@ -2,13 +2,12 @@
 
 import contextlib
 import functools
-import itertools
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ProcessPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection, wait
 from tempfile import TemporaryDirectory
@@ -17,28 +16,18 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from metaphrase.inference.chunks import (
-    PreparedChunks,
-    check_seed,
-    decode_chunk,
-    line_bar,
-    read_chunks,
-    select_texts,
-)
+from metaphrase.inference.chunks import COUNTERS, Chunk, PreparedChunks, StreamDecoder, decode_chunk
 from metaphrase.inference.engine import default_device, find_device
 from metaphrase.inference.generator import Generator
-from metaphrase.inference.run import COUNTERS, Counters, ScoredText
-from metaphrase.inference.source_limits import counting_on
-from metaphrase.inference.text_options import read_text_options
-from metaphrase.tokenization import checked_texts
+from metaphrase.inference.run import ScoredText
 
 
-class GeneratorPool(Counters):
+class GeneratorPool(StreamDecoder):
     """Several processes, each with a generator of the same model.
 
     One process decodes each chunk of a stream, with the chunk's own random numbers. The result does not depend on the number of
     processes. The processes end with the context, even in the middle of a chunk, and with the process that started them. A
-    script that starts processes needs `if __name__ == "__main__":`. For the counters, summed over the processes, see `Counters`.
+    script that starts processes needs `if __name__ == "__main__":`. The counters of `StreamDecoder` are sums over the processes.
 
     Attributes:
         num_processes: Number of processes.
@@ -117,45 +106,16 @@ class GeneratorPool(Counters):
         with self._naming_deaths():
             return self._executor.submit(_num_targets, generation_kwargs).result()
 
-    def generate_stream(
-        self,
-        lines: Iterable[str],
-        *,
-        chunk_size: int = 4096,
-        return_scores: bool = True,
-        show_progress: bool | None = False,
-        seed: int | None = None,
-        first_chunk: int = 0,
-        total: int | None = None,
-        risk: Mapping[str, Any] | None = None,
-        **generation_kwargs,
-    ) -> Iterator[list[ScoredText]]:
-        """Yield the candidates of each source of a stream of any length, in order and in bounded memory.
-
-        Each process has a chunk, and one more chunk waits. Arguments are those of `Generator.generate_stream`.
-
-        Raises:
-            ChildProcessError: If a process died.
-            ValueError: If the pool is closed, or as `Generator.generate_stream` does.
-        """
-        lines = checked_texts(lines, "lines")
-        check_seed(seed)
-        generation_kwargs = read_text_options(generation_kwargs, None)
-        numbers = itertools.count(first_chunk)
-        options = {"seed": seed, "return_scores": return_scores, "risk": risk, **generation_kwargs}
-
-        def submit(texts: list[str]) -> Future:
-            number = next(numbers)
-            return self._executor.submit(_decode, number, texts, select_texts(options, number * chunk_size, len(texts)))
-
-        bar = line_bar(show_progress, total, first_chunk * chunk_size)
-        prepared = PreparedChunks(read_chunks(lines, chunk_size), submit, ahead=self.num_processes)
-        with bar, self._naming_deaths(), prepared as chunks:
-            for number, (texts, future) in enumerate(chunks, start=first_chunk):
-                with counting_on(number * chunk_size):
-                    candidates, counts = future.result()
+    def decode_chunks(self, chunks: Iterator[Chunk], bar: tqdm, **options) -> Iterator[list[ScoredText]]:
+        """See `StreamDecoder`."""
+        prepared = PreparedChunks(
+            chunks, lambda chunk: self._executor.submit(_decode, chunk, options), ahead=self.num_processes
+        )
+        with self._naming_deaths(), prepared as chunks_with_results:
+            for chunk, future in chunks_with_results:
+                candidates, counts = future.result()
                 self.count(counts)
-                bar.update(len(texts))
+                bar.update(len(chunk.texts))
                 yield from candidates
                 del future, candidates
 
@@ -195,31 +155,28 @@ def spread_devices(device: str | torch.device | None, num_processes: int) -> lis
 # The code below runs in the processes of a pool.
 
 
-class _Worker:
-    """The generator of this process and its draft model. Loaded at first use, so that an error reaches the pool."""
-
-    def __init__(self, name_or_path: Any, assistant_name: Any, options: dict[str, Any]):
-        self._names, self._options = (name_or_path, assistant_name), options
-
-    @functools.cached_property
-    def generators(self) -> tuple[Generator, Generator | None]:
-        return tuple(None if name is None else Generator.from_pretrained(name, **self._options) for name in self._names)
+# Names of the model and the draft model, and arguments of `Generator.from_pretrained`.
+_loading: tuple[tuple[Any, Any], dict[str, Any]]
 
 
-_worker: _Worker
+@functools.cache
+def _generators() -> tuple[Generator, Generator | None]:
+    """Load the generator of this process and its draft model, at first use, so that an error reaches the pool."""
+    names, options = _loading
+    return tuple(None if name is None else Generator.from_pretrained(name, **options) for name in names)
 
 
 def _start(
     life: Connection, devices: Any, num_threads: int, name_or_path: Any, assistant_name: Any, options: dict[str, Any]
 ) -> None:
-    global _worker
+    global _loading
     # A terminal sends SIGINT to all processes. The process that started the pool handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(life,), name="metaphrase-life", daemon=True).start()
     torch.set_num_threads(num_threads)
     # tqdm's default lock between processes would leak, because `_end_with` closes nothing.
     tqdm.set_lock(threading.RLock())
-    _worker = _Worker(name_or_path, assistant_name, {**options, "device": devices.get()})
+    _loading = (name_or_path, assistant_name), {**options, "device": devices.get()}
 
 
 def _end_with(life: Connection) -> None:
@@ -229,15 +186,15 @@ def _end_with(life: Connection) -> None:
 
 
 def _num_targets(options: dict[str, Any]) -> int:
-    generator, _ = _worker.generators
+    generator, _ = _generators()
     return generator.num_targets(**options)
 
 
-def _decode(number: int, texts: list[str], options: dict[str, Any]) -> tuple[list[list[ScoredText]], dict[str, int]]:
+def _decode(chunk: Chunk, options: dict[str, Any]) -> tuple[list[list[ScoredText]], dict[str, int]]:
     """Return the candidates of a chunk and the counts to add to the pool's."""
-    generator, assistant = _worker.generators
+    generator, assistant = _generators()
     if assistant is not None:
         options["assistant_model"] = assistant
     before = {name: getattr(generator, name) for name in COUNTERS}
-    candidates = decode_chunk(generator, number, texts, **options)
+    candidates = decode_chunk(generator, chunk, **options)
     return candidates, {name: getattr(generator, name) - before[name] for name in COUNTERS}

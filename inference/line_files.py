@@ -1,10 +1,11 @@
 """Read sources line by line, and write targets line by line, to a new file or to that of a stopped run."""
 
 import codecs
+import collections
+import contextlib
 import io
 import math
 import os
-import stat
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -109,7 +110,7 @@ def as_lines(texts: Iterable[str]) -> str:
     return "".join(text.replace("\r", " ").replace("\n", " ") + "\n" for text in texts)
 
 
-class OutputStream:
+class OutputStream(contextlib.AbstractContextManager):
     """Writer of targets, source by source.
 
     Attributes:
@@ -118,8 +119,11 @@ class OutputStream:
 
     first_source = 0
 
-    def __init__(self, stream: IO[str]):
-        self._stream = stream
+    def __init__(self, stream: IO, resources: contextlib.ExitStack | None = None):
+        self._stream, self._resources = stream, resources or contextlib.ExitStack()
+
+    def __exit__(self, *exception: object) -> None:
+        self._resources.close()
 
     def write(self, lines: str) -> None:
         """Write the lines of the next source."""
@@ -128,6 +132,11 @@ class OutputStream:
 
     def finish(self) -> None:
         """Finish after the last source."""
+
+
+def open_output(path: str | os.PathLike | None) -> OutputStream:
+    """Open a new file, or standard output."""
+    return OutputStream(standard_output()) if path is None else NewFile(path)
 
 
 def standard_output() -> IO[str]:
@@ -156,34 +165,23 @@ class NewFile(OutputStream):
         Raises:
             ValueError: If another run is writing the file.
         """
-        super().__init__(open(path, "w", encoding="utf-8", newline="\n", opener=_open_untouched))  # noqa: SIM115
-        self._is_emptied = False
-        try:
-            self._lock = WriteLock(path, name)
-        except BaseException:
-            self._stream.close()
-            raise
-
-    def __enter__(self) -> "NewFile":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stream.close()
-        self._lock.release()
+        with contextlib.ExitStack() as resources:
+            # Mode `w` would empty the file at once.
+            stream = resources.enter_context(open(path, "a", encoding="utf-8", newline="\n"))
+            resources.enter_context(WriteLock(path, name))
+            super().__init__(stream, resources.pop_all())
+        # Pipes and devices cannot be truncated.
+        self._holds_old_lines = os.path.isfile(path)
 
     def write(self, lines: str) -> None:
-        self._empty()
+        self.finish()
         super().write(lines)
 
     def finish(self) -> None:
-        # Without sources nothing was written yet.
-        self._empty()
-
-    def _empty(self) -> None:
-        # Pipes and devices cannot be truncated.
-        if not self._is_emptied and stat.S_ISREG(os.fstat(self._stream.fileno()).st_mode):
+        """Empty the file, unless something was written."""
+        if self._holds_old_lines:
             self._stream.truncate(0)
-        self._is_emptied = True
+        self._holds_old_lines = False
 
 
 class ResumedFile(OutputStream):
@@ -213,25 +211,17 @@ class ResumedFile(OutputStream):
         check_regular(path)
         self.path, self._num_targets, self._with_scores = Path(path), num_targets, with_scores
         self.num_done = 0
-        # Never truncated here: another run may have just begun the file.
-        self._file = open(path, "r+b", opener=_open_or_create)  # noqa: SIM115 (closed by the context)
-        self._lock = None
-        try:
-            self._lock = WriteLock(path, "output")
-            start, self._end = self._measure(chunk_size)
-            self._has_more = self._file.seek(0, os.SEEK_END) > self._end
-            self._file.seek(start)
-        except BaseException:
-            self._close()
-            raise
+        with contextlib.ExitStack() as resources:
+            # Never truncated here: another run may have just begun the file.
+            stream = resources.enter_context(open(path, "a+b"))
+            resources.enter_context(WriteLock(path, "output"))
+            stream.seek(0)
+            start, self._end = self._measure(stream, chunk_size)
+            stream.seek(start)
+            # The lines of the chunk, and of an incomplete source.
+            self._old_lines = collections.deque(stream)
+            super().__init__(stream, resources.pop_all())
         self._source = self.first_source
-        self._is_cut = False
-
-    def __enter__(self) -> "ResumedFile":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._close()
 
     def write(self, lines: str) -> None:
         """See `OutputStream`.
@@ -239,12 +229,20 @@ class ResumedFile(OutputStream):
         Raises:
             ValueError: If the file holds other lines for this source.
         """
-        if self._source < self.num_done:
-            self._compare(lines)
-        else:
-            self._cut(lines)
-            self._file.write(lines.encode("utf-8"))
-            self._file.flush()
+        # Only a line feed ends a line.
+        for expected in io.StringIO(lines, newline="\n"):
+            line = self._old_lines.popleft() if self._old_lines else b""
+            if not _is_beginning(line, expected.encode("utf-8"), self._with_scores):
+                raise ValueError(
+                    f"`output` must hold the lines of this command to be resumed, but in {self.path} source {self._source} has "
+                    f"{line.decode('utf-8', errors='replace').rstrip()!r} instead of {expected.rstrip()!r}. Use the model, "
+                    "input and options of the stopped run, or leave out --resume to start again."
+                )
+        if self._source == self.num_done:
+            self._stream.truncate(self._end)
+        if self._source >= self.num_done:
+            self._stream.write(lines.encode("utf-8"))
+            self._stream.flush()
         self._source += 1
 
     def finish(self) -> None:
@@ -253,21 +251,17 @@ class ResumedFile(OutputStream):
         Raises:
             ValueError: If the file holds targets of more sources than there are.
         """
-        if self._source < self.num_done or (self._has_more and not self._is_cut):
+        if self._old_lines:
+            has_more = self.path.stat().st_size > self._end
             raise ValueError(
                 f"`output` must not hold targets of more sources than the input has, got {self.num_done} complete ones "
-                f"{'and an incomplete one ' if self._has_more else ''}in {self.path}. Leave out --resume to start again."
+                f"{'and an incomplete one ' if has_more else ''}in {self.path}. Leave out --resume to start again."
             )
 
-    def _close(self) -> None:
-        self._file.close()
-        if self._lock is not None:
-            self._lock.release()
-
-    def _measure(self, chunk_size: int) -> tuple[int, int]:
+    def _measure(self, stream: IO[bytes], chunk_size: int) -> tuple[int, int]:
         """Return the byte offsets of the last complete source: start of its chunk, and end."""
         start = source_start = end = offset = 0
-        for number, line in enumerate(self._file):
+        for number, line in enumerate(stream):
             if not line.endswith(b"\n"):
                 break
             source, target = divmod(number, self._num_targets)
@@ -286,67 +280,22 @@ class ResumedFile(OutputStream):
                     self.first_source, start = source, source_start
         return start, end
 
-    def _compare(self, lines: str) -> None:
-        for expected in _with_ends(lines):
-            line = self._file.readline().decode("utf-8", errors="replace")
-            if not (line == expected or (self._with_scores and _is_close(line, expected))):
-                raise self._mismatch(line, expected)
-
-    def _cut(self, lines: str) -> None:
-        """Cut off the incomplete end, after checking that it is the beginning of `lines`."""
-        if self._is_cut:
-            return
-        self._file.seek(self._end)
-        for expected in _with_ends(lines):
-            line = self._file.readline()
-            is_begun = expected.encode("utf-8").startswith(line)
-            if not (is_begun or (self._with_scores and _is_close_beginning(line, expected))):
-                raise self._mismatch(line.decode("utf-8", errors="replace"), expected)
-        self._file.seek(self._end)
-        self._file.truncate()
-        self._is_cut = True
-
-    def _mismatch(self, line: str, expected: str) -> ValueError:
-        return ValueError(
-            f"`output` must hold the lines of this command to be resumed, but in {self.path} source {self._source} has "
-            f"{line.rstrip()!r} instead of {expected.rstrip()!r}. Use the model, input and options of the stopped run, or "
-            "leave out --resume to start again."
-        )
-
-
-def _open_untouched(path: str, flags: int) -> int:
-    """Opener for `open(path, "w")` that does not truncate the file."""
-    return os.open(path, flags & ~os.O_TRUNC, 0o666)
-
-
-def _open_or_create(path: str, flags: int) -> int:
-    """Opener for `open(path, "r+b")` that creates a missing file."""
-    return os.open(path, flags | os.O_CREAT, 0o666)
-
 
 def check_regular(path: str | os.PathLike) -> None:
     """Raise `ValueError` for a pipe, a device or a folder, which cannot be resumed."""
-    if os.path.exists(path) and not stat.S_ISREG(os.stat(path).st_mode):
+    if os.path.exists(path) and not os.path.isfile(path):
         raise ValueError(f"`output` must be a regular file with `resume`, got {os.fspath(path)!r}.")
 
 
-def _is_close(line: str, expected: str) -> bool:
-    """Return True if two lines differ at most in the last digits of the score."""
-    (*text, score), (*expected_text, expected_score) = (row.rsplit(_SEPARATOR, 1) for row in (line, expected))
+def _is_beginning(line: bytes, expected: bytes, with_scores: bool) -> bool:
+    """Return True if a line equals `expected`, or its beginning without the end. Scores may differ in their last digits."""
+    if not with_scores or expected.startswith(line):
+        return expected.startswith(line)
+    text, separator, expected_score = expected.rpartition(_SEPARATOR.encode())
+    if not line.endswith(b"\n"):
+        return line.startswith(text + separator)
     try:
-        is_close = math.isclose(float(score), float(expected_score), rel_tol=_SCORE_TOLERANCE, abs_tol=_SCORE_TOLERANCE)
+        score = float(line.removeprefix(text + separator))
     except ValueError:
         return False
-    return is_close and text == expected_text
-
-
-def _is_close_beginning(line: bytes, expected: str) -> bool:
-    """Return True if a line equals `expected` up to its score, of which it may have the first digits only."""
-    if line.endswith(b"\n"):
-        return _is_close(line.decode("utf-8", errors="replace"), expected)
-    return line.startswith((expected.rsplit(_SEPARATOR, 1)[0] + _SEPARATOR).encode("utf-8"))
-
-
-def _with_ends(lines: str) -> list[str]:
-    """Split lines at line feeds only, and keep these."""
-    return [line + "\n" for line in lines.split("\n")[:-1]]
+    return math.isclose(score, float(expected_score), rel_tol=_SCORE_TOLERANCE, abs_tol=_SCORE_TOLERANCE)

@@ -5,9 +5,9 @@ n-grams come from matrix products. The scores equal sacreBLEU's sentence-level s
 """
 
 import math
+import operator
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,30 +30,16 @@ _DISTORTIONS = (
 NGrams = list[list[Hashable]]
 
 
-@dataclass(frozen=True)
-class WeightedTexts:
-    """Distinct texts with their probabilities.
-
-    Attributes:
-        texts: Distinct texts.
-        weights: Probabilities, which sum to 1.
-    """
-
-    texts: list[str]
-    weights: list[float]
-
-
-def weigh_samples(texts: Sequence[str]) -> WeightedTexts:
-    """Weight each distinct sample by its share.
+def weigh_samples(texts: Sequence[str]) -> dict[str, float]:
+    """Return the share of each distinct sample.
 
     Source: Eikema and Aziz 2020, arXiv 2005.10283.
     """
-    counts = Counter(texts)
-    return WeightedTexts(list(counts), [count / len(texts) for count in counts.values()])
+    return {text: count / len(texts) for text, count in Counter(texts).items()}
 
 
-def weigh_n_best(texts: Sequence[str], scores: Sequence[float]) -> WeightedTexts:
-    """Weight the candidates of a beam by their probabilities, normalized to sum 1. Equal texts are summed.
+def weigh_n_best(texts: Sequence[str], scores: Sequence[float]) -> dict[str, float]:
+    """Return the probability of each distinct candidate of a beam, normalized to sum 1.
 
     Source: Kumar and Byrne 2004.
 
@@ -65,18 +51,19 @@ def weigh_n_best(texts: Sequence[str], scores: Sequence[float]) -> WeightedTexts
     for text, score in zip(texts, scores, strict=True):
         weights[text] += math.exp(score - highest)
     total = sum(weights.values())
-    return WeightedTexts(list(weights), [weight / total for weight in weights.values()])
+    return {text: weight / total for text, weight in weights.items()}
 
 
-def expected_utilities(candidates: Sequence[str], references: WeightedTexts, utility: str = "chrf") -> list[float]:
-    """Return the mean utility of each candidate against the weighted pseudo-references.
+def expected_utilities(
+    candidates: Sequence[str], references: Mapping[str, float], utility: str = "chrf"
+) -> list[float]:
+    """Return the mean utility of each candidate against pseudo-references, each with its probability.
 
     Raises:
         ValueError: If the utility is unknown.
     """
     check_utility(utility)
-    table = UTILITIES[utility](candidates, references.texts)
-    return (table @ np.array(references.weights)).tolist()
+    return (UTILITIES[utility](candidates, list(references)) @ np.array(list(references.values()))).tolist()
 
 
 def pairwise_chrf(candidates: Sequence[str], references: Sequence[str]) -> np.ndarray:
@@ -85,7 +72,8 @@ def pairwise_chrf(candidates: Sequence[str], references: Sequence[str]) -> np.nd
     Source: Popovic 2015, as sacreBLEU has it.
     """
     orders = range(1, CHRF.CHAR_ORDER + 1)
-    counted = [_character_ngrams(text, orders) for text in (*candidates, *references)]
+    # White space is no character here.
+    counted = [_ngrams("".join(text.split()), orders) for text in (*candidates, *references)]
     left, right = counted[: len(candidates)], counted[len(candidates) :]
     matches = _matches(left, right, len(orders))
     # (orders, candidates, 1) and (orders, 1, references)
@@ -113,7 +101,7 @@ def pairwise_bleu(candidates: Sequence[str], references: Sequence[str]) -> np.nd
     """
     scorer = BLEU(effective_order=True)
     tokenize, orders = scorer.tokenizer, range(1, scorer.max_ngram_order + 1)
-    counted = [_word_ngrams(tokenize(text.rstrip()).split(), orders) for text in (*candidates, *references)]
+    counted = [_ngrams(tuple(tokenize(text.rstrip()).split()), orders) for text in (*candidates, *references)]
     left, right = counted[: len(candidates)], counted[len(candidates) :]
     matches, totals = _matches(left, right, len(orders)).astype(int), _totals(left).astype(int)
     table = np.empty(matches.shape[1:])
@@ -141,14 +129,9 @@ def check_utility(utility: str) -> None:
         raise ValueError(f"`utility` must be one of {', '.join(UTILITIES)}, got {utility!r}.")
 
 
-def _character_ngrams(text: str, orders: range) -> NGrams:
-    """Return the n-grams of each order, without white space."""
-    text = "".join(text.split())
-    return [[text[start : start + order] for start in range(len(text) - order + 1)] for order in orders]
-
-
-def _word_ngrams(words: list[str], orders: range) -> NGrams:
-    return [[tuple(words[start : start + order]) for start in range(len(words) - order + 1)] for order in orders]
+def _ngrams(items: str | tuple[str, ...], orders: range) -> NGrams:
+    """Return the n-grams of each order."""
+    return [[items[start : start + order] for start in range(len(items) - order + 1)] for order in orders]
 
 
 def _totals(texts: Sequence[NGrams]) -> np.ndarray:
@@ -176,14 +159,12 @@ def _shared(left: list[list[Hashable]], right: list[list[Hashable]]) -> np.ndarr
     return shared
 
 
-def _numbered(ngrams: list[Hashable]) -> list[tuple[Hashable, int]]:
-    """Pair each n-gram with the number of its earlier occurrences."""
+def _numbered(ngrams: list[Hashable]) -> Iterator[tuple[Hashable, int]]:
+    """Yield each n-gram with the number of its earlier occurrences."""
     counts: Counter[Hashable] = Counter()
-    items = []
     for ngram in ngrams:
-        items.append((ngram, counts[ngram]))
+        yield ngram, counts[ngram]
         counts[ngram] += 1
-    return items
 
 
 def _indicator(sets: list[list[int]], first: int, width: int) -> np.ndarray:
@@ -229,9 +210,8 @@ def decode_by_risk(
         references = _draw(generate, texts, config, "num_references", num_references, reference_options)
     chosen = []
     for weighted, weighted_references in zip(candidates, references, strict=True):
-        utilities = expected_utilities(weighted.texts, weighted_references, utility)
-        best = max(range(len(utilities)), key=utilities.__getitem__)
-        chosen.append((weighted.texts[best], utilities[best]))
+        utilities = dict(zip(weighted, expected_utilities(list(weighted), weighted_references, utility), strict=True))
+        chosen.append(max(utilities.items(), key=operator.itemgetter(1)))
     return chosen
 
 
@@ -242,7 +222,7 @@ def _draw(
     name: str,
     count: int,
     options: dict[str, Any],
-) -> list[WeightedTexts]:
+) -> list[dict[str, float]]:
     """Return `count` targets for each source, samples or those of a beam."""
     if count < 1:
         raise ValueError(f"`{name}` must be at least 1, got {count}.")

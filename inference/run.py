@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,25 +19,8 @@ from metaphrase.inference.text_options import options_of_texts, read_text_option
 if TYPE_CHECKING:
     from metaphrase.inference.generator import Generator
 
-COUNTERS = ("num_unfinished", "num_truncated", "num_drafted", "num_accepted")
-
-
-class Counters:
-    """Base of `Generator` and `GeneratorPool`: counters over all their calls.
-
-    Attributes:
-        num_unfinished: Hypotheses that met the length limit before their end of sequence.
-        num_truncated: Sources that were truncated.
-        num_drafted: Tokens that draft models proposed.
-        num_accepted: Proposed tokens that became part of a target.
-    """
-
-    num_unfinished = num_truncated = num_drafted = num_accepted = 0
-
-    def count(self, counts: Mapping[str, int]) -> None:
-        """Add to the counters, by name."""
-        for name, number in counts.items():
-            setattr(self, name, getattr(self, name) + number)
+# For each generator of a run the ids of each source, and the number of truncated sources.
+EncodedSources = tuple[list[list[list[int]]], int]
 
 
 @dataclass(frozen=True)
@@ -46,19 +29,6 @@ class ScoredText:
 
     text: str
     score: float | None
-
-
-@dataclass(frozen=True, eq=False)
-class EncodedSources:
-    """Token ids of a chunk.
-
-    Attributes:
-        ids: For each generator of the run, the ids of each source.
-        num_truncated: Number of truncated sources.
-    """
-
-    ids: list[list[list[int]]]
-    num_truncated: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,12 +81,12 @@ class Run:
             sources = [first, *map(cut_to_positions, self.generators[1:], drafts)]
         for generator, ids in zip(self.generators, sources, strict=True):
             check_sources(generator.model, ids, [index + 1 for index in indices])
-        return EncodedSources(sources, num_truncated)
+        return sources, num_truncated
 
     def search(
         self,
         sources: EncodedSources,
-        numbers: list[int],
+        indices: Sequence[int],
         return_scores: bool,
         *,
         show_progress: bool | None = False,
@@ -126,19 +96,19 @@ class Run:
 
         Args:
             sources: From `encode`.
-            numbers: Index of each source in the call.
+            indices: Index of each source in the call.
             return_scores: True if hypotheses carry their score.
             show_progress: As for `decode`.
             on_batch: As for `decode`.
 
         Returns:
-            The hypotheses of each source, and the amounts to add to the caller's `Counters`.
+            The hypotheses of each source, and the amounts to add to the counters of the caller.
         """
         generator, *partners = self.generators
         # A copy, because the search counts its drafts.
         joint_search = copy.copy(self.joint_search)
-        ids, *partner_ids = sources.ids
-        with numbering([number + 1 for number in numbers]):
+        (ids, *partner_ids), num_truncated = sources
+        with numbering([index + 1 for index in indices]):
             hypotheses = decode(
                 generator.model,
                 ids,
@@ -149,10 +119,10 @@ class Run:
                 on_batch=on_batch,
                 partners=[Partner(p.model, rows) for p, rows in zip(partners, partner_ids, strict=True)],
                 search=joint_search,
-                **options_of_texts(self.options, numbers),
+                **options_of_texts(self.options, indices),
             )
         counts = Counter(
-            num_truncated=sources.num_truncated,
+            num_truncated=num_truncated,
             num_unfinished=sum(not hypothesis.is_finished for row in hypotheses for hypothesis in row),
         )
         if isinstance(joint_search, SpeculativeSearch):

@@ -1,23 +1,20 @@
 """Score given targets: log-probabilities of their tokens, by one forward pass for each batch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from metaphrase.inference.batches import pad_sources
-from metaphrase.inference.source_limits import TooLongError, TooLongTargetError
-from metaphrase.modeling.pipeline_support import (
-    DEFAULT_BATCH_SIZE,
-    DEFAULT_MAX_TOKENS_PER_BATCH,
-    batches_by_length,
-    evaluating,
-    longest_source,
-    longest_target,
-)
+from metaphrase.inference.source_limits import TooLongError
+from metaphrase.modeling.pipeline_support import batches_by_length, evaluating, longest_source, longest_target
 from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts
+
+if TYPE_CHECKING:
+    from metaphrase.inference.generator import Generator
 
 
 @dataclass(frozen=True)
@@ -46,78 +43,68 @@ class ForcedScore:
 
 
 def score_targets(
-    model: PreTrainedModel,
-    sources: Sequence[Sequence[int]],
-    targets: Sequence[Sequence[int]],
-    *,
-    batch_size: int = DEFAULT_BATCH_SIZE,
-    max_tokens_per_batch: int = DEFAULT_MAX_TOKENS_PER_BATCH,
-    show_progress: bool | None = False,
+    generator: "Generator", sources: list[list[int]], targets: list[list[int]], show_progress: bool | None
 ) -> list[list[float]]:
-    """Return the log-probability of each token of each target. Options of `generate` do not apply.
-
-    Args:
-        model: Any encoder-decoder. It keeps its mode, training or evaluation.
-        sources: Token ids of each source, with end of sequence.
-        targets: Token ids of each target, without the start token.
-        batch_size: Most pairs in a batch.
-        max_tokens_per_batch: Most tokens of either side in a batch, padding included.
-        show_progress: True for a progress bar; `None` shows it on a terminal only.
-
-    Returns:
-        For each pair, in order, a log-probability in nats for each target token.
-
-    Raises:
-        ValueError: If the numbers of sources and targets differ, one has no tokens, an id is not in the vocabulary, the start
-            token is not configured, or a side has more tokens than the model has positions.
-    """
+    """Return the log-probability in nats of each token of each target. See `Generator.score`."""
     results: list[list[float]] = [[] for _ in sources]
-    check_pairs(model, sources, targets)
-    batches = batches_by_length(pair_lengths(sources, targets), batch_size, max_tokens_per_batch)
-    bar = tqdm(total=len(sources), unit="pair", disable=None if show_progress is None else not show_progress)
-    with evaluating([model]), torch.inference_mode(), bar:
-        for batch in batches:
-            chosen = [targets[index] for index in batch]
-            inputs = forced_inputs(model, [sources[index] for index in batch], chosen)
-            logits = model(**inputs, use_cache=False, return_dict=True).logits
-            for row, ids, index in zip(logits, chosen, batch, strict=True):
+    batches = forced_batches(generator, sources, targets, generator.max_tokens_per_batch, show_progress)
+    with evaluating([generator.model]), torch.inference_mode():
+        for batch, inputs in batches:
+            logits = generator.model(**inputs, use_cache=False, return_dict=True).logits
+            for row, index in zip(logits, batch, strict=True):
                 # (target, vocab); row by row, to avoid a second copy of all logits
-                log_probabilities = row[: len(ids)].float().log_softmax(dim=-1)
-                columns = torch.tensor(ids, device=row.device)[:, None]
+                log_probabilities = row[: len(targets[index])].float().log_softmax(dim=-1)
+                columns = torch.tensor(targets[index], device=row.device)[:, None]
                 results[index] = log_probabilities.gather(1, columns)[:, 0].tolist()
-            bar.update(len(batch))
     return results
 
 
-def pair_lengths(sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> list[int]:
-    """Return the length of the longer side of each pair."""
-    return [max(len(source), len(target)) for source, target in zip(sources, targets, strict=True)]
+def forced_batches(
+    generator: "Generator",
+    sources: list[list[int]],
+    targets: list[list[int]],
+    max_tokens_per_batch: int,
+    show_progress: bool | None,
+    start: int | None = None,
+) -> Iterator[tuple[list[int], dict[str, torch.Tensor]]]:
+    """Yield the indices and the inputs of each batch of pairs of similar length.
 
-
-def check_pairs(model: PreTrainedModel, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> None:
-    """Check pairs of ids.
+    Args:
+        generator: Its model reads the pairs.
+        sources: Ids of each source, with end of sequence.
+        targets: Ids of each target, without the start token.
+        max_tokens_per_batch: Most tokens of either side in a batch, padding included.
+        show_progress: True for a progress bar; `None` shows it on a terminal only.
+        start: As for `forced_inputs`.
 
     Raises:
-        ValueError: As `score_targets`.
+        ValueError: If a side has no tokens or more than the model has positions, or an id is not in the vocabulary.
     """
-    if len(sources) != len(targets):
-        raise ValueError(f"`sources` and `targets` must be equally many, got {len(sources)} and {len(targets)}.")
-    sizes = {
-        "sources": getattr(model.get_input_embeddings(), "num_embeddings", None),
-        "targets": getattr(model.get_output_embeddings(), "out_features", None),
-    }
-    limits = {"sources": longest_source(model), "targets": longest_target(model)}
-    for name, rows in (("sources", sources), ("targets", targets)):
+    _check_pairs(generator.model, sources, targets)
+    lengths = [max(len(source), len(target)) for source, target in zip(sources, targets, strict=True)]
+    with tqdm(total=len(sources), unit="pair", disable=None if show_progress is None else not show_progress) as bar:
+        for batch in batches_by_length(lengths, generator.batch_size, max_tokens_per_batch):
+            sides = ([rows[index] for index in batch] for rows in (sources, targets))
+            yield batch, forced_inputs(generator.model, *sides, start)
+            bar.update(len(batch))
+
+
+def _check_pairs(model: PreTrainedModel, sources: list[list[int]], targets: list[list[int]]) -> None:
+    sizes = (
+        getattr(model.get_input_embeddings(), "num_embeddings", None),
+        getattr(model.get_output_embeddings(), "out_features", None),
+    )
+    limits = longest_source(model), longest_target(model)
+    for side, rows, limit, size in zip(("source", "target"), (sources, targets), limits, sizes, strict=True):
         for number, ids in enumerate(rows, start=1):
             if not ids:
-                raise ValueError(f"`{name}` must have at least one token each, got none in number {number}.")
-            if (limit := limits[name]) is not None and len(ids) > limit:
-                raise (TooLongError if name == "sources" else TooLongTargetError)(number, len(ids), limit)
-            size = sizes[name]
-            if min(ids) < 0 or (size is not None and max(ids) >= size):
-                wrong = min(ids) if min(ids) < 0 else max(ids)
+                raise ValueError(f"`{side}s` must have at least one token each, got none in number {number}.")
+            if limit is not None and len(ids) > limit:
+                raise TooLongError(number, len(ids), limit, side)
+            wrong = min(ids) if min(ids) < 0 else max(ids)
+            if wrong < 0 or (size is not None and wrong >= size):
                 most = "" if size is None else f" and below {size}"
-                raise ValueError(f"`{name}` must hold ids from 0{most}, got {wrong} in number {number}.")
+                raise ValueError(f"`{side}s` must hold ids from 0{most}, got {wrong} in number {number}.")
 
 
 def read_texts(sources: Iterable[str], targets: Iterable | None) -> tuple[list[str], list | None]:
@@ -133,7 +120,7 @@ def read_texts(sources: Iterable[str], targets: Iterable | None) -> tuple[list[s
     """
     sources = list(checked_texts(sources, "sources"))
     if targets is not None:
-        # `checked_texts` refuses a single string. `check_pairs` checks ids.
+        # `checked_texts` refuses a single string. Ids are checked later.
         targets = list(checked_texts(targets, "targets") if isinstance(targets, str) else targets)
     if targets is not None and len(sources) != len(targets):
         raise ValueError(f"`sources` and `targets` must be equally many, got {len(sources)} and {len(targets)}.")

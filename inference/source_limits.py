@@ -20,27 +20,19 @@ class TooLongError(ValueError):
         number: Number of the source, from 1; in a file that of the line.
         num_tokens: Tokens of the source, with end of sequence.
         limit: Positions of the model.
+        side: `source`, or `target` for a target that was given.
     """
 
-    def __init__(self, number: int, num_tokens: int, limit: int):
+    def __init__(self, number: int, num_tokens: int, limit: int, side: str = "source"):
         # An error from another process is rebuilt from these arguments.
-        super().__init__(number, num_tokens, limit)
-        self.number, self.num_tokens, self.limit = number, num_tokens, limit
+        super().__init__(number, num_tokens, limit, side)
+        self.number, self.num_tokens, self.limit, self.side = number, num_tokens, limit, side
 
     def __str__(self) -> str:
+        hint = f" Set `max_source_length` to {self.limit} or less to truncate it." if self.side == "source" else ""
         return (
-            f"A source must not have more tokens than the model has positions, {self.limit}, got {self.num_tokens} in number "
-            f"{self.number} (in a file: line {self.number}). Set `max_source_length` to {self.limit} or less to truncate it."
-        )
-
-
-class TooLongTargetError(TooLongError):
-    """A given target has more tokens than its model has positions."""
-
-    def __str__(self) -> str:
-        return (
-            f"A target must not have more tokens than the model has positions, {self.limit}, got {self.num_tokens} in number "
-            f"{self.number} (in a file: line {self.number})."
+            f"A {self.side} must not have more tokens than the model has positions, {self.limit}, got {self.num_tokens} in "
+            f"number {self.number} (in a file: line {self.number}).{hint}"
         )
 
 
@@ -77,10 +69,7 @@ def count_cut(uncut: Sequence[Sequence[int]], cut: Sequence[Sequence[int]]) -> i
 
 def cut_to_positions(generator: "Generator", sources: Sequence[list[int]]) -> list[list[int]]:
     """Return the ids of each source, truncated to the number of positions of a generator's model."""
-    limit = longest_source(generator.model)
-    if limit is None or all(len(source) <= limit for source in sources):
-        return list(sources)
-    end = TextFrame.of(generator.tokenizers.encode_sources).end
+    limit, end = longest_source(generator.model), TextFrame.of(generator.tokenizers.encode_sources).end
     return [shorten(source, limit, end) for source in sources]
 
 
@@ -107,13 +96,4 @@ def numbering(numbers: Sequence[int]) -> Iterator[None]:
     try:
         yield
     except TooLongError as error:
-        raise type(error)(numbers[error.number - 1], error.num_tokens, error.limit) from None
-
-
-@contextlib.contextmanager
-def counting_on(done: int) -> Iterator[None]:
-    """Add `done`, the number of sources before a chunk, to the number in a `TooLongError`."""
-    try:
-        yield
-    except TooLongError as error:
-        raise type(error)(done + error.number, error.num_tokens, error.limit) from None
+        raise TooLongError(numbers[error.number - 1], error.num_tokens, error.limit, error.side) from None

@@ -90,12 +90,8 @@ def with_start(model: PreTrainedModel, options: Mapping[str, Any]) -> dict[str, 
     config, rows = model.generation_config, options.get("decoder_input_ids")
     if rows is None:
         return dict(options)
-    tokens = [
-        options.get("decoder_start_token_id"),
-        config.decoder_start_token_id,
-        options.get("bos_token_id"),
-        config.bos_token_id,
-    ]
+    names = ("decoder_start_token_id", "bos_token_id")
+    tokens = (token for name in names for token in (options.get(name), getattr(config, name)))
     start = next((token for token in tokens if token is not None), None)
     has_start = rows[:, 0] == start if start is not None else torch.ones(len(rows), dtype=torch.bool)
     if bool(has_start.any()) and not bool(has_start.all()):

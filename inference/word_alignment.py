@@ -103,8 +103,4 @@ def alignment_error_rate(
 
 def _membership(word_ids: list[int | None], num_words: int) -> np.ndarray:
     """Return `(tokens, words)` with 1 where a token belongs to a word."""
-    membership = np.zeros((len(word_ids), num_words), dtype=np.float32)
-    for token, word in enumerate(word_ids):
-        if word is not None:
-            membership[token, word] = 1
-    return membership
+    return np.array([[word == column for column in range(num_words)] for word in word_ids], dtype=np.float32)

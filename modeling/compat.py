@@ -1,6 +1,6 @@
 """Switches between versions of torch and transformers, and private names of theirs.
 
-- transformers 5.24 renames `past_key_values` to `cache`.
+- transformers 5.24 renames `past_key_values` to `cache`, and calls `prefix_allowed_tokens_fn` with the index of the source.
 - torch 2.13 replaces the argument `is_causal` of `varlen_attn` by `window_size`.
 """
 
@@ -20,6 +20,8 @@ CACHE_NAMES = ("past_key_values", "cache")
 _FIELDS = {field.name for field in dataclasses.fields(Seq2SeqLMOutput)}
 # The name in the outputs and generation loops of this version.
 CACHE_NAME = next(name for name in reversed(CACHE_NAMES) if name in _FIELDS)
+# True if `prefix_allowed_tokens_fn` is called with the row of a sample.
+PASSES_SAMPLE_ROWS = CACHE_NAME == "past_key_values"
 
 
 def takes_cache(forward: Callable) -> Callable:

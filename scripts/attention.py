@@ -1,12 +1,6 @@
 """`metaphrase attention MODEL`: show cross-attention as a picture, a page or a word alignment."""
 
-import sys
-
-if __name__ == "__main__" and not __package__:  # Run as a file: its folder must not hide `evaluate` or `tokenize`.
-    sys.path.pop(0)
-
 import argparse
-import contextlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,11 +9,16 @@ from transformers import set_seed
 
 from metaphrase.hub_card import draw_attention_map, write_attention_page
 from metaphrase.hub_card.attention_page import MAX_SENTENCES, MAX_WEIGHT_BYTES, check_sentences, describe_choice
-from metaphrase.inference import Generator, cross_attentions, format_pharaoh, word_alignment
-from metaphrase.inference.line_files import NewFile, OutputStream, check_files, read_lines, standard_output
+from metaphrase.inference import AttentionMap, Generator, cross_attentions, format_pharaoh, word_alignment
+from metaphrase.inference.line_files import check_files, open_output, read_lines
 from metaphrase.inference.source_limits import numbering
-from metaphrase.scripts.console import run, warn_of_lengths
-from metaphrase.scripts.options import add_generation_options, add_model_options, chosen_generation_options
+from metaphrase.scripts.console import verb_parser, warn_of_lengths
+from metaphrase.scripts.options import (
+    add_generation_options,
+    add_model_options,
+    chosen_generation_options,
+    chosen_loading_options,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -30,19 +29,17 @@ SENTENCES_AT_A_TIME = 1024
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="metaphrase attention",
-        description="Show the cross-attention of sources and targets: the mean over all layers and heads, or of one layer or "
+    parser = verb_parser(
+        "attention",
+        "Show the cross-attention of sources and targets: the mean over all layers and heads, or of one layer or "
         "head. png is a picture of one sentence, html an interactive page of several sentences, pharaoh a word alignment with "
         "one line of links `source word-target word` for each sentence.",
-        allow_abbrev=False,
     )
     add_model_options(parser)
     parser.add_argument("--source", action="append", metavar="TEXT", help="source text; may be given several times")
     parser.add_argument("--target", action="append", metavar="TEXT", help="target text for each --source [generated]")
-    parser.add_argument(
-        "--input", metavar="FILE", help="file with one source in each line [standard input, without --source]"
-    )
+    text = "file with one source in each line [standard input, without --source]"
+    parser.add_argument("--input", metavar="FILE", help=text)
     parser.add_argument("--target_input", metavar="FILE", help="file with one target in each line [generated]")
     parser.add_argument("--layer", type=int, help="decoder layer to show; -1 is the last [mean of all layers]")
     parser.add_argument("--head", type=int, help="head of that layer [mean of all heads]")
@@ -53,8 +50,6 @@ def make_parser() -> argparse.ArgumentParser:
         ".align or .txt [attention.png, attention.html, or standard output for pharaoh]",
     )
     parser.add_argument("--format", choices=list(DEFAULT_OUTPUTS), help="format [by the suffix of the output, or png]")
-    parser.add_argument("--source_prefix", default="", help="text before every source, such as 'summarize: '")
-    parser.add_argument("--seed", type=int, default=42, help="random seed for sampling [%(default)s]")
     add_generation_options(parser)
     return parser
 
@@ -105,30 +100,13 @@ def main(words: Sequence[str]) -> None:
     if form == "html":
         check_sentences(len(nonblank))
     set_seed(arguments.seed)
-    generator = Generator.from_pretrained(
-        arguments.model,
-        device=arguments.device,
-        dtype=arguments.dtype,
-        trust_remote_code=arguments.trust_remote_code,
-        source_lang=arguments.source_lang,
-        target_lang=arguments.target_lang,
-        source_prefix=arguments.source_prefix,
-        max_source_length=arguments.max_source_length,
-    )
-    options = {"layer": arguments.layer, "head": arguments.head, "show_progress": None if len(nonblank) > 1 else False}
-    options |= chosen_generation_options(arguments)
+    generator = Generator.from_pretrained(arguments.model, **chosen_loading_options(arguments))
+    choice = {"layer": arguments.layer, "head": arguments.head}
+    options = {**choice, "show_progress": None if len(nonblank) > 1 else False, **chosen_generation_options(arguments)}
     if form == "pharaoh":
         write_links(generator, sources, targets, output, options)
     else:
-        with numbering([index + 1 for index in nonblank]):
-            maps = cross_attentions(
-                generator,
-                [sources[index] for index in nonblank],
-                None if targets is None else [targets[index] for index in nonblank],
-                keep_heads=form == "html",
-                **options,
-            )
-        choice = {"layer": arguments.layer, "head": arguments.head}
+        maps = compute_maps(generator, sources, targets, nonblank, keep_heads=form == "html", **options)
         if form == "html":
             write_attention_page(maps, output, title=f"Cross-attention of {arguments.model}", **choice)
         else:
@@ -146,29 +124,29 @@ def main(words: Sequence[str]) -> None:
         logger.info("Written to %s", output)
 
 
+def compute_maps(
+    generator: Generator, sources: list[str], targets: list[str] | None, nonblank: list[int], **options
+) -> list[AttentionMap]:
+    """Return the maps of the sources at some indices."""
+    chosen_targets = None if targets is None else [targets[index] for index in nonblank]
+    with numbering([index + 1 for index in nonblank]):
+        return cross_attentions(generator, [sources[index] for index in nonblank], chosen_targets, **options)
+
+
 def write_links(
     generator: Generator, sources: list[str], targets: list[str] | None, output: str | None, options: dict
 ) -> None:
     """Write one line of links for each source, an empty one for a blank source. Generated targets are logged."""
-    with contextlib.ExitStack() as stack:
-        if output is None:
-            file = OutputStream(standard_output())
-        else:
-            Path(output).parent.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(NewFile(output))
+    if output is not None:
+        Path(output).parent.mkdir(parents=True, exist_ok=True)
+    with open_output(output) as file:
         for start in range(0, len(sources), SENTENCES_AT_A_TIME):
             part = range(start, min(start + SENTENCES_AT_A_TIME, len(sources)))
             nonblank = [index for index in part if sources[index].strip()]
-            part_targets = None if targets is None else [targets[index] for index in nonblank]
-            with numbering([index + 1 for index in nonblank]):
-                maps = cross_attentions(generator, [sources[index] for index in nonblank], part_targets, **options)
+            maps = compute_maps(generator, sources, targets, nonblank, **options)
             lines = dict(zip(nonblank, map(format_pharaoh, map(word_alignment, maps)), strict=True))
             file.write("".join(lines.get(index, "") + "\n" for index in part))
             if targets is None:
                 for attention in maps:
                     logger.info("Target: %s", attention.target)
         file.finish()
-
-
-if __name__ == "__main__":
-    sys.exit(run(main, "attention"))

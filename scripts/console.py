@@ -4,7 +4,7 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from huggingface_hub.errors import StrictDataclassError
@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from metaphrase.inference import Generator, GeneratorPool
 
 logger = logging.getLogger(__name__)
+
+
+def verb_parser(verb: str, description: str, **options) -> argparse.ArgumentParser:
+    """Return an empty parser for the words of a verb."""
+    return argparse.ArgumentParser(prog=f"metaphrase {verb}", description=description, allow_abbrev=False, **options)
 
 
 def run(main: Callable[[Sequence[str]], None], verb: str, words: Sequence[str] | None = None) -> int:
@@ -54,16 +59,8 @@ def run(main: Callable[[Sequence[str]], None], verb: str, words: Sequence[str] |
     return 0
 
 
-def check_dependents(arguments: argparse.Namespace, needs: Mapping[str, str]) -> None:
-    """Check options that have no effect without another option.
-
-    Args:
-        arguments: Parsed command line, with `None` for missing options.
-        needs: For each such option the option that it needs.
-
-    Raises:
-        ValueError: If an option is given without the one that it needs.
-    """
+def check_dependents(arguments: argparse.Namespace, **needs: str) -> None:
+    """Raise `ValueError` for an option without the one that it needs: `name="needed"`."""
     for name, needed in needs.items():
         value = getattr(arguments, name)
         if value is not None and getattr(arguments, needed) is None:
@@ -73,14 +70,8 @@ def check_dependents(arguments: argparse.Namespace, needs: Mapping[str, str]) ->
 def warn_of_lengths(generator: "Generator | GeneratorPool", num_sources: int) -> None:
     """Log the numbers of unfinished targets and of truncated sources, if any."""
     if generator.num_unfinished:
-        logger.warning(
-            "%d targets of %d sources are unfinished at the length limit. Raise max_length or max_new_tokens.",
-            generator.num_unfinished,
-            num_sources,
-        )
+        text = "%d targets of %d sources are unfinished at the length limit. Raise max_length or max_new_tokens."
+        logger.warning(text, generator.num_unfinished, num_sources)
     if generator.num_truncated:
-        logger.warning(
-            "%d of %d sources had more than max_source_length tokens and were truncated.",
-            generator.num_truncated,
-            num_sources,
-        )
+        text = "%d of %d sources had more than max_source_length tokens and were truncated."
+        logger.warning(text, generator.num_truncated, num_sources)

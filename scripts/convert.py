@@ -1,28 +1,21 @@
 """`metaphrase convert SOURCE OUTPUT [--to FAMILY]`: convert T5, BART, Marian and others to Metaphrase, or back."""
 
-import sys
-
-if __name__ == "__main__" and not __package__:  # Run as a file: its folder must not hide `evaluate` or `tokenize`.
-    sys.path.pop(0)
-
-import argparse
 import logging
 from collections.abc import Sequence
 
 from metaphrase.conversion import FAMILIES, convert
 from metaphrase.conversion.folders import DEFAULT_SHARD_SIZE
-from metaphrase.scripts.console import run
+from metaphrase.scripts.console import verb_parser
 
 logger = logging.getLogger(__name__)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="metaphrase convert",
-        description="Convert a checkpoint of a known family to a Metaphrase model that computes the same. With --to, convert a "
+def main(words: Sequence[str]) -> None:
+    parser = verb_parser(
+        "convert",
+        "Convert a checkpoint of a known family to a Metaphrase model that computes the same. With --to, convert a "
         "Metaphrase model to a family, whose models need no code of Metaphrase. Tokenizers and generation settings are "
         f"copied. Families: {', '.join(FAMILIES)}.",
-        allow_abbrev=False,
     )
     parser.add_argument("source", metavar="SOURCE", help="folder or Hub id, with weights in safetensors")
     parser.add_argument("output", metavar="OUTPUT", help="folder to write")
@@ -35,11 +28,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="maximum size of a file of weights, such as 500MB [%(default)s]",
     )
-    return parser
-
-
-def main(words: Sequence[str]) -> None:
-    arguments = make_parser().parse_args(words)
+    arguments = parser.parse_args(words)
     written = convert(
         arguments.source,
         arguments.output,
@@ -49,7 +38,3 @@ def main(words: Sequence[str]) -> None:
         max_shard_size=arguments.max_shard_size,
     )
     logger.info("Written to %s", written)
-
-
-if __name__ == "__main__":
-    sys.exit(run(main, "convert"))

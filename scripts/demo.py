@@ -1,10 +1,5 @@
 """`metaphrase demo`: make a corpus, train a small model on it, score it and draw its attention."""
 
-import sys
-
-if __name__ == "__main__" and not __package__:  # Run as a file: its folder must not hide `evaluate` or `tokenize`.
-    sys.path.pop(0)
-
 import argparse
 import logging
 import os
@@ -20,7 +15,7 @@ from metaphrase.demo.corpus import SPLITS, write_demo_corpus
 from metaphrase.demo.summaries import write_demo_summaries
 from metaphrase.hub_card import draw_attention_map, renew_model_card
 from metaphrase.inference import Generator, cross_attention
-from metaphrase.scripts.console import run
+from metaphrase.scripts.console import verb_parser
 from metaphrase.scripts.train import RECIPES
 from metaphrase.training.checkpointing.folders import checkpoints_in, discard_checkpoint, last_whole_checkpoint
 from metaphrase.training.cpu_setup import keep_few_kernels, keep_freed_memory
@@ -42,11 +37,9 @@ MARKER_NAME = "made_by_demo.txt"
 MARKER_TEXT = "`metaphrase demo` made this folder. It replaces data, checkpoints and model in it whenever it runs.\n"
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="metaphrase demo",
-        description="Train and show a small English-German model. Recipe fields are options too: --num_train_epochs 2.",
-        allow_abbrev=False,
+def main(words: Sequence[str]) -> None:
+    parser = verb_parser(
+        "demo", "Train and show a small English-German model. Recipe fields are options too: --num_train_epochs 2."
     )
     parser.add_argument(
         "--output_dir",
@@ -56,15 +49,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--num_train", type=int, default=30000, help="number of training pairs [%(default)s]")
     parser.add_argument("--resume", action="store_true", help="resume a stopped run from its last checkpoint")
-    return parser
-
-
-def main(words: Sequence[str]) -> None:
     start = time.monotonic()
     if "WORLD_SIZE" not in os.environ:
         # Several GPUs gain nothing with a model of this size.
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
-    arguments, overrides = make_parser().parse_known_args(words)
+    arguments, overrides = parser.parse_known_args(words)
     folder = Path(arguments.output_dir)
     data = folder / "data"
     is_resumed = arguments.resume and last_whole_checkpoint(folder) is not None
@@ -163,7 +152,3 @@ def draw_attention(generator: Generator, pairs: Sequence[Sequence[str]], path: P
         path,
         title="Cross-attention, mean of all heads",
     )
-
-
-if __name__ == "__main__":
-    sys.exit(run(main, "demo"))

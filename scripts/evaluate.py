@@ -1,16 +1,11 @@
 """`metaphrase evaluate MODEL --source F --target F`: score a model on a test set and write metrics.json."""
 
-import sys
-
-if __name__ == "__main__" and not __package__:  # Run as a file: its folder must not hide `evaluate` or `tokenize`.
-    sys.path.pop(0)
-
 import argparse
 import contextlib
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -33,52 +28,43 @@ from metaphrase.evaluation.metrics import (
 from metaphrase.inference import ENGINES, Generator
 from metaphrase.inference.line_files import NewFile, OutputStream, as_lines, check_files
 from metaphrase.inference.source_limits import check_source_length
-from metaphrase.scripts.console import check_dependents, run, warn_of_lengths
+from metaphrase.scripts.console import check_dependents, verb_parser, warn_of_lengths
 from metaphrase.scripts.options import (
+    add_ensemble_options,
     add_generation_options,
-    add_loading_options,
+    add_model_options,
     chosen_generation_options,
     chosen_loading_options,
     chosen_models,
+    given_options,
 )
 from metaphrase.tokenization import join_pieces
 
 logger = logging.getLogger(__name__)
 
-# Options that have no effect without another one.
-NEEDS = {"source_column": "file", "target_column": "file"}
-
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="metaphrase evaluate",
-        description="Decode a test set, score it, and write metrics.json with the signature of every score.",
-        allow_abbrev=False,
+    parser = verb_parser(
+        "evaluate", "Decode a test set, score it, and write metrics.json with the signature of every score."
     )
-    add_loading_options(parser)
+    add_model_options(parser)
+    add_ensemble_options(parser)
     parser.add_argument("--source", metavar="FILE", help="file with one source in each line")
     parser.add_argument("--target", metavar="FILE", help="file with one reference in each line")
-    parser.add_argument(
-        "--file", metavar="FILE", help="sources and references in one .tsv, .csv, .jsonl or .parquet file"
-    )
-    parser.add_argument(
-        "--source_column", type=column, help="column of sources in --file: a name, or a number from 0 in a .tsv file"
-    )
+    text = "sources and references in one .tsv, .csv, .jsonl or .parquet file"
+    parser.add_argument("--file", metavar="FILE", help=text)
+    text = "column of sources in --file: a name, or a number from 0 in a .tsv file"
+    parser.add_argument("--source_column", type=column, help=text)
     parser.add_argument("--target_column", type=column, help="column of references in --file")
     for name, rows in (("malformed", "lines without a pair"), ("invalid_utf8", "pairs that are not UTF-8")):
-        parser.add_argument(
-            f"--{name}", choices=("error", "skip"), default="error", help=f"how to treat {rows} [%(default)s]"
-        )
-    parser.add_argument(
-        "--metrics", nargs="+", default=list(DEFAULT_METRICS), help=f"scores: {', '.join(METRICS)} [bleu chrf]"
-    )
+        text = f"how to treat {rows} [%(default)s]"
+        parser.add_argument(f"--{name}", choices=("error", "skip"), default="error", help=text)
+    text = f"scores: {', '.join(METRICS)} [bleu chrf]"
+    parser.add_argument("--metrics", nargs="+", default=list(DEFAULT_METRICS), help=text)
     parser.add_argument("--bleu_tokenize", help="sacreBLEU's tokenizer [13a]; none for tokenized text")
     parser.add_argument("--lowercase", action="store_true", help="ignore case, as sacreBLEU's -lc")
-    parser.add_argument(
-        "--joiner", help="mark that joins subwords of the references, such as @@ [that of the tokenizer]"
-    )
-    parser.add_argument("--source_prefix", help="text before every source, such as 'summarize: '")
-    parser.add_argument("--seed", type=int, default=42, help="random seed for sampling [%(default)s]")
+    text = "mark that joins subwords of the references, such as @@ [that of the tokenizer]"
+    parser.add_argument("--joiner", help=text)
     parser.add_argument(
         "--output",
         metavar="FILE",
@@ -187,71 +173,32 @@ def describe(arguments: argparse.Namespace, pairs: Dataset, report: DataReport) 
     data = {"name": Path(arguments.source or arguments.file).name, "sha256": digest.hexdigest()}
     # Numbers of skipped pairs.
     data |= {name: getattr(report, name) for name in ("malformed", "invalid_utf8") if getattr(report, name)}
-    inference = {
-        "engine": arguments.engine,
-        "dtype": arguments.dtype,
-        "models": 1 + len(arguments.ensemble or []),
-    }
-    for name in ("max_source_length", "source_lang", "target_lang"):
-        if getattr(arguments, name) is not None:
-            inference[name] = getattr(arguments, name)
+    inference = {"engine": arguments.engine, "dtype": arguments.dtype, "models": len(chosen_models(arguments))}
+    inference |= given_options(arguments, ("max_source_length", "source_lang", "target_lang"))
     return {"data": data, "inference": inference}
-
-
-def decode_and_score(
-    generator: Generator,
-    pairs: Dataset,
-    arguments: argparse.Namespace,
-    on_decoded: Callable[[list[str]], object] | None,
-) -> dict:
-    """Decode the sources and score the targets (see `evaluate_generator`)."""
-    targets, references = pairs["target"][:], None
-    if arguments.joiner is not None:
-        references = [join_pieces(text, arguments.joiner) for text in targets]
-        if generator.tokenizers.target_joiner is None:
-            # The model writes whole words. Only this file splits them.
-            targets = references
-    result, _ = evaluate_generator(
-        generator,
-        pairs["source"][:],
-        targets,
-        references=references,
-        metrics=arguments.metrics,
-        metric_options=metric_options(arguments),
-        generation_options=chosen_generation_options(arguments),
-        on_decoded=on_decoded,
-    )
-    return result
 
 
 def main(words: Sequence[str]) -> None:
     arguments = make_parser().parse_args(words)
-    check_dependents(arguments, NEEDS)
+    check_dependents(arguments, source_column="file", target_column="file", ensemble_mean="ensemble")
     check_metrics(arguments.metrics, arguments.bleu_tokenize)
-    metric_options(arguments)
+    score_options, generation_options = metric_options(arguments), chosen_generation_options(arguments)
     report = DataReport()
+    names = ("file", "source_column", "target_column", "source_prefix", "malformed", "invalid_utf8")
+    files = {"source_file": arguments.source, "target_file": arguments.target}
     # Pairs with an empty side stay: they are legitimate test cases.
-    pairs = load_pairs(
-        file=arguments.file,
-        source_file=arguments.source,
-        target_file=arguments.target,
-        source_column=arguments.source_column,
-        target_column=arguments.target_column,
-        source_prefix=arguments.source_prefix,
-        malformed=arguments.malformed,
-        invalid_utf8=arguments.invalid_utf8,
-        report=report,
-    )
+    pairs = load_pairs(**files, **given_options(arguments, names), report=report)
     measured = describe(arguments, pairs, report)
     choose_output(arguments, measured)
     with open_predictions(arguments.predictions) as file:
         set_seed(arguments.seed)
-        generator = Generator.from_pretrained(chosen_models(arguments), **chosen_loading_options(arguments))
+        # `load_pairs` has added the prefix.
+        loading = chosen_loading_options(arguments) | {"source_prefix": ""}
+        generator = Generator.from_pretrained(chosen_models(arguments), **loading)
         if arguments.max_source_length is not None and arguments.source_prefix:
-            # `load_pairs` has added the prefix, so that the generator did not check it.
             encode = generator.tokenizers.encode_sources
             check_source_length(arguments.max_source_length, encode, arguments.source_prefix)
-        settings = generation_settings(generator.model, chosen_generation_options(arguments))
+        settings = generation_settings(generator.model, generation_options)
         # In their JSON form, for the comparison with earlier scores.
         output = choose_output(arguments, measured | json.loads(to_json({"generation": settings})))
         beside_model = path_beside_model(arguments)
@@ -262,9 +209,24 @@ def main(words: Sequence[str]) -> None:
                 beside_model,
                 output,
             )
-        # Written before scoring, because decoding takes the longest.
-        write_predictions = None if file is None else lambda texts: file.write(as_lines(texts))
-        result = decode_and_score(generator, pairs, arguments, write_predictions) | measured
+        targets, references = pairs["target"][:], None
+        if arguments.joiner is not None:
+            references = [join_pieces(text, arguments.joiner) for text in targets]
+            if generator.tokenizers.target_joiner is None:
+                # The model writes whole words. Only this file splits them.
+                targets = references
+        result, _ = evaluate_generator(
+            generator,
+            pairs["source"][:],
+            targets,
+            references=references,
+            metrics=arguments.metrics,
+            metric_options=score_options,
+            generation_options=generation_options,
+            # Written before scoring, because decoding takes the longest.
+            on_decoded=None if file is None else lambda texts: file.write(as_lines(texts)),
+        )
+    result |= measured
     write_metrics(output, result)
     for name, score in result["scores"].items():
         logger.info("%s: %.2f  %s", name, score["score"], score["signature"])
@@ -273,7 +235,3 @@ def main(words: Sequence[str]) -> None:
     if figures:
         logger.info("%s", "  ".join(figures))
     logger.info("Written to %s", output)
-
-
-if __name__ == "__main__":
-    sys.exit(run(main, "evaluate"))

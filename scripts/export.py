@@ -1,27 +1,20 @@
 """`metaphrase export MODEL DIR --format ctranslate2` or `onnx`: export a model."""
 
-import sys
-
-if __name__ == "__main__" and not __package__:  # Run as a file: its folder must not hide `evaluate` or `tokenize`.
-    sys.path.pop(0)
-
-import argparse
 import logging
 from collections.abc import Sequence
 
-from metaphrase.scripts.console import run
+from metaphrase.scripts.console import verb_parser
 
 logger = logging.getLogger(__name__)
 
 FORMATS = ("ctranslate2", "onnx")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="metaphrase export",
-        description="Export a Metaphrase model with tokenizers and generation settings. "
+def main(words: Sequence[str]) -> None:
+    parser = verb_parser(
+        "export",
+        "Export a Metaphrase model with tokenizers and generation settings. "
         "A model that the format does not support is an error.",
-        allow_abbrev=False,
     )
     parser.add_argument("model", metavar="MODEL", help="folder or Hub id of a Metaphrase model")
     parser.add_argument("output", metavar="DIR", help="folder to write")
@@ -34,11 +27,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     # --force is the name in CTranslate2's converters.
     parser.add_argument("--overwrite", "--force", action="store_true", help="replace an existing export")
-    return parser
-
-
-def main(words: Sequence[str]) -> None:
-    arguments = make_parser().parse_args(words)
+    arguments = parser.parse_args(words)
     # The imports need extras, which --help must not.
     if arguments.format == "onnx":
         if arguments.quantization is not None:
@@ -53,7 +42,3 @@ def main(words: Sequence[str]) -> None:
             arguments.model, arguments.output, quantization=arguments.quantization, overwrite=arguments.overwrite
         )
     logger.info("Written to %s", written)
-
-
-if __name__ == "__main__":
-    sys.exit(run(main, "export"))

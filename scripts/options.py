@@ -1,4 +1,4 @@
-"""Options of the command line that several verbs share: model and loading, generation, phrases, languages."""
+"""Options of the command line that several verbs share: model and loading, generation."""
 
 import argparse
 
@@ -6,52 +6,22 @@ from transformers.hf_argparser import string_to_bool
 
 from metaphrase.decoding.options import GENERATION_OPTIONS, bool_or_never, complete_sampling
 from metaphrase.decoding.searches.ensemble import ENSEMBLE_MEANS
-from metaphrase.inference.loading import ENGINES
+from metaphrase.inference import ENGINES
 from metaphrase.modeling.pipeline_support import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
 
-_LOADING_NAMES = (
-    "engine",
-    "device",
-    "dtype",
-    "trust_remote_code",
-    "source_lang",
-    "target_lang",
-    "max_source_length",
-    "batch_size",
-    "max_tokens_per_batch",
-)
-
-
-def add_loading_options(parser: argparse.ArgumentParser) -> None:
-    """Add the model, and the options that `chosen_loading_options` reads."""
-    add_model_options(parser)
-    parser.add_argument("--ensemble", nargs="+", metavar="MODEL", help="more models for an ensemble with the first")
-    parser.add_argument(
-        "--ensemble_mean", choices=ENSEMBLE_MEANS, help="mean of probabilities or of log-probabilities [linear]"
-    )
-    parser.add_argument(
-        "--batch_size", type=int, default=DEFAULT_BATCH_SIZE, help="maximum sources in a batch [%(default)s]"
-    )
-    parser.add_argument(
-        "--max_tokens_per_batch",
-        type=int,
-        default=DEFAULT_MAX_TOKENS_PER_BATCH,
-        help="maximum source tokens in a batch, padding included [%(default)s]",
-    )
-    parser.add_argument(
-        "--engine",
-        default=ENGINES[0],
-        choices=ENGINES,
-        help="library that decodes [%(default)s]; ctranslate2 takes an exported folder, or converts a Metaphrase model first",
-    )
+_LOADING_OPTIONS = {
+    *("source_prefix", "max_source_length", "source_lang", "target_lang", "device", "dtype", "trust_remote_code"),
+    *("ensemble_mean", "batch_size", "max_tokens_per_batch", "engine"),
+}
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add the model, its device and type, languages and maximum source length."""
+    """Add the model, its device and type, languages, prefix and maximum length of sources, and the seed."""
     parser.add_argument("model", help="folder or Hub id of any encoder-decoder model")
     for side in ("source", "target"):
         text = f"language code of the {side} for a multilingual model (mBART, M2M100, NLLB), such as eng_Latn"
         parser.add_argument(f"--{side}_lang", metavar="CODE", help=text)
+    parser.add_argument("--source_prefix", default="", help="text before every source, such as 'summarize: '")
     parser.add_argument(
         "--max_source_length",
         type=int,
@@ -59,31 +29,37 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="maximum tokens of a source, end of sequence included; longer sources are truncated and counted [no limit]",
     )
     parser.add_argument("--device", help="device to run on [the accelerator if there is one]")
-    parser.add_argument(
-        "--dtype",
-        default="auto",
-        help="type of the weights [%(default)s: as saved]; int8 and float16 are faster on a CPU",
+    text = "type of the weights [%(default)s: as saved]; int8 and float16 are faster on a CPU"
+    parser.add_argument("--dtype", default="auto", help=text)
+    text = "run code that comes with the model or its tokenizer"
+    parser.add_argument("--trust_remote_code", action="store_true", help=text)
+    parser.add_argument("--seed", type=int, default=42, help="random seed for sampling [%(default)s]")
+
+
+def add_ensemble_options(parser: argparse.ArgumentParser) -> None:
+    """Add the other models of an ensemble, sizes of batches and the engine."""
+    parser.add_argument("--ensemble", nargs="+", metavar="MODEL", help="more models for an ensemble with the first")
+    text = "mean of probabilities or of log-probabilities [linear]"
+    parser.add_argument("--ensemble_mean", choices=ENSEMBLE_MEANS, help=text)
+    for name, default, text in (
+        ("batch_size", DEFAULT_BATCH_SIZE, "maximum sources in a batch"),
+        ("max_tokens_per_batch", DEFAULT_MAX_TOKENS_PER_BATCH, "maximum source tokens in a batch, padding included"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} [%(default)s]")
+    text = (
+        "library that decodes [%(default)s]; ctranslate2 takes an exported folder, or converts a Metaphrase model first"
     )
-    parser.add_argument(
-        "--trust_remote_code", action="store_true", help="run code that comes with the model or its tokenizer"
-    )
+    parser.add_argument("--engine", default=ENGINES[0], choices=ENGINES, help=text)
 
 
 def chosen_models(arguments: argparse.Namespace) -> list[str]:
-    """Return the names of all models, the first one in front.
-
-    Raises:
-        ValueError: If `ensemble_mean` is given for a single model.
-    """
-    if arguments.ensemble_mean is not None and arguments.ensemble is None:
-        raise ValueError(f"`ensemble` must be given with `ensemble_mean`, got None and {arguments.ensemble_mean!r}.")
+    """Return the names of all models, the first one in front."""
     return [arguments.model, *(arguments.ensemble or [])]
 
 
 def chosen_loading_options(arguments: argparse.Namespace) -> dict:
     """Return arguments of `Generator.from_pretrained`."""
-    options = {name: getattr(arguments, name) for name in _LOADING_NAMES}
-    return options | {"ensemble_mean": arguments.ensemble_mean or "linear"}
+    return given_options(arguments, _LOADING_OPTIONS)
 
 
 def add_generation_options(parser: argparse.ArgumentParser) -> None:
@@ -101,28 +77,9 @@ def add_generation_options(parser: argparse.ArgumentParser) -> None:
 
 def chosen_generation_options(arguments: argparse.Namespace) -> dict:
     """Return the generation options given on the command line."""
-    return complete_sampling(_given(arguments, GENERATION_OPTIONS))
+    return complete_sampling(given_options(arguments, GENERATION_OPTIONS))
 
 
-def add_phrase_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for phrases that targets must or must not contain."""
-    group = parser.add_argument_group("phrases")
-    group.add_argument(
-        "--must_contain",
-        action="append",
-        nargs="+",
-        metavar="PHRASE",
-        help="phrase that every target contains; of several phrases one is enough; may be given several times",
-    )
-    group.add_argument(
-        "--never_contain", action="extend", nargs="+", metavar="PHRASE", help="phrases that no target contains"
-    )
-
-
-def chosen_phrase_options(arguments: argparse.Namespace) -> dict:
-    """Return the phrases given on the command line."""
-    return _given(arguments, ("must_contain", "never_contain"))
-
-
-def _given(arguments: argparse.Namespace, names) -> dict:
-    return {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+def given_options(arguments: argparse.Namespace, names) -> dict:
+    """Return those of the options that have a value."""
+    return {name: value for name, value in vars(arguments).items() if name in names and value is not None}

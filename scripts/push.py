@@ -1,10 +1,5 @@
 """`metaphrase push FOLDER USER/NAME`: upload a trained folder to the Hub, and nothing but the files of the model."""
 
-import sys
-
-if __name__ == "__main__" and not __package__:  # Run as a file: its folder must not hide `evaluate` or `tokenize`.
-    sys.path.pop(0)
-
 import argparse
 import logging
 from collections.abc import Sequence
@@ -14,35 +9,13 @@ from pathlib import Path
 from metaphrase.hub_card import Facts, write_model_card
 from metaphrase.hub_card.card import is_own_card, read_facts
 from metaphrase.hub_card.upload import CARD, check_folder, check_repo_id, select_files, upload
-from metaphrase.scripts.console import run
+from metaphrase.scripts.console import verb_parser
+from metaphrase.scripts.options import given_options
 
 logger = logging.getLogger(__name__)
 
 # Options of the command line that are fields of `Facts`.
 CARD_OPTIONS = ("license", "base_model", "datasets")
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="metaphrase push",
-        description="Upload a trained folder to the Hub: model, code, tokenizers, card, licence, recipe, scores and "
-        "predictions, and no other files. Absolute paths in the recipe are cut to their last part.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("folder", help="folder with a trained model")
-    parser.add_argument("repo_id", help="user/name or organization/name; created if it does not exist")
-    parser.add_argument(
-        "--private", action="store_true", help="create a private repository; an existing public one is an error"
-    )
-    parser.add_argument("--dry_run", "--dry-run", action="store_true", help="only list what would be uploaded, offline")
-    parser.add_argument("--commit_message", default="Upload the model", metavar="TEXT", help="[%(default)s]")
-    parser.add_argument("--revision", metavar="BRANCH", help="branch to upload to, created if it does not exist [main]")
-    parser.add_argument("--token", help="access token [HF_TOKEN, or that of `hf auth login`]")
-    parser.add_argument("--overwrite_card", action="store_true", help="replace your own README.md by a model card")
-    parser.add_argument("--license", metavar="NAME", help="licence of the weights for the card, such as apache-2.0")
-    parser.add_argument("--base_model", metavar="NAME", help="model that this one was fine-tuned from, for the card")
-    parser.add_argument("--datasets", nargs="+", metavar="NAME", help="training data, for the card")
-    return parser
 
 
 def writes_card(folder: Path, arguments: argparse.Namespace) -> bool:
@@ -56,7 +29,7 @@ def card_facts(folder: Path, arguments: argparse.Namespace) -> Facts:
     Raises:
         ValueError: If the command line has facts for a card that is not written.
     """
-    options = {name: getattr(arguments, name) for name in CARD_OPTIONS if getattr(arguments, name) is not None}
+    options = given_options(arguments, CARD_OPTIONS)
     if options and not writes_card(folder, arguments):
         name, value = next(iter(options.items()))
         raise ValueError(
@@ -81,7 +54,25 @@ def rehearse(folder: Path, arguments: argparse.Namespace, facts: Facts) -> None:
 
 
 def main(words: Sequence[str]) -> None:
-    arguments = make_parser().parse_args(words)
+    parser = verb_parser(
+        "push",
+        "Upload a trained folder to the Hub: model, code, tokenizers, card, licence, recipe, scores and "
+        "predictions, and no other files. Absolute paths in the recipe are cut to their last part.",
+    )
+    parser.add_argument("folder", help="folder with a trained model")
+    parser.add_argument("repo_id", help="user/name or organization/name; created if it does not exist")
+    parser.add_argument(
+        "--private", action="store_true", help="create a private repository; an existing public one is an error"
+    )
+    parser.add_argument("--dry_run", "--dry-run", action="store_true", help="only list what would be uploaded, offline")
+    parser.add_argument("--commit_message", default="Upload the model", metavar="TEXT", help="[%(default)s]")
+    parser.add_argument("--revision", metavar="BRANCH", help="branch to upload to, created if it does not exist [main]")
+    parser.add_argument("--token", help="access token [HF_TOKEN, or that of `hf auth login`]")
+    parser.add_argument("--overwrite_card", action="store_true", help="replace your own README.md by a model card")
+    parser.add_argument("--license", metavar="NAME", help="licence of the weights for the card, such as apache-2.0")
+    parser.add_argument("--base_model", metavar="NAME", help="model that this one was fine-tuned from, for the card")
+    parser.add_argument("--datasets", nargs="+", metavar="NAME", help="training data, for the card")
+    arguments = parser.parse_args(words)
     check_repo_id(arguments.repo_id)
     if not arguments.commit_message.strip():
         raise ValueError(f"`commit_message` must not be empty, got {arguments.commit_message!r}.")
@@ -96,7 +87,3 @@ def main(words: Sequence[str]) -> None:
         logger.info("Wrote %s", path)
     names = ("commit_message", "private", "revision", "token")
     print(upload(folder, arguments.repo_id, **{name: getattr(arguments, name) for name in names}))
-
-
-if __name__ == "__main__":
-    sys.exit(run(main, "push"))

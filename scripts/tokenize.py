@@ -1,16 +1,12 @@
 """`metaphrase tokenize --files F ... --output DIR`: train a tokenizer, or one for each side."""
 
-import sys
-
-if __name__ == "__main__" and not __package__:  # Run as a file: its folder must not hide `evaluate` or `tokenize`.
-    sys.path.pop(0)
-
-import argparse
+import collections
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from metaphrase.scripts.console import run
+from metaphrase.inference.line_files import check_files
+from metaphrase.scripts.console import verb_parser
 from metaphrase.storage.folders import folder_in_one_step
 from metaphrase.tokenization import TOKENIZER_KINDS, TokenizerPair, iterate_lines, train_tokenizer
 from metaphrase.tokenization.tokenizer_settings import DEFAULT_VOCAB_SIZE, KINDS_THAT_FILL_A_VOCABULARY
@@ -19,34 +15,6 @@ logger = logging.getLogger(__name__)
 
 # Files that `TokenizerPair.save_pretrained` writes with any version of transformers.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "target_tokenizer")
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="metaphrase tokenize",
-        description="Train a tokenizer for AutoTokenizer on text files (.gz or not) with one text in each line.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--files", nargs="+", metavar="FILE", help="texts for a joint tokenizer of both sides")
-    parser.add_argument("--source_files", nargs="+", metavar="FILE", help="texts for a separate source tokenizer")
-    parser.add_argument("--target_files", nargs="+", metavar="FILE", help="texts for a separate target tokenizer")
-    parser.add_argument("--output", required=True, metavar="DIR", help="folder to write")
-    parser.add_argument("--kind", default="byte_bpe", help=f"one of {', '.join(TOKENIZER_KINDS)} [%(default)s]")
-    parser.add_argument(
-        "--vocab_size",
-        type=int,
-        help=f"maximum entries, special tokens included [{DEFAULT_VOCAB_SIZE} for "
-        f"{', '.join(KINDS_THAT_FILL_A_VOCABULARY)}; else no limit]",
-    )
-    parser.add_argument("--min_frequency", type=int, help="minimum number of occurrences of a learned piece")
-    parser.add_argument("--normalization", help="Unicode normalization, nfc or nfkc [none]")
-    parser.add_argument("--lowercase", action="store_true", help="lowercase all text")
-    parser.add_argument("--joiner", help="for pretokenized: mark at the end of a piece inside a word [@@]")
-    parser.add_argument(
-        "--additional_special_tokens", nargs="+", default=[], metavar="TOKEN", help="such as language codes"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing tokenizer")
-    return parser
 
 
 def check_output(output: Path, overwrite: bool) -> None:
@@ -67,26 +35,30 @@ def check_output(output: Path, overwrite: bool) -> None:
         raise ValueError(f"`output` must not hold a tokenizer, got {output}. Pass --overwrite to replace it.")
 
 
-def check_files(files: Sequence[str], kind: str) -> None:
-    """Check that all files exist. For `byte`, whose training reads no text, also read them.
-
-    Raises:
-        FileNotFoundError: If a file is missing.
-        ValueError: If a path is a folder, or a file is not UTF-8.
-        EOFError: If a compressed file is truncated.
-    """
-    for name in files:
-        if not Path(name).exists():
-            raise FileNotFoundError(f"`files` must be files that exist, got {name!r}.")
-        if Path(name).is_dir():
-            raise ValueError(f"`files` must be files, got the folder {name!r}.")
-    if kind == "byte":
-        for _ in iterate_lines(files):
-            pass
-
-
 def main(words: Sequence[str]) -> None:
-    arguments = make_parser().parse_args(words)
+    parser = verb_parser(
+        "tokenize", "Train a tokenizer for AutoTokenizer on text files (.gz or not) with one text in each line."
+    )
+    parser.add_argument("--files", nargs="+", metavar="FILE", help="texts for a joint tokenizer of both sides")
+    parser.add_argument("--source_files", nargs="+", metavar="FILE", help="texts for a separate source tokenizer")
+    parser.add_argument("--target_files", nargs="+", metavar="FILE", help="texts for a separate target tokenizer")
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder to write")
+    parser.add_argument("--kind", default="byte_bpe", help=f"one of {', '.join(TOKENIZER_KINDS)} [%(default)s]")
+    parser.add_argument(
+        "--vocab_size",
+        type=int,
+        help=f"maximum entries, special tokens included [{DEFAULT_VOCAB_SIZE} for "
+        f"{', '.join(KINDS_THAT_FILL_A_VOCABULARY)}; else no limit]",
+    )
+    parser.add_argument("--min_frequency", type=int, help="minimum number of occurrences of a learned piece")
+    parser.add_argument("--normalization", help="Unicode normalization, nfc or nfkc [none]")
+    parser.add_argument("--lowercase", action="store_true", help="lowercase all text")
+    parser.add_argument("--joiner", help="for pretokenized: mark at the end of a piece inside a word [@@]")
+    parser.add_argument(
+        "--additional_special_tokens", nargs="+", default=[], metavar="TOKEN", help="such as language codes"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing tokenizer")
+    arguments = parser.parse_args(words)
     has_files = [files is not None for files in (arguments.files, arguments.source_files, arguments.target_files)]
     is_separate = has_files == [False, True, True]
     if not is_separate and has_files != [True, False, False]:
@@ -95,9 +67,12 @@ def main(words: Sequence[str]) -> None:
     check_output(output, arguments.overwrite)
     names = ("kind", "vocab_size", "min_frequency", "normalization", "lowercase", "joiner", "additional_special_tokens")
     options = {name: getattr(arguments, name) for name in names}
-    check_files(
-        [*(arguments.files or ()), *(arguments.source_files or ()), *(arguments.target_files or ())], arguments.kind
-    )
+    files = [*(arguments.files or ()), *(arguments.source_files or ()), *(arguments.target_files or ())]
+    for name in files:
+        check_files(name, None)
+    if arguments.kind == "byte":
+        # Its training reads no text, which may be damaged or not UTF-8.
+        collections.deque(iterate_lines(files), maxlen=0)
     if is_separate:
         sides = (iterate_lines(arguments.source_files), iterate_lines(arguments.target_files))
         pair = TokenizerPair.train(*sides, joint=False, **options)
@@ -109,7 +84,3 @@ def main(words: Sequence[str]) -> None:
     for side, tokenizer in (("source", pair.source), ("target", pair.target))[: 2 if is_separate else 1]:
         logger.info("%s: %d entries", side if is_separate else "both sides", len(tokenizer))
     logger.info("Written to %s", arguments.output)
-
-
-if __name__ == "__main__":
-    sys.exit(run(main, "tokenize"))

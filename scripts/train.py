@@ -5,13 +5,12 @@ import sys
 if __name__ == "__main__" and not __package__:  # Run as a file: its folder must not hide `evaluate` or `tokenize`.
     sys.path.pop(0)
 
-import argparse
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from metaphrase.hub_card import renew_model_card
-from metaphrase.scripts.console import run
+from metaphrase.scripts.console import run, verb_parser
 from metaphrase.training.cpu_setup import keep_few_kernels, keep_freed_memory
 from metaphrase.training.distributed import leave_processes
 from metaphrase.training.experiment import Experiment
@@ -40,11 +39,10 @@ def find_recipe(name: str) -> Path:
 
 
 def main(words: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="metaphrase train",
+    parser = verb_parser(
+        "train",
+        "Train a model by a recipe. Each field of the recipe is an option too: --field value.",
         usage="%(prog)s [-h] [--help_fields] [--resume] [--dry_run] [recipe] [--field value ...]",
-        description="Train a model by a recipe. Each field of the recipe is an option too: --field value.",
-        allow_abbrev=False,
     )
     parser.add_argument("recipe", nargs="?", help="a YAML file, or the name of a recipe of the package")
     parser.add_argument("--help_fields", action="store_true", help="list all fields of a recipe and exit")

@@ -1,6 +1,7 @@
 """Decode an exported model with CTranslate2."""
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -49,15 +50,17 @@ class CTranslate2Engine(Engine):
             ValueError: If the folder holds no model, or the device does not support the compute type.
         """
         self.folder = Path(folder)
-        if not (self.folder / _MODEL_NAME).is_file():
+        if not is_exported(folder):
             raise ValueError(f"A folder of CTranslate2 must hold {_MODEL_NAME}, got none in {self.folder}.")
         torch_device = _find_cuda_or_cpu(device)
-        self._translator_options = {
-            "device": torch_device.type,
-            "device_index": torch_device.index or 0,
-            "compute_type": compute_type,
-            "intra_threads": torch.get_num_threads(),
-        }
+        self._load = functools.partial(
+            ctranslate2.Translator,
+            os.fspath(folder),
+            device=torch_device.type,
+            device_index=torch_device.index or 0,
+            compute_type=compute_type,
+            intra_threads=torch.get_num_threads(),
+        )
         self.translator = self._load()
         self.sources, self.targets = (self._vocabulary(side) for side in ("source", "target"))
         self._target_ids = {token: index for index, token in enumerate(self.targets)}
@@ -93,9 +96,6 @@ class CTranslate2Engine(Engine):
         engine = cls(folder, device=device, compute_type=compute_type)
         engine._copy = copy
         return engine
-
-    def _load(self) -> "ctranslate2.Translator":
-        return ctranslate2.Translator(os.fspath(self.folder), **self._translator_options)
 
     def _vocabulary(self, side: str) -> list[str]:
         path = self.folder / f"{side}_vocabulary.json"

@@ -14,10 +14,9 @@ import torch
 from tiny_generator import SOURCES, save_generator, tiny_generator
 
 from metaphrase.inference import GeneratorPool, generator_pool
-from metaphrase.inference.chunks import decode_chunk
+from metaphrase.inference.chunks import Chunk
 from metaphrase.inference.generator_pool import spread_devices
 from metaphrase.inference.line_files import format_targets
-from metaphrase.scripts import generate
 
 LIMIT_SECONDS = 60
 LINES = [f"{source} {number}" for number in range(5) for source in (*SOURCES, "")]
@@ -71,6 +70,7 @@ def assert_they_end(processes):
 def test_it_writes_what_one_generator_writes(options, pool, generator):
     expected = list(generator.generate_stream(LINES, chunk_size=4, **options))
     assert len(expected) == len(LINES)
+    assert len(set(processes_of(pool))) == pool.num_processes == 2 and os.getpid() not in processes_of(pool)
     assert list(pool.generate_stream(LINES, chunk_size=4, **options)) == expected
     assert pool.num_targets(num_beams=3, num_return_sequences=2) == 2
     # A stream that was left is taken up.
@@ -78,22 +78,10 @@ def test_it_writes_what_one_generator_writes(options, pool, generator):
     assert list(rest) == expected[8:]
 
 
-def test_both_work(pool):
-    assert len(set(processes_of(pool))) == pool.num_processes == 2
-    assert os.getpid() not in processes_of(pool)
-
-
 def test_minimum_bayes_risk(pool, generator):
     risk, options = {"num_candidates": 4, "utility": "bleu"}, {"seed": 2, "return_scores": True}
     found = list(pool.generate_stream(LINES[:9], chunk_size=4, risk=risk, **options))
-    expected = [
-        candidates
-        for number in range(3)
-        for candidates in decode_chunk(
-            generator, number, LINES[4 * number : min(9, 4 * number + 4)], risk=risk, **options
-        )
-    ]
-    assert found == expected and {len(candidates) for candidates in found} == {1}
+    assert {len(candidates) for candidates in found} == {1}
     assert found == list(generator.generate_stream(LINES[:9], chunk_size=4, risk=risk, **options))
     torch.manual_seed(2)
     assert [chosen for [chosen] in found[:4]] == generator.generate_mbr(LINES[:4], **risk)
@@ -176,7 +164,9 @@ def test_processes_end_in_the_middle_of_their_work_and_a_closed_pool_says_so(fol
         next(stream)
         [process] = processes_of(pool)
         future = pool._executor.submit(
-            generator_pool._decode, 0, SOURCES, {"seed": None, "return_scores": False, "risk": None, **long}
+            generator_pool._decode,
+            Chunk(0, range(5), SOURCES),
+            {"seed": None, "return_scores": False, "risk": None, **long},
         )
         while not future.running():
             time.sleep(0.01)
@@ -224,34 +214,25 @@ def test_processes_do_not_outlive_a_killed_parent(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("device", "count", "expected"),
+    ("device", "count", "num_devices", "expected"),
     [
-        (None, 4, ["cuda:0", "cuda:1", "cuda:2", "cuda:0"]),
-        ("cuda", 2, ["cuda:0", "cuda:1"]),
-        ("cuda:2", 2, ["cuda:2", "cuda:2"]),
-        ("cpu", 3, ["cpu"] * 3),
+        (None, 4, 3, ["cuda:0", "cuda:1", "cuda:2", "cuda:0"]),
+        ("cuda", 2, 3, ["cuda:0", "cuda:1"]),
+        ("cuda:2", 2, 3, ["cuda:2", "cuda:2"]),
+        ("cpu", 3, 3, ["cpu"] * 3),
+        (None, 2, 0, [None, None]),
     ],
 )
-def test_devices_with_accelerators(device, count, expected, monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+def test_processes_take_the_accelerators_in_turn(device, count, num_devices, expected, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: num_devices > 0)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: num_devices)
     assert spread_devices(device, count) == expected
-
-
-def test_devices_without_accelerators(monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    # What an engine takes for the best one.
-    assert spread_devices(None, 2) == [None, None]
-
-
-def test_unknown_devices_are_refused_before_a_process_starts():
     with pytest.raises(ValueError, match=r"`device` must be one that torch knows, .* got 'foo'"):
         GeneratorPool("no/such/model", num_processes=2, device="foo")
 
 
-def test_the_command_as_a_file(folder, generator, tmp_path):
-    """Each process imports the file that was run; a second one takes up what the first has left."""
+def test_the_command_resumes_with_several_processes(folder, generator, tmp_path):
     (tmp_path / "in").write_text("".join(f"{line}\n" for line in LINES), encoding="utf-8")
     output = tmp_path / "out"
     found = generator.generate_stream(LINES, chunk_size=7, num_beams=2, num_return_sequences=2)
@@ -260,7 +241,7 @@ def test_the_command_as_a_file(folder, generator, tmp_path):
     words = [folder, "--device", "cpu", "--num_processes", "2", "--window", "7", "--num_beams", "2"]
     words += ["--num_return_sequences", "2", "--input", str(tmp_path / "in"), "--output", str(output), "--resume"]
     done = subprocess.run(
-        [sys.executable, str(Path(generate.__file__)), *words],
+        [sys.executable, "-m", "metaphrase.scripts", "generate", *words],
         capture_output=True,
         text=True,
         timeout=LIMIT_SECONDS * 2,
@@ -275,7 +256,7 @@ def test_an_interrupt_from_the_terminal_ends_all_and_keeps_what_was_written(fold
     output = tmp_path / "out"
     words = [folder, "--device", "cpu", "--num_processes", "2", "--window", "2", "--output", str(output)]
     command = subprocess.Popen(
-        [sys.executable, str(Path(generate.__file__)), *words],
+        [sys.executable, "-m", "metaphrase.scripts", "generate", *words],
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,

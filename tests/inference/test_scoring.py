@@ -7,7 +7,7 @@ from tiny_generator import SOURCES, TARGETS, tiny_generator
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import MBartTokenizer, PreTrainedTokenizerFast
 
-from metaphrase.inference import ForcedScore, Generator, cross_attentions, decode
+from metaphrase.inference import Generator, cross_attentions, decode
 from metaphrase.inference import scoring as forced_decoding_module
 from metaphrase.tokenization import TokenizerPair
 
@@ -69,22 +69,6 @@ def test_batched_is_alone_in_order(family, sizes, monkeypatch):
         for score in (batched[index], everything[index]):
             assert score.ids == alone.ids
             assert score.log_probabilities == pytest.approx(alone.log_probabilities, abs=TOLERANCE)
-
-
-def test_equal_to_what_greedy_search_found(generator):
-    model, sources = generator.model, generator.tokenizers.encode_sources(SOURCES[:3])
-    for text, ids in zip(SOURCES, sources, strict=False):
-        output = model.generate(
-            torch.tensor([ids]),
-            num_beams=1,
-            do_sample=False,
-            max_new_tokens=7,
-            return_dict_in_generate=True,
-            output_scores=True,
-        )
-        expected = model.compute_transition_scores(output.sequences, output.scores, normalize_logits=True)[0]
-        [score] = generator.score([text], [output.sequences[0, 1:].tolist()])
-        assert score.log_probabilities == pytest.approx(expected.tolist(), abs=TOLERANCE)
 
 
 def test_mean_is_the_score_of_beam_search(generator):
@@ -151,13 +135,6 @@ def test_an_end_that_a_text_names_is_its_own():
     assert attention.target_tokens == score.tokens
 
 
-def test_model_stays_in_its_mode():
-    generator = tiny_generator()
-    generator.model.train()
-    generator.score(SOURCES[:1], TARGETS[:1])
-    assert generator.model.training
-
-
 @pytest.mark.parametrize(
     ("sources", "targets", "message"),
     [
@@ -175,8 +152,3 @@ def test_model_stays_in_its_mode():
 def test_what_cannot_be_scored_is_refused(sources, targets, message):
     with pytest.raises(ValueError, match=message):
         tiny_generator().score(sources, targets)
-
-
-def test_score_adds_up():
-    score = ForcedScore([5, 6], ["a", "b"], [-1.0, -2.0])
-    assert (score.total, score.mean) == (-3.0, -1.5)

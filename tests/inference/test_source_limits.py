@@ -2,7 +2,6 @@
 
 import copy
 import json
-from types import SimpleNamespace
 
 import pytest
 from other_families import other_model
@@ -10,7 +9,6 @@ from pipeline_models import family_model
 from tiny_generator import SOURCES, save_generator, tiny_generator, tiny_pair
 from tiny_languages import mbart_tokenizer, nllb_tokenizer
 from tiny_models import tiny_model
-from torch import nn
 from transformers import (
     BertConfig,
     EncoderDecoderConfig,
@@ -23,7 +21,7 @@ from transformers import (
 from metaphrase.evaluation.evaluate import evaluate_generator
 from metaphrase.inference import Generator, GeneratorPool, cross_attentions
 from metaphrase.inference.batches import decode
-from metaphrase.inference.source_limits import TooLongError, check_source_length, numbering
+from metaphrase.inference.source_limits import TooLongError, check_source_length
 from metaphrase.modeling.pipeline_support import longest_source, longest_target
 from metaphrase.scripts import attention, evaluate, generate
 from metaphrase.scripts.console import run
@@ -45,6 +43,8 @@ def generator(request):
 @pytest.mark.parametrize(("name", "limit"), [("bart", 64), ("t5", None)])
 def test_limits_of_families(name, limit):
     assert longest_source(family_model(name)) == longest_target(family_model(name)) == limit
+    model = tiny_model(**tiny_pair().config_fields())
+    assert longest_source(model) is longest_target(model) is None
 
 
 def test_a_table_that_grows_is_no_limit():
@@ -108,25 +108,6 @@ def test_a_target_may_be_as_long_as_the_table(options, generator):
     assert not generator.model.get_decoder()._forward_pre_hooks
 
 
-def test_a_metaphrase_model_without_a_table_has_none():
-    model = tiny_model(**tiny_pair().config_fields())
-    assert longest_source(model) is longest_target(model) is None
-
-
-def test_each_side_has_a_limit_of_its_own():
-    stacks = [SimpleNamespace(embed_positions=nn.Embedding(rows, 2)) for rows in (9, 7)]
-    model = SimpleNamespace(get_encoder=lambda: stacks[0], get_decoder=lambda: stacks[1])
-    assert (longest_source(model), longest_target(model)) == (9, 7)
-
-
-def test_a_source_may_be_as_long_as_the_table(generator):
-    [length] = map(len, generator.encode(["a" * 63]))
-    assert length == 64
-    generator.generate(["a" * 63])
-    with pytest.raises(TooLongError, match="than the model has positions, 64, got 65 in number 1 "):
-        generator.generate(["a" * 64])
-
-
 def test_a_draft_model_with_fewer_positions_reads_the_beginning():
     fields = tiny_pair().config_fields() | {"position_embedding_type": "learned"}
     generator, draft = (
@@ -141,6 +122,9 @@ def test_a_draft_model_with_fewer_positions_reads_the_beginning():
 
 
 def test_what_is_too_long_is_numbered_among_all(generator):
+    generator.generate(["a" * 63])
+    with pytest.raises(TooLongError, match="than the model has positions, 64, got 65 in number 1 "):
+        generator.generate(["a" * 64])
     message = r"has positions, 64, got 181 in number 5 \(in a file: line 5\)"
     with pytest.raises(ValueError, match=message):
         generator.generate(TEXTS)
@@ -151,12 +135,6 @@ def test_what_is_too_long_is_numbered_among_all(generator):
             next(stream)
     with pytest.raises(ValueError, match="number 15 "):
         next(generator.generate_stream(iter(TEXTS), chunk_size=10, first_chunk=1))
-
-
-def test_attention_names_what_is_too_long(generator):
-    for targets in (None, ["a", "a"]):
-        with pytest.raises(ValueError, match="got 181 in number 2 "):
-            cross_attentions(generator, ["a cat", LONG], targets)
 
 
 def test_the_command_names_the_line_among_empty_ones(generator, tmp_path, capsys):
@@ -224,12 +202,6 @@ def test_a_limit_leaves_place_for_a_text_behind_the_prefix(kind):
     assert len(set(map(tuple, bounded.encode(["a dog", "1 dog", ". dog"])))) > 1
 
 
-def test_sources_of_a_selection_have_their_numbers_in_the_whole():
-    with pytest.raises(TooLongError, match="got 9 in number 40 ") as raised, numbering([20, 40, 60]):
-        raise TooLongError(2, 9, 8)
-    assert (raised.value.number, raised.value.num_tokens, raised.value.limit) == (40, 9, 8)
-
-
 def test_a_tokenizer_that_knows_none_of_the_probes_is_not_refused():
     def encode(texts):
         return [[{"the": 5}.get(word, 1) for word in text.split()] + [2] for text in texts]
@@ -286,6 +258,9 @@ def test_targets_and_sources_that_are_scored_have_positions(generator):
         message = rf"A {name} must not have more tokens .* positions, 64, got 181 in number 2 \(in a file: line 2\)"
         with pytest.raises(TooLongError, match=message):
             generator.score(*pair)
+        for targets in (None, pair[1]) if name == "source" else (pair[1],):
+            with pytest.raises(TooLongError, match=message):
+                cross_attentions(generator, pair[0], targets)
     assert len(generator.score(["a"], ["a" * 63])[0].ids) == 64
 
 

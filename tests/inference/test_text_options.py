@@ -105,25 +105,18 @@ def test_functions_for_minimum_bayes_risk(generator):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"decoder_input_ids": [[1, 5]] * 2},
-            "`decoder_input_ids` must have 1 row or one for each text, got 2 for 5",
-        ),
+        ({"decoder_input_ids": [[1, 5]] * 2}, "`decoder_input_ids` must have 1 row or one for each text, got 2 for 5"),
         ({"decoder_input_ids": [1, 5]}, r"`decoder_input_ids` must be rows of ids of one length, got \[1, 5\]"),
         ({"decoder_input_ids": [[1, 5], [1]]}, "`decoder_input_ids` must be rows of ids of one length"),
         ({"decoder_start_token_id": [1] * 5}, "`decoder_start_token_id` must be one id for all texts"),
+        (
+            {"decoder_input_ids": [[1, 5], *[[5, 6]] * 4]},
+            "must begin with the start token, 1, in all rows or in none, .* 1 of 5",
+        ),
     ],
 )
-def test_what_fits_no_texts_is_refused(options, message, generator):
+def test_what_fits_no_texts_is_refused(options, message, generator, prompts):
     with pytest.raises(ValueError, match=message):
         generator.generate(SOURCES, **options)
-
-
-def test_rows_that_do_not_go_together_are_refused(generator, prompts):
-    rows = [prompts[0], *([5, 6] for _ in SOURCES[1:])]
-    with pytest.raises(
-        ValueError, match="must begin with the start token, 1, in all rows or in none, got it in 1 of 5"
-    ):
-        generator.generate(SOURCES, decoder_input_ids=rows)
     with pytest.raises(ValueError, match="`decoder_input_ids` must have one row for all texts in a stream, got 9"):
         list(generator.generate_stream(TEXTS, decoder_input_ids=prompts))

@@ -61,13 +61,9 @@ def test_first_of_equals_wins_and_words_without_weight_have_no_link():
     assert word_alignment(attention(target_word_ids=[0, 0, 0, 2, None])) == [(0, 2), (1, 0)]
     assert word_alignment(attention(source_words=[], source_word_ids=[None] * 4)) == []
     assert format_pharaoh([]) == ""
-
-
-def test_tokens_that_are_no_words_are_refused():
-    with pytest.raises(ValueError, match="The tokens of the source must make up its words, got 'the cat'"):
-        word_alignment(attention(source_word_ids=None))
-    with pytest.raises(ValueError, match="The tokens of the target must make up its words, got 'die Katze da'"):
-        word_alignment(attention(target_word_ids=None))
+    for side in ("source", "target"):
+        with pytest.raises(ValueError, match=f"The tokens of the {side} must make up its words, got '"):
+            word_alignment(attention(**{f"{side}_word_ids": None}))
 
 
 @pytest.mark.parametrize("kind", ["byte_bpe", "unigram", "char", "pretokenized"])
@@ -75,7 +71,8 @@ def test_tokens_that_are_no_words_are_refused():
 def test_words_of_a_model(kind, joint):
     generator = tiny_generator(joint=joint, kind=kind, source_prefix="the ")
     given = cross_attention(generator, SOURCES[3], TARGETS[3])
-    assert (given.source_words, given.target_words) == (SOURCES[3].split(), TARGETS[3].split())
+    assert given.source == SOURCES[3] and given.source_words == given.source.split()
+    assert given.target_words == TARGETS[3].split()
     weights = word_weights(given)
     # What is missing from one went to the prefix and to the end of sequence, and is all that is missing.
     silent = [place for place, word in enumerate(given.source_word_ids) if word is None]
@@ -85,14 +82,10 @@ def test_words_of_a_model(kind, joint):
     np.testing.assert_allclose(weights.sum(axis=1), 1 - np.array(missing), atol=1e-5)
     links = word_alignment(given)
     assert sorted(target for _, target in links) == list(range(6)) and links == sorted(links)
-
-
-def test_words_of_a_target_that_the_model_wrote():
-    generator = tiny_generator(kind="unigram")
+    # Words of a target that the model wrote.
     given = cross_attention(generator, SOURCES[0], num_beams=3, max_new_tokens=12)
     assert given.target_words == given.target.split() and given.target_words
-    found = {word for word in given.target_word_ids if word is not None}
-    assert found == set(range(len(given.target_words)))
+    assert {word for word in given.target_word_ids if word is not None} == set(range(len(given.target_words)))
 
 
 def test_alignment_error_rate():

@@ -1,20 +1,15 @@
 """The command line: finding verbs, their options and errors, and `metaphrase tokenize`."""
 
-import ast
 import gzip
 import sys
-from pathlib import Path
 
 import pytest
-from cli_texts import damaged
+from cli_texts import contents, damaged
 from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
 
 from metaphrase.scripts import __main__ as command_line
 from metaphrase.scripts import attention, console, evaluate, generate, tokenize
 from metaphrase.tokenization import TOKENIZER_KINDS, TokenizerPair, train_tokenizer
-from metaphrase.tokenization.tokenizer_settings import TokenizerSettings
-
-SCRIPTS = Path(generate.__file__).parent
 
 
 def test_tokenize_trains_one_tokenizer(files, tmp_path):
@@ -51,30 +46,12 @@ def test_tokenize_refuses_what_is_no_text_whatever_the_kind(sides, kind, files, 
     (tmp_path / "cut.gz").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "damaged.gz").write_bytes(damaged(whole))
     (tmp_path / "utf_16").write_text("the cat\n", encoding="utf-16")
-    wrong = {
-        "missing": FileNotFoundError,
-        "cut.gz": EOFError,
-        "damaged.gz": OSError,
-        "utf_16": ValueError,
-        "": ValueError,
-    }
+    wrong = {"missing": FileNotFoundError, "cut.gz": EOFError, "damaged.gz": OSError, "utf_16": ValueError}
     rest = ["--output", str(tmp_path / "t"), "--kind", kind, *(["--target_files", files[1]] * (sides != "--files"))]
-    for name, error in wrong.items():
+    for name, error in {**wrong, "": IsADirectoryError}.items():
         with pytest.raises(error):
             tokenize.main([sides, files[0], str(tmp_path / name), *rest])
         assert not (tmp_path / "t").exists()
-
-
-def test_tokenize_says_which_kinds_have_a_limit(capsys):
-    with pytest.raises(SystemExit):
-        tokenize.main(["--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    limited = [kind for kind in TOKENIZER_KINDS if TokenizerSettings(kind=kind).vocab_size is not None]
-    assert f"[8000 for {', '.join(limited)}; else no limit]" in said
-
-
-def contents(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("words", [[], ["--overwrite"]], ids=str)
@@ -118,28 +95,16 @@ def test_verbs_are_found_and_their_errors_are_one_line(cli_model, monkeypatch, c
     assert "model.safetensors" in capsys.readouterr().out
 
 
-def test_model_that_is_not_there_is_one_line(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert run_command(monkeypatch, "generate", str(tmp_path / "none")) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("metaphrase generate: error: ") and said.count("\n") == 1 and "none" in said
-
-
-def test_path_that_is_not_there_is_not_asked_for_on_the_hub(monkeypatch, tmp_path, capsys):
-    monkeypatch.chdir(tmp_path)
-    for name in ("./none", "some/where/else"):
-        assert run_command(monkeypatch, "generate", name) == 2
-        assert f"must be a folder that exists, or a name on the Hub, got '{name}'." in capsys.readouterr().err
-
-
-def test_name_that_is_neither_here_nor_on_the_hub_is_said(monkeypatch, tmp_path, capsys):
+def test_a_model_that_is_not_there_is_one_line(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     # Beside such a folder a model of the Hub may have the name as well as one of a run.
     (tmp_path / "runs").mkdir()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert run_command(monkeypatch, "generate", "runs/none") == 2
-    said = capsys.readouterr().err
-    assert "must be a folder that exists, or a name on the Hub, got 'runs/none': " in said and said.count("\n") == 1
+    for name, end in ((f"{tmp_path}/none", ""), ("./none", ".\n"), ("some/where/else", ".\n"), ("runs/none", ": ")):
+        assert run_command(monkeypatch, "generate", name) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("metaphrase generate: error: ") and said.count("\n") == 1
+        assert f"must be a folder that exists, or a name on the Hub, got '{name}'{end}" in said
 
 
 def test_an_interruption_is_one_line(capsys):
@@ -150,10 +115,6 @@ def test_an_interruption_is_one_line(capsys):
     assert capsys.readouterr().err.strip().startswith("metaphrase train: interrupted. Use --resume to go on")
     assert console.run(interrupted, "generate", []) == 130
     assert capsys.readouterr().err.strip() == "metaphrase generate: interrupted."
-
-
-def test_every_verb_has_its_file():
-    assert [verb for verb in command_line.VERBS if not (SCRIPTS / f"{verb}.py").is_file()] == []
 
 
 def test_unknown_verbs_and_no_verb(monkeypatch, capsys):
@@ -174,15 +135,3 @@ def test_unknown_and_shortened_options_are_refused(script, capsys):
             script.main(words)
         assert stopped.value.code == 2
     assert "usage: metaphrase" in capsys.readouterr().err
-
-
-def test_every_script_takes_its_folder_off_the_path_first():
-    for path in SCRIPTS.glob("*.py"):
-        if path.stem in ("__init__", "__main__", "console", "options"):
-            continue
-        _, first, second = ast.parse(path.read_text(encoding="utf-8")).body[:3]
-        assert (ast.unparse(first), ast.unparse(second)) == (
-            "import sys",
-            # Not again where another process imports the file.
-            "if __name__ == '__main__' and (not __package__):\n    sys.path.pop(0)",
-        ), path

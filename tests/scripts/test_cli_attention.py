@@ -5,7 +5,7 @@ import re
 import sys
 
 import pytest
-from cli_texts import targets_of
+from cli_texts import contents, targets_of
 from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator, tiny_pair
 from tiny_models import tiny_model
 
@@ -19,9 +19,8 @@ def test_attention_draws_a_picture(cli_model, tmp_path, caplog):
     pictures = {}
     for name, words in {"all": [], "last": ["--layer", "-1"], "head": ["--layer", "0", "--head", "1"]}.items():
         path = tmp_path / f"{name}.png"
-        attention.main(
-            [cli_model, "--device", "cpu", "--source", "the cat", "--target", "die $x$", "--output", str(path), *words]
-        )
+        words += ["--source", "the cat", "--target", "die $x$", "--output", str(path)]
+        attention.main([cli_model, "--device", "cpu", *words])
         pictures[name] = path.read_bytes()
     assert all(picture.startswith(b"\x89PNG") for picture in pictures.values()) and len(set(pictures.values())) == 3
     assert "Target: die $x$" in caplog.text
@@ -29,18 +28,8 @@ def test_attention_draws_a_picture(cli_model, tmp_path, caplog):
 
 def test_attention_generates_a_target(cli_model, tmp_path, caplog):
     caplog.set_level("INFO")
-    words = [
-        cli_model,
-        "--device",
-        "cpu",
-        "--source",
-        SOURCES[0],
-        "--output",
-        str(tmp_path / "a.png"),
-        "--max_new_tokens",
-        "3",
-    ]
-    attention.main(words)
+    words = [cli_model, "--device", "cpu", "--source", SOURCES[0], "--output", str(tmp_path / "a.png")]
+    attention.main([*words, "--max_new_tokens", "3"])
     assert f"Target: {targets_of(SOURCES[:1], max_new_tokens=3)[0]}" in caplog.text
     assert "are unfinished at the length limit" in caplog.text
 
@@ -85,11 +74,11 @@ def test_attention_writes_links(cli_model, tmp_path, monkeypatch, capsys, caplog
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["--source", "a", "--output", "x.pdf"],
-            "`output` must end in one of .png, .html, .htm, .align, .txt without `format`",
-        ),
+        (["--source", "a", "--output", "x.pdf"], "`output` must end in one of .png, .html, .htm, .align, .txt without"),
+        (["--source", "the cat", "--layer", "2"], "`layer` must be from -2 to 1, got 2"),
         (["--source", "a", "--source", "b"], "A picture must show one sentence, got 2"),
+        (["--input", "in.txt", "--output", "in.txt"], "`output` must be another file than `input`, got "),
+        (["--target_input", "in.txt", "--output", "in.txt"], "`output` must be another file than `target_input`, got "),
         (["--source", " "], "A picture must show one sentence, got 0"),
         (["--source", " ", "--format", "html"], "A page must show 1 to 500 sentences, got 0"),
         (["--source", "a", "--input", __file__], "`source` must be given as text or as a file, got both: 'a' and "),
@@ -102,24 +91,11 @@ def test_attention_writes_links(cli_model, tmp_path, monkeypatch, capsys, caplog
     ],
 )
 def test_attention_refuses(cli_model, words, message, tmp_path, monkeypatch, capsys):
+    (tmp_path / "in.txt").write_text("the cat\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     assert run(attention.main, "attention", [cli_model, "--device", "cpu", *words]) == 2
     assert f"metaphrase attention: error: {message}" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("name", ["input", "target_input"])
-def test_attention_does_not_write_over_what_it_reads(cli_model, name, tmp_path, capsys):
-    (tmp_path / "in.txt").write_text("the cat\n", encoding="utf-8")
-    words = [cli_model, "--device", "cpu", f"--{name}", str(tmp_path / "in.txt"), "--output", str(tmp_path / "in.txt")]
-    assert run(attention.main, "attention", words) == 2
-    assert f"`output` must be another file than `{name}`, got " in capsys.readouterr().err
-    assert (tmp_path / "in.txt").read_text(encoding="utf-8") == "the cat\n"
-
-
-def test_attention_of_a_layer_that_is_not_there(cli_model, capsys):
-    assert run(attention.main, "attention", [cli_model, "--device", "cpu", "--source", "the cat", "--layer", "2"]) == 2
-    assert "metaphrase attention: error: `layer` must be from -2 to 1, got 2" in capsys.readouterr().err
+    assert contents(tmp_path) == {"in.txt": b"the cat\n"}
 
 
 @pytest.mark.parametrize(

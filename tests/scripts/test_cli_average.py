@@ -6,33 +6,21 @@ from pathlib import Path
 import pytest
 import torch
 from averages import all_weights, mean_by_hand
+from small_trainers import make_trainer, small_pairs
 from tiny_models import tiny_model
-from transformers import AutoModelForSeq2SeqLM, Seq2SeqTrainingArguments
+from transformers import AutoModelForSeq2SeqLM
 
-from metaphrase.data.collators import PairCollator
 from metaphrase.scripts import average as script
 from metaphrase.scripts.console import run
-from metaphrase.training.trainer import MetaphraseTrainer
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run of the trainer with three checkpoints, scored by what is given."""
     folder, scores = tmp_path_factory.mktemp("trained") / "run", iter([5.0, 9.0, 7.0])
-    pairs = [{"input_ids": [5 + index, 6, 2], "labels": [7, 5 + index, 2]} for index in range(6)]
     options = {"max_steps": 3, "eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
-    options |= {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "remove_unused_columns": False}
-    trainer = MetaphraseTrainer(
-        model=tiny_model(initializer_range=0.2),
-        args=Seq2SeqTrainingArguments(
-            output_dir=str(folder), learning_rate=0.01, predict_with_generate=True, generation_max_length=6, **options
-        ),
-        train_dataset=pairs,
-        eval_dataset=pairs,
-        data_collator=PairCollator(0),
-        score=lambda decoded, labels: {"bleu": next(scores)},
-    )
-    trainer.train()
+    options |= {"learning_rate": 0.01, "generation_max_length": 6, "score": lambda *_: {"bleu": next(scores)}}
+    make_trainer(tiny_model(vocab_size=60, initializer_range=0.2), small_pairs(), folder, **options).train()
     return folder
 
 

@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+from cli_texts import contents
 from small_runs import SMALL
 
 from metaphrase.scripts import demo
@@ -14,10 +15,6 @@ FIELDS = {"max_steps": 2, "save_steps": 1, "save_strategy": "steps", "eval_strat
 FIELDS |= {"load_best_model_at_end": "false", "disable_tqdm": "true", "vocab_size": 300, "generation_max_length": 8}
 FIELDS |= {f"model.{name}": value for name, value in SMALL.items()}
 WORDS = [word for name, value in FIELDS.items() for word in (f"--{name}", str(value))]
-
-
-def contents(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +67,7 @@ def test_demo_is_made_anew(made, tmp_path, capsys):
     assert "BLEU" in capsys.readouterr().out
     after = contents(tmp_path / "demo")
     assert [path.name for path in checkpoints_in(tmp_path / "demo")] == ["checkpoint-1", "checkpoint-2"]
-    assert {str(path) for path in before if before[path] != after[path]} >= {"data/train.tsv", "model.safetensors"}
+    assert {path for path in before if before[path] != after[path]} >= {"data/train.tsv", "model.safetensors"}
 
 
 def test_demo_that_was_stopped_goes_on(made, tmp_path, caplog):

@@ -19,18 +19,8 @@ from metaphrase.scripts.console import run
 
 
 def test_a_prefix_that_fills_the_sources_is_refused(cli_model, files, tmp_path, capsys):
-    words = [
-        cli_model,
-        "--device",
-        "cpu",
-        "--source",
-        files[0],
-        "--target",
-        files[1],
-        "--output",
-        str(tmp_path / "m.json"),
-    ]
-    words += ["--max_source_length", "5", "--source_prefix", "the small cat: "]
+    words = [cli_model, "--device", "cpu", "--source", files[0], "--target", files[1]]
+    words += ["--max_source_length", "5", "--source_prefix", "the small cat: ", "--output", str(tmp_path / "m.json")]
     assert run(evaluate.main, "evaluate", words) == 2
     assert "`max_source_length` must be above" in capsys.readouterr().err
     assert not (tmp_path / "m.json").exists()
@@ -49,15 +39,13 @@ def test_evaluate_writes_scores_and_predictions(cli_model, files, tmp_path):
     assert result["data"]["name"] == "test.en"
 
 
-def test_evaluate_of_an_ensemble(cli_model, other_cli_model, files, tmp_path, capsys):
+def test_evaluate_of_an_ensemble(cli_model, other_cli_model, files, tmp_path):
     words = [cli_model, "--device", "cpu", "--source", files[0], "--target", files[1]]
     evaluate.main([*words, "--ensemble", other_cli_model, "--output", str(tmp_path / "m.json")])
     result = json.loads((tmp_path / "m.json").read_text(encoding="utf-8"))
     together = Generator.from_pretrained([cli_model, other_cli_model], device="cpu").generate(SOURCES)
     assert result["scores"]["bleu"]["score"] == pytest.approx(BLEU().corpus_score(together, [TARGETS]).score)
     assert result["inference"]["models"] == 2 and "loss" not in result
-    assert run(evaluate.main, "evaluate", [*words, "--ensemble_mean", "linear"]) == 2
-    assert "`ensemble` must be given with `ensemble_mean`, got None and 'linear'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -88,8 +76,10 @@ def test_evaluate_again_replaces_what_it_measured(scored_folder):
     folder, words = scored_folder
     earlier = (folder / "metrics.json").read_text(encoding="utf-8")
     assert json.loads(earlier)["scores"].keys() == {"chrf"}
-    evaluate.main([*words, "--metrics", "bleu", "chrf"])
-    assert json.loads((folder / "metrics.json").read_text(encoding="utf-8"))["scores"].keys() == {"bleu", "chrf"}
+    evaluate.main([*words, "--metrics", "bleu", "chrf", "--bleu_tokenize", "none", "--lowercase"])
+    scores = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))["scores"]
+    assert scores.keys() == {"bleu", "chrf"}
+    assert "case:lc" in scores["bleu"]["signature"] and "tok:none" in scores["bleu"]["signature"]
     assert not Path("metrics.json").exists()
 
 
@@ -141,16 +131,6 @@ def test_settings_that_cannot_be_written_are_found_before_decoding(cli_model, fi
     words = [cli_model, "--device", "cpu", "--source", files[0], "--target", files[1], "--output", str(tmp_path)]
     with pytest.raises(ValueError, match="`metrics` must hold finite numbers"):
         evaluate.main([*words, "--length_penalty", "inf"])
-
-
-def test_evaluate_options_reach_the_metrics_and_the_folder(files, tmp_path):
-    folder = save_generator(tiny_generator(), tmp_path / "model")
-    pair = ["--source", files[0], "--target", files[1]]
-    evaluate.main(
-        [str(folder), "--device", "cpu", *pair, "--metrics", "bleu", "--bleu_tokenize", "none", "--lowercase"]
-    )
-    result = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
-    assert "case:lc" in result["scores"]["bleu"]["signature"] and "tok:none" in result["scores"]["bleu"]["signature"]
 
 
 def test_evaluate_joins_references_but_not_predictions(files, tmp_path):
@@ -210,7 +190,7 @@ def refuse(*args, **kwargs):
         (["--bleu_tokenize", "nosuch"], "`bleu_tokenize` must be one of none, .*, got 'nosuch'."),
         (
             ["--metrics", "chrf", "--bleu_tokenize", "none"],
-            "`metrics` must hold bleu with `bleu_tokenize`, got .*chrf.* 'none'",
+            "`metrics` must hold bleu with `bleu_tokenize`, got .*chrf.*",
         ),
         (
             ["--metrics", "ter", "rouge", "--lowercase"],
@@ -221,10 +201,7 @@ def refuse(*args, **kwargs):
         (["--predictions", "FOLDER"], "`predictions` must be a file, got the folder "),
         (["--predictions", "FOLDER/new/"], "`predictions` must be a file, got the folder .*new/"),
         (["--output", "FOLDER/test.en/m.json"], "`output` must be in a folder that can be written to, got .*m.json: "),
-        (
-            ["--output", "FOLDER/taken"],
-            "`output` must be a file, or a folder for metrics.json, got .*metrics.json",
-        ),
+        (["--output", "FOLDER/taken"], "`output` must be a file, or a folder for metrics.json, got .*metrics.json"),
     ],
     ids=str,
 )
@@ -277,23 +254,15 @@ def test_evaluate_finds_a_folder_that_it_cannot_write_to_before_any_work(files, 
         evaluate.main(words)
 
 
-def test_evaluate_keeps_what_was_decoded_when_it_cannot_be_scored(cli_model, files, tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluation, "compute_metrics", lambda *_: 1 / 0)
+def test_evaluate_keeps_predictions_when_it_cannot_decode_or_score(cli_model, files, tmp_path, monkeypatch):
     words = [cli_model, "--device", "cpu", "--source", files[0], "--target", files[1], "--output", str(tmp_path)]
-    predictions = tmp_path / "p.txt"
-    with pytest.raises(ZeroDivisionError):
-        evaluate.main([*words, "--predictions", str(predictions)])
-    assert predictions.read_text(encoding="utf-8").split("\n")[:-1] == as_lines(targets_of(SOURCES))
-
-
-def test_evaluate_keeps_old_predictions_until_there_are_new_ones(cli_model, files, tmp_path, monkeypatch):
-    predictions = tmp_path / "p.txt"
+    predictions, older = tmp_path / "p.txt", ["an older target"]
     predictions.write_text("an older target\n", encoding="utf-8")
-    monkeypatch.setattr(Generator, "generate", lambda *_, **__: 1 / 0)
-    words = [cli_model, "--device", "cpu", "--source", files[0], "--target", files[1], "--output", str(tmp_path)]
-    with pytest.raises(ZeroDivisionError):
-        evaluate.main([*words, "--predictions", str(predictions)])
-    assert predictions.read_text(encoding="utf-8") == "an older target\n"
+    for place, name, expected in ((Generator, "generate", older), (evaluation, "compute_metrics", None)):
+        with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+            patch.setattr(place, name, lambda *_, **__: 1 / 0)
+            evaluate.main([*words, "--predictions", str(predictions)])
+        assert predictions.read_text(encoding="utf-8").split("\n")[:-1] == (expected or as_lines(targets_of(SOURCES)))
 
 
 def test_scores_of_a_model_that_diverged_are_written(files, tmp_path, caplog):
@@ -314,8 +283,3 @@ def test_evaluate_makes_the_folder_of_predictions_before_any_work(cli_model, fil
     monkeypatch.setattr(Generator, "from_pretrained", refuse)
     with pytest.raises(OSError, match=r"m.json"):
         evaluate.main([*words[:-1], str(tmp_path / "m.json" / "p.txt")])
-
-
-def test_evaluate_names_what_is_missing(cli_model, files, capsys):
-    assert run(evaluate.main, "evaluate", [cli_model, "--source", files[0]]) == 2
-    assert "target_file" in capsys.readouterr().err

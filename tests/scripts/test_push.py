@@ -11,6 +11,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+from cli_texts import contents
 from hub_stand_in import StandIn
 from huggingface_hub import ModelCard, constants
 from tiny_generator import save_generator, tiny_generator
@@ -20,29 +21,20 @@ from metaphrase.scripts import push
 from metaphrase.scripts.console import run
 from metaphrase.training.recipe.recipe import load_recipe
 
+UNSAFE = ("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", "pytorch_model.bin", "cache.pkl")
+# Files of nobody, and leavings of other weights, which no one loads.
+FOREIGN = ("data.parquet", "notes/text.txt", "customers.json", "train_corpus.txt", "model_before.safetensors")
+FOREIGN += ("model-00001-of-00002.safetensors", "target_tokenizer/model.safetensors")
 FORBIDDEN = {
-    "optimizer.pt": "not safetensors",
-    "scheduler.pt": "not safetensors",
-    "rng_state.pth": "not safetensors",
-    "training_args.bin": "not safetensors",
-    "pytorch_model.bin": "not safetensors",
-    "cache.pkl": "not safetensors",
+    **dict.fromkeys((*UNSAFE, "target_tokenizer/merges.bin"), "not safetensors"),
+    **dict.fromkeys(FOREIGN, "not a file of the model"),
     ".secret.json": "hidden",
-    "data.parquet": "not a file of the model",
     "checkpoint-20/model.safetensors": "a checkpoint",
     "runs/events.json": "logs",
-    "notes/text.txt": "not a file of the model",
-    "customers.json": "not a file of the model",
-    "train_corpus.txt": "not a file of the model",
     "evaluate_mine.py": "not code of the model",
     "outputs.png": "not a picture of the card",
-    # Leavings, which no one loads.
-    "model_before.safetensors": "not a file of the model",
-    "model-00001-of-00002.safetensors": "not a file of the model",
     # It names folders of this machine.
     "trainer_state.json": "a state of the training run",
-    "target_tokenizer/merges.bin": "not safetensors",
-    "target_tokenizer/model.safetensors": "not a file of the model",
 }
 
 
@@ -77,11 +69,6 @@ def folder(tmp_path):
     return path
 
 
-def content_of(folder):
-    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
-    return {name: path.read_bytes() for name, path in files.items()}
-
-
 def push_words(folder, *options, repo_id="somebody/tiny"):
     return [str(folder), repo_id, "--token", "hf_of_the_test", *options]
 
@@ -90,7 +77,7 @@ def test_exactly_the_model_goes_up_byte_for_byte(hub, folder, capsys):
     push.main(push_words(folder, "--private", "--commit_message", "first"))
     [(branch, message, files)] = hub.commits
     assert (branch, message) == ("main", "first")
-    assert files == {name: content for name, content in content_of(folder).items() if name not in FORBIDDEN}
+    assert files == {name: content for name, content in contents(folder).items() if name not in FORBIDDEN}
     assert {"config.json", "model.safetensors", "tokenizer.json", "recipe.yaml", "metrics.json"} <= files.keys()
     assert {"modeling_metaphrase.py", "target_tokenizer/tokenizer.json", "test_predictions.txt"} <= files.keys()
     assert not any(b"forbidden" in content for content in files.values())
@@ -135,14 +122,6 @@ def test_recipe_goes_up_without_the_folders_of_this_machine(hub, folder, tmp_pat
     assert (folder / "recipe.yaml").read_text(encoding="utf-8") == RECIPE_WITH_PATHS
 
 
-def test_card_is_written_for_the_repository_where_there_is_none(hub, folder):
-    push.main(push_words(folder))
-    card = hub.commits[0][2]["README.md"].decode()
-    assert '"somebody/tiny"' in card and "path/to/this/folder" not in card
-    assert (folder / "README.md").read_text(encoding="utf-8") == card
-    assert "visibility" not in hub.repositories["somebody/tiny"]
-
-
 def test_card_that_is_there_is_left_alone_unless_told_otherwise(hub, folder):
     (folder / "README.md").write_text("my own words", encoding="utf-8")
     push.main(push_words(folder))
@@ -151,12 +130,16 @@ def test_card_that_is_there_is_left_alone_unless_told_otherwise(hub, folder):
     assert first == b"my own words" and b"somebody/tiny" in second
 
 
-def test_card_of_training_is_written_anew_to_name_the_repository(hub, folder):
-    write_model_card(folder)
-    assert "path/to/this/folder" in (folder / "README.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("was_trained", [True, False])
+def test_card_names_the_repository(hub, folder, was_trained):
+    if was_trained:
+        write_model_card(folder)
+        assert "path/to/this/folder" in (folder / "README.md").read_text(encoding="utf-8")
     push.main(push_words(folder))
     card = hub.commits[0][2]["README.md"].decode()
     assert '"somebody/tiny"' in card and "path/to/this/folder" not in card
+    assert (folder / "README.md").read_text(encoding="utf-8") == card
+    assert "visibility" not in hub.repositories["somebody/tiny"]
 
 
 GIVEN = {"license": "apache-2.0", "base_model": "me/base", "datasets": ["me/pairs", "me/more"], "tags": ["demo"]}
@@ -203,12 +186,12 @@ def test_what_a_card_says_by_itself_follows_the_files(hub, folder):
 
 def test_dry_run_tells_what_the_card_will_state(folder, capsys):
     write_model_card(folder, Facts(**GIVEN))
-    before = content_of(folder)
+    before = contents(folder)
     push.main(push_words(folder, "--dry_run", "--license", "mit"))
     said = capsys.readouterr().out
     for line in ("license: mit", "base_model: me/base", "datasets: me/pairs, me/more", "tags: demo"):
         assert re.search(rf"^ +{line}$", said, re.MULTILINE), line
-    assert content_of(folder) == before
+    assert contents(folder) == before
 
 
 def test_options_of_the_card_need_a_card_that_is_written(hub, folder):
@@ -260,9 +243,9 @@ def test_dry_run_tells_all_and_does_nothing(folder, option, monkeypatch, capsys)
         raise AssertionError("a dry run must not use the network")
 
     monkeypatch.setattr("socket.socket.connect", refuse)
-    before = content_of(folder)
+    before = contents(folder)
     push.main(push_words(folder, option))
-    assert content_of(folder) == before
+    assert contents(folder) == before
     said = capsys.readouterr().out
     shared = {name: len(content) for name, content in before.items() if name not in FORBIDDEN}
     for name, size in shared.items():
@@ -274,14 +257,15 @@ def test_dry_run_tells_all_and_does_nothing(folder, option, monkeypatch, capsys)
         assert re.search(rf"^ +left out  {re.escape(top)} \({reason}", said, re.MULTILINE), name
 
 
-def test_files_of_other_tokenizers_are_part_of_the_model(folder):
-    (folder / "README.md").write_text("![attention](attention.png)", encoding="utf-8")
-    names = {"spiece.model", "source.spm", "target.spm", "merges.txt", "chat_template.jinja", "attention.png"}
-    names |= {"bpe.codes", "dict.txt", "LICENSE", "NOTICE.txt"}
-    for name in {*names, "other.model", "script.sh"}:
+def test_files_of_other_tokenizers_and_pictures_of_the_card_go_up(folder):
+    (folder / "README.md").write_text("![a](training_curve.png) ![b](./shown.png)", encoding="utf-8")
+    names = {"spiece.model", "source.spm", "target.spm", "merges.txt", "chat_template.jinja", "training_curve.png"}
+    names |= {"bpe.codes", "dict.txt", "LICENSE", "NOTICE.txt", "shown.png"}
+    for name in {*names, "other.model", "script.sh", "curve.png"}:
         (folder / name).write_bytes(b"x")
     selection = upload.select_files(folder)
     assert names <= selection.sizes.keys() and {"other.model", "script.sh"} <= selection.left_out.keys()
+    assert selection.left_out["curve.png"] == "not a picture of the card"
 
 
 def test_shards_go_up_with_their_index(folder):
@@ -291,15 +275,6 @@ def test_shards_go_up_with_their_index(folder):
     upload.check_folder(folder)
     sizes = upload.select_files(folder).sizes
     assert {name for name in sizes if "safetensors" in name} == {"model-1.safetensors", "model.safetensors.index.json"}
-
-
-def test_picture_whose_name_ends_that_of_the_cards_stays(folder):
-    (folder / "README.md").write_text("![a](training_curve.png) ![b](./shown.png)", encoding="utf-8")
-    for name in ("training_curve.png", "curve.png", "shown.png"):
-        (folder / name).write_bytes(b"x")
-    selection = upload.select_files(folder)
-    assert {"training_curve.png", "shown.png"} <= selection.sizes.keys()
-    assert selection.left_out["curve.png"] == "not a picture of the card"
 
 
 @pytest.mark.parametrize("options", [[], ["--dry_run"]], ids=["push", "dry run"])
@@ -317,15 +292,13 @@ def test_weights_that_are_not_whole_are_refused(hub, folder, options):
     assert hub.calls == []
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_folder_without_a_model_is_refused(hub, folder, name):
-    (folder / name).unlink()
-    with pytest.raises(ValueError, match=r"`folder` must hold a whole model, but .* is missing"):
-        push.main(push_words(folder))
+def test_missing_shard_missing_folder_and_secret_are_refused(hub, folder, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).rename(tmp_path / name)
+        with pytest.raises(ValueError, match=r"`folder` must hold a whole model, but .* is missing"):
+            push.main(push_words(folder))
+        (tmp_path / name).rename(folder / name)
     assert hub.calls == [] and not (folder / "README.md").exists()
-
-
-def test_missing_shard_missing_folder_and_secret_are_refused(folder, tmp_path):
     with pytest.raises(ValueError, match="`folder` must be an existing folder"):
         push.main(push_words(tmp_path / "nowhere"))
     (folder / "recipe.yaml").write_text("hub_token: hf_abc\n", encoding="utf-8")
@@ -345,11 +318,7 @@ def test_missing_shard_missing_folder_and_secret_are_refused(folder, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        (
-            "recipe.yaml",
-            "a: [\n",
-            "`recipe.yaml` must be readable, got an error in '.*recipe.yaml': it must be valid YAML",
-        ),
+        ("recipe.yaml", "a: [\n", "`recipe.yaml` must be readable, got an error in '.*': it must be valid YAML"),
         ("recipe.yaml", "- a\n", "`recipe.yaml` must hold fields with values, got list in '.*recipe.yaml'"),
         ("config.json", "{", "`config.json` must be readable, got an error in '.*config.json'"),
         ("tokenizer_config.json", "[]", "`tokenizer_config.json` must hold fields with values, got list in"),

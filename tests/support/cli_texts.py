@@ -17,3 +17,8 @@ def as_lines(texts):
 def damaged(compressed):
     """Return a compressed file with one changed byte, which cannot be decompressed."""
     return compressed[:12] + bytes([compressed[12] ^ 0xFF]) + compressed[13:]
+
+
+def contents(folder):
+    """Return the bytes of each file of a folder, by its path in the folder."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -32,7 +32,7 @@ def carry_out(job):
 
     def work():
         if job["most_bytes"] is not None:
-            generate.open_output = limited(generate.open_output, job["most_bytes"])
+            generate.ResumedFile = limited(generate.ResumedFile, job["most_bytes"])
         generate.main(job["words"])
 
     child = fork(work)
@@ -41,10 +41,10 @@ def carry_out(job):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def limited(open_output, most_bytes):
+def limited(open_file, most_bytes):
     """Opens an output in which the kernel ends the process in the middle of the write that would make it longer."""
 
-    def open_limited(*arguments):
+    def open_limited(*arguments, **options):
         # What is said may go to a file, too.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
@@ -52,7 +52,7 @@ def limited(open_output, most_bytes):
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
-        return open_output(*arguments)
+        return open_file(*arguments, **options)
 
     return open_limited
 

@@ -93,21 +93,16 @@ def test_same_search(name, models):
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "other"),
     [
-        *("min_new_tokens", "repetition_penalty", "no_repeat_ngram_size", "forced_bos_token_id", "another end"),
-        *("bad_words_ids", "suppress_tokens"),
+        *((name, "greedy") for name in ("min_new_tokens", "repetition_penalty", "no_repeat_ngram_size", "another end")),
+        *((name, "greedy") for name in ("forced_bos_token_id", "bad_words_ids", "suppress_tokens")),
+        *(("beams", "to the end"), ("length_penalty 0", "length_penalty 2")),
     ],
 )
-def test_the_options_change_something(name, models):
+def test_the_options_change_something(name, other, models):
     model, _, sources = models
-    assert decode(model, sources, **SAME[name]) != decode(model, sources)
-
-
-@pytest.mark.parametrize("first, other", [("beams", "to the end"), ("length_penalty 0", "length_penalty 2")])
-def test_the_ways_to_stop_differ(first, other, models):
-    model, _, sources = models
-    assert decode(model, sources, **SAME[first]) != decode(model, sources, **SAME[other])
+    assert decode(model, sources, **SAME[name]) != decode(model, sources, **SAME[other])
 
 
 def test_the_models_own_settings_are_used_and_come_second(models):
@@ -146,14 +141,10 @@ def test_a_target_that_meets_the_limit_ends_as_it_must(models):
     assert any(not h.is_finished for h in hypotheses)
 
 
-def test_scores_only_if_asked_for(models):
-    _, engine, sources = models
-    assert all(h.score is None for row in decode(engine, sources, **BEAMS) for h in row)
-
-
 def test_sources_in_batches_are_as_alone(models):
     _, engine, sources = models
-    whole = decode(engine, sources, return_scores=True, **BEAMS)
+    whole = decode(engine, sources, **BEAMS)
+    assert all(h.score is None for row in whole for h in row)
     alone = decode(engine, sources, return_scores=True, batch_size=1, **BEAMS)
     assert [[h.ids for h in row] for row in whole] == [[h.ids for h in row] for row in alone]
 
@@ -175,10 +166,7 @@ def test_long_sources_are_read_to_their_end(models):
 
 REFUSED = {
     "`renormalize_logits` must be True .* with `bad_words_ids` .* and `num_beams` 4": {**BEAMS, "bad_words_ids": [[3]]},
-    "`renormalize_logits` must be True .* with `suppress_tokens` .* and `num_beams` 4": {
-        **BEAMS,
-        "suppress_tokens": [3],
-    },
+    "`renormalize_logits` must be True .* with `suppress_tokens` .* `num_beams` 4": {**BEAMS, "suppress_tokens": [3]},
     "`bad_words_ids` must be ids from 0 to .*got .*1000": {"bad_words_ids": [[3], [3, 1000]]},
     "`suppress_tokens` must be ids from 0 to .*got .*-1": {"suppress_tokens": [-1]},
     "`encoder_no_repeat_ngram_size` 2": {"encoder_no_repeat_ngram_size": 2},
@@ -208,10 +196,8 @@ REFUSED = {
     "`repetition_penalty` must be 1 with `num_beams` 4": {**BEAMS, "repetition_penalty": 2.0},
     "`renormalize_logits` must be True .* with `min_length` 7 and `num_beams` 4": {**BEAMS, "min_length": 7},
     "`renormalize_logits` must be True .* with `min_new_tokens` 7 and `num_beams` 4": {**BEAMS, "min_new_tokens": 7},
-    "`renormalize_logits` must be True .* with `no_repeat_ngram_size` 2 and `num_beams` 4": {
-        **BEAMS,
-        "no_repeat_ngram_size": 2,
-    },
+    "`renormalize_logits` must be True .* `no_repeat_ngram_size` 2 and `num_beams` 4": BEAMS
+    | {"no_repeat_ngram_size": 2},
     "`early_stopping` must be True or 'never' .*got False and 1.0": {**BEAMS, "early_stopping": False},
     "`eos_token_id` must be one id with `num_beams`": {**BEAMS, "eos_token_id": [2, 3]},
     "`eos_token_id` must be ids from 0 to .*got -1": {"eos_token_id": -1},
