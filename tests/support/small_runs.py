@@ -6,7 +6,7 @@ from tiny_models import tiny_model
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 from metaphrase.data.collators import PairCollator
-from metaphrase.training.checkpointing.folders import checkpoints_in
+from metaphrase.training.checkpointing.folders import checkpoints_in, what_is_missing
 from metaphrase.training.checkpointing.trainer_mixin import WholeCheckpoints
 
 # Dimensions of a model for recipes.
@@ -42,6 +42,10 @@ def make_trainer(folder, trainer_class=WholeTrainer, callbacks=(), collator=None
 
 def names(run):
     return [path.name for path in checkpoints_in(run)]
+
+
+def is_whole(checkpoint):
+    return not what_is_missing(checkpoint)
 
 
 def read(path):

@@ -53,11 +53,6 @@ def checkpoints_in(run_folder: str | Path) -> list[Path]:
     return sorted(folders, key=step_of)
 
 
-def is_whole(folder: str | Path) -> bool:
-    """True if a checkpoint is complete and undamaged."""
-    return not what_is_missing(folder)
-
-
 def what_is_missing(folder: str | Path) -> list[str]:
     """Return a phrase for each thing that is missing or damaged in a checkpoint; an empty list if it is whole.
 
@@ -159,8 +154,8 @@ def last_whole_checkpoint(run_folder: str | Path) -> str | None:
 def set_later_aside(checkpoint: str | Path, run_folder: str | Path) -> None:
     """Move the checkpoints after the one that the run resumes from out of the run.
 
-    They, and the log of the run if it is later too, move to a folder `_abandoned-1` or the next number. A warning names them.
-    For a checkpoint of another run nothing moves. After a kill, `last_whole_checkpoint` or `remove_unfinished` completes it.
+    They and the log of the run move to a folder `_abandoned-1` or the next number. A warning names them. For a checkpoint of
+    another run nothing moves. After a kill, `last_whole_checkpoint` or `remove_unfinished` completes it.
     """
     checkpoint, run_folder = Path(checkpoint).resolve(), Path(run_folder)
     if not _CHECKPOINT.fullmatch(checkpoint.name) or checkpoint.parent != run_folder.resolve():
@@ -185,10 +180,8 @@ def _finish_setting_aside(run_folder: Path) -> None:
             continue
         step, moving, aside = int(match[4]), run_folder / match[0], run_folder / match[1]
         later = [checkpoint for checkpoint in checkpoints_in(run_folder) if step_of(checkpoint) > step]
-        if _has_later_state(run_folder, step):
-            later.append(run_folder / TRAINER_STATE_NAME)
         # Several processes may run this at once; each move succeeds in one of them.
-        for path in later:
+        for path in [*later, run_folder / TRAINER_STATE_NAME]:
             with contextlib.suppress(FileNotFoundError):
                 os.rename(path, moving / path.name)
         with contextlib.suppress(FileNotFoundError):
@@ -196,12 +189,6 @@ def _finish_setting_aside(run_folder: Path) -> None:
             _flush(run_folder)
             names = ", ".join(path.name for path in checkpoints_in(aside))
             logger.warning("The run goes on from step %d: what was later, %s, now lies in %s.", step, names, aside)
-
-
-def _has_later_state(run_folder: Path, step: int) -> bool:
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return json.loads((run_folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))["global_step"] > step
-    return False
 
 
 def unfinished_folder(checkpoint: Path) -> Path:

@@ -10,12 +10,12 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from small_runs import PAIRS, WholeTrainer, make_trainer, names, read
+from small_runs import PAIRS, WholeTrainer, is_whole, make_trainer, names, read
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from metaphrase.data.collators import PairCollator
-from metaphrase.training.checkpointing.folders import is_whole, last_whole_checkpoint
+from metaphrase.training.checkpointing.folders import last_whole_checkpoint
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.recipe.recipe import load_recipe
 

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from small_runs import WholeTrainer, make_trainer, names, read
+from small_runs import WholeTrainer, is_whole, make_trainer, names, read
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_jit_checkpoint import CheckpointManager
 from transformers.trainer_utils import get_last_checkpoint
@@ -14,7 +14,6 @@ from metaphrase.training.checkpointing.folders import (
     checkpoints_in,
     discard_checkpoint,
     discard_surplus,
-    is_whole,
     last_whole_checkpoint,
     publish_checkpoint,
     remove_unfinished,

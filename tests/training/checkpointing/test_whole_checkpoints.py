@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 import torch
-from small_runs import read
+from small_runs import is_whole, read
 from tiny_models import tiny_model
 
-from metaphrase.training.checkpointing.folders import is_whole, last_whole_checkpoint, what_is_missing
+from metaphrase.training.checkpointing.folders import last_whole_checkpoint, what_is_missing
 
 NEEDED = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")
 
