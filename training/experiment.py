@@ -51,7 +51,7 @@ from metaphrase.training.run_folder import (
     only_writer,
     with_lengths_of_run,
 )
-from metaphrase.training.trainer import MetaphraseTrainer
+from metaphrase.training.trainer import MetaphraseTrainer, check_r_drop
 
 logger = logging.getLogger(__name__)
 
@@ -250,8 +250,6 @@ class Experiment:
         limit = recipe.generation_max_length or self.corpus.max_target_length + 1
         settle_decoding(model, recipe, limit, languages)
         if recipe.r_drop_alpha:
-            from metaphrase.training.r_drop import check_r_drop
-
             check_r_drop(model, recipe.lora_dropout if recipe.lora_rank is not None else 0.0)
         if recipe.freeze:
             from metaphrase.training.optimizer import freeze

@@ -17,15 +17,15 @@ from transformers import Seq2SeqTrainingArguments, set_seed
 
 from metaphrase.scripts import train
 from metaphrase.training import distributed as processes
-from metaphrase.training.checkpointing import random_states
+from metaphrase.training.checkpointing.resuming import get_random_states, set_random_states
 from metaphrase.training.distributed import ProcessSeeds, leave_processes
 
 
 @pytest.fixture(autouse=True)
 def states():
-    before = random_states.get_random_states()
+    before = get_random_states()
     yield
-    random_states.set_random_states(before)
+    set_random_states(before)
 
 
 def drawn_by(process_index, world_size, parallelism_config=None, seed=5):

@@ -35,21 +35,19 @@ from metaphrase.training.checkpointing.folders import (
     set_later_aside,
     unfinished_folder,
 )
-from metaphrase.training.checkpointing.random_states import (
-    are_equal_states,
-    get_random_states,
-    make_random_states,
-    set_random_states,
-    unchanged_random_states,
-)
 from metaphrase.training.checkpointing.resuming import (
     BATCHES_BY_NUMBER,
+    are_equal_states,
     best_criterion,
     check_data,
     choose_best_again,
+    get_random_states,
     has_same_layout,
+    make_random_states,
     read_progress,
     set_best_folder,
+    set_random_states,
+    unchanged_random_states,
 )
 
 logger = logging.getLogger(__name__)
