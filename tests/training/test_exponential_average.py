@@ -288,7 +288,7 @@ def test_checkpoint_must_hold_the_same_average(tmp_path, caplog):
     other = ExponentialAverage(0.9)
     for averages, difference in (
         ({"model.decoder.norm.weight": torch.zeros(32)}, r"`model.decoder.layers.0.*got nothing and"),
-        ({"a": torch.zeros(3)}, r"`a` must be trained and of the same shape .* got \(3,\) and nothing"),
+        ({"a": torch.zeros(3)}, r"`a` must be trained and of the same shape .* got \[3\] and nothing"),
     ):
         other.averages = averages
         with pytest.raises(ValueError, match=difference):
@@ -303,8 +303,6 @@ def test_checkpoint_must_hold_the_same_average(tmp_path, caplog):
     (tmp_path / "run" / "checkpoint-3" / EXPONENTIAL_AVERAGE_NAME).unlink()
     with pytest.raises(ValueError, match=r"whole checkpoint, got .*: exponential_average\.safetensors is missing"):
         make_trainer(tmp_path / "run", ExponentialAverage(0.9), max_steps=4).train(checkpoint)
-    with pytest.raises(ValueError, match=r"must hold exponential_average\.safetensors to go on"):
-        ExponentialAverage(0.9).load(checkpoint)
 
 
 def test_an_average_begins_at_a_checkpoint_of_a_run_without(tmp_path, caplog):

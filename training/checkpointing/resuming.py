@@ -5,15 +5,15 @@ import json
 import logging
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainerState, TrainingArguments
 
-from metaphrase.training.checkpointing.folders import PROGRESS_NAME, checkpoint_of_step
+from metaphrase.training.checkpointing.folders import PROGRESS_NAME, checkpoint_of_step, step_of
 
 logger = logging.getLogger(__name__)
 
@@ -87,40 +87,29 @@ def set_best_folder(state: TrainerState, run: Path, newest: Path | None = None) 
             state.best_model_checkpoint = str(best)
 
 
-def choose_best_again(
-    arguments: TrainingArguments,
-    state: TrainerState,
-    callbacks: Iterable[TrainerCallback],
-    run: Path,
-    progress: dict[str, Any] | None,
-    is_loaded_as_scored: Callable[[Path], bool],
-) -> None:
+def choose_best_again(trainer: Trainer, run: Path, progress: dict[str, Any] | None) -> None:
     """Choose the best checkpoint again if a resumed run has another metric or direction, and reset early stopping.
 
     Args:
-        arguments: Of the resumed run.
-        state: Of the checkpoint; changed in place.
-        callbacks: Those of the trainer.
+        trainer: Has `WholeCheckpoints` and the state of the checkpoint, which is changed.
         run: The folder with the checkpoints.
         progress: The checkpoint's `progress.json`.
-        is_loaded_as_scored: True for a checkpoint that loads the weights which were scored.
     """
-    criterion = best_criterion(arguments)
+    state, criterion = trainer.state, best_criterion(trainer.args)
     metric, is_greater_better = criterion["metric_for_best_model"], criterion["greater_is_better"]
     best = state.best_model_checkpoint
-    is_as_scored = best is None or is_loaded_as_scored(Path(best))
-    logged = _logged_scores(state, metric)
+    is_as_scored = best is None or trainer.is_loaded_as_scored(Path(best))
+    logged = [(entry["step"], entry[f"eval_{metric}"]) for entry in state.log_history if f"eval_{metric}" in entry]
+    logged = [(checkpoint_of_step(run, step), score) for step, score in logged if not math.isnan(score)]
     if metric is None or (is_as_scored and _has_same_criterion(criterion, state, logged, progress)):
         return
-    folders = {step: checkpoint_of_step(run, step) for step, _ in logged}
-    scores = {step: score for step, score in logged if folders[step].is_dir() and is_loaded_as_scored(folders[step])}
+    scores = {path: score for path, score in logged if path.is_dir() and trainer.is_loaded_as_scored(path)}
     state.best_metric = state.best_global_step = state.best_model_checkpoint = None
     if scores:
         # Of equals the first, as a Trainer chooses.
-        state.best_global_step = (max if is_greater_better else min)(scores, key=scores.get)
-        state.best_metric = scores[state.best_global_step]
-        set_best_folder(state, run)
-    for callback in callbacks:
+        best = (max if is_greater_better else min)(scores, key=scores.get)
+        state.best_global_step, state.best_metric, state.best_model_checkpoint = step_of(best), scores[best], str(best)
+    for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, EarlyStoppingCallback):
             callback.early_stopping_patience_counter = 0
     logger.warning(
@@ -129,21 +118,12 @@ def choose_best_again(
         "" if is_as_scored else " or without the averages that were scored",
         metric,
         "more" if is_greater_better else "less",
-        f"checkpoint-{state.best_global_step} is the best" if scores else "no checkpoint is known to be the best",
+        f"{best.name} is the best" if scores else "no checkpoint is known to be the best",
     )
 
 
-def _logged_scores(state: TrainerState, metric: str | None) -> list[tuple[int, float]]:
-    name = f"eval_{metric}"
-    logged = [(entry["step"], entry[name]) for entry in state.log_history if name in entry]
-    return [(step, score) for step, score in logged if not math.isnan(score)]
-
-
 def _has_same_criterion(
-    criterion: dict[str, Any],
-    state: TrainerState,
-    logged: list[tuple[int, float]],
-    progress: dict[str, Any] | None,
+    criterion: dict[str, Any], state: TrainerState, logged: list[tuple[Path, float]], progress: dict[str, Any] | None
 ) -> bool:
     if progress is not None and "metric_for_best_model" in progress:
         return {name: progress[name] for name in criterion} == criterion
