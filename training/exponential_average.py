@@ -51,10 +51,6 @@ class ExponentialAverage(TrainerCallback):
         # The checkpoint to resume from. `auto_find_batch_size` may begin several times.
         self.resumed_folder: Path | None = None
 
-    def decay_after(self, num_updates: int) -> float:
-        """Return the decay of the update that follows so many updates."""
-        return min(self.decay, (1 + num_updates) / (10 + num_updates)) if self.warmup else self.decay
-
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self._begin(model)
         if self.resumed_folder is not None:
@@ -92,7 +88,8 @@ class ExponentialAverage(TrainerCallback):
         """Add the weights of one step to the averages."""
         averages = list(self.averages.values())
         weights = [parameter.to(self.averages[name]) for name, parameter in _parameters(model, self.averages).items()]
-        get_ema_multi_avg_fn(self.decay_after(self.num_updates))(averages, weights, None)
+        bound = (1 + self.num_updates) / (10 + self.num_updates) if self.warmup else 1.0
+        get_ema_multi_avg_fn(min(self.decay, bound))(averages, weights, None)
         self.num_updates += 1
 
     @contextlib.contextmanager

@@ -41,10 +41,11 @@ def assert_same_sums(sums, expected):
     torch.testing.assert_close(sums, expected, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("family", ["ours", "other"])
-@pytest.mark.parametrize("processes", [2, 3])
 # Of batches of 5, the last one lacks rows, or processes lack a batch, or there are fewer pairs than processes, or all is even.
-@pytest.mark.parametrize("count", [12, 6, 2, 10])
+@pytest.mark.parametrize(
+    ("family", "processes", "count"),
+    [("ours", 2, 12), ("other", 2, 12), ("ours", 3, 6), ("ours", 3, 2), ("ours", 2, 10), ("other", 3, 6)],
+)
 def test_several_processes_count_each_pair_once(family, processes, count, model, pairs, tmp_path, monkeypatch):
     trainer = make_trainer(model if family == "ours" else tiny_bart(), pairs[:count], tmp_path)
     trainer.evaluate()
@@ -76,10 +77,7 @@ def test_fewer_pairs_than_processes_are_evaluated_with_a_budget_too(model, pairs
     assert model.eval()(**batch).loss.item() == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("processes", [2, 3, 5])
-def test_pairs_of_a_batch_each_are_counted_once_by_any_number_of_processes(
-    model, pairs, tmp_path, processes, monkeypatch
-):
+def test_pairs_of_a_batch_each_are_counted_once_by_any_number_of_processes(model, pairs, tmp_path, monkeypatch):
     dataset = with_lengths(pairs[:7])
     trainer = make_trainer(model, pairs[:7], tmp_path, max_tokens_per_batch=40, prediction_loss_only=True)
     # Of a pair each, however short.
@@ -88,7 +86,7 @@ def test_pairs_of_a_batch_each_are_counted_once_by_any_number_of_processes(
     )
     trainer.evaluate()
     expected = trainer.evaluation_loss.clone()
-    total = evaluated_by(trainer, processes, lambda rank: trainer.get_eval_dataloader(dataset), monkeypatch)
+    total = evaluated_by(trainer, 3, lambda rank: trainer.get_eval_dataloader(dataset), monkeypatch)
     assert_same_sums(total, expected)
 
 

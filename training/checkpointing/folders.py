@@ -209,7 +209,6 @@ def publish_checkpoint(checkpoint: Path, progress: dict[str, Any]) -> None:
     for path in [*unfinished.rglob("*"), unfinished]:
         _flush(path)
     replaced = unfinished.parent / f"replaced-{checkpoint.name}"
-    remove_folder(replaced)
     if checkpoint.exists():
         os.rename(checkpoint, replaced)
     os.rename(unfinished, checkpoint)
@@ -232,7 +231,6 @@ def discard_checkpoint(checkpoint: str | Path) -> None:
     """Delete a checkpoint. It is renamed first, so that a kill leaves no half checkpoint."""
     checkpoint = Path(checkpoint)
     discarded = checkpoint.parent / UNFINISHED_NAME / f"discarded-{checkpoint.name}"
-    remove_folder(discarded)
     discarded.parent.mkdir(exist_ok=True)
     os.rename(checkpoint, discarded)
     remove_folder(discarded)

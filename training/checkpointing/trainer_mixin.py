@@ -28,7 +28,6 @@ from metaphrase.training.checkpointing.folders import (
     discard_surplus,
     last_whole_checkpoint,
     publish_checkpoint,
-    remove_folder,
     remove_unfinished,
     set_later_aside,
     unfinished_folder,
@@ -199,7 +198,7 @@ class WholeCheckpoints:
         is_done = progress["num_batches"] >= progress["batches_per_epoch"]
         if self._steps_per_epoch is None:
             # The end of the steps, which may be more now, is not the end of a stream.
-            is_done = progress.get("is_exhausted", False)
+            is_done = progress["is_exhausted"]
         if progress["is_epoch_end_reported"] and (is_done or not progress["is_training_stopped"]):
             return progress["epoch"] + 1, 0
         self._resumed.is_epoch_end_due = is_done or progress["is_epoch_stopped"]
@@ -344,9 +343,6 @@ class WholeCheckpoints:
         run = Path(self._get_output_dir(trial))
         checkpoint = checkpoint_of_step(run, self.state.global_step)
         unfinished = unfinished_folder(checkpoint)
-        if self.args.should_save:
-            remove_folder(unfinished)
-        self.accelerator.wait_for_everyone()
         self._collect_callback_states()
         self._is_saving = True
         try:
