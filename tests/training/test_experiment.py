@@ -42,22 +42,6 @@ def test_a_recipe_becomes_a_folder_that_transformers_loads(data, tmp_path):
     assert tokenizer.batch_decode(outputs, skip_special_tokens=True) == expected
 
 
-def test_a_run_that_was_stopped_ends_as_one_that_was_not(data, tmp_path):
-    Experiment(make_recipe(data, tmp_path / "whole")).train()
-    Experiment(make_recipe(data, tmp_path / "parts", max_steps=6)).train()
-    for leftover in ("model.safetensors", "checkpoint-6"):
-        path = tmp_path / "parts" / leftover
-        if path.is_dir():
-            for file in sorted(path.rglob("*"), reverse=True):
-                file.rmdir() if file.is_dir() else file.unlink()
-            path.rmdir()
-        else:
-            path.unlink()
-    Experiment(make_recipe(data, tmp_path / "parts", resume_from_checkpoint="true")).train()
-    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
-
-
 def test_separate_vocabularies(data, tmp_path):
     recipe = make_recipe(data, tmp_path / "run", joint_vocabulary="false", vocab_size=400, target_vocab_size=500)
     Experiment(recipe).train()
