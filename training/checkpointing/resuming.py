@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, Trainer, TrainerState, TrainingArguments
 
 from metaphrase.training.checkpointing.folders import PROGRESS_NAME, checkpoint_of_step, step_of
@@ -65,6 +66,18 @@ def has_same_layout(progress: dict[str, Any], layout: dict[str, Any]) -> bool:
 def _size(fingerprint: dict[str, Any]) -> str:
     unit = "pairs" if "num_pairs" in fingerprint else "bytes"
     return f"{fingerprint[f'num_{unit}']} {unit}"
+
+
+def announce_epoch(loader: DataLoader, epoch: int) -> None:
+    """Call `set_epoch` of a loader, of its data set, and of its samplers at any depth."""
+    parts = [loader, loader.dataset]
+    sampler = loader.batch_sampler
+    while sampler is not None:
+        parts += [sampler, getattr(sampler, "sampler", None)]
+        sampler = getattr(sampler, "batch_sampler", None)
+    for part in parts:
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
 
 
 # Best checkpoint

@@ -18,7 +18,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length
 
-from metaphrase.data.denoising.dataset import announce_epoch
 from metaphrase.data.fingerprints import data_fingerprint
 from metaphrase.data.pairs import data_seed
 from metaphrase.training.checkpointing.folders import (
@@ -34,6 +33,7 @@ from metaphrase.training.checkpointing.folders import (
 )
 from metaphrase.training.checkpointing.resuming import (
     BATCHES_BY_NUMBER,
+    announce_epoch,
     are_equal_states,
     best_criterion,
     check_data,
