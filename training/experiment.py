@@ -27,11 +27,11 @@ from metaphrase.inference.line_files import as_lines
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.storage.loading import naming, refuse_missing_folder
 from metaphrase.tokenization import TokenizerPair, set_languages
-from metaphrase.training.checkpointing.averaging import RECIPE_NAME
+from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC, RECIPE_NAME
 from metaphrase.training.corpora import PairCorpus, StreamedPairCorpus
 from metaphrase.training.cpu_setup import warn_of_slow_bfloat16
 from metaphrase.training.distributed import check_devices, check_processes, meet_on_cpu
-from metaphrase.training.final_weights import average_run, averaged_metric, check_averaged, save_final
+from metaphrase.training.final_weights import average_run, check_averaged, save_final
 from metaphrase.training.model_setup import (
     check_model,
     fit_special_ids,
@@ -299,7 +299,7 @@ class Experiment:
             layer_decay=recipe.layer_decay,
             num_best_kept=recipe.average_best or 0,
             num_last_kept=recipe.average_last or 0,
-            best_kept_metric=averaged_metric(recipe),
+            best_kept_metric=recipe.metric_for_best_model or DEFAULT_METRIC,
             generation_options={"num_beams": arguments.generation_num_beams or 1},
         )
 

@@ -210,8 +210,9 @@ def _expand_ranges(pattern: str) -> list[str]:
 
 def _matches(glob: str, name: str) -> bool:
     """True if a glob matches a parameter or one of the modules around it."""
-    parts = name.split(".")
-    return any(fnmatchcase(".".join(parts[:end]), glob) for end in range(1, len(parts) + 1))
+    globs, parts = _EMBEDDINGS if glob == "embeddings" else (glob,), name.split(".")
+    modules = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+    return any(fnmatchcase(module, glob) for module in modules for glob in globs)
 
 
 def _select(names: Mapping[nn.Parameter, list[str]], pattern: str, field: str) -> set[nn.Parameter]:
@@ -222,12 +223,7 @@ def _select(names: Mapping[nn.Parameter, list[str]], pattern: str, field: str) -
     """
     selected = set()
     for glob in _expand_ranges(pattern):
-        globs = _EMBEDDINGS if glob == "embeddings" else (glob,)
-        matching = {
-            parameter
-            for parameter, aliases in names.items()
-            if any(_matches(glob, alias) for glob in globs for alias in aliases)
-        }
+        matching = {weight for weight, aliases in names.items() if any(_matches(glob, alias) for alias in aliases)}
         if not matching:
             parts = sorted({alias.split(".")[0] for aliases in names.values() for alias in aliases})
             raise ValueError(
@@ -251,7 +247,6 @@ def _select_frozen(names: Mapping[nn.Parameter, list[str]], patterns: Sequence[s
 def _warn_of_ties(aliases: Sequence[str], patterns: Sequence[str], effect: str) -> None:
     """Warn of a weight that also has names which no pattern matches."""
     globs = [glob for pattern in patterns for glob in _expand_ranges(pattern)]
-    globs += list(_EMBEDDINGS) if "embeddings" in globs else []
     unnamed = [alias for alias in aliases if not any(_matches(glob, alias) for glob in globs)]
     if unnamed and len(unnamed) < len(aliases):
         named = next(alias for alias in aliases if alias not in unnamed)

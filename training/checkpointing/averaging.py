@@ -152,7 +152,7 @@ def average_checkpoints(
         raise ValueError(f"`folders` must be at least two, and different, got {names}.")
     check_output(output, folders, overwrite, PROVENANCE_NAME, "averaged")
     with contextlib.ExitStack() as files:
-        checkpoints = [_Checkpoint(folder, files) for folder in folders]
+        checkpoints = [WeightFiles(folder, files) for folder in folders]
         for checkpoint in checkpoints[:-1]:
             _check_equal(checkpoint, checkpoints[-1])
             _check_vocabularies(checkpoint.folder, checkpoints[-1].folder)
@@ -167,17 +167,11 @@ def average_checkpoints(
     return output
 
 
-class _Checkpoint(WeightFiles):
-    def __init__(self, folder: Path, files: contextlib.ExitStack):
-        super().__init__(folder, files)
-        self.config = read_json(folder / CONFIG_NAME)
-
-
-def _check_equal(checkpoint: _Checkpoint, last: _Checkpoint) -> None:
+def _check_equal(checkpoint: WeightFiles, last: WeightFiles) -> None:
     """Check that two checkpoints have the same configuration, and weights of the same names, types and shapes."""
     where = f"in {checkpoint.folder} and in {last.folder}"
     for what, first, second in (
-        (f"of {CONFIG_NAME}", checkpoint.config, last.config),
+        (f"of {CONFIG_NAME}", *(read_json(files.folder / CONFIG_NAME) for files in (checkpoint, last))),
         ("of the weights", checkpoint.kinds, last.kinds),
     ):
         for name in sorted(first.keys() | second.keys()):
@@ -196,7 +190,7 @@ def _check_vocabularies(folder: Path, last: Path) -> None:
             raise ValueError(f"The {side} vocabulary must be the same in {folder} and in {last}: their tokens differ.")
 
 
-def _copy_rest(checkpoint: _Checkpoint, output: Path) -> list[str]:
+def _copy_rest(checkpoint: WeightFiles, output: Path) -> list[str]:
     """Copy the other files of the model, and return the names of those that are left out."""
     folder, left_out = checkpoint.folder, []
     for path in sorted(folder.iterdir()):
@@ -215,7 +209,7 @@ def _copy_rest(checkpoint: _Checkpoint, output: Path) -> list[str]:
     return left_out
 
 
-def _write_means(checkpoints: Sequence[_Checkpoint], output: Path) -> None:
+def _write_means(checkpoints: Sequence[WeightFiles], output: Path) -> None:
     """Write the means in files of about the size of the last checkpoint's."""
     last, changed = checkpoints[-1], []
 

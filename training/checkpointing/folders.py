@@ -25,10 +25,8 @@ EXPONENTIAL_AVERAGE_NAME = "exponential_average.safetensors"
 UNFINISHED_NAME = "_unfinished"
 # Prefix of a folder with the checkpoints after the one that the run went back to.
 ABANDONED_NAME = "_abandoned"
-# transformers keeps this file in the folder while it writes a checkpoint on SIGTERM.
-SENTINEL_NAME = "checkpoint-is-incomplete.txt"
-# Files that a run needs besides weights to resume exactly.
-STATES = ("optimizer", "scheduler", "rng_state")
+# Users may edit text files, such as the generation configuration.
+_EDITABLE = (".json", ".txt", ".jinja", ".md", ".py", ".yaml")
 _CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 _ABANDONED = re.compile(rf"({ABANDONED_NAME}-(\d+))(-after-(\d+))?")
 _WEIGHTS = re.compile(r"(.*/)?(model|pytorch_model|adapter_model).*\.(safetensors|bin|distcp)|global_step\d+/.+")
@@ -57,51 +55,30 @@ def what_is_missing(folder: str | Path) -> list[str]:
     """Return a phrase for each thing that is missing or damaged in a checkpoint; an empty list if it is whole.
 
     A checkpoint of `WholeCheckpoints` is compared with its own list of files. A plain Trainer's must have weights and the
-    trainer's state. It must have optimizer, schedule and random states if it or a neighbour has any of them, since
-    `save_only_model` writes none. Damage is found as far as a format shows it without reading the whole file.
+    trainer's state, which is written last. Damage is found as far as a format shows it without reading the whole file.
     """
     folder = Path(folder)
     if not folder.is_dir():
         return ["there is no such folder"]
     files = _files(folder)
-    problems = [f"{SENTINEL_NAME} says that it was not finished"] if SENTINEL_NAME in files else []
-    problems += [f"{name} {damage}" for name, path in files.items() if (damage := _damage(name, path))]
+    problems = [f"{name} {damage}" for name, path in files.items() if (damage := _damage(name, path))]
     if PROGRESS_NAME not in files:
-        return problems + _missing_of_plain_trainer(folder, files)
-    try:
-        expected = json.loads(files[PROGRESS_NAME].read_text(encoding="utf-8"))["files"]
-    except (ValueError, KeyError, TypeError):
-        return problems or [f"{PROGRESS_NAME} does not list the files"]
-    for name, size in expected.items():
+        problems += [] if TRAINER_STATE_NAME in files else [f"{TRAINER_STATE_NAME} is missing"]
+        return problems + ([] if any(map(_WEIGHTS.fullmatch, files)) else ["the weights are missing"])
+    if any(problem.startswith(PROGRESS_NAME) for problem in problems):
+        return problems
+    for name, size in json.loads(files[PROGRESS_NAME].read_text(encoding="utf-8"))["files"].items():
         if name not in files:
             problems.append(f"{name} is missing")
             continue
         present = files[name].stat().st_size
-        if present != size and (_is_binary(name) or present == 0):
+        if present != size and not (present and name.endswith(_EDITABLE)):
             problems.append(f"{name} has {present} bytes in place of {size}")
     return problems
 
 
 def _files(folder: Path) -> dict[str, Path]:
     return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-def _is_binary(name: str) -> bool:
-    # Users may edit text files, such as the generation configuration.
-    return name.endswith((".safetensors", ".distcp", ".model", ".spm")) or _ZIP.fullmatch(name) is not None
-
-
-def _missing_of_plain_trainer(folder: Path, files: dict[str, Path]) -> list[str]:
-    problems = [] if TRAINER_STATE_NAME in files else [f"{TRAINER_STATE_NAME} is missing"]
-    if not any(_WEIGHTS.fullmatch(name) for name in files):
-        problems.append("the weights are missing")
-    # DeepSpeed stores optimizer and schedule in its own folder.
-    states = STATES[2:] if any(name.startswith("global_step") for name in files) else STATES
-    neighbours = [path for path in checkpoints_in(folder.parent) if path.name != folder.name]
-    names = [*files, *(name for path in neighbours for name in _files(path))]
-    if any(name.startswith(states) for name in names):
-        problems += [f"{state} is missing" for state in states if not any(name.startswith(state) for name in files)]
-    return problems
 
 
 def _damage(name: str, path: Path) -> str | None:

@@ -15,8 +15,8 @@ from tiny_models import random_batch, tiny_model
 from transformers import AutoModelForSeq2SeqLM
 from weights import TIES, expected_groups, tie_groups
 
+from metaphrase.storage.weight_files import WeightFiles
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.training.checkpointing import averaging
 from metaphrase.training.checkpointing.averaging import average_checkpoints, select_checkpoints
 
 
@@ -212,7 +212,7 @@ def test_all_else_that_belongs_to_the_model_comes_from_the_last(joint, tmp_path,
 
 def test_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
     _, folders = save_models(tmp_path / "models", count=2)
-    read, count = averaging._Checkpoint.read, []
+    read, count = WeightFiles.read, []
 
     def failing(self, name):
         count.append(name)
@@ -222,7 +222,7 @@ def test_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return read(self, name)
 
-    monkeypatch.setattr(averaging._Checkpoint, "read", failing)
+    monkeypatch.setattr(WeightFiles, "read", failing)
     with pytest.raises(KeyboardInterrupt):
         average_checkpoints(folders, tmp_path / "output" / "mean")
     assert list((tmp_path / "output").iterdir()) == []
