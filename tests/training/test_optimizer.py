@@ -297,24 +297,9 @@ def test_optimizer_that_makes_its_own_groups_is_refused(optimizer, tmp_path):
         trainer.create_optimizer()
 
 
-def make_adafactor_trainer(folder, **options):
-    return make_trainer(folder, MetaphraseTrainer, optim="adafactor", learning_rate=1e-2, **options)
-
-
-def test_update_of_adafactor_is_in_proportion_to_the_weights(tmp_path):
-    options = {"lr_scheduler_type": "constant", "max_steps": 1, "save_strategy": "no"}
-    trainer = make_adafactor_trainer(tmp_path, optim_args="scale_parameter=true", **options)
-    before = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters() if weight.ndim == 2}
-    trainer.train()
-    after = dict(trainer.model.named_parameters())
-    shares = [float((after[name].detach() - weight).norm() / weight.norm()) for name, weight in before.items()]
-    # Adafactor clips an update to a root mean square of 1 before the learning rate. Unused rows do not move.
-    assert all(share == pytest.approx(1e-2, rel=0.1) for share in shares if share > 5e-3)
-    assert sum(share > 5e-3 for share in shares) > 5
-
-
 def test_options_reach_every_group(tmp_path):
-    trainer = make_adafactor_trainer(tmp_path, optim_args="scale_parameter=True, clip_threshold=0.5,decay_rate=-0.7")
+    options = {"optim": "adafactor", "optim_args": "scale_parameter=True, clip_threshold=0.5,decay_rate=-0.7"}
+    trainer = make_trainer(tmp_path, MetaphraseTrainer, **options)
     trainer.layer_decay = 0.5
     groups = trainer.create_optimizer().param_groups
     expected = {"scale_parameter": True, "clip_threshold": 0.5, "decay_rate": -0.7, "relative_step": False}

@@ -78,8 +78,8 @@ class WholeCheckpoints:
     To that end, it does what transformers leaves out:
 
     - The loss since the last log, the mean loss and the duration of the run continue.
-    - Callbacks restore their `ExportableState` whatever `restore_callback_states_from_checkpoint` says. Their settings are those
-      of the present run.
+    - Callbacks restore their `ExportableState`, also without `restore_callback_states_from_checkpoint`, which would replace them
+      by callbacks with the settings of the checkpoint.
     - The position in the data is restored, also after an epoch that a callback ended early, or in an iterable data set. If the
       checkpoint is older than the end of its epoch, the end is made up for.
     - The best checkpoint is chosen again if the metric has changed.
@@ -165,15 +165,9 @@ class WholeCheckpoints:
     def _init_training_state(
         self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
     ):
-        restores_callbacks = self.args.restore_callback_states_from_checkpoint
-        # transformers would replace the callbacks, with the settings of the checkpoint.
-        self.args.restore_callback_states_from_checkpoint = False
-        try:
-            epoch, batches = super()._init_training_state(
-                max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
-            )
-        finally:
-            self.args.restore_callback_states_from_checkpoint = restores_callbacks
+        epoch, batches = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
         self._resumed, self._reported_step = None, self.state.global_step
         self._start, self._seconds_before = time.time(), 0.0
         # Without a length, transformers counts all steps as one epoch.
