@@ -20,12 +20,7 @@ from transformers.training_args import OptimizerNames
 logger = logging.getLogger(__name__)
 
 _BOOLEANS = {"true": True, "false": False}
-# Adafactor's option: a function that reads the value, and the kind of value that it reads.
-_ADAFACTOR_OPTIONS = {
-    "scale_parameter": (lambda word: _BOOLEANS[word.lower()], "true or false"),
-    "clip_threshold": (float, "a number"),
-    "decay_rate": (float, "a number"),
-}
+_ADAFACTOR_OPTIONS = ("scale_parameter", "clip_threshold", "decay_rate")
 # Prefixes of a wrapped model, and parts that compilers and sharding insert into names.
 _WRAPPERS = ("base_model", "model", "module")
 _INSERTED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -51,9 +46,10 @@ def adafactor_options(optim_args: str | None) -> dict[str, bool | float]:
             raise ValueError(
                 f"`optim_args` of adafactor must be some of {', '.join(_ADAFACTOR_OPTIONS)}, got {part!r}."
             )
-        read, kind = _ADAFACTOR_OPTIONS[name]
+        is_boolean = name == "scale_parameter"
+        kind = "true or false" if is_boolean else "a number"
         try:
-            options[name] = read(value)
+            options[name] = _BOOLEANS[value.lower()] if is_boolean else float(value)
         except (KeyError, ValueError):
             raise ValueError(f"`{name}` in `optim_args` must be {kind}, got {value!r}.") from None
     return options

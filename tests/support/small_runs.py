@@ -10,15 +10,9 @@ from metaphrase.training.checkpointing.folders import checkpoints_in, what_is_mi
 from metaphrase.training.checkpointing.trainer_mixin import WholeCheckpoints
 
 # Dimensions of a model for recipes.
-SMALL = {
-    "hidden_size": 16,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 16,
-    "decoder_ffn_dim": 16,
-}
+SMALL = {"hidden_size": 16}
+for side in ("encoder", "decoder"):
+    SMALL |= {f"{side}_layers": 1, f"{side}_attention_heads": 2, f"{side}_ffn_dim": 16}
 PAIRS = [{"input_ids": [4 + number, 7, 2], "labels": [9, 5 + number, 2]} for number in range(8)]
 
 

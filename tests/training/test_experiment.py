@@ -131,13 +131,8 @@ def test_a_run_reads_no_column_row_by_row(data, tmp_path, monkeypatch, column):
 
 
 def test_early_stopping_and_best_checkpoint(data, tmp_path):
-    fields = {
-        "early_stopping_patience": 1,
-        "load_best_model_at_end": "true",
-        "metric_for_best_model": "loss",
-        "learning_rate": 0.0,
-        "max_steps": 30,
-    }
+    fields = {"early_stopping_patience": 1, "load_best_model_at_end": "true", "metric_for_best_model": "loss"}
+    fields |= {"learning_rate": 0.0, "max_steps": 30}
     Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
     state = json.loads((tmp_path / "run" / "trainer_state.json").read_text())
     # Nothing is learned, so the second evaluation is no better than the first, and that is the end.
@@ -212,11 +207,7 @@ def test_mistakes_in_scores_are_found_before_any_work(data, tmp_path, fields, sa
             {"metrics": ["bleu", "cer"], "max_decoded_samples": 1},
             "cer .* character, got 1 empty validation",
         ),
-        (
-            "test",
-            {"metrics": "wer", "max_test_samples": 1},
-            "wer if no reference has a word, got 1 empty test targets",
-        ),
+        ("test", {"metrics": "wer", "max_test_samples": 1}, "wer if no reference has a word, got 1 empty test targets"),
     ],
 )
 def test_references_that_cannot_be_scored_are_found_before_training(data, tmp_path, split, fields, said):

@@ -10,12 +10,7 @@ from small_experiments import make_recipe, weights
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.experiment import Experiment
 
-STREAM = {
-    "streaming": "true",
-    "max_tokens_per_batch": 200,
-    "pairs_in_buffer": 25,
-    "per_device_train_batch_size": None,
-}
+STREAM = {"streaming": "true", "max_tokens_per_batch": 200, "pairs_in_buffer": 25, "per_device_train_batch_size": None}
 
 
 def test_streamed_training_resumes_to_the_weights_of_one_that_did_not_stop(data, tmp_path):
@@ -66,13 +61,8 @@ def test_streaming_needs_a_budget_and_an_end(data, tmp_path, missing):
 @pytest.mark.parametrize("objective", ["span_corruption", "ul2", "text_infilling"])
 def test_plain_text_trains_by_a_denoising_objective(data, tmp_path, objective):
     fields = {"objective": objective, "train_text_file": "train.de", "validation_text_file": "validation.de"}
-    fields |= {
-        "train_file": None,
-        "validation_file": None,
-        "test_file": None,
-        "max_source_length": 48,
-        "num_sentinels": None if objective == "text_infilling" else 60,
-    }
+    fields |= dict.fromkeys(("train_file", "validation_file", "test_file"))
+    fields |= {"max_source_length": 48, "num_sentinels": None if objective == "text_infilling" else 60}
     fields |= {"max_tokens_per_batch": 400, "max_target_length": 60, "save_strategy": "no", "invalid_utf8": "skip"}
     with open(data / "train.de", "ab") as file:
         file.write(b"\xff\n")

@@ -60,7 +60,7 @@ def test_converted_model_is_fine_tuned_by_its_recipe(name, make, rank, data, tok
 
     run = tmp_path / "run"
     assert set(json.loads((run / "metrics.json").read_text(encoding="utf-8"))["scores"]) == {
-        *("bleu", "chrf", "exact_match"),
+        *("bleu", "chrf", "exact_match")
     }
     before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "ours", run))
     assert before.keys() == after.keys()

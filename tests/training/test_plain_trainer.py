@@ -7,12 +7,7 @@ from tiny_models import tiny_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import (
-    DataCollatorForSeq2Seq,
-    PreTrainedTokenizerFast,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
-)
+from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast, Seq2SeqTrainer, Seq2SeqTrainingArguments
 from transformers.utils.generic import find_labels
 
 from metaphrase.modeling import MetaphraseForConditionalGeneration, MetaphraseModel
@@ -102,16 +97,3 @@ def test_label_smoothing_without_the_model_in_the_collator_is_refused(tokenizer,
 def test_no_option_of_the_model_looks_like_a_label(model_class):
     """The Trainer takes every parameter of `forward` for labels whose name has the word in it, and misses them in a batch."""
     assert find_labels(model_class) == (["labels"] if model_class is MetaphraseForConditionalGeneration else [])
-
-
-def test_collator_prepares_what_the_model_reads(tokenizer):
-    model = tiny_model()
-    batch = DataCollatorForSeq2Seq(tokenizer, model=model)(make_pairs(3))
-    expected = model.prepare_decoder_input_ids_from_labels(batch["labels"])
-    assert torch.equal(batch["decoder_input_ids"], expected)
-    assert (batch["decoder_input_ids"][:, 0] == model.config.decoder_start_token_id).all()
-    assert (batch["labels"] == -100).any()
-    assert not (batch["decoder_input_ids"] == -100).any()
-    without = DataCollatorForSeq2Seq(tokenizer)(make_pairs(3))
-    with torch.no_grad():
-        torch.testing.assert_close(model(**batch).loss, model(**without).loss)

@@ -61,25 +61,10 @@ if os.environ.get("ACCELERATE_USE_FSDP") == "true":
 experiment.train()
 leave_processes()
 """
-BASE = {
-    "train_file": "train.tsv",
-    "validation_file": "validation.tsv",
-    "test_file": "test.tsv",
-    "max_steps": 6,
-    "save_steps": 2,
-    "eval_steps": 2,
-    "eval_strategy": "steps",
-    "save_strategy": "steps",
-    "logging_steps": 1,
-    "learning_rate": 3e-3,
-    "adam_epsilon": 1e-4,
-    "optim": "adamw_torch",
-    "metrics": "bleu",
-    "num_beams": 2,
-    "generation_max_length": 12,
-    "use_cpu": True,
-    "disable_tqdm": True,
-}
+BASE = {f"{split}_file": f"{split}.tsv" for split in ("train", "validation", "test")}
+BASE |= {f"{event}_strategy": "steps" for event in ("eval", "save")} | {"eval_steps": 2, "save_steps": 2}
+BASE |= {"max_steps": 6, "logging_steps": 1, "learning_rate": 3e-3, "adam_epsilon": 1e-4, "optim": "adamw_torch"}
+BASE |= {"metrics": "bleu", "num_beams": 2, "generation_max_length": 12, "use_cpu": True, "disable_tqdm": True}
 NEW = {"preset": "metaphrase-tiny", "vocab_size": 300, "model.dropout": 0}
 NEW |= {f"model.{side}_layers": 1 for side in ("encoder", "decoder")} | {"model.hidden_size": 32}
 NEW |= {f"model.{side}_ffn_dim": 48 for side in ("encoder", "decoder")}
