@@ -109,11 +109,6 @@ def test_no_thread_is_left_of_a_model_that_knows_itself(group):
     assert num_gloo_threads() == group and not distributed.is_initialized()
 
 
-def test_a_process_by_itself_has_nothing_to_leave():
-    leave_processes()
-    assert not distributed.is_initialized()
-
-
 @pytest.mark.parametrize("is_dry_run", [False, True], ids=["run", "dry_run"])
 def test_a_recipe_ends_outside_of_the_group(is_dry_run, group, data, tmp_path, capsys):
     make_recipe(data, tmp_path / "run", max_steps=2).save(tmp_path / "recipe.yaml")

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,6 +71,14 @@ NEW |= {f"model.{side}_layers": 1 for side in ("encoder", "decoder")} | {"model.
 NEW |= {f"model.{side}_ffn_dim": 48 for side in ("encoder", "decoder")}
 
 
+NEEDS_DEEPSPEED = pytest.mark.skipif(not find_spec("deepspeed"), reason="needs `pip install .[deepspeed]`")
+
+
+def ways(*names):
+    marked = [pytest.param(name, marks=[NEEDS_DEEPSPEED] if name.startswith("zero") else []) for name in names]
+    return pytest.mark.parametrize("way", marked)
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
@@ -124,11 +133,6 @@ def assert_same(actual, expected):
     assert actual.metrics["num_examples"] == expected.metrics["num_examples"] == 7
 
 
-def skip_without(way):
-    if way.startswith("zero"):
-        pytest.importorskip("deepspeed", reason="needs `pip install .[deepspeed]`")
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -175,9 +179,8 @@ def test_layers_computed_again_have_the_same_dropout(data, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["fsdp2", "zero2", "zero3"])
+@ways("fsdp2", "zero2", "zero3")
 def test_averages_of_checkpoints_are_those_of_one_process(way, data, tmp_path):
-    skip_without(way)
     fields = NEW | {"average_last": 2}
     expected = carry_out(data, tmp_path / "one", None, fields)
     assert_same(carry_out(data, tmp_path / "two", way, fields), expected)
@@ -186,19 +189,17 @@ def test_averages_of_checkpoints_are_those_of_one_process(way, data, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["fsdp2_shares", "zero3_shares"])
+@ways("fsdp2_shares", "zero3_shares")
 @pytest.mark.parametrize("field", ["average_last", "average_best"])
 def test_averages_of_shares_are_refused_before_the_training(field, way, data, tmp_path):
-    skip_without(way)
     done = attempt(data, tmp_path / "two", way, NEW | {field: 2})
     assert done.returncode != 0 and f"`{field}` must come with checkpoints of whole weights" in done.stderr
     assert not list((tmp_path / "two").glob("checkpoint-*"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["fsdp2_shares", "zero3_shares"])
+@ways("fsdp2_shares", "zero3_shares")
 def test_the_best_model_is_found_among_shares(way, data, tmp_path):
-    skip_without(way)
     # The loss falls: the first checkpoint is to be found.
     fields = NEW | {"metric_for_best_model": "eval_loss", "greater_is_better": True, "load_best_model_at_end": True}
     expected = carry_out(data, tmp_path / "one", None, fields)
@@ -208,10 +209,9 @@ def test_the_best_model_is_found_among_shares(way, data, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", SHARDED)
+@ways(*SHARDED)
 def test_adapters_are_merged_as_by_one_process(way, data, tmp_path):
     pytest.importorskip("peft")
-    skip_without(way)
     carry_out(data, tmp_path / "base", None, NEW | {"max_steps": 2})
     fields = {"model_name_or_path": tmp_path / "base", "lora_rank": 4, "learning_rate": 3e-2}
     expected = carry_out(data, tmp_path / "one", None, fields)
@@ -219,9 +219,8 @@ def test_adapters_are_merged_as_by_one_process(way, data, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["fsdp2", "zero3"])
+@ways("fsdp2", "zero3")
 def test_a_model_that_grows_for_new_tokens_is_fine_tuned(way, data, tmp_path):
-    skip_without(way)
     carry_out(data, tmp_path / "base", None, NEW | {"max_steps": 2})
     fields = {"model_name_or_path": tmp_path / "base", "additional_special_tokens": "[<new>]"}
     actual = carry_out(data, tmp_path / "two", way, fields)
@@ -234,9 +233,8 @@ def test_a_model_that_grows_for_new_tokens_is_fine_tuned(way, data, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", SHARDED)
+@ways(*SHARDED)
 def test_a_run_that_was_stopped_goes_on(way, data, tmp_path):
-    skip_without(way)
     fields = NEW | {"lr_scheduler_type": "constant"}
     expected = carry_out(data, tmp_path / "whole", way, fields)
     carry_out(data, tmp_path / "stopped", way, fields | {"max_steps": 4})

@@ -18,15 +18,9 @@ def padded_already(pairs, width=24):
         source, target = pair["input_ids"], pair["labels"]
         missing = width - len(source), width - len(target)
         mask = [1] * len(source) + [0] * missing[0]
-        rows.append(
-            {
-                "input_ids": source + [0] * missing[0],
-                "attention_mask": mask,
-                "labels": target + [IGNORED_LABEL] * missing[1],
-                "source_length": width,
-                "target_length": width,
-            }
-        )
+        row = {"input_ids": source + [0] * missing[0], "attention_mask": mask}
+        row["labels"] = target + [IGNORED_LABEL] * missing[1]
+        rows.append(row | {"source_length": width, "target_length": width})
     return Dataset.from_list(rows)
 
 

@@ -330,14 +330,6 @@ def test_scores_are_those_of_the_latest_state(tmp_path, caplog):
     assert "The scores are those of exponential averages" in caplog.text
 
 
-def test_a_log_that_is_given_comes_before_all_files(tmp_path):
-    run = make_run(tmp_path, {1: 3.0, 2: 1.0, 3: 2.0})
-    log = [{"step": step, "eval_bleu": score} for step, score in ((1, 1.0), (2, 3.0), (3, 2.0))]
-    assert names(select_checkpoints(run, best=2, log_history=log)) == ["checkpoint-3", "checkpoint-2"]
-    (run / "trainer_state.json").unlink()
-    assert names(select_checkpoints(run, best=1, log_history=log)) == ["checkpoint-2"]
-
-
 def test_what_cannot_be_chosen_is_refused(tmp_path):
     run = make_run(tmp_path / "run", {1: 3.0, 2: 1.0})
     (tmp_path / "empty").mkdir()

@@ -327,10 +327,10 @@ def test_evaluation_leaves_the_random_states_alone(tmp_path):
     assert len(states) == 3
 
 
-@pytest.mark.parametrize("generator", ["python", "numpy", "torch"])
-def test_a_collator_that_draws_from_the_process_is_pointed_out(generator, tmp_path, caplog):
-    draw = {"python": random.random, "numpy": np.random.rand, "torch": lambda: torch.rand(1)}[generator]
-
+@pytest.mark.parametrize(
+    "draw", [random.random, np.random.rand, lambda: torch.rand(1)], ids=["python", "numpy", "torch"]
+)
+def test_a_collator_that_draws_from_the_process_is_pointed_out(draw, tmp_path, caplog):
     def collate(pairs):
         draw()
         return PairCollator(0)(pairs)
