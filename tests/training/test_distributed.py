@@ -43,9 +43,7 @@ def test_each_process_draws_other_numbers_and_the_same_ones_again():
         assert len(set(drawn)) == 3
     assert [drawn_by(rank, 3) for rank in range(3)] == others
     assert drawn_by(1, 3, seed=6)[2] not in (others[1][2], others[2][2])
-
-
-def test_processes_that_share_a_batch_draw_alike():
+    # Processes that share a batch draw alike.
     assert drawn_by(1, 2, parallelism_config="tensors") == drawn_by(0, 1)
 
 

@@ -191,7 +191,8 @@ def publish_checkpoint(checkpoint: Path, progress: dict[str, Any]) -> None:
     os.rename(unfinished, checkpoint)
     _flush(checkpoint.parent)
     remove_folder(replaced)
-    _remove_if_empty(unfinished.parent)
+    with contextlib.suppress(OSError):
+        unfinished.parent.rmdir()
 
 
 def _flush(path: Path) -> None:
@@ -211,7 +212,8 @@ def discard_checkpoint(checkpoint: str | Path) -> None:
     discarded.parent.mkdir(exist_ok=True)
     os.rename(checkpoint, discarded)
     remove_folder(discarded)
-    _remove_if_empty(discarded.parent)
+    with contextlib.suppress(OSError):
+        discarded.parent.rmdir()
 
 
 def discard_surplus(run_folder: str | Path, limit: int | None, protected: Iterable[str | Path | None]) -> None:
@@ -256,8 +258,3 @@ def remove_folder(folder: Path) -> None:
     """Delete a folder, if it exists."""
     if folder.exists():
         shutil.rmtree(folder)
-
-
-def _remove_if_empty(folder: Path) -> None:
-    with contextlib.suppress(OSError):
-        folder.rmdir()

@@ -45,7 +45,7 @@ def check_data(progress: dict[str, Any], fingerprint: dict[str, Any] | None) -> 
     Raises:
         ValueError: If they differ.
     """
-    before = progress.get("data")
+    before = progress["data"]
     if before is not None and fingerprint is not None and before != fingerprint:
         raise ValueError(
             f"The training pairs must stay as they were when a run is resumed, got {_size(fingerprint)}, which differ from those "
