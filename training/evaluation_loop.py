@@ -15,7 +15,7 @@ from metaphrase.training.distributed import sum_over_processes
 class EvaluationMixin:
     """Evaluation whose loss is a mean over tokens, and which decodes texts for a `score`; stands before `Seq2SeqTrainer`.
 
-    The trainer has `whole_model()`, and its `compute_loss` calls `count_loss` with the loss of each batch.
+    The trainer has `whole_model()`, and its `compute_loss` adds the loss of each batch to `evaluation_loss`.
     """
 
     score: Callable[[list[list[int]], list[list[int]]], dict[str, float]] | None = None
@@ -86,12 +86,6 @@ class EvaluationMixin:
             with torch.no_grad(), self.compute_loss_context_manager():
                 loss = self.compute_loss(model, self._prepare_inputs(inputs)).detach()
         return loss, generated, labels
-
-    def count_loss(self, loss: torch.Tensor, num_labels: int) -> None:
-        """Add the mean loss of a batch to `evaluation_loss`. Without labels the loss is undefined and not added."""
-        if num_labels:
-            counted = torch.tensor([loss.item() * num_labels, num_labels], dtype=torch.float64)
-            self.evaluation_loss = self.evaluation_loss + counted
 
     def _decoding_options(self, call: Mapping) -> dict:
         """Return arguments of `generate()`: of this call, over those of the trainer. The parent adds training arguments."""

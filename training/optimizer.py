@@ -12,7 +12,6 @@ from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
@@ -61,20 +60,6 @@ def optimizer_class_and_options(arguments: TrainingArguments, model: PreTrainedM
     if arguments.optim == OptimizerNames.ADAFACTOR:
         options |= adafactor_options(arguments.optim_args)
     return optimizer_class, options
-
-
-def add_parameter_groups(
-    optimizer_class: Any, options: dict[str, Any], groups: Sequence[Mapping], optimizer_name: str
-) -> dict[str, Any]:
-    """Return an optimizer's options with the groups to train, as `Trainer.create_optimizer` reads them.
-
-    Raises:
-        ValueError: If the optimizer makes groups of its own.
-    """
-    is_class = isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
-    if not is_class or any(name in options for name in ("params", "model", "optimizer_dict")):
-        raise ValueError(f"`optim` must be an optimizer that takes groups, got {optimizer_name}, which makes its own.")
-    return {**options, "params": groups}
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> int:

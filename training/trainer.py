@@ -29,7 +29,7 @@ from metaphrase.training.distributed import ProcessSeeds, ignore_repeated_pairs
 from metaphrase.training.evaluation_loop import EvaluationMixin
 from metaphrase.training.exponential_average import ExponentialAverage, has_average
 from metaphrase.training.loaders import DataLoadersMixin
-from metaphrase.training.optimizer import add_parameter_groups, optimizer_class_and_options, parameter_groups
+from metaphrase.training.optimizer import optimizer_class_and_options, parameter_groups
 
 logger = logging.getLogger(__name__)
 
@@ -158,8 +158,11 @@ class MetaphraseTrainer(EvaluationMixin, DataLoadersMixin, WholeCheckpoints, Seq
             self.layer_decay,
             self.get_decay_parameter_names(trained),
         )
-        options = add_parameter_groups(optimizer_class, options, groups, str(self.args.optim.value))
-        self.optimizer_cls_and_kwargs = (optimizer_class, options)
+        is_class = isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
+        if not is_class or options.keys() & {"params", "model", "optimizer_dict"}:
+            name = self.args.optim.value
+            raise ValueError(f"`optim` must be an optimizer that takes groups, got {name}, which makes its own.")
+        self.optimizer_cls_and_kwargs = (optimizer_class, {**options, "params": groups})
         try:
             return super().create_optimizer(model)
         finally:
@@ -200,7 +203,10 @@ class MetaphraseTrainer(EvaluationMixin, DataLoadersMixin, WholeCheckpoints, Seq
         # A custom loss divides by the number it gets.
         count = torch.tensor(max(num_labels, 1), device=labels.device) if self.has_custom_loss else None
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=count)
-        self.count_loss(loss, num_labels)
+        if num_labels:
+            # Without labels the loss is undefined.
+            counted = torch.tensor([loss.item() * num_labels, num_labels], dtype=torch.float64)
+            self.evaluation_loss = self.evaluation_loss + counted
         return (loss, outputs) if return_outputs else loss
 
     def _uses_r_drop(self) -> bool:
