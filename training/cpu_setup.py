@@ -32,7 +32,6 @@ def keep_freed_memory() -> bool:
     mallopt = ctypes.CDLL(None).mallopt
     # No threshold (-1), since a large model frees more at a time than the largest `int`.
     accepted = [mallopt(_M_MMAP_MAX, 0), mallopt(_M_TRIM_THRESHOLD, -1), mallopt(_M_TOP_PAD, 64 * 2**20)]
-    logger.debug("mallopt returned %s", accepted)
     return all(accepted)
 
 

@@ -15,7 +15,7 @@ from metaphrase.training.distributed import sum_over_processes
 class EvaluationMixin:
     """Evaluation whose loss is a mean over tokens, and which decodes texts for a `score`; stands before `Seq2SeqTrainer`.
 
-    The trainer has `whole_model()`, and its `compute_loss` calls `count_loss` with the loss of each batch.
+    The trainer has `whole_model()`, and its `compute_loss` adds the loss of each batch to `evaluation_loss`.
     """
 
     score: Callable[[list[list[int]], list[list[int]]], dict[str, float]] | None = None
@@ -25,8 +25,6 @@ class EvaluationMixin:
     evaluation_loss = torch.zeros(2, dtype=torch.float64)
     _needs_loss_alone = False
     _is_own_dataset = True
-    # Arguments of this call of `evaluate` or `predict`.
-    _call_options: Mapping = {}
 
     @property
     def decodes(self) -> bool:
@@ -40,16 +38,17 @@ class EvaluationMixin:
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval", **gen_kwargs):
         self._is_own_dataset = eval_dataset is None or eval_dataset is self.eval_dataset
-        self._call_options = gen_kwargs
-        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **gen_kwargs)
+        options = self._decoding_options(gen_kwargs)
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **options)
 
     def predict(self, test_dataset, ignore_keys=None, metric_key_prefix="test", **gen_kwargs):
         """Predict as the parent does. With `score`, predictions are token ids (rows, longest), padded with -100.
 
         The rows are all rows, but for `eval_dataset` only `decoded_rows`.
         """
-        self._is_own_dataset, self._call_options = test_dataset is self.eval_dataset, gen_kwargs
-        return super().predict(test_dataset, ignore_keys, metric_key_prefix, **gen_kwargs)
+        self._is_own_dataset = test_dataset is self.eval_dataset
+        options = self._decoding_options(gen_kwargs)
+        return super().predict(test_dataset, ignore_keys, metric_key_prefix, **options)
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
@@ -88,23 +87,12 @@ class EvaluationMixin:
                 loss = self.compute_loss(model, self._prepare_inputs(inputs)).detach()
         return loss, generated, labels
 
-    def count_loss(self, loss: torch.Tensor, num_labels: int) -> None:
-        """Add the mean loss of a batch to `evaluation_loss`. Without labels the loss is undefined and not added."""
-        if num_labels:
-            counted = torch.tensor([loss.item() * num_labels, num_labels], dtype=torch.float64)
-            self.evaluation_loss = self.evaluation_loss + counted
-
-    def _decoding_options(self) -> dict:
-        """Return arguments of `generate()`: of this call, over those of the trainer, over the training arguments."""
-        options, limits = dict(self.generation_options), ("max_length", "max_new_tokens")
-        if any(name in self._call_options for name in limits):
-            # `generate()` obeys `max_new_tokens` where both limits are set.
-            options = {name: value for name, value in options.items() if name not in limits}
-        options |= self._call_options
-        if "max_new_tokens" not in options:
-            options.setdefault("max_length", self.args.generation_max_length)
-        options.setdefault("num_beams", self.args.generation_num_beams)
-        return {name: value for name, value in options.items() if value is not None}
+    def _decoding_options(self, call: Mapping) -> dict:
+        """Return arguments of `generate()`: of this call, over those of the trainer. The parent adds training arguments."""
+        limits = {"max_length", "max_new_tokens"}
+        # `generate()` obeys `max_new_tokens` where both limits are set.
+        overridden = limits if limits & call.keys() else set()
+        return {name: value for name, value in self.generation_options.items() if name not in overridden} | call
 
     def _decode(self, dataset: Sequence[dict]) -> tuple[list[list[int]], list[list[int]]]:
         """Decode this process's share of the chosen rows. Return the decoded ids and the label ids of all processes."""
@@ -116,7 +104,7 @@ class EvaluationMixin:
             [source_of(dataset[rows[index]]) for index in share],
             batch_size=self.args.per_device_eval_batch_size,
             show_progress=None if not self.args.disable_tqdm and self.is_world_process_zero() else False,
-            **self._decoding_options(),
+            **{name: value for name, value in self._gen_kwargs.items() if value is not None},
         )
         decoded = [(index, candidates[0].ids) for index, candidates in zip(share, hypotheses, strict=True)]
         if self.args.world_size > 1:

@@ -27,11 +27,11 @@ from metaphrase.inference.line_files import as_lines
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.storage.loading import naming, refuse_missing_folder
 from metaphrase.tokenization import TokenizerPair, set_languages
-from metaphrase.training.checkpointing.averaging import RECIPE_NAME
+from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC, RECIPE_NAME
 from metaphrase.training.corpora import PairCorpus, StreamedPairCorpus
 from metaphrase.training.cpu_setup import warn_of_slow_bfloat16
 from metaphrase.training.distributed import check_devices, check_processes, meet_on_cpu
-from metaphrase.training.final_weights import average_run, averaged_metric, check_averaged, save_final
+from metaphrase.training.final_weights import average_run, check_averaged, save_final
 from metaphrase.training.model_setup import (
     check_model,
     fit_special_ids,
@@ -51,7 +51,7 @@ from metaphrase.training.run_folder import (
     only_writer,
     with_lengths_of_run,
 )
-from metaphrase.training.trainer import MetaphraseTrainer
+from metaphrase.training.trainer import MetaphraseTrainer, check_r_drop
 
 logger = logging.getLogger(__name__)
 
@@ -250,8 +250,6 @@ class Experiment:
         limit = recipe.generation_max_length or self.corpus.max_target_length + 1
         settle_decoding(model, recipe, limit, languages)
         if recipe.r_drop_alpha:
-            from metaphrase.training.r_drop import check_r_drop
-
             check_r_drop(model, recipe.lora_dropout if recipe.lora_rank is not None else 0.0)
         if recipe.freeze:
             from metaphrase.training.optimizer import freeze
@@ -301,7 +299,7 @@ class Experiment:
             layer_decay=recipe.layer_decay,
             num_best_kept=recipe.average_best or 0,
             num_last_kept=recipe.average_last or 0,
-            best_kept_metric=averaged_metric(recipe),
+            best_kept_metric=recipe.metric_for_best_model or DEFAULT_METRIC,
             generation_options={"num_beams": arguments.generation_num_beams or 1},
         )
 

@@ -17,7 +17,6 @@ from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from transformers import TrainerCallback
 
-from metaphrase.storage.folders import file_in_one_step
 from metaphrase.training.checkpointing.folders import EXPONENTIAL_AVERAGE_NAME
 
 logger = logging.getLogger(__name__)
@@ -51,10 +50,6 @@ class ExponentialAverage(TrainerCallback):
         self.averages: dict[str, torch.Tensor] = {}
         # The checkpoint to resume from. `auto_find_batch_size` may begin several times.
         self.resumed_folder: Path | None = None
-
-    def decay_after(self, num_updates: int) -> float:
-        """Return the decay of the update that follows so many updates."""
-        return min(self.decay, (1 + num_updates) / (10 + num_updates)) if self.warmup else self.decay
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self._begin(model)
@@ -93,7 +88,8 @@ class ExponentialAverage(TrainerCallback):
         """Add the weights of one step to the averages."""
         averages = list(self.averages.values())
         weights = [parameter.to(self.averages[name]) for name, parameter in _parameters(model, self.averages).items()]
-        get_ema_multi_avg_fn(self.decay_after(self.num_updates))(averages, weights, None)
+        bound = (1 + self.num_updates) / (10 + self.num_updates) if self.warmup else 1.0
+        get_ema_multi_avg_fn(min(self.decay, bound))(averages, weights, None)
         self.num_updates += 1
 
     @contextlib.contextmanager
@@ -109,35 +105,28 @@ class ExponentialAverage(TrainerCallback):
 
     def save(self, folder: str | os.PathLike) -> None:
         """Write the averages and the number of updates into a checkpoint."""
-        path = Path(folder) / EXPONENTIAL_AVERAGE_NAME
+        averages = {name: average.contiguous() for name, average in self.averages.items()}
         settings = {"num_updates": str(self.num_updates), "decay": repr(self.decay), "warmup": str(self.warmup)}
-        with file_in_one_step(path) as partial:
-            save_file({name: average.contiguous() for name, average in self.averages.items()}, partial, settings)
+        save_file(averages, Path(folder) / EXPONENTIAL_AVERAGE_NAME, settings)
 
     def load(self, folder: str | os.PathLike) -> None:
         """Load the averages of a checkpoint.
 
         Raises:
-            ValueError: If the checkpoint holds none, or averages of other parameters.
+            ValueError: If the checkpoint holds averages of other parameters.
         """
         path = Path(folder) / EXPONENTIAL_AVERAGE_NAME
-        if not has_average(folder):
-            raise ValueError(
-                f"A checkpoint must hold {EXPONENTIAL_AVERAGE_NAME} to go on with an exponential average, got none in {folder}. "
-                "Start a new run from its weights, or go on without an average."
-            )
         with safe_open(path, framework="pt") as file:
-            saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-            expected = {name: tuple(average.shape) for name, average in self.averages.items()}
-            for name in sorted(saved.keys() | expected.keys()):
-                if saved.get(name) != expected.get(name):
-                    raise ValueError(
-                        f"`{name}` must be trained and of the same shape here and in {path}, "
-                        f"got {expected.get(name, 'nothing')} and {saved.get(name, 'nothing')}."
-                    )
-            for name, average in self.averages.items():
-                average.copy_(file.get_tensor(name))
+            saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             settings = file.metadata()
+        for name in sorted(saved.keys() | self.averages.keys()):
+            shapes = [list(side[name].shape) if name in side else "nothing" for side in (self.averages, saved)]
+            if shapes[0] != shapes[1]:
+                raise ValueError(
+                    f"`{name}` must be trained and of the same shape here and in {path}, got {shapes[0]} and {shapes[1]}."
+                )
+        for name, average in self.averages.items():
+            average.copy_(saved[name])
         self.num_updates = int(settings["num_updates"])
         if (settings["decay"], settings["warmup"]) != (repr(self.decay), str(self.warmup)):
             logger.warning(

@@ -9,17 +9,12 @@ from transformers import PreTrainedModel
 
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.adapters import is_adapted, merge_lora
-from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC, average_checkpoints, select_checkpoints
+from metaphrase.training.checkpointing.averaging import average_checkpoints, select_checkpoints
 from metaphrase.training.checkpointing.sharding import load_whole_weights
 from metaphrase.training.recipe.recipe import Recipe
 from metaphrase.training.trainer import MetaphraseTrainer
 
 logger = logging.getLogger(__name__)
-
-
-def averaged_metric(recipe: Recipe) -> str:
-    """Return the metric by which `average_best` selects checkpoints."""
-    return recipe.metric_for_best_model or DEFAULT_METRIC
 
 
 def check_averaged(recipe: Recipe, trainer: MetaphraseTrainer) -> None:
@@ -46,7 +41,7 @@ def average_run(recipe: Recipe, trainer: MetaphraseTrainer, run: Path) -> None:
     """
     if recipe.average_last is None and recipe.average_best is None:
         return
-    metric = averaged_metric(recipe) if recipe.average_best is not None else None
+    metric = None if recipe.average_best is None else recipe.metric_for_best_model
     average = run / "average"
     folders = [average]
     if trainer.is_world_process_zero():

@@ -18,7 +18,6 @@ from metaphrase.data.pairs import LENGTH_COLUMNS, data_seed
 from metaphrase.data.token_budget import LengthGroupedSampler, TokenBudgetSampler, WithFillers, check_beside_budget
 from metaphrase.data.token_stream import TokenBudgetStream
 from metaphrase.modeling import IGNORED_LABEL
-from metaphrase.training.checkpointing.random_states import seeded_torch
 from metaphrase.training.checkpointing.resuming import BATCHES_BY_NUMBER
 from metaphrase.training.distributed import ignore_repeated_pairs, is_data_parallel, sum_over_processes
 
@@ -144,7 +143,9 @@ class DataLoadersMixin:
         is_grouped = self.args.train_sampling_strategy == "group_by_length" and hasattr(dataset, "__len__")
         # accelerate takes the seed of torch's generator for the order of the pairs, which must be one for all processes.
         is_shared = is_data_parallel(self.args, self.accelerator)
-        with seeded_torch(self.args.seed) if is_shared else contextlib.nullcontext():
+        with torch.random.fork_rng(devices=(), enabled=is_shared):
+            if is_shared:
+                torch.default_generator.manual_seed(self.args.seed)
             if not is_grouped or column not in (getattr(dataset, "column_names", None) or ()):
                 return super().get_train_dataloader()
             # transformers' own sampler goes from the longest batch to the shortest, again and again.

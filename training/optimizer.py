@@ -12,7 +12,6 @@ from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
@@ -20,12 +19,7 @@ from transformers.training_args import OptimizerNames
 logger = logging.getLogger(__name__)
 
 _BOOLEANS = {"true": True, "false": False}
-# Adafactor's option: a function that reads the value, and the kind of value that it reads.
-_ADAFACTOR_OPTIONS = {
-    "scale_parameter": (lambda word: _BOOLEANS[word.lower()], "true or false"),
-    "clip_threshold": (float, "a number"),
-    "decay_rate": (float, "a number"),
-}
+_ADAFACTOR_OPTIONS = ("scale_parameter", "clip_threshold", "decay_rate")
 # Prefixes of a wrapped model, and parts that compilers and sharding insert into names.
 _WRAPPERS = ("base_model", "model", "module")
 _INSERTED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -51,9 +45,10 @@ def adafactor_options(optim_args: str | None) -> dict[str, bool | float]:
             raise ValueError(
                 f"`optim_args` of adafactor must be some of {', '.join(_ADAFACTOR_OPTIONS)}, got {part!r}."
             )
-        read, kind = _ADAFACTOR_OPTIONS[name]
+        is_boolean = name == "scale_parameter"
+        kind = "true or false" if is_boolean else "a number"
         try:
-            options[name] = read(value)
+            options[name] = _BOOLEANS[value.lower()] if is_boolean else float(value)
         except (KeyError, ValueError):
             raise ValueError(f"`{name}` in `optim_args` must be {kind}, got {value!r}.") from None
     return options
@@ -65,20 +60,6 @@ def optimizer_class_and_options(arguments: TrainingArguments, model: PreTrainedM
     if arguments.optim == OptimizerNames.ADAFACTOR:
         options |= adafactor_options(arguments.optim_args)
     return optimizer_class, options
-
-
-def add_parameter_groups(
-    optimizer_class: Any, options: dict[str, Any], groups: Sequence[Mapping], optimizer_name: str
-) -> dict[str, Any]:
-    """Return an optimizer's options with the groups to train, as `Trainer.create_optimizer` reads them.
-
-    Raises:
-        ValueError: If the optimizer makes groups of its own.
-    """
-    is_class = isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
-    if not is_class or any(name in options for name in ("params", "model", "optimizer_dict")):
-        raise ValueError(f"`optim` must be an optimizer that takes groups, got {optimizer_name}, which makes its own.")
-    return {**options, "params": groups}
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
@@ -210,8 +191,9 @@ def _expand_ranges(pattern: str) -> list[str]:
 
 def _matches(glob: str, name: str) -> bool:
     """True if a glob matches a parameter or one of the modules around it."""
-    parts = name.split(".")
-    return any(fnmatchcase(".".join(parts[:end]), glob) for end in range(1, len(parts) + 1))
+    globs, parts = _EMBEDDINGS if glob == "embeddings" else (glob,), name.split(".")
+    modules = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+    return any(fnmatchcase(module, glob) for module in modules for glob in globs)
 
 
 def _select(names: Mapping[nn.Parameter, list[str]], pattern: str, field: str) -> set[nn.Parameter]:
@@ -222,12 +204,7 @@ def _select(names: Mapping[nn.Parameter, list[str]], pattern: str, field: str) -
     """
     selected = set()
     for glob in _expand_ranges(pattern):
-        globs = _EMBEDDINGS if glob == "embeddings" else (glob,)
-        matching = {
-            parameter
-            for parameter, aliases in names.items()
-            if any(_matches(glob, alias) for glob in globs for alias in aliases)
-        }
+        matching = {weight for weight, aliases in names.items() if any(_matches(glob, alias) for alias in aliases)}
         if not matching:
             parts = sorted({alias.split(".")[0] for aliases in names.values() for alias in aliases})
             raise ValueError(
@@ -251,7 +228,6 @@ def _select_frozen(names: Mapping[nn.Parameter, list[str]], patterns: Sequence[s
 def _warn_of_ties(aliases: Sequence[str], patterns: Sequence[str], effect: str) -> None:
     """Warn of a weight that also has names which no pattern matches."""
     globs = [glob for pattern in patterns for glob in _expand_ranges(pattern)]
-    globs += list(_EMBEDDINGS) if "embeddings" in globs else []
     unnamed = [alias for alias in aliases if not any(_matches(glob, alias) for glob in globs)]
     if unnamed and len(unnamed) < len(aliases):
         named = next(alias for alias in aliases if alias not in unnamed)

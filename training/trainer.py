@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, Seq2SeqTrainer
@@ -28,10 +29,11 @@ from metaphrase.training.distributed import ProcessSeeds, ignore_repeated_pairs
 from metaphrase.training.evaluation_loop import EvaluationMixin
 from metaphrase.training.exponential_average import ExponentialAverage, has_average
 from metaphrase.training.loaders import DataLoadersMixin
-from metaphrase.training.optimizer import add_parameter_groups, optimizer_class_and_options, parameter_groups
-from metaphrase.training.r_drop import repeat_batch
+from metaphrase.training.optimizer import optimizer_class_and_options, parameter_groups
 
 logger = logging.getLogger(__name__)
+
+_DROPOUTS = ("dropout", "attention_dropout", "activation_dropout")
 
 
 class MetaphraseTrainer(EvaluationMixin, DataLoadersMixin, WholeCheckpoints, Seq2SeqTrainer):
@@ -40,7 +42,8 @@ class MetaphraseTrainer(EvaluationMixin, DataLoadersMixin, WholeCheckpoints, Seq
     - Batches: by a token budget with `max_tokens_per_batch`, or of like length. See `DataLoadersMixin`.
     - Loss: a mean over the tokens of a whole step, for models of other families too. So gradient accumulation and several
       processes give the gradient of one large batch, unless a `compute_loss_func` computes it. The model smooths labels, and in
-      training alone. R-Drop runs each batch twice in one call, which needs the memory of two batches.
+      training alone. R-Drop runs each batch twice in one call, which needs the memory of two batches, and adds the divergence of
+      the two predictions (Liang et al. 2021, section 2, arXiv 2106.14448).
     - Evaluation: the loss is a mean over tokens that counts each pair once. `score` gets decoded texts. See `EvaluationMixin`.
     - Checkpoints: whole, or absent. A resumed run ends as one that never stopped. See `WholeCheckpoints`.
     """
@@ -117,8 +120,9 @@ class MetaphraseTrainer(EvaluationMixin, DataLoadersMixin, WholeCheckpoints, Seq
             raise ValueError(f"`r_drop_alpha` must be at least 0, got {self.r_drop_alpha}.")
         if self.r_drop_alpha and self.has_custom_loss:
             raise ValueError("`r_drop_alpha` must be left out with `compute_loss_func`, which knows of no second pass.")
-        if self.r_drop_alpha and not _smooths_labels(self.model):
-            raise ValueError(f"`r_drop_alpha` must come with a Metaphrase model, got a {type(self.model).__name__}.")
+        if self.r_drop_alpha:
+            # The passes may differ by other noise than the model's dropout.
+            check_r_drop(self.model, other_dropout=1.0)
         metric = self.args.metric_for_best_model
         if metric is not None and self.args.greater_is_better is is_better_lower(metric):
             logger.warning(
@@ -154,8 +158,11 @@ class MetaphraseTrainer(EvaluationMixin, DataLoadersMixin, WholeCheckpoints, Seq
             self.layer_decay,
             self.get_decay_parameter_names(trained),
         )
-        options = add_parameter_groups(optimizer_class, options, groups, str(self.args.optim.value))
-        self.optimizer_cls_and_kwargs = (optimizer_class, options)
+        is_class = isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
+        if not is_class or options.keys() & {"params", "model", "optimizer_dict"}:
+            name = self.args.optim.value
+            raise ValueError(f"`optim` must be an optimizer that takes groups, got {name}, which makes its own.")
+        self.optimizer_cls_and_kwargs = (optimizer_class, {**options, "params": groups})
         try:
             return super().create_optimizer(model)
         finally:
@@ -196,7 +203,10 @@ class MetaphraseTrainer(EvaluationMixin, DataLoadersMixin, WholeCheckpoints, Seq
         # A custom loss divides by the number it gets.
         count = torch.tensor(max(num_labels, 1), device=labels.device) if self.has_custom_loss else None
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=count)
-        self.count_loss(loss, num_labels)
+        if num_labels:
+            # Without labels the loss is undefined.
+            counted = torch.tensor([loss.item() * num_labels, num_labels], dtype=torch.float64)
+            self.evaluation_loss = self.evaluation_loss + counted
         return (loss, outputs) if return_outputs else loss
 
     def _uses_r_drop(self) -> bool:
@@ -324,3 +334,36 @@ def _smooths_labels(model: PreTrainedModel) -> bool:
     """True if the model's own loss smooths labels, as the loss of Metaphrase models does."""
     base = model.get_base_model() if is_adapted(model) else model
     return "smoothing" in inspect.signature(base.forward).parameters
+
+
+def check_r_drop(model: PreTrainedModel, other_dropout: float) -> None:
+    """Check that R-Drop can train a model.
+
+    Args:
+        model: The model to train.
+        other_dropout: Dropout of an adapter beside the model.
+
+    Raises:
+        ValueError: If it is no Metaphrase model, or all dropout is 0, so that both passes agree.
+    """
+    if not _smooths_labels(model):
+        raise ValueError(f"`r_drop_alpha` must come with a Metaphrase model, got a {type(model).__name__}.")
+    if not other_dropout and not any(getattr(model.config, name) for name in _DROPOUTS):
+        raise ValueError(f"`r_drop_alpha` must come with a model whose {', '.join(_DROPOUTS)} are not all 0.")
+
+
+def repeat_batch(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a batch with all its rows twice.
+
+    Args:
+        inputs: Tensors (B, ...), with `labels` among them. Plain values, and tensors without a row for each pair such as
+            positions (1, T), are not repeated. A packed batch, which has `source_lengths`, is a row (1, tokens) and gets longer.
+    """
+    num_rows, is_packed = len(inputs["labels"]), inputs.get("source_lengths") is not None
+    repeated = {}
+    for name, value in inputs.items():
+        is_batch = isinstance(value, torch.Tensor) and value.ndim > 0
+        if is_batch and (is_packed or len(value) == num_rows):
+            value = torch.cat([value, value], dim=min(value.ndim - 1, 1) if is_packed else 0)
+        repeated[name] = value
+    return repeated

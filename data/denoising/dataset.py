@@ -6,7 +6,6 @@ import datasets
 import numpy as np
 import pyarrow.compute as pc
 import torch
-from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from metaphrase.data.denoising.span_corruption import MIN_BLOCK_LENGTH, SpanCorruption
@@ -139,18 +138,6 @@ def _warn_of_fixed_spans(objective: Objective, longest: int) -> None:
             f"For {len(fixed)} of {len(parts)} denoisers: " if is_mixture else "",
             longest,
         )
-
-
-def announce_epoch(loader: DataLoader, epoch: int) -> None:
-    """Call `set_epoch` of a loader, of its data set, and of its samplers at any depth."""
-    parts = [loader, loader.dataset]
-    sampler = loader.batch_sampler
-    while sampler is not None:
-        parts += [sampler, getattr(sampler, "sampler", None)]
-        sampler = getattr(sampler, "batch_sampler", None)
-    for part in parts:
-        if hasattr(part, "set_epoch"):
-            part.set_epoch(epoch)
 
 
 def longest_block(objective: Objective, max_source_length: int, max_target_length: int | None = None) -> int:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from killed_runs import CASES, Server
 from safetensors import torch as safetensors_torch
+from small_runs import is_whole
 
-from metaphrase.training.checkpointing.folders import checkpoints_in, is_whole
+from metaphrase.training.checkpointing.folders import checkpoints_in
 
 # Of two equal runs these differ: times, and what transformers notes when it loads a tokenizer.
 DIFFERENT = ("runtime", "per_second", "seconds", "is_local", "local_files_only")

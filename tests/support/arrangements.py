@@ -20,40 +20,19 @@ def make_pairs(count=24):
         return [*torch.randint(4, 60, (length,), generator=generator).tolist(), 2]
 
     sources, targets = [row() for _ in range(count)], [row() for _ in range(count)]
-    return datasets.Dataset.from_dict(
-        {
-            "input_ids": sources,
-            "labels": targets,
-            "source_length": list(map(len, sources)),
-            "target_length": list(map(len, targets)),
-        }
-    )
+    lengths = {"source_length": list(map(len, sources)), "target_length": list(map(len, targets))}
+    return datasets.Dataset.from_dict({"input_ids": sources, "labels": targets, **lengths})
 
 
 def train(folder, collator=COLLATORS["padded"], max_tokens_per_batch=None, fields=None, **options):
     """Trains two epochs and returns the weights and the logged losses."""
     model = tiny_model(vocab_size=60, **{"initializer_range": 0.2, **(fields or {})})
-    settings = {
-        "optim": "sgd",
-        "learning_rate": 0.2,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,
-        "num_train_epochs": 2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "remove_unused_columns": False,
-    }
+    settings = {"optim": "sgd", "learning_rate": 0.2, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+    settings |= {"num_train_epochs": 2, "logging_steps": 1, "save_strategy": "no", "report_to": "none"}
+    settings |= {"use_cpu": True, "disable_tqdm": True, "remove_unused_columns": False}
     arguments = Seq2SeqTrainingArguments(output_dir=str(folder), **settings | options)
-    trainer = MetaphraseTrainer(
-        model=model,
-        args=arguments,
-        train_dataset=make_pairs(),
-        data_collator=collator,
-        max_tokens_per_batch=max_tokens_per_batch,
-    )
+    parts = {"data_collator": collator, "max_tokens_per_batch": max_tokens_per_batch}
+    trainer = MetaphraseTrainer(model=model, args=arguments, train_dataset=make_pairs(), **parts)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}, losses

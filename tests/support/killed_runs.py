@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from job_server import JobServer, fork, serve
 from safetensors import torch as safetensors_torch
+from small_runs import WholeTrainer
 from transformers import (
     EarlyStoppingCallback,
-    Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     TrainerCallback,
     modeling_utils,
@@ -22,7 +22,6 @@ from transformers.trainer_callback import ExportableState
 
 from metaphrase.data.collators import PairCollator
 from metaphrase.data.token_budget import LengthGroupedSampler
-from metaphrase.training.checkpointing.trainer_mixin import WholeCheckpoints
 from metaphrase.training.trainer import MetaphraseTrainer
 
 BASE = {
@@ -230,11 +229,7 @@ class Noisy(torch.utils.data.Dataset):
         return self.pairs[key] | {"input_ids": [token, *self.pairs[key]["input_ids"][1:]]}
 
 
-class PlainTrainer(WholeCheckpoints, Seq2SeqTrainer):
-    """transformers' own but for the checkpoints."""
-
-
-class GroupingTrainer(PlainTrainer):
+class GroupingTrainer(WholeTrainer):
     def _get_train_sampler(self, train_dataset=None):
         return LengthGroupedSampler(list(self.train_dataset["length"]), self.args.train_batch_size, self.args.seed)
 
@@ -250,7 +245,7 @@ def make_trainer(case, output, callbacks=()):
         score = RisesThenStays()
         callbacks += [score] if case == "best" else [score, EarlyStoppingCallback(2)]
         options = {"score": score, "generation_options": {"max_new_tokens": 3, "do_sample": True}}
-    trainer_class = {"global_order": PlainTrainer, "processes": GroupingTrainer}.get(case, MetaphraseTrainer)
+    trainer_class = {"global_order": WholeTrainer, "processes": GroupingTrainer}.get(case, MetaphraseTrainer)
     return trainer_class(
         model=tiny_model(dropout=0.1, encoder_attention_heads=2, decoder_attention_heads=2, **sizes),
         args=Seq2SeqTrainingArguments(output_dir=output, **(BASE | CASES[case])),

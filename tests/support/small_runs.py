@@ -6,19 +6,13 @@ from tiny_models import tiny_model
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 from metaphrase.data.collators import PairCollator
-from metaphrase.training.checkpointing.folders import checkpoints_in
+from metaphrase.training.checkpointing.folders import checkpoints_in, what_is_missing
 from metaphrase.training.checkpointing.trainer_mixin import WholeCheckpoints
 
 # Dimensions of a model for recipes.
-SMALL = {
-    "hidden_size": 16,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 16,
-    "decoder_ffn_dim": 16,
-}
+SMALL = {"hidden_size": 16}
+for side in ("encoder", "decoder"):
+    SMALL |= {f"{side}_layers": 1, f"{side}_attention_heads": 2, f"{side}_ffn_dim": 16}
 PAIRS = [{"input_ids": [4 + number, 7, 2], "labels": [9, 5 + number, 2]} for number in range(8)]
 
 
@@ -42,6 +36,10 @@ def make_trainer(folder, trainer_class=WholeTrainer, callbacks=(), collator=None
 
 def names(run):
     return [path.name for path in checkpoints_in(run)]
+
+
+def is_whole(checkpoint):
+    return not what_is_missing(checkpoint)
 
 
 def read(path):

@@ -17,15 +17,15 @@ from transformers import Seq2SeqTrainingArguments, set_seed
 
 from metaphrase.scripts import train
 from metaphrase.training import distributed as processes
-from metaphrase.training.checkpointing import random_states
+from metaphrase.training.checkpointing.resuming import get_random_states, set_random_states
 from metaphrase.training.distributed import ProcessSeeds, leave_processes
 
 
 @pytest.fixture(autouse=True)
 def states():
-    before = random_states.get_random_states()
+    before = get_random_states()
     yield
-    random_states.set_random_states(before)
+    set_random_states(before)
 
 
 def drawn_by(process_index, world_size, parallelism_config=None, seed=5):
@@ -43,9 +43,7 @@ def test_each_process_draws_other_numbers_and_the_same_ones_again():
         assert len(set(drawn)) == 3
     assert [drawn_by(rank, 3) for rank in range(3)] == others
     assert drawn_by(1, 3, seed=6)[2] not in (others[1][2], others[2][2])
-
-
-def test_processes_that_share_a_batch_draw_alike():
+    # Processes that share a batch draw alike.
     assert drawn_by(1, 2, parallelism_config="tensors") == drawn_by(0, 1)
 
 
@@ -107,11 +105,6 @@ def test_no_thread_is_left_of_a_model_that_knows_itself(group):
     assert num_gloo_threads() > group
     leave_processes()
     assert num_gloo_threads() == group and not distributed.is_initialized()
-
-
-def test_a_process_by_itself_has_nothing_to_leave():
-    leave_processes()
-    assert not distributed.is_initialized()
 
 
 @pytest.mark.parametrize("is_dry_run", [False, True], ids=["run", "dry_run"])

@@ -11,31 +11,28 @@ from metaphrase.evaluation.task_scores import ValidationSample
 from metaphrase.training.experiment import Experiment
 
 
+def assert_mean(run, steps):
+    """That a run's model is the mean of its checkpoints of these steps, which differ."""
+    kept = [weights(run / f"checkpoint-{step}") for step in steps]
+    for name, tensor in weights(run).items():
+        torch.testing.assert_close(tensor, sum(checkpoint[name] for checkpoint in kept) / len(kept), msg=name)
+        assert tensor.ndim == 1 or len(kept) == 1 or not torch.equal(kept[0][name], kept[1][name])
+
+
 @pytest.mark.parametrize("choice", ["last", "best"])
 def test_the_finished_model_is_the_mean_of_checkpoints(data, tmp_path, choice):
     fields = {f"average_{choice}": 2, "max_steps": 9, "metric_for_best_model": "loss", "learning_rate": 1e-2}
     Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
     assert not (tmp_path / "run" / "average").exists()
-    kept = [weights(tmp_path / "run" / f"checkpoint-{step}") for step in (6, 9)]
-    for name, tensor in weights(tmp_path / "run").items():
-        torch.testing.assert_close(tensor, (kept[0][name] + kept[1][name]) / 2, msg=name)
-        assert kept[0][name].ndim == 1 or not torch.equal(kept[0][name], kept[1][name])
+    assert_mean(tmp_path / "run", (6, 9))
 
 
-@pytest.mark.parametrize("choice", ["last", "best"])
-def test_a_run_that_went_back_is_averaged_without_what_it_left(data, tmp_path, choice):
-    fields = {f"average_{choice}": 2, "metric_for_best_model": "loss", "learning_rate": 1e-2}
+def test_a_run_that_went_back_is_averaged_without_what_it_left(data, tmp_path):
+    fields = {"average_best": 2, "metric_for_best_model": "loss", "learning_rate": 1e-2}
     Experiment(make_recipe(data, tmp_path / "run", **fields, max_steps=9)).train()
-    left = weights(tmp_path / "run" / "checkpoint-9")
     fields["resume_from_checkpoint"] = tmp_path / "run" / "checkpoint-3"
     Experiment(make_recipe(data, tmp_path / "run", **fields, max_steps=6)).train()
-    kept = [weights(tmp_path / "run" / f"checkpoint-{step}") for step in (3, 6)]
-    for name, tensor in weights(tmp_path / "run").items():
-        torch.testing.assert_close(tensor, (kept[0][name] + kept[1][name]) / 2, msg=name)
-    assert all(
-        torch.equal(left[name], tensor)
-        for name, tensor in weights(tmp_path / "run" / "_abandoned-1" / "checkpoint-9").items()
-    )
+    assert_mean(tmp_path / "run", (3, 6))
 
 
 def test_the_best_are_chosen_by_the_scores_of_this_run(data, tmp_path):
@@ -44,9 +41,7 @@ def test_the_best_are_chosen_by_the_scores_of_this_run(data, tmp_path):
     (tmp_path / "run" / "trainer_state.json").write_text(json.dumps({"global_step": 300, "log_history": log}))
     fields = {"average_best": 2, "max_steps": 9, "metric_for_best_model": "loss", "learning_rate": 1e-2}
     Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
-    kept = [weights(tmp_path / "run" / f"checkpoint-{step}") for step in (6, 9)]
-    for name, tensor in weights(tmp_path / "run").items():
-        torch.testing.assert_close(tensor, (kept[0][name] + kept[1][name]) / 2, msg=name)
+    assert_mean(tmp_path / "run", (6, 9))
 
 
 @pytest.mark.parametrize("schedule", ["constant", "reduce_lr_on_plateau"])
@@ -58,9 +53,7 @@ def test_the_best_are_kept_by_what_they_are_chosen_by(data, tmp_path, schedule, 
     fields |= {"learning_rate": 1e-2, "lr_scheduler_type": schedule, "test_file": None}
     monkeypatch.setattr(Experiment, "_evaluate", lambda *_: {})
     Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
-    kept = [weights(tmp_path / "run" / f"checkpoint-{step}") for step in (1, 2)]
-    for name, tensor in weights(tmp_path / "run").items():
-        torch.testing.assert_close(tensor, (kept[0][name] + kept[1][name]) / 2, msg=name)
+    assert_mean(tmp_path / "run", (1, 2))
 
 
 def test_averages_need_checkpoints_that_are_kept(data, tmp_path):
@@ -93,9 +86,8 @@ def test_the_best_are_taken_among_checkpoints_that_are_evaluated(data, tmp_path,
         make_recipe(data, tmp_path / "run", average_best=2, **met)
 
 
-@pytest.mark.parametrize("choice", ["last", "best"])
-def test_a_run_stopped_before_its_first_checkpoint_is_not_lost(data, tmp_path, caplog, choice):
-    fields = {f"average_{choice}": 2, "early_stopping_patience": 1, "metric_for_best_model": "loss"}
+def test_a_run_stopped_before_its_first_checkpoint_is_not_lost(data, tmp_path, caplog):
+    fields = {"average_best": 2, "early_stopping_patience": 1, "metric_for_best_model": "loss"}
     # Nothing gets better by a rate of 0; the second evaluation stops the run.
     fields |= {"max_steps": 100, "save_steps": 50, "eval_steps": 2, "learning_rate": 0.0, "test_file": None}
     with caplog.at_level(logging.WARNING):
@@ -121,6 +113,4 @@ def test_a_run_too_short_for_its_average_is_not_lost(data, tmp_path, caplog, ste
     with caplog.at_level(logging.WARNING):
         Experiment(make_recipe(data, tmp_path / "run", average_last=3, max_steps=steps, save_steps=6)).train()
     assert f"The last 3 checkpoints were to be taken, but {tmp_path / 'run'} has only {len(kept)}" in caplog.text
-    checkpoints = [weights(tmp_path / "run" / f"checkpoint-{step}") for step in kept]
-    for name, tensor in weights(tmp_path / "run").items():
-        torch.testing.assert_close(tensor, sum(checkpoint[name] for checkpoint in checkpoints) / len(kept), msg=name)
+    assert_mean(tmp_path / "run", kept)

@@ -10,12 +10,7 @@ from small_experiments import make_recipe, weights
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.experiment import Experiment
 
-STREAM = {
-    "streaming": "true",
-    "max_tokens_per_batch": 200,
-    "pairs_in_buffer": 25,
-    "per_device_train_batch_size": None,
-}
+STREAM = {"streaming": "true", "max_tokens_per_batch": 200, "pairs_in_buffer": 25, "per_device_train_batch_size": None}
 
 
 def test_streamed_training_resumes_to_the_weights_of_one_that_did_not_stop(data, tmp_path):
@@ -46,27 +41,14 @@ def test_a_changed_file_under_a_stream_is_refused_when_a_run_goes_on(data, tmp_p
         Experiment(recipe).train()
 
 
-def test_another_place_in_a_stream_or_among_batches_is_pointed_out(data, tmp_path, caplog):
-    fields = {
-        "max_tokens_per_batch": 200,
-        "per_device_train_batch_size": None,
-        "eval_strategy": "no",
-        "test_file": None,
-    }
-    fields |= {"max_steps": 2, "save_steps": 1}
-    for streaming in (
-        {"streaming": "true", "pairs_in_buffer": 25, "max_source_length": 90, "max_target_length": 90},
-        {},
-    ):
-        run = tmp_path / f"run{len(streaming)}"
-        Experiment(make_recipe(data, run, **fields, **streaming)).train()
-        changes = {"max_tokens_per_batch": 240} | ({"pairs_in_buffer": 30} if streaming else {})
-        going_on = {**fields, **streaming, **changes, "max_steps": 3, "resume_from_checkpoint": "true"}
-        Experiment(make_recipe(data, run, **going_on)).train()
-        assert "another position in the data: before, it had" in caplog.text
-        assert "max_tokens_per_batch 200, now 240" in caplog.text
-        assert ("pairs_in_buffer 25, now 30" in caplog.text) is bool(streaming)
-        caplog.clear()
+def test_another_place_in_a_stream_is_pointed_out(data, tmp_path, caplog):
+    fields = STREAM | {"max_steps": 2, "save_steps": 1, "eval_strategy": "no", "test_file": None}
+    fields |= {"max_source_length": 90, "max_target_length": 90}
+    Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    fields |= {"max_tokens_per_batch": 240, "pairs_in_buffer": 30, "max_steps": 3, "resume_from_checkpoint": "true"}
+    Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    said = "max_tokens_per_batch 200, now 240; pairs_in_buffer 25, now 30."
+    assert f"another position in the data: before, it had {said}" in caplog.text
 
 
 @pytest.mark.parametrize("missing", ["max_tokens_per_batch", "max_steps"])
@@ -79,13 +61,8 @@ def test_streaming_needs_a_budget_and_an_end(data, tmp_path, missing):
 @pytest.mark.parametrize("objective", ["span_corruption", "ul2", "text_infilling"])
 def test_plain_text_trains_by_a_denoising_objective(data, tmp_path, objective):
     fields = {"objective": objective, "train_text_file": "train.de", "validation_text_file": "validation.de"}
-    fields |= {
-        "train_file": None,
-        "validation_file": None,
-        "test_file": None,
-        "max_source_length": 48,
-        "num_sentinels": None if objective == "text_infilling" else 60,
-    }
+    fields |= dict.fromkeys(("train_file", "validation_file", "test_file"))
+    fields |= {"max_source_length": 48, "num_sentinels": None if objective == "text_infilling" else 60}
     fields |= {"max_tokens_per_batch": 400, "max_target_length": 60, "save_strategy": "no", "invalid_utf8": "skip"}
     with open(data / "train.de", "ab") as file:
         file.write(b"\xff\n")

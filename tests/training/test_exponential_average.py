@@ -4,11 +4,13 @@ import logging
 import shutil
 
 import pytest
+import small_trainers
 import torch
 from safetensors.torch import load_file
+from small_trainers import small_pairs
 from tiny_models import tiny_model
 from torch import nn
-from transformers import AutoModelForSeq2SeqLM, Seq2SeqTrainingArguments, TrainerCallback
+from transformers import AutoModelForSeq2SeqLM, TrainerCallback
 
 from metaphrase.data.collators import PairCollator
 from metaphrase.training.checkpointing.folders import EXPONENTIAL_AVERAGE_NAME
@@ -16,18 +18,13 @@ from metaphrase.training.exponential_average import ExponentialAverage
 from metaphrase.training.trainer import MetaphraseTrainer
 
 
-def make_pairs(count=12):
-    generator = torch.Generator().manual_seed(1)
-
-    def row():
-        length = int(torch.randint(2, 9, (), generator=generator))
-        return [*torch.randint(3, 37, (length,), generator=generator).tolist(), 2]
-
-    return [{"input_ids": row(), "labels": row()} for _ in range(count)]
-
-
 def weights_of(model):
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+# The highest loss counts as the best one, which is that of the first checkpoint.
+FIRST_IS_BEST = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+FIRST_IS_BEST |= {"learning_rate": 0.02, "eval_steps": 1, "save_steps": 1}
 
 
 class Recorder(TrainerCallback):
@@ -43,32 +40,18 @@ class Recorder(TrainerCallback):
         self.evaluations.append(weights_of(model))
 
 
-def make_trainer(folder, average=None, recorder=None, trainer_class=MetaphraseTrainer, model=None, **options):
+def make_trainer(folder, average=None, recorder=None, model=None, **options):
     settings = {
-        "use_cpu": True,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "remove_unused_columns": False,
         "max_steps": 6,
         "per_device_train_batch_size": 2,
         "learning_rate": 0.01,
         "lr_scheduler_type": "constant",
-        "eval_strategy": "steps",
-        "save_strategy": "steps",
-        "eval_steps": 3,
-        "save_steps": 3,
-        "logging_steps": 1,
     }
-    own = {name: options.pop(name) for name in ("score",) if name in options}
-    return trainer_class(
-        model=tiny_model(initializer_range=0.2, dropout=0.1) if model is None else model,
-        args=Seq2SeqTrainingArguments(output_dir=str(folder), **(settings | options)),
-        train_dataset=make_pairs(),
-        eval_dataset=make_pairs(4),
-        data_collator=PairCollator(0),
-        callbacks=[callback for callback in (average, recorder) if callback is not None],
-        **own,
-    )
+    settings |= {f"{event}_strategy": "steps" for event in ("eval", "save")} | {"eval_steps": 3, "save_steps": 3}
+    settings |= {"logging_steps": 1, "predict_with_generate": False}
+    callbacks = [callback for callback in (average, recorder) if callback is not None]
+    model = tiny_model(vocab_size=60, initializer_range=0.2, dropout=0.1) if model is None else model
+    return small_trainers.make_trainer(model, small_pairs(), folder, callbacks=callbacks, **settings | options)
 
 
 def average_by_hand(start, steps, decay, warmup):
@@ -106,12 +89,6 @@ def test_average_of_the_optimizer_steps_by_hand(accumulation, warmup, tmp_path):
     assert_close(recorder.evaluations[0], average_by_hand(start, recorder.steps[:3], 0.3, warmup))
 
 
-def test_decay_grows_to_its_bound():
-    average = ExponentialAverage(0.5)
-    assert [average.decay_after(count) for count in (0, 1, 8, 9, 1000)] == [0.1, 2 / 11, 0.5, 0.5, 0.5]
-    assert ExponentialAverage(0.5, warmup=False).decay_after(0) == 0.5
-
-
 def test_steps_that_were_skipped_are_none():
     model, average = tiny_model(), ExponentialAverage(0.5)
     average.averages = {"lm_head.bias": torch.zeros(3)}
@@ -143,7 +120,7 @@ def test_half_precision_is_averaged_in_float32_and_comes_back_unchanged():
 
 
 def test_only_what_is_trained_is_averaged(tmp_path):
-    model = tiny_model(initializer_range=0.2)
+    model = tiny_model(vocab_size=60, initializer_range=0.2)
     model.get_encoder().requires_grad_(False)
     make_trainer(tmp_path, ExponentialAverage(0.5), model=model, max_steps=3).train()
     saved = load_file(tmp_path / "checkpoint-3" / EXPONENTIAL_AVERAGE_NAME)
@@ -197,7 +174,7 @@ def test_final_model_is_the_average_and_stays_it(tmp_path):
         assert torch.equal(weight, expected[name]), name
     logged = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry][-1]
     assert trainer.evaluate()["eval_loss"] == logged
-    assert trainer.predict(make_pairs(4)).metrics["test_loss"] == pytest.approx(logged)
+    assert trainer.predict(small_pairs()).metrics["test_loss"] == pytest.approx(logged)
     assert_equal(weights_of(trainer.model), expected)
 
 
@@ -209,7 +186,7 @@ def test_model_saved_and_predicting_in_the_middle_of_training_is_the_average(tmp
             if state.global_step == 4:
                 before = weights_of(trainer.model)
                 trainer.save_model(str(tmp_path / "middle"))
-                losses.append(trainer.predict(make_pairs(2)).metrics["test_loss"])
+                losses.append(trainer.predict(small_pairs()[:2]).metrics["test_loss"])
                 assert_equal(weights_of(trainer.model), before)
                 average.save(tmp_path / "middle")
 
@@ -220,17 +197,14 @@ def test_model_saved_and_predicting_in_the_middle_of_training_is_the_average(tmp
     )
     assert all(torch.equal(saved[name], expected[name]) for name in saved)
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "middle").eval()
-    assert losses == [pytest.approx(model(**PairCollator(0)(make_pairs(2))).loss.item(), rel=1e-5)]
+    assert losses == [pytest.approx(model(**PairCollator(0)(small_pairs()[:2])).loss.item(), rel=1e-5)]
 
 
 def test_best_model_is_the_average_that_was_best(tmp_path):
-    options = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "eval_steps": 2, "save_steps": 2}
-    # The highest loss counts as the best one, so that it is not that of the last checkpoint.
-    options |= {"greater_is_better": True, "learning_rate": 0.02}
-    trainer = make_trainer(tmp_path, ExponentialAverage(0.5), **options)
+    trainer = make_trainer(tmp_path, ExponentialAverage(0.5), **FIRST_IS_BEST)
     trainer.train()
     best = trainer.state.best_model_checkpoint
-    assert best.endswith(("checkpoint-2", "checkpoint-4"))
+    assert best.endswith("checkpoint-1")
     expected = load_file(f"{best}/{EXPONENTIAL_AVERAGE_NAME}")
     assert_equal(weights_of(trainer.model), expected)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, rel=1e-5)
@@ -253,15 +227,14 @@ def test_weights_come_back_after_an_error_and_after_a_second_exchange():
 # Interrupted and resumed
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_run_that_was_stopped_ends_as_one_that_was_not(accumulation, tmp_path):
-    options = {"gradient_accumulation_steps": accumulation}
+def test_run_that_was_stopped_ends_as_one_that_was_not(tmp_path):
+    options = {"gradient_accumulation_steps": 2}
     whole = make_trainer(tmp_path / "whole", ExponentialAverage(0.9), **options)
     whole.train()
     make_trainer(tmp_path / "parts", ExponentialAverage(0.9), **options).train()
     shutil.rmtree(tmp_path / "parts" / "checkpoint-6")
     average = ExponentialAverage(0.9)
-    resumed = make_trainer(tmp_path / "parts", average, model=tiny_model(seed=5, dropout=0.1), **options)
+    resumed = make_trainer(tmp_path / "parts", average, model=tiny_model(vocab_size=60, seed=5, dropout=0.1), **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-3"))
     assert average.num_updates == 6
     assert_equal(weights_of(resumed.model), weights_of(whole.model))
@@ -288,7 +261,7 @@ def test_checkpoint_must_hold_the_same_average(tmp_path, caplog):
     other = ExponentialAverage(0.9)
     for averages, difference in (
         ({"model.decoder.norm.weight": torch.zeros(32)}, r"`model.decoder.layers.0.*got nothing and"),
-        ({"a": torch.zeros(3)}, r"`a` must be trained and of the same shape .* got \(3,\) and nothing"),
+        ({"a": torch.zeros(3)}, r"`a` must be trained and of the same shape .* got \[3\] and nothing"),
     ):
         other.averages = averages
         with pytest.raises(ValueError, match=difference):
@@ -303,8 +276,6 @@ def test_checkpoint_must_hold_the_same_average(tmp_path, caplog):
     (tmp_path / "run" / "checkpoint-3" / EXPONENTIAL_AVERAGE_NAME).unlink()
     with pytest.raises(ValueError, match=r"whole checkpoint, got .*: exponential_average\.safetensors is missing"):
         make_trainer(tmp_path / "run", ExponentialAverage(0.9), max_steps=4).train(checkpoint)
-    with pytest.raises(ValueError, match=r"must hold exponential_average\.safetensors to go on"):
-        ExponentialAverage(0.9).load(checkpoint)
 
 
 def test_an_average_begins_at_a_checkpoint_of_a_run_without(tmp_path, caplog):
@@ -320,11 +291,8 @@ def test_an_average_begins_at_a_checkpoint_of_a_run_without(tmp_path, caplog):
 
 
 def test_the_best_checkpoint_may_be_from_before_the_average(tmp_path):
-    options = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 0.02}
-    # The highest loss counts as the best one, which is that of the first checkpoint.
-    options |= {"greater_is_better": True, "eval_steps": 1, "save_steps": 1}
-    make_trainer(tmp_path, max_steps=1, **options).train()
-    trainer = make_trainer(tmp_path, ExponentialAverage(0.0), **options, max_steps=3)
+    make_trainer(tmp_path, max_steps=1, **FIRST_IS_BEST).train()
+    trainer = make_trainer(tmp_path, ExponentialAverage(0.0), **FIRST_IS_BEST, max_steps=3)
     trainer.train(resume_from_checkpoint=True)
     best = trainer.state.best_model_checkpoint
     assert best.endswith("checkpoint-1")
@@ -333,13 +301,10 @@ def test_the_best_checkpoint_may_be_from_before_the_average(tmp_path):
 
 
 def test_the_best_is_no_checkpoint_whose_averages_were_scored_if_they_are_left_alone(tmp_path, caplog):
-    options = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 0.02}
-    # The highest loss counts as the best one, which is that of the first checkpoint.
-    options |= {"greater_is_better": True, "eval_steps": 1, "save_steps": 1}
-    trainer = make_trainer(tmp_path, ExponentialAverage(0.5), **options, max_steps=3)
+    trainer = make_trainer(tmp_path, ExponentialAverage(0.5), **FIRST_IS_BEST, max_steps=3)
     trainer.train()
     assert trainer.state.best_global_step == 1
-    trainer = make_trainer(tmp_path, **options, max_steps=5)
+    trainer = make_trainer(tmp_path, **FIRST_IS_BEST, max_steps=5)
     trainer.train(resume_from_checkpoint=True)
     assert "or without the averages that were scored" in caplog.text and "no checkpoint is known" in caplog.text
     best = trainer.state.best_global_step
@@ -349,29 +314,23 @@ def test_the_best_is_no_checkpoint_whose_averages_were_scored_if_they_are_left_a
     )
     assert trainer.evaluate()["eval_loss"] == pytest.approx(scored, rel=1e-6)
     # Once more, by another direction: what the averages were scored is still not what would be loaded.
-    trainer = make_trainer(tmp_path, **options | {"greater_is_better": False}, max_steps=5)
+    trainer = make_trainer(tmp_path, **FIRST_IS_BEST | {"greater_is_better": False}, max_steps=5)
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.best_global_step == 5
 
 
-class OutOfMemoryTrainer(MetaphraseTrainer):
-    """Lacks the memory for its first batch."""
-
-    num_failures = 1
-
-    def compute_loss(self, *args, **kwargs):
-        if self.num_failures:
-            self.num_failures -= 1
-            raise RuntimeError("CUDA out of memory.")
-        return super().compute_loss(*args, **kwargs)
-
-
-def test_average_goes_on_where_smaller_batches_are_tried(tmp_path):
+def test_average_goes_on_where_smaller_batches_are_tried(tmp_path, monkeypatch):
     make_trainer(tmp_path, ExponentialAverage(0.9), max_steps=3).train()
-    average = ExponentialAverage(0.9)
-    trainer = make_trainer(tmp_path, average, trainer_class=OutOfMemoryTrainer, max_steps=4, auto_find_batch_size=True)
+    average, compute_loss = ExponentialAverage(0.9), MetaphraseTrainer.compute_loss
+
+    def lack_memory(*_, **__):
+        monkeypatch.setattr(MetaphraseTrainer, "compute_loss", compute_loss)
+        raise RuntimeError("CUDA out of memory.")
+
+    monkeypatch.setattr(MetaphraseTrainer, "compute_loss", lack_memory)
+    trainer = make_trainer(tmp_path, average, max_steps=4, auto_find_batch_size=True)
     trainer.train(resume_from_checkpoint=True)
-    assert trainer.num_failures == 0 and average.num_updates == 4
+    assert MetaphraseTrainer.compute_loss is compute_loss and average.num_updates == 4
     # The next training is one of its own.
     trainer.train()
     assert average.num_updates == 4 and average.resumed_folder is None
@@ -380,10 +339,10 @@ def test_average_goes_on_where_smaller_batches_are_tried(tmp_path):
 # Errors
 
 
-@pytest.mark.parametrize("decay", [-0.1, 1.0, 1.5])
-def test_decay_out_of_range_is_refused(decay):
-    with pytest.raises(ValueError, match=f"`decay` must be at least 0 and below 1, got {decay}"):
-        ExponentialAverage(decay)
+def test_decay_out_of_range_is_refused():
+    for decay in (-0.1, 1.0):
+        with pytest.raises(ValueError, match=f"`decay` must be at least 0 and below 1, got {decay}"):
+            ExponentialAverage(decay)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("is_fsdp_enabled", "FSDP"), ("is_deepspeed_enabled", "DeepSpeed")])

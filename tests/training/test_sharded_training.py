@@ -1,10 +1,12 @@
-"""Whole recipes whose weights are shared out, by FSDP and by DeepSpeed: they end with the model of one process."""
+"""Whole recipes in two processes, also with weights that are shared out: they end with the model of one process."""
 
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,12 +30,14 @@ from metaphrase.training.trainer import MetaphraseTrainer
 FOLDER = Path(__file__).parents[2] / "scripts" / "recipes" / "accelerate"
 # The name of a file, and what differs from it: where checkpoints are the shares of the processes.
 WAYS = {
+    "ddp": ("ddp_cpu_2_processes.yaml", {}),
     "fsdp2": ("fsdp2_cpu_2_processes.yaml", {}),
     "fsdp2_shares": ("fsdp2_cpu_2_processes.yaml", {"fsdp_state_dict_type": "SHARDED_STATE_DICT"}),
     "zero2": ("deepspeed_zero2.yaml", {}),
     "zero3": ("deepspeed_zero3.yaml", {}),
     "zero3_shares": ("deepspeed_zero3.yaml", {"zero3_save_16bit_model": False}),
 }
+SHARDED = [way for way in WAYS if way != "ddp"]
 PROGRAM = """
 import os, sys
 from accelerate import PartialState
@@ -41,7 +45,15 @@ from accelerate.utils import DistributedType
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.distributed import leave_processes
 from metaphrase.training.recipe.recipe import load_recipe
+from metaphrase.training.trainer import MetaphraseTrainer
 
+def train(self, **options):
+    result = whole_train(self, **options)
+    weights = [getattr(weight, "_local_tensor", weight) for weight in self.model.parameters()]
+    print(f"This process holds {sum(weight.numel() for weight in weights)} numbers.", flush=True)
+    return result
+
+whole_train, MetaphraseTrainer.train = MetaphraseTrainer.train, train
 experiment = Experiment(load_recipe(None, sys.argv[1:]))
 assert experiment.arguments.world_size == int(os.environ.get("WORLD_SIZE", 1))
 if os.environ.get("ACCELERATE_USE_FSDP") == "true":
@@ -50,28 +62,21 @@ if os.environ.get("ACCELERATE_USE_FSDP") == "true":
 experiment.train()
 leave_processes()
 """
-BASE = {
-    "train_file": "train.tsv",
-    "validation_file": "validation.tsv",
-    "test_file": "test.tsv",
-    "max_steps": 6,
-    "save_steps": 2,
-    "eval_steps": 2,
-    "eval_strategy": "steps",
-    "save_strategy": "steps",
-    "logging_steps": 1,
-    "learning_rate": 3e-3,
-    "adam_epsilon": 1e-4,
-    "optim": "adamw_torch",
-    "metrics": "bleu",
-    "num_beams": 2,
-    "generation_max_length": 12,
-    "use_cpu": True,
-    "disable_tqdm": True,
-}
+BASE = {f"{split}_file": f"{split}.tsv" for split in ("train", "validation", "test")}
+BASE |= {f"{event}_strategy": "steps" for event in ("eval", "save")} | {"eval_steps": 2, "save_steps": 2}
+BASE |= {"max_steps": 6, "logging_steps": 1, "learning_rate": 3e-3, "adam_epsilon": 1e-4, "optim": "adamw_torch"}
+BASE |= {"metrics": "bleu", "num_beams": 2, "generation_max_length": 12, "use_cpu": True, "disable_tqdm": True}
 NEW = {"preset": "metaphrase-tiny", "vocab_size": 300, "model.dropout": 0}
 NEW |= {f"model.{side}_layers": 1 for side in ("encoder", "decoder")} | {"model.hidden_size": 32}
 NEW |= {f"model.{side}_ffn_dim": 48 for side in ("encoder", "decoder")}
+
+
+NEEDS_DEEPSPEED = pytest.mark.skipif(not find_spec("deepspeed"), reason="needs `pip install .[deepspeed]`")
+
+
+def ways(*names):
+    marked = [pytest.param(name, marks=[NEEDS_DEEPSPEED] if name.startswith("zero") else []) for name in names]
+    return pytest.mark.parametrize("way", marked)
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +91,16 @@ def data(tmp_path_factory):
 
 
 def carry_out(data, output, way, fields):
-    """Trains 8 pairs in a step, in one process or in two, and returns weights and metrics."""
+    """Trains 8 pairs in a step, in one process or in two."""
     done = attempt(data, output, way, fields)
     assert done.returncode == 0, done.stderr[-4000:]
-    return load_file(output / "model.safetensors"), json.loads((output / "metrics.json").read_text())
+    log = json.loads((output / "trainer_state.json").read_text())["log_history"]
+    return SimpleNamespace(
+        weights=load_file(output / "model.safetensors"),
+        metrics=json.loads((output / "metrics.json").read_text()),
+        losses=[entry["loss"] for entry in log if "loss" in entry],
+        held=[int(count) for count in re.findall(r"This process holds (\d+) numbers", done.stdout)],
+    )
 
 
 def attempt(data, output, way, fields):
@@ -99,56 +110,96 @@ def attempt(data, output, way, fields):
     if way is not None:
         file, changes = WAYS[way]
         settings = yaml.safe_load((FOLDER / file).read_text())
-        settings["fsdp_config" if "fsdp" in way else "deepspeed_config"] |= changes
+        for group in settings.keys() & {"fsdp_config", "deepspeed_config"}:
+            settings[group] |= changes
         (data / f"{way}.yaml").write_text(yaml.safe_dump(settings))
         command += ["-m", "accelerate.commands.launch", "--config_file", str(data / f"{way}.yaml")]
         command += ["--main_process_port", "0", "--num_processes", "2"]
         pairs = 4
-    words = ["--data_dir", str(data), "--output_dir", str(output), "--per_device_train_batch_size", str(pairs)]
+    words = ["--data_dir", str(data), "--output_dir", str(output)]
+    if "max_tokens_per_batch" not in fields:
+        fields = {"per_device_train_batch_size": pairs} | fields
     words += [word for name, value in (BASE | fields).items() for word in (f"--{name}", str(value))]
     command += [str(data / "program.py"), *words]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
 
 
 def assert_same(actual, expected):
-    (weights, metrics), (expected_weights, expected_metrics) = actual, expected
-    assert weights.keys() == expected_weights.keys()
-    for name, weight in expected_weights.items():
-        torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-4, msg=name)
-    assert metrics["loss"] == pytest.approx(expected_metrics["loss"], abs=1e-4)
-    assert metrics["num_examples"] == expected_metrics["num_examples"] == 7
+    assert actual.weights.keys() == expected.weights.keys()
+    for name, weight in expected.weights.items():
+        torch.testing.assert_close(actual.weights[name], weight, rtol=0, atol=1e-4, msg=name)
+    assert actual.losses == pytest.approx(expected.losses, abs=1e-4)
+    assert actual.metrics["loss"] == pytest.approx(expected.metrics["loss"], abs=1e-4)
+    assert actual.metrics["num_examples"] == expected.metrics["num_examples"] == 7
 
 
-def skip_without(way):
-    if way.startswith("zero"):
-        pytest.importorskip("deepspeed", reason="needs `pip install .[deepspeed]`")
+@pytest.mark.parametrize(
+    "fields",
+    [
+        # The third step of an epoch has one pair, so that one process has none of its own.
+        pytest.param({"max_train_samples": 17}, id="pairs"),
+        # One process takes all pairs at once, and each of two takes half of the pairs, not of the tokens.
+        pytest.param({"max_tokens_per_batch": 10_000}, id="tokens"),
+    ],
+)
+def test_two_processes_train_as_one(fields, data, tmp_path):
+    expected = carry_out(data, tmp_path / "one", None, NEW | fields)
+    actual = carry_out(data, tmp_path / "two", "ddp", NEW | fields)
+    assert_same(actual, expected)
+    assert actual.held == expected.held * 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["fsdp2", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"joint_vocabulary": False, "target_vocab_size": 280},
+        {"model.tie_word_embeddings": False, "model.position_embedding_type": "relative"},
+    ],
+    ids=["tied", "two vocabularies", "untied"],
+)
+def test_two_processes_with_shared_weights_train_as_one(fields, data, tmp_path):
+    folders = [tmp_path / "one", tmp_path / "two"]
+    expected, actual = (
+        carry_out(data, folder, way, NEW | fields) for folder, way in zip(folders, (None, "fsdp2"), strict=True)
+    )
+    assert_same(actual, expected)
+    assert sum(actual.held) == sum(expected.held) and max(actual.held) < 0.52 * sum(actual.held)
+    # What was saved is what one process saves: the class, its code, and each tied weight once.
+    assert len({tuple(sorted(path.name for path in folder.iterdir())) for folder in folders}) == 1
+    assert len({(folder / "config.json").read_text() for folder in folders}) == 1
+
+
+@pytest.mark.slow
+def test_layers_computed_again_have_the_same_dropout(data, tmp_path):
+    fields = NEW | {"model.dropout": 0.2}
+    expected = carry_out(data, tmp_path / "kept", "fsdp2", fields)
+    assert_same(carry_out(data, tmp_path / "again", "fsdp2", fields | {"gradient_checkpointing": True}), expected)
+
+
+@pytest.mark.slow
+@ways("fsdp2", "zero2", "zero3")
 def test_averages_of_checkpoints_are_those_of_one_process(way, data, tmp_path):
-    skip_without(way)
     fields = NEW | {"average_last": 2}
     expected = carry_out(data, tmp_path / "one", None, fields)
     assert_same(carry_out(data, tmp_path / "two", way, fields), expected)
     last = load_file(tmp_path / "two" / "checkpoint-6" / "model.safetensors")
-    assert not torch.equal(last["model.encoder.norm.weight"], expected[0]["model.encoder.norm.weight"])
+    assert not torch.equal(last["model.encoder.norm.weight"], expected.weights["model.encoder.norm.weight"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["fsdp2_shares", "zero3_shares"])
+@ways("fsdp2_shares", "zero3_shares")
 @pytest.mark.parametrize("field", ["average_last", "average_best"])
 def test_averages_of_shares_are_refused_before_the_training(field, way, data, tmp_path):
-    skip_without(way)
     done = attempt(data, tmp_path / "two", way, NEW | {field: 2})
-    assert done.returncode != 0 and f"`{field}` needs checkpoints with whole weights" in done.stderr
+    assert done.returncode != 0 and f"`{field}` must come with checkpoints of whole weights" in done.stderr
     assert not list((tmp_path / "two").glob("checkpoint-*"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["fsdp2_shares", "zero3_shares"])
+@ways("fsdp2_shares", "zero3_shares")
 def test_the_best_model_is_found_among_shares(way, data, tmp_path):
-    skip_without(way)
     # The loss falls: the first checkpoint is to be found.
     fields = NEW | {"metric_for_best_model": "eval_loss", "greater_is_better": True, "load_best_model_at_end": True}
     expected = carry_out(data, tmp_path / "one", None, fields)
@@ -158,10 +209,9 @@ def test_the_best_model_is_found_among_shares(way, data, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@ways(*SHARDED)
 def test_adapters_are_merged_as_by_one_process(way, data, tmp_path):
     pytest.importorskip("peft")
-    skip_without(way)
     carry_out(data, tmp_path / "base", None, NEW | {"max_steps": 2})
     fields = {"model_name_or_path": tmp_path / "base", "lora_rank": 4, "learning_rate": 3e-2}
     expected = carry_out(data, tmp_path / "one", None, fields)
@@ -169,24 +219,22 @@ def test_adapters_are_merged_as_by_one_process(way, data, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["fsdp2", "zero3"])
+@ways("fsdp2", "zero3")
 def test_a_model_that_grows_for_new_tokens_is_fine_tuned(way, data, tmp_path):
-    skip_without(way)
     carry_out(data, tmp_path / "base", None, NEW | {"max_steps": 2})
     fields = {"model_name_or_path": tmp_path / "base", "additional_special_tokens": "[<new>]"}
-    weights, metrics = carry_out(data, tmp_path / "two", way, fields)
+    actual = carry_out(data, tmp_path / "two", way, fields)
     config = json.loads((tmp_path / "two" / "config.json").read_text())
     assert config["vocab_size"] == config["decoder_vocab_size"] == 301
-    assert {len(weight) for name, weight in weights.items() if "embed_tokens" in name} == {301}
+    assert {len(weight) for name, weight in actual.weights.items() if "embed_tokens" in name} == {301}
     expected = carry_out(data, tmp_path / "one", None, fields)
     # The new row is drawn.
-    assert metrics["loss"] == pytest.approx(expected[1]["loss"], abs=0.05)
+    assert actual.metrics["loss"] == pytest.approx(expected.metrics["loss"], abs=0.05)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@ways(*SHARDED)
 def test_a_run_that_was_stopped_goes_on(way, data, tmp_path):
-    skip_without(way)
     fields = NEW | {"lr_scheduler_type": "constant"}
     expected = carry_out(data, tmp_path / "whole", way, fields)
     carry_out(data, tmp_path / "stopped", way, fields | {"max_steps": 4})
@@ -301,18 +349,14 @@ def test_weights_that_are_missing_are_named(mesh, tmp_path):
         load_whole_weights(tiny_model(share_embeddings=False, decoder_vocab_size=31), tmp_path)
 
 
-def test_averages_beside_weights_are_left_alone(tmp_path, monkeypatch):
-    model, other = tiny_model(), tiny_model()
+def test_averages_beside_weights_are_left_alone(tmp_path):
+    model, other = tiny_model(initializer_range=0.3), tiny_model()
     model.save_pretrained(tmp_path)
-    averages = {name: torch.zeros_like(weight) for name, weight in model.state_dict().items()}
-    save_file({name: weight.clone() for name, weight in averages.items()}, tmp_path / EXPONENTIAL_AVERAGE_NAME)
-    files = type(tmp_path).glob
-    # In whatever order a file system lists them.
-    for order in (sorted, lambda paths: sorted(paths, reverse=True)):
-        monkeypatch.setattr(type(tmp_path), "glob", lambda *args, order=order: iter(order(files(*args))))
-        load_whole_weights(other, tmp_path)
-        for name, weight in other.state_dict().items():
-            assert torch.equal(weight, model.state_dict()[name]), name
+    averages = {name: torch.zeros_like(weight) for name, weight in model.named_parameters()}
+    save_file(averages, tmp_path / EXPONENTIAL_AVERAGE_NAME)
+    load_whole_weights(other, tmp_path)
+    for name, weight in other.state_dict().items():
+        assert torch.equal(weight, model.state_dict()[name]), name
 
 
 def test_weights_that_are_never_saved_stay(tmp_path):

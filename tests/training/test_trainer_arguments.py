@@ -18,15 +18,9 @@ def padded_already(pairs, width=24):
         source, target = pair["input_ids"], pair["labels"]
         missing = width - len(source), width - len(target)
         mask = [1] * len(source) + [0] * missing[0]
-        rows.append(
-            {
-                "input_ids": source + [0] * missing[0],
-                "attention_mask": mask,
-                "labels": target + [IGNORED_LABEL] * missing[1],
-                "source_length": width,
-                "target_length": width,
-            }
-        )
+        row = {"input_ids": source + [0] * missing[0], "attention_mask": mask}
+        row["labels"] = target + [IGNORED_LABEL] * missing[1]
+        rows.append(row | {"source_length": width, "target_length": width})
     return Dataset.from_list(rows)
 
 
@@ -54,8 +48,9 @@ def test_pairs_that_were_padded_already_are_what_they_were(budget, model, pairs,
     assert found[1] == pytest.approx(found[0], rel=1e-5) and seen[0] == seen[1]
 
 
-@pytest.mark.parametrize("family", ["metaphrase", "metaphrase, packed", "t5"])
-@pytest.mark.parametrize("decodes", [False, True])
+@pytest.mark.parametrize(
+    ("family", "decodes"), [("metaphrase", False), ("metaphrase, packed", True), ("t5", False), ("t5", True)]
+)
 def test_a_loss_of_ones_own_trains_and_evaluates(family, decodes, model, pairs, tmp_path):
     network = other_model("t5") if family == "t5" else model
     most = network.config.vocab_size

@@ -5,12 +5,12 @@ Source: Vaswani et al. 2017, section 6.1, arXiv 1706.03762, where the last check
 
 import contextlib
 import fnmatch
-import json
 import logging
 import math
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,8 +18,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
-from metaphrase.storage.folders import check_output, folder_in_one_step, read_json
-from metaphrase.storage.weight_files import WeightFiles
+from metaphrase.storage.folders import check_output, folder_in_one_step, read_json, write_json
+from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, write_weights
+from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.checkpointing.folders import EXPONENTIAL_AVERAGE_NAME, PROGRESS_NAME, checkpoints_in, step_of
 
 logger = logging.getLogger(__name__)
@@ -32,9 +33,6 @@ PROVENANCE_NAME = "average.json"
 # Files of a single checkpoint that are wrong for the mean: weights, the trainer's state, pickled files, results.
 LEFT_OUT = ("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", TRAINER_STATE_NAME, PROGRESS_NAME)
 LEFT_OUT += (PROVENANCE_NAME, "metrics.json", "*_predictions.txt", "README.md", ".*")
-# Files that map tokens to rows of the weights.
-_VOCABULARIES = ("tokenizer.json", "vocab.json", "target_vocab.json", "vocab.txt", "merges.txt", "spiece.model")
-_VOCABULARIES += ("source.spm", "target.spm", "sentencepiece.bpe.model")
 # Fields of a configuration that do not describe the model.
 _UNIMPORTANT = ("_name_or_path", "transformers_version")
 
@@ -133,9 +131,9 @@ def average_checkpoints(
 ) -> Path:
     """Write a folder with the mean of all weights, and the other files of the last folder's model.
 
-    Sums are in float64. The mean has the checkpoints' own type and the last checkpoint's files, which also give the integers. One
-    tensor of one checkpoint is in memory at a time, beside its sum. Tokenizers, generation configuration and code come from the
-    last folder, and the recipe from there or from its run. The folder gets its name when it is complete.
+    Sums are in float64, and the mean has the checkpoints' own type. Integers are those of the last checkpoint. One file of the
+    mean is in memory at a time. Tokenizers, generation configuration and code come from the last folder, and the recipe from
+    there or from its run. The folder gets its name when it is complete.
 
     Args:
         folders: At least two, as `save_pretrained` or a trainer writes them, in safetensors.
@@ -154,32 +152,26 @@ def average_checkpoints(
         raise ValueError(f"`folders` must be at least two, and different, got {names}.")
     check_output(output, folders, overwrite, PROVENANCE_NAME, "averaged")
     with contextlib.ExitStack() as files:
-        checkpoints = [_Checkpoint(folder, files) for folder in folders]
+        checkpoints = [WeightFiles(folder, files) for folder in folders]
         for checkpoint in checkpoints[:-1]:
             _check_equal(checkpoint, checkpoints[-1])
             _check_vocabularies(checkpoint.folder, checkpoints[-1].folder)
-        with folder_in_one_step(output) as partial:
-            left_out = _copy_rest(checkpoints[-1], partial)
-            _write_weights(checkpoints, partial)
+        with folder_in_one_step(output) as unfinished:
+            left_out = _copy_rest(checkpoints[-1], unfinished)
+            _write_means(checkpoints, unfinished)
             names = ["/".join(folder.resolve().parts[-2:]) for folder in folders]
-            (partial / PROVENANCE_NAME).write_text(json.dumps({"averaged": names}, indent=2) + "\n", encoding="utf-8")
+            write_json(unfinished / PROVENANCE_NAME, {"averaged": names})
     logger.info("Averaged %d checkpoints: %s.", len(folders), ", ".join(map(str, folders)))
     if left_out:
         logger.info("Left behind in %s: %s.", folders[-1], ", ".join(left_out))
     return output
 
 
-class _Checkpoint(WeightFiles):
-    def __init__(self, folder: Path, files: contextlib.ExitStack):
-        super().__init__(folder, files)
-        self.config = read_json(folder / CONFIG_NAME)
-
-
-def _check_equal(checkpoint: _Checkpoint, last: _Checkpoint) -> None:
+def _check_equal(checkpoint: WeightFiles, last: WeightFiles) -> None:
     """Check that two checkpoints have the same configuration, and weights of the same names, types and shapes."""
     where = f"in {checkpoint.folder} and in {last.folder}"
     for what, first, second in (
-        (f"of {CONFIG_NAME}", checkpoint.config, last.config),
+        (f"of {CONFIG_NAME}", *(read_json(files.folder / CONFIG_NAME) for files in (checkpoint, last))),
         ("of the weights", checkpoint.kinds, last.kinds),
     ):
         for name in sorted(first.keys() | second.keys()):
@@ -189,26 +181,16 @@ def _check_equal(checkpoint: _Checkpoint, last: _Checkpoint) -> None:
 
 
 def _check_vocabularies(folder: Path, last: Path) -> None:
-    """Check that the weights of two checkpoints stand for the same tokens."""
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if path.name not in _VOCABULARIES or len(path.relative_to(folder).parts) > 2 or not (last / name).is_file():
-            continue
-        if path.read_bytes() == (last / name).read_bytes():
-            continue
-        if path.suffix == ".json":
-            first, second = read_json(path), read_json(last / name)
-            if path.name == "tokenizer.json":
-                # Other settings, such as truncation, may differ.
-                first, second = (
-                    [content.get(part) for part in ("model", "added_tokens")] for content in (first, second)
-                )
-            if first == second:
-                continue
-        raise ValueError(f"The vocabulary in `{name}` must be the same in {folder} and in {last}: their tokens differ.")
+    """Check that the weights of two checkpoints stand for the same tokens, if both have tokenizers."""
+    if not all((path / "tokenizer_config.json").is_file() for path in (folder, last)):
+        return
+    first, second = map(TokenizerPair.from_pretrained, (folder, last))
+    for side in ("source", "target"):
+        if getattr(first, side).get_vocab() != getattr(second, side).get_vocab():
+            raise ValueError(f"The {side} vocabulary must be the same in {folder} and in {last}: their tokens differ.")
 
 
-def _copy_rest(checkpoint: _Checkpoint, output: Path) -> list[str]:
+def _copy_rest(checkpoint: WeightFiles, output: Path) -> list[str]:
     """Copy the other files of the model, and return the names of those that are left out."""
     folder, left_out = checkpoint.folder, []
     for path in sorted(folder.iterdir()):
@@ -227,43 +209,21 @@ def _copy_rest(checkpoint: _Checkpoint, output: Path) -> list[str]:
     return left_out
 
 
-def _write_weights(checkpoints: Sequence[_Checkpoint], output: Path) -> None:
-    """Write the last checkpoint's weight files with means in place of its tensors."""
+def _write_means(checkpoints: Sequence[WeightFiles], output: Path) -> None:
+    """Write the means in files of about the size of the last checkpoint's."""
     last, changed = checkpoints[-1], []
-    for path in last.paths:
-        header = _read_header(path)
-        entries = json.loads(header[8:])
-        entries.pop("__metadata__", None)
-        with (output / path.name).open("wb") as file:
-            file.write(header)
-            # The format leaves no gap between tensors.
-            for name in sorted(entries, key=lambda name: entries[name]["data_offsets"]):
-                if last.kinds[name].is_floating_point:
-                    tensor = _mean(checkpoint.read(name) for checkpoint in checkpoints)
-                else:
-                    tensor = last.read(name)
-                    if not all(torch.equal(tensor, checkpoint.read(name)) for checkpoint in checkpoints[:-1]):
-                        changed.append(name)
-                file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    if (index := last.folder / SAFE_WEIGHTS_INDEX_NAME).is_file() and len(last.paths) > 1:
-        shutil.copyfile(index, output / SAFE_WEIGHTS_INDEX_NAME)
+
+    def mean(name: str) -> torch.Tensor:
+        tensor = last.read(name)
+        if last.kinds[name].is_floating_point:
+            # In float64, the mean of equal numbers is exact.
+            total = sum(checkpoint.read(name).double() for checkpoint in checkpoints)
+            return (total / len(checkpoints)).to(tensor.dtype)
+        if not all(torch.equal(tensor, checkpoint.read(name)) for checkpoint in checkpoints[:-1]):
+            changed.append(name)
+        return tensor
+
+    planned = {name: PlannedTensor(kind.nbytes, partial(mean, name)) for name, kind in last.kinds.items()}
+    write_weights(output, planned, max(path.stat().st_size for path in last.paths))
     if changed:
         logger.warning("Whole numbers that differ are those of %s: %s.", last.folder, ", ".join(changed))
-
-
-def _mean(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the mean, computed in float64, where the mean of equal numbers is exact."""
-    total, count, dtype = None, 0, None
-    for tensor in tensors:
-        total = tensor.to(torch.float64, copy=True) if total is None else total.add_(tensor.double())
-        count, dtype = count + 1, tensor.dtype
-        # Free it before the next one is read.
-        del tensor
-    return total.div_(count).to(dtype)
-
-
-def _read_header(path: Path) -> bytes:
-    """Return the header of a safetensors file: the length of its JSON in eight bytes, and the JSON."""
-    with path.open("rb") as file:
-        length = file.read(8)
-        return length + file.read(int.from_bytes(length, "little"))

@@ -25,10 +25,8 @@ EXPONENTIAL_AVERAGE_NAME = "exponential_average.safetensors"
 UNFINISHED_NAME = "_unfinished"
 # Prefix of a folder with the checkpoints after the one that the run went back to.
 ABANDONED_NAME = "_abandoned"
-# transformers keeps this file in the folder while it writes a checkpoint on SIGTERM.
-SENTINEL_NAME = "checkpoint-is-incomplete.txt"
-# Files that a run needs besides weights to resume exactly.
-STATES = ("optimizer", "scheduler", "rng_state")
+# Users may edit text files, such as the generation configuration.
+_EDITABLE = (".json", ".txt", ".jinja", ".md", ".py", ".yaml")
 _CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 _ABANDONED = re.compile(rf"({ABANDONED_NAME}-(\d+))(-after-(\d+))?")
 _WEIGHTS = re.compile(r"(.*/)?(model|pytorch_model|adapter_model).*\.(safetensors|bin|distcp)|global_step\d+/.+")
@@ -53,60 +51,34 @@ def checkpoints_in(run_folder: str | Path) -> list[Path]:
     return sorted(folders, key=step_of)
 
 
-def is_whole(folder: str | Path) -> bool:
-    """True if a checkpoint is complete and undamaged."""
-    return not what_is_missing(folder)
-
-
 def what_is_missing(folder: str | Path) -> list[str]:
     """Return a phrase for each thing that is missing or damaged in a checkpoint; an empty list if it is whole.
 
     A checkpoint of `WholeCheckpoints` is compared with its own list of files. A plain Trainer's must have weights and the
-    trainer's state. It must have optimizer, schedule and random states if it or a neighbour has any of them, since
-    `save_only_model` writes none. Damage is found as far as a format shows it without reading the whole file.
+    trainer's state, which is written last. Damage is found as far as a format shows it without reading the whole file.
     """
     folder = Path(folder)
     if not folder.is_dir():
         return ["there is no such folder"]
     files = _files(folder)
-    problems = [f"{SENTINEL_NAME} says that it was not finished"] if SENTINEL_NAME in files else []
-    problems += [f"{name} {damage}" for name, path in files.items() if (damage := _damage(name, path))]
+    problems = [f"{name} {damage}" for name, path in files.items() if (damage := _damage(name, path))]
     if PROGRESS_NAME not in files:
-        return problems + _missing_of_plain_trainer(folder, files)
-    try:
-        expected = json.loads(files[PROGRESS_NAME].read_text(encoding="utf-8"))["files"]
-    except (ValueError, KeyError, TypeError):
-        return problems or [f"{PROGRESS_NAME} does not list the files"]
-    for name, size in expected.items():
+        problems += [] if TRAINER_STATE_NAME in files else [f"{TRAINER_STATE_NAME} is missing"]
+        return problems + ([] if any(map(_WEIGHTS.fullmatch, files)) else ["the weights are missing"])
+    if any(problem.startswith(PROGRESS_NAME) for problem in problems):
+        return problems
+    for name, size in json.loads(files[PROGRESS_NAME].read_text(encoding="utf-8"))["files"].items():
         if name not in files:
             problems.append(f"{name} is missing")
             continue
         present = files[name].stat().st_size
-        if present != size and (_is_binary(name) or present == 0):
+        if present != size and not (present and name.endswith(_EDITABLE)):
             problems.append(f"{name} has {present} bytes in place of {size}")
     return problems
 
 
 def _files(folder: Path) -> dict[str, Path]:
     return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-def _is_binary(name: str) -> bool:
-    # Users may edit text files, such as the generation configuration.
-    return name.endswith((".safetensors", ".distcp", ".model", ".spm")) or _ZIP.fullmatch(name) is not None
-
-
-def _missing_of_plain_trainer(folder: Path, files: dict[str, Path]) -> list[str]:
-    problems = [] if TRAINER_STATE_NAME in files else [f"{TRAINER_STATE_NAME} is missing"]
-    if not any(_WEIGHTS.fullmatch(name) for name in files):
-        problems.append("the weights are missing")
-    # DeepSpeed stores optimizer and schedule in its own folder.
-    states = STATES[2:] if any(name.startswith("global_step") for name in files) else STATES
-    neighbours = [path for path in checkpoints_in(folder.parent) if path.name != folder.name]
-    names = [*files, *(name for path in neighbours for name in _files(path))]
-    if any(name.startswith(states) for name in names):
-        problems += [f"{state} is missing" for state in states if not any(name.startswith(state) for name in files)]
-    return problems
 
 
 def _damage(name: str, path: Path) -> str | None:
@@ -159,8 +131,8 @@ def last_whole_checkpoint(run_folder: str | Path) -> str | None:
 def set_later_aside(checkpoint: str | Path, run_folder: str | Path) -> None:
     """Move the checkpoints after the one that the run resumes from out of the run.
 
-    They, and the log of the run if it is later too, move to a folder `_abandoned-1` or the next number. A warning names them.
-    For a checkpoint of another run nothing moves. After a kill, `last_whole_checkpoint` or `remove_unfinished` completes it.
+    They and the log of the run move to a folder `_abandoned-1` or the next number. A warning names them. For a checkpoint of
+    another run nothing moves. After a kill, `last_whole_checkpoint` or `remove_unfinished` completes it.
     """
     checkpoint, run_folder = Path(checkpoint).resolve(), Path(run_folder)
     if not _CHECKPOINT.fullmatch(checkpoint.name) or checkpoint.parent != run_folder.resolve():
@@ -185,10 +157,8 @@ def _finish_setting_aside(run_folder: Path) -> None:
             continue
         step, moving, aside = int(match[4]), run_folder / match[0], run_folder / match[1]
         later = [checkpoint for checkpoint in checkpoints_in(run_folder) if step_of(checkpoint) > step]
-        if _has_later_state(run_folder, step):
-            later.append(run_folder / TRAINER_STATE_NAME)
         # Several processes may run this at once; each move succeeds in one of them.
-        for path in later:
+        for path in [*later, run_folder / TRAINER_STATE_NAME]:
             with contextlib.suppress(FileNotFoundError):
                 os.rename(path, moving / path.name)
         with contextlib.suppress(FileNotFoundError):
@@ -196,12 +166,6 @@ def _finish_setting_aside(run_folder: Path) -> None:
             _flush(run_folder)
             names = ", ".join(path.name for path in checkpoints_in(aside))
             logger.warning("The run goes on from step %d: what was later, %s, now lies in %s.", step, names, aside)
-
-
-def _has_later_state(run_folder: Path, step: int) -> bool:
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return json.loads((run_folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))["global_step"] > step
-    return False
 
 
 def unfinished_folder(checkpoint: Path) -> Path:
@@ -222,13 +186,13 @@ def publish_checkpoint(checkpoint: Path, progress: dict[str, Any]) -> None:
     for path in [*unfinished.rglob("*"), unfinished]:
         _flush(path)
     replaced = unfinished.parent / f"replaced-{checkpoint.name}"
-    remove_folder(replaced)
     if checkpoint.exists():
         os.rename(checkpoint, replaced)
     os.rename(unfinished, checkpoint)
     _flush(checkpoint.parent)
     remove_folder(replaced)
-    _remove_if_empty(unfinished.parent)
+    with contextlib.suppress(OSError):
+        unfinished.parent.rmdir()
 
 
 def _flush(path: Path) -> None:
@@ -245,11 +209,11 @@ def discard_checkpoint(checkpoint: str | Path) -> None:
     """Delete a checkpoint. It is renamed first, so that a kill leaves no half checkpoint."""
     checkpoint = Path(checkpoint)
     discarded = checkpoint.parent / UNFINISHED_NAME / f"discarded-{checkpoint.name}"
-    remove_folder(discarded)
     discarded.parent.mkdir(exist_ok=True)
     os.rename(checkpoint, discarded)
     remove_folder(discarded)
-    _remove_if_empty(discarded.parent)
+    with contextlib.suppress(OSError):
+        discarded.parent.rmdir()
 
 
 def discard_surplus(run_folder: str | Path, limit: int | None, protected: Iterable[str | Path | None]) -> None:
@@ -294,8 +258,3 @@ def remove_folder(folder: Path) -> None:
     """Delete a folder, if it exists."""
     if folder.exists():
         shutil.rmtree(folder)
-
-
-def _remove_if_empty(folder: Path) -> None:
-    with contextlib.suppress(OSError):
-        folder.rmdir()

@@ -1,15 +1,20 @@
-"""Progress that a checkpoint stores: the position in the data, and the best checkpoint so far."""
+"""State that a resumed run continues: the position in the data, the best checkpoint so far, and random states."""
 
+import contextlib
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable
+import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState, TrainingArguments
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+from transformers import EarlyStoppingCallback, Trainer, TrainerState, TrainingArguments
 
-from metaphrase.training.checkpointing.folders import PROGRESS_NAME, checkpoint_of_step
+from metaphrase.training.checkpointing.folders import PROGRESS_NAME, checkpoint_of_step, step_of
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +45,7 @@ def check_data(progress: dict[str, Any], fingerprint: dict[str, Any] | None) -> 
     Raises:
         ValueError: If they differ.
     """
-    before = progress.get("data")
+    before = progress["data"]
     if before is not None and fingerprint is not None and before != fingerprint:
         raise ValueError(
             f"The training pairs must stay as they were when a run is resumed, got {_size(fingerprint)}, which differ from those "
@@ -63,6 +68,18 @@ def _size(fingerprint: dict[str, Any]) -> str:
     return f"{fingerprint[f'num_{unit}']} {unit}"
 
 
+def announce_epoch(loader: DataLoader, epoch: int) -> None:
+    """Call `set_epoch` of a loader, of its data set, and of its samplers at any depth."""
+    parts = [loader, loader.dataset]
+    sampler = loader.batch_sampler
+    while sampler is not None:
+        parts += [sampler, getattr(sampler, "sampler", None)]
+        sampler = getattr(sampler, "batch_sampler", None)
+    for part in parts:
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
+
+
 # Best checkpoint
 
 
@@ -83,40 +100,29 @@ def set_best_folder(state: TrainerState, run: Path, newest: Path | None = None) 
             state.best_model_checkpoint = str(best)
 
 
-def choose_best_again(
-    arguments: TrainingArguments,
-    state: TrainerState,
-    callbacks: Iterable[TrainerCallback],
-    run: Path,
-    progress: dict[str, Any] | None,
-    is_loaded_as_scored: Callable[[Path], bool],
-) -> None:
+def choose_best_again(trainer: Trainer, run: Path, progress: dict[str, Any] | None) -> None:
     """Choose the best checkpoint again if a resumed run has another metric or direction, and reset early stopping.
 
     Args:
-        arguments: Of the resumed run.
-        state: Of the checkpoint; changed in place.
-        callbacks: Those of the trainer.
+        trainer: Has `WholeCheckpoints` and the state of the checkpoint, which is changed.
         run: The folder with the checkpoints.
         progress: The checkpoint's `progress.json`.
-        is_loaded_as_scored: True for a checkpoint that loads the weights which were scored.
     """
-    criterion = best_criterion(arguments)
+    state, criterion = trainer.state, best_criterion(trainer.args)
     metric, is_greater_better = criterion["metric_for_best_model"], criterion["greater_is_better"]
     best = state.best_model_checkpoint
-    is_as_scored = best is None or is_loaded_as_scored(Path(best))
-    logged = _logged_scores(state, metric)
+    is_as_scored = best is None or trainer.is_loaded_as_scored(Path(best))
+    logged = [(entry["step"], entry[f"eval_{metric}"]) for entry in state.log_history if f"eval_{metric}" in entry]
+    logged = [(checkpoint_of_step(run, step), score) for step, score in logged if not math.isnan(score)]
     if metric is None or (is_as_scored and _has_same_criterion(criterion, state, logged, progress)):
         return
-    folders = {step: checkpoint_of_step(run, step) for step, _ in logged}
-    scores = {step: score for step, score in logged if folders[step].is_dir() and is_loaded_as_scored(folders[step])}
+    scores = {path: score for path, score in logged if path.is_dir() and trainer.is_loaded_as_scored(path)}
     state.best_metric = state.best_global_step = state.best_model_checkpoint = None
     if scores:
         # Of equals the first, as a Trainer chooses.
-        state.best_global_step = (max if is_greater_better else min)(scores, key=scores.get)
-        state.best_metric = scores[state.best_global_step]
-        set_best_folder(state, run)
-    for callback in callbacks:
+        best = (max if is_greater_better else min)(scores, key=scores.get)
+        state.best_global_step, state.best_metric, state.best_model_checkpoint = step_of(best), scores[best], str(best)
+    for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, EarlyStoppingCallback):
             callback.early_stopping_patience_counter = 0
     logger.warning(
@@ -125,21 +131,12 @@ def choose_best_again(
         "" if is_as_scored else " or without the averages that were scored",
         metric,
         "more" if is_greater_better else "less",
-        f"checkpoint-{state.best_global_step} is the best" if scores else "no checkpoint is known to be the best",
+        f"{best.name} is the best" if scores else "no checkpoint is known to be the best",
     )
 
 
-def _logged_scores(state: TrainerState, metric: str | None) -> list[tuple[int, float]]:
-    name = f"eval_{metric}"
-    logged = [(entry["step"], entry[name]) for entry in state.log_history if name in entry]
-    return [(step, score) for step, score in logged if not math.isnan(score)]
-
-
 def _has_same_criterion(
-    criterion: dict[str, Any],
-    state: TrainerState,
-    logged: list[tuple[int, float]],
-    progress: dict[str, Any] | None,
+    criterion: dict[str, Any], state: TrainerState, logged: list[tuple[Path, float]], progress: dict[str, Any] | None
 ) -> bool:
     if progress is not None and "metric_for_best_model" in progress:
         return {name: progress[name] for name in criterion} == criterion
@@ -147,3 +144,47 @@ def _has_same_criterion(
     scores = [score for _, score in logged]
     is_unset = state.best_metric is None or not math.isfinite(state.best_metric)
     return is_unset or (bool(scores) and state.best_metric == (max if criterion["greater_is_better"] else min)(scores))
+
+
+# Random states of the process
+
+
+def get_random_states() -> tuple:
+    """Return the states of the process-wide generators of Python, numpy and torch on the CPU."""
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+
+
+def set_random_states(states: tuple) -> None:
+    """Set the process-wide generators to states of `get_random_states` or `make_random_states`."""
+    random.setstate(states[0])
+    np.random.set_state(states[1])  # noqa: NPY002
+    torch.set_rng_state(states[2])
+
+
+def make_random_states(seed: int, epoch: int) -> tuple:
+    """Return states that follow from seed and epoch. The process-wide generators stay as they are."""
+    words = np.random.SeedSequence([seed, epoch]).generate_state(3).tolist()
+    return (
+        random.Random(words[0]).getstate(),
+        np.random.RandomState(words[1]).get_state(),
+        torch.Generator().manual_seed(words[2]).get_state(),
+    )
+
+
+def are_equal_states(first: tuple, second: tuple) -> bool:
+    """True if both states draw the same numbers."""
+    is_numpy_equal = first[1][2] == second[1][2] and np.array_equal(first[1][1], second[1][1])
+    return is_numpy_equal and first[0] == second[0] and torch.equal(first[2], second[2])
+
+
+@contextlib.contextmanager
+def unchanged_random_states(device: torch.device) -> Iterator[None]:
+    """Restore all random states after this context, the device's too."""
+    states = get_random_states()
+    is_forked = device.type not in ("cpu", "mps")
+    devices, device_type = ([device], device.type) if is_forked else ([], "cuda")
+    try:
+        with torch.random.fork_rng(devices, device_type=device_type):
+            yield
+    finally:
+        set_random_states(states)

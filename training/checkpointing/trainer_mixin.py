@@ -18,38 +18,33 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length
 
-from metaphrase.data.denoising.dataset import announce_epoch
 from metaphrase.data.fingerprints import data_fingerprint
 from metaphrase.data.pairs import data_seed
 from metaphrase.training.checkpointing.folders import (
     UNFINISHED_NAME,
     check_whole,
     checkpoint_of_step,
-    checkpoints_in,
-    discard_checkpoint,
     discard_surplus,
     last_whole_checkpoint,
     publish_checkpoint,
-    remove_folder,
     remove_unfinished,
     set_later_aside,
     unfinished_folder,
 )
-from metaphrase.training.checkpointing.random_states import (
-    are_equal_states,
-    get_random_states,
-    make_random_states,
-    set_random_states,
-    unchanged_random_states,
-)
 from metaphrase.training.checkpointing.resuming import (
     BATCHES_BY_NUMBER,
+    announce_epoch,
+    are_equal_states,
     best_criterion,
     check_data,
     choose_best_again,
+    get_random_states,
     has_same_layout,
+    make_random_states,
     read_progress,
     set_best_folder,
+    set_random_states,
+    unchanged_random_states,
 )
 
 logger = logging.getLogger(__name__)
@@ -83,8 +78,8 @@ class WholeCheckpoints:
     To that end, it does what transformers leaves out:
 
     - The loss since the last log, the mean loss and the duration of the run continue.
-    - Callbacks restore their `ExportableState` whatever `restore_callback_states_from_checkpoint` says. Their settings are those
-      of the present run.
+    - Callbacks restore their `ExportableState`, also without `restore_callback_states_from_checkpoint`, which would replace them
+      by callbacks with the settings of the checkpoint.
     - The position in the data is restored, also after an epoch that a callback ended early, or in an iterable data set. If the
       checkpoint is older than the end of its epoch, the end is made up for.
     - The best checkpoint is chosen again if the metric has changed.
@@ -104,30 +99,16 @@ class WholeCheckpoints:
 
     _resumed: _Resumed | None = None
     # Position in the data, in batches of this process
-    _epoch = 0
-    _batches_per_epoch = 0
     _steps_per_epoch: int | None = None
-    _num_batches = 0
-    _num_batches_reported = 0
+    _num_batches = _num_fetches = 0
     _is_exhausted = False
-    _data_states: tuple | None = None
-    _num_fetches = 0
     # Reports: log, evaluation and checkpoint after a step or an epoch
     _reported_step = -1
-    _is_epoch_end = False
-    _is_reporting = False
+    _is_epoch_end = _is_reporting = _is_saving = False
     _last_report: tuple[torch.Tensor | float | None, float | None] = (None, None)
-    _is_saving = False
-    # Duration
-    _start = 0.0
-    _seconds_before = 0.0
 
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
-        """Train as the parent does.
-
-        Raises:
-            ValueError: If the checkpoint is not whole, or there is no whole one for `True`.
-        """
+        """Train as the parent does, from a checkpoint of `find_checkpoint`."""
         checkpoint = self.find_checkpoint(resume_from_checkpoint, trial)
         if self.args.should_save:
             remove_unfinished(self._get_output_dir(trial))
@@ -184,15 +165,9 @@ class WholeCheckpoints:
     def _init_training_state(
         self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
     ):
-        restores_callbacks = self.args.restore_callback_states_from_checkpoint
-        # transformers would replace the callbacks, with the settings of the checkpoint.
-        self.args.restore_callback_states_from_checkpoint = False
-        try:
-            epoch, batches = super()._init_training_state(
-                max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
-            )
-        finally:
-            self.args.restore_callback_states_from_checkpoint = restores_callbacks
+        epoch, batches = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
         self._resumed, self._reported_step = None, self.state.global_step
         self._start, self._seconds_before = time.time(), 0.0
         # Without a length, transformers counts all steps as one epoch.
@@ -207,8 +182,7 @@ class WholeCheckpoints:
         run = run if folder.resolve() == run.resolve() else folder
         set_best_folder(self.state, run)
         progress = read_progress(Path(resume_from_checkpoint))
-        callbacks = self.callback_handler.callbacks
-        choose_best_again(self.args, self.state, callbacks, run, progress, self.is_loaded_as_scored)
+        choose_best_again(self, run, progress)
         self._resumed = _Resumed(resume_from_checkpoint, progress)
         if progress is None or self.args.ignore_data_skip:
             return epoch, batches
@@ -218,7 +192,7 @@ class WholeCheckpoints:
         is_done = progress["num_batches"] >= progress["batches_per_epoch"]
         if self._steps_per_epoch is None:
             # The end of the steps, which may be more now, is not the end of a stream.
-            is_done = progress.get("is_exhausted", False)
+            is_done = progress["is_exhausted"]
         if progress["is_epoch_end_reported"] and (is_done or not progress["is_training_stopped"]):
             return progress["epoch"] + 1, 0
         self._resumed.is_epoch_end_due = is_done or progress["is_epoch_stopped"]
@@ -246,20 +220,13 @@ class WholeCheckpoints:
         self._num_batches = 0 if resumed is None else parts["steps_trained_in_current_epoch"]
         self._num_batches_reported, self._is_exhausted = self._num_batches, False
         if resumed is not None:
-            self._set_later_aside(resumed, parts["trial"])
-            self._restore_totals(resumed)
+            self._begin_again(resumed, parts["trial"])
             if self._is_over() or resumed.is_epoch_end_due:
                 return self._end_epoch(resumed, **parts)
         self._data_states, self._num_fetches = make_random_states(data_seed(self.args), parts["epoch"]), 0
         # With several processes, a loader that skips batches does not tell the sampler.
         announce_epoch(parts["train_dataloader"], parts["epoch"])
         return super()._run_epoch(**parts)
-
-    def _set_later_aside(self, resumed: _Resumed, trial) -> None:
-        # Not earlier: by now, whatever may refuse the checkpoint, such as a callback, has seen it.
-        if self.args.should_save:
-            set_later_aside(resumed.checkpoint, self._get_output_dir(trial))
-        self.accelerator.wait_for_everyone()
 
     def _is_over(self) -> bool:
         return self.state.global_step >= self.state.max_steps or any(
@@ -281,7 +248,11 @@ class WholeCheckpoints:
             self._tr_loss, norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=rate
         )
 
-    def _restore_totals(self, resumed: _Resumed) -> None:
+    def _begin_again(self, resumed: _Resumed, trial) -> None:
+        # Not earlier: by now, whatever may refuse the checkpoint, such as a callback, has seen it.
+        if self.args.should_save:
+            set_later_aside(resumed.checkpoint, self._get_output_dir(trial))
+        self.accelerator.wait_for_everyone()
         if (progress := resumed.progress) is None:
             return
         losses = progress["losses_since_log"]
@@ -298,15 +269,12 @@ class WholeCheckpoints:
     def _finalize_training(self, trial, num_train_samples, start_time):
         if self._resumed is not None:
             # No epoch was left to begin.
-            self._set_later_aside(self._resumed, trial)
-            self._restore_totals(self._resumed)
+            self._begin_again(self._resumed, trial)
             self._load_rng_state(self._resumed.checkpoint)
             self._resumed = None
         best = self.state.best_model_checkpoint
         if self.args.should_save and self.args.save_total_limit == 1 and best is not None:
-            for checkpoint in checkpoints_in(self._get_output_dir(trial)):
-                if not os.path.samefile(checkpoint, best):
-                    discard_checkpoint(checkpoint)
+            discard_surplus(self._get_output_dir(trial), 1, [best])
         return super()._finalize_training(trial, num_train_samples, start_time - self._seconds_before)
 
     # Random states
@@ -369,9 +337,6 @@ class WholeCheckpoints:
         run = Path(self._get_output_dir(trial))
         checkpoint = checkpoint_of_step(run, self.state.global_step)
         unfinished = unfinished_folder(checkpoint)
-        if self.args.should_save:
-            remove_folder(unfinished)
-        self.accelerator.wait_for_everyone()
         self._collect_callback_states()
         self._is_saving = True
         try:

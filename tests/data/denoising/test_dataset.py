@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader, RandomSampler
 from metaphrase.data.collators import PairCollator
 from metaphrase.data.denoising.dataset import (
     DenoisingDataset,
-    announce_epoch,
     longest_block,
     make_objective,
     noise_generator,
@@ -34,6 +33,7 @@ from metaphrase.data.denoising.ul2 import ul2_mixture
 from metaphrase.data.text_blocks import load_texts, text_blocks
 from metaphrase.data.token_budget import LengthGroupedSampler
 from metaphrase.tokenization import TokenizerPair, sentinel_tokens, train_tokenizer
+from metaphrase.training.checkpointing.resuming import announce_epoch
 
 
 def pairs_of(dataset, epoch):

@@ -1,9 +1,9 @@
 """Averaging checkpoints: the mean by hand, what surrounds it, which checkpoints are chosen, and writes that fail."""
 
+import copy
 import json
 import logging
 import shutil
-import weakref
 from pathlib import Path
 
 import pytest
@@ -15,8 +15,8 @@ from tiny_models import random_batch, tiny_model
 from transformers import AutoModelForSeq2SeqLM
 from weights import TIES, expected_groups, tie_groups
 
+from metaphrase.storage.weight_files import WeightFiles
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.training.checkpointing import averaging
 from metaphrase.training.checkpointing.averaging import average_checkpoints, select_checkpoints
 
 
@@ -38,8 +38,10 @@ def save_tensors(folder, tensors, **config):
 # The mean
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("max_shard_size", ["1GB", "40KB"])
+@pytest.mark.parametrize(
+    ("dtype", "max_shard_size"),
+    [(torch.float32, "1GB"), (torch.bfloat16, "40KB"), (torch.float16, "1GB"), (torch.float64, "40KB")],
+)
 def test_mean_by_hand_in_the_type_and_the_files_of_the_checkpoints(dtype, max_shard_size, tmp_path):
     models, folders = save_models(tmp_path, dtype=dtype, max_shard_size=max_shard_size)
     output = average_checkpoints(folders, tmp_path / "mean")
@@ -52,9 +54,6 @@ def test_mean_by_hand_in_the_type_and_the_files_of_the_checkpoints(dtype, max_sh
     for name, tensor in averaged.state_dict().items():
         assert tensor.dtype == dtype
         assert torch.equal(tensor, expected[name].to(dtype)), name
-    # float64 sums: a mean that is rounded once.
-    largest = max(weight.abs().max().item() for weight in expected.values())
-    assert largest > 0.5
 
 
 @pytest.mark.parametrize("ties", TIES)
@@ -82,13 +81,8 @@ def test_mean_of_equals_is_exactly_what_they_are(tmp_path):
 def test_checkpoints_may_be_cut_into_other_files(tmp_path):
     models, _ = save_models(tmp_path, count=2)
     models[0].save_pretrained(tmp_path / "cut", max_shard_size="30KB")
-    outputs = [
-        average_checkpoints([tmp_path / name, tmp_path / "1"], tmp_path / f"mean{name}") for name in ("0", "cut")
-    ]
-    assert (outputs[0] / "model.safetensors").read_bytes() == (outputs[1] / "model.safetensors").read_bytes()
-    output = average_checkpoints([tmp_path / "1", tmp_path / "cut"], tmp_path / "mean")
-    assert len(list(output.glob("model-*.safetensors"))) > 1
-    assert all(torch.equal(all_weights(output)[name], weight) for name, weight in all_weights(outputs[0]).items())
+    means = [average_checkpoints([tmp_path / name, tmp_path / "1"], tmp_path / f"mean{name}") for name in ("0", "cut")]
+    assert (means[0] / "model.safetensors").read_bytes() == (means[1] / "model.safetensors").read_bytes()
 
 
 def test_whole_numbers_are_those_of_the_last(tmp_path, caplog):
@@ -103,21 +97,6 @@ def test_whole_numbers_are_those_of_the_last(tmp_path, caplog):
     assert averaged["steps"].item() == 9 and averaged["same"].tolist() == [3, 4]
     assert averaged["mask"].tolist() == [True, False, True] and averaged["empty"].shape == (0,)
     assert f"Whole numbers that differ are those of {second}: steps." in caplog.text
-
-
-def test_one_tensor_of_one_checkpoint_is_in_memory_at_a_time(tmp_path, monkeypatch):
-    _, folders = save_models(tmp_path)
-    read, alive = averaging._Checkpoint.read, []
-
-    def counted(self, name):
-        assert [reference for reference in alive if reference() is not None] == []
-        tensor = read(self, name)
-        alive.append(weakref.ref(tensor))
-        return tensor
-
-    monkeypatch.setattr(averaging._Checkpoint, "read", counted)
-    average_checkpoints(folders, tmp_path / "mean")
-    assert len(alive) == 3 * len(all_weights(folders[0]))
 
 
 # What must agree
@@ -143,31 +122,19 @@ def test_first_difference_is_named(tmp_path):
     assert not (tmp_path / "output").exists()
 
 
-def test_weights_for_other_tokens_are_not_averaged(tmp_path):
+@pytest.mark.parametrize("joint", [True, False])
+def test_weights_for_other_tokens_are_not_averaged(joint, tmp_path):
+    pair = copy.deepcopy(tiny_pair(joint))
     folders = [save_tensors(tmp_path / name, {"a": torch.zeros(2)}, hidden_size=2) for name in ("one", "two")]
-
-    def write(name, contents):
-        for folder, content in zip(folders, contents, strict=True):
-            (folder / name).parent.mkdir(exist_ok=True)
-            (folder / name).write_text(content, encoding="utf-8")
-
-    def tokenizer(tokens, **settings):
-        return json.dumps({"model": {"vocab": tokens}, "added_tokens": [], **settings})
-
-    # Settings are of no matter.
-    write("tokenizer.json", [tokenizer({"x": 0}, padding=None), tokenizer({"x": 0}, padding={"length": 3})])
+    for folder in folders:
+        # Settings are of no matter.
+        pair.target.model_max_length += 1
+        pair.save_pretrained(folder)
     average_checkpoints(folders, tmp_path / "mean")
-    write("tokenizer.json", [tokenizer({"x": 0}), tokenizer({"y": 0})])
-    with pytest.raises(ValueError, match=r"vocabulary in `tokenizer.json` must be the same in .*one and in .*two"):
-        average_checkpoints(folders, tmp_path / "output")
-    write("tokenizer.json", [tokenizer({"x": 0})] * 2)
-    # Tokens may be called like parts of another file.
-    write("vocab.json", ['{"model": 0, "a": 1, "b": 2}', '{"model": 0, "b": 1, "a": 2}'])
-    with pytest.raises(ValueError, match=r"vocabulary in `vocab.json` must be the same"):
-        average_checkpoints(folders, tmp_path / "output")
-    write("vocab.json", ['{"a": 0, "b": 1}', '{"b": 1,   "a": 0}'])
-    write("target_tokenizer/spiece.model", ["a", "b"])
-    with pytest.raises(ValueError, match=r"vocabulary in `target_tokenizer/spiece.model` must be the same"):
+    pair.target.add_tokens(["<new>"])
+    pair.save_pretrained(folders[1])
+    side = "source" if joint else "target"
+    with pytest.raises(ValueError, match=f"{side} vocabulary must be the same in .*one and in .*two"):
         average_checkpoints(folders, tmp_path / "output")
     assert not (tmp_path / "output").exists()
 
@@ -245,7 +212,7 @@ def test_all_else_that_belongs_to_the_model_comes_from_the_last(joint, tmp_path,
 
 def test_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
     _, folders = save_models(tmp_path / "models", count=2)
-    read, count = averaging._Checkpoint.read, []
+    read, count = WeightFiles.read, []
 
     def failing(self, name):
         count.append(name)
@@ -255,7 +222,7 @@ def test_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return read(self, name)
 
-    monkeypatch.setattr(averaging._Checkpoint, "read", failing)
+    monkeypatch.setattr(WeightFiles, "read", failing)
     with pytest.raises(KeyboardInterrupt):
         average_checkpoints(folders, tmp_path / "output" / "mean")
     assert list((tmp_path / "output").iterdir()) == []
@@ -361,14 +328,6 @@ def test_scores_are_those_of_the_latest_state(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         select_checkpoints(run, best=1)
     assert "The scores are those of exponential averages" in caplog.text
-
-
-def test_a_log_that_is_given_comes_before_all_files(tmp_path):
-    run = make_run(tmp_path, {1: 3.0, 2: 1.0, 3: 2.0})
-    log = [{"step": step, "eval_bleu": score} for step, score in ((1, 1.0), (2, 3.0), (3, 2.0))]
-    assert names(select_checkpoints(run, best=2, log_history=log)) == ["checkpoint-3", "checkpoint-2"]
-    (run / "trainer_state.json").unlink()
-    assert names(select_checkpoints(run, best=1, log_history=log)) == ["checkpoint-2"]
 
 
 def test_what_cannot_be_chosen_is_refused(tmp_path):

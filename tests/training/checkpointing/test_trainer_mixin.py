@@ -5,16 +5,14 @@ import shutil
 
 import pytest
 import torch
-from small_runs import WholeTrainer, make_trainer, names, read
+from small_runs import is_whole, make_trainer, names, read
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_jit_checkpoint import CheckpointManager
 from transformers.trainer_utils import get_last_checkpoint
 
 from metaphrase.training.checkpointing.folders import (
     checkpoints_in,
-    discard_checkpoint,
     discard_surplus,
-    is_whole,
     last_whole_checkpoint,
     publish_checkpoint,
     remove_unfinished,
@@ -104,43 +102,6 @@ def test_a_full_disk_is_called_so(free, kind, message, run, monkeypatch):
         make_trainer(run, max_steps=4).train(resume_from_checkpoint=True)
 
 
-def test_what_failed_to_be_saved_is_removed_by_the_next_run(run, monkeypatch, caplog):
-    def full(*_):
-        raise OSError("No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(WholeTrainer, "_save_scaler", full)
-        with pytest.raises(OSError, match="No space left"):
-            make_trainer(run, max_steps=4).train(resume_from_checkpoint=True)
-    assert names(run) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"] and is_whole(run / "checkpoint-3")
-    assert (run / "_unfinished" / "checkpoint-4" / "optimizer.pt").is_file()
-    make_trainer(run, max_steps=4).train(resume_from_checkpoint=True)
-    assert f"left in {run / '_unfinished'}: checkpoint-4." in caplog.text
-    assert names(run)[-1] == "checkpoint-4" and not (run / "_unfinished").exists()
-
-
-def test_one_being_replaced_gets_its_name_back(run, monkeypatch, caplog):
-    checkpoint = run / "checkpoint-3"
-    state = (checkpoint / "trainer_state.json").read_bytes()
-    shutil.copytree(checkpoint, unfinished_folder(checkpoint))
-    rename = os.rename
-
-    def only_away(source, target):
-        if source == unfinished_folder(checkpoint):
-            raise KeyboardInterrupt
-        rename(source, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", only_away)
-        with pytest.raises(KeyboardInterrupt):
-            publish_checkpoint(checkpoint, {})
-    assert names(run) == ["checkpoint-1", "checkpoint-2"]
-    assert last_whole_checkpoint(run) == str(checkpoint)
-    assert (checkpoint / "trainer_state.json").read_bytes() == state and "has its name again" in caplog.text
-    remove_unfinished(run)
-    assert names(run)[-1] == "checkpoint-3" and not (run / "_unfinished").exists()
-
-
 def test_one_that_was_replaced_is_removed(run):
     checkpoint = run / "checkpoint-3"
     shutil.copytree(checkpoint, unfinished_folder(checkpoint))
@@ -149,16 +110,6 @@ def test_one_that_was_replaced_is_removed(run):
     assert read(checkpoint / "trainer_state.json") == {"global_step": 3}
     assert read(checkpoint / "progress.json")["note"] == "new" and is_whole(checkpoint)
     assert not (run / "_unfinished").exists()
-
-
-def test_a_deleted_one_loses_its_name_first(run, monkeypatch):
-    def stop(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(shutil, "rmtree", stop)
-    with pytest.raises(KeyboardInterrupt):
-        discard_checkpoint(run / "checkpoint-3")
-    assert names(run) == ["checkpoint-1", "checkpoint-2"]
 
 
 @pytest.mark.parametrize("renames", [0, 1, 2, 3])
@@ -206,15 +157,6 @@ def test_the_oldest_go_but_neither_the_best_nor_the_newest(limit, best, expected
     best = best and tmp_path / f"checkpoint-{best}"
     discard_surplus(tmp_path, limit, [tmp_path / "checkpoint-3", best])
     assert names(tmp_path) == [f"checkpoint-{step}" for step in expected]
-
-
-def test_the_best_is_named_as_it_lies(tmp_path):
-    options = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_total_limit": 1}
-    make_trainer(tmp_path / "run", learning_rate=0.1, **options).train()
-    for checkpoint in checkpoints_in(tmp_path / "run"):
-        state = read(checkpoint / "trainer_state.json")
-        assert state["best_model_checkpoint"] == str(tmp_path / "run" / f"checkpoint-{state['best_global_step']}")
-    assert names(tmp_path / "run") == [f"checkpoint-{state['best_global_step']}"]
 
 
 def test_the_hub_gets_a_checkpoint_under_its_name(tmp_path, monkeypatch):

@@ -6,16 +6,16 @@ import shutil
 
 import pytest
 import torch
-from small_runs import read
+from small_runs import is_whole, read
 from tiny_models import tiny_model
 
-from metaphrase.training.checkpointing.folders import is_whole, last_whole_checkpoint, what_is_missing
+from metaphrase.training.checkpointing.folders import last_whole_checkpoint, what_is_missing
 
-NEEDED = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")
+PLAIN = ("model.safetensors", "trainer_state.json")
+WHOLE = (*PLAIN, "optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", "progress.json")
 
 
-@pytest.mark.parametrize("kind", ["plain", "whole"])
-@pytest.mark.parametrize("name", NEEDED)
+@pytest.mark.parametrize(("kind", "name"), [("plain", name) for name in PLAIN] + [("whole", name) for name in WHOLE])
 def test_a_checkpoint_without_all_of_a_file_is_not_whole(kind, name, runs, tmp_path):
     run = shutil.copytree(runs[kind], tmp_path / "run")
     path = run / "checkpoint-3" / name
@@ -26,18 +26,13 @@ def test_a_checkpoint_without_all_of_a_file_is_not_whole(kind, name, runs, tmp_p
         path.write_bytes(content[:size])
         assert any(name in problem for problem in what_is_missing(path.parent)), size
     path.unlink()
+    if name == "progress.json":
+        # Then it is as of a plain Trainer.
+        assert is_whole(path.parent)
+        return
     expected = "the weights are missing" if (kind, name) == ("plain", "model.safetensors") else f"{name} is missing"
-    if (kind, path.suffix) in (("plain", ".pt"), ("plain", ".pth")):
-        expected = f"{path.stem} is missing"
     assert what_is_missing(path.parent) == [expected]
     assert last_whole_checkpoint(run) == str(run / "checkpoint-2")
-
-
-def test_other_files_may_be_missing_from_a_plain_checkpoint_but_not_from_a_listed_one(plain_run, run):
-    (plain_run / "checkpoint-3" / "training_args.bin").unlink()
-    (run / "checkpoint-3" / "training_args.bin").unlink()
-    assert is_whole(plain_run / "checkpoint-3")
-    assert what_is_missing(run / "checkpoint-3") == ["training_args.bin is missing"]
 
 
 def test_files_of_another_size_or_without_a_list_are_named(run):
@@ -56,8 +51,6 @@ def test_files_of_another_size_or_without_a_list_are_named(run):
     (run / "checkpoint-1" / "progress.json").write_text(json.dumps(listed))
     said = ["spiece.model has 4 bytes in place of 5", "merges.txt has 0 bytes in place of 4"]
     assert what_is_missing(run / "checkpoint-1") == said
-    (run / "checkpoint-2" / "progress.json").write_text("{}")
-    assert what_is_missing(run / "checkpoint-2") == ["progress.json does not list the files"]
 
 
 def test_settings_may_be_edited_and_files_added(run):
@@ -78,19 +71,6 @@ def test_shards_are_looked_for(plain_run):
     assert what_is_missing(folder) == [f"{shards[1].name} is cut short or damaged"]
     shards[1].unlink()
     assert what_is_missing(folder) == [f"model.safetensors.index.json names {shards[1].name}, which is missing"]
-
-
-def test_weights_alone_are_whole_unless_a_neighbour_holds_more(plain_run, tmp_path):
-    alone = shutil.copytree(plain_run / "checkpoint-3", tmp_path / "alone" / "checkpoint-3")
-    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
-        (alone / name).unlink()
-        (plain_run / "checkpoint-3" / name).unlink()
-    assert is_whole(alone)
-    assert what_is_missing(plain_run / "checkpoint-3") == [
-        "optimizer is missing",
-        "scheduler is missing",
-        "rng_state is missing",
-    ]
 
 
 def test_formats_of_sharded_training(plain_run):
@@ -115,10 +95,10 @@ def test_formats_of_sharded_training(plain_run):
 
 def test_what_is_not_whole_is_named_and_passed_over(run, caplog, tmp_path):
     os.truncate(run / "checkpoint-3" / "optimizer.pt", 100)
-    (run / "checkpoint-2" / "checkpoint-is-incomplete.txt").write_text("in progress")
+    (run / "checkpoint-2" / "model.safetensors").unlink()
     assert last_whole_checkpoint(run) == str(run / "checkpoint-1")
     assert "checkpoint-3 is not whole and is passed over: optimizer.pt is cut short or damaged" in caplog.text
-    assert "checkpoint-2 is not whole and is passed over: checkpoint-is-incomplete.txt" in caplog.text
+    assert "checkpoint-2 is not whole and is passed over: model.safetensors is missing" in caplog.text
     shutil.rmtree(run / "checkpoint-1")
     assert last_whole_checkpoint(run) is None
     assert last_whole_checkpoint(tmp_path / "nowhere") is None

@@ -8,7 +8,7 @@ from tiny_models import tiny_config
 
 from metaphrase.training.planning.activations import Precision, estimate_activations, kept_by_activation
 from metaphrase.training.planning.batches import BatchShape
-from metaphrase.training.r_drop import repeat_batch
+from metaphrase.training.trainer import repeat_batch
 
 
 def tensors_of(model, batch):

@@ -1,5 +1,7 @@
-"""Memory: the settings reach the C library, and pages that were freed are used again."""
+"""Setup of a CPU: the settings reach the C library, pages that were freed are used again, and slow bfloat16 is told."""
 
+import logging
+import math
 import os
 import platform
 import subprocess
@@ -9,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from metaphrase.training import cpu_setup as memory
+from metaphrase.training import cpu_setup
 
 CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-IS_GLIBC = platform.libc_ver()[0] == "glibc"
+needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
 # Page faults of the second half of ten large temporaries; those below 32 MiB glibc keeps by itself.
 PROGRAM = """
 import resource, sys
@@ -53,55 +55,46 @@ for rows in 2 * [*range(100, 200)]:
 """
 
 
-def use_library(monkeypatch, returned):
+def run_python(program, mode, **options):
+    return subprocess.run([sys.executable, "-c", program, mode], capture_output=True, check=True, text=True, **options)
+
+
+def use_library(monkeypatch, returned, name="glibc"):
     calls = []
     library = SimpleNamespace(mallopt=lambda *arguments: calls.append(arguments) or returned)
-    monkeypatch.setattr(memory.platform, "libc_ver", lambda: ("glibc", "2.36"))
-    monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(cpu_setup.platform, "libc_ver", lambda: (name, "2.36"))
+    monkeypatch.setattr(cpu_setup.ctypes, "CDLL", lambda name: library)
     return calls
 
 
 def test_settings_are_those_of_malloc_h(monkeypatch):
     calls = use_library(monkeypatch, 1)
-    assert memory.keep_freed_memory() is True
+    assert cpu_setup.keep_freed_memory() is True
     # M_MMAP_MAX 0: everything from the heap; M_TRIM_THRESHOLD: the heap does not shrink; M_TOP_PAD: it grows in large steps.
     assert dict(calls).keys() == {-4, -1, -2} and dict(calls)[-4] == 0
     assert dict(calls)[-1] == -1 and dict(calls)[-2] >= 2**20
-
-
-def test_a_setting_that_is_refused_is_reported(monkeypatch):
     use_library(monkeypatch, 0)
-    assert memory.keep_freed_memory() is False
+    assert cpu_setup.keep_freed_memory() is False
+    calls = use_library(monkeypatch, 1, name="")
+    assert cpu_setup.keep_freed_memory() is False and calls == []
 
 
-def test_nothing_happens_without_glibc(monkeypatch):
-    calls = use_library(monkeypatch, 1)
-    monkeypatch.setattr(memory.platform, "libc_ver", lambda: ("", ""))
-    assert memory.keep_freed_memory() is False and calls == []
-
-
-@pytest.mark.skipif(not IS_GLIBC, reason="only glibc has these settings")
+@needs_glibc
 def test_freed_pages_are_not_faulted_in_again():
-    faults = {
-        mode: int(
-            subprocess.run([sys.executable, "-c", PROGRAM, mode], capture_output=True, check=True, text=True).stdout
-        )
-        for mode in ("kept", "given back")
-    }
+    faults = {mode: int(run_python(PROGRAM, mode).stdout) for mode in ("kept", "given back")}
     assert faults["kept"] * 4 < faults["given back"], faults
 
 
-@pytest.mark.skipif(not IS_GLIBC, reason="only glibc has these settings")
+@needs_glibc
 def test_a_heap_of_any_size_is_kept():
-    command = [sys.executable, "-c", SHRINKING, "3"]
-    assert int(subprocess.run(command, capture_output=True, check=True, text=True).stdout) == 0
+    assert int(run_python(SHRINKING, "3").stdout) == 0
 
 
 def test_settings_of_the_environment_stay_in_force(monkeypatch):
     for name in CACHES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(CACHES[1], "500")
-    assert memory.keep_few_kernels() is False
+    assert cpu_setup.keep_few_kernels() is False
     assert (os.environ[CACHES[0]], os.environ[CACHES[1]]) == ("64", "500")
 
 
@@ -113,10 +106,33 @@ def test_kernels_of_few_shapes_are_kept():
     environment["ONEDNN_VERBOSE"] = "profile_create"
 
     def made(mode):
-        command = [sys.executable, "-c", KERNELS, mode]
-        output = subprocess.run(command, capture_output=True, check=True, text=True, env=environment).stdout
-        return output.count("create:cache_miss")
+        return run_python(KERNELS, mode, env=environment).stdout.count("create:cache_miss")
 
     # Kept, they are made once; with 64 kept of 100, each is gone when its turn comes again.
     kept, few = made("kept"), made("few")
     assert kept >= 100 and few >= kept + 100, (kept, few)
+
+
+def test_speed_is_that_of_this_processor():
+    speed = cpu_setup.speed_of_bfloat16()
+    assert math.isfinite(speed) and speed > 0
+
+
+@pytest.mark.parametrize(("speed", "says"), [(0.52, ["0.52"]), (0.95, []), (4.0, [])])
+def test_slow_bfloat16_is_told(speed, says, monkeypatch, caplog):
+    monkeypatch.setattr(cpu_setup, "speed_of_bfloat16", lambda: speed)
+    with caplog.at_level(logging.WARNING):
+        cpu_setup.warn_of_slow_bfloat16()
+    assert [record.args[0] for record in caplog.records] == [float(text) for text in says]
+
+
+@pytest.mark.parametrize(("part", "expected"), [(1, 0.5), (4, 2.0)])
+def test_trial_divides_the_time_of_float32_by_that_of_bfloat16(part, expected, monkeypatch):
+    """With a clock that goes on by 2 ms for a float32 product, and by some of it for one in bfloat16."""
+    ticks = [0.002, 0.004 / part] * cpu_setup._ROUNDS
+    times = [0.0]
+    for tick in ticks:
+        times += [times[-1] + 1.0, times[-1] + 1.0 + tick]
+    clock = iter(times[1:])
+    monkeypatch.setattr(cpu_setup.time, "perf_counter", lambda: next(clock))
+    assert cpu_setup.speed_of_bfloat16() == pytest.approx(expected)
