@@ -1,8 +1,8 @@
 """Settings of a tokenizer's training, checked before any text is read."""
 
-import difflib
 from dataclasses import dataclass, field
 
+from metaphrase.tokenization.hints import did_you_mean
 from metaphrase.tokenization.special_tokens import SpecialTokens
 
 TOKENIZER_KINDS = ("byte_bpe", "bpe", "unigram", "wordpiece", "byte", "char", "pretokenized")
@@ -95,9 +95,7 @@ class TokenizerSettings:
 
 def _require_known(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
-        nearest = difflib.get_close_matches(str(value), known, n=1)
-        hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-        raise ValueError(f"`{name}` must be one of {', '.join(known)}, got {value!r}.{hint}")
+        raise ValueError(f"`{name}` must be one of {', '.join(known)}, got {value!r}.{did_you_mean(value, known)}")
 
 
 def _require_positive(name: str, value: int | None) -> None:
