@@ -50,12 +50,6 @@ class TextInfilling:
             raise ValueError(f"`mask_ratio` must be above 0 and below 1, got {self.mask_ratio}.")
         if not 0 < self.mean_span_length < float("inf"):
             raise ValueError(f"`mean_span_length` must be above 0 and finite, got {self.mean_span_length}.")
-        full_stops = tuple(int(full_stop) for full_stop in self.full_stop_ids)
-        if self.eos_token_id in full_stops:
-            raise ValueError(
-                f"`full_stop_ids` must not hold `eos_token_id`, which ends documents, got {full_stops} and {self.eos_token_id}."
-            )
-        object.__setattr__(self, "full_stop_ids", full_stops)
 
     def num_masked(self, block_length: int) -> int:
         """Return the number of masked tokens of a block."""
@@ -73,8 +67,7 @@ class TextInfilling:
     def __call__(
         self, block: Sequence[int] | np.ndarray, generator: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Corrupt a block of ids `(tokens,)` and return source and target. Raise a `ValueError` for an empty block."""
-        self.check_block_length(len(block))
+        """Corrupt a block of ids `(tokens,)` and return source and target."""
         block = np.asarray(block, dtype=np.int64)
         shuffled = self._permute_in_documents(block, generator) if self.full_stop_ids else block
         lengths = self.span_lengths(len(block), generator)

@@ -60,9 +60,6 @@ def test_generators_differ_where_their_arguments_do():
     arguments = [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (0, 1, 1), (2**40, 0, 0), (0, 2**40, 0), (0, 0, 2**40)]
     drawn = {noise_generator(*numbers).integers(2**62) for numbers in arguments}
     assert len(drawn) == len(arguments)
-    for name, numbers in (("seed", (-1, 0, 0)), ("epoch", (0, -1, 0)), ("index", (0, 0, -1))):
-        with pytest.raises(ValueError, match=f"`{name}` must not be negative, got -1"):
-            noise_generator(*numbers)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -89,27 +86,18 @@ def test_rows_are_indexed_as_in_a_sequence():
     assert isinstance(dataset[0]["input_ids"][0], int)
     with pytest.raises(IndexError):
         dataset[24]
-    with pytest.raises(KeyError, match="Only source_length, target_length, length can be read"):
-        dataset["input_ids"]
 
 
 @pytest.mark.parametrize(
-    ("blocks", "seed", "message"),
+    ("blocks", "message"),
     [
-        (
-            datasets.Dataset.from_dict({"ids": [[5, 6]]}),
-            0,
-            "`blocks` must have the column input_ids and at least one row",
-        ),
-        (datasets.Dataset.from_dict({"input_ids": []}), 0, "at least one row, got .* with 0 rows"),
-        (datasets.Dataset.from_dict({"input_ids": [[5, 6, 7], [5]]}), 0, "at least 2 tokens to be corrupted, got 1"),
-        (make_blocks(1, 800), 0, "`sentinel_ids` must hold at least 40 ids for blocks of 800 tokens"),
-        (make_blocks(1), -1, "`seed` must not be negative, got -1"),
+        (datasets.Dataset.from_dict({"input_ids": [[5, 6, 7], [5]]}), "at least 2 tokens to be corrupted, got 1"),
+        (make_blocks(1, 800), "`sentinel_ids` must hold at least 40 ids for blocks of 800 tokens"),
     ],
 )
-def test_wrong_blocks_are_refused_at_once(blocks, seed, message):
+def test_wrong_blocks_are_refused_at_once(blocks, message):
     with pytest.raises(ValueError, match=message):
-        DenoisingDataset(blocks, OBJECTIVES["span_corruption"], seed)
+        DenoisingDataset(blocks, OBJECTIVES["span_corruption"])
 
 
 def test_fixed_noise_gives_a_warning(caplog):
@@ -126,10 +114,8 @@ def test_fixed_noise_gives_a_warning(caplog):
     assert not caplog.records
 
 
-def test_epochs_are_checked_and_kept_in_shared_memory_by_copies():
+def test_copies_keep_the_epoch_in_shared_memory():
     dataset = make_dataset()
-    with pytest.raises(ValueError, match="`epoch` must not be negative, got -1"):
-        dataset.set_epoch(-1)
     dataset.set_epoch(3)
     for other in (pickle.loads(pickle.dumps(dataset)), copy.deepcopy(dataset)):
         assert other.epoch == 3 and other[5] == dataset[5] and other._epoch.is_shared()
@@ -274,9 +260,8 @@ def test_objectives_take_their_tokens_from_the_tokenizer():
     assert (spans.noise_density, spans.mean_span_length, spans.spans_anywhere) == (0.5, 8.0, True)
     tokenizer = tokenizer_with(*objective_tokens("ul2", 5))
     mixture = make_objective("ul2", tokenizer, spans_anywhere=True)
-    modes = {one.mode: tokenizer.convert_ids_to_tokens(one.mode_token_id) for one in mixture.denoisers}
-    assert modes == {"R": "[R]", "S": "[S]", "X": "[X]"}
-    assert len(mixture.denoisers[0].objective.sentinel_ids) == 5 and mixture.denoisers[0].objective.spans_anywhere
+    assert mixture.mode_token_ids == {mode: tokenizer.convert_tokens_to_ids(f"[{mode}]") for mode in "RSX"}
+    assert len(mixture.denoisers[0][1].sentinel_ids) == 5 and mixture.denoisers[0][1].spans_anywhere
     tokenizer = tokenizer_with(*objective_tokens("text_infilling"))
     infilling = make_objective("text_infilling", tokenizer, noise_density=0.2)
     assert tokenizer.convert_ids_to_tokens(infilling.mask_token_id) == "<mask>" and infilling.mask_ratio == 0.2
@@ -287,26 +272,15 @@ def test_objectives_take_their_tokens_from_the_tokenizer():
 
 
 @pytest.mark.parametrize(
-    ("name", "tokens", "options", "message"),
+    ("name", "message"),
     [
-        ("prefix", (), {}, "`objective` must be one of span_corruption, ul2, text_infilling, got 'prefix'"),
-        (
-            "span_corruption",
-            (),
-            {},
-            "must have <extra_id_0> and further ones for `objective` span_corruption, got none",
-        ),
-        ("text_infilling", (), {}, "must have a mask token or <mask> for `objective` text_infilling, got neither"),
-        ("ul2", sentinel_tokens(3), {"noise_density": 0.2}, r"`noise_density` must be left out .* ul2, got 0\.2"),
-        ("text_infilling", ["<mask>"], {"spans_anywhere": True}, "`spans_anywhere` must be left out .* got True"),
+        ("span_corruption", "must have <extra_id_0> and further ones for `objective` span_corruption, got none"),
+        ("text_infilling", "must have a mask token or <mask> for `objective` text_infilling, got neither"),
     ],
 )
-def test_objectives_without_their_tokens_are_refused(name, tokens, options, message):
+def test_objectives_without_their_tokens_are_refused(name, message):
     with pytest.raises(ValueError, match=message):
-        make_objective(name, tokenizer_with(*tokens), **options)
-    if name == "prefix":
-        with pytest.raises(ValueError, match=message):
-            objective_tokens(name)
+        make_objective(name, tokenizer_with())
 
 
 def test_a_model_learns_from_plain_text_alone(tmp_path):
