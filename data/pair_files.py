@@ -10,17 +10,16 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from metaphrase.tokenization.texts import open_bytes
+from metaphrase.tokenization.texts import read_bytes, read_lines
 
 Column = str | int | None
-DEFAULT_COLUMNS = ("source", "target")
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+SIDES = ("source", "target")
 
 
 @dataclass(frozen=True)
@@ -34,59 +33,21 @@ class PairProblem:
 Record = tuple[str, str] | PairProblem
 
 
-class Line(NamedTuple):
-    """A line with its ending, its number from 1, and its byte offset in the (decompressed) file."""
-
-    number: int
-    offset: int
-    content: bytes
-
-
-def read_lines(path: str) -> Iterator[Line]:
-    """Yield the lines of a file."""
-    offset = 0
-    with open_bytes(path) as file:
-        for number, content in enumerate(file, start=1):
-            start = offset
-            offset += len(content)
-            if number == 1 and content.startswith(BYTE_ORDER_MARK):
-                start, content = len(BYTE_ORDER_MARK), content.removeprefix(BYTE_ORDER_MARK)
-            yield Line(number, start, content)
-
-
-def _strip_ending(content: bytes) -> bytes:
-    return content.removesuffix(b"\n").removesuffix(b"\r") if content.endswith(b"\n") else content
-
-
-def _decode(path: str, line: Line) -> str | PairProblem:
-    try:
-        return _strip_ending(line.content).decode("utf-8")
-    except UnicodeDecodeError as error:
-        return _not_utf8(path, line.number, line.offset + error.start)
-
-
-def _not_utf8(path: str, number: int, offset: int) -> PairProblem:
-    return PairProblem(
-        "invalid_utf8", f"{path} must be UTF-8 text, got an invalid byte in line {number} at byte offset {offset}."
-    )
-
-
 def read_parallel(source_file: str, target_file: str) -> Iterator[Record]:
     """Yield the pairs of two text files with one sentence per line.
 
     Raises:
         ValueError: If the files differ in their number of lines.
     """
-    counts = [sum(1 for _ in read_lines(path)) for path in (source_file, target_file)]
+    counts = [sum(1 for _ in read_bytes(path)) for path in (source_file, target_file)]
     if counts[0] != counts[1]:
         raise ValueError(
             "Parallel files must have the same number of lines, "
             f"got {counts[0]} in {source_file} and {counts[1]} in {target_file}."
         )
-    for source_line, target_line in zip(read_lines(source_file), read_lines(target_file), strict=True):
-        source, target = _decode(source_file, source_line), _decode(target_file, target_line)
-        problem = next((side for side in (source, target) if isinstance(side, PairProblem)), None)
-        yield problem or (source, target)
+    for source, target in zip(read_lines(source_file), read_lines(target_file), strict=True):
+        problem = source.problem or target.problem
+        yield PairProblem("invalid_utf8", problem) if problem else (source.content, target.content)
 
 
 def read_tsv(path: str, source_column: Column, target_column: Column) -> Iterator[Record]:
@@ -98,22 +59,20 @@ def read_tsv(path: str, source_column: Column, target_column: Column) -> Iterato
         ValueError: If the file does not have the columns.
     """
     columns = (source_column, target_column)
-    by_number = all(isinstance(column, int) for column in columns)
-    names = tuple(default if name is None else name for name, default in zip(columns, DEFAULT_COLUMNS, strict=True))
+    names = _with_defaults(columns)
     for line in read_lines(path):
-        text = _decode(path, line)
-        fields = _strip_ending(line.content).decode("utf-8", errors="replace").split("\t")
+        fields = line.content.split("\t")
         if line.number == 1:
-            has_header = not by_number and all(name in fields for name in names)
-            width = len(fields) if has_header or by_number else 2
-            if has_header:
+            source, target, width = 0, 1, 2
+            if all(name in fields for name in names):
                 check_columns(path, names, fields)
-                source, target = map(fields.index, names)
+                source, target, width = *map(fields.index, names), len(fields)
                 continue
             _check_no_header(path, fields, names, columns)
-            source, target = columns if by_number else (0, 1)
-        if isinstance(text, PairProblem):
-            yield text
+            if columns != (None, None):
+                source, target, width = *columns, len(fields)
+        if line.problem:
+            yield PairProblem("invalid_utf8", line.problem)
         elif len(fields) != width:
             yield PairProblem(
                 "malformed", f"{path} must have {width} tab-separated columns, got {len(fields)} in line {line.number}."
@@ -145,18 +104,16 @@ def read_csv(path: str, source_column: Column, target_column: Column) -> Iterato
     Raises:
         ValueError: If a column is not in the header, or the quoting is broken: no later row could be trusted.
     """
-    undecodable: list[PairProblem] = []
+    problems: list[str] = []  # of the lines of the present row
 
-    def decoded_lines() -> Iterator[str]:
+    def lines() -> Iterator[str]:
         for line in read_lines(path):
-            try:
-                yield line.content.decode("utf-8")
-            except UnicodeDecodeError as error:
-                undecodable.append(_not_utf8(path, line.number, line.offset + error.start))
-                yield line.content.decode("utf-8", errors="surrogateescape")
+            if line.problem:
+                problems.append(line.problem)
+            yield line.text
 
     names, header = column_names(source_column, target_column), None
-    reader = csv.reader(decoded_lines(), strict=True)
+    reader = csv.reader(lines(), strict=True)
     # The default limit of 128 KiB is too low for a document to be summarized.
     previous_limit = csv.field_size_limit(sys.maxsize)
     try:
@@ -166,14 +123,14 @@ def read_csv(path: str, source_column: Column, target_column: Column) -> Iterato
             if header is None:
                 check_columns(path, names, header := row)
                 source, target = map(header.index, names)
-            elif undecodable:
-                yield undecodable[0]
+            elif problems:
+                yield PairProblem("invalid_utf8", problems[0])
             elif len(row) != len(header):
                 message = f"{path} must have {len(header)} columns, got {len(row)} in line {reader.line_num}."
                 yield PairProblem("malformed", message)
             else:
                 yield row[source], row[target]
-            undecodable.clear()
+            problems.clear()
     except csv.Error as error:
         raise ValueError(f"{path} must be quoted as RFC 4180 says, got in line {reader.line_num}: {error}.") from error
     finally:
@@ -183,10 +140,14 @@ def read_csv(path: str, source_column: Column, target_column: Column) -> Iterato
 def column_names(source_column: Column, target_column: Column) -> tuple[str, str]:
     """Return both column names, with defaults. Raise a `ValueError` for a number."""
     columns = (source_column, target_column)
-    names = tuple(default if name is None else name for name, default in zip(columns, DEFAULT_COLUMNS, strict=True))
+    names = _with_defaults(columns)
     if not all(isinstance(name, str) for name in names):
         raise ValueError(f"`source_column` and `target_column` must be names except in a .tsv file, got {columns}.")
     return names
+
+
+def _with_defaults(columns: tuple[Column, Column]) -> tuple[str | int, str | int]:
+    return tuple(default if name is None else name for name, default in zip(columns, SIDES, strict=True))
 
 
 def check_columns(where: str, names: tuple[str, ...], present: list[str]) -> None:
@@ -209,19 +170,18 @@ def read_json(path: str, source_column: Column, target_column: Column) -> Iterat
     """
     names = column_names(source_column, target_column)
     if path.removesuffix(".gz").endswith(".json"):
-        first = next((line.content.lstrip() for line in read_lines(path) if line.content.strip()), b"")
-        if first.startswith(b"["):
+        first = next((line.text.lstrip() for line in read_lines(path) if line.text.strip()), "")
+        if first.startswith("["):
             yield from _read_json_array(path, names)
             return
     for line in read_lines(path):
-        text = _decode(path, line)
-        if isinstance(text, PairProblem):
-            yield text
+        if line.problem:
+            yield PairProblem("invalid_utf8", line.problem)
             continue
-        if not text.strip():
+        if not line.text.strip():
             continue
         try:
-            record = json.loads(text)
+            record = json.loads(line.text)
         except (ValueError, RecursionError) as error:  # Also for integers of thousands of digits.
             yield PairProblem(
                 "malformed", f"{path} must hold one JSON object per line, got in line {line.number}: {error}"
@@ -231,11 +191,9 @@ def read_json(path: str, source_column: Column, target_column: Column) -> Iterat
 
 
 def _read_json_array(path: str, names: tuple[str, str]) -> Iterator[Record]:
-    with open_bytes(path) as file:
-        content = file.read().removeprefix(BYTE_ORDER_MARK)
     try:
-        # Invalid bytes become lone surrogates, which `_from_mapping` detects.
-        records = json.loads(content.decode("utf-8", errors="surrogateescape"))
+        # Invalid bytes are lone surrogates, which `_from_mapping` detects.
+        records = json.loads("".join(line.text for line in read_lines(path)))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} must be a JSON array of objects, got: {error}") from error
     for number, record in enumerate(records, start=1):

@@ -14,6 +14,7 @@ from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
 
 from metaphrase.data.pair_files import (
+    SIDES,
     Column,
     PairProblem,
     Record,
@@ -30,9 +31,7 @@ from metaphrase.data.reports import DataReport
 logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "validation", "test")
-SIDES = ("source", "target")
 LENGTH_COLUMNS = ("source_length", "target_length")
-TASK_COLUMN = "task"
 
 Policy = Literal["error", "skip"]
 # Name of the task of a pair, where a run has several.
@@ -65,7 +64,7 @@ class PairSource:
         malformed: "error", or "skip" to drop and count lines with a wrong number of columns or a missing value.
 
     Raises:
-        ValueError: If the pairs come from none or several of the three origins, or a field is out of range.
+        ValueError: If the pairs come from none or several of the three origins, or the file has another ending.
         FileNotFoundError: If a file does not exist.
     """
 
@@ -93,9 +92,6 @@ class PairSource:
                 "Pairs must come from exactly one of `file`, `source_file` with `target_file`, and `dataset_name`, "
                 f"got {' and '.join(origins) or 'none'}."
             )
-        for name, policy in self.policies.items():
-            check_policy(name, policy)
-        check_max_samples(self.max_samples)
         check_files(self.paths)
         if self.file is not None and _suffix(self.paths[0]) not in READERS:
             raise ValueError(f"`file` must end in one of {', '.join(READERS)} (or with .gz after it), got {self.file}.")
@@ -124,19 +120,14 @@ class PairSource:
 
 
 def load_pairs(
-    source: PairSource | None = None,
-    *,
-    report: DataReport | None = None,
-    cache_dir: str | Path | None = None,
-    **fields: Any,
+    *, report: DataReport | None = None, cache_dir: str | Path | None = None, **fields: Any
 ) -> datasets.Dataset:
     """Read the raw pairs of one split, as in `load_pairs(file="pairs.tsv")`.
 
     Args:
-        source: The pairs to read.
         report: Receives the counts, added to its present ones.
         cache_dir: Cache folder of `datasets`. A changed file is read again.
-        **fields: Fields of `PairSource`, in place of `source`.
+        **fields: Fields of `PairSource`.
 
     Returns:
         The text columns `source` and `target`.
@@ -145,18 +136,26 @@ def load_pairs(
         ValueError: If a field of `PairSource` is wrong, the file is broken, or there is no good pair.
         FileNotFoundError: If a file does not exist.
     """
-    source = source or PairSource(**fields)
+    source = PairSource(**fields)
     if source.paths:
-        arguments = {"columns": source.columns, "policies": source.policies}
-        records = read_cached(generate_records, source.paths, RECORD_FEATURES, CACHE_VERSION, cache_dir, **arguments)
+        records = read_cached(
+            generate_records,
+            source.paths,
+            RECORD_FEATURES,
+            CACHE_VERSION,
+            cache_dir,
+            columns=source.columns,
+            policies=source.policies,
+            prefix=source.source_prefix or "",
+        )
     else:
-        records = _read_dataset(source, None if cache_dir is None else str(cache_dir))
+        records = _read_dataset(source, cache_dir)
     report = report if report is not None else DataReport()
     pairs = _select_good_pairs(records, source.name, report)
     if source.max_samples is not None and source.max_samples < len(pairs):
         report.beyond_max_samples += len(pairs) - source.max_samples
         pairs = pairs.select(range(source.max_samples))
-    return _add_prefix(pairs, source.source_prefix) if source.source_prefix else pairs
+    return pairs
 
 
 def column_texts(dataset: datasets.Dataset, name: str) -> Iterator[str]:
@@ -169,18 +168,6 @@ def column_texts(dataset: datasets.Dataset, name: str) -> Iterator[str]:
 def data_seed(arguments: Any) -> int:
     """Return the seed of the data order: `data_seed` of training arguments, or else `seed`."""
     return arguments.seed if arguments.data_seed is None else arguments.data_seed
-
-
-def check_policy(name: str, policy: str) -> None:
-    """Raise a `ValueError` if a policy is unknown."""
-    if policy not in Policy.__args__:
-        raise ValueError(f"`{name}` must be one of {', '.join(Policy.__args__)}, got {policy!r}.")
-
-
-def check_max_samples(max_samples: int | None) -> None:
-    """Raise a `ValueError` if a number of samples is below 1."""
-    if max_samples is not None and max_samples < 1:
-        raise ValueError(f"`max_samples` must be at least 1, got {max_samples}.")
 
 
 def check_files(paths: tuple[str, ...]) -> None:
@@ -219,7 +206,7 @@ def read_cached(
         return datasets.Dataset.from_generator(
             generate,
             features=features,
-            cache_dir=None if cache_dir is None else str(cache_dir),
+            cache_dir=cache_dir,
             gen_kwargs={"paths": paths, "cache_key": key, **arguments},
         )
     except DatasetGenerationError as error:
@@ -230,7 +217,7 @@ def read_cached(
 
 
 def generate_records(
-    paths: tuple[str, ...], cache_key: Any, columns: tuple[Column, Column], policies: dict[str, Policy]
+    paths: tuple[str, ...], cache_key: Any, columns: tuple[Column, Column], policies: dict[str, Policy], prefix: str
 ) -> Iterator[dict[str, str]]:
     """Yield the records of one file or of two parallel files. The cache key is not read.
 
@@ -241,26 +228,29 @@ def generate_records(
     is_empty = True
     for record in records:
         is_empty = False
-        yield as_row(record, policies)
+        yield as_row(record, policies, prefix)
     if is_empty:
         raise ValueError(f"{' and '.join(paths)} must hold at least one pair, got none.")
 
 
-def as_row(record: Record, policies: dict[str, Policy]) -> dict[str, str]:
+def as_row(record: Record, policies: dict[str, Policy], prefix: str) -> dict[str, str]:
     """Return a row of `RECORD_FEATURES`. Raise a `ValueError` for a bad pair that `policies` do not skip."""
     if not isinstance(record, PairProblem):
-        return {"source": record[0], "target": record[1], "problem": ""}
+        source, target = record
+        return {"source": prefix + source if source.strip() else source, "target": target, "problem": ""}
     if policies[record.kind] == "error":
         raise ValueError(f"{record.message} `{record.kind}: skip` drops and counts such pairs.")
     return {"source": "", "target": "", "problem": record.kind}
 
 
-def _read_dataset(source: PairSource, cache_dir: str | None) -> datasets.Dataset:
+def _read_dataset(source: PairSource, cache_dir: str | Path | None) -> datasets.Dataset:
     dataset = source.load_dataset(cache_dir=cache_dir)
-    names, name, policies = column_names(*source.columns), source.name, source.policies
+    names, name = column_names(*source.columns), source.name
+    policies, prefix = source.policies, source.source_prefix or ""
+    key = (dataset._fingerprint, names, name, sorted(policies.items()), prefix, CACHE_VERSION)
 
     def to_records(table: pa.Table, rows: list[int]) -> pa.Table:
-        records = [as_row(record, policies) for record in read_arrow(table, names, name, rows[0])]
+        records = [as_row(record, policies, prefix) for record in read_arrow(table, names, name, rows[0])]
         return pa.Table.from_pylist(records, schema=RECORD_FEATURES.arrow_schema)
 
     return (
@@ -271,7 +261,7 @@ def _read_dataset(source: PairSource, cache_dir: str | None) -> datasets.Dataset
             with_indices=True,
             remove_columns=dataset.column_names,
             features=RECORD_FEATURES,
-            new_fingerprint=Hasher.hash((dataset._fingerprint, names, name, sorted(policies.items()), CACHE_VERSION)),
+            new_fingerprint=Hasher.hash(key),
             desc="Reading pairs",
         )
         .with_format(None)
@@ -293,19 +283,6 @@ def _select_good_pairs(records: datasets.Dataset, name: str, report: DataReport)
         )
         records = records.select((problems == "").nonzero()[0])
     return records.remove_columns("problem")
-
-
-def _add_prefix(pairs: datasets.Dataset, prefix: str) -> datasets.Dataset:
-    def prepend(sources: list[str]) -> dict[str, list[str]]:
-        return {"source": [prefix + source if source.strip() else source for source in sources]}
-
-    return pairs.map(
-        prepend,
-        batched=True,
-        input_columns="source",
-        new_fingerprint=Hasher.hash((pairs._fingerprint, prefix, CACHE_VERSION)),
-        desc="Adding source_prefix",
-    )
 
 
 def split_pairs(

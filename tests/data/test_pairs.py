@@ -212,11 +212,10 @@ def test_invalid_utf8_is_refused_or_counted(tmp_path, load, name, content):
     assert (report.read, report.invalid_utf8, report.kept) == (3, 1, 2)
 
 
-@pytest.mark.parametrize(("content", "line"), [(b"\xef\xbb\xbfab\n\xc3\xbcc\xe9\n", 2), (b"\xef\xbb\xbfa\xe9\nb\n", 1)])
-def test_invalid_utf8_names_line_and_byte_offset(tmp_path, load, content, line):
-    write(tmp_path, "s.en", content)
+def test_invalid_utf8_names_the_line(tmp_path, load):
+    write(tmp_path, "s.en", b"\xef\xbb\xbfab\n\xc3\xbcc\xe9\n")
     write(tmp_path, "t.de", b"1\n2\n")
-    with pytest.raises(ValueError, match=rf"s\.en must be UTF-8 .* line {line} at byte offset {content.index(0xE9)}\."):
+    with pytest.raises(ValueError, match=r"s\.en` must be UTF-8, but line 2 has the byte 0xe9 at position 3"):
         load(source_file="s.en", target_file="t.de")
 
 
@@ -303,8 +302,6 @@ def test_csv_of_long_fields_and_of_broken_quotes(tmp_path, load):
         ("a.csv", "en,de\na,b\n", {"source_column": 0, "target_column": 1}, "must be names"),
         ("a.xml", "a", {}, "must end in"),
         ("a.tsv", "", {}, "at least one pair"),
-        ("a.tsv", "a\tb\n", {"max_samples": 0}, "max_samples"),
-        ("a.tsv", "a\tb\n", {"malformed": "ignore"}, "malformed"),
         ("a.tsv", "a\tb\n", {"dataset_name": "x"}, "exactly one"),
         ("a.json", "[{]", {}, "JSON array"),
     ],
