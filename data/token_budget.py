@@ -228,8 +228,8 @@ class TokenBudgetSampler(Sampler[list[int]]):
     Every pair occurs in one batch of one process in each epoch. All processes and all epochs have the same number of batches,
     so that a schedule can be planned. The batches depend on the seed and the epoch alone.
 
-    If each batch holds one pair and the processes cannot share the pairs evenly, the last processes get a filler: the index
-    of the shortest pair plus the number of all pairs. `WithFillers` turns a filler into a pair that does not count.
+    If each batch holds one pair and the processes cannot share the pairs evenly, the last processes get a filler. This is the
+    index of the shortest pair plus the number of all pairs. `WithFillers` turns a filler into a pair that does not count.
 
     Attributes:
         num_fillers: Fillers of an epoch in all processes together, fewer than processes.

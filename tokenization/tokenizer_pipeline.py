@@ -5,8 +5,7 @@ import re
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from metaphrase.tokenization.special_tokens import SpecialTokens
-from metaphrase.tokenization.tokenizer_settings import TokenizerSettings
+from metaphrase.tokenization.tokenizer_settings import SpecialTokens, TokenizerSettings
 
 CONTINUATION_PREFIX = "##"
 SPACE_MARK = "\u2581"
@@ -41,7 +40,7 @@ def _register_special_tokens(tokenizer: Tokenizer, special_tokens: SpecialTokens
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"$A {eos}",
         pair=f"$A {eos} $B:1 {eos}:1",
-        special_tokens=[(eos, special_tokens.eos_token_id)],
+        special_tokens=[(eos, special_tokens.tokens.index(eos))],
     )
 
 

@@ -15,7 +15,7 @@ from metaphrase.data.denoising.span_corruption import MIN_BLOCK_LENGTH, SpanCorr
 from metaphrase.data.denoising.text_infilling import TextInfilling, full_stop_ids_of
 from metaphrase.data.denoising.ul2 import MODE_TOKENS, MixtureOfDenoisers, mode_token_ids_of, ul2_mixture
 from metaphrase.data.pairs import LENGTH_COLUMNS
-from metaphrase.tokenization.special_tokens import sentinel_tokens
+from metaphrase.tokenization import sentinel_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -140,8 +140,8 @@ def announce_epoch(loader: DataLoader, epoch: int) -> None:
 def longest_block(objective: Objective, max_source_length: int, max_target_length: int | None = None) -> int:
     """Return the length of the longest block whose pair is always within the limits.
 
-    With `SpanCorruption` and no target limit the source has exactly `max_source_length` tokens: it grows by at most one token
-    with each token of the block, as long as enough kept tokens stand before the spans.
+    With `SpanCorruption` and no target limit the source has exactly `max_source_length` tokens. It grows by at most one token
+    with each token of the block.
 
     Args:
         objective: Objective that corrupts the block.
