@@ -123,7 +123,8 @@ def _ids_by_offsets(
     shared = min(len(encoded), len(ids))
     if list(encoded[:shared]) != list(ids[:shared]):
         return None
-    special = _special_ids(tokenizer, with_unknown=False)
+    # The unknown token is a special token, but stands for text.
+    special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
     starts, words = [start for start, _ in pieces], [word for _, word in pieces]
     word_ids: WordIds = []
     for token, (start, end), sequence in zip(ids[:shared], offsets[:shared], sequences[:shared], strict=True):
@@ -159,7 +160,7 @@ def _count(word_ids: WordIds) -> int:
 
 def _ids_by_decoding(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> WordIds:
     """Find words by the text that each token adds."""
-    special = _special_ids(tokenizer, with_unknown=True)
+    special = set(tokenizer.all_special_ids)
     word_ids: WordIds = [None] * len(ids)
     waiting: list[int] = []  # white space and incomplete characters, until a word follows
     read: list[int] = []
@@ -183,7 +184,7 @@ def _ids_by_decoding(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> Word
 
 
 def _ids_by_marks(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> WordIds:
-    special = _special_ids(tokenizer, with_unknown=False)
+    special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
     word_ids: WordIds = []
     word = -1
     for index, token in zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True):
@@ -192,9 +193,3 @@ def _ids_by_marks(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> WordIds
             word += 1
         word_ids.append(word if is_text else None)
     return word_ids
-
-
-def _special_ids(tokenizer: PreTrainedTokenizerBase, with_unknown: bool) -> set[int]:
-    # The unknown token is a special token, but stands for text.
-    ids = set(tokenizer.all_special_ids)
-    return ids if with_unknown else ids - {tokenizer.unk_token_id}
