@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from metaphrase.tokenization.texts import read_bytes, read_lines
 
 Column = str | int | None
+Columns = tuple[Column, Column]
 SIDES = ("source", "target")
 
 
@@ -50,7 +51,7 @@ def read_parallel(source_file: str, target_file: str) -> Iterator[Record]:
         yield PairProblem("invalid_utf8", problem) if problem else (source.content, target.content)
 
 
-def read_tsv(path: str, source_column: Column, target_column: Column) -> Iterator[Record]:
+def read_tsv(path: str, columns: Columns) -> Iterator[Record]:
     """Yield the pairs of a tab-separated file. Quotes are ordinary characters.
 
     The first line is a header if it holds both column names. Columns given by number mean that there is no header.
@@ -58,7 +59,6 @@ def read_tsv(path: str, source_column: Column, target_column: Column) -> Iterato
     Raises:
         ValueError: If the file does not have the columns.
     """
-    columns = (source_column, target_column)
     names = _with_defaults(columns)
     for line in read_lines(path):
         fields = line.content.split("\t")
@@ -81,9 +81,7 @@ def read_tsv(path: str, source_column: Column, target_column: Column) -> Iterato
             yield fields[source], fields[target]
 
 
-def _check_no_header(
-    path: str, fields: list[str], names: tuple[Column, Column], columns: tuple[Column, Column]
-) -> None:
+def _check_no_header(path: str, fields: list[str], names: Columns, columns: Columns) -> None:
     if all(isinstance(column, int) for column in columns):
         if not all(0 <= column < len(fields) for column in columns):
             raise ValueError(f"Columns {columns} must exist in {path}, got {len(fields)} column(s) in its first line.")
@@ -98,7 +96,7 @@ def _check_no_header(
         )
 
 
-def read_csv(path: str, source_column: Column, target_column: Column) -> Iterator[Record]:
+def read_csv(path: str, columns: Columns) -> Iterator[Record]:
     """Yield the pairs of a comma-separated file (RFC 4180) whose first row names the columns. Blank lines are skipped.
 
     Raises:
@@ -112,7 +110,7 @@ def read_csv(path: str, source_column: Column, target_column: Column) -> Iterato
                 problems.append(line.problem)
             yield line.text
 
-    names, header = column_names(source_column, target_column), None
+    names, header = column_names(columns), None
     reader = csv.reader(lines(), strict=True)
     # The default limit of 128 KiB is too low for a document to be summarized.
     previous_limit = csv.field_size_limit(sys.maxsize)
@@ -137,16 +135,15 @@ def read_csv(path: str, source_column: Column, target_column: Column) -> Iterato
         csv.field_size_limit(previous_limit)
 
 
-def column_names(source_column: Column, target_column: Column) -> tuple[str, str]:
+def column_names(columns: Columns) -> tuple[str, str]:
     """Return both column names, with defaults. Raise a `ValueError` for a number."""
-    columns = (source_column, target_column)
     names = _with_defaults(columns)
     if not all(isinstance(name, str) for name in names):
         raise ValueError(f"`source_column` and `target_column` must be names except in a .tsv file, got {columns}.")
     return names
 
 
-def _with_defaults(columns: tuple[Column, Column]) -> tuple[str | int, str | int]:
+def _with_defaults(columns: Columns) -> tuple[str | int, str | int]:
     return tuple(default if name is None else name for name, default in zip(columns, SIDES, strict=True))
 
 
@@ -160,7 +157,7 @@ def check_columns(where: str, names: tuple[str, ...], present: list[str]) -> Non
         raise ValueError(f"Column {repeated[0]!r} must occur once in {where}, got {present}.")
 
 
-def read_json(path: str, source_column: Column, target_column: Column) -> Iterator[Record]:
+def read_json(path: str, columns: Columns) -> Iterator[Record]:
     """Yield the pairs of a file with one JSON object per line, or with one JSON array of objects.
 
     An object holds the columns itself, or under the key `translation` with language codes as column names.
@@ -168,7 +165,7 @@ def read_json(path: str, source_column: Column, target_column: Column) -> Iterat
     Raises:
         ValueError: If a JSON array cannot be parsed.
     """
-    names = column_names(source_column, target_column)
+    names = column_names(columns)
     if path.removesuffix(".gz").endswith(".json"):
         first = next((line.text.lstrip() for line in read_lines(path) if line.text.strip()), "")
         if first.startswith("["):
@@ -219,19 +216,19 @@ def _from_mapping(record: Any, names: tuple[str, str], where: str) -> Record:
     return values[0], values[1]
 
 
-def read_parquet(path: str, source_column: Column, target_column: Column) -> Iterator[Record]:
+def read_parquet(path: str, columns: Columns) -> Iterator[Record]:
     """Yield the pairs of a Parquet file, with flat columns or a `translation` struct.
 
     Raises:
         ValueError: If the file is broken, or a column is missing, occurs twice or holds no text.
     """
-    names, row = column_names(source_column, target_column), 0
+    names, row = column_names(columns), 0
     try:
         file = pq.ParquetFile(path)
-        columns = _columns_with_pairs(file.schema_arrow, names)
-        check_columns(path, columns, file.schema_arrow.names)
-        for batch in file.iter_batches(columns=list(columns)):
-            yield from read_arrow(batch, names, path, row)
+        top_names = _columns_with_pairs(file.schema_arrow, names)
+        check_columns(path, top_names, file.schema_arrow.names)
+        for batch in file.iter_batches(columns=list(top_names)):
+            yield from read_arrow(batch, columns, path, row)
             row += batch.num_rows
     except (pa.ArrowException, OSError) as error:
         if getattr(error, "errno", None) is not None:  # An error of the file system already names the file.
@@ -248,24 +245,23 @@ def _columns_with_pairs(schema: pa.Schema, names: tuple[str, str]) -> tuple[str,
     return ("translation",) if is_struct else names
 
 
-def read_arrow(
-    table: pa.Table | pa.RecordBatch, names: tuple[str, str], where: str, first_row: int
-) -> Iterator[Record]:
+def read_arrow(table: pa.Table | pa.RecordBatch, columns: Columns, where: str, first_row: int) -> Iterator[Record]:
     """Yield the pairs of an Arrow table, with flat columns or a `translation` struct.
 
     Raises:
         ValueError: If a column is missing, occurs twice or holds no text.
     """
-    present, top_names = table.schema.names, _columns_with_pairs(table.schema, names)
+    names, present = column_names(columns), table.schema.names
+    top_names = _columns_with_pairs(table.schema, names)
     check_columns(where, top_names, present)
     # By number, because the names of other columns may occur twice.
-    columns = [table.column(present.index(name)) for name in top_names]
+    sides = [table.column(present.index(name)) for name in top_names]
     if top_names != names:
-        nested = columns[0]
+        [nested] = sides
         fields = [field.name for field in nested.type]
         check_columns(where, names, fields)
-        columns = [pc.struct_field(nested, [fields.index(name)]) for name in names]
-    sides = [_as_bytes(column, name, where) for column, name in zip(columns, names, strict=True)]
+        sides = [pc.struct_field(nested, [fields.index(name)]) for name in names]
+    sides = [_as_bytes(column, name, where) for column, name in zip(sides, names, strict=True)]
     for row, values in enumerate(zip(*sides, strict=True), start=first_row):
         if None in values:
             missing = names[values.index(None)]
@@ -285,3 +281,6 @@ def _as_bytes(column: pa.Array | pa.ChunkedArray, name: str, where: str) -> list
     if not any(is_kind(column.type) for is_kind in kinds):
         raise ValueError(f"Column {name!r} of {where} must hold text, got {column.type}.")
     return column.cast(pa.large_binary()).to_pylist()
+
+
+READERS = {".tsv": read_tsv, ".csv": read_csv, ".jsonl": read_json, ".json": read_json, ".parquet": read_parquet}

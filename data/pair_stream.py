@@ -10,8 +10,8 @@ from torch.utils.data import get_worker_info
 
 from metaphrase.data.encoding import OUTCOMES, PairEncoder
 from metaphrase.data.fingerprints import file_fingerprint
-from metaphrase.data.pair_files import column_names, read_arrow
-from metaphrase.data.pairs import PairSource, as_row, generate_records
+from metaphrase.data.pair_files import read_arrow
+from metaphrase.data.pairs import PairSource, generate_records
 from metaphrase.data.reports import DROP_REASONS, DataReport
 from metaphrase.tokenization import TokenizerPair
 
@@ -40,14 +40,13 @@ class TextStream(PairSource):
                 return
 
     def _records(self) -> Iterator[dict[str, str]]:
-        prefix = self.source_prefix or ""
         if self.paths:
-            yield from generate_records(self.paths, None, self.columns, self.policies, prefix)
+            yield from generate_records(self)
             return
         row = 0
         for table in self.load_dataset(streaming=True).with_format("arrow").iter(_ROWS_PER_READ):
-            for record in read_arrow(table, column_names(*self.columns), self.name, row):
-                yield as_row(record, self.policies, prefix)
+            for record in read_arrow(table, self.columns, self.name, row):
+                yield self.to_row(record)
             row += table.num_rows
 
     def side(self, index: int) -> Iterator[str]:

@@ -4,7 +4,7 @@ import hashlib
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,19 +13,7 @@ import pyarrow as pa
 from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
 
-from metaphrase.data.pair_files import (
-    SIDES,
-    Column,
-    PairProblem,
-    Record,
-    column_names,
-    read_arrow,
-    read_csv,
-    read_json,
-    read_parallel,
-    read_parquet,
-    read_tsv,
-)
+from metaphrase.data.pair_files import READERS, SIDES, Column, PairProblem, Record, read_arrow, read_parallel
 from metaphrase.data.reports import DataReport
 
 logger = logging.getLogger(__name__)
@@ -36,7 +24,6 @@ LENGTH_COLUMNS = ("source_length", "target_length")
 Policy = Literal["error", "skip"]
 # Name of the task of a pair, where a run has several.
 TASK_COLUMN = "task"
-READERS = {".tsv": read_tsv, ".csv": read_csv, ".jsonl": read_json, ".json": read_json, ".parquet": read_parquet}
 RECORD_FEATURES = datasets.Features({name: datasets.Value("string") for name in (*SIDES, "problem")})
 # Part of every cache key. Raise it when the same file would be read into other pairs.
 CACHE_VERSION = 2
@@ -106,10 +93,6 @@ class PairSource:
         return self.source_column, self.target_column
 
     @property
-    def policies(self) -> dict[str, Policy]:
-        return {"invalid_utf8": self.invalid_utf8, "malformed": self.malformed}
-
-    @property
     def name(self) -> str:
         """The name for messages."""
         return " and ".join(self.paths) or f"{self.dataset_name} ({self.dataset_split})"
@@ -117,6 +100,16 @@ class PairSource:
     def load_dataset(self, **options: Any) -> Any:
         """Return the data set called `dataset_name`."""
         return datasets.load_dataset(self.dataset_name, self.dataset_config_name, split=self.dataset_split, **options)
+
+    def to_row(self, record: Record) -> dict[str, str]:
+        """Return a row of `RECORD_FEATURES`, with the prefix. Raise a `ValueError` for a bad pair that is not skipped."""
+        if isinstance(record, PairProblem):
+            if getattr(self, record.kind) == "error":
+                raise ValueError(f"{record.message} `{record.kind}: skip` drops and counts such pairs.")
+            return {"source": "", "target": "", "problem": record.kind}
+        source, target = record
+        prefix = self.source_prefix if self.source_prefix and source.strip() else ""
+        return {"source": prefix + source, "target": target, "problem": ""}
 
 
 def load_pairs(
@@ -138,16 +131,9 @@ def load_pairs(
     """
     source = PairSource(**fields)
     if source.paths:
-        records = read_cached(
-            generate_records,
-            source.paths,
-            RECORD_FEATURES,
-            CACHE_VERSION,
-            cache_dir,
-            columns=source.columns,
-            policies=source.policies,
-            prefix=source.source_prefix or "",
-        )
+        # All pairs are cached, so that another number of samples needs no new reading.
+        arguments = {"source": replace(source, max_samples=None)}
+        records = read_cached(generate_records, source.paths, RECORD_FEATURES, CACHE_VERSION, cache_dir, arguments)
     else:
         records = _read_dataset(source, cache_dir)
     report = report if report is not None else DataReport()
@@ -188,9 +174,9 @@ def read_cached(
     features: datasets.Features,
     version: int,
     cache_dir: str | Path | None,
-    **arguments: Any,
+    arguments: dict[str, Any],
 ) -> datasets.Dataset:
-    """Return the rows of `generate(paths, cache_key, **arguments)`, cached until a file changes.
+    """Return the rows of `generate(cache_key=..., **arguments)`, cached until an argument or a file changes.
 
     Args:
         generate: A generator function.
@@ -198,7 +184,7 @@ def read_cached(
         features: The columns.
         version: Part of the cache key.
         cache_dir: Cache folder of `datasets`.
-        **arguments: Further arguments, also part of the cache key.
+        arguments: Other arguments of the generator.
     """
     stats = [(str(Path(path).resolve()), Path(path).stat()) for path in paths]
     key = (version, *((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats))
@@ -207,7 +193,7 @@ def read_cached(
             generate,
             features=features,
             cache_dir=cache_dir,
-            gen_kwargs={"paths": paths, "cache_key": key, **arguments},
+            gen_kwargs={"cache_key": key, **arguments},
         )
     except DatasetGenerationError as error:
         cause = error.__cause__ or error.__context__
@@ -216,41 +202,26 @@ def read_cached(
         raise
 
 
-def generate_records(
-    paths: tuple[str, ...], cache_key: Any, columns: tuple[Column, Column], policies: dict[str, Policy], prefix: str
-) -> Iterator[dict[str, str]]:
+def generate_records(source: PairSource, cache_key: Any = None) -> Iterator[dict[str, str]]:
     """Yield the records of one file or of two parallel files. The cache key is not read.
 
     Raises:
-        ValueError: At the first bad pair that `policies` do not skip, or if there is no pair at all.
+        ValueError: At the first bad pair that is not skipped, or if there is no pair at all.
     """
-    records = read_parallel(*paths) if len(paths) == 2 else READERS[_suffix(paths[0])](paths[0], *columns)
+    first, *other = source.paths
     is_empty = True
-    for record in records:
+    for record in read_parallel(first, *other) if other else READERS[_suffix(first)](first, source.columns):
         is_empty = False
-        yield as_row(record, policies, prefix)
+        yield source.to_row(record)
     if is_empty:
-        raise ValueError(f"{' and '.join(paths)} must hold at least one pair, got none.")
-
-
-def as_row(record: Record, policies: dict[str, Policy], prefix: str) -> dict[str, str]:
-    """Return a row of `RECORD_FEATURES`. Raise a `ValueError` for a bad pair that `policies` do not skip."""
-    if not isinstance(record, PairProblem):
-        source, target = record
-        return {"source": prefix + source if source.strip() else source, "target": target, "problem": ""}
-    if policies[record.kind] == "error":
-        raise ValueError(f"{record.message} `{record.kind}: skip` drops and counts such pairs.")
-    return {"source": "", "target": "", "problem": record.kind}
+        raise ValueError(f"{source.name} must hold at least one pair, got none.")
 
 
 def _read_dataset(source: PairSource, cache_dir: str | Path | None) -> datasets.Dataset:
     dataset = source.load_dataset(cache_dir=cache_dir)
-    names, name = column_names(*source.columns), source.name
-    policies, prefix = source.policies, source.source_prefix or ""
-    key = (dataset._fingerprint, names, name, sorted(policies.items()), prefix, CACHE_VERSION)
 
     def to_records(table: pa.Table, rows: list[int]) -> pa.Table:
-        records = [as_row(record, policies, prefix) for record in read_arrow(table, names, name, rows[0])]
+        records = [source.to_row(record) for record in read_arrow(table, source.columns, source.name, rows[0])]
         return pa.Table.from_pylist(records, schema=RECORD_FEATURES.arrow_schema)
 
     return (
@@ -261,7 +232,7 @@ def _read_dataset(source: PairSource, cache_dir: str | Path | None) -> datasets.
             with_indices=True,
             remove_columns=dataset.column_names,
             features=RECORD_FEATURES,
-            new_fingerprint=Hasher.hash(key),
+            new_fingerprint=Hasher.hash((dataset._fingerprint, replace(source, max_samples=None), CACHE_VERSION)),
             desc="Reading pairs",
         )
         .with_format(None)

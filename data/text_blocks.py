@@ -97,8 +97,8 @@ def load_texts(
     paths = tuple(str(path) for path in ([files] if isinstance(files, str | Path) else files))
     check_files(paths)
     features = datasets.Features({"text": datasets.Value("string")})
-    keep_invalid = invalid_utf8 == "skip"
-    texts = read_cached(generate_texts, paths, features, CACHE_VERSION, cache_dir, keep_invalid=keep_invalid)
+    arguments = {"paths": paths, "keep_invalid": invalid_utf8 == "skip"}
+    texts = read_cached(generate_texts, paths, features, CACHE_VERSION, cache_dir, arguments)
     return texts if max_samples is None else texts.select(range(min(max_samples, len(texts))))
 
 
