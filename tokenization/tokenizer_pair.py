@@ -228,8 +228,7 @@ class TokenizerPair:
     @property
     def target_joiner(self) -> str | None:
         """Suffix of each piece of the target that the next piece continues; None if targets are not split into pieces."""
-        backend = getattr(self.target, "backend_tokenizer", None)
-        return None if backend is None else find_joiner(backend)
+        return find_joiner(self.target)
 
     def as_decoded(self, texts: Iterable[str]) -> list[str]:
         """Return target texts as decoding writes them: pieces of a `pretokenized` tokenizer are joined."""

@@ -4,6 +4,7 @@ import json
 import re
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerBase
 
 from metaphrase.tokenization.tokenizer_settings import SpecialTokens, TokenizerSettings
 
@@ -98,11 +99,12 @@ def _decoder(settings: TokenizerSettings) -> decoders.Decoder:
     return decoders.Fuse()
 
 
-def find_joiner(tokenizer: Tokenizer) -> str | None:
+def find_joiner(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Return the joiner that a tokenizer's decoder removes, or None if its texts are not split into pieces."""
-    if tokenizer.decoder is None:
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    if decoder is None:
         return None
-    settings = json.loads(tokenizer.decoder.__getstate__())
+    settings = json.loads(decoder.__getstate__())
     for decoder in settings.get("decoders", [settings]):
         pattern = decoder.get("pattern", {}).get("Regex", "")
         if decoder["type"] == "Replace" and pattern.endswith(_PIECE_END) and decoder["content"] == "":
