@@ -71,11 +71,6 @@ class DenoisingDataset(torch.utils.data.Dataset):
         """The present epoch."""
         return int(self._epoch)
 
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of source and target of each pair, or upper bounds, `(blocks, 2)`."""
-        return self._lengths[:, :2]
-
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the noise, also in all workers of this process."""
         self._epoch.fill_(epoch)
