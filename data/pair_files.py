@@ -238,11 +238,8 @@ def read_parquet(path: str, columns: Columns) -> Iterator[Record]:
 
 def _columns_with_pairs(schema: pa.Schema, names: tuple[str, str]) -> tuple[str, ...]:
     """Return `names`, or the struct `translation` if the columns are inside it."""
-    present = schema.names
-    if all(name in present for name in names) or "translation" not in present:
-        return names
-    is_struct = pa.types.is_struct(schema.field(present.index("translation")).type)
-    return ("translation",) if is_struct else names
+    is_flat = set(names) <= set(schema.names) or "translation" not in schema.names
+    return names if is_flat or not pa.types.is_struct(schema.field("translation").type) else ("translation",)
 
 
 def read_arrow(table: pa.Table | pa.RecordBatch, columns: Columns, where: str, first_row: int) -> Iterator[Record]:
@@ -251,16 +248,14 @@ def read_arrow(table: pa.Table | pa.RecordBatch, columns: Columns, where: str, f
     Raises:
         ValueError: If a column is missing, occurs twice or holds no text.
     """
-    names, present = column_names(columns), table.schema.names
+    names = column_names(columns)
     top_names = _columns_with_pairs(table.schema, names)
-    check_columns(where, top_names, present)
-    # By number, because the names of other columns may occur twice.
-    sides = [table.column(present.index(name)) for name in top_names]
+    check_columns(where, top_names, table.schema.names)
+    sides = [table.column(name) for name in top_names]
     if top_names != names:
         [nested] = sides
-        fields = [field.name for field in nested.type]
-        check_columns(where, names, fields)
-        sides = [pc.struct_field(nested, [fields.index(name)]) for name in names]
+        check_columns(where, names, [field.name for field in nested.type])
+        sides = [pc.struct_field(nested, name) for name in names]
     sides = [_as_bytes(column, name, where) for column, name in zip(sides, names, strict=True)]
     for row, values in enumerate(zip(*sides, strict=True), start=first_row):
         if None in values:
