@@ -88,22 +88,20 @@ def test_saved_pair_loads_equal(tmp_path, joint):
     if not joint:
         target = AutoTokenizer.from_pretrained(tmp_path, subfolder="target_tokenizer")
         assert target.get_vocab() == pair.target.get_vocab() != pair.source.get_vocab()
+    if joint:
+        assert TokenizerPair.from_pretrained(tmp_path, str(tmp_path)).is_joint
     # What was loaded can be saved and loaded again.
     loaded.save_pretrained(tmp_path / "again")
     assert TokenizerPair.from_pretrained(tmp_path / "again").is_joint == joint
 
 
-def test_pair_below_a_subfolder_loads(tmp_path):
-    train_pair(joint=False, kind="char").save_pretrained(tmp_path / "last")
-    loaded = TokenizerPair.from_pretrained(tmp_path, subfolder="last")
-    assert not loaded.is_joint and "ä" in loaded.target.get_vocab()
-
-
-def test_saving_leaves_the_tokenizers_as_they_were(tmp_path):
+def test_saving_leaves_the_tokenizers_as_they_were_and_a_subfolder_loads(tmp_path):
     pair = train_pair(joint=False, kind="char")
     before = dict(pair.source.init_kwargs)
-    pair.save_pretrained(tmp_path)
+    pair.save_pretrained(tmp_path / "last")
     assert pair.source.init_kwargs == before
+    loaded = TokenizerPair.from_pretrained(tmp_path, subfolder="last")
+    assert not loaded.is_joint and "ä" in loaded.target.get_vocab()
 
 
 def test_missing_target_is_an_error_and_not_a_joint_pair(tmp_path):
@@ -122,11 +120,6 @@ def test_joint_pair_is_not_saved_over_a_separate_one(tmp_path):
     train_pair(joint=False, kind="char").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="`folder` must not hold `target_tokenizer/`"):
         train_pair(kind="char").save_pretrained(tmp_path)
-
-
-def test_same_name_for_both_sides_is_joint(tmp_path):
-    train_pair(kind="char").save_pretrained(tmp_path)
-    assert TokenizerPair.from_pretrained(tmp_path, str(tmp_path)).is_joint
 
 
 @pytest.mark.parametrize("name", ["pad_token", "eos_token"])
