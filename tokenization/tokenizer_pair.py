@@ -18,7 +18,7 @@ from metaphrase.modeling.pipeline_support import language_id
 from metaphrase.tokenization.texts import checked_texts, join_pieces
 from metaphrase.tokenization.tokenizer_pipeline import find_joiner
 from metaphrase.tokenization.tokenizer_trainer import train_tokenizer
-from metaphrase.tokenization.two_vocabularies import end_with_separator, split_sides
+from metaphrase.tokenization.two_vocabularies import split_sides
 
 logger = logging.getLogger(__name__)
 
@@ -263,7 +263,9 @@ def _load(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **kwargs:
             f"The tokenizer of {os.fspath(name_or_path)!r} needs {library}, which is not installed: "
             f"pip install metaphrase[{library}]"
         ) from error
-    end_with_separator(tokenizer)
+    if type(tokenizer).__name__ == "FSMTTokenizer" and tokenizer.eos_token is None:
+        # Its end of sequence is called a separator.
+        tokenizer.eos_token = tokenizer.sep_token
     return tokenizer
 
 

@@ -19,10 +19,8 @@ def build_pipeline(model: models.Model, settings: TokenizerSettings) -> Tokenize
     Special tokens are registered only if the model holds them: an empty model gives the pipeline to train it in.
     """
     tokenizer = Tokenizer(model)
-    if (normalizer := _normalizer(settings)) is not None:
-        tokenizer.normalizer = normalizer
-    if (pre_tokenizer := _pre_tokenizer(settings)) is not None:
-        tokenizer.pre_tokenizer = pre_tokenizer
+    tokenizer.normalizer = _normalizer(settings)
+    tokenizer.pre_tokenizer = _pre_tokenizer(settings)
     tokenizer.decoder = _decoder(settings)
     if tokenizer.get_vocab_size():
         _register_special_tokens(tokenizer, settings.special_tokens)

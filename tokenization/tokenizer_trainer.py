@@ -108,8 +108,8 @@ def _train_vocabulary(texts: Iterable[str], settings: TokenizerSettings) -> mode
         "bpe": _train_bpe,
         "unigram": _train_unigram,
         "wordpiece": _train_wordpiece,
-        "char": _collect_characters,
-        "pretokenized": _collect_pieces,
+        "char": _collect,
+        "pretokenized": _collect,
     }[settings.kind]
     model = train(_training_texts(texts, settings), settings)
     _report_size(Tokenizer(model).get_vocab_size(), settings)
@@ -268,38 +268,28 @@ def byte_characters() -> list[str]:
     return [characters[byte] for byte in range(BYTE_COUNT)]
 
 
-def _collect_characters(texts: Iterable[str], settings: TokenizerSettings) -> models.Model:
+def _collect(texts: Iterable[str], settings: TokenizerSettings) -> models.Model:
+    """Return a vocabulary of the characters or pieces of the texts."""
+    is_char, special_tokens = settings.kind == "char", settings.special_tokens
+    noun = "characters" if is_char else "pieces"
     counts = Counter()
     for text in map(_normalizer(settings), texts):
-        counts.update(text)
-    entries = [*settings.special_tokens.tokens, *_select_frequent(counts, settings, "characters")]
-    vocabulary = {entry: index for index, entry in enumerate(entries)}
-    return models.BPE(vocabulary, [], unk_token=settings.special_tokens.unk_token, fuse_unk=False)
-
-
-def _collect_pieces(texts: Iterable[str], settings: TokenizerSettings) -> models.Model:
-    counts = Counter()
-    for text in map(_normalizer(settings), texts):
-        counts.update(text.split(" "))
-    special_tokens = settings.special_tokens
+        counts.update(text if is_char else text.split(" "))
     # Runs of spaces split into empty strings; special tokens already have entries.
     for entry in ("", *special_tokens.tokens):
         counts.pop(entry, None)
-    pieces = _select_frequent(counts, settings, "pieces")
-    if settings.vocab_size is not None:
-        limit = settings.vocab_size - len(special_tokens.tokens)
-        _report_left_out(counts, pieces[limit:], "pieces", f"`vocab_size` {settings.vocab_size} is full")
-        pieces = pieces[:limit]
-    entries = [*special_tokens.tokens, *pieces]
-    return models.WordLevel({entry: index for index, entry in enumerate(entries)}, unk_token=special_tokens.unk_token)
-
-
-def _select_frequent(counts: Counter, settings: TokenizerSettings, noun: str) -> list[str]:
-    """Return the entries of at least `min_frequency`, most frequent first, then in alphabetical order."""
+    # Most frequent first, then in alphabetical order.
     ordered = sorted(counts, key=lambda entry: (-counts[entry], entry))
-    frequent = [entry for entry in ordered if counts[entry] >= settings.min_frequency]
-    _report_left_out(counts, ordered[len(frequent) :], noun, f"rarer than `min_frequency` {settings.min_frequency}")
-    return frequent
+    entries = [entry for entry in ordered if counts[entry] >= settings.min_frequency]
+    _report_left_out(counts, ordered[len(entries) :], noun, f"rarer than `min_frequency` {settings.min_frequency}")
+    if settings.vocab_size is not None and not is_char:
+        limit = settings.vocab_size - len(special_tokens.tokens)
+        _report_left_out(counts, entries[limit:], noun, f"`vocab_size` {settings.vocab_size} is full")
+        entries = entries[:limit]
+    vocabulary = {entry: index for index, entry in enumerate([*special_tokens.tokens, *entries])}
+    if is_char:
+        return models.BPE(vocabulary, [], unk_token=special_tokens.unk_token, fuse_unk=False)
+    return models.WordLevel(vocabulary, unk_token=special_tokens.unk_token)
 
 
 def _report_left_out(counts: Counter, left_out: list[str], noun: str, reason: str) -> None:
