@@ -208,8 +208,6 @@ def make_objective(
         mask = tokenizer.mask_token_id if tokenizer.mask_token_id is not None else tokenizer.get_vocab().get(MASK_TOKEN)
         if mask is None:
             raise ValueError(f"A tokenizer must have a mask token or {MASK_TOKEN} for `objective` {name}, got neither.")
-        if "noise_density" in options:
-            options["mask_ratio"] = options.pop("noise_density")
         options["full_stop_ids"] = full_stop_ids_of(tokenizer)
         return TextInfilling(mask_token_id=mask, eos_token_id=tokenizer.eos_token_id, **options)
     sentinels = sentinel_ids_of(tokenizer)

@@ -245,7 +245,7 @@ def test_objectives_take_their_tokens_from_the_tokenizer():
     assert len(mixture.denoisers[0][1].sentinel_ids) == 5 and mixture.denoisers[0][1].spans_anywhere
     tokenizer = tokenizer_with(*objective_tokens("text_infilling"))
     infilling = make_objective("text_infilling", tokenizer, noise_density=0.2)
-    assert tokenizer.convert_ids_to_tokens(infilling.mask_token_id) == "<mask>" and infilling.mask_ratio == 0.2
+    assert tokenizer.convert_ids_to_tokens(infilling.mask_token_id) == "<mask>" and infilling.noise_density == 0.2
     assert sorted(tokenizer.convert_ids_to_tokens(list(infilling.full_stop_ids))) == ["!", ".", "?"]
     assert infilling.eos_token_id == tokenizer.eos_token_id
     defaults = make_objective("span_corruption", tokenizer_with(*objective_tokens("span_corruption")))
