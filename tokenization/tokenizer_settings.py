@@ -108,7 +108,7 @@ class TokenizerSettings:
     def __post_init__(self) -> None:
         for name, known in (("kind", TOKENIZER_KINDS), ("normalization", NORMALIZATIONS)):
             value = getattr(self, name)
-            if value not in known and not (name == "normalization" and value is None):
+            if value not in (None, *known):
                 hint = did_you_mean(value, known)
                 raise ValueError(f"`{name}` must be one of {', '.join(known)}, got {value!r}.{hint}")
         for name in ("vocab_size", "min_frequency", "model_max_length"):

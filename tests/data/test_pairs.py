@@ -247,6 +247,7 @@ def test_csv_of_any_fields_but_broken_quotes(tmp_path, load):
         ("a.xml", "a", {}, "must end in"),
         ("a.tsv", "", {}, "at least one pair"),
         ("a.tsv", "a\tb\n", {"dataset_name": "x"}, "exactly one"),
+        ("a.tsv", "a\tb\n", {"source_file": "a.en"}, "together"),
         ("a.json", "[{]", {}, "JSON array of objects, got: Expecting"),
         ("a.json", f"[{'1' * 5000}]", {}, "JSON array of objects, got: Exceeds"),
     ],
@@ -257,11 +258,9 @@ def test_refusals(tmp_path, load, name, content, options, message):
         load(file=name, **options)
 
 
-def test_missing_files_are_refused(load):
+def test_a_missing_file_is_refused(load):
     with pytest.raises(FileNotFoundError, match=r"nowhere\.tsv"):
         load(file="nowhere.tsv")
-    with pytest.raises(ValueError, match="together"):
-        load(source_file="a.en")
 
 
 def test_prefix_goes_before_text_but_not_before_emptiness_and_samples_are_counted(tmp_path, load):

@@ -143,11 +143,6 @@ def test_sentences_stay_in_their_document():
     assert moved > 15
 
 
-def test_permutation_needs_full_stops():
-    source, _ = infilling(noise_density=0.01, mean_span_length=1.0)(np.arange(10, 110), generator())
-    assert (np.diff([token for token in source[:-1] if token != MASK]) > 0).all()
-
-
 @pytest.mark.parametrize("kind", ["byte_bpe", "unigram", "wordpiece"])
 def test_full_stops_of_a_tokenizer(kind):
     texts = ["It rains. Does it? It does! (So they say.) 3.5 is a number, of course.", 'He said: "No." And left.'] * 20
