@@ -1,7 +1,5 @@
 """Registry of all families."""
 
-import difflib
-
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -9,6 +7,7 @@ from metaphrase.conversion.bart import Bart, MBart, PLBart
 from metaphrase.conversion.family import Family
 from metaphrase.conversion.marian import FSMT, M2M100, Marian, Pegasus
 from metaphrase.conversion.t5 import MT5, T5, UMT5
+from metaphrase.tokenization.hints import did_you_mean
 
 FAMILIES: dict[str, Family] = {
     family.name: family() for family in (T5, MT5, UMT5, Bart, MBart, PLBart, Pegasus, Marian, M2M100, FSMT)
@@ -22,9 +21,7 @@ def find_family(name: str) -> Family:
         ValueError: If the name is unknown.
     """
     if name not in FAMILIES:
-        nearest = difflib.get_close_matches(name, FAMILIES, n=1)
-        hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-        raise ValueError(f"A family must be one of {', '.join(FAMILIES)}, got {name!r}.{hint}")
+        raise ValueError(f"A family must be one of {', '.join(FAMILIES)}, got {name!r}.{did_you_mean(name, FAMILIES)}")
     return FAMILIES[name]
 
 

@@ -98,28 +98,19 @@ class PackedCollator:
         """
         sides = [(source_of(pair), pair["labels"]) for pair in pairs]
         sides.sort(key=lambda sides: (len(sides[0]), len(sides[1])), reverse=True)
-        sources, targets = map(list, zip(*sides, strict=True))
-        lengths = [[len(row) for row in rows] for rows in (sources, targets)]
+        lengths = [[len(row) for row in rows] for rows in zip(*sides, strict=True)]
         if min(map(min, lengths)) == 0:
             raise ValueError("Both sides of a pair must hold at least one token to be packed, got an empty one.")
         longest = [max(side) for side in lengths]
-        for rows, side, fillers, value in zip(
-            (sources, targets),
-            lengths,
-            filler_lengths([sum(side) for side in lengths], longest, self.pad_to_multiple_of),
-            (self.pad_token_id, IGNORED_LABEL),
-            strict=True,
+        batch = {"longest_source": longest[0], "longest_target": longest[1]}
+        all_fillers = filler_lengths([sum(side) for side in lengths], longest, self.pad_to_multiple_of)
+        names = (("input_ids", "source_lengths", self.pad_token_id), ("labels", "target_lengths", IGNORED_LABEL))
+        for (ids, sizes, padding), rows, side, fillers in zip(
+            names, zip(*sides, strict=True), lengths, all_fillers, strict=True
         ):
-            rows += [[value] * filler for filler in fillers]
-            side += fillers
-        return {
-            "input_ids": torch.tensor([list(chain.from_iterable(sources))]),
-            "labels": torch.tensor([list(chain.from_iterable(targets))]),
-            "source_lengths": torch.tensor(lengths[0]),
-            "target_lengths": torch.tensor(lengths[1]),
-            "longest_source": longest[0],
-            "longest_target": longest[1],
-        }
+            batch[ids] = torch.tensor([[*chain.from_iterable(rows), *[padding] * sum(fillers)]])
+            batch[sizes] = torch.tensor(side + fillers)
+        return batch
 
 
 def filler_lengths(tokens: Sequence[int], longest: Sequence[int], multiple: int) -> list[list[int]]:

@@ -10,17 +10,17 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from metaphrase.tokenization.texts import open_bytes
+from metaphrase.tokenization.texts import read_bytes, read_lines
 
 Column = str | int | None
-DEFAULT_COLUMNS = ("source", "target")
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+Columns = tuple[Column, Column]
+SIDES = ("source", "target")
 
 
 @dataclass(frozen=True)
@@ -34,62 +34,24 @@ class PairProblem:
 Record = tuple[str, str] | PairProblem
 
 
-class Line(NamedTuple):
-    """A line with its ending, its number from 1, and its byte offset in the (decompressed) file."""
-
-    number: int
-    offset: int
-    content: bytes
-
-
-def read_lines(path: str) -> Iterator[Line]:
-    """Yield the lines of a file."""
-    offset = 0
-    with open_bytes(path) as file:
-        for number, content in enumerate(file, start=1):
-            start = offset
-            offset += len(content)
-            if number == 1 and content.startswith(BYTE_ORDER_MARK):
-                start, content = len(BYTE_ORDER_MARK), content.removeprefix(BYTE_ORDER_MARK)
-            yield Line(number, start, content)
-
-
-def _strip_ending(content: bytes) -> bytes:
-    return content.removesuffix(b"\n").removesuffix(b"\r") if content.endswith(b"\n") else content
-
-
-def _decode(path: str, line: Line) -> str | PairProblem:
-    try:
-        return _strip_ending(line.content).decode("utf-8")
-    except UnicodeDecodeError as error:
-        return _not_utf8(path, line.number, line.offset + error.start)
-
-
-def _not_utf8(path: str, number: int, offset: int) -> PairProblem:
-    return PairProblem(
-        "invalid_utf8", f"{path} must be UTF-8 text, got an invalid byte in line {number} at byte offset {offset}."
-    )
-
-
 def read_parallel(source_file: str, target_file: str) -> Iterator[Record]:
     """Yield the pairs of two text files with one sentence per line.
 
     Raises:
         ValueError: If the files differ in their number of lines.
     """
-    counts = [sum(1 for _ in read_lines(path)) for path in (source_file, target_file)]
+    counts = [sum(1 for _ in read_bytes(path)) for path in (source_file, target_file)]
     if counts[0] != counts[1]:
         raise ValueError(
             "Parallel files must have the same number of lines, "
             f"got {counts[0]} in {source_file} and {counts[1]} in {target_file}."
         )
-    for source_line, target_line in zip(read_lines(source_file), read_lines(target_file), strict=True):
-        source, target = _decode(source_file, source_line), _decode(target_file, target_line)
-        problem = next((side for side in (source, target) if isinstance(side, PairProblem)), None)
-        yield problem or (source, target)
+    for source, target in zip(read_lines(source_file), read_lines(target_file), strict=True):
+        problem = source.problem or target.problem
+        yield PairProblem("invalid_utf8", problem) if problem else (source.content, target.content)
 
 
-def read_tsv(path: str, source_column: Column, target_column: Column) -> Iterator[Record]:
+def read_tsv(path: str, columns: Columns) -> Iterator[Record]:
     """Yield the pairs of a tab-separated file. Quotes are ordinary characters.
 
     The first line is a header if it holds both column names. Columns given by number mean that there is no header.
@@ -97,23 +59,20 @@ def read_tsv(path: str, source_column: Column, target_column: Column) -> Iterato
     Raises:
         ValueError: If the file does not have the columns.
     """
-    columns = (source_column, target_column)
-    by_number = all(isinstance(column, int) for column in columns)
-    names = tuple(default if name is None else name for name, default in zip(columns, DEFAULT_COLUMNS, strict=True))
+    names = _with_defaults(columns)
     for line in read_lines(path):
-        text = _decode(path, line)
-        fields = _strip_ending(line.content).decode("utf-8", errors="replace").split("\t")
+        fields = line.content.split("\t")
         if line.number == 1:
-            has_header = not by_number and all(name in fields for name in names)
-            width = len(fields) if has_header or by_number else 2
-            if has_header:
+            source, target, width = 0, 1, 2
+            if all(name in fields for name in names):
                 check_columns(path, names, fields)
-                source, target = map(fields.index, names)
+                source, target, width = *map(fields.index, names), len(fields)
                 continue
             _check_no_header(path, fields, names, columns)
-            source, target = columns if by_number else (0, 1)
-        if isinstance(text, PairProblem):
-            yield text
+            if columns != (None, None):
+                source, target, width = *columns, len(fields)
+        if line.problem:
+            yield PairProblem("invalid_utf8", line.problem)
         elif len(fields) != width:
             yield PairProblem(
                 "malformed", f"{path} must have {width} tab-separated columns, got {len(fields)} in line {line.number}."
@@ -122,9 +81,7 @@ def read_tsv(path: str, source_column: Column, target_column: Column) -> Iterato
             yield fields[source], fields[target]
 
 
-def _check_no_header(
-    path: str, fields: list[str], names: tuple[Column, Column], columns: tuple[Column, Column]
-) -> None:
+def _check_no_header(path: str, fields: list[str], names: Columns, columns: Columns) -> None:
     if all(isinstance(column, int) for column in columns):
         if not all(0 <= column < len(fields) for column in columns):
             raise ValueError(f"Columns {columns} must exist in {path}, got {len(fields)} column(s) in its first line.")
@@ -139,24 +96,22 @@ def _check_no_header(
         )
 
 
-def read_csv(path: str, source_column: Column, target_column: Column) -> Iterator[Record]:
+def read_csv(path: str, columns: Columns) -> Iterator[Record]:
     """Yield the pairs of a comma-separated file (RFC 4180) whose first row names the columns. Blank lines are skipped.
 
     Raises:
         ValueError: If a column is not in the header, or the quoting is broken: no later row could be trusted.
     """
-    undecodable: list[PairProblem] = []
+    problems: list[str] = []  # of the lines of the present row
 
-    def decoded_lines() -> Iterator[str]:
+    def lines() -> Iterator[str]:
         for line in read_lines(path):
-            try:
-                yield line.content.decode("utf-8")
-            except UnicodeDecodeError as error:
-                undecodable.append(_not_utf8(path, line.number, line.offset + error.start))
-                yield line.content.decode("utf-8", errors="surrogateescape")
+            if line.problem:
+                problems.append(line.problem)
+            yield line.text
 
-    names, header = column_names(source_column, target_column), None
-    reader = csv.reader(decoded_lines(), strict=True)
+    names, header = column_names(columns), None
+    reader = csv.reader(lines(), strict=True)
     # The default limit of 128 KiB is too low for a document to be summarized.
     previous_limit = csv.field_size_limit(sys.maxsize)
     try:
@@ -166,27 +121,30 @@ def read_csv(path: str, source_column: Column, target_column: Column) -> Iterato
             if header is None:
                 check_columns(path, names, header := row)
                 source, target = map(header.index, names)
-            elif undecodable:
-                yield undecodable[0]
+            elif problems:
+                yield PairProblem("invalid_utf8", problems[0])
             elif len(row) != len(header):
                 message = f"{path} must have {len(header)} columns, got {len(row)} in line {reader.line_num}."
                 yield PairProblem("malformed", message)
             else:
                 yield row[source], row[target]
-            undecodable.clear()
+            problems.clear()
     except csv.Error as error:
         raise ValueError(f"{path} must be quoted as RFC 4180 says, got in line {reader.line_num}: {error}.") from error
     finally:
         csv.field_size_limit(previous_limit)
 
 
-def column_names(source_column: Column, target_column: Column) -> tuple[str, str]:
+def column_names(columns: Columns) -> tuple[str, str]:
     """Return both column names, with defaults. Raise a `ValueError` for a number."""
-    columns = (source_column, target_column)
-    names = tuple(default if name is None else name for name, default in zip(columns, DEFAULT_COLUMNS, strict=True))
+    names = _with_defaults(columns)
     if not all(isinstance(name, str) for name in names):
         raise ValueError(f"`source_column` and `target_column` must be names except in a .tsv file, got {columns}.")
     return names
+
+
+def _with_defaults(columns: Columns) -> tuple[str | int, str | int]:
+    return tuple(default if name is None else name for name, default in zip(columns, SIDES, strict=True))
 
 
 def check_columns(where: str, names: tuple[str, ...], present: list[str]) -> None:
@@ -199,7 +157,7 @@ def check_columns(where: str, names: tuple[str, ...], present: list[str]) -> Non
         raise ValueError(f"Column {repeated[0]!r} must occur once in {where}, got {present}.")
 
 
-def read_json(path: str, source_column: Column, target_column: Column) -> Iterator[Record]:
+def read_json(path: str, columns: Columns) -> Iterator[Record]:
     """Yield the pairs of a file with one JSON object per line, or with one JSON array of objects.
 
     An object holds the columns itself, or under the key `translation` with language codes as column names.
@@ -207,21 +165,20 @@ def read_json(path: str, source_column: Column, target_column: Column) -> Iterat
     Raises:
         ValueError: If a JSON array cannot be parsed.
     """
-    names = column_names(source_column, target_column)
+    names = column_names(columns)
     if path.removesuffix(".gz").endswith(".json"):
-        first = next((line.content.lstrip() for line in read_lines(path) if line.content.strip()), b"")
-        if first.startswith(b"["):
+        first = next((line.text.lstrip() for line in read_lines(path) if line.text.strip()), "")
+        if first.startswith("["):
             yield from _read_json_array(path, names)
             return
     for line in read_lines(path):
-        text = _decode(path, line)
-        if isinstance(text, PairProblem):
-            yield text
+        if line.problem:
+            yield PairProblem("invalid_utf8", line.problem)
             continue
-        if not text.strip():
+        if not line.text.strip():
             continue
         try:
-            record = json.loads(text)
+            record = json.loads(line.text)
         except (ValueError, RecursionError) as error:  # Also for integers of thousands of digits.
             yield PairProblem(
                 "malformed", f"{path} must hold one JSON object per line, got in line {line.number}: {error}"
@@ -231,11 +188,9 @@ def read_json(path: str, source_column: Column, target_column: Column) -> Iterat
 
 
 def _read_json_array(path: str, names: tuple[str, str]) -> Iterator[Record]:
-    with open_bytes(path) as file:
-        content = file.read().removeprefix(BYTE_ORDER_MARK)
     try:
-        # Invalid bytes become lone surrogates, which `_from_mapping` detects.
-        records = json.loads(content.decode("utf-8", errors="surrogateescape"))
+        # Invalid bytes are lone surrogates, which `_from_mapping` detects.
+        records = json.loads("".join(line.text for line in read_lines(path)))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} must be a JSON array of objects, got: {error}") from error
     for number, record in enumerate(records, start=1):
@@ -261,19 +216,19 @@ def _from_mapping(record: Any, names: tuple[str, str], where: str) -> Record:
     return values[0], values[1]
 
 
-def read_parquet(path: str, source_column: Column, target_column: Column) -> Iterator[Record]:
+def read_parquet(path: str, columns: Columns) -> Iterator[Record]:
     """Yield the pairs of a Parquet file, with flat columns or a `translation` struct.
 
     Raises:
         ValueError: If the file is broken, or a column is missing, occurs twice or holds no text.
     """
-    names, row = column_names(source_column, target_column), 0
+    names, row = column_names(columns), 0
     try:
         file = pq.ParquetFile(path)
-        columns = _columns_with_pairs(file.schema_arrow, names)
-        check_columns(path, columns, file.schema_arrow.names)
-        for batch in file.iter_batches(columns=list(columns)):
-            yield from read_arrow(batch, names, path, row)
+        top_names = _columns_with_pairs(file.schema_arrow, names)
+        check_columns(path, top_names, file.schema_arrow.names)
+        for batch in file.iter_batches(columns=list(top_names)):
+            yield from read_arrow(batch, columns, path, row)
             row += batch.num_rows
     except (pa.ArrowException, OSError) as error:
         if getattr(error, "errno", None) is not None:  # An error of the file system already names the file.
@@ -283,31 +238,25 @@ def read_parquet(path: str, source_column: Column, target_column: Column) -> Ite
 
 def _columns_with_pairs(schema: pa.Schema, names: tuple[str, str]) -> tuple[str, ...]:
     """Return `names`, or the struct `translation` if the columns are inside it."""
-    present = schema.names
-    if all(name in present for name in names) or "translation" not in present:
-        return names
-    is_struct = pa.types.is_struct(schema.field(present.index("translation")).type)
-    return ("translation",) if is_struct else names
+    is_flat = set(names) <= set(schema.names) or "translation" not in schema.names
+    return names if is_flat or not pa.types.is_struct(schema.field("translation").type) else ("translation",)
 
 
-def read_arrow(
-    table: pa.Table | pa.RecordBatch, names: tuple[str, str], where: str, first_row: int
-) -> Iterator[Record]:
+def read_arrow(table: pa.Table | pa.RecordBatch, columns: Columns, where: str, first_row: int) -> Iterator[Record]:
     """Yield the pairs of an Arrow table, with flat columns or a `translation` struct.
 
     Raises:
         ValueError: If a column is missing, occurs twice or holds no text.
     """
-    present, top_names = table.schema.names, _columns_with_pairs(table.schema, names)
-    check_columns(where, top_names, present)
-    # By number, because the names of other columns may occur twice.
-    columns = [table.column(present.index(name)) for name in top_names]
+    names = column_names(columns)
+    top_names = _columns_with_pairs(table.schema, names)
+    check_columns(where, top_names, table.schema.names)
+    sides = [table.column(name) for name in top_names]
     if top_names != names:
-        nested = columns[0]
-        fields = [field.name for field in nested.type]
-        check_columns(where, names, fields)
-        columns = [pc.struct_field(nested, [fields.index(name)]) for name in names]
-    sides = [_as_bytes(column, name, where) for column, name in zip(columns, names, strict=True)]
+        [nested] = sides
+        check_columns(where, names, [field.name for field in nested.type])
+        sides = [pc.struct_field(nested, name) for name in names]
+    sides = [_as_bytes(column, name, where) for column, name in zip(sides, names, strict=True)]
     for row, values in enumerate(zip(*sides, strict=True), start=first_row):
         if None in values:
             missing = names[values.index(None)]
@@ -327,3 +276,6 @@ def _as_bytes(column: pa.Array | pa.ChunkedArray, name: str, where: str) -> list
     if not any(is_kind(column.type) for is_kind in kinds):
         raise ValueError(f"Column {name!r} of {where} must hold text, got {column.type}.")
     return column.cast(pa.large_binary()).to_pylist()
+
+
+READERS = {".tsv": read_tsv, ".csv": read_csv, ".jsonl": read_json, ".json": read_json, ".parquet": read_parquet}

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
-from metaphrase.data.encoding import OUTCOMES, Empty, PairEncoder, TooLong, encode_batch, find_frames
+from metaphrase.data.encoding import OUTCOMES, PairEncoder
 from metaphrase.data.fingerprints import file_fingerprint
-from metaphrase.data.pair_files import column_names, read_arrow
-from metaphrase.data.pairs import PairSource, as_row, generate_records
+from metaphrase.data.pair_files import read_arrow
+from metaphrase.data.pairs import PairSource, generate_records
 from metaphrase.data.reports import DROP_REASONS, DataReport
+from metaphrase.tokenization import TokenizerPair
 
 logger = logging.getLogger(__name__)
 
@@ -27,26 +28,25 @@ class TextStream(PairSource):
     def pairs(self, report: DataReport | None = None) -> Iterator[tuple[str, str]]:
         """Yield source and target of each good pair, and count all pairs in the report."""
         report = DataReport() if report is None else report
-        prefix, num_good = self.source_prefix or "", 0
+        num_good = 0
         for record in self._records():
             report.read += 1
             if record["problem"]:
                 setattr(report, record["problem"], getattr(report, record["problem"]) + 1)
                 continue
             num_good += 1
-            source = record["source"]
-            yield (prefix + source if source.strip() else source), record["target"]
+            yield record["source"], record["target"]
             if num_good == self.max_samples:
                 return
 
     def _records(self) -> Iterator[dict[str, str]]:
         if self.paths:
-            yield from generate_records(self.paths, None, self.columns, self.policies)
+            yield from generate_records(self)
             return
         row = 0
         for table in self.load_dataset(streaming=True).with_format("arrow").iter(_ROWS_PER_READ):
-            for record in read_arrow(table, column_names(*self.columns), self.name, row):
-                yield as_row(record, self.policies)
+            for record in read_arrow(table, self.columns, self.name, row):
+                yield self.to_row(record)
             row += table.num_rows
 
     def side(self, index: int) -> Iterator[str]:
@@ -58,32 +58,13 @@ class TextStream(PairSource):
 class PairStream:
     """Encoded pairs of a text stream, the same in each pass. Pairs are dropped and counted as by `encode_pairs`."""
 
-    def __init__(
-        self,
-        texts: TextStream,
-        tokenizers: PairEncoder,
-        *,
-        max_source_length: int | None,
-        max_target_length: int | None,
-        too_long: TooLong = "skip",
-        empty: Empty = "skip",
-    ):
+    def __init__(self, texts: TextStream, tokenizers: TokenizerPair, **rules: Any):
         """Args:
         texts: The pairs of text.
         tokenizers: Source and target tokenizer.
-        max_source_length: Most tokens of a source with its end-of-sequence token; None for no limit.
-        max_target_length: The same for a target.
-        too_long: Policy for pairs over a limit.
-        empty: Policy for pairs with an empty side.
+        **rules: The other fields of `PairEncoder`.
         """
-        self.texts, self.tokenizers = texts, tokenizers
-        self.rules = {
-            "tokenizers": tokenizers,
-            "limits": (max_source_length, max_target_length),
-            "frames": find_frames(tokenizers),
-            "too_long": too_long,
-            "empty": empty,
-        }
+        self.texts, self.encode = texts, PairEncoder(tokenizers, **rules)
         # Shared memory: the workers of a loader read, each with a copy of this stream.
         self._counts = torch.zeros(len(_COUNTS), dtype=torch.int64).share_memory_()
 
@@ -103,7 +84,7 @@ class PairStream:
         pairs, row = self.texts.pairs(report), count()
         while batch := list(islice(pairs, _ROWS_PER_READ)):
             sources, targets = zip(*batch, strict=True)
-            columns = encode_batch(list(sources), list(targets), list(islice(row, len(batch))), **self.rules)
+            columns = self.encode(list(sources), list(targets), list(islice(row, len(batch))))
             report.source_truncated += sum(columns["source_truncated"])
             report.target_truncated += sum(columns["target_truncated"])
             outcomes = columns["outcome"]

@@ -4,7 +4,7 @@ import hashlib
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,31 +13,17 @@ import pyarrow as pa
 from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
 
-from metaphrase.data.pair_files import (
-    Column,
-    PairProblem,
-    Record,
-    column_names,
-    read_arrow,
-    read_csv,
-    read_json,
-    read_parallel,
-    read_parquet,
-    read_tsv,
-)
+from metaphrase.data.pair_files import READERS, SIDES, Column, PairProblem, Record, read_arrow, read_parallel
 from metaphrase.data.reports import DataReport
 
 logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "validation", "test")
-SIDES = ("source", "target")
 LENGTH_COLUMNS = ("source_length", "target_length")
-TASK_COLUMN = "task"
 
 Policy = Literal["error", "skip"]
 # Name of the task of a pair, where a run has several.
 TASK_COLUMN = "task"
-READERS = {".tsv": read_tsv, ".csv": read_csv, ".jsonl": read_json, ".json": read_json, ".parquet": read_parquet}
 RECORD_FEATURES = datasets.Features({name: datasets.Value("string") for name in (*SIDES, "problem")})
 # Part of every cache key. Raise it when the same file would be read into other pairs.
 CACHE_VERSION = 2
@@ -65,7 +51,7 @@ class PairSource:
         malformed: "error", or "skip" to drop and count lines with a wrong number of columns or a missing value.
 
     Raises:
-        ValueError: If the pairs come from none or several of the three origins, or a field is out of range.
+        ValueError: If the pairs come from none or several of the three origins, or the file has another ending.
         FileNotFoundError: If a file does not exist.
     """
 
@@ -93,9 +79,6 @@ class PairSource:
                 "Pairs must come from exactly one of `file`, `source_file` with `target_file`, and `dataset_name`, "
                 f"got {' and '.join(origins) or 'none'}."
             )
-        for name, policy in self.policies.items():
-            check_policy(name, policy)
-        check_max_samples(self.max_samples)
         check_files(self.paths)
         if self.file is not None and _suffix(self.paths[0]) not in READERS:
             raise ValueError(f"`file` must end in one of {', '.join(READERS)} (or with .gz after it), got {self.file}.")
@@ -110,10 +93,6 @@ class PairSource:
         return self.source_column, self.target_column
 
     @property
-    def policies(self) -> dict[str, Policy]:
-        return {"invalid_utf8": self.invalid_utf8, "malformed": self.malformed}
-
-    @property
     def name(self) -> str:
         """The name for messages."""
         return " and ".join(self.paths) or f"{self.dataset_name} ({self.dataset_split})"
@@ -122,21 +101,26 @@ class PairSource:
         """Return the data set called `dataset_name`."""
         return datasets.load_dataset(self.dataset_name, self.dataset_config_name, split=self.dataset_split, **options)
 
+    def to_row(self, record: Record) -> dict[str, str]:
+        """Return a row of `RECORD_FEATURES`, with the prefix. Raise a `ValueError` for a bad pair that is not skipped."""
+        if isinstance(record, PairProblem):
+            if getattr(self, record.kind) == "error":
+                raise ValueError(f"{record.message} `{record.kind}: skip` drops and counts such pairs.")
+            return {"source": "", "target": "", "problem": record.kind}
+        source, target = record
+        prefix = self.source_prefix if self.source_prefix and source.strip() else ""
+        return {"source": prefix + source, "target": target, "problem": ""}
+
 
 def load_pairs(
-    source: PairSource | None = None,
-    *,
-    report: DataReport | None = None,
-    cache_dir: str | Path | None = None,
-    **fields: Any,
+    *, report: DataReport | None = None, cache_dir: str | Path | None = None, **fields: Any
 ) -> datasets.Dataset:
     """Read the raw pairs of one split, as in `load_pairs(file="pairs.tsv")`.
 
     Args:
-        source: The pairs to read.
         report: Receives the counts, added to its present ones.
         cache_dir: Cache folder of `datasets`. A changed file is read again.
-        **fields: Fields of `PairSource`, in place of `source`.
+        **fields: Fields of `PairSource`.
 
     Returns:
         The text columns `source` and `target`.
@@ -145,18 +129,19 @@ def load_pairs(
         ValueError: If a field of `PairSource` is wrong, the file is broken, or there is no good pair.
         FileNotFoundError: If a file does not exist.
     """
-    source = source or PairSource(**fields)
+    source = PairSource(**fields)
     if source.paths:
-        arguments = {"columns": source.columns, "policies": source.policies}
-        records = read_cached(generate_records, source.paths, RECORD_FEATURES, CACHE_VERSION, cache_dir, **arguments)
+        # All pairs are cached, so that another number of samples needs no new reading.
+        arguments = {"source": replace(source, max_samples=None)}
+        records = read_cached(generate_records, source.paths, RECORD_FEATURES, CACHE_VERSION, cache_dir, arguments)
     else:
-        records = _read_dataset(source, None if cache_dir is None else str(cache_dir))
+        records = _read_dataset(source, cache_dir)
     report = report if report is not None else DataReport()
     pairs = _select_good_pairs(records, source.name, report)
     if source.max_samples is not None and source.max_samples < len(pairs):
         report.beyond_max_samples += len(pairs) - source.max_samples
         pairs = pairs.select(range(source.max_samples))
-    return _add_prefix(pairs, source.source_prefix) if source.source_prefix else pairs
+    return pairs
 
 
 def column_texts(dataset: datasets.Dataset, name: str) -> Iterator[str]:
@@ -169,18 +154,6 @@ def column_texts(dataset: datasets.Dataset, name: str) -> Iterator[str]:
 def data_seed(arguments: Any) -> int:
     """Return the seed of the data order: `data_seed` of training arguments, or else `seed`."""
     return arguments.seed if arguments.data_seed is None else arguments.data_seed
-
-
-def check_policy(name: str, policy: str) -> None:
-    """Raise a `ValueError` if a policy is unknown."""
-    if policy not in Policy.__args__:
-        raise ValueError(f"`{name}` must be one of {', '.join(Policy.__args__)}, got {policy!r}.")
-
-
-def check_max_samples(max_samples: int | None) -> None:
-    """Raise a `ValueError` if a number of samples is below 1."""
-    if max_samples is not None and max_samples < 1:
-        raise ValueError(f"`max_samples` must be at least 1, got {max_samples}.")
 
 
 def check_files(paths: tuple[str, ...]) -> None:
@@ -201,9 +174,9 @@ def read_cached(
     features: datasets.Features,
     version: int,
     cache_dir: str | Path | None,
-    **arguments: Any,
+    arguments: dict[str, Any],
 ) -> datasets.Dataset:
-    """Return the rows of `generate(paths, cache_key, **arguments)`, cached until a file changes.
+    """Return the rows of `generate(cache_key=..., **arguments)`, cached until an argument or a file changes.
 
     Args:
         generate: A generator function.
@@ -211,7 +184,7 @@ def read_cached(
         features: The columns.
         version: Part of the cache key.
         cache_dir: Cache folder of `datasets`.
-        **arguments: Further arguments, also part of the cache key.
+        arguments: Other arguments of the generator.
     """
     stats = [(str(Path(path).resolve()), Path(path).stat()) for path in paths]
     key = (version, *((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats))
@@ -219,8 +192,8 @@ def read_cached(
         return datasets.Dataset.from_generator(
             generate,
             features=features,
-            cache_dir=None if cache_dir is None else str(cache_dir),
-            gen_kwargs={"paths": paths, "cache_key": key, **arguments},
+            cache_dir=cache_dir,
+            gen_kwargs={"cache_key": key, **arguments},
         )
     except DatasetGenerationError as error:
         cause = error.__cause__ or error.__context__
@@ -229,38 +202,26 @@ def read_cached(
         raise
 
 
-def generate_records(
-    paths: tuple[str, ...], cache_key: Any, columns: tuple[Column, Column], policies: dict[str, Policy]
-) -> Iterator[dict[str, str]]:
+def generate_records(source: PairSource, cache_key: Any = None) -> Iterator[dict[str, str]]:
     """Yield the records of one file or of two parallel files. The cache key is not read.
 
     Raises:
-        ValueError: At the first bad pair that `policies` do not skip, or if there is no pair at all.
+        ValueError: At the first bad pair that is not skipped, or if there is no pair at all.
     """
-    records = read_parallel(*paths) if len(paths) == 2 else READERS[_suffix(paths[0])](paths[0], *columns)
+    first, *other = source.paths
     is_empty = True
-    for record in records:
+    for record in read_parallel(first, *other) if other else READERS[_suffix(first)](first, source.columns):
         is_empty = False
-        yield as_row(record, policies)
+        yield source.to_row(record)
     if is_empty:
-        raise ValueError(f"{' and '.join(paths)} must hold at least one pair, got none.")
+        raise ValueError(f"{source.name} must hold at least one pair, got none.")
 
 
-def as_row(record: Record, policies: dict[str, Policy]) -> dict[str, str]:
-    """Return a row of `RECORD_FEATURES`. Raise a `ValueError` for a bad pair that `policies` do not skip."""
-    if not isinstance(record, PairProblem):
-        return {"source": record[0], "target": record[1], "problem": ""}
-    if policies[record.kind] == "error":
-        raise ValueError(f"{record.message} `{record.kind}: skip` drops and counts such pairs.")
-    return {"source": "", "target": "", "problem": record.kind}
-
-
-def _read_dataset(source: PairSource, cache_dir: str | None) -> datasets.Dataset:
+def _read_dataset(source: PairSource, cache_dir: str | Path | None) -> datasets.Dataset:
     dataset = source.load_dataset(cache_dir=cache_dir)
-    names, name, policies = column_names(*source.columns), source.name, source.policies
 
     def to_records(table: pa.Table, rows: list[int]) -> pa.Table:
-        records = [as_row(record, policies) for record in read_arrow(table, names, name, rows[0])]
+        records = [source.to_row(record) for record in read_arrow(table, source.columns, source.name, rows[0])]
         return pa.Table.from_pylist(records, schema=RECORD_FEATURES.arrow_schema)
 
     return (
@@ -271,7 +232,7 @@ def _read_dataset(source: PairSource, cache_dir: str | None) -> datasets.Dataset
             with_indices=True,
             remove_columns=dataset.column_names,
             features=RECORD_FEATURES,
-            new_fingerprint=Hasher.hash((dataset._fingerprint, names, name, sorted(policies.items()), CACHE_VERSION)),
+            new_fingerprint=Hasher.hash((dataset._fingerprint, replace(source, max_samples=None), CACHE_VERSION)),
             desc="Reading pairs",
         )
         .with_format(None)
@@ -293,19 +254,6 @@ def _select_good_pairs(records: datasets.Dataset, name: str, report: DataReport)
         )
         records = records.select((problems == "").nonzero()[0])
     return records.remove_columns("problem")
-
-
-def _add_prefix(pairs: datasets.Dataset, prefix: str) -> datasets.Dataset:
-    def prepend(sources: list[str]) -> dict[str, list[str]]:
-        return {"source": [prefix + source if source.strip() else source for source in sources]}
-
-    return pairs.map(
-        prepend,
-        batched=True,
-        input_columns="source",
-        new_fingerprint=Hasher.hash((pairs._fingerprint, prefix, CACHE_VERSION)),
-        desc="Adding source_prefix",
-    )
 
 
 def split_pairs(

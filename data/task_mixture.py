@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-MIXINGS = ("proportional", "temperature", "equal")
-
 
 def mixing_rates(
     sizes: Sequence[int],
@@ -29,17 +27,7 @@ def mixing_rates(
 
     Returns:
         Shares `(tasks,)`, whose sum is 1.
-
-    Raises:
-        ValueError: If a size, a weight or the temperature is not above 0, or the mixing is unknown.
     """
-    if mixing not in MIXINGS:
-        raise ValueError(f"`task_mixing` must be one of {', '.join(MIXINGS)}, got {mixing!r}.")
-    if temperature <= 0:
-        raise ValueError(f"`mixing_temperature` must be above 0, got {temperature}.")
-    for name, values in (("size", sizes), ("weight", weights)):
-        if any(not value > 0 for value in values):
-            raise ValueError(f"The {name} of each task must be above 0, got {list(values)}.")
     counted = np.minimum(sizes, np.inf if limit is None else limit).astype(np.float64)
     exponent = {"proportional": 1.0, "temperature": 1 / temperature, "equal": 0.0}[mixing]
     rates = counted**exponent * np.asarray(weights, dtype=np.float64)

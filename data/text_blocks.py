@@ -8,19 +8,18 @@ from typing import Any, Literal
 import datasets
 from datasets.fingerprint import Hasher
 
-from metaphrase.data.encoding import PairEncoder
 from metaphrase.data.fingerprints import tokenizer_fingerprint
-from metaphrase.data.pairs import Policy, check_files, check_max_samples, check_policy, read_cached
-from metaphrase.tokenization.texts import iterate_lines
+from metaphrase.data.pairs import Policy, check_files, read_cached
+from metaphrase.tokenization import TokenizerPair, iterate_lines
 
 Remainder = Literal["drop", "keep"]
-_COUNTS = ("documents", "empty_documents", "invalid_documents")
+_COUNTS = ("empty_documents", "invalid_documents")
 FEATURES = datasets.Features(
     {"input_ids": datasets.List(datasets.Value("int32")), **{name: datasets.Value("int64") for name in _COUNTS}}
 )
 TEXTS_PER_CALL = 1000
 # Part of every cache key. Raise it when the same texts would be cut into other blocks.
-CACHE_VERSION = 2
+CACHE_VERSION = 3
 
 
 @dataclass
@@ -92,16 +91,14 @@ def load_texts(
         invalid_utf8: "error", or "skip" to make a line that is not UTF-8 a `None`, which `text_blocks` counts.
 
     Raises:
-        ValueError: If a line is not UTF-8, there is no line at all, or an argument is out of range.
+        ValueError: If a line is not UTF-8, or there is no line at all.
         FileNotFoundError: If a file does not exist.
     """
     paths = tuple(str(path) for path in ([files] if isinstance(files, str | Path) else files))
-    check_max_samples(max_samples)
-    check_policy("invalid_utf8", invalid_utf8)
     check_files(paths)
     features = datasets.Features({"text": datasets.Value("string")})
-    keep_invalid = invalid_utf8 == "skip"
-    texts = read_cached(generate_texts, paths, features, CACHE_VERSION, cache_dir, keep_invalid=keep_invalid)
+    arguments = {"paths": paths, "keep_invalid": invalid_utf8 == "skip"}
+    texts = read_cached(generate_texts, paths, features, CACHE_VERSION, cache_dir, arguments)
     return texts if max_samples is None else texts.select(range(min(max_samples, len(texts))))
 
 
@@ -121,7 +118,7 @@ def generate_texts(paths: tuple[str, ...], cache_key: Any, keep_invalid: bool) -
 
 def text_blocks(
     texts: datasets.Dataset,
-    tokenizers: PairEncoder,
+    tokenizers: TokenizerPair,
     block_length: int,
     *,
     end_documents: bool = True,
@@ -145,29 +142,31 @@ def text_blocks(
         The column `input_ids`, and the report.
 
     Raises:
-        ValueError: If an argument is out of range, the tokenizers are not joint, or there is no block.
+        ValueError: If the tokenizers are not joint, or there is no block.
     """
-    if "text" not in texts.column_names:
-        raise ValueError(f"`texts` must have the column text, got {texts.column_names}.")
-    if (num_texts := len(texts)) == 0:
-        raise ValueError("`texts` must hold at least one document, got none.")
-    if block_length < 2:
-        raise ValueError(f"`block_length` must be at least 2, got {block_length}.")
-    if remainder not in Remainder.__args__:
-        raise ValueError(f"`remainder` must be one of {', '.join(Remainder.__args__)}, got {remainder!r}.")
-    if not getattr(tokenizers, "is_joint", True):
+    if not tokenizers.is_joint:
         raise ValueError("`tokenizers` must be joint, because a block goes to both sides, got two tokenizers.")
-    cutter = _BlockCutter(tokenizers, block_length, end_documents)
+    rest: list[int] = []  # tokens behind the last block
+    counts = dict.fromkeys(_COUNTS, 0)
 
     def cut(batch: list[str | None], rows: list[int]) -> dict[str, list[Any]]:
-        blocks = cutter.add(batch)
-        counts = [(0, 0, 0)] * len(blocks)
-        if rows[-1] == num_texts - 1:
+        valid = [text for text in batch if text is not None]
+        counts["invalid_documents"] += len(batch) - len(valid)
+        for text, ids in zip(valid, tokenizers.encode_sources(valid), strict=True):
+            # An empty document has the end-of-sequence token alone.
+            if not text.strip() or len(ids) == 1:
+                counts["empty_documents"] += 1
+            else:
+                rest.extend(ids if end_documents else ids[:-1])
+        stop = len(rest) - len(rest) % block_length
+        blocks = [rest[start : start + block_length] for start in range(0, stop, block_length)]
+        del rest[:stop]
+        columns = {name: [0] * len(blocks) for name in _COUNTS}
+        if rows[-1] == len(texts) - 1:
             # The last row holds the remainder, which may be empty, and the counts, so that a cached run has them too.
-            blocks.append(cutter.rest)
-            counts.append(cutter.counts)
-        columns = map(list, zip(*counts, strict=True)) if counts else ([], [], [])
-        return {"input_ids": blocks, **dict(zip(_COUNTS, columns, strict=True))}
+            blocks.append(rest)
+            columns = {name: [*column, counts[name]] for name, column in columns.items()}
+        return {"input_ids": blocks, **columns}
 
     keys = (block_length, end_documents, CACHE_VERSION)
     rows = texts.map(
@@ -183,6 +182,7 @@ def text_blocks(
     )
     last = rows[len(rows) - 1]
     report = BlockReport(
+        documents=len(texts),
         **{name: last[name] for name in _COUNTS},
         block_length=block_length,
         full_blocks=len(rows) - 1,
@@ -193,38 +193,3 @@ def text_blocks(
     if report.blocks == 0:
         raise ValueError(f"The texts must fill at least one block of {block_length} tokens. {report}")
     return rows.select(range(report.blocks)).select_columns("input_ids"), report
-
-
-class _BlockCutter:
-    """Joins documents to one stream of tokens and cuts it into blocks. Holds less than one block between calls.
-
-    Attributes:
-        rest: Tokens behind the last block.
-        counts: Documents in all, empty documents, invalid documents.
-    """
-
-    def __init__(self, tokenizers: PairEncoder, block_length: int, end_documents: bool):
-        probe = tokenizers.encode_sources([""])[0]
-        if not probe:
-            raise ValueError("The tokenizer must end each list of ids in the end-of-sequence token, got [] for ''.")
-        self.tokenizers, self.block_length, self.end_documents = tokenizers, block_length, end_documents
-        self.end_id = probe[-1]
-        self.rest: list[int] = []
-        self.counts = [0, 0, 0]
-
-    def add(self, texts: Sequence[str | None]) -> list[list[int]]:
-        """Add documents and return the blocks that are now full."""
-        valid = [text for text in texts if text is not None]
-        self.counts[0] += len(texts)
-        self.counts[2] += len(texts) - len(valid)
-        for text, ids in zip(valid, self.tokenizers.encode_sources(valid), strict=True):
-            if not ids or ids[-1] != self.end_id:
-                raise ValueError(f"The tokenizer must end each list of ids in {self.end_id}, got {ids[-5:]} as end.")
-            if not text.strip() or len(ids) == 1:
-                self.counts[1] += 1
-                continue
-            self.rest += ids if self.end_documents else ids[:-1]
-        stop = len(self.rest) - len(self.rest) % self.block_length
-        blocks = [self.rest[start : start + self.block_length] for start in range(0, stop, self.block_length)]
-        del self.rest[:stop]
-        return blocks

@@ -228,8 +228,8 @@ class TokenBudgetSampler(Sampler[list[int]]):
     Every pair occurs in one batch of one process in each epoch. All processes and all epochs have the same number of batches,
     so that a schedule can be planned. The batches depend on the seed and the epoch alone.
 
-    If each batch holds one pair and the processes cannot share the pairs evenly, the last processes get a filler: the index
-    of the shortest pair plus the number of all pairs. `WithFillers` turns a filler into a pair that does not count.
+    If each batch holds one pair and the processes cannot share the pairs evenly, the last processes get a filler. This is the
+    index of the shortest pair plus the number of all pairs. `WithFillers` turns a filler into a pair that does not count.
 
     Attributes:
         num_fillers: Fillers of an epoch in all processes together, fewer than processes.
@@ -273,12 +273,11 @@ class TokenBudgetSampler(Sampler[list[int]]):
         # Sorting all pairs together gives nearly the same batches for any order, which fit nearly always.
         least = len(self._form(0, is_whole=True))
         planned = max(math.ceil(most * (1 + self._SPARE)), least + 1) if most > 1 else most
-        planned = min(planned, len(self.lengths))
-        self.batches_per_process = math.ceil(planned / num_processes)
+        self.batches_per_process = math.ceil(min(planned, len(self.lengths)) / num_processes)
         self._filler = len(self.lengths) + int(self.lengths.sum(axis=1).argmin())
         self.num_fillers = max(0, self.batches_per_process * num_processes - len(self.lengths))
         # Refuse fewer pairs than processes.
-        self._to_count(self._form(0))
+        self.epoch_batches(0)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the batches. accelerate's loaders call this method."""
@@ -294,23 +293,15 @@ class TokenBudgetSampler(Sampler[list[int]]):
         window = None if is_whole else self.pairs_per_window
         return form_batches(self.lengths, self.max_tokens_per_batch, self._generator(epoch), window)
 
-    def _to_count(self, batches: list[list[int]]) -> list[list[int]]:
-        return fill_to_count(batches, self.batches_per_process * self.num_processes, self.num_processes, self._filler)
-
     def epoch_batches(self, epoch: int) -> list[list[int]]:
         """Return the batches of all processes in an epoch. Process `i` takes each `num_processes`-th batch from `i` on."""
         count = self.batches_per_process * self.num_processes
-        batches = self._form(epoch)
-        if len(batches) > count:
-            batches = self._form(epoch, is_whole=True)
-        if len(batches) > count:
-            # A few pairs of very unequal length may still need more. The count was planned for the first epoch.
-            batches = self._form(0)
-        batches = self._to_count(batches)
-        assert len(batches) == count, f"An epoch must have {count} batches, got {len(batches)}."
-        generator = self._generator(epoch)
+        # A few pairs of very unequal length may need more batches than planned, which was done for the first epoch.
+        candidates = (self._form(*options) for options in ((epoch,), (epoch, True), (0,)))
+        batches = next(batches for batches in candidates if len(batches) <= count)
+        batches = fill_to_count(batches, count, self.num_processes, self._filler)
         # Neighbours form one step and cost about the same, so that no process waits long.
-        steps = torch.randperm(self.batches_per_process, generator=generator).tolist()
+        steps = torch.randperm(self.batches_per_process, generator=self._generator(epoch)).tolist()
         return [batches[step * self.num_processes + rank] for step in steps for rank in range(self.num_processes)]
 
     def __iter__(self) -> Iterator[list[int]]:

@@ -13,7 +13,6 @@ from metaphrase.data.token_budget import as_padded, fill_to_count, form_batches,
 logger = logging.getLogger(__name__)
 
 Pair = Mapping[str, Sequence[int]]
-DEFAULT_PAIRS_IN_BUFFER = 20_000
 
 
 class TokenBudgetStream(IterableDataset):
@@ -37,7 +36,7 @@ class TokenBudgetStream(IterableDataset):
         seed: int,
         num_processes: int = 1,
         process_index: int = 0,
-        pairs_in_buffer: int = DEFAULT_PAIRS_IN_BUFFER,
+        pairs_in_buffer: int = 20_000,
     ):
         """Args:
         read: Returns the pairs of a pass, with `input_ids` and `labels`, by the number of the pass from 0.
@@ -46,14 +45,7 @@ class TokenBudgetStream(IterableDataset):
         num_processes: Number of processes that share the batches. Each reads all pairs.
         process_index: Index of this process.
         pairs_in_buffer: Pairs in the buffer. More of them means less padding, more mixing, more memory.
-
-        Raises:
-            ValueError: If the buffer cannot give each process a pair.
         """
-        if pairs_in_buffer < num_processes:
-            raise ValueError(
-                f"`pairs_in_buffer` must be at least the number of processes, got {pairs_in_buffer} and {num_processes}."
-            )
         self.read = read
         self.max_tokens_per_batch = max_tokens_per_batch
         self.seed = seed
@@ -64,7 +56,7 @@ class TokenBudgetStream(IterableDataset):
         """Yield the batches of this process. Each worker of a loader yields its share.
 
         Raises:
-            ValueError: If a pair exceeds the budget, or a pass holds fewer pairs than there are processes.
+            ValueError: If a pair exceeds the budget, or a pass or the buffer holds fewer pairs than there are processes.
         """
         worker = get_worker_info()
         count, index = (1, 0) if worker is None else (worker.num_workers, worker.id)

@@ -1,6 +1,5 @@
 """Base class of all corpus scores: two columns and their checks, without files or network."""
 
-import difflib
 import inspect
 import os
 from collections.abc import Iterable, Sequence
@@ -8,6 +7,8 @@ from typing import Any
 
 import evaluate
 from datasets import Features, List, Value
+
+from metaphrase.tokenization.hints import did_you_mean
 
 References = Sequence[str] | Sequence[Sequence[str]]
 _COLUMNS = ("predictions", "references")
@@ -17,8 +18,7 @@ def check_choice(field: str, value: Any, choices: Iterable[str]) -> None:
     """Raise a `ValueError`, with the nearest choice as a hint, if a value is not one of the choices."""
     choices = list(choices)
     if value not in choices:
-        nearest = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.4)
-        hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+        hint = did_you_mean(value, choices, cutoff=0.4)
         raise ValueError(f"{field} must be one of {', '.join(choices)}, got {value!r}.{hint}")
 
 

@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, BinaryIO
 
 from metaphrase.storage.write_lock import WriteLock
 from metaphrase.tokenization import iterate_lines
-from metaphrase.tokenization.texts import open_bytes
+from metaphrase.tokenization.texts import read_bytes
 
 if TYPE_CHECKING:
     from metaphrase.inference.run import ScoredText
@@ -77,8 +77,7 @@ def count_lines(path: str | None) -> int | None:
     """Return the number of lines for a progress bar on a terminal; `None` without terminal or for a pipe."""
     if path is None or not Path(path).is_file() or not sys.stderr.isatty():
         return None
-    with open_bytes(path) as file:
-        return sum(1 for _ in file)
+    return sum(1 for _ in read_bytes(path))
 
 
 def _open_standard_input() -> BinaryIO:

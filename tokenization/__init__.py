@@ -1,11 +1,9 @@
 """Text to ids and back: training a tokenizer, and the pair of tokenizers of a model."""
 
 from metaphrase.tokenization.encoding import TextFrame, encode_phrase, shorten
-from metaphrase.tokenization.languages import check_target_language, set_languages
-from metaphrase.tokenization.special_tokens import SpecialTokens, sentinel_tokens
 from metaphrase.tokenization.texts import checked_texts, iterate_lines, join_pieces
-from metaphrase.tokenization.tokenizer_pair import TokenizerPair
-from metaphrase.tokenization.tokenizer_settings import TOKENIZER_KINDS
+from metaphrase.tokenization.tokenizer_pair import TokenizerPair, check_target_language, set_languages
+from metaphrase.tokenization.tokenizer_settings import TOKENIZER_KINDS, SpecialTokens, sentinel_tokens
 from metaphrase.tokenization.tokenizer_trainer import train_tokenizer
 from metaphrase.tokenization.words import readable_tokens, words_of_decoded, words_of_source, words_of_target
 

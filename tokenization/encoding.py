@@ -3,6 +3,7 @@
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -80,12 +81,10 @@ class TextFrame:
     def of(cls, encode: Callable[[list[str]], list[list[int]]]) -> "TextFrame":
         """Find the frame of an encoder such as `TokenizerPair.encode_sources`."""
         empty, *rows = encode(["", *_PROBES])
-        probe = next((ids for ids in rows if len(ids) > len(empty)), None)
         # If no probe is encoded, take the last id for the end of sequence.
-        length = 0 if probe is not None else min(len(empty), 1)
-        while probe is not None and length < len(empty) and empty[-1 - length] == probe[-1 - length]:
-            length += 1
-        return cls(len(empty), list(empty[len(empty) - length :]))
+        probe = next((ids for ids in rows if len(ids) > len(empty)), empty[-1:])
+        shared = takewhile(lambda ids: ids[0] == ids[1], zip(reversed(empty), reversed(probe), strict=False))
+        return cls(len(empty), [token for token, _ in shared][::-1])
 
 
 def shorten(row: Sequence[Any], limit: int | None, end: Sequence[Any]) -> list[Any]:

@@ -5,44 +5,69 @@ import gzip
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from typing import BinaryIO
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from metaphrase.tokenization.tokenizer_settings import DEFAULT_JOINER
 
 
-class _CompressedFile(gzip.GzipFile):
-    """A `.gz` file whose errors name the file: an `OSError` if it is damaged, an `EOFError` if it is truncated."""
+class Line(NamedTuple):
+    """A line of a text file.
 
-    def read(self, size: int | None = -1) -> bytes:
-        return self._read_whole(super().read, size)
+    Attributes:
+        number: Its number from 1.
+        text: Its text with the line end. Bytes that are not UTF-8 are lone surrogates.
+        problem: Message about the first byte that is not UTF-8; empty if there is none.
+    """
 
-    def read1(self, size: int = -1) -> bytes:
-        return self._read_whole(super().read1, size)
+    number: int
+    text: str
+    problem: str = ""
 
-    def readline(self, size: int = -1) -> bytes:
-        return self._read_whole(super().readline, size)
+    @property
+    def content(self) -> str:
+        """The text without the line end."""
+        return self.text.removesuffix("\n").removesuffix("\r")
 
-    def _read_whole(self, read: Callable[[int | None], bytes], size: int | None) -> bytes:
+
+def read_bytes(path: str | os.PathLike) -> Iterator[bytes]:
+    """Yield the lines of a file, plain or compressed (`.gz`), with their ends but without a byte-order mark.
+
+    Raises:
+        OSError: If a compressed file is damaged.
+        EOFError: If a compressed file is truncated.
+    """
+    with gzip.open(path) if os.fspath(path).endswith(".gz") else open(path, "rb") as file:
         try:
-            return read(size)
+            for index, line in enumerate(file):
+                yield line if index else line.removeprefix(codecs.BOM_UTF8)
         except (zlib.error, gzip.BadGzipFile, EOFError) as error:
             kind = EOFError if isinstance(error, EOFError) else gzip.BadGzipFile
-            raise kind(f"`{self.name}` must be a compressed file that is whole, got: {error}.") from error
+            raise kind(f"`{os.fspath(path)}` must be a compressed file that is whole, got: {error}.") from error
 
 
-def open_bytes(path: str | os.PathLike) -> BinaryIO:
-    """Open a file for reading, and decompress `.gz`."""
-    return _CompressedFile(path, "rb") if os.fspath(path).endswith(".gz") else open(path, "rb")
+def read_lines(path: str | os.PathLike) -> Iterator[Line]:
+    """Yield the lines of a UTF-8 text file. Errors are as for `read_bytes`.
+
+    Only LF and CR LF end a line. All other line breaks of Unicode stay inside the line, so that parallel files stay
+    parallel.
+    """
+    for number, line in enumerate(read_bytes(path), start=1):
+        try:
+            text, problem = line.decode("utf-8"), ""
+        except UnicodeDecodeError as error:
+            text = line.decode("utf-8", errors="surrogateescape")
+            problem = (
+                f"`{os.fspath(path)}` must be UTF-8, but line {number} has the byte 0x{line[error.start]:02x} "
+                f"at position {error.start} ({error.reason})."
+            )
+        yield Line(number, text, problem)
 
 
 def iterate_lines(
     paths: str | os.PathLike | Iterable[str | os.PathLike], keep_invalid: bool = False
 ) -> Iterator[str | None]:
-    """Yield the lines of UTF-8 text files, plain or compressed (`.gz`), without their line ends.
-
-    Only LF and CR LF end a line. All other line breaks of Unicode stay inside the line, so that parallel files stay
-    parallel. A byte-order mark is dropped.
+    """Yield the lines of UTF-8 text files, plain or compressed (`.gz`), without their line ends (see `read_lines`).
 
     Args:
         paths: One file or several.
@@ -53,21 +78,10 @@ def iterate_lines(
         FileNotFoundError: If a file is missing.
     """
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
-        with open_bytes(path) as file:
-            for number, line in enumerate(file, start=1):
-                if number == 1:
-                    line = line.removeprefix(codecs.BOM_UTF8)
-                line = line.removesuffix(b"\n").removesuffix(b"\r")
-                try:
-                    yield line.decode("utf-8")
-                except UnicodeDecodeError as error:
-                    if keep_invalid:
-                        yield None
-                        continue
-                    raise ValueError(
-                        f"`{os.fspath(path)}` must be UTF-8, but line {number} has the byte 0x{line[error.start]:02x} "
-                        f"at position {error.start} ({error.reason})."
-                    ) from error
+        for line in read_lines(path):
+            if line.problem and not keep_invalid:
+                raise ValueError(line.problem)
+            yield None if line.problem else line.content
 
 
 def checked_texts(texts: Iterable[str], name: str = "texts") -> Iterator[str]:

@@ -1,6 +1,7 @@
-"""Pair of source and target tokenizer of a sequence-to-sequence model."""
+"""Pair of source and target tokenizer of a sequence-to-sequence model, and the languages of multilingual tokenizers."""
 
 import copy
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,14 +13,16 @@ import torch
 from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from metaphrase.tokenization.languages import check_target_language
+from metaphrase.modeling import IGNORED_LABEL
+from metaphrase.modeling.pipeline_support import language_id
 from metaphrase.tokenization.texts import checked_texts, join_pieces
 from metaphrase.tokenization.tokenizer_pipeline import find_joiner
 from metaphrase.tokenization.tokenizer_trainer import train_tokenizer
-from metaphrase.tokenization.two_vocabularies import end_with_separator, split_sides
+from metaphrase.tokenization.two_vocabularies import split_sides
+
+logger = logging.getLogger(__name__)
 
 TARGET_SUBFOLDER = "target_tokenizer"
-IGNORED_LABEL = -100
 
 # Optional libraries of some tokenizers, each an extra of the same name.
 _LIBRARIES = ("sentencepiece", "sacremoses")
@@ -71,11 +74,7 @@ class TokenizerPair:
         target_texts: Iterable[str],
         *,
         joint: bool = True,
-        kind: str = "byte_bpe",
-        source_kind: str | None = None,
-        target_kind: str | None = None,
         vocab_size: int | None = None,
-        source_vocab_size: int | None = None,
         target_vocab_size: int | None = None,
         **options: Any,
     ) -> "TokenizerPair":
@@ -85,36 +84,24 @@ class TokenizerPair:
             source_texts: Texts of the source side.
             target_texts: Texts of the target side.
             joint: True for one tokenizer of both sides.
-            kind: Kind of both tokenizers, as for `train_tokenizer`.
-            source_kind: Kind of the source tokenizer, if different. Needs `joint=False`.
-            target_kind: Kind of the target tokenizer, if different. Needs `joint=False`.
             vocab_size: Size of the joint vocabulary, or of each of two.
-            source_vocab_size: Size of the source vocabulary, if different. Needs `joint=False`.
             target_vocab_size: Size of the target vocabulary, if different. Needs `joint=False`.
             options: Further arguments of `train_tokenizer`, for both tokenizers.
 
         Raises:
-            ValueError: If a setting of one side is given for a joint tokenizer, or `train_tokenizer` raises it.
+            ValueError: If `target_vocab_size` is given for a joint tokenizer, or `train_tokenizer` raises it.
         """
-        if joint:
-            one_sided = {
-                "source_kind": source_kind,
-                "target_kind": target_kind,
-                "source_vocab_size": source_vocab_size,
-                "target_vocab_size": target_vocab_size,
-            }
-            for name, value in one_sided.items():
-                if value is not None:
-                    raise ValueError(f"`{name}` must be left out when `joint` is true, got {value!r}.")
-            texts = chain(checked_texts(source_texts), checked_texts(target_texts))
-            tokenizer = train_tokenizer(texts, kind=kind, vocab_size=vocab_size, **options)
-            return cls(tokenizer, tokenizer)
-        source_size = vocab_size if source_vocab_size is None else source_vocab_size
-        target_size = vocab_size if target_vocab_size is None else target_vocab_size
-        return cls(
-            train_tokenizer(source_texts, kind=source_kind or kind, vocab_size=source_size, **options),
-            train_tokenizer(target_texts, kind=target_kind or kind, vocab_size=target_size, **options),
-        )
+        if not joint:
+            target_size = vocab_size if target_vocab_size is None else target_vocab_size
+            return cls(
+                train_tokenizer(source_texts, vocab_size=vocab_size, **options),
+                train_tokenizer(target_texts, vocab_size=target_size, **options),
+            )
+        if target_vocab_size is not None:
+            raise ValueError(f"`target_vocab_size` must be left out when `joint` is true, got {target_vocab_size}.")
+        texts = chain(checked_texts(source_texts), checked_texts(target_texts))
+        tokenizer = train_tokenizer(texts, vocab_size=vocab_size, **options)
+        return cls(tokenizer, tokenizer)
 
     @classmethod
     def from_pretrained(
@@ -229,19 +216,19 @@ class TokenizerPair:
         Raises:
             ValueError: If `ids` is not a batch of rows.
         """
-        pad_token_id = self.target.pad_token_id
-        rows = [row.tolist() if isinstance(row, torch.Tensor | np.ndarray) else row for row in ids]
-        for row in rows:
+        texts = []
+        for row in ids:
+            row = row.tolist() if isinstance(row, torch.Tensor | np.ndarray) else row
             if not isinstance(row, list | tuple):
                 raise ValueError(f"`ids` must be a batch of rows, got {type(row).__name__} where a row should be.")
-        padded = [[pad_token_id if index == IGNORED_LABEL else index for index in row] for row in rows]
-        return [self.target.decode(row, skip_special_tokens=True) for row in padded]
+            row = [self.target.pad_token_id if index == IGNORED_LABEL else index for index in row]
+            texts.append(self.target.decode(row, skip_special_tokens=True))
+        return texts
 
     @property
     def target_joiner(self) -> str | None:
         """Suffix of each piece of the target that the next piece continues; None if targets are not split into pieces."""
-        backend = getattr(self.target, "backend_tokenizer", None)
-        return None if backend is None else find_joiner(backend)
+        return find_joiner(self.target)
 
     def as_decoded(self, texts: Iterable[str]) -> list[str]:
         """Return target texts as decoding writes them: pieces of a `pretokenized` tokenizer are joined."""
@@ -276,7 +263,9 @@ def _load(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **kwargs:
             f"The tokenizer of {os.fspath(name_or_path)!r} needs {library}, which is not installed: "
             f"pip install metaphrase[{library}]"
         ) from error
-    end_with_separator(tokenizer)
+    if type(tokenizer).__name__ == "FSMTTokenizer" and tokenizer.eos_token is None:
+        # Its end of sequence is called a separator.
+        tokenizer.eos_token = tokenizer.sep_token
     return tokenizer
 
 
@@ -287,32 +276,66 @@ def _entry_count(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], argument: str) -> list[list[int]]:
     texts = list(checked_texts(texts))
+    # Options of all calls. Callers report long texts themselves.
+    options = {"padding": False, "truncation": False, "return_attention_mask": False, "verbose": False}
     rows: list[list[int]] = []
     for start in range(0, len(texts), TEXTS_PER_CALL):
-        rows += _ids(tokenizer, texts[start : start + TEXTS_PER_CALL], argument, add_special_tokens=True)
-    if not _appends_eos(tokenizer, argument):
-        rows = [[*row, tokenizer.eos_token_id] for row in rows]
-    return rows
-
-
-def _ids(
-    tokenizer: PreTrainedTokenizerBase, texts: list[str], argument: str, add_special_tokens: bool
-) -> list[list[int]]:
-    return tokenizer(
-        **{argument: texts},
-        add_special_tokens=add_special_tokens,
-        padding=False,
-        truncation=False,
-        return_attention_mask=False,
-        # Callers report long texts themselves.
-        verbose=False,
-    )["input_ids"]
-
-
-def _appends_eos(tokenizer: PreTrainedTokenizerBase, argument: str) -> bool:
-    """Return True if the tokenizer itself puts an end of sequence behind a text, even with a language code behind it."""
-    [bare] = _ids(tokenizer, ["a"], argument, add_special_tokens=False)
-    [full] = _ids(tokenizer, ["a"], argument, add_special_tokens=True)
+        rows += tokenizer(**{argument: texts[start : start + TEXTS_PER_CALL]}, **options)["input_ids"]
+    [bare] = tokenizer(**{argument: ["a"]}, **options, add_special_tokens=False)["input_ids"]
+    [full] = tokenizer(**{argument: ["a"]}, **options)["input_ids"]
+    # Some tokenizers put a language code behind the end of sequence.
     starts = [start for start in range(len(full)) if full[start : start + len(bare)] == bare]
     behind = full[starts[0] + len(bare) :] if starts else full[-1:]
-    return tokenizer.eos_token_id in behind
+    return rows if tokenizer.eos_token_id in behind else [[*row, tokenizer.eos_token_id] for row in rows]
+
+
+def set_languages(
+    tokenizers: TokenizerPair, source_lang: str | None = None, target_lang: str | None = None
+) -> dict[str, int]:
+    """Set the languages of sources and targets, and return the generation options for the target language.
+
+    Args:
+        tokenizers: Tokenizers of a multilingual model, changed in place.
+        source_lang: A code of the tokenizer, such as eng_Latn for NLLB, en_XX for mBART, en for M2M100. None keeps the
+            current language.
+        target_lang: The same for targets.
+
+    Returns:
+        `forced_bos_token_id` if targets begin with the code; `decoder_start_token_id` if targets end with it, since the
+        decoder then starts with it; nothing without `target_lang`.
+
+    Raises:
+        ValueError: If the tokenizer has no languages, or does not know the code.
+    """
+    if source_lang is not None:
+        _known_language(tokenizers.source, "source_lang", "src_lang", source_lang)
+        tokenizers.source.src_lang = source_lang
+    if target_lang is None:
+        return {}
+    code = _known_language(tokenizers.target, "target_lang", "tgt_lang", target_lang)
+    tokenizers.target.tgt_lang = target_lang
+    [ids] = tokenizers.encode_targets(["a"])
+    if code not in (ids[0], ids[-1]):
+        raise ValueError(f"`target_lang` must stand first or last in a target, got {ids} for {target_lang!r}, {code}.")
+    return {"forced_bos_token_id" if ids[0] == code else "decoder_start_token_id": code}
+
+
+def check_target_language(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that a tokenizer knows the language of targets. Warn if mBART's or NLLB's uses that of the sources.
+
+    Raises:
+        ValueError: If M2M100's tokenizer has no target language.
+    """
+    if hasattr(tokenizer, "lang_code_to_token"):
+        language_id(tokenizer, "target_lang", tokenizer.tgt_lang)
+    elif getattr(tokenizer, "tgt_lang", "") is None and getattr(tokenizer, "src_lang", None) is not None:
+        logger.warning(
+            "`target_lang` is not set: targets get the language code of the sources, %s.", tokenizer.src_lang
+        )
+
+
+def _known_language(tokenizer: PreTrainedTokenizerBase, field: str, attribute: str, code: str) -> int:
+    if not hasattr(tokenizer, attribute):
+        name = type(tokenizer).__name__
+        raise ValueError(f"`{field}` must be left out for a {name}, which has no languages, got {code!r}.")
+    return language_id(tokenizer, field, code)

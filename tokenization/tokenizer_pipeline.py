@@ -4,9 +4,9 @@ import json
 import re
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerBase
 
-from metaphrase.tokenization.special_tokens import SpecialTokens
-from metaphrase.tokenization.tokenizer_settings import TokenizerSettings
+from metaphrase.tokenization.tokenizer_settings import SpecialTokens, TokenizerSettings
 
 CONTINUATION_PREFIX = "##"
 SPACE_MARK = "\u2581"
@@ -19,10 +19,8 @@ def build_pipeline(model: models.Model, settings: TokenizerSettings) -> Tokenize
     Special tokens are registered only if the model holds them: an empty model gives the pipeline to train it in.
     """
     tokenizer = Tokenizer(model)
-    if (normalizer := _normalizer(settings)) is not None:
-        tokenizer.normalizer = normalizer
-    if (pre_tokenizer := _pre_tokenizer(settings)) is not None:
-        tokenizer.pre_tokenizer = pre_tokenizer
+    tokenizer.normalizer = _normalizer(settings)
+    tokenizer.pre_tokenizer = _pre_tokenizer(settings)
     tokenizer.decoder = _decoder(settings)
     if tokenizer.get_vocab_size():
         _register_special_tokens(tokenizer, settings.special_tokens)
@@ -41,7 +39,7 @@ def _register_special_tokens(tokenizer: Tokenizer, special_tokens: SpecialTokens
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"$A {eos}",
         pair=f"$A {eos} $B:1 {eos}:1",
-        special_tokens=[(eos, special_tokens.eos_token_id)],
+        special_tokens=[(eos, special_tokens.tokens.index(eos))],
     )
 
 
@@ -99,11 +97,12 @@ def _decoder(settings: TokenizerSettings) -> decoders.Decoder:
     return decoders.Fuse()
 
 
-def find_joiner(tokenizer: Tokenizer) -> str | None:
+def find_joiner(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Return the joiner that a tokenizer's decoder removes, or None if its texts are not split into pieces."""
-    if tokenizer.decoder is None:
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    if decoder is None:
         return None
-    settings = json.loads(tokenizer.decoder.__getstate__())
+    settings = json.loads(decoder.__getstate__())
     for decoder in settings.get("decoders", [settings]):
         pattern = decoder.get("pattern", {}).get("Regex", "")
         if decoder["type"] == "Replace" and pattern.endswith(_PIECE_END) and decoder["content"] == "":

@@ -38,12 +38,6 @@ def split_sides(tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedTokenizer
     return None
 
 
-def end_with_separator(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Set FSMT's end of sequence, which its tokenizer calls a separator."""
-    if type(tokenizer).__name__ == "FSMTTokenizer" and tokenizer.eos_token is None:
-        tokenizer.eos_token = tokenizer.sep_token
-
-
 def _fsmt_side(
     tokenizer: PreTrainedTokenizerBase, vocabulary: Mapping[str, int], language: str
 ) -> PreTrainedTokenizerBase:

@@ -38,7 +38,7 @@ def readable_tokens(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[
 
 
 def words_of_source(
-    tokenizer: PreTrainedTokenizerBase, text: str, ids: list[int], prefix: str = ""
+    tokenizer: PreTrainedTokenizerBase, text: str, ids: list[int], prefix: str = "", argument: str = "text"
 ) -> tuple[list[str], WordIds | None]:
     """Return the words of a source, and the index of each token's word.
 
@@ -47,17 +47,24 @@ def words_of_source(
         text: The source without the prefix.
         ids: Ids of prefix and text, with special tokens.
         prefix: Text before the source. Its tokens belong to no word.
+        argument: Argument of the tokenizer that takes the text.
 
     Returns:
         The words, and one index per id: None for special tokens and the prefix. The indices are None as a whole if the
         tokenizer has no offsets and its tokens do not add up to the words.
     """
-    return _words_of_text(tokenizer, text, ids, "text", prefix)
+    words, pieces = _split(text, find_joiner(tokenizer))
+    word_ids = None
+    if tokenizer.is_fast:
+        word_ids = _ids_by_offsets(tokenizer, prefix + text, ids, argument, len(prefix), pieces)
+    if word_ids is None:
+        word_ids = _ids_without_offsets(tokenizer, ids, len((prefix + text).split()), len(words))
+    return words, word_ids
 
 
 def words_of_target(tokenizer: PreTrainedTokenizerBase, text: str, ids: list[int]) -> tuple[list[str], WordIds | None]:
     """Do the same as `words_of_source` for an encoded target."""
-    return _words_of_text(tokenizer, text, ids, "text_target", "")
+    return words_of_source(tokenizer, text, ids, argument="text_target")
 
 
 def words_of_decoded(tokenizer: PreTrainedTokenizerBase, text: str, ids: list[int]) -> tuple[list[str], WordIds]:
@@ -65,19 +72,6 @@ def words_of_decoded(tokenizer: PreTrainedTokenizerBase, text: str, ids: list[in
     words = text.split()
     word_ids = _ids_by_decoding(tokenizer, ids)
     return words, [None if index is None or index >= len(words) else index for index in word_ids]
-
-
-def _words_of_text(
-    tokenizer: PreTrainedTokenizerBase, text: str, ids: list[int], argument: str, prefix: str
-) -> tuple[list[str], WordIds | None]:
-    backend = getattr(tokenizer, "backend_tokenizer", None) if tokenizer.is_fast else None
-    words, pieces = _split(text, None if backend is None else find_joiner(backend))
-    word_ids = None
-    if backend is not None:
-        word_ids = _ids_by_offsets(tokenizer, prefix + text, ids, argument, len(prefix), pieces)
-    if word_ids is None:
-        word_ids = _ids_without_offsets(tokenizer, ids, len((prefix + text).split()), len(words))
-    return words, word_ids
 
 
 def _split(text: str, joiner: str | None) -> tuple[list[str], list[tuple[int, int | None]]]:
@@ -111,19 +105,14 @@ def _ids_by_offsets(
     pieces: list[tuple[int, int | None]],
 ) -> WordIds | None:
     """Find words by each token's offset, or return None if the ids are not those of the text."""
-    encoding = tokenizer(
-        **{argument: [text]},
-        padding=False,
-        truncation=False,
-        return_offsets_mapping=True,
-        return_attention_mask=False,
-        verbose=False,
-    )
+    options = {"padding": False, "truncation": False, "return_offsets_mapping": True, "verbose": False}
+    encoding = tokenizer(**{argument: [text]}, **options)
     [encoded], [offsets], sequences = encoding["input_ids"], encoding["offset_mapping"], encoding.sequence_ids(0)
     shared = min(len(encoded), len(ids))
     if list(encoded[:shared]) != list(ids[:shared]):
         return None
-    special = _special_ids(tokenizer, with_unknown=False)
+    # The unknown token is a special token, but stands for text.
+    special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
     starts, words = [start for start, _ in pieces], [word for _, word in pieces]
     word_ids: WordIds = []
     for token, (start, end), sequence in zip(ids[:shared], offsets[:shared], sequences[:shared], strict=True):
@@ -159,7 +148,7 @@ def _count(word_ids: WordIds) -> int:
 
 def _ids_by_decoding(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> WordIds:
     """Find words by the text that each token adds."""
-    special = _special_ids(tokenizer, with_unknown=True)
+    special = set(tokenizer.all_special_ids)
     word_ids: WordIds = [None] * len(ids)
     waiting: list[int] = []  # white space and incomplete characters, until a word follows
     read: list[int] = []
@@ -183,7 +172,7 @@ def _ids_by_decoding(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> Word
 
 
 def _ids_by_marks(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> WordIds:
-    special = _special_ids(tokenizer, with_unknown=False)
+    special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
     word_ids: WordIds = []
     word = -1
     for index, token in zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True):
@@ -192,9 +181,3 @@ def _ids_by_marks(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> WordIds
             word += 1
         word_ids.append(word if is_text else None)
     return word_ids
-
-
-def _special_ids(tokenizer: PreTrainedTokenizerBase, with_unknown: bool) -> set[int]:
-    # The unknown token is a special token, but stands for text.
-    ids = set(tokenizer.all_special_ids)
-    return ids if with_unknown else ids - {tokenizer.unk_token_id}

@@ -1,6 +1,8 @@
 """Denoising: turn blocks of plain text into training pairs, with noise that is new in each epoch and reproducible."""
 
 import logging
+from bisect import bisect_left
+from itertools import takewhile
 
 import datasets
 import numpy as np
@@ -10,27 +12,21 @@ from transformers import PreTrainedTokenizerBase
 
 from metaphrase.data.denoising.span_corruption import MIN_BLOCK_LENGTH, SpanCorruption
 from metaphrase.data.denoising.text_infilling import TextInfilling, full_stop_ids_of
-from metaphrase.data.denoising.ul2 import MODE_TOKENS, MixtureOfDenoisers, Objective, mode_token_ids_of, ul2_mixture
+from metaphrase.data.denoising.ul2 import MODE_TOKENS, MixtureOfDenoisers, mode_token_ids_of, ul2_mixture
 from metaphrase.data.pairs import LENGTH_COLUMNS
-from metaphrase.tokenization.special_tokens import sentinel_tokens
+from metaphrase.tokenization import sentinel_tokens
 
 logger = logging.getLogger(__name__)
 
-OBJECTIVES = ("span_corruption", "ul2", "text_infilling")
 DEFAULT_SENTINELS = 100  # as T5
 MASK_TOKEN = "<mask>"
 _LENGTHS = (*LENGTH_COLUMNS, "length")
+_LONGEST_BLOCK = 2**40
+Objective = SpanCorruption | TextInfilling | MixtureOfDenoisers
 
 
 def noise_generator(seed: int, epoch: int, index: int) -> np.random.Generator:
-    """Return the random generator of one block in one epoch, equal in all orders, batches, workers and processes.
-
-    Raises:
-        ValueError: If an argument is negative.
-    """
-    for name, value in (("seed", seed), ("epoch", epoch), ("index", index)):
-        if value < 0:
-            raise ValueError(f"`{name}` must not be negative, got {value}.")
+    """Return the random generator of one block in one epoch, equal in all orders, batches, workers and processes."""
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(epoch, index)))
 
 
@@ -60,14 +56,8 @@ class DenoisingDataset(torch.utils.data.Dataset):
         seed: Seed of all noise.
 
         Raises:
-            ValueError: If there is no block, the objective refuses the length of a block, or the seed is negative.
+            ValueError: If the objective refuses the length of a block.
         """
-        if "input_ids" not in blocks.column_names or len(blocks) == 0:
-            raise ValueError(
-                "`blocks` must have the column input_ids and at least one row, "
-                f"got {blocks.column_names} with {len(blocks)} rows."
-            )
-        noise_generator(seed, 0, 0)
         self.blocks = blocks.select_columns("input_ids").with_format("numpy")
         self.objective = objective
         self.seed = seed
@@ -80,19 +70,8 @@ class DenoisingDataset(torch.utils.data.Dataset):
         """The present epoch."""
         return int(self._epoch)
 
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of source and target of each pair, or upper bounds, `(blocks, 2)`."""
-        return self._lengths[:, :2]
-
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the noise, also in all workers of this process.
-
-        Raises:
-            ValueError: If the epoch is negative.
-        """
-        if epoch < 0:
-            raise ValueError(f"`epoch` must not be negative, got {epoch}.")
+        """Set the epoch of the noise, also in all workers of this process."""
         self._epoch.fill_(epoch)
 
     def __len__(self) -> int:
@@ -100,8 +79,6 @@ class DenoisingDataset(torch.utils.data.Dataset):
 
     def __getitem__(self, key: int | str) -> dict[str, list[int]] | list[int]:
         if isinstance(key, str):
-            if key not in _LENGTHS:
-                raise KeyError(f"Only {', '.join(_LENGTHS)} can be read for all blocks at once, got {key}.")
             return self._lengths[:, _LENGTHS.index(key)].tolist()
         index = range(len(self))[key]
         generator = noise_generator(self.seed, self.epoch, index)
@@ -119,17 +96,19 @@ def _pair_lengths(blocks: datasets.Dataset, objective: Objective) -> np.ndarray:
     tables = blocks.with_format("arrow").iter(batch_size=10_000)
     lengths = np.concatenate([pc.list_value_length(table["input_ids"]).to_numpy() for table in tables])
     distinct, inverse = np.unique(lengths, return_inverse=True)
+    sides = []
     for length in distinct.tolist():
         objective.check_block_length(length)
+        sides.append(objective.lengths(length))
     _warn_of_fixed_spans(objective, int(distinct[-1]))
-    sides = np.array([objective.lengths(length) for length in distinct.tolist()], dtype=np.int64)
+    sides = np.array(sides, dtype=np.int64)
     return np.append(sides, sides.sum(axis=1, keepdims=True), axis=1)[inverse]
 
 
 def _warn_of_fixed_spans(objective: Objective, longest: int) -> None:
     """Log a warning if even the longest blocks have a single span, which never moves."""
     is_mixture = isinstance(objective, MixtureOfDenoisers)
-    parts = [denoiser.objective for denoiser in objective.denoisers] if is_mixture else [objective]
+    parts = [part for _, part in objective.denoisers] if is_mixture else [objective]
     fixed = [part for part in parts if isinstance(part, SpanCorruption) and part.is_fixed(longest)]
     if fixed:
         logger.warning(
@@ -143,8 +122,8 @@ def _warn_of_fixed_spans(objective: Objective, longest: int) -> None:
 def longest_block(objective: Objective, max_source_length: int, max_target_length: int | None = None) -> int:
     """Return the length of the longest block whose pair is always within the limits.
 
-    With `SpanCorruption` and no target limit the source has exactly `max_source_length` tokens: it grows by at most one token
-    with each token of the block, as long as enough kept tokens stand before the spans.
+    With `SpanCorruption` and no target limit the source has exactly `max_source_length` tokens. It grows by at most one token
+    with each token of the block.
 
     Args:
         objective: Objective that corrupts the block.
@@ -167,38 +146,24 @@ def longest_block(objective: Objective, max_source_length: int, max_target_lengt
             f"`max_source_length` and `max_target_length` must hold a block of {MIN_BLOCK_LENGTH} tokens, which takes "
             f"{shortest[0]} and {shortest[1]}, got {max_source_length} and {max_target_length}."
         )
-    low, high = MIN_BLOCK_LENGTH, 2 * MIN_BLOCK_LENGTH
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    objective.check_block_length(low)
-    return low
+    longest = bisect_left(range(_LONGEST_BLOCK), True, lo=MIN_BLOCK_LENGTH, key=lambda length: not fits(length)) - 1
+    objective.check_block_length(longest)
+    return longest
 
 
 def sentinel_ids_of(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the ids of `<extra_id_0>`, `<extra_id_1>` and so on, up to the first that the tokenizer lacks."""
     vocabulary = tokenizer.get_vocab()
-    ids = []
-    for name in sentinel_tokens(len(vocabulary)):
-        if name not in vocabulary:
-            break
-        ids.append(vocabulary[name])
-    return tuple(ids)
+    return tuple(vocabulary[name] for name in takewhile(vocabulary.__contains__, sentinel_tokens(len(vocabulary))))
 
 
 def objective_tokens(name: str, num_sentinels: int = DEFAULT_SENTINELS) -> tuple[str, ...]:
     """Return the special tokens that an objective adds to a tokenizer.
 
     Args:
-        name: One of `OBJECTIVES`.
+        name: As for `make_objective`.
         num_sentinels: Number of sentinels, if the objective uses them. A block must not need more.
-
-    Raises:
-        ValueError: If there is no such objective.
     """
-    _check_name(name)
     if name == "text_infilling":
         return (MASK_TOKEN,)
     modes = tuple(MODE_TOKENS[0].values()) if name == "ul2" else ()
@@ -222,37 +187,22 @@ def make_objective(
         spans_anywhere: As for `SpanCorruption`.
 
     Raises:
-        ValueError: If there is no such objective, the tokenizer lacks its tokens, or an option does not belong to it.
+        ValueError: If the tokenizer lacks the tokens of the objective, or an option is out of range.
     """
-    _check_name(name)
     options = {"noise_density": noise_density, "mean_span_length": mean_span_length}
     options = {option: value for option, value in options.items() if value is not None}
-    if spans_anywhere:
-        options["spans_anywhere"] = True
-    foreign = {"ul2": ("noise_density", "mean_span_length"), "text_infilling": ("spans_anywhere",)}
-    for option in foreign.get(name, ()):
-        if option in options:
-            raise ValueError(f"`{option}` must be left out for `objective` {name}, got {options[option]}.")
     if name == "text_infilling":
         mask = tokenizer.mask_token_id if tokenizer.mask_token_id is not None else tokenizer.get_vocab().get(MASK_TOKEN)
         if mask is None:
             raise ValueError(f"A tokenizer must have a mask token or {MASK_TOKEN} for `objective` {name}, got neither.")
-        if "noise_density" in options:
-            options["mask_ratio"] = options.pop("noise_density")
-        full_stops = full_stop_ids_of(tokenizer)
-        return TextInfilling(
-            mask_token_id=mask, eos_token_id=tokenizer.eos_token_id, full_stop_ids=full_stops, **options
-        )
+        options["full_stop_ids"] = full_stop_ids_of(tokenizer)
+        return TextInfilling(mask_token_id=mask, eos_token_id=tokenizer.eos_token_id, **options)
     sentinels = sentinel_ids_of(tokenizer)
     if not sentinels:
         raise ValueError(
             f"A tokenizer must have {sentinel_tokens(1)[0]} and further ones for `objective` {name}, got none."
         )
     if name == "ul2":
-        return ul2_mixture(sentinels, tokenizer.eos_token_id, mode_token_ids_of(tokenizer), **options)
-    return SpanCorruption(sentinel_ids=sentinels, eos_token_id=tokenizer.eos_token_id, **options)
-
-
-def _check_name(name: str) -> None:
-    if name not in OBJECTIVES:
-        raise ValueError(f"`objective` must be one of {', '.join(OBJECTIVES)}, got {name!r}.")
+        return ul2_mixture(sentinels, tokenizer.eos_token_id, mode_token_ids_of(tokenizer), spans_anywhere)
+    tokens = {"sentinel_ids": sentinels, "eos_token_id": tokenizer.eos_token_id}
+    return SpanCorruption(**tokens, **options, spans_anywhere=spans_anywhere)

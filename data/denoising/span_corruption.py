@@ -30,7 +30,7 @@ class SpanCorruption:
         spans_anywhere: True if a block may begin with a hidden span and end with a kept token.
 
     Raises:
-        ValueError: If a field is out of range, or two sentinels are equal.
+        ValueError: If a field is out of range.
 
     Source: Raffel et al. 2020, sections 3.1.4, 3.3.3 and 3.3.4 (arXiv 1910.10683).
     """
@@ -47,13 +47,6 @@ class SpanCorruption:
             raise ValueError(f"`noise_density` must be above 0 and below 1, got {self.noise_density}.")
         if not self.mean_span_length >= 1:
             raise ValueError(f"`mean_span_length` must be at least 1, got {self.mean_span_length}.")
-        sentinels = tuple(int(sentinel) for sentinel in self.sentinel_ids)
-        if len({*sentinels, self.eos_token_id}) <= len(sentinels):
-            raise ValueError(
-                "`sentinel_ids` must differ from one another and from `eos_token_id`, "
-                f"got {sentinels} and {self.eos_token_id}."
-            )
-        object.__setattr__(self, "sentinel_ids", sentinels)
 
     def noise_counts(self, block_length: int) -> tuple[int, int]:
         """Return the numbers of hidden tokens and of spans of a block."""

@@ -29,7 +29,7 @@ class TextInfilling:
         eos_token_id: End of source and target, and of documents within a block.
         full_stop_ids: Tokens that end a sentence, such as `full_stop_ids_of(tokenizer)`. Without any, sentences keep their
             order.
-        mask_ratio: Share of masked tokens.
+        noise_density: Share of masked tokens.
         mean_span_length: Mean of the Poisson distribution, in tokens.
 
     Raises:
@@ -41,25 +41,15 @@ class TextInfilling:
     mask_token_id: int
     eos_token_id: int
     full_stop_ids: Sequence[int] = ()
-    mask_ratio: float = 0.3
+    noise_density: float = 0.3
     mean_span_length: float = 3.0
     lengths_are_exact: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if not 0 < self.mask_ratio < 1:
-            raise ValueError(f"`mask_ratio` must be above 0 and below 1, got {self.mask_ratio}.")
+        if not 0 < self.noise_density < 1:
+            raise ValueError(f"`noise_density` must be above 0 and below 1, got {self.noise_density}.")
         if not 0 < self.mean_span_length < float("inf"):
             raise ValueError(f"`mean_span_length` must be above 0 and finite, got {self.mean_span_length}.")
-        full_stops = tuple(int(full_stop) for full_stop in self.full_stop_ids)
-        if self.eos_token_id in full_stops:
-            raise ValueError(
-                f"`full_stop_ids` must not hold `eos_token_id`, which ends documents, got {full_stops} and {self.eos_token_id}."
-            )
-        object.__setattr__(self, "full_stop_ids", full_stops)
-
-    def num_masked(self, block_length: int) -> int:
-        """Return the number of masked tokens of a block."""
-        return max(round(block_length * self.mask_ratio), 1)
 
     def lengths(self, block_length: int) -> tuple[int, int]:
         """Return the most tokens of a source and the tokens of its target, with end-of-sequence tokens."""
@@ -73,8 +63,7 @@ class TextInfilling:
     def __call__(
         self, block: Sequence[int] | np.ndarray, generator: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Corrupt a block of ids `(tokens,)` and return source and target. Raise a `ValueError` for an empty block."""
-        self.check_block_length(len(block))
+        """Corrupt a block of ids `(tokens,)` and return source and target."""
         block = np.asarray(block, dtype=np.int64)
         shuffled = self._permute_in_documents(block, generator) if self.full_stop_ids else block
         lengths = self.span_lengths(len(block), generator)
@@ -83,7 +72,7 @@ class TextInfilling:
 
     def span_lengths(self, block_length: int, generator: np.random.Generator) -> np.ndarray:
         """Draw the lengths of the spans to mask, `(spans,)`, in random order."""
-        budget = self.num_masked(block_length)
+        budget = max(round(block_length * self.noise_density), 1)
         lengths = np.empty(0, dtype=np.int64)
         while lengths.sum() < budget:
             lengths = np.append(lengths, generator.poisson(self.mean_span_length, size=budget))
@@ -97,13 +86,15 @@ class TextInfilling:
         return generator.permutation(lengths)
 
     def _permute_in_documents(self, block: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+        """Put the sentences of each document into a random order. All orders are equally likely."""
         shuffled = block.copy()
         bounds = [-1, *np.flatnonzero(block == self.eos_token_id), len(block)]
         for before, behind in pairwise(bounds):
             document = block[before + 1 : behind]
             if len(document):
-                ends = sentence_ends(document, self.full_stop_ids)
-                shuffled[before + 1 : behind] = permute_sentences(document, ends, generator)
+                sentences = np.split(document, sentence_ends(document, self.full_stop_ids)[:-1])
+                order = generator.permutation(len(sentences))
+                shuffled[before + 1 : behind] = np.concatenate([sentences[index] for index in order])
         return shuffled
 
 
@@ -121,18 +112,6 @@ def sentence_ends(ids: np.ndarray, full_stop_ids: Sequence[int]) -> np.ndarray:
     is_last = is_full_stop & ~np.append(is_full_stop[1:], False)
     is_last[-1] = True
     return np.flatnonzero(is_last) + 1
-
-
-def permute_sentences(ids: np.ndarray, ends: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """Put the sentences into a random order. All orders are equally likely.
-
-    Args:
-        ids: The tokens `(tokens,)`.
-        ends: Indices behind the last token of each sentence, rising up to the number of tokens.
-        generator: The randomness.
-    """
-    sentences = np.split(ids, ends[:-1])
-    return np.concatenate([sentences[index] for index in generator.permutation(len(sentences))])
 
 
 def mask_spans(ids: np.ndarray, lengths: np.ndarray, mask_token_id: int, generator: np.random.Generator) -> np.ndarray:

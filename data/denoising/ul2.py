@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -23,24 +23,6 @@ UL2_SUFFIX_FRACTION = 0.25
 MODE_TOKENS = ({"R": "[R]", "S": "[S]", "X": "[X]"}, {"R": "[NLU]", "S": "[S2S]", "X": "[NLG]"})
 
 
-class Objective(Protocol):
-    """Objective that turns a block of ids into source and target. `SpanCorruption` documents each method.
-
-    `lengths` is an upper bound for both sides unless `lengths_are_exact`.
-    """
-
-    @property
-    def lengths_are_exact(self) -> bool: ...
-
-    def lengths(self, block_length: int) -> tuple[int, int]: ...
-
-    def check_block_length(self, block_length: int) -> None: ...
-
-    def __call__(
-        self, block: Sequence[int] | np.ndarray, generator: np.random.Generator
-    ) -> tuple[np.ndarray, np.ndarray]: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class PrefixLanguageModeling:
     """Objective that splits a block: the source is its beginning, the target is the rest. The S-denoiser of UL2.
@@ -51,67 +33,29 @@ class PrefixLanguageModeling:
     Attributes:
         eos_token_id: End of source and target.
         sentinel_id: Sentinel at the end of the source and at the beginning of the target, as in span corruption with a
-            single span at the end; None for no sentinel.
-        suffix_fraction: Mean share of the tokens in the target.
-
-    Raises:
-        ValueError: If `suffix_fraction` is out of range.
+            single span at the end.
 
     Source: Tay et al. 2022, section 3.1.2 (arXiv 2205.05131).
     """
 
     eos_token_id: int
-    sentinel_id: int | None = None
-    suffix_fraction: float = UL2_SUFFIX_FRACTION
-    lengths_are_exact: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        if not 0 < self.suffix_fraction <= 0.5:
-            raise ValueError(f"`suffix_fraction` must be above 0 and at most 0.5, got {self.suffix_fraction}.")
+    sentinel_id: int
 
     def longest_suffix(self, block_length: int) -> int:
         """Return the most tokens of a block that the target can hold."""
-        mean = max(round(block_length * self.suffix_fraction), 1)
+        mean = max(round(block_length * UL2_SUFFIX_FRACTION), 1)
         return min(2 * mean - 1, block_length - 1)
 
     def lengths(self, block_length: int) -> tuple[int, int]:
-        """Return the most tokens of source and target of a block, with end-of-sequence tokens."""
-        extra = 1 if self.sentinel_id is None else 2
-        return block_length - 1 + extra, self.longest_suffix(block_length) + extra
-
-    def check_block_length(self, block_length: int) -> None:
-        """Raise a `ValueError` for a block shorter than two tokens."""
-        check_long_enough(block_length)
+        """Return the most tokens of source and target of a block, with sentinel and end-of-sequence token."""
+        return block_length + 1, self.longest_suffix(block_length) + 2
 
     def __call__(
         self, block: Sequence[int] | np.ndarray, generator: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Split a block of ids `(tokens,)` into source and target.
-
-        Raises:
-            ValueError: As `check_block_length`.
-        """
-        self.check_block_length(len(block))
+        """Split a block of at least two ids `(tokens,)` into source and target."""
         start = len(block) - int(generator.integers(1, self.longest_suffix(len(block)), endpoint=True))
-        if self.sentinel_id is not None:
-            return replace_spans(block, np.array([[start, len(block)]]), [self.sentinel_id], self.eos_token_id)
-        block = np.asarray(block, dtype=np.int64)
-        return np.append(block[:start], self.eos_token_id), np.append(block[start:], self.eos_token_id)
-
-
-@dataclass(frozen=True)
-class Denoiser:
-    """One objective of a mixture.
-
-    Attributes:
-        mode: Name of the mode, such as R.
-        objective: Objective that corrupts the block.
-        mode_token_id: Token before the source; None for no token.
-    """
-
-    mode: str
-    objective: Objective
-    mode_token_id: int | None = None
+        return replace_spans(block, np.array([[start, len(block)]]), [self.sentinel_id], self.eos_token_id)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,21 +63,21 @@ class MixtureOfDenoisers:
     """Objective that draws one of several denoisers for each block.
 
     Attributes:
-        denoisers: At least one, all equally frequent.
+        denoisers: Mode and objective of each denoiser. All are equally frequent.
+        mode_token_ids: Token before the source by mode; None for no token.
 
     Source: Tay et al. 2022, section 3.1.2 (arXiv 2205.05131).
     """
 
-    denoisers: tuple[Denoiser, ...]
+    denoisers: tuple[tuple[str, SpanCorruption | PrefixLanguageModeling], ...]
+    mode_token_ids: Mapping[str, int] | None = None
     lengths_are_exact: ClassVar[bool] = False
 
     def lengths(self, block_length: int) -> tuple[int, int]:
         """Return the most tokens of source and target of a block, with mode token and end-of-sequence tokens."""
-        sides = []
-        for denoiser in self.denoisers:
-            source, target = denoiser.objective.lengths(block_length)
-            sides.append((source + (denoiser.mode_token_id is not None), target))
-        return max(source for source, _ in sides), max(target for _, target in sides)
+        sides = [objective.lengths(block_length) for _, objective in self.denoisers]
+        source, target = map(max, zip(*sides, strict=True))
+        return source + (self.mode_token_ids is not None), target
 
     def check_block_length(self, block_length: int) -> None:
         """Refuse blocks that some denoiser cannot corrupt.
@@ -141,17 +85,9 @@ class MixtureOfDenoisers:
         Raises:
             ValueError: As the objectives. The objective with most sentinels comes first.
         """
-        parts = [denoiser.objective for denoiser in self.denoisers if isinstance(denoiser.objective, SpanCorruption)]
         check_long_enough(block_length)
-        for objective in sorted(parts, key=lambda part: -part.noise_counts(block_length)[1]):
-            objective.check_block_length(block_length)
-        for denoiser in self.denoisers:
-            denoiser.objective.check_block_length(block_length)
-
-    def draw(self, generator: np.random.Generator) -> Denoiser:
-        count = len(self.denoisers)
-        # Without `p`, NumPy would draw other numbers.
-        return self.denoisers[generator.choice(count, p=np.ones(count) / count)]
+        spans = [objective for _, objective in self.denoisers if isinstance(objective, SpanCorruption)]
+        max(spans, key=lambda part: part.noise_counts(block_length)[1]).check_block_length(block_length)
 
     def __call__(
         self, block: Sequence[int] | np.ndarray, generator: np.random.Generator
@@ -161,11 +97,11 @@ class MixtureOfDenoisers:
         Raises:
             ValueError: As the drawn objective.
         """
-        denoiser = self.draw(generator)
-        source, target = denoiser.objective(block, generator)
-        if denoiser.mode_token_id is not None:
-            source = np.insert(source, 0, denoiser.mode_token_id)
-        return source, target
+        count = len(self.denoisers)
+        # Without `p`, NumPy would draw other numbers.
+        mode, objective = self.denoisers[generator.choice(count, p=np.ones(count) / count)]
+        source, target = objective(block, generator)
+        return source if self.mode_token_ids is None else np.insert(source, 0, self.mode_token_ids[mode]), target
 
 
 def ul2_mixture(
@@ -185,24 +121,14 @@ def ul2_mixture(
             None for no tokens.
         spans_anywhere: As for `SpanCorruption`.
 
-    Raises:
-        ValueError: If there is no sentinel, a mode has no token, or an argument of a denoiser is wrong.
-
     Source: Tay et al. 2022, section 3.1.2 with its table of settings, and 3.1.3 for the modes (arXiv 2205.05131).
     """
-    if not len(sentinel_ids):
-        raise ValueError("`sentinel_ids` must hold at least one id, got none.")
-    if mode_token_ids is not None and set(mode_token_ids) != set("RSX"):
-        raise ValueError(f"`mode_token_ids` must name the modes R, S and X, got {sorted(mode_token_ids)}.")
-    modes = dict(mode_token_ids or {})
     denoisers = []
     for mode, mean, density in UL2_SPAN_CORRUPTIONS:
         options = {"noise_density": density, "mean_span_length": mean, "spans_anywhere": spans_anywhere}
-        objective = SpanCorruption(sentinel_ids=sentinel_ids, eos_token_id=eos_token_id, **options)
-        denoisers.append(Denoiser(mode, objective, modes.get(mode)))
-    sequential = PrefixLanguageModeling(eos_token_id=eos_token_id, sentinel_id=sentinel_ids[0])
-    denoisers.append(Denoiser("S", sequential, modes.get("S")))
-    return MixtureOfDenoisers(denoisers=tuple(denoisers))
+        denoisers.append((mode, SpanCorruption(sentinel_ids=sentinel_ids, eos_token_id=eos_token_id, **options)))
+    denoisers.append(("S", PrefixLanguageModeling(eos_token_id=eos_token_id, sentinel_id=sentinel_ids[0])))
+    return MixtureOfDenoisers(denoisers=tuple(denoisers), mode_token_ids=mode_token_ids)
 
 
 def mode_token_ids_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, int] | None:

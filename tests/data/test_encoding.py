@@ -8,7 +8,7 @@ from pathlib import Path
 
 import datasets
 import pytest
-from letter_pair import TARGET_END, LetterPair
+from letter_pair import LetterPair
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -99,33 +99,6 @@ def test_empty_sides_can_be_kept():
 def test_nothing_left_shows_the_report():
     with pytest.raises(ValueError, match=r"0 of 2 pairs kept; not used: 1 empty source, 1 source too long"):
         encode(("", "a"), ("abcdefg", "a"))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_source_length": 1}, "max_source_length"),
-        ({"max_target_length": 0}, "max_target_length"),
-        ({"too_long": "cut"}, "too_long"),
-        ({"empty": "drop"}, "empty"),
-        ({"report": DataReport(read=0)}, "report"),
-    ],
-)
-def test_refused_arguments(options, message):
-    with pytest.raises(ValueError, match=f"`{message}`"):
-        encode(("a", "a"), **options)
-
-
-def test_a_wrong_data_set_or_tokenizer_is_refused():
-    class Endless(LetterPair):
-        def encode_targets(self, texts: list[str]) -> list[list[int]]:
-            return [[ord(letter) for letter in text] or [TARGET_END] for text in texts]
-
-    texts = datasets.Dataset.from_dict({"text": ["a"]})
-    with pytest.raises(ValueError, match="columns source and target"):
-        encode_pairs(texts, LetterPair(), max_source_length=4, max_target_length=4)
-    with pytest.raises(ValueError, match="target tokenizer must end"):
-        encode_pairs(in_memory(("a", "b")), Endless(), max_source_length=4, max_target_length=4)
 
 
 def test_the_report_of_reading_is_continued_and_not_changed():

@@ -26,20 +26,6 @@ def test_weights_are_factors():
     np.testing.assert_allclose(mixing_rates([5, 7, 9], [1, 1, 2], mixing="equal"), [0.25, 0.25, 0.5])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (([0, 3], [1, 1]), "The size of each task must be above 0"),
-        (([3, 3], [1, float("nan")]), "The weight of each task must be above 0"),
-        (([3], [1], "even"), "`task_mixing` must be one of proportional, temperature, equal, got 'even'"),
-        (([3], [1], "temperature", 0.0), "`mixing_temperature` must be above 0, got 0.0"),
-    ],
-)
-def test_wrong_arguments_are_refused(arguments, words):
-    with pytest.raises(ValueError, match=words):
-        mixing_rates(*arguments)
-
-
 @pytest.mark.parametrize("sizes", [[7, 3, 11], [1, 1000], [5]])
 @pytest.mark.parametrize("mixing", ["proportional", "temperature", "equal"])
 def test_every_row_occurs_and_the_shares_are_right(sizes, mixing):

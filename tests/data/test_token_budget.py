@@ -17,10 +17,6 @@ from metaphrase.data.token_budget import (
 )
 
 
-def test_cost_counts_both_sides_with_their_padding():
-    assert padded_cost([3, 5], [2, 7]) == 2 * (5 + 7)
-
-
 def test_batches_are_as_large_as_the_budget_allows_and_no_larger():
     lengths = np.array([[3, 2], [3, 3], [5, 2], [1, 1]])
     assert cut_into_batches(range(4), lengths, 12) == [[0, 1], [2], [3]]

@@ -129,5 +129,5 @@ def test_a_pair_that_no_batch_can_hold_is_refused(pairs):
 def test_an_empty_stream_and_a_buffer_smaller_than_the_processes_are_refused(pairs):
     with pytest.raises(ValueError, match="at least one pair"):
         next(iter(stream_of([])))
-    with pytest.raises(ValueError, match="`pairs_in_buffer` must be at least"):
-        stream_of(pairs, pairs_in_buffer=1, num_processes=2)
+    with pytest.raises(ValueError, match="at least 2 pairs"):
+        next(iter(stream_of(pairs, pairs_in_buffer=1, num_processes=2)))

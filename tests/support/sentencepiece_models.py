@@ -1,6 +1,7 @@
 """Models of sentencepiece, trained on a few texts."""
 
 import io
+import json
 from pathlib import Path
 
 import sentencepiece
@@ -14,3 +15,14 @@ def train_model(texts: list[str], path: Path) -> list[str]:
     path.write_bytes(model.getvalue())
     processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
     return [processor.id_to_piece(index) for index in range(processor.get_piece_size())]
+
+
+def write_marian_tokenizer(folder: Path, sources: list[str], targets: list[str]) -> dict[str, int]:
+    """Write files as the OPUS-MT models have them: two models of pieces and one vocabulary, which is returned."""
+    folder.mkdir()
+    pieces = [*train_model(sources, folder / "source.spm"), *train_model(targets, folder / "target.spm")]
+    names = dict.fromkeys(["</s>", "<unk>", *(piece for piece in pieces if piece != "<s>"), "<pad>"])
+    vocabulary = {piece: index for index, piece in enumerate(names)}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text('{"source_lang": "en", "target_lang": "de"}', encoding="utf-8")
+    return vocabulary

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 from converted_models import bart_like, draw
-from sentencepiece_models import train_model
+from sentencepiece_models import train_model, write_marian_tokenizer
 from tiny_generator import SOURCES, TARGETS
 from transformers import AutoTokenizer, M2M100Tokenizer, MarianTokenizer, PLBartTokenizer, pipeline
 
@@ -17,22 +17,14 @@ from metaphrase.tokenization import TokenizerPair, set_languages
 
 @pytest.fixture
 def opus_mt(tmp_path):
-    """A folder as the OPUS-MT models have it: two models of pieces, one vocabulary, and no class named."""
+    """A folder as the OPUS-MT models have it, in which no class is named."""
     folder = tmp_path / "theirs"
-    folder.mkdir()
-    source = train_model(SOURCES, folder / "source.spm")
-    target = train_model(TARGETS, folder / "target.spm")
-    pieces = dict.fromkeys(
-        ["</s>", "<unk>", *(piece for piece in [*source, *target] if piece not in ("<s>",)), "<pad>"]
-    )
-    vocabulary = {piece: index for index, piece in enumerate(pieces)}
-    (folder / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
+    vocabulary = write_marian_tokenizer(folder, SOURCES, TARGETS)
     last = vocabulary["<pad>"]
     ids = {"pad_token_id": last, "decoder_start_token_id": last, "eos_token_id": 0, "forced_eos_token_id": 0}
     ids["max_position_embeddings"] = 64
     theirs = bart_like("marian", draw("marian", 300), vocab_size=len(vocabulary), tie_word_embeddings=True, **ids)
     theirs.save_pretrained(folder)
-    (folder / "tokenizer_config.json").write_text('{"source_lang": "en", "target_lang": "de"}', encoding="utf-8")
     return folder
 
 

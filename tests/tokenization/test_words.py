@@ -1,9 +1,7 @@
 """Tests of `tokenization.words`: each token belongs to its word, by offsets, by decoding and by marks."""
 
-import json
-
 import pytest
-from sentencepiece_models import train_model
+from sentencepiece_models import write_marian_tokenizer
 from tiny_generator import SOURCES, TARGETS
 from transformers import ByT5Tokenizer, MarianTokenizer, NllbTokenizer
 
@@ -34,13 +32,9 @@ def pair(request):
 @pytest.fixture(scope="module")
 def marian(tmp_path_factory):
     """A tokenizer without offsets, with pieces that have marks and without some of the characters of `TEXTS`."""
-    folder = tmp_path_factory.mktemp("marian")
-    pieces = train_model(SOURCES, folder / "source.spm")
-    names = dict.fromkeys(["</s>", "<unk>", *(piece for piece in pieces if piece != "<s>"), "<pad>"])
-    vocabulary = {piece: index for index, piece in enumerate(names)}
-    (folder / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
-    spm = str(folder / "source.spm")
-    return MarianTokenizer(spm, spm, str(folder / "vocab.json"), source_lang="en", target_lang="de")
+    folder = tmp_path_factory.mktemp("marian") / "marian"
+    write_marian_tokenizer(folder, SOURCES, SOURCES)
+    return MarianTokenizer.from_pretrained(folder)
 
 
 def written(tokenizer, ids, word_ids, word):

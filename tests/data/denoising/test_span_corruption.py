@@ -49,7 +49,8 @@ def test_the_papers_example():
     assert " ".join(text[index] for index in target.tolist()) == "<X> for inviting <Y> last </s>"
 
 
-@pytest.mark.parametrize(("density", "mean"), SETTINGS)
+# Of the last setting, a block has as many spans as kept tokens can part.
+@pytest.mark.parametrize(("density", "mean"), [*SETTINGS, (0.8, 1.0)])
 @pytest.mark.parametrize("length", [2, 3, 20, 129])
 @pytest.mark.parametrize("anywhere", [False, True])
 def test_source_and_target_hold_the_block_and_have_the_stated_lengths(density, mean, length, anywhere):
@@ -77,20 +78,9 @@ def test_density_spans_and_their_mean_length_are_as_defined(density, mean):
             assert all(later[0] > earlier[1] for earlier, later in pairwise(spans))
 
 
-@pytest.mark.parametrize("anywhere", [False, True])
-def test_spans_are_as_many_as_kept_tokens_can_part(anywhere):
-    objective = corruption(0.8, 1.0, anywhere=anywhere)
-    assert objective.noise_counts(50) == (40, 10)
-    for seed in range(10):
-        source, target = objective(np.arange(2, 52), generator(seed))
-        assert restored(source.tolist(), target.tolist()) == list(range(2, 52))
-        assert (len(source), len(target)) == objective.lengths(50)
-
-
 def test_each_sentinel_is_used_once_and_in_order():
-    source, target = corruption()(np.arange(2, 402), generator())
-    in_source = [token for token in source.tolist() if token in SENTINELS]
-    assert in_source == [token for token in target.tolist() if token in SENTINELS] == list(SENTINELS[:20])
+    for side in corruption()(np.arange(2, 402), generator()):
+        assert [token for token in side.tolist() if token in SENTINELS] == list(SENTINELS[:20])
 
 
 def test_published_lengths_of_t5():
@@ -164,8 +154,6 @@ def test_too_few_sentinels_are_refused_with_the_number_needed():
     [
         ({"density": 0.0}, r"`noise_density` must be above 0 and below 1, got 0\.0"),
         ({"mean": 0.5}, r"`mean_span_length` must be at least 1, got 0\.5"),
-        ({"sentinels": (7, 8, 7)}, r"`sentinel_ids` must differ .*, got \(7, 8, 7\) and 1"),
-        ({"sentinels": (7, 1)}, r"`sentinel_ids` must differ .*, got \(7, 1\) and 1"),
     ],
 )
 def test_fields_are_checked(fields, message):
