@@ -50,8 +50,6 @@ class Bart(Family):
     """
 
     name = "bart"
-    config_class = "BartConfig"
-    model_class = "BartForConditionalGeneration"
     prefix = "model."
     field_names = {"vocab_size": "vocab_size", "hidden_size": "d_model"} | {name: name for name in _SAME_NAMES}
     fixed = {
@@ -134,8 +132,6 @@ class MBart(Bart):
     """Pre-norm BART. A target ends with its language code, and training starts the decoder with that code."""
 
     name = "mbart"
-    config_class = "MBartConfig"
-    model_class = "MBartForConditionalGeneration"
     fixed = Bart.fixed | {"norm_position": "pre", "final_norm": True, "decoder_start_from_labels": True}
 
 
@@ -143,6 +139,4 @@ class PLBart(Bart):
     """BART for programming languages, with mBART's targets."""
 
     name = "plbart"
-    config_class = "PLBartConfig"
-    model_class = "PLBartForConditionalGeneration"
     fixed = Bart.fixed | {"decoder_start_from_labels": True}

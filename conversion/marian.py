@@ -93,8 +93,6 @@ class Marian(Sinusoidal):
     """Post-norm Marian, with one vocabulary or two."""
 
     name = "marian"
-    config_class = "MarianConfig"
-    model_class = "MarianMTModel"
     layout = "half_split"
     field_names = Sinusoidal.field_names | {"decoder_vocab_size": "decoder_vocab_size"}
     may_have_two_vocabularies = True
@@ -113,8 +111,6 @@ class Pegasus(Sinusoidal):
     """Pre-norm Pegasus."""
 
     name = "pegasus"
-    config_class = "PegasusConfig"
-    model_class = "PegasusForConditionalGeneration"
     layout = "half_split"
     fixed = Sinusoidal.fixed | {"norm_position": "pre", "final_norm": True}
 
@@ -123,8 +119,6 @@ class FSMT(Sinusoidal):
     """Post-norm FSMT, with fairseq's sinusoids and a vocabulary per language."""
 
     name = "fsmt"
-    config_class = "FSMTConfig"
-    model_class = "FSMTForConditionalGeneration"
     layout = "fairseq"
     has_logits_bias = False
     may_have_two_vocabularies = True
@@ -145,8 +139,6 @@ class M2M100(Sinusoidal):
     """Pre-norm M2M100, with fairseq's sinusoids, which the class computes and never reads."""
 
     name = "m2m_100"
-    config_class = "M2M100Config"
-    model_class = "M2M100ForConditionalGeneration"
     layout = "fairseq"
     reads_table = False
     has_logits_bias = False

@@ -7,34 +7,13 @@ import re
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from metaphrase.conversion.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, Counterpart, Family
+from metaphrase.conversion.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, Counterpart, Family, Weights
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.storage.weight_files import Kind, PlannedTensor, WeightFiles, listed
+from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, listed
 
 logger = logging.getLogger(__name__)
 
 _EMBEDDINGS = (ENCODER_EMBEDDING, DECODER_EMBEDDING, HEAD)
-_HEAD_PARTS = ("lm_head.", "final_logits_bias")
-
-
-class NamedWeights:
-    """Weights of a family's checkpoint by their names in the class with a head, even if the checkpoint has no head."""
-
-    def __init__(self, files: WeightFiles, prefix: str):
-        self._files = files
-        has_prefix = any(name.startswith(prefix) for name in files.kinds)
-        self.names = {
-            name if has_prefix or name.startswith(_HEAD_PARTS) else prefix + name: name for name in files.kinds
-        }
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.names
-
-    def read(self, name: str) -> torch.Tensor:
-        return self._files.read(self.names[name])
-
-    def kind(self, name: str) -> Kind:
-        return self._files.kinds[self.names[name]]
 
 
 def skeleton(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
@@ -54,7 +33,7 @@ def stored_names(model: PreTrainedModel) -> list[str]:
     ]
 
 
-def plan_ours(family: Family, ours: PreTrainedModel, weights: NamedWeights) -> dict[str, PlannedTensor]:
+def plan_ours(family: Family, ours: PreTrainedModel, weights: Weights) -> dict[str, PlannedTensor]:
     """Plan our weights from a family's checkpoint.
 
     Args:
@@ -156,7 +135,7 @@ def _embedding_sources(family: Family, config: MetaphraseConfig) -> dict[str, st
     return shared | {names[0]: stored[ours] for ours, names in family.embedding_names.items()}
 
 
-def _read_ours(theirs: Counterpart, weights: NamedWeights) -> torch.Tensor:
+def _read_ours(theirs: Counterpart, weights: Weights) -> torch.Tensor:
     return theirs.to_ours(weights.read(theirs.name))
 
 

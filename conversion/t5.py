@@ -22,8 +22,6 @@ class T5(Family):
     """T5, and T5 v1.1, which is gated and has an untied head."""
 
     name = "t5"
-    config_class = "T5Config"
-    model_class = "T5ForConditionalGeneration"
     field_names = {
         "vocab_size": "vocab_size",
         "hidden_size": "d_model",
@@ -142,8 +140,6 @@ class MT5(T5):
     """
 
     name = "mt5"
-    config_class = "MT5Config"
-    model_class = "MT5ForConditionalGeneration"
 
     def logits_scale(self, theirs: PreTrainedConfig) -> float:
         return 1.0
@@ -166,8 +162,6 @@ class UMT5(T5):
     """
 
     name = "umt5"
-    config_class = "UMT5Config"
-    model_class = "UMT5ForConditionalGeneration"
     fixed = T5.fixed | {"relative_attention_shared": False}
 
     @property

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from metaphrase.conversion.families import FAMILIES
-from metaphrase.conversion.folders import DEFAULT_SHARD_SIZE
-from metaphrase.conversion.plans import NamedWeights, plan_ours, skeleton, stored_names
+from metaphrase.conversion.family import Weights
+from metaphrase.conversion.folders import DEFAULT_SHARD_SIZE, FAMILIES
+from metaphrase.conversion.plans import plan_ours, skeleton, stored_names
 from metaphrase.modeling import MetaphraseForConditionalGeneration
 from metaphrase.storage.weight_files import WeightFiles, split_into_shards
 
@@ -54,7 +54,7 @@ def test_t5_3b_is_planned_in_parts(tmp_path):
     assert total > 11 * 10**9
     family = FAMILIES["t5"]
     with contextlib.ExitStack() as files:
-        weights = NamedWeights(WeightFiles(tmp_path, files), family.prefix)
+        weights = Weights(WeightFiles(tmp_path, files), family.prefix)
         ours = skeleton(MetaphraseForConditionalGeneration, family.read_config(theirs.config, weights))
         planned = plan_ours(family, ours, weights)
     assert DEFAULT_SHARD_SIZE == "5GB"

@@ -5,9 +5,8 @@ import sys
 from pathlib import Path
 
 import torch
-import transformers
 from safetensors.torch import load_file
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from metaphrase.conversion import FAMILIES, convert
 from metaphrase.conversion.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, HEAD_BIAS, Counterpart
@@ -199,10 +198,8 @@ def bart_like(family: str, rng: random.Random, **fields) -> PreTrainedModel:
         "dropout": 0.1,
         "attention_dropout": rng.choice((0.0, 0.1)),
     } | fields
-    about = FAMILIES[family]
-    config = getattr(transformers, about.config_class)(**fields)
-    config._attn_implementation = "eager"
-    theirs = getattr(transformers, about.model_class)(config)
+    config = AutoConfig.for_model(family, **fields)
+    theirs = AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager")
     # FSMT's sinusoids are parameters, which its own training changes.
     has_sinusoids = FAMILIES[family].fixed.get("position_embedding_type") != "learned" and rng.random() < 0.7
     fill_randomly(theirs, rng.randrange(2**31), "embed_positions" if has_sinusoids else None)

@@ -23,8 +23,7 @@ from transformers import AutoConfig, GenerationConfig, T5Config, T5ForConditiona
 
 from metaphrase.conversion.onnx import export as onnx_export
 from metaphrase.conversion.onnx import graphs as onnx_graphs
-from metaphrase.conversion.onnx.check import TOLERANCE, check_graphs
-from metaphrase.conversion.onnx.export import export_onnx
+from metaphrase.conversion.onnx.export import TOLERANCE, check_graphs, export_onnx
 from metaphrase.conversion.onnx.graphs import (
     DECODER_NAME,
     DECODER_WITH_PAST_NAME,
