@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from sacrebleu.metrics import BLEU, CHRF, TER
 
-from metaphrase.evaluation.error_rates import count_edits
 from metaphrase.evaluation.metrics import (
     METRICS,
     Bleu,
@@ -24,6 +23,7 @@ from metaphrase.evaluation.metrics import (
     WordErrorRate,
     check_writable,
     compute_metrics,
+    count_edits,
     metrics_path,
     write_metrics,
 )
