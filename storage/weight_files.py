@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
@@ -129,19 +130,6 @@ class PlannedTensor(NamedTuple):
     make: Callable[[], torch.Tensor]
 
 
-def split_into_shards(planned: Mapping[str, PlannedTensor], max_shard_bytes: int) -> list[dict[str, PlannedTensor]]:
-    """Split tensors into as few files as possible, in order. Only a single tensor may exceed `max_shard_bytes`."""
-    shards: list[dict[str, PlannedTensor]] = [{}]
-    shard_bytes = 0
-    for name, tensor in planned.items():
-        if shards[-1] and shard_bytes + tensor.nbytes > max_shard_bytes:
-            shards.append({})
-            shard_bytes = 0
-        shards[-1][name] = tensor
-        shard_bytes += tensor.nbytes
-    return shards
-
-
 def write_weights(folder: Path, planned: Mapping[str, PlannedTensor], max_shard_bytes: int) -> None:
     """Write `model.safetensors`, or several files and an index. Only one file's tensors are in memory at a time.
 
@@ -150,16 +138,16 @@ def write_weights(folder: Path, planned: Mapping[str, PlannedTensor], max_shard_
         planned: The tensors by name, in the order to write.
         max_shard_bytes: Limit of one file, which only a single tensor may exceed.
     """
-    shards = split_into_shards(planned, max_shard_bytes)
-    stem, suffix = SAFE_WEIGHTS_NAME.split(".")
-    weight_map = {}
-    for number, shard in enumerate(shards, start=1):
-        file = f"{stem}-{number:05d}-of-{len(shards):05d}.{suffix}" if len(shards) > 1 else SAFE_WEIGHTS_NAME
-        _write_shard(folder / file, shard)
-        weight_map |= dict.fromkeys(shard, file)
-    if len(shards) > 1:
-        total_size = sum(tensor.nbytes for tensor in planned.values())
-        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+    split = split_state_dict_into_shards_factory(
+        dict(planned),
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern=SAFE_WEIGHTS_NAME.replace(".", "{suffix}."),
+        max_shard_size=max_shard_bytes,
+    )
+    for file, names in split.filename_to_tensors.items():
+        _write_shard(folder / file, {name: planned[name] for name in names})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_json(folder / SAFE_WEIGHTS_INDEX_NAME, index)
 
 
