@@ -9,18 +9,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from metaphrase.conversion.family import (
-    DECODER_EMBEDDING,
-    ENCODER_EMBEDDING,
-    HEAD,
-    HEAD_BIAS,
-    Counterpart,
-    Family,
-    Weights,
-)
+from metaphrase.conversion.family import HEAD_BIAS, Counterpart, Family, Weights
 from metaphrase.modeling import MetaphraseConfig
 
-SHARED = "model.shared.weight"
 _LOGITS_BIAS = "final_logits_bias"
 _PARTS = {
     "o_proj": "out_proj",
@@ -70,11 +61,6 @@ class Bart(Family):
     }
     free = Family.free | {"relative_attention_num_buckets", "relative_attention_max_distance"}
     free |= {"relative_attention_shared"}
-    embedding_names = {
-        ENCODER_EMBEDDING: (ENCODER_EMBEDDING, SHARED, DECODER_EMBEDDING, HEAD),
-        DECODER_EMBEDDING: (DECODER_EMBEDDING, SHARED, ENCODER_EMBEDDING, HEAD),
-        HEAD: (HEAD, DECODER_EMBEDDING, SHARED, ENCODER_EMBEDDING),
-    }
     ignored = ("model.encoder.version", "model.decoder.version")
     has_logits_bias = True
     may_have_two_vocabularies = False

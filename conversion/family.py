@@ -84,8 +84,6 @@ class Family:
         fixed: Our field to its only value in this family.
         free: Our fields that do not change what a trained model computes.
         prefix: Prefix of all weights but the head's, which a checkpoint without a head may lack.
-        embedding_names: For each of our three embeddings the family's names, most specific first. A missing one is tied
-            to the next.
         ignored: Names in checkpoints that hold nothing.
     """
 
@@ -96,8 +94,18 @@ class Family:
         ("initializer_range", "use_cache", "is_encoder_decoder", "train_padding_embedding", "rope_parameters")
     )
     prefix: ClassVar[str] = ""
-    embedding_names: ClassVar[Mapping[str, tuple[str, ...]]]
     ignored: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def embedding_names(self) -> dict[str, tuple[str, ...]]:
+        """Return for each of our three embeddings the family's names, most specific first. A missing one is tied to the next."""
+        names = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+        shared, encoder, decoder = (self.prefix + name for name in names)
+        return {
+            ENCODER_EMBEDDING: (encoder, shared, decoder, HEAD),
+            DECODER_EMBEDDING: (decoder, shared, encoder, HEAD),
+            HEAD: (HEAD, decoder, shared, encoder),
+        }
 
     # --- in -------------------------------------------------------------------------------------------------------
 

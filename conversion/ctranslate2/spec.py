@@ -56,7 +56,17 @@ def make_spec(model: PreTrainedModel) -> transformer_spec.TransformerSpec:
     config = model.config
     if obstacles := find_obstacles(config):
         raise ValueError(f"CTranslate2 cannot express {'; '.join(obstacles)}.")
-    options = _stack_options(config)
+    options = {
+        # In Python this only decides on a norm at the end.
+        "pre_norm": config.final_norm,
+        "activation": _ACTIVATIONS[config.activation_function],
+        "layernorm_embedding": config.embedding_norm,
+        "relative_attention_bias": config.position_embedding_type in _BIASED,
+        "ffn_glu": config.gated_mlp,
+        # Anything but None keeps the decoder from requiring a table of positions.
+        "rotary_dim": 0 if config.position_embedding_type == "rotary" else None,
+        **_attention_options(config),
+    }
     with torch.no_grad():
         encoder = transformer_spec.TransformerEncoderSpec(
             config.encoder_layers, config.encoder_attention_heads, **options
@@ -74,27 +84,15 @@ def make_spec(model: PreTrainedModel) -> transformer_spec.TransformerSpec:
     return spec
 
 
-def _stack_options(config: MetaphraseConfig) -> dict:
+def _attention_options(config: MetaphraseConfig) -> dict:
+    heads = config.num_key_value_heads
+    is_plain = heads == config.encoder_attention_heads == config.decoder_attention_heads
     return {
-        # In Python this only decides on a norm at the end.
-        "pre_norm": config.final_norm,
-        "activation": _ACTIVATIONS[config.activation_function],
-        "layernorm_embedding": config.embedding_norm,
-        "relative_attention_bias": config.position_embedding_type in _BIASED,
-        "ffn_glu": config.gated_mlp,
         "rms_norm": config.norm_type == "rmsnorm",
-        "num_heads_kv": _key_value_heads(config),
+        "num_heads_kv": None if is_plain else heads,
         "head_dim": config.head_dim,
         "qk_norm": config.qk_norm,
-        # Anything but None keeps the decoder from requiring a table of positions.
-        "rotary_dim": 0 if config.position_embedding_type == "rotary" else None,
     }
-
-
-def _key_value_heads(config: MetaphraseConfig) -> int | None:
-    """The number of key and value heads, or `None` if there are as many as query heads."""
-    heads = config.num_key_value_heads
-    return None if heads == config.encoder_attention_heads == config.decoder_attention_heads else heads
 
 
 def _fill_stack(spec: model_spec.LayerSpec, stack: nn.Module, config: MetaphraseConfig) -> None:
@@ -118,7 +116,10 @@ def _fill_stack(spec: model_spec.LayerSpec, stack: nn.Module, config: Metaphrase
         if hasattr(layer, "cross_attn"):
             _fill_attention(layer_spec.attention, layer.cross_attn, None)
             _fill_norm(layer_spec.attention.layer_norm, layer.cross_attn_norm)
-        _fill_feed_forward(layer_spec.ffn, layer.mlp)
+        _fill_linear(layer_spec.ffn.linear_0, layer.mlp.gate_proj if config.gated_mlp else layer.mlp.up_proj)
+        if config.gated_mlp:
+            _fill_linear(layer_spec.ffn.linear_0_noact, layer.mlp.up_proj)
+        _fill_linear(layer_spec.ffn.linear_1, layer.mlp.down_proj)
         _fill_norm(layer_spec.ffn.layer_norm, layer.mlp_norm)
 
 
@@ -162,13 +163,10 @@ def _rotary_attention(rotary: nn.Module, config: MetaphraseConfig) -> attention_
         }
     spec = attention_spec.MultiHeadAttentionSpec(
         self_attention=True,
-        rms_norm=config.norm_type == "rmsnorm",
         rotary_dim=rotated,
         rotary_interleave=False,
         rotary_base=base,
-        num_heads_kv=_key_value_heads(config),
-        head_dim=config.head_dim,
-        qk_norm=config.qk_norm,
+        **_attention_options(config),
         **options,
     )
     if not is_plain:
@@ -183,7 +181,8 @@ def _fill_attention(
 ) -> None:
     """Fill projections and scale. The rotation's factor of queries and keys is folded into the queries."""
     spec.queries_scale = float(attention.scaling)
-    query, key, value = (_linear(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj"))
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    query, key, value = (_fill_linear(common_spec.LinearSpec(), projection) for projection in projections)
     gamma = attention.q_norm.weight if attention.config.qk_norm else None
     if rotary is not None and rotary.attention_scaling != 1.0:
         factors = torch.ones(attention.head_dim)
@@ -206,23 +205,11 @@ def _fill_attention(
     _fill_linear(spec.linear[-1], attention.o_proj)
 
 
-def _fill_feed_forward(spec: transformer_spec.FeedForwardSpec, mlp: nn.Module) -> None:
-    _fill_linear(spec.linear_0, mlp.gate_proj if mlp.is_gated else mlp.up_proj)
-    if mlp.is_gated:
-        _fill_linear(spec.linear_0_noact, mlp.up_proj)
-    _fill_linear(spec.linear_1, mlp.down_proj)
-
-
-def _linear(module: nn.Linear) -> common_spec.LinearSpec:
-    spec = common_spec.LinearSpec()
-    _fill_linear(spec, module)
-    return spec
-
-
-def _fill_linear(spec: common_spec.LinearSpec, module: nn.Linear) -> None:
+def _fill_linear(spec: common_spec.LinearSpec, module: nn.Linear) -> common_spec.LinearSpec:
     spec.weight = module.weight.detach()
     if module.bias is not None:
         spec.bias = module.bias.detach()
+    return spec
 
 
 def _fill_norm(spec: common_spec.LayerNormSpec, norm: nn.Module) -> None:
