@@ -2,6 +2,7 @@
 
 import datasets
 import numpy as np
+from small_runs import QUIET
 from tiny_models import tiny_model
 from transformers import Seq2SeqTrainingArguments
 
@@ -43,19 +44,11 @@ class Recorder(PairCollator):
 
 
 def make_trainer(dataset, folder, collator=None, model=None, **options):
-    settings = {
-        "report_to": "none",
-        "remove_unused_columns": False,
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "per_device_train_batch_size": 4,
-        "save_strategy": "no",
-        "learning_rate": 1e-3,
-        "dataloader_pin_memory": False,
-    }
+    settings = {"per_device_train_batch_size": 4, "save_strategy": "no", "learning_rate": 1e-3}
+    settings |= {"dataloader_pin_memory": False}
     return MetaphraseTrainer(
         model=model or tiny_model(vocab_size=60, encoder_layers=1, decoder_layers=1),
-        args=Seq2SeqTrainingArguments(output_dir=str(folder), **(settings | options)),
+        args=Seq2SeqTrainingArguments(output_dir=str(folder), **QUIET | settings | options),
         train_dataset=dataset,
         data_collator=collator or PairCollator(0),
     )

@@ -25,21 +25,10 @@ from metaphrase.data.token_budget import LengthGroupedSampler
 from metaphrase.training.checkpointing.trainer_mixin import WholeCheckpoints
 from metaphrase.training.trainer import MetaphraseTrainer
 
-BASE = {
-    "per_device_train_batch_size": 4,
-    "per_device_eval_batch_size": 8,
-    "logging_steps": 3,
-    "learning_rate": 0.01,
-    "weight_decay": 0.1,
-    "lr_scheduler_type": "cosine",
-    "warmup_steps": 2,
-    "predict_with_generate": True,
-    "remove_unused_columns": False,
-    "report_to": "none",
-    "disable_tqdm": True,
-    "use_cpu": True,
-    "seed": 5,
-}
+BASE = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 8, "logging_steps": 3, "seed": 5}
+BASE |= {"learning_rate": 0.01, "weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 2}
+BASE |= {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "remove_unused_columns": False}
+BASE |= {"predict_with_generate": True}
 # 26 pairs are 7 batches of 4.
 CASES = {
     # Steps of two batches, 4 to an epoch; saving, logging and evaluation do not coincide.

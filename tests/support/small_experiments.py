@@ -9,22 +9,10 @@ from transformers import AutoModelForSeq2SeqLM
 
 from metaphrase.training.recipe.recipe import Recipe, load_recipe
 
-BASE = {
-    "preset": "metaphrase-tiny",
-    "vocab_size": 600,
-    "max_steps": 6,
-    "per_device_train_batch_size": 8,
-    "per_device_eval_batch_size": 8,
-    "eval_strategy": "steps",
-    "eval_steps": 3,
-    "save_strategy": "steps",
-    "save_steps": 3,
-    "logging_steps": 1,
-    "generation_max_length": 12,
-    "disable_tqdm": True,
-    "use_cpu": True,
-    "label_smoothing_factor": 0.1,
-}
+BASE = {"preset": "metaphrase-tiny", "vocab_size": 600, "max_steps": 6, "generation_max_length": 12}
+BASE |= {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 8, "label_smoothing_factor": 0.1}
+BASE |= {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3, "logging_steps": 1}
+BASE |= {"disable_tqdm": True, "use_cpu": True}
 
 
 def make_recipe(data: Path, output: Path, **fields: Any) -> Recipe:

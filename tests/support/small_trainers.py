@@ -2,6 +2,7 @@
 
 import torch
 from datasets import Dataset
+from small_runs import QUIET
 from transformers import BartConfig, BartForConditionalGeneration, Seq2SeqTrainingArguments
 
 from metaphrase.data.collators import PairCollator
@@ -25,19 +26,9 @@ def make_trainer(model, pairs, folder, **options):
     names += ("num_best_kept", "num_last_kept", "compute_loss_func", "compute_metrics", "optimizers")
     names += ("layer_decay", "learning_rate_factors")
     own = {name: options.pop(name) for name in names if name in options}
-    settings = {
-        "predict_with_generate": True,
-        "report_to": "none",
-        "remove_unused_columns": False,
-        "disable_tqdm": True,
-    }
-    settings |= {
-        "use_cpu": True,
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 5,
-        "save_strategy": "no",
-    }
-    arguments = Seq2SeqTrainingArguments(output_dir=str(folder), **{**settings, **options})
+    settings = {"predict_with_generate": True, "save_strategy": "no"}
+    settings |= {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 5}
+    arguments = Seq2SeqTrainingArguments(output_dir=str(folder), **QUIET | settings | options)
     return MetaphraseTrainer(
         model=model, args=arguments, train_dataset=pairs, eval_dataset=pairs, data_collator=PairCollator(0), **own
     )
