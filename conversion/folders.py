@@ -97,6 +97,8 @@ def convert(
         raise ValueError(f"`to` must name a family for a model of Metaphrase, one of {', '.join(FAMILIES)}, got {to}.")
     if model_type != OURS and to not in (None, OURS):
         raise ValueError(f"`to` must be left out for a {model_type}, got {to!r}: convert to metaphrase first.")
+    if model_type not in (OURS, *FAMILIES):
+        raise ValueError(f"`model_type` must be one of {', '.join(FAMILIES)}, got {model_type!r} in {folder}.")
     if config.get("quantization_config"):
         raise ValueError(
             f"A checkpoint must hold plain weights, got `quantization_config` in {folder / CONFIG_NAME}: load it with "
@@ -108,7 +110,7 @@ def convert(
             if model_type == OURS:
                 _write_theirs(FAMILIES[to], folder, weights, partial, max_shard_bytes)
             else:
-                _write_ours(_known_family(model_type, folder), folder, weights, partial, max_shard_bytes)
+                _write_ours(FAMILIES[model_type], folder, weights, partial, max_shard_bytes)
             _copy_tokenizers(folder, partial, model_type)
             write_provenance(partial / PROVENANCE_NAME, source, **{"from": model_type, "to": to or OURS})
     return output
@@ -137,14 +139,6 @@ def _download(name: str, revision: str | None) -> Path:
         raise ValueError(
             f"`source` must be a folder that exists, or a name on the Hub, got {name!r}: {error}"
         ) from error
-
-
-def _known_family(model_type: str | None, folder: Path) -> Family:
-    if model_type == "t5gemma":
-        raise ValueError("A t5gemma does not fit: its sub-layers have a norm before and after, of 1 + weight.")
-    if model_type not in FAMILIES:
-        raise ValueError(f"`model_type` must be one of {', '.join(FAMILIES)}, got {model_type!r} in {folder}.")
-    return FAMILIES[model_type]
 
 
 def _write_ours(family: Family, folder: Path, files: WeightFiles, output: Path, max_shard_bytes: int) -> None:

@@ -64,16 +64,13 @@ class Sinusoidal(Bart):
         kinds = ("sinusoidal", "learned") if self.reads_table else ("sinusoidal",)
         if ours.position_embedding_type not in kinds:
             yield f"`position_embedding_type` must be {' or '.join(kinds)}, got {ours.position_embedding_type}"
-            return
-        if ours.position_embedding_type == "learned":
+        elif ours.position_embedding_type == "learned":
             yield from super().find_obstacles_of_positions(ours)
-            return
-        for field, expected in {
-            "sinusoidal_layout": self.layout,
-            "position_offset": self.position_offset(ours),
-        }.items():
-            if getattr(ours, field) != expected:
-                yield f"`{field}` must be {expected}, got {getattr(ours, field)}"
+        else:
+            required = {"sinusoidal_layout": self.layout, "position_offset": self.position_offset(ours)}
+            for field, expected in required.items():
+                if getattr(ours, field) != expected:
+                    yield f"`{field}` must be {expected}, got {getattr(ours, field)}"
 
     def ignorable_weights(self, config: MetaphraseConfig) -> set[str]:
         is_computed = config.position_embedding_type == "sinusoidal"

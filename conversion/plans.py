@@ -63,8 +63,8 @@ def plan_ours(family: Family, ours: PreTrainedModel, weights: Weights) -> dict[s
         if not kind.is_floating_point:
             raise ValueError(f"The weight `{theirs.name}` must be of floating point, got {kind.dtype}.")
         _check_shape(theirs.name, kind.shape, theirs.their_shape(shapes[name]))
-        read = functools.partial(_read_ours, theirs, weights)
-        planned[name] = PlannedTensor(kind.nbytes // theirs.parts, read)
+        make = functools.partial(lambda theirs: theirs.to_ours(weights.read(theirs.name)), theirs)
+        planned[name] = PlannedTensor(kind.nbytes // theirs.parts, make)
     return planned
 
 
@@ -95,12 +95,9 @@ def plan_theirs(
         if name not in _EMBEDDINGS:
             counterpart = family.counterpart(name, config)
             parts.setdefault(counterpart.name, []).append((counterpart, name))
-    needed = stored_names(theirs)
-    # These weights are tied or recomputed by default, but not in this model.
-    needed += [name for name in parts if name not in needed]
-    head = family.embedding_names[HEAD][0]
-    if not config.tie_word_embeddings and head not in needed:
-        needed.append(head)
+    # The last ones are tied or recomputed by default, but not in this model.
+    heads = [] if config.tie_word_embeddings else [family.embedding_names[HEAD][0]]
+    needed = dict.fromkeys([*stored_names(theirs), *parts, *heads])
     embeddings = {name: [(Counterpart(name), source)] for name, source in _embedding_sources(family, config).items()}
     parts = embeddings | parts
     planned = {}
@@ -133,10 +130,6 @@ def _embedding_sources(family: Family, config: MetaphraseConfig) -> dict[str, st
     # The second name of each is the shared weight.
     shared = {names[1]: ENCODER_EMBEDDING for names in family.embedding_names.values()}
     return shared | {names[0]: stored[ours] for ours, names in family.embedding_names.items()}
-
-
-def _read_ours(theirs: Counterpart, weights: Weights) -> torch.Tensor:
-    return theirs.to_ours(weights.read(theirs.name))
 
 
 def _read_theirs(sources: list[tuple[Counterpart, str]], weights: WeightFiles) -> torch.Tensor:

@@ -12,6 +12,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -86,11 +87,6 @@ class Ter(SacreBleuMetric):
     details = ("num_edits", "ref_length")
 
 
-class _SpaceTokenizer:
-    def tokenize(self, text: str) -> list[str]:
-        return text.split()
-
-
 class Rouge(CorpusMetric):
     """ROUGE F-measures by rouge_score, the mean over all lines; `score` is ROUGE-L (Lin 2004).
 
@@ -107,7 +103,8 @@ class Rouge(CorpusMetric):
         check_choice("`tokenize`", tokenize, ("default", "none"))
         if tokenize == "none" and use_stemmer:
             raise ValueError('`use_stemmer` must be False when `tokenize` is "none", got True.')
-        tokenizer = _SpaceTokenizer() if tokenize == "none" else tokenizers.DefaultTokenizer(use_stemmer)
+        at_spaces = SimpleNamespace(tokenize=str.split)
+        tokenizer = at_spaces if tokenize == "none" else tokenizers.DefaultTokenizer(use_stemmer)
         scorer = rouge_scorer.RougeScorer(self.kinds, tokenizer=tokenizer)
         lines = [scorer.score_multi(texts, line) for line, texts in zip(predictions, references, strict=True)]
         scores = {kind: 100 * float(np.mean([line[kind].fmeasure for line in lines])) for kind in self.kinds}

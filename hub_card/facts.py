@@ -1,14 +1,14 @@
 """Read the facts for a model card: scores, recipe, training log, configuration and size of a trained folder."""
 
 import contextlib
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from metaphrase.hub_card.figures import is_finite
+from metaphrase.storage.folders import read_fields
 from metaphrase.storage.weight_files import WeightFiles, weight_names
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 from metaphrase.training.checkpointing.averaging import RECIPE_NAME
@@ -62,6 +62,11 @@ class TrainedFolder:
         config: `config.json`.
         num_parameters: Number of weights.
         has_target_tokenizer: True if the decoder has a separate tokenizer.
+        has_own_code: True if the Auto classes need `trust_remote_code` to load the model.
+        log_history: Entries of the training log, possibly none.
+        scores: Results by name of the score, possibly none.
+        tasks: Scores and number of examples of each task of a multi-task model.
+        data_name: Name of the data that the scores were measured on.
     """
 
     def __init__(self, folder: str | Path):
@@ -73,38 +78,19 @@ class TrainedFolder:
         self.path = Path(folder)
         if not self.path.is_dir():
             raise ValueError(f"`folder` must be an existing folder, got {str(folder)!r}.")
-        self.metrics = _check_metrics(read_mapping(self.path / "metrics.json"))
+        self.metrics = _check_metrics(read_fields(self.path / "metrics.json"))
         self.recipe = read_recipe(self.path)
-        self.trainer_state = read_mapping(self.path / "trainer_state.json")
-        self.config = read_mapping(self.path / "config.json")
+        self.trainer_state = read_fields(self.path / "trainer_state.json")
+        self.config = read_fields(self.path / "config.json")
         self.num_parameters = count_parameters(self.path)
         self.has_target_tokenizer = (self.path / TARGET_SUBFOLDER).is_dir()
-
-    @property
-    def has_own_code(self) -> bool:
-        """True if the Auto classes need `trust_remote_code` to load the model."""
-        return bool((self.config or {}).get("auto_map"))
-
-    @property
-    def log_history(self) -> list[dict[str, Any]]:
-        """Entries of the training log, possibly none."""
-        return list((self.trainer_state or {}).get("log_history") or [])
-
-    @property
-    def scores(self) -> dict[str, dict[str, Any]]:
-        """Results by name of the score, possibly none."""
-        return (self.metrics or {}).get("scores") or {}
-
-    @property
-    def tasks(self) -> dict[str, dict[str, Any]]:
-        """Scores and number of examples of each task of a multi-task model."""
-        return (self.metrics or {}).get("tasks") or {}
-
-    @property
-    def data_name(self) -> str | None:
-        """Name of the data that the scores were measured on."""
-        name = ((self.metrics or {}).get("data") or {}).get("name")
-        return None if name is None else without_machine_path(str(name))
+        self.has_own_code = bool((self.config or {}).get("auto_map"))
+        self.log_history = (self.trainer_state or {}).get("log_history") or []
+        metrics = self.metrics or {}
+        self.scores = metrics.get("scores") or {}
+        self.tasks = metrics.get("tasks") or {}
+        data_name = (metrics.get("data") or {}).get("name")
+        self.data_name = None if data_name is None else without_machine_path(str(data_name))
 
     @property
     def source_prefix(self) -> str:
@@ -127,38 +113,14 @@ class TrainedFolder:
         return data, hyperparameters, secrets
 
 
-def read_mapping(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[str, Any] | None:
-    """Return the fields of a file, or None if it is missing.
-
-    Raises:
-        ValueError: If the file cannot be read or does not hold fields.
-    """
-    if not path.is_file():
-        return None
-    try:
-        content = parse(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        # A YAML error has several lines.
-        text = " ".join(str(error).split())
-        raise ValueError(f"`{path.name}` must be readable, got an error in {str(path)!r}: {text}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"`{path.name}` must hold fields with values, got {type(content).__name__} in {str(path)!r}.")
-    return content
-
-
 def read_recipe(folder: Path) -> dict[str, Any] | None:
     """Return the fields of a folder's recipe as a run reads them, or None if it is missing.
 
     Raises:
-        ValueError: If the file cannot be read, or a language is not text.
+        ValueError: If the file cannot be read.
     """
     # An empty file is a recipe without fields.
-    recipe = read_mapping(folder / RECIPE_NAME, lambda text: load_yaml(text, "it") or {})
-    for name in LANGUAGE_FIELDS:
-        value = (recipe or {}).get(name)
-        if value is not None and not isinstance(value, str):
-            raise ValueError(f"`{name}` in `{RECIPE_NAME}` must be text, got {value!r}.")
-    return recipe
+    return read_fields(folder / RECIPE_NAME, lambda text: load_yaml(text, "it") or {})
 
 
 def _check_metrics(metrics: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -33,16 +33,8 @@ SCORE_LABELS = {  # in percent; the first one in the log is drawn
     "cer": "CER",
 }
 # Fonts for characters that matplotlib's DejaVu Sans lacks. Only installed ones are used.
-FALLBACK_FONTS = (
-    "Noto Sans CJK SC",
-    "Noto Sans CJK JP",
-    "WenQuanYi Zen Hei",
-    "Hiragino Sans",
-    "Microsoft YaHei",
-    "Noto Sans Devanagari",
-    "Noto Sans Thai",
-    "Noto Emoji",
-)
+FALLBACK_FONTS = ("Noto Sans CJK SC", "Noto Sans CJK JP", "WenQuanYi Zen Hei", "Hiragino Sans", "Microsoft YaHei")
+FALLBACK_FONTS += ("Noto Sans Devanagari", "Noto Sans Thai", "Noto Emoji")
 MAX_PIXELS_PER_SIDE = 30_000
 
 

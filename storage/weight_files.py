@@ -40,24 +40,17 @@ class Kind(NamedTuple):
 
 
 def weight_names(folder: Path) -> list[str]:
-    """Return the names of the safetensors files that transformers loads from a folder, which may be none.
+    """Return the names of the safetensors files that transformers loads from a folder. They need not exist.
 
     Raises:
-        ValueError: If the index is damaged.
+        ValueError: If the index is damaged, or names files of another folder.
     """
     # transformers prefers the single file.
     if (folder / SAFE_WEIGHTS_NAME).is_file():
         return [SAFE_WEIGHTS_NAME]
     index = folder / SAFE_WEIGHTS_INDEX_NAME
-    return indexed_names(index) if index.is_file() else []
-
-
-def indexed_names(index: Path) -> list[str]:
-    """Return the file names in an index of weights. The files need not exist.
-
-    Raises:
-        ValueError: If the index is damaged, or names files of another folder.
-    """
+    if not index.is_file():
+        return []
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         outside = [name for name in names if Path(name).name != name]
@@ -95,25 +88,22 @@ class WeightFiles:
             raise ValueError(f"A checkpoint must be a folder that exists, got {folder}.")
         if (folder / ADAPTER_NAME).is_file():
             raise ValueError(f"A checkpoint must hold whole weights, got an adapter in {folder}: merge it first.")
-        self.paths = self._find_paths()
+        names, index = weight_names(folder), folder / SAFE_WEIGHTS_INDEX_NAME
+        if not names:
+            raise ValueError(
+                f"A checkpoint must hold {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, got neither in {folder}. "
+                f"A pickle such as {WEIGHTS_NAME} is never opened: load it with transformers and call `save_pretrained`."
+            )
+        for name in names:
+            if not (folder / name).is_file():
+                raise ValueError(f"{index} must name files beside it, got {name!r}.")
+        self.paths = [folder / name for name in names]
         try:
             opened = [files.enter_context(safe_open(path, framework="pt")) for path in self.paths]
         except SafetensorError as error:
             raise ValueError(f"A checkpoint must hold whole weights, got {folder}: {error}.") from error
         self._file_of = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
         self.kinds = {name: self._read_kind(name) for name in sorted(self._file_of)}
-
-    def _find_paths(self) -> list[Path]:
-        names, index = weight_names(self.folder), self.folder / SAFE_WEIGHTS_INDEX_NAME
-        if not names:
-            raise ValueError(
-                f"A checkpoint must hold {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, got neither in {self.folder}. "
-                f"A pickle such as {WEIGHTS_NAME} is never opened: load it with transformers and call `save_pretrained`."
-            )
-        for name in names:
-            if not (self.folder / name).is_file():
-                raise ValueError(f"{index} must name files beside it, got {name!r}.")
-        return [self.folder / name for name in names]
 
     def _read_kind(self, name: str) -> Kind:
         tensor = self._file_of[name].get_slice(name)

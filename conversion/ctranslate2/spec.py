@@ -32,10 +32,9 @@ def find_obstacles(config: MetaphraseConfig) -> list[str]:
     obstacles = []
     if config.position_embedding_type == "alibi":
         obstacles.append("`position_embedding_type` 'alibi', which it has only in decoders")
-    if config.position_embedding_type == "rotary":
-        kind = config.rope_parameters.get("rope_type", "default")
-        if kind in _CHANGING_ROTATIONS:
-            obstacles.append(f"`rope_parameters` with `rope_type` {kind!r}, whose frequencies change with the length")
+    kind = (config.rope_parameters or {}).get("rope_type")
+    if config.position_embedding_type == "rotary" and kind in _CHANGING_ROTATIONS:
+        obstacles.append(f"`rope_parameters` with `rope_type` {kind!r}, whose frequencies change with the length")
     if config.qk_norm and config.decoder_attention_heads > 1:
         obstacles.append(
             f"`qk_norm` True with `decoder_attention_heads` {config.decoder_attention_heads}, because it norms the queries of "

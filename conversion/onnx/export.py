@@ -1,6 +1,7 @@
 """Export to ONNX: three graphs checked with onnxruntime, with configuration, tokenizers and generation settings."""
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -85,11 +86,10 @@ def check_graphs(model: PreTrainedModel, folder: str | os.PathLike) -> None:
     )
     generator = torch.Generator().manual_seed(0)
     config = model.config
-    longest = config.max_position_embeddings if config.position_embedding_type == "learned" else None
+    longest = config.max_position_embeddings if config.position_embedding_type == "learned" else sys.maxsize
     for rows, source, first, steps in _SIZES:
-        if longest is not None:
-            source, first = min(source, longest), min(first, longest)
-            steps = min(steps, longest - first)
+        source, first = min(source, longest), min(first, longest)
+        steps = min(steps, longest - first)
         ids = torch.randint(config.vocab_size, (rows, source), generator=generator)
         targets = torch.randint(config.decoder_vocab_size, (rows, first + steps), generator=generator)
         # Each row is two tokens shorter than the row before; every other row is padded on the left.

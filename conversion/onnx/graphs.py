@@ -38,11 +38,10 @@ def refuse_unsupported(config: MetaphraseConfig) -> None:
     Raises:
         ValueError: If the rotation depends on the length.
     """
-    if config.position_embedding_type == "rotary":
-        kind = config.rope_parameters.get("rope_type", "default")
-        if kind in _CHANGING_ROTATIONS:
-            reason = "whose frequencies change with the length"
-            raise ValueError(f"ONNX cannot express `rope_parameters` with `rope_type` {kind!r}, {reason}.")
+    kind = (config.rope_parameters or {}).get("rope_type")
+    if config.position_embedding_type == "rotary" and kind in _CHANGING_ROTATIONS:
+        reason = "whose frequencies change with the length"
+        raise ValueError(f"ONNX cannot express `rope_parameters` with `rope_type` {kind!r}, {reason}.")
 
 
 def past_names(layers: int) -> list[str]:
@@ -164,47 +163,33 @@ def write_graphs(model: PreTrainedModel, folder: Path) -> None:
     mask = torch.ones((_TRACED_BATCH, _TRACED_SOURCE), dtype=torch.long)
     target = torch.zeros((_TRACED_BATCH, _TRACED_TARGET), dtype=torch.long)
     encoder_output = torch.zeros(_TRACED_BATCH, _TRACED_SOURCE, model.config.hidden_size)
+    axes = {0: _BATCH, 1: _SOURCE}
     with with_tables(model), torch.no_grad():
-        _write(
-            EncoderGraph(model),
-            {
-                "input_ids": (torch.zeros_like(mask), {0: _BATCH, 1: _SOURCE}),
-                "attention_mask": (mask, {0: _BATCH, 1: _SOURCE}),
-            },
-            ["last_hidden_state"],
-            folder / ENCODER_NAME,
-        )
+        inputs = {"input_ids": (torch.zeros_like(mask), axes), "attention_mask": (mask, axes)}
+        _write(EncoderGraph(model), inputs, ["last_hidden_state"], folder / ENCODER_NAME)
+        inputs = {
+            "encoder_attention_mask": (mask, axes),
+            "input_ids": (target, {0: _BATCH, 1: _TARGET}),
+            "encoder_hidden_states": (encoder_output, axes),
+        }
         present = [name.replace("past_key_values", "present", 1) for name in past_names(model.config.decoder_layers)]
-        _write(
-            DecoderGraph(model),
-            {
-                "encoder_attention_mask": (mask, {0: _BATCH, 1: _SOURCE}),
-                "input_ids": (target, {0: _BATCH, 1: _TARGET}),
-                "encoder_hidden_states": (encoder_output, {0: _BATCH, 1: _SOURCE}),
-            },
-            ["logits", *present],
-            folder / DECODER_NAME,
-        )
+        _write(DecoderGraph(model), inputs, ["logits", *present], folder / DECODER_NAME)
         write_later_step(model, folder / DECODER_WITH_PAST_NAME)
 
 
 def write_later_step(model: PreTrainedModel, path: Path) -> None:
     """Write the graph of later decoding steps. Call it inside `with_tables` and without gradients."""
     config = model.config
+    mask = torch.ones((_TRACED_BATCH, _TRACED_SOURCE), dtype=torch.long)
     inputs = {
-        "encoder_attention_mask": (
-            torch.ones((_TRACED_BATCH, _TRACED_SOURCE), dtype=torch.long),
-            {0: _BATCH, 1: _SOURCE},
-        ),
+        "encoder_attention_mask": (mask, {0: _BATCH, 1: _SOURCE}),
         "input_ids": (torch.zeros((_TRACED_BATCH, 1), dtype=torch.long), {0: _BATCH}),
     }
     heads = config.num_key_value_heads or config.decoder_attention_heads
     head_dim = config.get_head_dim(config.decoder_attention_heads)
     names = past_names(config.decoder_layers)
     for name in names:
-        is_source = ".encoder." in name
-        length = _TRACED_SOURCE if is_source else _TRACED_TARGET
-        axis = _SOURCE if is_source else f"past_{_TARGET}"
+        length, axis = (_TRACED_SOURCE, _SOURCE) if ".encoder." in name else (_TRACED_TARGET, f"past_{_TARGET}")
         inputs[name] = (torch.zeros(_TRACED_BATCH, heads, length, head_dim), {0: _BATCH, 2: axis})
     present = [name.replace("past_key_values", "present", 1) for name in names if ".decoder." in name]
     _write(DecoderGraph(model), inputs, ["logits", *present], path)

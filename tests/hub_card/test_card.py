@@ -315,7 +315,6 @@ def test_a_run_renews_its_card_but_not_that_of_another_hand(full_folder, caplog)
         ("recipe.yaml", "a: [", "`recipe.yaml` must be readable"),
         ("recipe.yaml", "seed: 1\nseed: 2", "`recipe.yaml` must be readable.*the key `seed` occurs twice"),
         ("recipe.yaml", "- a", "`recipe.yaml` must hold fields with values, got list"),
-        ("recipe.yaml", "target_language: [de]", "`target_language` in `recipe.yaml` must be text, got"),
         ("model.safetensors", "damaged", "must hold whole weights, got "),
     ],
 )
