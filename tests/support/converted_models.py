@@ -27,12 +27,9 @@ def divisors(number: int, most: int) -> list[int]:
 
 
 def fill_randomly(model: PreTrainedModel, seed: int, spared: str | None = None) -> None:
-    """Weights so large that attention is far from uniform, norms away from 1 and biases from 0, in place.
+    """Draw weights so large that attention is far from uniform, norms are away from 1 and biases from 0, in place.
 
-    Args:
-        model: Whose weights are drawn.
-        seed: Of the draw.
-        spared: Part of the names of those that stay as they are.
+    Weights with `spared` in their name stay as they are.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -162,14 +159,7 @@ def assert_same_weights(theirs: PreTrainedModel, folder: Path) -> None:
 
 
 def check_conversion(theirs: PreTrainedModel, family: str, rng: random.Random, folder: Path) -> None:
-    """All that must hold of a converted model.
-
-    Args:
-        theirs: A model of the family, with random weights.
-        family: Its name.
-        rng: Draws the inputs.
-        folder: Where checkpoints may be written.
-    """
+    """Assert all that must hold of a converted model, for inputs drawn by `rng`."""
     theirs.eval()
     ours = save_and_convert(theirs, folder)
     for field, name in FAMILIES[family].field_names.items():

@@ -165,12 +165,9 @@ def kill_at_write(name, number):
 
 
 def kill_at_access(folder, event, number):
-    """Ends the process the `number`-th time that Python opens, moves or deletes something below a folder, just before it does.
+    """Ends the process just before Python opens, moves or deletes something below a folder for the `number`-th time.
 
-    Args:
-        folder: Where it counts.
-        event: What counts, as `sys.addaudithook` names it, or "any".
-        number: From 1.
+    What counts is an event, as `sys.addaudithook` names it, or "any".
     """
     count = 0
     events = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir") if event == "any" else (event,)
