@@ -12,7 +12,7 @@ import torch
 from ctranslate2.converters.transformers import TransformersConverter
 from tiny_generator import SOURCES, save_generator, tiny_generator, tiny_pair
 from tiny_models import tiny_config, tiny_model
-from transformers import AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGeneration
+from transformers import AutoModelForSeq2SeqLM, T5Config
 
 from metaphrase.conversion.ctranslate2.export import QUANTIZATIONS, export_ctranslate2, vocabulary
 from metaphrase.conversion.ctranslate2.spec import SINUSOIDAL_POSITIONS, find_obstacles, make_spec
@@ -248,8 +248,7 @@ def test_anything_but_one_end_is_refused(ends, tmp_path):
 
 
 def test_other_families_are_refused(tmp_path):
-    small = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
-    T5ForConditionalGeneration(T5Config(vocab_size=16, **small)).save_pretrained(tmp_path / "t5")
+    T5Config().save_pretrained(tmp_path / "t5")
     with pytest.raises(ValueError, match="`model_type` must be metaphrase, got 't5'"):
         export_ctranslate2(tmp_path / "t5", tmp_path / "exported")
 

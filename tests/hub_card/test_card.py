@@ -47,21 +47,22 @@ CONFIG = {
     "encoder_layers": 4,
     "decoder_layers": 3,
     "hidden_size": 128,
+    "dropout": 0.3,
     "position_embedding_type": "learned",
     "max_position_embeddings": 512,
-    "dropout": 0.3,
 }
+
+
+STATE = {"log_history": LOG, "global_step": 30, "epoch": 3.0, "best_metric": 9.0, "best_global_step": 20}
 
 
 @pytest.fixture
 def full_folder(tmp_path):
     folder = tmp_path / "tiny_en-de"
     folder.mkdir()
-    (folder / "metrics.json").write_text(json.dumps(METRICS))
     (folder / "recipe.yaml").write_text(RECIPE)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    state = {"log_history": LOG, "global_step": 30, "epoch": 3.0, "best_metric": 9.0, "best_global_step": 20}
-    (folder / "trainer_state.json").write_text(json.dumps(state))
+    for name, content in (("metrics", METRICS), ("config", CONFIG), ("trainer_state", STATE)):
+        (folder / f"{name}.json").write_text(json.dumps(content))
     weights = {"embed": torch.zeros(100, 8, dtype=torch.bfloat16), "scale": torch.zeros(())}
     save_file(weights, folder / "model-00001-of-00002.safetensors")
     save_file({"bias": torch.zeros(3)}, folder / "model-00002-of-00002.safetensors")

@@ -21,14 +21,8 @@ def make_pairs(count=24):
         return [*torch.randint(4, 60, (length,), generator=generator).tolist(), 2]
 
     sources, targets = [row() for _ in range(count)], [row() for _ in range(count)]
-    return datasets.Dataset.from_dict(
-        {
-            "input_ids": sources,
-            "labels": targets,
-            "source_length": list(map(len, sources)),
-            "target_length": list(map(len, targets)),
-        }
-    )
+    lengths = {"source_length": list(map(len, sources)), "target_length": list(map(len, targets))}
+    return datasets.Dataset.from_dict({"input_ids": sources, "labels": targets, **lengths})
 
 
 def train(folder, collator=COLLATORS["padded"], max_tokens_per_batch=None, fields=None, **options):
