@@ -179,9 +179,7 @@ def _write_theirs(family: Family, folder: Path, weights: WeightFiles, output: Pa
 
 
 def _copy_task_fields(source: PreTrainedConfig, target: PreTrainedConfig) -> None:
-    for field in _TASK_FIELDS:
-        if getattr(source, field, None):
-            setattr(target, field, getattr(source, field))
+    target.update({field: getattr(source, field) for field in _TASK_FIELDS if getattr(source, field, None)})
 
 
 def _read_generation_config(folder: Path) -> GenerationConfig:

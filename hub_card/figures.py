@@ -18,20 +18,10 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 DOTS_PER_INCH = 150
 TRAIN_COLOR, EVAL_COLOR, SCORE_COLOR, BEST_COLOR, TEXT_COLOR = "#4477AA", "#CC6633", "#228855", "#AA3377", "#333333"
 LOWER_IS_BETTER = ("ter", "wer", "cer")
-SCORE_LABELS = {  # in percent; the first one in the log is drawn
-    "bleu": "BLEU",
-    "chrf": "chrF",
-    "chrf++": "chrF++",
-    "ter": "TER",
-    "rouge": "ROUGE-L",
-    "rouge1": "ROUGE-1",
-    "rouge2": "ROUGE-2",
-    "rougeL": "ROUGE-L",
-    "rougeLsum": "ROUGE-Lsum",
-    "exact_match": "exact match",
-    "wer": "WER",
-    "cer": "CER",
-}
+# In percent; the first one in the log is drawn.
+SCORE_LABELS = {"bleu": "BLEU", "chrf": "chrF", "chrf++": "chrF++", "ter": "TER", "rouge": "ROUGE-L"}
+SCORE_LABELS |= {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L", "rougeLsum": "ROUGE-Lsum"}
+SCORE_LABELS |= {"exact_match": "exact match", "wer": "WER", "cer": "CER"}
 # Fonts for characters that matplotlib's DejaVu Sans lacks. Only installed ones are used.
 FALLBACK_FONTS = ("Noto Sans CJK SC", "Noto Sans CJK JP", "WenQuanYi Zen Hei", "Hiragino Sans", "Microsoft YaHei")
 FALLBACK_FONTS += ("Noto Sans Devanagari", "Noto Sans Thai", "Noto Emoji")

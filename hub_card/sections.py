@@ -44,13 +44,11 @@ OWN_CODE = "`trust_remote_code=True` runs the model code that is stored beside t
 
 def score_values(scores: dict[str, dict[str, Any]]) -> list[tuple[str, str, float, str | None]]:
     """Return (name, label, value, signature) of each score. ROUGE has four."""
-    values = []
-    for name, result in scores.items():
-        parts = [kind for kind in ("rouge1", "rouge2", "rougeL", "rougeLsum") if kind in result] or ["score"]
-        for part in parts:
-            label = SCORE_LABELS.get(name if part == "score" else part, name)
-            values.append((name, label, result[part], result.get("signature")))
-    return values
+    return [
+        (name, SCORE_LABELS.get(name if part == "score" else part, name), result[part], result.get("signature"))
+        for name, result in scores.items()
+        for part in [kind for kind in ("rouge1", "rouge2", "rougeL", "rougeLsum") if kind in result] or ["score"]
+    ]
 
 
 def describe_code(folder: TrainedFolder) -> tuple[str, str]:

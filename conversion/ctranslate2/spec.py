@@ -3,7 +3,8 @@
 import numpy as np
 import torch
 from ctranslate2.converters import utils
-from ctranslate2.specs import attention_spec, common_spec, model_spec, transformer_spec
+from ctranslate2.specs import attention_spec, common_spec, model_spec
+from ctranslate2.specs.transformer_spec import TransformerDecoderSpec, TransformerEncoderSpec, TransformerSpec
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -46,7 +47,7 @@ def find_obstacles(config: MetaphraseConfig) -> list[str]:
     return obstacles
 
 
-def make_spec(model: PreTrainedModel) -> transformer_spec.TransformerSpec:
+def make_spec(model: PreTrainedModel) -> TransformerSpec:
     """Return the specification of a `MetaphraseForConditionalGeneration` with all weights, without vocabularies.
 
     Raises:
@@ -67,13 +68,9 @@ def make_spec(model: PreTrainedModel) -> transformer_spec.TransformerSpec:
         **_attention_options(config),
     }
     with torch.no_grad():
-        encoder = transformer_spec.TransformerEncoderSpec(
-            config.encoder_layers, config.encoder_attention_heads, **options
-        )
-        decoder = transformer_spec.TransformerDecoderSpec(
-            config.decoder_layers, config.decoder_attention_heads, **options
-        )
-        spec = transformer_spec.TransformerSpec(encoder, decoder)
+        encoder = TransformerEncoderSpec(config.encoder_layers, config.encoder_attention_heads, **options)
+        decoder = TransformerDecoderSpec(config.decoder_layers, config.decoder_attention_heads, **options)
+        spec = TransformerSpec(encoder, decoder)
         spec.config.layer_norm_epsilon = config.norm_eps
         _fill_stack(encoder, model.get_encoder(), config)
         _fill_stack(decoder, model.get_decoder(), config)
