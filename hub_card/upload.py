@@ -117,12 +117,9 @@ def _code_files(folder: Path) -> list[str]:
 def _card_pictures(folder: Path) -> list[str]:
     """Return the pictures that the card shows."""
     card = (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).is_file() else ""
-
-    def is_shown(name: str) -> bool:
-        # `curve.png` must not match in `training_curve.png`.
-        return re.search(rf"(?<![\w.%-]){re.escape(name)}(?![\w-])", card) is not None
-
-    return [path.name for path in folder.glob("*.png") if is_shown(path.name)]
+    names = [path.name for path in folder.glob("*.png")]
+    # `curve.png` must not match in `training_curve.png`.
+    return [name for name in names if re.search(rf"(?<![\w.%-]){re.escape(name)}(?![\w-])", card)]
 
 
 def check_folder(folder: Path) -> None:
