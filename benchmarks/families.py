@@ -18,7 +18,7 @@ import torch
 import transformers
 from lengths import STACKS, T5_SMALL
 from machine import describe_machine
-from transformers import PreTrainedModel, set_seed
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedModel, set_seed
 
 from metaphrase.conversion import FAMILIES, convert
 from metaphrase.modeling import IGNORED_LABEL, MetaphraseForConditionalGeneration
@@ -33,13 +33,11 @@ T5_LIKE = T5_SMALL | {"decoder_start_token_id": 0}
 
 def make_pair(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Return our converted model, and the family's own class with random weights."""
-    family = FAMILIES[name]
-    config_class = getattr(transformers, family.config_class)
     fields = T5_LIKE if "t5" in name else BART_LIKE
     sizes = (
         {"src_vocab_size": VOCAB_SIZE, "tgt_vocab_size": VOCAB_SIZE} if name == "fsmt" else {"vocab_size": VOCAB_SIZE}
     )
-    theirs = getattr(transformers, family.model_class)(config_class(**(fields | sizes)))
+    theirs = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(name, **(fields | sizes)))
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(Path(folder) / "theirs")
         convert(Path(folder) / "theirs", Path(folder) / "ours")

@@ -9,18 +9,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from metaphrase.conversion.family import (
-    DECODER_EMBEDDING,
-    ENCODER_EMBEDDING,
-    HEAD,
-    HEAD_BIAS,
-    Counterpart,
-    Family,
-    Weights,
-)
+from metaphrase.conversion.family import HEAD_BIAS, Counterpart, Family, Weights
 from metaphrase.modeling import MetaphraseConfig
 
-SHARED = "model.shared.weight"
 _LOGITS_BIAS = "final_logits_bias"
 _PARTS = {
     "o_proj": "out_proj",
@@ -50,8 +41,6 @@ class Bart(Family):
     """
 
     name = "bart"
-    config_class = "BartConfig"
-    model_class = "BartForConditionalGeneration"
     prefix = "model."
     field_names = {"vocab_size": "vocab_size", "hidden_size": "d_model"} | {name: name for name in _SAME_NAMES}
     fixed = {
@@ -72,11 +61,6 @@ class Bart(Family):
     }
     free = Family.free | {"relative_attention_num_buckets", "relative_attention_max_distance"}
     free |= {"relative_attention_shared"}
-    embedding_names = {
-        ENCODER_EMBEDDING: (ENCODER_EMBEDDING, SHARED, DECODER_EMBEDDING, HEAD),
-        DECODER_EMBEDDING: (DECODER_EMBEDDING, SHARED, ENCODER_EMBEDDING, HEAD),
-        HEAD: (HEAD, DECODER_EMBEDDING, SHARED, ENCODER_EMBEDDING),
-    }
     ignored = ("model.encoder.version", "model.decoder.version")
     has_logits_bias = True
     may_have_two_vocabularies = False
@@ -134,8 +118,6 @@ class MBart(Bart):
     """Pre-norm BART. A target ends with its language code, and training starts the decoder with that code."""
 
     name = "mbart"
-    config_class = "MBartConfig"
-    model_class = "MBartForConditionalGeneration"
     fixed = Bart.fixed | {"norm_position": "pre", "final_norm": True, "decoder_start_from_labels": True}
 
 
@@ -143,6 +125,4 @@ class PLBart(Bart):
     """BART for programming languages, with mBART's targets."""
 
     name = "plbart"
-    config_class = "PLBartConfig"
-    model_class = "PLBartForConditionalGeneration"
     fixed = Bart.fixed | {"decoder_start_from_labels": True}

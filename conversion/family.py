@@ -4,26 +4,40 @@
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig
 
 from metaphrase.modeling import MetaphraseConfig
+from metaphrase.storage.weight_files import Kind, WeightFiles
 
 SPECIAL_IDS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 ENCODER_EMBEDDING = "model.encoder.embed_tokens.weight"
 DECODER_EMBEDDING = "model.decoder.embed_tokens.weight"
 HEAD = "lm_head.weight"
 HEAD_BIAS = "lm_head.bias"
+_HEAD_PARTS = ("lm_head.", "final_logits_bias")
 
 
-class Weights(Protocol):
-    """Tensors of a checkpoint, by the names in the family's class with a head."""
+class Weights:
+    """Weights of a family's checkpoint by their names in the class with a head, even if the checkpoint has no head."""
 
-    def __contains__(self, name: str) -> bool: ...
+    def __init__(self, files: WeightFiles, prefix: str):
+        self._files = files
+        has_prefix = any(name.startswith(prefix) for name in files.kinds)
+        self.names = {
+            name if has_prefix or name.startswith(_HEAD_PARTS) else prefix + name: name for name in files.kinds
+        }
 
-    def read(self, name: str) -> torch.Tensor: ...
+    def __contains__(self, name: str) -> bool:
+        return name in self.names
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._files.read(self.names[name])
+
+    def kind(self, name: str) -> Kind:
+        return self._files.kinds[self.names[name]]
 
 
 class Counterpart(NamedTuple):
@@ -66,28 +80,32 @@ class Family:
 
     Attributes:
         name: The family's `model_type` in transformers, also used on the command line.
-        config_class: Name of transformers' configuration.
-        model_class: Name of transformers' class with a head.
         field_names: Our field to the family's field of the same meaning.
         fixed: Our field to its only value in this family.
         free: Our fields that do not change what a trained model computes.
         prefix: Prefix of all weights but the head's, which a checkpoint without a head may lack.
-        embedding_names: For each of our three embeddings the family's names, most specific first. A missing one is tied
-            to the next.
         ignored: Names in checkpoints that hold nothing.
     """
 
     name: ClassVar[str]
-    config_class: ClassVar[str]
-    model_class: ClassVar[str]
     field_names: ClassVar[Mapping[str, str]]
     fixed: ClassVar[Mapping[str, Any]]
     free: ClassVar[frozenset[str]] = frozenset(
         ("initializer_range", "use_cache", "is_encoder_decoder", "train_padding_embedding", "rope_parameters")
     )
     prefix: ClassVar[str] = ""
-    embedding_names: ClassVar[Mapping[str, tuple[str, ...]]]
     ignored: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def embedding_names(self) -> dict[str, tuple[str, ...]]:
+        """Return for each of our three embeddings the family's names, most specific first. A missing one is tied to the next."""
+        names = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+        shared, encoder, decoder = (self.prefix + name for name in names)
+        return {
+            ENCODER_EMBEDDING: (encoder, shared, decoder, HEAD),
+            DECODER_EMBEDDING: (decoder, shared, encoder, HEAD),
+            HEAD: (HEAD, decoder, shared, encoder),
+        }
 
     # --- in -------------------------------------------------------------------------------------------------------
 

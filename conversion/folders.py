@@ -10,22 +10,28 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, GenerationConfig, PreTrainedConfig
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from transformers.utils.hub import convert_file_size_to_int
 
-from metaphrase.conversion.families import FAMILIES, config_class, find_family, model_class
-from metaphrase.conversion.family import Family
-from metaphrase.conversion.plans import NamedWeights, plan_ours, plan_theirs, skeleton
+from metaphrase.conversion.bart import Bart, MBart, PLBart
+from metaphrase.conversion.family import Family, Weights
+from metaphrase.conversion.marian import FSMT, M2M100, Marian, Pegasus
+from metaphrase.conversion.plans import plan_ours, plan_theirs, skeleton
+from metaphrase.conversion.t5 import MT5, T5, UMT5
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.storage.folders import check_output, folder_in_one_step, read_json, write_json, write_provenance
 from metaphrase.storage.weight_files import WeightFiles, write_weights
+from metaphrase.tokenization.hints import did_you_mean
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 
 logger = logging.getLogger(__name__)
 
+FAMILIES: dict[str, Family] = {
+    family.name: family() for family in (T5, MT5, UMT5, Bart, MBart, PLBart, Pegasus, Marian, M2M100, FSMT)
+}
 OURS = MetaphraseConfig.model_type
 DEFAULT_SHARD_SIZE = "5GB"
 PROVENANCE_NAME = "conversion.json"
@@ -77,8 +83,8 @@ def convert(
     """
     output = Path(output)
     max_shard_bytes = _parse_size(max_shard_size)
-    if to not in (None, OURS):
-        find_family(to)
+    if to not in (None, OURS, *FAMILIES):
+        raise ValueError(f"A family must be one of {', '.join(FAMILIES)}, got {to!r}.{did_you_mean(to, FAMILIES)}")
     folder = Path(source)
     if not folder.is_dir():
         folder = _download(os.fspath(source), revision)
@@ -91,6 +97,8 @@ def convert(
         raise ValueError(f"`to` must name a family for a model of Metaphrase, one of {', '.join(FAMILIES)}, got {to}.")
     if model_type != OURS and to not in (None, OURS):
         raise ValueError(f"`to` must be left out for a {model_type}, got {to!r}: convert to metaphrase first.")
+    if model_type not in (OURS, *FAMILIES):
+        raise ValueError(f"`model_type` must be one of {', '.join(FAMILIES)}, got {model_type!r} in {folder}.")
     if config.get("quantization_config"):
         raise ValueError(
             f"A checkpoint must hold plain weights, got `quantization_config` in {folder / CONFIG_NAME}: load it with "
@@ -100,9 +108,9 @@ def convert(
         weights = WeightFiles(folder, files)
         with folder_in_one_step(output) as partial:
             if model_type == OURS:
-                _write_theirs(find_family(to), folder, weights, partial, max_shard_bytes)
+                _write_theirs(FAMILIES[to], folder, weights, partial, max_shard_bytes)
             else:
-                _write_ours(_known_family(model_type, folder), folder, weights, partial, max_shard_bytes)
+                _write_ours(FAMILIES[model_type], folder, weights, partial, max_shard_bytes)
             _copy_tokenizers(folder, partial, model_type)
             write_provenance(partial / PROVENANCE_NAME, source, **{"from": model_type, "to": to or OURS})
     return output
@@ -133,20 +141,12 @@ def _download(name: str, revision: str | None) -> Path:
         ) from error
 
 
-def _known_family(model_type: str | None, folder: Path) -> Family:
-    if model_type == "t5gemma":
-        raise ValueError("A t5gemma does not fit: its sub-layers have a norm before and after, of 1 + weight.")
-    if model_type not in FAMILIES:
-        raise ValueError(f"`model_type` must be one of {', '.join(FAMILIES)}, got {model_type!r} in {folder}.")
-    return FAMILIES[model_type]
-
-
 def _write_ours(family: Family, folder: Path, files: WeightFiles, output: Path, max_shard_bytes: int) -> None:
-    theirs = config_class(family).from_pretrained(folder)
+    theirs = CONFIG_MAPPING[family.name].from_pretrained(folder)
     generation = _read_generation_config(folder)
     if getattr(theirs, "decoder_start_token_id", None) is None:
         theirs.decoder_start_token_id = generation.decoder_start_token_id
-    weights = NamedWeights(files, family.prefix)
+    weights = Weights(files, family.prefix)
     config = family.read_config(theirs, weights)
     config.architectures = [MetaphraseForConditionalGeneration.__name__]
     _copy_task_fields(theirs, config)
@@ -164,10 +164,12 @@ def _write_ours(family: Family, folder: Path, files: WeightFiles, output: Path, 
 def _write_theirs(family: Family, folder: Path, weights: WeightFiles, output: Path, max_shard_bytes: int) -> None:
     config = MetaphraseConfig.from_pretrained(folder)
     fields = family.write_config(config)
-    theirs = config_class(family)(dtype=config.dtype, architectures=[family.model_class], **fields)
+    theirs = CONFIG_MAPPING[family.name](dtype=config.dtype, **fields)
+    model_class = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[type(theirs)]
+    theirs.architectures = [model_class.__name__]
     _copy_task_fields(config, theirs)
     model = skeleton(MetaphraseForConditionalGeneration, config)
-    planned = plan_theirs(family, model, skeleton(model_class(family), theirs), weights)
+    planned = plan_theirs(family, model, skeleton(model_class, theirs), weights)
     theirs.save_pretrained(output)
     # transformers' T5 always writes true here, and older versions believe it.
     written = read_json(output / CONFIG_NAME) | {"tie_word_embeddings": fields["tie_word_embeddings"]}
@@ -177,9 +179,7 @@ def _write_theirs(family: Family, folder: Path, weights: WeightFiles, output: Pa
 
 
 def _copy_task_fields(source: PreTrainedConfig, target: PreTrainedConfig) -> None:
-    for field in _TASK_FIELDS:
-        if getattr(source, field, None):
-            setattr(target, field, getattr(source, field))
+    target.update({field: getattr(source, field) for field in _TASK_FIELDS if getattr(source, field, None)})
 
 
 def _read_generation_config(folder: Path) -> GenerationConfig:

@@ -64,16 +64,13 @@ class Sinusoidal(Bart):
         kinds = ("sinusoidal", "learned") if self.reads_table else ("sinusoidal",)
         if ours.position_embedding_type not in kinds:
             yield f"`position_embedding_type` must be {' or '.join(kinds)}, got {ours.position_embedding_type}"
-            return
-        if ours.position_embedding_type == "learned":
+        elif ours.position_embedding_type == "learned":
             yield from super().find_obstacles_of_positions(ours)
-            return
-        for field, expected in {
-            "sinusoidal_layout": self.layout,
-            "position_offset": self.position_offset(ours),
-        }.items():
-            if getattr(ours, field) != expected:
-                yield f"`{field}` must be {expected}, got {getattr(ours, field)}"
+        else:
+            required = {"sinusoidal_layout": self.layout, "position_offset": self.position_offset(ours)}
+            for field, expected in required.items():
+                if getattr(ours, field) != expected:
+                    yield f"`{field}` must be {expected}, got {getattr(ours, field)}"
 
     def ignorable_weights(self, config: MetaphraseConfig) -> set[str]:
         is_computed = config.position_embedding_type == "sinusoidal"
@@ -93,8 +90,6 @@ class Marian(Sinusoidal):
     """Post-norm Marian, with one vocabulary or two."""
 
     name = "marian"
-    config_class = "MarianConfig"
-    model_class = "MarianMTModel"
     layout = "half_split"
     field_names = Sinusoidal.field_names | {"decoder_vocab_size": "decoder_vocab_size"}
     may_have_two_vocabularies = True
@@ -113,8 +108,6 @@ class Pegasus(Sinusoidal):
     """Pre-norm Pegasus."""
 
     name = "pegasus"
-    config_class = "PegasusConfig"
-    model_class = "PegasusForConditionalGeneration"
     layout = "half_split"
     fixed = Sinusoidal.fixed | {"norm_position": "pre", "final_norm": True}
 
@@ -123,8 +116,6 @@ class FSMT(Sinusoidal):
     """Post-norm FSMT, with fairseq's sinusoids and a vocabulary per language."""
 
     name = "fsmt"
-    config_class = "FSMTConfig"
-    model_class = "FSMTForConditionalGeneration"
     layout = "fairseq"
     has_logits_bias = False
     may_have_two_vocabularies = True
@@ -145,8 +136,6 @@ class M2M100(Sinusoidal):
     """Pre-norm M2M100, with fairseq's sinusoids, which the class computes and never reads."""
 
     name = "m2m_100"
-    config_class = "M2M100Config"
-    model_class = "M2M100ForConditionalGeneration"
     layout = "fairseq"
     reads_table = False
     has_logits_bias = False

@@ -7,34 +7,13 @@ import re
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from metaphrase.conversion.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, Counterpart, Family
+from metaphrase.conversion.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, Counterpart, Family, Weights
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.storage.weight_files import Kind, PlannedTensor, WeightFiles, listed
+from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, listed
 
 logger = logging.getLogger(__name__)
 
 _EMBEDDINGS = (ENCODER_EMBEDDING, DECODER_EMBEDDING, HEAD)
-_HEAD_PARTS = ("lm_head.", "final_logits_bias")
-
-
-class NamedWeights:
-    """Weights of a family's checkpoint by their names in the class with a head, even if the checkpoint has no head."""
-
-    def __init__(self, files: WeightFiles, prefix: str):
-        self._files = files
-        has_prefix = any(name.startswith(prefix) for name in files.kinds)
-        self.names = {
-            name if has_prefix or name.startswith(_HEAD_PARTS) else prefix + name: name for name in files.kinds
-        }
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.names
-
-    def read(self, name: str) -> torch.Tensor:
-        return self._files.read(self.names[name])
-
-    def kind(self, name: str) -> Kind:
-        return self._files.kinds[self.names[name]]
 
 
 def skeleton(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
@@ -54,7 +33,7 @@ def stored_names(model: PreTrainedModel) -> list[str]:
     ]
 
 
-def plan_ours(family: Family, ours: PreTrainedModel, weights: NamedWeights) -> dict[str, PlannedTensor]:
+def plan_ours(family: Family, ours: PreTrainedModel, weights: Weights) -> dict[str, PlannedTensor]:
     """Plan our weights from a family's checkpoint.
 
     Args:
@@ -84,8 +63,8 @@ def plan_ours(family: Family, ours: PreTrainedModel, weights: NamedWeights) -> d
         if not kind.is_floating_point:
             raise ValueError(f"The weight `{theirs.name}` must be of floating point, got {kind.dtype}.")
         _check_shape(theirs.name, kind.shape, theirs.their_shape(shapes[name]))
-        read = functools.partial(_read_ours, theirs, weights)
-        planned[name] = PlannedTensor(kind.nbytes // theirs.parts, read)
+        make = functools.partial(lambda theirs: theirs.to_ours(weights.read(theirs.name)), theirs)
+        planned[name] = PlannedTensor(kind.nbytes // theirs.parts, make)
     return planned
 
 
@@ -116,12 +95,9 @@ def plan_theirs(
         if name not in _EMBEDDINGS:
             counterpart = family.counterpart(name, config)
             parts.setdefault(counterpart.name, []).append((counterpart, name))
-    needed = stored_names(theirs)
-    # These weights are tied or recomputed by default, but not in this model.
-    needed += [name for name in parts if name not in needed]
-    head = family.embedding_names[HEAD][0]
-    if not config.tie_word_embeddings and head not in needed:
-        needed.append(head)
+    # The last ones are tied or recomputed by default, but not in this model.
+    heads = [] if config.tie_word_embeddings else [family.embedding_names[HEAD][0]]
+    needed = dict.fromkeys([*stored_names(theirs), *parts, *heads])
     embeddings = {name: [(Counterpart(name), source)] for name, source in _embedding_sources(family, config).items()}
     parts = embeddings | parts
     planned = {}
@@ -154,10 +130,6 @@ def _embedding_sources(family: Family, config: MetaphraseConfig) -> dict[str, st
     # The second name of each is the shared weight.
     shared = {names[1]: ENCODER_EMBEDDING for names in family.embedding_names.values()}
     return shared | {names[0]: stored[ours] for ours, names in family.embedding_names.items()}
-
-
-def _read_ours(theirs: Counterpart, weights: NamedWeights) -> torch.Tensor:
-    return theirs.to_ours(weights.read(theirs.name))
 
 
 def _read_theirs(sources: list[tuple[Counterpart, str]], weights: WeightFiles) -> torch.Tensor:

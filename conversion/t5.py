@@ -1,11 +1,11 @@
 """T5 (Raffel et al. 2020, arXiv 1910.10683) with T5 v1.1, Flan-T5 and ByT5; mT5; UMT5."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig, UMT5Config
 
-from metaphrase.conversion.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, Counterpart, Family, Weights
+from metaphrase.conversion.family import ENCODER_EMBEDDING, HEAD, Counterpart, Family, Weights
 from metaphrase.modeling import MetaphraseConfig
 
 _SUBLAYERS = {
@@ -19,11 +19,14 @@ _BIAS = "relative_attention_bias.weight"
 
 
 class T5(Family):
-    """T5, and T5 v1.1, which is gated and has an untied head."""
+    """T5, and T5 v1.1, which is gated and has an untied head.
+
+    Attributes:
+        scalings: False if transformers' class can leave the decoder's output unscaled, True if it can scale the output.
+    """
 
     name = "t5"
-    config_class = "T5Config"
-    model_class = "T5ForConditionalGeneration"
+    scalings: ClassVar[tuple[bool, ...]] = (False, True)
     field_names = {
         "vocab_size": "vocab_size",
         "hidden_size": "d_model",
@@ -56,30 +59,19 @@ class T5(Family):
     }
     free = Family.free | {"sinusoidal_layout", "max_position_embeddings", "position_offset"}
     free |= {"attention_dropout", "activation_dropout"}
-    embedding_names = {
-        ENCODER_EMBEDDING: ("encoder.embed_tokens.weight", "shared.weight", "decoder.embed_tokens.weight", HEAD),
-        DECODER_EMBEDDING: ("decoder.embed_tokens.weight", "shared.weight", "encoder.embed_tokens.weight", HEAD),
-        HEAD: (HEAD, "decoder.embed_tokens.weight", "shared.weight", "encoder.embed_tokens.weight"),
-    }
     # Nothing reads this bias of Mesh TensorFlow's checkpoints.
     ignored = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
 
-    def logits_scale(self, theirs: PreTrainedConfig) -> float:
-        """Return transformers' factor of the decoder's output."""
-        is_scaled = getattr(theirs, "scale_decoder_outputs", theirs.tie_word_embeddings)
-        return theirs.d_model**-0.5 if is_scaled else 1.0
-
-    def may_scale(self, is_scaled: bool) -> bool:
-        """Return True if the family's class can scale the decoder's output, or leave it unscaled."""
-        return True
-
     def read_extra_fields(self, theirs: PreTrainedConfig, weights: Weights) -> dict[str, Any]:
+        is_scaled = self.scalings[0]
+        if len(self.scalings) == 2:
+            is_scaled = getattr(theirs, "scale_decoder_outputs", theirs.tie_word_embeddings)
         return {
             "decoder_attention_heads": theirs.num_heads,
             "decoder_ffn_dim": theirs.d_ff,
             "gated_mlp": theirs.is_gated_act,
             "activation_function": theirs.dense_act_fn,
-            "logits_scale": self.logits_scale(theirs),
+            "logits_scale": theirs.d_model**-0.5 if is_scaled else 1.0,
             "attention_dropout": theirs.dropout_rate,
             "activation_dropout": theirs.dropout_rate,
         }
@@ -90,8 +82,7 @@ class T5(Family):
             encoder, decoder = getattr(ours, f"encoder_{kind}"), getattr(ours, f"decoder_{kind}")
             if encoder != decoder:
                 yield f"`encoder_{kind}` must equal `decoder_{kind}`, got {encoder} and {decoder}"
-        scale = ours.hidden_size**-0.5
-        allowed = [value for value, is_scaled in ((1.0, False), (scale, True)) if self.may_scale(is_scaled)]
+        allowed = [ours.hidden_size**-0.5 if is_scaled else 1.0 for is_scaled in self.scalings]
         if ours.logits_scale not in allowed:
             yield f"`logits_scale` must be {' or '.join(map(str, allowed))}, got {ours.logits_scale}"
         name = ours.activation_function
@@ -102,13 +93,13 @@ class T5(Family):
     def write_extra_fields(self, ours: MetaphraseConfig) -> dict[str, Any]:
         is_new_gelu = ours.gated_mlp and ours.activation_function == "gelu_new"
         activation = "gelu" if is_new_gelu else ours.activation_function
-        is_scaled = ours.logits_scale != 1.0
+        scaling = {"scale_decoder_outputs": ours.logits_scale != 1.0} if len(self.scalings) == 2 else {}
         return {
             "d_kv": ours.get_head_dim(ours.encoder_attention_heads),
             "feed_forward_proj": f"gated-{activation}" if ours.gated_mlp else activation,
             # This order matters: the first is the default of the second.
             "tie_word_embeddings": ours.tie_word_embeddings,
-            "scale_decoder_outputs": is_scaled,
+            **scaling,
         }
 
     def counterpart(self, name: str, config: MetaphraseConfig) -> Counterpart:
@@ -142,19 +133,7 @@ class MT5(T5):
     """
 
     name = "mt5"
-    config_class = "MT5Config"
-    model_class = "MT5ForConditionalGeneration"
-
-    def logits_scale(self, theirs: PreTrainedConfig) -> float:
-        return 1.0
-
-    def may_scale(self, is_scaled: bool) -> bool:
-        return not is_scaled
-
-    def write_extra_fields(self, ours: MetaphraseConfig) -> dict[str, Any]:
-        fields = super().write_extra_fields(ours)
-        del fields["scale_decoder_outputs"]
-        return fields
+    scalings = (False,)
 
 
 class UMT5(T5):
@@ -166,22 +145,5 @@ class UMT5(T5):
     """
 
     name = "umt5"
-    config_class = "UMT5Config"
-    model_class = "UMT5ForConditionalGeneration"
     fixed = T5.fixed | {"relative_attention_shared": False}
-
-    @property
-    def has_scale_field(self) -> bool:
-        return hasattr(UMT5Config(), "scale_decoder_outputs")
-
-    def logits_scale(self, theirs: PreTrainedConfig) -> float:
-        return super().logits_scale(theirs) if self.has_scale_field else theirs.d_model**-0.5
-
-    def may_scale(self, is_scaled: bool) -> bool:
-        return is_scaled or self.has_scale_field
-
-    def write_extra_fields(self, ours: MetaphraseConfig) -> dict[str, Any]:
-        fields = super().write_extra_fields(ours)
-        if not self.has_scale_field:
-            del fields["scale_decoder_outputs"]
-        return fields
+    scalings = (False, True) if hasattr(UMT5Config(), "scale_decoder_outputs") else (True,)

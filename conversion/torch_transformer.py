@@ -1,6 +1,6 @@
 """Conversion from and to state dicts of `torch.nn.Transformer`, which has no embeddings and no head."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -80,18 +80,15 @@ def from_torch_transformer(
     if target_embedding is not None:
         options |= {"decoder_vocab_size": target_embedding.shape[0], "share_embeddings": False}
     model = MetaphraseForConditionalGeneration(MetaphraseConfig(**(options | fields | known)))
-    loaded = {}
     counterparts = {name: _counterpart(name) for name in _shared_names(model)}
-    for name, theirs in counterparts.items():
-        if theirs.name not in state:
-            raise ValueError(f"`state` must hold `{theirs.name}`, got {_first_names(state)}.")
-        loaded[name] = theirs.to_ours(state[theirs.name])
-    for name, value in ((ENCODER_EMBEDDING, source_embedding), (DECODER_EMBEDDING, target_embedding)):
-        if value is not None:
-            loaded[name] = value
-    known_names = {theirs.name for theirs in counterparts.values()}
-    if left_over := [name for name in state if name not in known_names]:
-        raise ValueError(f"`state` must hold a `torch.nn.Transformer` alone, got {', '.join(left_over[:3])} too.")
+    expected = {theirs.name for theirs in counterparts.values()}
+    if missing := sorted(expected - state.keys()):
+        raise ValueError(f"`state` must hold `{missing[0]}`, got {_first_names(state)}.")
+    if left_over := sorted(state.keys() - expected):
+        raise ValueError(f"`state` must hold a `torch.nn.Transformer` alone, got {_first_names(left_over)} too.")
+    loaded = {name: theirs.to_ours(state[theirs.name]) for name, theirs in counterparts.items()}
+    embeddings = {ENCODER_EMBEDDING: source_embedding, DECODER_EMBEDDING: target_embedding}
+    loaded |= {name: value for name, value in embeddings.items() if value is not None}
     model.load_state_dict(loaded, strict=False)
     model.tie_weights()
     return model
@@ -105,30 +102,23 @@ def to_torch_transformer(model: MetaphraseForConditionalGeneration) -> dict[str,
     """
     if obstacles := list(_find_obstacles(model.config)):
         raise ValueError("The model is no torch.nn.Transformer: " + "; ".join(obstacles) + ".")
-    parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    parts: dict[str, dict[int, torch.Tensor]] = {}
     weights = model.state_dict()
     for name in _shared_names(model):
         theirs = _counterpart(name)
-        parts.setdefault(theirs.name, []).append((theirs.part, weights[name]))
-    return {
-        name: torch.cat([value for _, value in sorted(pieces, key=lambda piece: piece[0])])
-        for name, pieces in parts.items()
-    }
+        parts.setdefault(theirs.name, {})[theirs.part] = weights[name]
+    return {name: torch.cat([value for _, value in sorted(pieces.items())]) for name, pieces in parts.items()}
 
 
 def _find_obstacles(config: MetaphraseConfig) -> Iterator[str]:
     required = _FIXED | {"final_norm": True}
+    for kind in ("attention_heads", "ffn_dim"):
+        encoder, decoder = getattr(config, f"encoder_{kind}"), getattr(config, f"decoder_{kind}")
+        if encoder != decoder:
+            yield f"`encoder_{kind}` must equal `decoder_{kind}`, got {encoder} and {decoder}"
     heads = config.decoder_attention_heads
     if config.encoder_attention_heads == heads:
         required |= {"num_key_value_heads": heads, "head_dim": config.hidden_size // heads}
-    else:
-        yield (
-            "`encoder_attention_heads` must equal `decoder_attention_heads`, "
-            f"got {config.encoder_attention_heads} and {heads}"
-        )
-    if config.encoder_ffn_dim != config.decoder_ffn_dim:
-        widths = f"{config.encoder_ffn_dim} and {config.decoder_ffn_dim}"
-        yield f"`encoder_ffn_dim` must equal `decoder_ffn_dim`, got {widths}"
     if config.position_embedding_type in ("relative", "rotary", "alibi"):
         yield f"`position_embedding_type` must lie outside of attention, got {config.position_embedding_type}"
     for field, value in required.items():
@@ -168,5 +158,5 @@ def _count_layers(state: Mapping[str, torch.Tensor], stack: str) -> int:
     return 1 + max(int(name.removeprefix(prefix).split(".")[0]) for name in state if name.startswith(prefix))
 
 
-def _first_names(state: Mapping[str, torch.Tensor]) -> str:
-    return ", ".join(list(state)[:3]) or "nothing"
+def _first_names(names: Iterable[str]) -> str:
+    return ", ".join(list(names)[:3]) or "nothing"

@@ -65,33 +65,30 @@ def split_of_combination(combination: Combination) -> str:
     return {_TEST_REST: "test", _VALIDATION_REST: "validation"}.get(rest, "train")
 
 
-def _nouns(nominal: Nominal | None) -> list[Noun]:
+def _parts(nominal: Nominal | None) -> list[NounPhrase | RelativePronoun]:
     match nominal:
         case NounPhrase() | RelativePronoun():
-            return [nominal.noun]
+            return [nominal]
         case Coordination():
-            return [nominal.first.noun, nominal.second.noun]
+            return [nominal.first, nominal.second]
     return []
 
 
 def _phrase_combinations(nominal: Nominal | None) -> Iterator[Combination]:
     """Yield the combinations of adjectives, possessor and relative clause of a noun phrase."""
-    match nominal:
-        case Coordination():
-            yield from _phrase_combinations(nominal.first)
-            yield from _phrase_combinations(nominal.second)
-        case NounPhrase():
-            yield from ((adjective, nominal.noun) for adjective in nominal.adjectives)
-            yield from _phrase_combinations(nominal.possessor)
-            if nominal.relative:
-                yield from _clause_combinations(nominal.relative)
+    for part in _parts(nominal):
+        if isinstance(part, NounPhrase):
+            yield from ((adjective, part.noun) for adjective in part.adjectives)
+            yield from _phrase_combinations(part.possessor)
+            if part.relative:
+                yield from _clause_combinations(part.relative)
 
 
 def _clause_combinations(clause: Clause) -> Iterator[Combination]:
-    for noun in _nouns(clause.subject):
-        yield (clause.predicate, noun) if clause.verb is BE else (noun, clause.verb)
+    for part in _parts(clause.subject):
+        yield (clause.predicate, part.noun) if clause.verb is BE else (part.noun, clause.verb)
     objects = (clause.indirect_object, clause.direct_object)
-    yield from ((clause.verb, noun) for nominal in objects for noun in _nouns(nominal))
+    yield from ((clause.verb, part.noun) for nominal in objects for part in _parts(nominal))
     for nominal in (clause.subject, *objects, clause.phrase and clause.phrase.complement):
         yield from _phrase_combinations(nominal)
 
@@ -151,17 +148,12 @@ def make_demo_corpus(
         if count < minimum:
             raise ValueError(f"`num_{split}` must be at least {minimum}, got {count}.")
     pairs: dict[str, list[Pair]] = {split: [] for split in SPLITS}
-    german_of: dict[str, str] = {}
+    sources: set[str] = set()
 
     def add(split: str, pair: Pair) -> None:
-        english, german = pair
-        if english not in german_of:
-            german_of[english] = german
+        if pair[0] not in sources:
+            sources.add(pair[0])
             pairs[split].append(pair)
-        elif german_of[english] != german:
-            raise ValueError(
-                f"An English sentence must have one translation, got {german_of[english]!r} and {german!r}."
-            )
 
     add("test", (to_english(FIRST_TEST_SENTENCE), to_german(FIRST_TEST_SENTENCE)))
     draws = _draw(seed, max_draws=_MAX_DRAWS_PER_PAIR * sum(counts.values()) + 1000)

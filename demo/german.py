@@ -7,7 +7,7 @@ Some forms are equally right; the corpus always uses the same one. English past 
 the preterite), a negated indefinite object *kein*, and the subject precedes object pronouns in the middle field.
 """
 
-from enum import Enum
+from typing import Literal
 
 from metaphrase.demo.grammar import (
     Adjective,
@@ -46,24 +46,20 @@ _ADJECTIVE_ENDINGS = {
 }
 
 
-class VerbPosition(Enum):
-    """Position of the finite verb in questions, in main clauses, and in subordinate clauses."""
-
-    FIRST = 1
-    SECOND = 2
-    LAST = 3
+# Position of the finite verb in questions, in main clauses, and in subordinate clauses.
+VerbPosition = Literal["first", "second", "last"]
 
 
 def to_german(sentence: Sentence) -> str:
     """Return a sentence in German."""
     is_first = sentence.is_question and not sentence.front and sentence.clause.subject is not WHO
-    position = VerbPosition.FIRST if is_first else VerbPosition.SECOND
+    position = "first" if is_first else "second"
     words = _german_clause(sentence.clause, position, _german_front(sentence.front))
     if sentence.subordinate:
         words += [",", *_german_subordinate(sentence.subordinate)]
     if sentence.coordinated:
         conjunction, clause = sentence.coordinated
-        words += [conjunction.german, *_german_clause(clause, VerbPosition.SECOND)]
+        words += [conjunction.german, *_german_clause(clause, "second")]
     return punctuate(words, "?" if sentence.is_question else ".")
 
 
@@ -79,7 +75,7 @@ def _german_front(front: Particle | PrepositionalPhrase | Subordinate | None) ->
 
 
 def _german_subordinate(subordinate: Subordinate) -> list[str]:
-    return [subordinate.conjunction.german, *_german_clause(subordinate.clause, VerbPosition.LAST)]
+    return [subordinate.conjunction.german, *_german_clause(subordinate.clause, "last")]
 
 
 def german_phrase(phrase: PrepositionalPhrase) -> list[str]:
@@ -138,7 +134,7 @@ def german_noun(noun: Noun, is_plural: bool, case: Case) -> str:
 
 def _german_clause(clause: Clause, position: VerbPosition, front: list[str] | None = None) -> list[str]:
     """Return a clause in German. `front` takes the place of the subject before a verb in second position."""
-    finite, rest = german_verb(clause, is_last=position is VerbPosition.LAST)
+    finite, rest = german_verb(clause, is_last=position == "last")
     subject, final = [], []
     if not isinstance(clause.subject, RelativePronoun):
         relative = getattr(clause.subject, "relative", None)
@@ -147,13 +143,13 @@ def _german_clause(clause: Clause, position: VerbPosition, front: list[str] | No
         final = _german_relative(relative)
     middle = _german_middle_field(clause)
     match position:
-        case VerbPosition.FIRST:
+        case "first":
             return [finite, *subject, *middle, *rest, *final]
-        case VerbPosition.SECOND if front:
+        case "second" if front:
             return [*front, finite, *subject, *middle, *rest, *final]
-        case VerbPosition.SECOND:
+        case "second":
             return [*subject, finite, *middle, *rest, *final]
-        case VerbPosition.LAST:
+        case "last":
             return [*subject, *middle, *rest, finite, *final]
 
 
@@ -163,7 +159,7 @@ def _german_relative(clause: Clause) -> list[str]:
         pronoun = german_nominal(clause.subject, Case.NOMINATIVE)
     else:
         pronoun = german_nominal(clause.direct_object, clause.verb.case)
-    return [",", *pronoun, *_german_clause(clause, VerbPosition.LAST), ","]
+    return [",", *pronoun, *_german_clause(clause, "last"), ","]
 
 
 def _german_middle_field(clause: Clause) -> list[str]:

@@ -2,7 +2,7 @@
 
 import inspect
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import evaluate
@@ -14,9 +14,8 @@ References = Sequence[str] | Sequence[Sequence[str]]
 _COLUMNS = ("predictions", "references")
 
 
-def check_choice(field: str, value: Any, choices: Iterable[str]) -> None:
+def check_choice(field: str, value: Any, choices: Collection[str]) -> None:
     """Raise a `ValueError`, with the nearest choice as a hint, if a value is not one of the choices."""
-    choices = list(choices)
     if value not in choices:
         hint = did_you_mean(value, choices, cutoff=0.4)
         raise ValueError(f"{field} must be one of {', '.join(choices)}, got {value!r}.{hint}")
@@ -31,7 +30,7 @@ def _as_reference_lists(predictions: Sequence[str], references: References) -> l
     for name, column in zip(_COLUMNS, (predictions, references), strict=True):
         if column is None or isinstance(column, str):
             raise ValueError(f"`{name}` must be a sequence of texts, got {type(column).__name__}.")
-    if len(predictions) != len(references) or len(predictions) == 0:
+    if not len(predictions) == len(references) > 0:
         raise ValueError(
             "`predictions` and `references` must hold the same number of entries, at least one, "
             f"got {len(predictions)} and {len(references)}."

@@ -12,12 +12,12 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
 from sacrebleu.metrics import BLEU, CHRF, TER
 
-from metaphrase.evaluation.error_rates import CharacterErrorRate, WordErrorRate
 from metaphrase.evaluation.metric_base import CorpusMetric, References, check_choice, number_of_references
 from metaphrase.storage.folders import file_in_one_step
 
@@ -87,11 +87,6 @@ class Ter(SacreBleuMetric):
     details = ("num_edits", "ref_length")
 
 
-class _SpaceTokenizer:
-    def tokenize(self, text: str) -> list[str]:
-        return text.split()
-
-
 class Rouge(CorpusMetric):
     """ROUGE F-measures by rouge_score, the mean over all lines; `score` is ROUGE-L (Lin 2004).
 
@@ -108,7 +103,8 @@ class Rouge(CorpusMetric):
         check_choice("`tokenize`", tokenize, ("default", "none"))
         if tokenize == "none" and use_stemmer:
             raise ValueError('`use_stemmer` must be False when `tokenize` is "none", got True.')
-        tokenizer = _SpaceTokenizer() if tokenize == "none" else tokenizers.DefaultTokenizer(use_stemmer)
+        at_spaces = SimpleNamespace(tokenize=str.split)
+        tokenizer = at_spaces if tokenize == "none" else tokenizers.DefaultTokenizer(use_stemmer)
         scorer = rouge_scorer.RougeScorer(self.kinds, tokenizer=tokenizer)
         lines = [scorer.score_multi(texts, line) for line, texts in zip(predictions, references, strict=True)]
         scores = {kind: 100 * float(np.mean([line[kind].fmeasure for line in lines])) for kind in self.kinds}
@@ -148,6 +144,80 @@ class ExactMatch(CorpusMetric):
         }
 
 
+def count_edits(prediction: Sequence, reference: Sequence) -> tuple[int, int, int]:
+    """Return the substitutions, insertions and deletions that turn a reference into a prediction.
+
+    Their sum is the Levenshtein distance, with as few substitutions as possible. A row of the table is computed at once:
+    insertions are a running minimum, substitutions a small surcharge on the cost. The difference of the lengths separates
+    insertions from deletions.
+    """
+    numbers: dict[Any, int] = {}
+    row_tokens, column_tokens = (
+        np.fromiter((numbers.setdefault(token, len(numbers)) for token in tokens), dtype=np.int64)
+        for tokens in (reference, prediction)
+    )
+    edit_cost = len(reference) + len(prediction) + 1  # more than the surcharge of all substitutions
+    insertions = edit_cost * np.arange(len(prediction) + 1)
+    costs = insertions
+    for row_token in row_tokens:
+        candidates = costs + edit_cost
+        replaced = costs[:-1] + (column_tokens != row_token) * (edit_cost + 1)
+        np.minimum(candidates[1:], replaced, out=candidates[1:])
+        costs = np.minimum.accumulate(candidates - insertions) + insertions
+    edits, substitutions = divmod(int(costs[-1]), edit_cost)
+    surplus = len(prediction) - len(reference)
+    return substitutions, (edits - substitutions + surplus) // 2, (edits - substitutions - surplus) // 2
+
+
+class WordErrorRate(CorpusMetric):
+    """Word edits over all lines, in percent of the words of the references. Words are split at spaces.
+
+    Lower is better, and more than 100 is possible. The reference with the fewest edits counts, of equals the longest. An empty
+    reference adds the words of the prediction as insertions; `empty_references` counts empty references. References without
+    any word are refused.
+    """
+
+    unit = "word"
+
+    @staticmethod
+    def units(text: str) -> Sequence[str]:
+        """Return the units of a text."""
+        return text.split()
+
+    def _compute(self, predictions, references, lowercase: bool = False) -> dict[str, Any]:
+        totals, length, empty = np.zeros(3, dtype=np.int64), 0, 0
+        for prediction, texts in zip(predictions, references, strict=True):
+            units, *candidates = (self.units(text.lower() if lowercase else text) for text in (prediction, *texts))
+            counted = [(count_edits(units, candidate), len(candidate)) for candidate in candidates]
+            edits, chosen_length = min(counted, key=lambda pair: (sum(pair[0]), -pair[1]))
+            totals, length, empty = totals + edits, length + chosen_length, empty + (chosen_length == 0)
+        if length == 0:
+            raise ValueError(
+                f"`references` must hold at least one {self.unit}, got {len(references)} empty references."
+            )
+        substitutions, insertions, deletions = totals.tolist()
+        case = "lc" if lowercase else "mixed"
+        return {
+            "score": 100 * int(totals.sum()) / length,
+            "substitutions": substitutions,
+            "insertions": insertions,
+            "deletions": deletions,
+            "ref_length": length,
+            "empty_references": empty,
+            "signature": f"nrefs:{number_of_references(references)}|case:{case}|unit:{self.unit}",
+        }
+
+
+class CharacterErrorRate(WordErrorRate):
+    """Character edits (Unicode code points, spaces included), otherwise as `WordErrorRate`."""
+
+    unit = "character"
+
+    @staticmethod
+    def units(text: str) -> Sequence[str]:
+        return text
+
+
 METRICS: dict[str, type[CorpusMetric]] = {
     "bleu": Bleu,
     "chrf": ChrF,
@@ -170,8 +240,7 @@ def check_metrics(names: Sequence[str], bleu_tokenize: str | None = None) -> Non
     Raises:
         ValueError: If a score or tokenizer is unknown or not installed, or `names` lacks BLEU.
     """
-    for name in names:
-        check_choice("A name in `metrics`", name, METRICS)
+    _check_names("metrics", names)
     check_bleu_is_computed(names, bleu_tokenize)
     if bleu_tokenize is None:
         return
@@ -181,6 +250,11 @@ def check_metrics(names: Sequence[str], bleu_tokenize: str | None = None) -> Non
     except (ImportError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"`bleu_tokenize` must be installed, got {bleu_tokenize!r}: {reason}") from error
+
+
+def _check_names(field: str, names: Sequence[str]) -> None:
+    for name in names:
+        check_choice(f"A name in `{field}`", name, METRICS)
 
 
 def check_bleu_is_computed(names: Sequence[str], bleu_tokenize: str | None) -> None:
@@ -200,8 +274,8 @@ def check_references(references: Sequence[str], names: Sequence[str], where: str
     Raises:
         ValueError: If a score is unknown, or an error rate has no word or character to count.
     """
+    _check_names("metrics", names)
     for name in names:
-        check_choice("A name in `metrics`", name, METRICS)
         metric = METRICS[name]
         if issubclass(metric, WordErrorRate) and not any(map(metric.units, references)):
             raise ValueError(
@@ -229,9 +303,8 @@ def compute_metrics(
     """
     if isinstance(names, str):
         raise ValueError(f"`names` must be a sequence of names, got the text {names!r}.")
-    for name in names:
-        check_choice("A name in `names`", name, METRICS)
-    options = dict(options or {})
+    _check_names("names", names)
+    options = options or {}
     for name in options:
         check_choice("A key of `options`", name, names)
     return {

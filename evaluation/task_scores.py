@@ -76,13 +76,12 @@ class ValidationSample:
         """
         self.tokenizers, self.scores = tokenizers, scores
         self.rows = spread(len(pairs), most)
-        task_of_row = pairs[TASK_COLUMN][:] if has_tasks else []
         if has_tasks:
-            first = {task: row for row, task in reversed(list(enumerate(task_of_row)))}
-            chosen = {task_of_row[row] for row in self.rows}
-            self.rows = sorted([*self.rows, *(row for task, row in first.items() if task not in chosen)])
-        self.tasks = [task_of_row[row] for row in self.rows] if has_tasks else []
+            rows_by_task = _rows_by_task(pairs[TASK_COLUMN][:])
+            self.rows += [rows[0] for rows in rows_by_task.values() if not set(rows) & set(self.rows)]
+            self.rows.sort()
         chosen = pairs.select(self.rows)
+        self.tasks = chosen[TASK_COLUMN][:] if has_tasks else []
         self.sources = chosen["source"][:]
         self.references = tokenizers.as_decoded(chosen["target"][:])
 

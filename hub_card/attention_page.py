@@ -9,12 +9,13 @@ import json
 import logging
 import os
 import re
-import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from metaphrase.hub_card.figures import spell_out
 
 if TYPE_CHECKING:
     from metaphrase.inference import AttentionMap
@@ -65,21 +66,19 @@ def write_attention_page(
             "layer": "mean of all" if layer is None else f"{layer}",
             "head": "mean" if layer is None or head is None else f"{head}",
         },
-        "layers": num_layers if detail in ("heads", "layers") else 0,
+        "layers": num_layers if detail != "chosen" else 0,
         "heads": num_heads if detail == "heads" else 0,
-        "layer": layer if detail in ("heads", "layers") else None,
+        "layer": layer if detail != "chosen" else None,
         "head": head if detail == "heads" else None,
     }
     note = ""
-    if maps[0].head_weights is not None and detail != "heads":
+    if num_layers and detail != "heads":
         rest = describe_choice(layer, head)
         if detail == "layers":
             rest = "the mean of each layer" + (f", not head {head} alone" if head is not None else "")
         note = f"All heads would exceed {max_weight_bytes:,} bytes: this is {rest}."
         logger.warning("%s %d sentences, %d layers of %d heads.", note, len(maps), num_layers, num_heads)
-    sentences = [_describe(attention) for attention in maps]
-    for sentence, attention in zip(sentences, maps, strict=True):
-        sentence["weights"] = _pack(attention, detail)
+    sentences = [_describe(attention) | {"weights": _pack(attention, detail)} for attention in maps]
     fields = {
         "title": html.escape(title),
         "note": html.escape(note),
@@ -116,15 +115,14 @@ def _affordable_detail(maps: Sequence["AttentionMap"], max_weight_bytes: int) ->
     if all(attention.head_weights is not None for attention in maps):
         num_layers, num_heads = maps[0].head_weights.shape[:2]
         counts = {"heads": num_layers * num_heads, "layers": num_layers, "chosen": 1}
-    sizes = {}
     for detail, count in counts.items():
         # base64 writes four characters for three bytes
-        sizes[detail] = sum(4 * -(-count * attention.weights.size // 3) for attention in maps)
-        if sizes[detail] <= max_weight_bytes:
+        size = sum(4 * -(-count * attention.weights.size // 3) for attention in maps)
+        if size <= max_weight_bytes:
             return detail
     raise ValueError(
         f"`maps` must take at most {max_weight_bytes:,} bytes in one page, got {len(maps)} sentences that take "
-        f"{sizes['chosen']:,}: show fewer or shorter ones."
+        f"{size:,}: show fewer or shorter ones."
     )
 
 
@@ -145,16 +143,11 @@ def _describe(attention: "AttentionMap") -> dict:
         words = getattr(attention, f"{side}_words")
         if ids is None:
             words, ids = tokens, list(range(len(tokens)))
-        described[side] = {"words": [*map(_visible, words)], "tokens": [*map(_visible, tokens)], "ids": list(ids)}
+        # HTML cannot hold control characters.
+        texts = {"words": words, "tokens": tokens}
+        described[side] = {name: [spell_out(text, ("Cc", "Cs")) for text in texts[name]] for name in texts}
+        described[side]["ids"] = list(ids)
     return described
-
-
-def _visible(text: str) -> str:
-    """Spell out control characters, which HTML cannot hold."""
-    return "".join(
-        character.encode("unicode_escape").decode() if unicodedata.category(character) in ("Cc", "Cs") else character
-        for character in text
-    )
 
 
 def _section(index: int, sentence: dict) -> str:
@@ -165,17 +158,12 @@ def _section(index: int, sentence: dict) -> str:
             f'aria-pressed="false">{html.escape(word)}</button>'
             for number, word in enumerate(sentence[side]["words"])
         )
-        lines.append(f'<div class="words"><b>{side}</b> <span dir="auto">{buttons}</span></div>')
-    return "\n".join(
-        [
-            f'<section id="sentence-{index}" aria-label="sentence {index + 1}">',
-            f"<h2>{index + 1}</h2>",
-            *lines,
-            '<p class="reading" aria-live="polite"></p>',
-            '<details><summary>matrix</summary><div class="matrix"></div></details>',
-            "</section>",
-        ]
-    )
+        lines.append(f'<div class="words"><b>{side}</b> <span dir="auto">{buttons}</span></div>\n')
+    return f"""<section id="sentence-{index}" aria-label="sentence {index + 1}">
+<h2>{index + 1}</h2>
+{"".join(lines)}<p class="reading" aria-live="polite"></p>
+<details><summary>matrix</summary><div class="matrix"></div></details>
+</section>"""
 
 
 def _json(content: dict) -> str:

@@ -13,20 +13,10 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load
 from huggingface_hub.utils import validate_repo_id
 
+from metaphrase.hub_card import sections
 from metaphrase.hub_card.facts import Facts, TrainedFolder
 from metaphrase.hub_card.figures import draw_training_curve, has_training_curve
-from metaphrase.hub_card.markdown import from_plain, number, plain
-from metaphrase.hub_card.sections import (
-    UNKNOWN,
-    describe_architecture,
-    describe_code,
-    describe_imports,
-    describe_limits,
-    describe_scores,
-    describe_training_data,
-    describe_training_procedure,
-    score_values,
-)
+from metaphrase.hub_card.sections import UNKNOWN, from_plain, number, plain, score_values
 from metaphrase.storage.folders import file_in_one_step
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 
@@ -82,7 +72,7 @@ def write_model_card(
         ValueError: If the folder or one of its files is not valid, `repo_id` or the task is not valid, or a `README.md` from
             somewhere else exists.
     """
-    trained = TrainedFolder.read(folder)
+    trained = TrainedFolder(folder)
     path = trained.path / "README.md"
     if path.exists() and not overwrite and not is_own_card(path):
         raise ValueError(
@@ -93,6 +83,7 @@ def write_model_card(
     facts = _complete(facts or Facts(), trained, repo_id)
     data = _metadata(trained, facts)
     trust = TRUST if trained.has_own_code else ""
+    imports, remark = sections.describe_code(trained)
     body = Template(TEMPLATE_PATH.read_text(encoding="utf-8")).substitute(
         title=plain(facts.title),
         marker=MARKER,
@@ -104,17 +95,17 @@ def write_model_card(
         model_id=f'"{repo_id}"' if repo_id else '"path/to/this/folder"',
         target_tokenizer=LOAD_TARGET_TOKENIZER % trust if trained.has_target_tokenizer else "",
         trust=trust,
-        imports=describe_imports(trained),
-        code=describe_code(trained),
+        imports=imports,
+        code=remark,
         # A JSON string is a Python string, too.
         source=json.dumps(f"{trained.source_prefix}Your text here.", ensure_ascii=False),
         decoder="target_tokenizer" if trained.has_target_tokenizer else "tokenizer",
-        scores=describe_scores(trained),
-        training_data=describe_training_data(trained),
-        training_procedure=describe_training_procedure(trained),
+        scores=sections.describe_scores(trained),
+        training_data=sections.describe_training_data(trained),
+        training_procedure=sections.describe_training_procedure(trained),
         curves=_draw_curves(trained, facts.title),
-        architecture=describe_architecture(trained),
-        limits=describe_limits(trained, facts),
+        architecture=sections.describe_architecture(trained),
+        limits=sections.describe_limits(trained, facts),
     )
     with file_in_one_step(path) as temporary:
         ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}").save(temporary)
@@ -137,7 +128,7 @@ def renew_model_card(folder: str | os.PathLike) -> Path:
         return write_model_card(folder, facts)
     logger.warning("%s was made or changed by somebody and is kept. Delete it to get a new one.", path)
     # The kept card may show the picture.
-    trained = TrainedFolder.read(folder)
+    trained = TrainedFolder(folder)
     _draw_curves(trained, trained.path.resolve().name)
     return path
 

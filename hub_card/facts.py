@@ -1,15 +1,15 @@
 """Read the facts for a model card: scores, recipe, training log, configuration and size of a trained folder."""
 
-import json
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
-from metaphrase.storage.weight_files import weight_names
+from metaphrase.hub_card.figures import is_finite
+from metaphrase.storage.folders import read_fields
+from metaphrase.storage.weight_files import WeightFiles, weight_names
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 from metaphrase.training.checkpointing.averaging import RECIPE_NAME
 from metaphrase.training.recipe.parsing import load_yaml
@@ -51,7 +51,6 @@ class Facts:
     tags: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
 class TrainedFolder:
     """Contents of a trained folder, with None for a missing file.
 
@@ -63,61 +62,35 @@ class TrainedFolder:
         config: `config.json`.
         num_parameters: Number of weights.
         has_target_tokenizer: True if the decoder has a separate tokenizer.
+        has_own_code: True if the Auto classes need `trust_remote_code` to load the model.
+        log_history: Entries of the training log, possibly none.
+        scores: Results by name of the score, possibly none.
+        tasks: Scores and number of examples of each task of a multi-task model.
+        data_name: Name of the data that the scores were measured on.
     """
 
-    path: Path
-    metrics: dict[str, Any] | None
-    recipe: dict[str, Any] | None
-    trainer_state: dict[str, Any] | None
-    config: dict[str, Any] | None
-    num_parameters: int | None
-    has_target_tokenizer: bool
-
-    @classmethod
-    def read(cls, folder: str | Path) -> "TrainedFolder":
+    def __init__(self, folder: str | Path):
         """Read a folder.
 
         Raises:
             ValueError: If the folder is missing, or one of its files is not valid.
         """
-        path = Path(folder)
-        if not path.is_dir():
+        self.path = Path(folder)
+        if not self.path.is_dir():
             raise ValueError(f"`folder` must be an existing folder, got {str(folder)!r}.")
-        return cls(
-            path=path,
-            metrics=_check_metrics(read_mapping(path / "metrics.json")),
-            recipe=read_recipe(path),
-            trainer_state=read_mapping(path / "trainer_state.json"),
-            config=read_mapping(path / "config.json"),
-            num_parameters=count_parameters(path),
-            has_target_tokenizer=(path / TARGET_SUBFOLDER).is_dir(),
-        )
-
-    @property
-    def has_own_code(self) -> bool:
-        """True if the Auto classes need `trust_remote_code` to load the model."""
-        return bool((self.config or {}).get("auto_map"))
-
-    @property
-    def log_history(self) -> list[dict[str, Any]]:
-        """Entries of the training log, possibly none."""
-        return list((self.trainer_state or {}).get("log_history") or [])
-
-    @property
-    def scores(self) -> dict[str, dict[str, Any]]:
-        """Results by name of the score, possibly none."""
-        return (self.metrics or {}).get("scores") or {}
-
-    @property
-    def tasks(self) -> dict[str, dict[str, Any]]:
-        """Scores and number of examples of each task of a multi-task model."""
-        return (self.metrics or {}).get("tasks") or {}
-
-    @property
-    def data_name(self) -> str | None:
-        """Name of the data that the scores were measured on."""
-        name = ((self.metrics or {}).get("data") or {}).get("name")
-        return None if name is None else without_machine_path(str(name))
+        self.metrics = _check_metrics(read_fields(self.path / "metrics.json"))
+        self.recipe = read_recipe(self.path)
+        self.trainer_state = read_fields(self.path / "trainer_state.json")
+        self.config = read_fields(self.path / "config.json")
+        self.num_parameters = count_parameters(self.path)
+        self.has_target_tokenizer = (self.path / TARGET_SUBFOLDER).is_dir()
+        self.has_own_code = bool((self.config or {}).get("auto_map"))
+        self.log_history = (self.trainer_state or {}).get("log_history") or []
+        metrics = self.metrics or {}
+        self.scores = metrics.get("scores") or {}
+        self.tasks = metrics.get("tasks") or {}
+        data_name = (metrics.get("data") or {}).get("name")
+        self.data_name = None if data_name is None else without_machine_path(str(data_name))
 
     @property
     def source_prefix(self) -> str:
@@ -140,43 +113,14 @@ class TrainedFolder:
         return data, hyperparameters, secrets
 
 
-def read_mapping(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[str, Any] | None:
-    """Return the fields of a file, or None if it is missing.
-
-    Raises:
-        ValueError: If the file cannot be read or does not hold fields.
-    """
-    if not path.is_file():
-        return None
-    try:
-        content = parse(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        # A YAML error has several lines.
-        text = " ".join(str(error).split())
-        raise ValueError(f"`{path.name}` must be readable, got an error in {str(path)!r}: {text}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"`{path.name}` must hold fields with values, got {type(content).__name__} in {str(path)!r}.")
-    return content
-
-
 def read_recipe(folder: Path) -> dict[str, Any] | None:
     """Return the fields of a folder's recipe as a run reads them, or None if it is missing.
 
     Raises:
-        ValueError: If the file cannot be read, or a language is not text.
+        ValueError: If the file cannot be read.
     """
-    recipe = read_mapping(folder / RECIPE_NAME, _parse_recipe)
-    for name in LANGUAGE_FIELDS:
-        value = (recipe or {}).get(name)
-        if value is not None and not isinstance(value, str):
-            raise ValueError(f"`{name}` in `{RECIPE_NAME}` must be text, got {value!r}.")
-    return recipe
-
-
-def _parse_recipe(text: str) -> Any:
-    fields = load_yaml(text, "it")
     # An empty file is a recipe without fields.
-    return {} if fields is None else fields
+    return read_fields(folder / RECIPE_NAME, lambda text: load_yaml(text, "it") or {})
 
 
 def _check_metrics(metrics: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -185,25 +129,18 @@ def _check_metrics(metrics: dict[str, Any] | None) -> dict[str, Any] | None:
         if part is not None and not isinstance(part, Mapping):
             raise ValueError(f"`{key}` in `metrics.json` must hold fields with values, got {part!r}.")
     groups = {"scores": (metrics or {}).get("scores") or {}}
-    for task, part in ((metrics or {}).get("tasks") or {}).items():
-        if not isinstance(part, Mapping) or "num_examples" not in part or not isinstance(part.get("scores"), Mapping):
-            raise ValueError(f"`tasks.{task}` in `metrics.json` must hold `scores` and `num_examples`, got {part!r}.")
-        groups[f"tasks.{task}.scores"] = part["scores"]
+    groups |= {f"tasks.{task}.scores": part["scores"] for task, part in ((metrics or {}).get("tasks") or {}).items()}
     for group, scores in groups.items():
         for name, result in scores.items():
+            values = result if isinstance(result, Mapping) else {}
             # ROUGE has a number for each kind.
-            kinds = (
-                ["score", *(kind for kind in result if kind.startswith("rouge"))] if isinstance(result, Mapping) else []
-            )
-            if not kinds or not all(_is_finite(result.get(kind)) for kind in kinds):
+            if not all(
+                is_finite(values.get(kind)) for kind in ("score", *(k for k in values if k.startswith("rouge")))
+            ):
                 raise ValueError(
                     f"`{group}.{name}` in `metrics.json` must hold a finite number as `score`, got {result!r}."
                 )
     return metrics
-
-
-def _is_finite(score: Any) -> bool:
-    return isinstance(score, int | float) and not isinstance(score, bool) and math.isfinite(score)
 
 
 def count_parameters(folder: Path) -> int | None:
@@ -212,17 +149,10 @@ def count_parameters(folder: Path) -> int | None:
     Raises:
         ValueError: If a file is damaged, or a shard is missing.
     """
-    total = None
-    for path in (folder / name for name in weight_names(folder)):
-        if not path.is_file():
-            raise ValueError(f"`{path.name}`, which the index of the weights names, must be in {str(folder)!r}.")
-        try:
-            with safe_open(path, framework="np") as file:
-                sizes = [math.prod(file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118
-        except SafetensorError as error:
-            raise ValueError(f"`{path.name}` must be a whole safetensors file, got an error: {error}") from error
-        total = (total or 0) + sum(sizes)
-    return total
+    if not weight_names(folder):
+        return None
+    with contextlib.ExitStack() as files:
+        return sum(math.prod(kind.shape) for kind in WeightFiles(folder, files).kinds.values())
 
 
 def without_machine_path(value: Any) -> Any:

@@ -18,31 +18,13 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 DOTS_PER_INCH = 150
 TRAIN_COLOR, EVAL_COLOR, SCORE_COLOR, BEST_COLOR, TEXT_COLOR = "#4477AA", "#CC6633", "#228855", "#AA3377", "#333333"
 LOWER_IS_BETTER = ("ter", "wer", "cer")
-SCORE_LABELS = {  # in percent; the first one in the log is drawn
-    "bleu": "BLEU",
-    "chrf": "chrF",
-    "chrf++": "chrF++",
-    "ter": "TER",
-    "rouge": "ROUGE-L",
-    "rouge1": "ROUGE-1",
-    "rouge2": "ROUGE-2",
-    "rougeL": "ROUGE-L",
-    "rougeLsum": "ROUGE-Lsum",
-    "exact_match": "exact match",
-    "wer": "WER",
-    "cer": "CER",
-}
+# In percent; the first one in the log is drawn.
+SCORE_LABELS = {"bleu": "BLEU", "chrf": "chrF", "chrf++": "chrF++", "ter": "TER", "rouge": "ROUGE-L"}
+SCORE_LABELS |= {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L", "rougeLsum": "ROUGE-Lsum"}
+SCORE_LABELS |= {"exact_match": "exact match", "wer": "WER", "cer": "CER"}
 # Fonts for characters that matplotlib's DejaVu Sans lacks. Only installed ones are used.
-FALLBACK_FONTS = (
-    "Noto Sans CJK SC",
-    "Noto Sans CJK JP",
-    "WenQuanYi Zen Hei",
-    "Hiragino Sans",
-    "Microsoft YaHei",
-    "Noto Sans Devanagari",
-    "Noto Sans Thai",
-    "Noto Emoji",
-)
+FALLBACK_FONTS = ("Noto Sans CJK SC", "Noto Sans CJK JP", "WenQuanYi Zen Hei", "Hiragino Sans", "Microsoft YaHei")
+FALLBACK_FONTS += ("Noto Sans Devanagari", "Noto Sans Thai", "Noto Emoji")
 MAX_PIXELS_PER_SIDE = 30_000
 
 
@@ -64,12 +46,13 @@ def _save(figure: Figure, path: str | os.PathLike, **options) -> Path:
 def _series(log_history: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the steps and finite values of one key. Of a step logged twice, as in a resumed run, the later value counts."""
     points = {entry["step"]: entry[key] for entry in log_history if key in entry and "step" in entry}
-    finite = sorted((step, value) for step, value in points.items() if _is_number(value))
+    finite = sorted((step, value) for step, value in points.items() if is_finite(value))
     steps, values = zip(*finite, strict=True) if finite else ((), ())
     return np.array(steps, dtype=float), np.array(values, dtype=float)
 
 
-def _is_number(value: Any) -> bool:
+def is_finite(value: Any) -> bool:
+    """Return True for a finite number that is no boolean."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -78,13 +61,9 @@ def logged_score(log_history: Sequence[Mapping[str, Any]]) -> str | None:
     return next((name for name in SCORE_LABELS if len(_series(log_history, f"eval_{name}")[0])), None)
 
 
-def _has_loss(log_history: Sequence[Mapping[str, Any]]) -> bool:
-    return any(len(_series(log_history, key)[0]) for key in ("loss", "eval_loss"))
-
-
 def has_training_curve(log_history: Sequence[Mapping[str, Any]]) -> bool:
     """Return True if the log holds a loss or a score."""
-    return _has_loss(log_history) or logged_score(log_history) is not None
+    return any(len(_series(log_history, key)[0]) for key in ("loss", "eval_loss", *map("eval_{}".format, SCORE_LABELS)))
 
 
 def best_entry(log_history: Sequence[Mapping[str, Any]]) -> tuple[str, float, float] | None:
@@ -111,13 +90,13 @@ def draw_training_curve(
     Raises:
         ValueError: If no entry holds a step with a finite loss or score.
     """
-    score_name = logged_score(log_history)
-    has_loss = _has_loss(log_history)
     if not has_training_curve(log_history):
         raise ValueError(
             "`log_history` must hold an entry with `step` and a finite `loss`, `eval_loss` or score, "
             f"got {len(log_history)} entries without."
         )
+    score_name = logged_score(log_history)
+    has_loss = any(len(_series(log_history, key)[0]) for key in ("loss", "eval_loss"))
     ratios = [3] * has_loss + [2] * (score_name is not None)
     figure = Figure(figsize=(8, 1.2 + sum(ratios)), layout="constrained")
     FigureCanvasAgg(figure)
@@ -126,7 +105,13 @@ def draw_training_curve(
     if has_loss:
         _draw_losses(panels[0], log_history, best)
     if score_name is not None:
-        _draw_score(panels[-1], log_history, score_name, best)
+        label, style = (
+            SCORE_LABELS[score_name],
+            {"color": SCORE_COLOR, "linewidth": 1.6, "marker": "o", "markersize": 4},
+        )
+        panels[-1].plot(*_series(log_history, f"eval_{score_name}"), **style)
+        _mark_best(panels[-1], best, label)
+        panels[-1].set_ylabel(f"{label} (%)")
     _finish_panels(panels, log_history, best)
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=TEXT_COLOR, parse_math=False)
@@ -151,17 +136,6 @@ def _draw_losses(panel, log_history: Sequence[Mapping[str, Any]], best: tuple[st
     if best is not None and best[0] == "eval_loss":
         _mark_best(panel, best, "loss")
     panel.set_ylabel("loss (nats per target token)")
-    _add_legend(panel)
-
-
-def _draw_score(
-    panel, log_history: Sequence[Mapping[str, Any]], name: str, best: tuple[str, float, float] | None
-) -> None:
-    steps, values = _series(log_history, f"eval_{name}")
-    panel.plot(steps, values, color=SCORE_COLOR, linewidth=1.6, marker="o", markersize=4)
-    _mark_best(panel, best, SCORE_LABELS[name])
-    panel.set_ylabel(f"{SCORE_LABELS[name]} (%)")
-    _add_legend(panel)
 
 
 def _mark_best(panel, best: tuple[str, float, float], unit: str) -> None:
@@ -170,14 +144,11 @@ def _mark_best(panel, best: tuple[str, float, float], unit: str) -> None:
     panel.plot([step], [value], "*", color=BEST_COLOR, markersize=13, markeredgecolor="white", zorder=5, label=label)
 
 
-def _add_legend(panel) -> None:
+def _finish_panels(panels, log_history: Sequence[Mapping[str, Any]], best: tuple[str, float, float] | None) -> None:
     # Above the panel, to hide no point.
     position = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 3, "borderaxespad": 0.3, "borderpad": 0}
-    panel.legend(**position, fontsize=9, labelcolor=TEXT_COLOR, frameon=False)
-
-
-def _finish_panels(panels, log_history: Sequence[Mapping[str, Any]], best: tuple[str, float, float] | None) -> None:
     for panel in panels:
+        panel.legend(**position, fontsize=9, labelcolor=TEXT_COLOR, frameon=False)
         panel.grid(axis="y", color="#DDDDDD", linewidth=0.7)
         panel.set_axisbelow(True)
         panel.spines[["top", "right"]].set_visible(False)
@@ -193,21 +164,25 @@ def _finish_panels(panels, log_history: Sequence[Mapping[str, Any]], best: tuple
     bottom.set_xlim(0, 1.02 * max(panel.dataLim.x1 for panel in panels))
     bottom.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True, steps=(1, 2, 5, 10)))
     bottom.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
-    epochs = [entry["epoch"] for entry in log_history if _is_number(entry.get("epoch"))]
+    epochs = [entry["epoch"] for entry in log_history if is_finite(entry.get("epoch"))]
     passes = f" ({max(epochs):.3g} epochs in all)" if epochs else ""
     drawn = ("loss", "eval_loss", f"eval_{logged_score(log_history)}")
-    lost = sum(key in entry and not _is_number(entry[key]) for entry in log_history for key in drawn)
+    lost = sum(key in entry and not is_finite(entry[key]) for entry in log_history for key in drawn)
     note = f"\nlogged values that are not finite and not drawn: {lost}" if lost else ""
     bottom.set_xlabel(f"optimizer steps{passes}{note}", color=TEXT_COLOR)
     panels[0].figure.align_ylabels(panels)
 
 
-def _readable(token: str) -> str:
-    """Spell out characters that a font cannot show, such as a newline. The result is never blank."""
-    shown = "".join(
-        mark.encode("unicode_escape").decode() if unicodedata.category(mark) in ("Cc", "Cf", "Zl", "Zp", "Cs") else mark
-        for mark in token
+def spell_out(text: str, categories: Sequence[str]) -> str:
+    """Write characters of some Unicode categories as escapes, such as a newline."""
+    return "".join(
+        mark.encode("unicode_escape").decode() if unicodedata.category(mark) in categories else mark for mark in text
     )
+
+
+def _readable(token: str) -> str:
+    """Spell out characters that a font cannot show. The result is never blank."""
+    shown = spell_out(token, ("Cc", "Cf", "Zl", "Zp", "Cs"))
     return shown if shown.strip() else repr(shown)
 
 

@@ -1,10 +1,12 @@
-"""Sections of a model card. A fact that the folder does not tell is called unknown."""
+"""Sections of a model card in Markdown. A fact that the folder does not tell is called unknown."""
 
+import html
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from metaphrase.hub_card.facts import Facts, TrainedFolder
 from metaphrase.hub_card.figures import LOWER_IS_BETTER, SCORE_LABELS
-from metaphrase.hub_card.markdown import bullets, code, number, plain, table
 from metaphrase.modeling import MetaphraseConfig
 
 # (row, names of the field in different families, True to show the row when unknown)
@@ -42,29 +44,20 @@ OWN_CODE = "`trust_remote_code=True` runs the model code that is stored beside t
 
 def score_values(scores: dict[str, dict[str, Any]]) -> list[tuple[str, str, float, str | None]]:
     """Return (name, label, value, signature) of each score. ROUGE has four."""
-    values = []
-    for name, result in scores.items():
-        parts = [kind for kind in ("rouge1", "rouge2", "rougeL", "rougeLsum") if kind in result] or ["score"]
-        for part in parts:
-            label = SCORE_LABELS.get(name if part == "score" else part, name)
-            values.append((name, label, result[part], result.get("signature")))
-    return values
+    return [
+        (name, SCORE_LABELS.get(name if part == "score" else part, name), result[part], result.get("signature"))
+        for name, result in scores.items()
+        for part in [kind for kind in ("rouge1", "rouge2", "rougeL", "rougeLsum") if kind in result] or ["score"]
+    ]
 
 
-def describe_imports(folder: TrainedFolder) -> str:
-    """Return the import line of a Metaphrase model for the code in the card; empty for other models."""
-    return IMPORT if _is_metaphrase(folder) else ""
-
-
-def describe_code(folder: TrainedFolder) -> str:
-    """Return a remark on the code that comes with a model; empty for a model that transformers' own code runs."""
+def describe_code(folder: TrainedFolder) -> tuple[str, str]:
+    """Return the import line of a Metaphrase model, and a remark on the code beside the weights; both may be empty."""
     if not folder.has_own_code:
-        return ""
-    return f"\n{IMPORT_REMARK if _is_metaphrase(folder) else OWN_CODE}\n"
-
-
-def _is_metaphrase(folder: TrainedFolder) -> bool:
-    return folder.has_own_code and folder.config.get("model_type") == MetaphraseConfig.model_type
+        return "", ""
+    if folder.config.get("model_type") == MetaphraseConfig.model_type:
+        return IMPORT, f"\n{IMPORT_REMARK}\n"
+    return "", f"\n{OWN_CODE}\n"
 
 
 def describe_scores(folder: TrainedFolder) -> str:
@@ -201,3 +194,48 @@ def describe_limits(folder: TrainedFolder, facts: Facts) -> str:
         limits.append("Lengths above those of the training data are untested.")
     limits.append("No examination of bias or of harmful output is recorded.")
     return bullets(limits)
+
+
+def _one_line(value: Any) -> str:
+    return " ".join(str(value).split())
+
+
+def plain(value: Any) -> str:
+    """Return a value as one line of text, with the special characters of Markdown and HTML escaped."""
+    text = _one_line(value).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*_\[\]{}#|~!$])", r"\\\1", text)
+
+
+def from_plain(text: str) -> str:
+    """Undo `plain`."""
+    return html.unescape(re.sub(r"\\(.)", r"\1", text))
+
+
+def code(value: Any) -> str:
+    """Return a value as a span of code that may stand in a table."""
+    text = _one_line(value).replace("|", "\\|")
+    if not text:
+        return "(empty)"
+    fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    pad = " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{fence}{pad}{text}{pad}{fence}"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table. Header and cells are Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def bullets(items: Iterable[str]) -> str:
+    """Return a bullet list. The items are Markdown."""
+    return "\n".join(f"- {item}" for item in items)
+
+
+def number(value: Any) -> str:
+    """Return a number with at most four digits, a boolean as yes or no, and any other value as code."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not isinstance(value, int | float):
+        return code(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if 1e4 <= abs(value) < 1e12 else f"{value:.4g}"

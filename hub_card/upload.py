@@ -15,7 +15,8 @@ from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from metaphrase.hub_card.card import FIGURE_NAME
-from metaphrase.hub_card.facts import SECRET_FIELDS, count_parameters, read_mapping, read_recipe, without_machine_path
+from metaphrase.hub_card.facts import SECRET_FIELDS, count_parameters, read_recipe, without_machine_path
+from metaphrase.storage.folders import read_fields
 from metaphrase.storage.weight_files import weight_names
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 from metaphrase.training.checkpointing.averaging import PROVENANCE_NAME, RECIPE_NAME
@@ -38,10 +39,7 @@ REASONS = {
     ".*": "hidden",
     "checkpoint-*": "a checkpoint of the training run",
     "runs": "logs of the training run",
-    "*.bin": "not safetensors: can run code when it is loaded",
-    "*.pt": "not safetensors: can run code when it is loaded",
-    "*.pth": "not safetensors: can run code when it is loaded",
-    "*.pkl": "not safetensors: can run code when it is loaded",
+    **dict.fromkeys(("*.bin", "*.pt", "*.pth", "*.pkl"), "not safetensors: can run code when it is loaded"),
     "exponential_average.safetensors": "a state of the training run",
     "trainer_state.json": "a state of the training run",
     "*.py": "not code of the model",
@@ -103,7 +101,7 @@ def _code_files(folder: Path) -> list[str]:
     """Return the modules that the configs name, and the modules that these import from the folder."""
     modules = set()
     for name in ("config.json", "tokenizer_config.json"):
-        if (fields := read_mapping(folder / name)) is not None:
+        if (fields := read_fields(folder / name)) is not None:
             mappings = [fields.get("auto_map") or {}, fields.get("custom_pipelines") or {}]
             entries = [entry for mapping in mappings if isinstance(mapping, dict) for entry in mapping.values()]
             for entry in entries:
@@ -119,12 +117,9 @@ def _code_files(folder: Path) -> list[str]:
 def _card_pictures(folder: Path) -> list[str]:
     """Return the pictures that the card shows."""
     card = (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).is_file() else ""
-
-    def is_shown(name: str) -> bool:
-        # `curve.png` must not match in `training_curve.png`.
-        return re.search(rf"(?<![\w.%-]){re.escape(name)}(?![\w-])", card) is not None
-
-    return [path.name for path in folder.glob("*.png") if is_shown(path.name)]
+    names = [path.name for path in folder.glob("*.png")]
+    # `curve.png` must not match in `training_curve.png`.
+    return [name for name in names if re.search(rf"(?<![\w.%-]){re.escape(name)}(?![\w-])", card)]
 
 
 def check_folder(folder: Path) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,20 +73,30 @@ def check_output(output: Path, sources: Sequence[Path], overwrite: bool, mark: s
         raise ValueError(f"`output` must hold {mark} to be overwritten, got {output}, which was not {action} here.")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the fields of a checkpoint's JSON file.
+def read_fields(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[str, Any] | None:
+    """Return the fields of a file, or None if it is missing.
 
     Raises:
-        ValueError: If the file is missing, is no JSON or holds no object.
+        ValueError: If the file cannot be read or does not hold fields.
     """
     if not path.is_file():
-        raise ValueError(f"A checkpoint must hold {path.name}, got none in {path.parent}.")
+        return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} must be readable as JSON, got an error: {error}.") from error
+        # A YAML error has several lines.
+        text = " ".join(str(error).split())
+        raise ValueError(f"`{path.name}` must be readable, got an error in {str(path)!r}: {text}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold fields with values, got {type(content).__name__}.")
+        raise ValueError(f"`{path.name}` must hold fields with values, got {type(content).__name__} in {str(path)!r}.")
+    return content
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the fields of a checkpoint's JSON file. Raise a `ValueError` also if the file is missing."""
+    content = read_fields(path)
+    if content is None:
+        raise ValueError(f"A checkpoint must hold {path.name}, got none in {path.parent}.")
     return content
 
 

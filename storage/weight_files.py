@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
@@ -39,24 +40,17 @@ class Kind(NamedTuple):
 
 
 def weight_names(folder: Path) -> list[str]:
-    """Return the names of the safetensors files that transformers loads from a folder, which may be none.
+    """Return the names of the safetensors files that transformers loads from a folder. They need not exist.
 
     Raises:
-        ValueError: If the index is damaged.
+        ValueError: If the index is damaged, or names files of another folder.
     """
     # transformers prefers the single file.
     if (folder / SAFE_WEIGHTS_NAME).is_file():
         return [SAFE_WEIGHTS_NAME]
     index = folder / SAFE_WEIGHTS_INDEX_NAME
-    return indexed_names(index) if index.is_file() else []
-
-
-def indexed_names(index: Path) -> list[str]:
-    """Return the file names in an index of weights. The files need not exist.
-
-    Raises:
-        ValueError: If the index is damaged, or names files of another folder.
-    """
+    if not index.is_file():
+        return []
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         outside = [name for name in names if Path(name).name != name]
@@ -94,25 +88,22 @@ class WeightFiles:
             raise ValueError(f"A checkpoint must be a folder that exists, got {folder}.")
         if (folder / ADAPTER_NAME).is_file():
             raise ValueError(f"A checkpoint must hold whole weights, got an adapter in {folder}: merge it first.")
-        self.paths = self._find_paths()
+        names, index = weight_names(folder), folder / SAFE_WEIGHTS_INDEX_NAME
+        if not names:
+            raise ValueError(
+                f"A checkpoint must hold {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, got neither in {folder}. "
+                f"A pickle such as {WEIGHTS_NAME} is never opened: load it with transformers and call `save_pretrained`."
+            )
+        for name in names:
+            if not (folder / name).is_file():
+                raise ValueError(f"{index} must name files beside it, got {name!r}.")
+        self.paths = [folder / name for name in names]
         try:
             opened = [files.enter_context(safe_open(path, framework="pt")) for path in self.paths]
         except SafetensorError as error:
             raise ValueError(f"A checkpoint must hold whole weights, got {folder}: {error}.") from error
         self._file_of = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
         self.kinds = {name: self._read_kind(name) for name in sorted(self._file_of)}
-
-    def _find_paths(self) -> list[Path]:
-        names, index = weight_names(self.folder), self.folder / SAFE_WEIGHTS_INDEX_NAME
-        if not names:
-            raise ValueError(
-                f"A checkpoint must hold {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, got neither in {self.folder}. "
-                f"A pickle such as {WEIGHTS_NAME} is never opened: load it with transformers and call `save_pretrained`."
-            )
-        for name in names:
-            if not (self.folder / name).is_file():
-                raise ValueError(f"{index} must name files beside it, got {name!r}.")
-        return [self.folder / name for name in names]
 
     def _read_kind(self, name: str) -> Kind:
         tensor = self._file_of[name].get_slice(name)
@@ -129,19 +120,6 @@ class PlannedTensor(NamedTuple):
     make: Callable[[], torch.Tensor]
 
 
-def split_into_shards(planned: Mapping[str, PlannedTensor], max_shard_bytes: int) -> list[dict[str, PlannedTensor]]:
-    """Split tensors into as few files as possible, in order. Only a single tensor may exceed `max_shard_bytes`."""
-    shards: list[dict[str, PlannedTensor]] = [{}]
-    shard_bytes = 0
-    for name, tensor in planned.items():
-        if shards[-1] and shard_bytes + tensor.nbytes > max_shard_bytes:
-            shards.append({})
-            shard_bytes = 0
-        shards[-1][name] = tensor
-        shard_bytes += tensor.nbytes
-    return shards
-
-
 def write_weights(folder: Path, planned: Mapping[str, PlannedTensor], max_shard_bytes: int) -> None:
     """Write `model.safetensors`, or several files and an index. Only one file's tensors are in memory at a time.
 
@@ -150,16 +128,16 @@ def write_weights(folder: Path, planned: Mapping[str, PlannedTensor], max_shard_
         planned: The tensors by name, in the order to write.
         max_shard_bytes: Limit of one file, which only a single tensor may exceed.
     """
-    shards = split_into_shards(planned, max_shard_bytes)
-    stem, suffix = SAFE_WEIGHTS_NAME.split(".")
-    weight_map = {}
-    for number, shard in enumerate(shards, start=1):
-        file = f"{stem}-{number:05d}-of-{len(shards):05d}.{suffix}" if len(shards) > 1 else SAFE_WEIGHTS_NAME
-        _write_shard(folder / file, shard)
-        weight_map |= dict.fromkeys(shard, file)
-    if len(shards) > 1:
-        total_size = sum(tensor.nbytes for tensor in planned.values())
-        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+    split = split_state_dict_into_shards_factory(
+        dict(planned),
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern=SAFE_WEIGHTS_NAME.replace(".", "{suffix}."),
+        max_shard_size=max_shard_bytes,
+    )
+    for file, names in split.filename_to_tensors.items():
+        _write_shard(folder / file, {name: planned[name] for name in names})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_json(folder / SAFE_WEIGHTS_INDEX_NAME, index)
 
 

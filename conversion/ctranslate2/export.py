@@ -58,15 +58,11 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int) -> list[str]:
     """Return `size` tokens in the order of their ids. An id without a token gets a unique name."""
     known = tokenizer.get_vocab()
     tokens = {index: token for token, index in known.items()}
-    names: list[str] = []
-    for index in range(size):
-        name = tokens.get(index)
-        if name is None:
-            name = f"<unused_{index}>"
-            while name in known:
-                name = f"<{name}>"
-        names.append(name)
-    return names
+    for index in set(range(size)) - tokens.keys():
+        tokens[index] = f"<unused_{index}>"
+        while tokens[index] in known:
+            tokens[index] = f"<{tokens[index]}>"
+    return [tokens[index] for index in range(size)]
 
 
 def _set_special_tokens(
@@ -127,11 +123,10 @@ def export_ctranslate2(
         spec.validate()
         spec.optimize(quantization)
     fields = {"from": MetaphraseConfig.model_type, "to": "ctranslate2"}
+    fields |= {"quantization": quantization} if quantization else {}
     with folder_in_one_step(output) as partial:
         spec.save(os.fspath(partial))
         tokenizers.save_pretrained(partial)
         model.generation_config.save_pretrained(partial)
-        write_provenance(
-            partial / PROVENANCE_NAME, source, **fields | ({"quantization": quantization} if quantization else {})
-        )
+        write_provenance(partial / PROVENANCE_NAME, source, **fields)
     return output

@@ -3,7 +3,8 @@
 import numpy as np
 import torch
 from ctranslate2.converters import utils
-from ctranslate2.specs import attention_spec, common_spec, model_spec, transformer_spec
+from ctranslate2.specs import attention_spec, common_spec, model_spec
+from ctranslate2.specs.transformer_spec import TransformerDecoderSpec, TransformerEncoderSpec, TransformerSpec
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -32,10 +33,9 @@ def find_obstacles(config: MetaphraseConfig) -> list[str]:
     obstacles = []
     if config.position_embedding_type == "alibi":
         obstacles.append("`position_embedding_type` 'alibi', which it has only in decoders")
-    if config.position_embedding_type == "rotary":
-        kind = config.rope_parameters.get("rope_type", "default")
-        if kind in _CHANGING_ROTATIONS:
-            obstacles.append(f"`rope_parameters` with `rope_type` {kind!r}, whose frequencies change with the length")
+    kind = (config.rope_parameters or {}).get("rope_type")
+    if config.position_embedding_type == "rotary" and kind in _CHANGING_ROTATIONS:
+        obstacles.append(f"`rope_parameters` with `rope_type` {kind!r}, whose frequencies change with the length")
     if config.qk_norm and config.decoder_attention_heads > 1:
         obstacles.append(
             f"`qk_norm` True with `decoder_attention_heads` {config.decoder_attention_heads}, because it norms the queries of "
@@ -47,7 +47,7 @@ def find_obstacles(config: MetaphraseConfig) -> list[str]:
     return obstacles
 
 
-def make_spec(model: PreTrainedModel) -> transformer_spec.TransformerSpec:
+def make_spec(model: PreTrainedModel) -> TransformerSpec:
     """Return the specification of a `MetaphraseForConditionalGeneration` with all weights, without vocabularies.
 
     Raises:
@@ -56,15 +56,21 @@ def make_spec(model: PreTrainedModel) -> transformer_spec.TransformerSpec:
     config = model.config
     if obstacles := find_obstacles(config):
         raise ValueError(f"CTranslate2 cannot express {'; '.join(obstacles)}.")
-    options = _stack_options(config)
+    options = {
+        # In Python this only decides on a norm at the end.
+        "pre_norm": config.final_norm,
+        "activation": _ACTIVATIONS[config.activation_function],
+        "layernorm_embedding": config.embedding_norm,
+        "relative_attention_bias": config.position_embedding_type in _BIASED,
+        "ffn_glu": config.gated_mlp,
+        # Anything but None keeps the decoder from requiring a table of positions.
+        "rotary_dim": 0 if config.position_embedding_type == "rotary" else None,
+        **_attention_options(config),
+    }
     with torch.no_grad():
-        encoder = transformer_spec.TransformerEncoderSpec(
-            config.encoder_layers, config.encoder_attention_heads, **options
-        )
-        decoder = transformer_spec.TransformerDecoderSpec(
-            config.decoder_layers, config.decoder_attention_heads, **options
-        )
-        spec = transformer_spec.TransformerSpec(encoder, decoder)
+        encoder = TransformerEncoderSpec(config.encoder_layers, config.encoder_attention_heads, **options)
+        decoder = TransformerDecoderSpec(config.decoder_layers, config.decoder_attention_heads, **options)
+        spec = TransformerSpec(encoder, decoder)
         spec.config.layer_norm_epsilon = config.norm_eps
         _fill_stack(encoder, model.get_encoder(), config)
         _fill_stack(decoder, model.get_decoder(), config)
@@ -74,27 +80,15 @@ def make_spec(model: PreTrainedModel) -> transformer_spec.TransformerSpec:
     return spec
 
 
-def _stack_options(config: MetaphraseConfig) -> dict:
+def _attention_options(config: MetaphraseConfig) -> dict:
+    heads = config.num_key_value_heads
+    is_plain = heads == config.encoder_attention_heads == config.decoder_attention_heads
     return {
-        # In Python this only decides on a norm at the end.
-        "pre_norm": config.final_norm,
-        "activation": _ACTIVATIONS[config.activation_function],
-        "layernorm_embedding": config.embedding_norm,
-        "relative_attention_bias": config.position_embedding_type in _BIASED,
-        "ffn_glu": config.gated_mlp,
         "rms_norm": config.norm_type == "rmsnorm",
-        "num_heads_kv": _key_value_heads(config),
+        "num_heads_kv": None if is_plain else heads,
         "head_dim": config.head_dim,
         "qk_norm": config.qk_norm,
-        # Anything but None keeps the decoder from requiring a table of positions.
-        "rotary_dim": 0 if config.position_embedding_type == "rotary" else None,
     }
-
-
-def _key_value_heads(config: MetaphraseConfig) -> int | None:
-    """The number of key and value heads, or `None` if there are as many as query heads."""
-    heads = config.num_key_value_heads
-    return None if heads == config.encoder_attention_heads == config.decoder_attention_heads else heads
 
 
 def _fill_stack(spec: model_spec.LayerSpec, stack: nn.Module, config: MetaphraseConfig) -> None:
@@ -118,7 +112,10 @@ def _fill_stack(spec: model_spec.LayerSpec, stack: nn.Module, config: Metaphrase
         if hasattr(layer, "cross_attn"):
             _fill_attention(layer_spec.attention, layer.cross_attn, None)
             _fill_norm(layer_spec.attention.layer_norm, layer.cross_attn_norm)
-        _fill_feed_forward(layer_spec.ffn, layer.mlp)
+        _fill_linear(layer_spec.ffn.linear_0, layer.mlp.gate_proj if config.gated_mlp else layer.mlp.up_proj)
+        if config.gated_mlp:
+            _fill_linear(layer_spec.ffn.linear_0_noact, layer.mlp.up_proj)
+        _fill_linear(layer_spec.ffn.linear_1, layer.mlp.down_proj)
         _fill_norm(layer_spec.ffn.layer_norm, layer.mlp_norm)
 
 
@@ -162,13 +159,10 @@ def _rotary_attention(rotary: nn.Module, config: MetaphraseConfig) -> attention_
         }
     spec = attention_spec.MultiHeadAttentionSpec(
         self_attention=True,
-        rms_norm=config.norm_type == "rmsnorm",
         rotary_dim=rotated,
         rotary_interleave=False,
         rotary_base=base,
-        num_heads_kv=_key_value_heads(config),
-        head_dim=config.head_dim,
-        qk_norm=config.qk_norm,
+        **_attention_options(config),
         **options,
     )
     if not is_plain:
@@ -183,7 +177,8 @@ def _fill_attention(
 ) -> None:
     """Fill projections and scale. The rotation's factor of queries and keys is folded into the queries."""
     spec.queries_scale = float(attention.scaling)
-    query, key, value = (_linear(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj"))
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    query, key, value = (_fill_linear(common_spec.LinearSpec(), projection) for projection in projections)
     gamma = attention.q_norm.weight if attention.config.qk_norm else None
     if rotary is not None and rotary.attention_scaling != 1.0:
         factors = torch.ones(attention.head_dim)
@@ -206,23 +201,11 @@ def _fill_attention(
     _fill_linear(spec.linear[-1], attention.o_proj)
 
 
-def _fill_feed_forward(spec: transformer_spec.FeedForwardSpec, mlp: nn.Module) -> None:
-    _fill_linear(spec.linear_0, mlp.gate_proj if mlp.is_gated else mlp.up_proj)
-    if mlp.is_gated:
-        _fill_linear(spec.linear_0_noact, mlp.up_proj)
-    _fill_linear(spec.linear_1, mlp.down_proj)
-
-
-def _linear(module: nn.Linear) -> common_spec.LinearSpec:
-    spec = common_spec.LinearSpec()
-    _fill_linear(spec, module)
-    return spec
-
-
-def _fill_linear(spec: common_spec.LinearSpec, module: nn.Linear) -> None:
+def _fill_linear(spec: common_spec.LinearSpec, module: nn.Linear) -> common_spec.LinearSpec:
     spec.weight = module.weight.detach()
     if module.bias is not None:
         spec.bias = module.bias.detach()
+    return spec
 
 
 def _fill_norm(spec: common_spec.LayerNormSpec, norm: nn.Module) -> None:

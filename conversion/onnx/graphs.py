@@ -38,11 +38,10 @@ def refuse_unsupported(config: MetaphraseConfig) -> None:
     Raises:
         ValueError: If the rotation depends on the length.
     """
-    if config.position_embedding_type == "rotary":
-        kind = config.rope_parameters.get("rope_type", "default")
-        if kind in _CHANGING_ROTATIONS:
-            reason = "whose frequencies change with the length"
-            raise ValueError(f"ONNX cannot express `rope_parameters` with `rope_type` {kind!r}, {reason}.")
+    kind = (config.rope_parameters or {}).get("rope_type")
+    if config.position_embedding_type == "rotary" and kind in _CHANGING_ROTATIONS:
+        reason = "whose frequencies change with the length"
+        raise ValueError(f"ONNX cannot express `rope_parameters` with `rope_type` {kind!r}, {reason}.")
 
 
 def past_names(layers: int) -> list[str]:
@@ -63,57 +62,40 @@ class EncoderGraph(nn.Module):
 
 
 class DecoderGraph(nn.Module):
-    """First decoding step: logits (B, T, V), then keys and values (B, heads, length, head_dim) of each layer."""
+    """Decoding step: logits (B, T, V), then keys and values (B, heads, length, head_dim) of each layer.
 
-    with_source = True
+    The first step reads the encoder output. A later step of one token per row reads the keys and values instead, and does
+    not return the source's, which do not change.
+    """
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model = model
 
     def forward(
-        self, encoder_attention_mask: torch.Tensor, input_ids: torch.Tensor, encoder_hidden_states: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-        return self._decode(input_ids, encoder_hidden_states, encoder_attention_mask, cache)
-
-    def _decode(
         self,
+        encoder_attention_mask: torch.Tensor,
         input_ids: torch.Tensor,
-        encoder_output: torch.Tensor,
-        encoder_mask: torch.Tensor,
-        cache: EncoderDecoderCache,
+        source: torch.Tensor | Sequence[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
+        is_first = isinstance(source, torch.Tensor)
+        self_cache, cross_cache = DynamicCache(), DynamicCache()
+        for index in range(0, 0 if is_first else len(source), 4):
+            self_cache.update(source[index], source[index + 1], index // 4)
+            cross_cache.update(source[index + 2], source[index + 3], index // 4)
         output = self.model.get_decoder()(
             input_ids=input_ids,
-            encoder_hidden_states=encoder_output,
-            encoder_attention_mask=encoder_mask,
-            past_key_values=cache,
+            # With its keys and values cached, only the length of the encoder output is used.
+            encoder_hidden_states=source if is_first else source[0].new_zeros((*encoder_attention_mask.shape, 1)),
+            encoder_attention_mask=encoder_attention_mask,
+            past_key_values=EncoderDecoderCache(self_cache, cross_cache),
             return_dict=True,
         )
         outputs = [self.model.project(output.last_hidden_state)]
-        for target, source in zip(cache.self_attention_cache.layers, cache.cross_attention_cache.layers, strict=True):
-            outputs += [target.keys, target.values]
-            if self.with_source:
-                outputs += [source.keys, source.values]
+        for layer, cross_layer in zip(self_cache.layers, cross_cache.layers, strict=True):
+            outputs += [layer.keys, layer.values]
+            outputs += [cross_layer.keys, cross_layer.values] if is_first else []
         return tuple(outputs)
-
-
-class DecoderWithPastGraph(DecoderGraph):
-    """Later decoding step of one token per row. It does not return the source's keys and values, which do not change."""
-
-    with_source = False
-
-    def forward(
-        self, encoder_attention_mask: torch.Tensor, input_ids: torch.Tensor, past: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
-        target, source = DynamicCache(), DynamicCache()
-        for index in range(0, len(past), 4):
-            target.update(past[index], past[index + 1], index // 4)
-            source.update(past[index + 2], past[index + 3], index // 4)
-        # With its keys and values cached, only the length of the encoder output is used.
-        encoder_output = past[0].new_zeros((*encoder_attention_mask.shape, 1))
-        return self._decode(input_ids, encoder_output, encoder_attention_mask, EncoderDecoderCache(target, source))
 
 
 class _PositionTable(nn.Module):
@@ -153,13 +135,12 @@ class _DistanceTable(nn.Module):
 @contextlib.contextmanager
 def with_tables(model: PreTrainedModel) -> Iterator[None]:
     """Replace a model's positions by tables inside the block, so that the graph does not depend on the traced length."""
-    replaced: list[tuple[nn.Module, str, nn.Module]] = []
+    with contextlib.ExitStack() as originals:
 
-    def replace(owner: nn.Module, name: str, table: nn.Module) -> None:
-        replaced.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, table.eval())
+        def replace(owner: nn.Module, name: str, table: nn.Module) -> None:
+            originals.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, table.eval())
 
-    try:
         for stack in (model.get_encoder(), model.get_decoder()):
             if stack.embed_positions is not None:
                 replace(stack, "embed_positions", _PositionTable(stack.embed_positions, model.config))
@@ -170,9 +151,6 @@ def with_tables(model: PreTrainedModel) -> Iterator[None]:
                 for owner, name in owners:
                     replace(owner, name, _DistanceTable(getattr(owner, name)))
         yield
-    finally:
-        for owner, name, module in replaced:
-            setattr(owner, name, module)
 
 
 def write_graphs(model: PreTrainedModel, folder: Path) -> None:
@@ -185,50 +163,36 @@ def write_graphs(model: PreTrainedModel, folder: Path) -> None:
     mask = torch.ones((_TRACED_BATCH, _TRACED_SOURCE), dtype=torch.long)
     target = torch.zeros((_TRACED_BATCH, _TRACED_TARGET), dtype=torch.long)
     encoder_output = torch.zeros(_TRACED_BATCH, _TRACED_SOURCE, model.config.hidden_size)
+    axes = {0: _BATCH, 1: _SOURCE}
     with with_tables(model), torch.no_grad():
-        _write(
-            EncoderGraph(model),
-            {
-                "input_ids": (torch.zeros_like(mask), {0: _BATCH, 1: _SOURCE}),
-                "attention_mask": (mask, {0: _BATCH, 1: _SOURCE}),
-            },
-            ["last_hidden_state"],
-            folder / ENCODER_NAME,
-        )
+        inputs = {"input_ids": (torch.zeros_like(mask), axes), "attention_mask": (mask, axes)}
+        _write(EncoderGraph(model), inputs, ["last_hidden_state"], folder / ENCODER_NAME)
+        inputs = {
+            "encoder_attention_mask": (mask, axes),
+            "input_ids": (target, {0: _BATCH, 1: _TARGET}),
+            "encoder_hidden_states": (encoder_output, axes),
+        }
         present = [name.replace("past_key_values", "present", 1) for name in past_names(model.config.decoder_layers)]
-        _write(
-            DecoderGraph(model),
-            {
-                "encoder_attention_mask": (mask, {0: _BATCH, 1: _SOURCE}),
-                "input_ids": (target, {0: _BATCH, 1: _TARGET}),
-                "encoder_hidden_states": (encoder_output, {0: _BATCH, 1: _SOURCE}),
-            },
-            ["logits", *present],
-            folder / DECODER_NAME,
-        )
+        _write(DecoderGraph(model), inputs, ["logits", *present], folder / DECODER_NAME)
         write_later_step(model, folder / DECODER_WITH_PAST_NAME)
 
 
 def write_later_step(model: PreTrainedModel, path: Path) -> None:
     """Write the graph of later decoding steps. Call it inside `with_tables` and without gradients."""
     config = model.config
+    mask = torch.ones((_TRACED_BATCH, _TRACED_SOURCE), dtype=torch.long)
     inputs = {
-        "encoder_attention_mask": (
-            torch.ones((_TRACED_BATCH, _TRACED_SOURCE), dtype=torch.long),
-            {0: _BATCH, 1: _SOURCE},
-        ),
+        "encoder_attention_mask": (mask, {0: _BATCH, 1: _SOURCE}),
         "input_ids": (torch.zeros((_TRACED_BATCH, 1), dtype=torch.long), {0: _BATCH}),
     }
     heads = config.num_key_value_heads or config.decoder_attention_heads
     head_dim = config.get_head_dim(config.decoder_attention_heads)
     names = past_names(config.decoder_layers)
     for name in names:
-        is_source = ".encoder." in name
-        length = _TRACED_SOURCE if is_source else _TRACED_TARGET
-        axis = _SOURCE if is_source else f"past_{_TARGET}"
+        length, axis = (_TRACED_SOURCE, _SOURCE) if ".encoder." in name else (_TRACED_TARGET, f"past_{_TARGET}")
         inputs[name] = (torch.zeros(_TRACED_BATCH, heads, length, head_dim), {0: _BATCH, 2: axis})
     present = [name.replace("past_key_values", "present", 1) for name in names if ".decoder." in name]
-    _write(DecoderWithPastGraph(model), inputs, ["logits", *present], path)
+    _write(DecoderGraph(model), inputs, ["logits", *present], path)
 
 
 def _write(
@@ -238,7 +202,8 @@ def _write(
     lengths = {name: torch.export.Dim(name) for _, axes in inputs.values() for name in axes.values()}
     arguments = [value for value, _ in inputs.values()]
     shapes = [{axis: lengths[name] for axis, name in axes.items()} for _, axes in inputs.values()]
-    if isinstance(graph, DecoderWithPastGraph):
+    if len(inputs) > 3:
+        # All keys and values are one argument.
         arguments, shapes = [*arguments[:2], tuple(arguments[2:])], [*shapes[:2], tuple(shapes[2:])]
     with _quiet():
         program = torch.onnx.export(
@@ -275,14 +240,11 @@ def _quiet() -> Iterator[None]:
     """Silence the exporter's messages on missing libraries, on axes of equal length and on each node."""
     levels = {"torch.onnx._internal.exporter._registration": logging.ERROR}
     levels |= dict.fromkeys(("onnxscript", "onnx_ir"), logging.WARNING)
-    before = {name: logging.getLogger(name).level for name in levels}
-    for name, level in levels.items():
-        logging.getLogger(name).setLevel(level)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="# The axis name: .* will not be used")
-            warnings.filterwarnings("ignore", message=".*treespec, LeafSpec", category=FutureWarning)
-            yield
-    finally:
-        for name, level in before.items():
-            logging.getLogger(name).setLevel(level)
+    with contextlib.ExitStack() as originals, warnings.catch_warnings():
+        for name, level in levels.items():
+            log = logging.getLogger(name)
+            originals.callback(log.setLevel, log.level)
+            log.setLevel(level)
+        warnings.filterwarnings("ignore", message="# The axis name: .* will not be used")
+        warnings.filterwarnings("ignore", message=".*treespec, LeafSpec", category=FutureWarning)
+        yield

@@ -85,14 +85,6 @@ def test_checkpoint_on_the_hub_is_converted(hub, tmp_path, options):
     assert f"/api/models/somebody/bart/revision/{(options or ['', 'main'])[1]}" in hub.asked
 
 
-def test_checkpoint_that_is_a_pickle_alone_says_what_to_do(hub, tmp_path, capsys):
-    hub.files = {"config.json": b'{"model_type": "marian"}', "pytorch_model.bin": b"a pickle"}
-    assert run(verb.main, "convert", ["somebody/bart", str(tmp_path / "ours")]) == 2
-    said = capsys.readouterr().err
-    assert "A pickle such as pytorch_model.bin is never opened: load it with transformers and call" in said
-    assert not any(path.endswith(".bin") for path in hub.asked)
-
-
 def test_checkpoint_that_is_not_there_is_one_line(hub, tmp_path, capsys):
     assert run(verb.main, "convert", ["somebody/else", str(tmp_path / "ours")]) == 2
     said = capsys.readouterr().err

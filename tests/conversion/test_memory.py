@@ -10,11 +10,12 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from metaphrase.conversion.families import FAMILIES
-from metaphrase.conversion.folders import DEFAULT_SHARD_SIZE
-from metaphrase.conversion.plans import NamedWeights, plan_ours, skeleton, stored_names
+from metaphrase.conversion.family import Weights
+from metaphrase.conversion.folders import DEFAULT_SHARD_SIZE, FAMILIES
+from metaphrase.conversion.plans import plan_ours, skeleton, stored_names
 from metaphrase.modeling import MetaphraseForConditionalGeneration
-from metaphrase.storage.weight_files import WeightFiles, split_into_shards
+from metaphrase.storage import weight_files
+from metaphrase.storage.weight_files import WeightFiles, write_weights
 
 T5_3B = {"d_model": 1024, "d_kv": 128, "d_ff": 16384, "num_layers": 24, "num_heads": 32, "decoder_start_token_id": 0}
 PROGRAM = """
@@ -47,18 +48,21 @@ def write_holes(path, shapes):
     return place
 
 
-def test_t5_3b_is_planned_in_parts(tmp_path):
+def test_t5_3b_is_planned_in_parts(tmp_path, monkeypatch):
     theirs = skeleton(T5ForConditionalGeneration, T5Config(**T5_3B))
     shapes = {name: tuple(theirs.state_dict()[name].shape) for name in stored_names(theirs)}
     total = write_holes(tmp_path / "model.safetensors", shapes)
     assert total > 11 * 10**9
     family = FAMILIES["t5"]
     with contextlib.ExitStack() as files:
-        weights = NamedWeights(WeightFiles(tmp_path, files), family.prefix)
+        weights = Weights(WeightFiles(tmp_path, files), family.prefix)
         ours = skeleton(MetaphraseForConditionalGeneration, family.read_config(theirs.config, weights))
         planned = plan_ours(family, ours, weights)
     assert DEFAULT_SHARD_SIZE == "5GB"
-    sizes = [sum(tensor.nbytes for tensor in shard.values()) for shard in split_into_shards(planned, 5 * 10**9)]
+    shards = []
+    monkeypatch.setattr(weight_files, "_write_shard", lambda path, shard: shards.append(shard))
+    write_weights(tmp_path, planned, 5 * 10**9)
+    sizes = [sum(tensor.nbytes for tensor in shard.values()) for shard in shards]
     assert sum(sizes) == total and max(sizes) <= 5 * 10**9
 
 

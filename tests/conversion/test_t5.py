@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-import transformers
 from converted_models import VARIANTS, check_conversion, draw, fill_randomly, save_and_convert
 from torch import nn
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
-from metaphrase.conversion import FAMILIES
 from metaphrase.conversion.family import HEAD
 
 
@@ -30,10 +29,8 @@ def t5_like(family, rng):
         "decoder_start_token_id": 0,
         "tie_word_embeddings": rng.random() < 0.5,
     }
-    about = FAMILIES[family]
-    config = getattr(transformers, about.config_class)(**fields)
-    config._attn_implementation = "eager"
-    theirs = getattr(transformers, about.model_class)(config)
+    config = AutoConfig.for_model(family, **fields)
+    theirs = AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager")
     if has_own_head:
         # transformers unties the projection only while it loads a checkpoint that has one.
         theirs.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 from safetensors import SafetensorError
+from small_runs import read
 from tiny_generator import SOURCES, TARGETS, tiny_pair
 from transformers import AutoTokenizer
 
@@ -38,24 +39,18 @@ def test_tokenizers_and_generation_settings_come_along(source, tmp_path):
         pair = TokenizerPair.from_pretrained(tmp_path / name)
         assert pair.encode_sources(SOURCES) == tiny_pair().encode_sources(SOURCES)
         assert (tmp_path / name / "LICENSE").read_text(encoding="utf-8") == "free"
-        written = json.loads((tmp_path / name / "generation_config.json").read_text(encoding="utf-8"))
+        written = read(tmp_path / name / "generation_config.json")
         assert written["num_beams"] == 3 and written["forced_bos_token_id"] == 7 and written["max_length"] == 11
 
 
-def test_tokenizer_that_named_no_class_is_that_of_its_family(source, tmp_path):
+@pytest.mark.parametrize("named", [None, "BertTokenizer"])
+def test_tokenizer_without_a_class_takes_that_of_the_configuration_or_family(named, source, tmp_path):
     change(source / "tokenizer_config.json", removed=["tokenizer_class"])
+    change(source / "config.json", tokenizer_class=named)
     convert(source, tmp_path / "ours")
-    written = json.loads((tmp_path / "ours" / "tokenizer_config.json").read_text(encoding="utf-8"))
-    assert written["tokenizer_class"] == "RobertaTokenizer"
-    assert type(AutoTokenizer.from_pretrained(tmp_path / "ours")).__name__ == "RobertaTokenizer"
-
-
-def test_tokenizer_class_may_be_named_in_the_configuration_alone(source, tmp_path):
-    change(source / "tokenizer_config.json", removed=["tokenizer_class"])
-    change(source / "config.json", tokenizer_class="BertTokenizer")
-    convert(source, tmp_path / "ours")
-    written = json.loads((tmp_path / "ours" / "tokenizer_config.json").read_text(encoding="utf-8"))
-    assert written["tokenizer_class"] == "BertTokenizer"
+    expected = named or "RobertaTokenizer"
+    assert read(tmp_path / "ours" / "tokenizer_config.json")["tokenizer_class"] == expected
+    assert type(AutoTokenizer.from_pretrained(tmp_path / "ours")).__name__ == expected
 
 
 @pytest.mark.parametrize(
@@ -72,10 +67,7 @@ def test_tokenizer_class_is_the_one_that_transformers_takes(model_type, named, s
 @pytest.mark.parametrize(
     ("model_type", "named", "expected"),
     [
-        ("bart", None, "RobertaTokenizer"),
         ("mbart", "MBart50Tokenizer", "MBart50Tokenizer"),
-        # transformers reads the tokenizers of this family as they are, whatever class is named.
-        ("umt5", "T5Tokenizer", "TokenizersBackend"),
         ("marian", None, "MarianTokenizer"),
         ("metaphrase", "TokenizersBackend", "TokenizersBackend"),
         ("metaphrase", None, None),
@@ -114,6 +106,6 @@ def test_settings_of_older_days_are_in_the_configuration(source, tmp_path):
     (source / "generation_config.json").unlink()
     change(source / "config.json", num_beams=4, max_length=13)
     convert(source, tmp_path / "ours")
-    written = json.loads((tmp_path / "ours" / "generation_config.json").read_text(encoding="utf-8"))
+    written = read(tmp_path / "ours" / "generation_config.json")
     assert written["num_beams"] == 4 and written["max_length"] == 13 and written["forced_eos_token_id"] == 2
     assert "d_model" not in written and "architectures" not in written

@@ -95,10 +95,8 @@ def test_options_that_it_has_not_are_named():
 
 
 def test_positions_and_norms_of_embeddings_stay_behind():
-    config = MetaphraseConfig.from_preset(
-        "bart-base", vocab_size=31, hidden_size=24, encoder_layers=1, decoder_layers=1, final_norm=True
-    )
-    model = MetaphraseForConditionalGeneration(config)
+    sizes = {"vocab_size": 31, "hidden_size": 24, "encoder_layers": 1, "decoder_layers": 1}
+    model = MetaphraseForConditionalGeneration(MetaphraseConfig.from_preset("bart-base", **sizes, final_norm=True))
     state = to_torch_transformer(model)
     assert state.keys() == nn.Transformer(24, 12, 1, 1, 3072).state_dict().keys()
     assert torch.equal(state["decoder.norm.weight"], model.get_decoder().norm.weight)

@@ -67,8 +67,3 @@ def test_same_arguments_give_the_same_files(tmp_path):
     for split, count in (("train", 20), ("validation", 4), ("test", 5)):
         first, again = ((tmp_path / name / f"summaries_{split}.tsv").read_bytes() for name in ("first", "again"))
         assert first == again and first.count(b"\n") == count and first.count(b"\t") == count
-
-
-def test_negative_counts_are_refused():
-    with pytest.raises(ValueError, match="`num_test` must not be negative, got -1"):
-        make_demo_summaries(num_test=-1)

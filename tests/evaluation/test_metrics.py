@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from sacrebleu.metrics import BLEU, CHRF, TER
 
-from metaphrase.evaluation.error_rates import count_edits
 from metaphrase.evaluation.metrics import (
     METRICS,
     Bleu,
@@ -24,6 +23,7 @@ from metaphrase.evaluation.metrics import (
     WordErrorRate,
     check_writable,
     compute_metrics,
+    count_edits,
     metrics_path,
     write_metrics,
 )
@@ -82,33 +82,34 @@ def test_the_number_of_references_may_vary():
     assert results["ter"]["score"] == TER().corpus_score(PREDICTIONS, documents).score
 
 
+def rouge(predictions, references, **options):
+    return Rouge().compute(predictions=predictions, references=references, **options)
+
+
 def test_rouge_by_hand():
     # Two of three words in each; the longest common subsequence is "a c"; no pair in common.
-    result = Rouge().compute(predictions=["a c x", "same words"], references=["a b c", "same words"])
+    result = rouge(["a c x", "same words"], ["a b c", "same words"])
     assert result["rouge1"] == pytest.approx((200 / 3 + 100) / 2)
     assert result["rouge2"] == pytest.approx((0 + 100) / 2)
     assert result["score"] == result["rougeL"] == pytest.approx((200 / 3 + 100) / 2)
 
 
 def test_rouge_lsum_needs_newlines():
-    lines = Rouge().compute(predictions=["c d\na b"], references=["a b\nc d"])
-    spaces = Rouge().compute(predictions=["c d a b"], references=["a b c d"])
+    lines, spaces = rouge(["c d\na b"], ["a b\nc d"]), rouge(["c d a b"], ["a b c d"])
     assert lines["rougeLsum"] == pytest.approx(100) and lines["rougeL"] == pytest.approx(50)
     assert spaces["rougeLsum"] == spaces["rougeL"] == pytest.approx(50)
 
 
 def test_rouge_stems_and_takes_the_best_reference():
-    pair = {"predictions": ["walking dogs"], "references": [["cats", "walked dog"]]}
-    stemmed = Rouge().compute(**pair, use_stemmer=True)
-    assert Rouge().compute(**pair)["rouge1"] == 0 and stemmed["rouge1"] == pytest.approx(100)
+    pair = ["walking dogs"], [["cats", "walked dog"]]
+    assert rouge(*pair)["rouge1"] == 0 and rouge(*pair, use_stemmer=True)["rouge1"] == pytest.approx(100)
 
 
 def test_rouge_counts_references_that_its_tokenizer_empties():
-    pair = {"predictions": ["Σκύλος τρέχει"], "references": ["Σκύλος τρέχει"]}
-    default = Rouge().compute(**pair)
-    assert (default["score"], default["references_without_tokens"]) == (0, 1)
-    spaces = Rouge().compute(**pair, tokenize="none")
-    assert (spaces["score"], spaces["references_without_tokens"]) == (pytest.approx(100), 0)
+    greek = ["Σκύλος τρέχει"]
+    for options, score, empty in (({}, 0, 1), ({"tokenize": "none"}, 100, 0)):
+        result = rouge(greek, greek, **options)
+        assert (result["score"], result["references_without_tokens"]) == (pytest.approx(score), empty)
 
 
 @pytest.mark.parametrize(
@@ -128,20 +129,24 @@ def test_exact_match(options, matches):
     assert ExactMatch().compute(predictions=["b", "b"], references=[["a", "b"], ["a", "c"]])["score"] == 50
 
 
-def test_word_error_rate_by_hand():
-    # Line 1: "sat" -> "sits", "down" left out. Line 2: "very" put in. Three edits on nine words.
-    predictions = ["the cat sits on mat", "a very good day"]
-    references = ["the cat sat down on mat", "a good day"]
-    result = WordErrorRate().compute(predictions=predictions, references=references)
-    assert [result[key] for key in ("substitutions", "insertions", "deletions")] == [1, 1, 1]
-    assert result["ref_length"] == 9 and result["score"] == pytest.approx(100 * 3 / 9)
-
-
-def test_character_error_rate_by_hand():
-    # kitten -> sitting takes two substitutions and one insertion; a missing space is a deletion.
-    result = CharacterErrorRate().compute(predictions=["sitting", "ab"], references=["kitten", "a b"])
-    assert [result[key] for key in ("substitutions", "insertions", "deletions")] == [2, 1, 1]
-    assert result["ref_length"] == 9 and result["score"] == pytest.approx(100 * 4 / 9)
+@pytest.mark.parametrize(
+    ("metric", "predictions", "references", "edits"),
+    [
+        # "sat" -> "sits", "down" left out; "very" put in.
+        (
+            WordErrorRate,
+            ["the cat sits on mat", "a very good day"],
+            ["the cat sat down on mat", "a good day"],
+            [1, 1, 1],
+        ),
+        # kitten -> sitting takes two substitutions and one insertion; a missing space is a deletion.
+        (CharacterErrorRate, ["sitting", "ab"], ["kitten", "a b"], [2, 1, 1]),
+    ],
+)
+def test_error_rates_by_hand(metric, predictions, references, edits):
+    result = metric().compute(predictions=predictions, references=references)
+    assert [result[key] for key in ("substitutions", "insertions", "deletions")] == edits
+    assert result["ref_length"] == 9 and result["score"] == pytest.approx(100 * sum(edits) / 9)
 
 
 def test_error_rates_with_empty_lines_cases_and_several_references():
@@ -157,20 +162,19 @@ def test_error_rates_with_empty_lines_cases_and_several_references():
 def test_count_edits_equals_the_textbook_recursion():
     def textbook(prediction, reference):
         @functools.cache
-        def best(
-            row, column
-        ):  # (edits, substitutions, insertions, deletions), least edits and then substitutions first
+        def best(row, column):
+            """Return edits, substitutions, insertions and deletions: the fewest edits, then the fewest substitutions."""
             if row == 0 or column == 0:
-                return row + column, 0, column, row
-            ways = []
-            for steps, extra in (((1, 1), (1, 1, 0, 0)), ((0, 1), (1, 0, 1, 0)), ((1, 0), (1, 0, 0, 1))):
-                if steps == (1, 1) and reference[row - 1] == prediction[column - 1]:
-                    extra = (0, 0, 0, 0)
-                before = best(row - steps[0], column - steps[1])
-                ways.append(tuple(a + b for a, b in zip(before, extra, strict=True)))
-            return min(ways)
+                return np.array((row + column, 0, column, row))
+            change = reference[row - 1] != prediction[column - 1]
+            ways = [
+                np.add(best(row - 1, column - 1), (change, change, 0, 0)),
+                np.add(best(row, column - 1), (1, 0, 1, 0)),
+                np.add(best(row - 1, column), (1, 0, 0, 1)),
+            ]
+            return min(ways, key=tuple)
 
-        return best(len(reference), len(prediction))[1:]
+        return tuple(best(len(reference), len(prediction))[1:])
 
     generator = random.Random(3)
     for _ in range(300):
@@ -245,14 +249,20 @@ def test_scores_need_no_network_and_write_no_files(tmp_path):
     assert list(tmp_path.rglob("*")) == []
 
 
-def test_write_metrics_replaces_in_one_step(tmp_path):
-    path = write_metrics(tmp_path, {"scores": {"bleu": {"score": 12.5}}, "data": {"name": "日本"}})
-    assert path == tmp_path / "metrics.json"
-    assert json.loads(path.read_text(encoding="utf-8"))["data"]["name"] == "日本"
+def test_write_metrics_replaces_in_one_step(tmp_path, monkeypatch):
+    content = {"scores": {"bleu": {"score": 12.5}}, "data": {"name": "日本"}}
+    path = write_metrics(tmp_path, content)
     for bad in (math.inf, {1, 2}):
         with pytest.raises(ValueError, match="`metrics` must hold finite numbers"):
             write_metrics(path, {"loss": bad})
-    assert json.loads(path.read_text(encoding="utf-8"))["scores"] == {"bleu": {"score": 12.5}}
+
+    def refuse(*_):
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full"):
+        patch.setattr(os, "replace", refuse)
+        write_metrics(path, {"loss": 2.0})
+    assert path == tmp_path / "metrics.json" and json.loads(path.read_text(encoding="utf-8")) == content
     write_metrics(path, {"loss": 1.0})
     assert json.loads(path.read_text(encoding="utf-8")) == {"loss": 1.0}
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.json"]
@@ -265,16 +275,3 @@ def test_a_path_that_ends_in_a_slash_is_a_folder(tmp_path):
     assert [path.name for path in tmp_path.rglob("*")] == ["new"]
     assert write_metrics(f"{tmp_path}/other/", {"loss": 1.0}) == tmp_path / "other" / "metrics.json"
     assert check_writable(tmp_path / "file") == tmp_path / "file"
-
-
-def test_write_metrics_keeps_the_old_file_when_the_replacement_fails(tmp_path, monkeypatch):
-    path = write_metrics(tmp_path / "new" / "scores.json", {"loss": 1.0})
-
-    def refuse(*_):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(os, "replace", refuse)
-    with pytest.raises(OSError, match="disk full"):
-        write_metrics(path, {"loss": 2.0})
-    assert json.loads(path.read_text(encoding="utf-8")) == {"loss": 1.0}
-    assert [entry.name for entry in path.parent.iterdir()] == ["scores.json"]

@@ -62,6 +62,17 @@ def text(maps, tmp_path_factory):
     return path.read_bytes().decode("utf-8")
 
 
+def assert_packed(sentence, weights):
+    packed = np.frombuffer(base64.b64decode(sentence["weights"]), dtype=np.uint8)
+    np.testing.assert_allclose(packed.reshape(weights.shape) / 255, weights, atol=0.002)
+
+
+def run_script(program):
+    """Return the JSON that a JavaScript program prints."""
+    done = subprocess.run(["node", "-e", program], capture_output=True, text=True, timeout=60, check=True)
+    return json.loads(done.stdout)
+
+
 def test_page_stands_alone(text):
     page = Page(text)
     outside = text.replace(page.scripts[0], "")
@@ -91,10 +102,7 @@ def test_data_hold_every_head(maps, text):
     layers, heads = maps[0].head_weights.shape[:2]
     assert (data["layers"], data["heads"], data["layer"], data["head"]) == (layers, heads, layers - 1, 2)
     for sentence, attention in zip(data["sentences"], maps, strict=True):
-        packed = np.frombuffer(base64.b64decode(sentence["weights"]), dtype=np.uint8)
-        np.testing.assert_allclose(
-            packed.reshape(attention.head_weights.shape) / 255, attention.head_weights, atol=0.002
-        )
+        assert_packed(sentence, attention.head_weights)
         for side in ("source", "target"):
             assert sentence[side]["ids"] == getattr(attention, f"{side}_word_ids")
             assert len(sentence[side]["tokens"]) == len(sentence[side]["ids"])
@@ -112,8 +120,7 @@ def test_script_computes_the_weights_of_words(maps, text, choice):
         {" ".join(functions)}
         console.log(JSON.stringify(data.sentences.map(wordWeights)));
     """
-    done = subprocess.run(["node", "-e", program], capture_output=True, text=True, timeout=60, check=True)
-    for given, attention in zip(json.loads(done.stdout), maps, strict=True):
+    for given, attention in zip(run_script(program), maps, strict=True):
         heads = attention.head_weights
         heads = heads if choice[0] == "" else heads[[int(choice[0])]]
         heads = heads if choice[1] == "" else heads[:, [int(choice[1])]]
@@ -140,17 +147,14 @@ def test_what_exceeds_the_limit_is_left_out_and_said(maps, tmp_path, caplog):
     write_attention_page(maps, path, max_weight_bytes=sum(sizes) - 1, layer=1, head=1)
     data, fewer = weights_of(path)
     assert (data["layers"], data["heads"], data["layer"], data["head"]) == (layers, 0, 1, None)
-    packed = np.frombuffer(base64.b64decode(data["sentences"][0]["weights"]), dtype=np.uint8)
-    expected = maps[0].head_weights.mean(1)
-    np.testing.assert_allclose(packed.reshape(expected.shape) / 255, expected, atol=0.002)
+    assert_packed(data["sentences"][0], maps[0].head_weights.mean(1))
     said = f"would exceed {sum(sizes) - 1:,} bytes: this is the mean of each layer, not head 1 alone."
     assert said in path.read_text(encoding="utf-8")
     assert f"{layers} layers of {heads} heads" in caplog.text
     write_attention_page(maps, path, max_weight_bytes=sum(fewer) - 1)
     data, fewest = weights_of(path)
     assert (data["layers"], data["heads"]) == (0, 0)
-    packed = np.frombuffer(base64.b64decode(data["sentences"][1]["weights"]), dtype=np.uint8)
-    np.testing.assert_allclose(packed.reshape(maps[1].weights.shape) / 255, maps[1].weights, atol=0.002)
+    assert_packed(data["sentences"][1], maps[1].weights)
     with pytest.raises(ValueError, match=rf"at most {sum(fewest) - 1:,} bytes in one page, got 4 sentences that take"):
         write_attention_page(maps, path, max_weight_bytes=sum(fewest) - 1)
 
@@ -182,8 +186,7 @@ def test_page_of_the_chosen_weights_alone_names_them(maps, tmp_path, caplog, lay
         fillControls();
         console.log(JSON.stringify(shown));
     """
-    done = subprocess.run(["node", "-e", program], capture_output=True, text=True, timeout=60, check=True)
-    assert json.loads(done.stdout) == menus
+    assert run_script(program) == menus
 
 
 def test_maps_without_heads_or_words(maps, tmp_path):

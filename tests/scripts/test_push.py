@@ -283,7 +283,7 @@ def test_weights_that_are_not_whole_are_refused(hub, folder, options):
     (folder / "README.md").write_text("my own words", encoding="utf-8")
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=r"`model\.safetensors` must be a whole safetensors file"):
+    with pytest.raises(ValueError, match="must hold whole weights, got "):
         push.main(push_words(folder, *options))
     # What is not the model's is not taken for it.
     (folder / "model.safetensors").rename(folder / "exponential_average.safetensors")

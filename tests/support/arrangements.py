@@ -3,6 +3,7 @@
 import datasets
 import pytest
 import torch
+from small_runs import QUIET
 from tiny_models import tiny_model
 from transformers import Seq2SeqTrainingArguments
 
@@ -28,9 +29,8 @@ def train(folder, collator=COLLATORS["padded"], max_tokens_per_batch=None, field
     """Trains two epochs and returns the weights and the logged losses."""
     model = tiny_model(vocab_size=60, **{"initializer_range": 0.2, **(fields or {})})
     settings = {"optim": "sgd", "learning_rate": 0.2, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
-    settings |= {"num_train_epochs": 2, "logging_steps": 1, "save_strategy": "no", "report_to": "none"}
-    settings |= {"use_cpu": True, "disable_tqdm": True, "remove_unused_columns": False}
-    arguments = Seq2SeqTrainingArguments(output_dir=str(folder), **settings | options)
+    settings |= {"num_train_epochs": 2, "logging_steps": 1, "save_strategy": "no"}
+    arguments = Seq2SeqTrainingArguments(output_dir=str(folder), **QUIET | settings | options)
     parts = {"data_collator": collator, "max_tokens_per_batch": max_tokens_per_batch}
     trainer = MetaphraseTrainer(model=model, args=arguments, train_dataset=make_pairs(), **parts)
     trainer.train()

@@ -5,9 +5,8 @@ import sys
 from pathlib import Path
 
 import torch
-import transformers
 from safetensors.torch import load_file
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from metaphrase.conversion import FAMILIES, convert
 from metaphrase.conversion.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, HEAD_BIAS, Counterpart
@@ -28,12 +27,9 @@ def divisors(number: int, most: int) -> list[int]:
 
 
 def fill_randomly(model: PreTrainedModel, seed: int, spared: str | None = None) -> None:
-    """Weights so large that attention is far from uniform, norms away from 1 and biases from 0, in place.
+    """Draw weights so large that attention is far from uniform, norms are away from 1 and biases from 0, in place.
 
-    Args:
-        model: Whose weights are drawn.
-        seed: Of the draw.
-        spared: Part of the names of those that stay as they are.
+    Weights with `spared` in their name stay as they are.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -163,14 +159,7 @@ def assert_same_weights(theirs: PreTrainedModel, folder: Path) -> None:
 
 
 def check_conversion(theirs: PreTrainedModel, family: str, rng: random.Random, folder: Path) -> None:
-    """All that must hold of a converted model.
-
-    Args:
-        theirs: A model of the family, with random weights.
-        family: Its name.
-        rng: Draws the inputs.
-        folder: Where checkpoints may be written.
-    """
+    """Assert all that must hold of a converted model, for inputs drawn by `rng`."""
     theirs.eval()
     ours = save_and_convert(theirs, folder)
     for field, name in FAMILIES[family].field_names.items():
@@ -199,10 +188,8 @@ def bart_like(family: str, rng: random.Random, **fields) -> PreTrainedModel:
         "dropout": 0.1,
         "attention_dropout": rng.choice((0.0, 0.1)),
     } | fields
-    about = FAMILIES[family]
-    config = getattr(transformers, about.config_class)(**fields)
-    config._attn_implementation = "eager"
-    theirs = getattr(transformers, about.model_class)(config)
+    config = AutoConfig.for_model(family, **fields)
+    theirs = AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager")
     # FSMT's sinusoids are parameters, which its own training changes.
     has_sinusoids = FAMILIES[family].fixed.get("position_embedding_type") != "learned" and rng.random() < 0.7
     fill_randomly(theirs, rng.randrange(2**31), "embed_positions" if has_sinusoids else None)

@@ -1,6 +1,7 @@
 """Models, batches and arguments for the tests of the estimates."""
 
 import torch
+from small_runs import QUIET
 from tiny_models import tiny_model
 from transformers import Seq2SeqTrainingArguments
 
@@ -11,16 +12,8 @@ PAIRS, SOURCE, TARGET = 8, 32, 24
 FLOAT32, AUTOCAST = Precision(), Precision(compute_bytes=2)
 
 # Dimensions that all differ, so that none can stand for another.
-WIDTHS = {
-    "vocab_size": 101,
-    "hidden_size": 64,
-    "encoder_layers": 2,
-    "decoder_layers": 3,
-    "encoder_ffn_dim": 96,
-    "decoder_ffn_dim": 112,
-    "initializer_range": None,
-    "dropout": 0.1,
-}
+WIDTHS = {"vocab_size": 101, "hidden_size": 64, "encoder_layers": 2, "decoder_layers": 3}
+WIDTHS |= {"encoder_ffn_dim": 96, "decoder_ffn_dim": 112, "initializer_range": None, "dropout": 0.1}
 _CLASSIC = {"norm_type": "layernorm", "norm_position": "post", "gated_mlp": False}
 DESIGNS = {
     "recommended": {},
@@ -33,12 +26,8 @@ DESIGNS = {
     "alibi": {"position_embedding_type": "alibi", "activation_function": "gelu"},
     "grouped and normed": {"num_key_value_heads": 2, "qk_norm": True},
     "every dropout": {"attention_dropout": 0.1, "activation_dropout": 0.1, "position_embedding_type": "none"},
-    "every dropout, plain": {
-        **_CLASSIC,
-        "attention_dropout": 0.1,
-        "activation_dropout": 0.1,
-        "activation_function": "relu",
-    },
+    "every dropout, plain": _CLASSIC
+    | {"attention_dropout": 0.1, "activation_dropout": 0.1, "activation_function": "relu"},
     "no final norm": {"final_norm": False, "gated_mlp": False},
     "two vocabularies": {"share_embeddings": False, "decoder_vocab_size": 77, "logits_bias": True},
     "wide": {"encoder_ffn_dim": 512, "decoder_ffn_dim": 384, "head_dim": 32},
@@ -61,6 +50,5 @@ def batch_and_shape(is_packed, pairs=PAIRS):
 
 
 def arguments_of(folder, **options):
-    settings = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
-    settings |= {"remove_unused_columns": False, "dataloader_pin_memory": False}
-    return Seq2SeqTrainingArguments(output_dir=str(folder), **settings | options)
+    settings = {"save_strategy": "no", "dataloader_pin_memory": False}
+    return Seq2SeqTrainingArguments(output_dir=str(folder), **QUIET | settings | options)

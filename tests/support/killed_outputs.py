@@ -15,13 +15,9 @@ class Server(JobServer):
         super().__init__(__file__)
 
     def run(self, words, output, *, most_bytes=None, seen_bytes=None):
-        """Runs a command and returns its status: 0, or the negative number of the signal that ended it.
+        """Run a command and return its status: 0, or the negative number of the signal that ended it.
 
-        Args:
-            words: Of the command.
-            output: The file that it writes.
-            most_bytes: It is ended in the middle of the write that would make its output longer.
-            seen_bytes: It is killed as soon as its output has so many.
+        It is ended in the middle of the write beyond `most_bytes`, or killed as soon as its output has `seen_bytes`.
         """
         return self.ask({"words": words, "output": str(output), "most_bytes": most_bytes, "seen_bytes": seen_bytes})
 

@@ -24,87 +24,42 @@ from metaphrase.data.collators import PairCollator
 from metaphrase.data.token_budget import LengthGroupedSampler
 from metaphrase.training.trainer import MetaphraseTrainer
 
-BASE = {
-    "per_device_train_batch_size": 4,
-    "per_device_eval_batch_size": 8,
-    "logging_steps": 3,
-    "learning_rate": 0.01,
-    "weight_decay": 0.1,
-    "lr_scheduler_type": "cosine",
-    "warmup_steps": 2,
-    "predict_with_generate": True,
-    "remove_unused_columns": False,
-    "report_to": "none",
-    "disable_tqdm": True,
-    "use_cpu": True,
-    "seed": 5,
-}
+BASE = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 8, "logging_steps": 3, "seed": 5}
+BASE |= {"learning_rate": 0.01, "weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 2}
+BASE |= {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "remove_unused_columns": False}
+BASE |= {"predict_with_generate": True}
+BY_STEPS = {"save_strategy": "steps", "eval_strategy": "steps"}
+BY_EPOCHS = {"save_strategy": "epoch", "eval_strategy": "epoch"}
+BY_SCORE = {"metric_for_best_model": "score", "greater_is_better": True}
 # 26 pairs are 7 batches of 4.
 CASES = {
     # Steps of two batches, 4 to an epoch; saving, logging and evaluation do not coincide.
-    "accumulation": {
-        "gradient_accumulation_steps": 2,
-        "max_steps": 10,
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "eval_strategy": "steps",
-        "eval_steps": 4,
-        "save_total_limit": 2,
-        "train_sampling_strategy": "group_by_length",
-        "label_smoothing_factor": 0.1,
-    },
+    "accumulation": BY_STEPS
+    | {"gradient_accumulation_steps": 2, "max_steps": 10, "save_steps": 2, "eval_steps": 4, "save_total_limit": 2}
+    | {"train_sampling_strategy": "group_by_length", "label_smoothing_factor": 0.1},
     # The best checkpoint is kept and loaded at the end, which patience brings on early. Workers outlive an epoch.
-    "patience": {
-        "num_train_epochs": 9,
-        "save_strategy": "epoch",
-        "eval_strategy": "epoch",
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "score",
-        "greater_is_better": True,
-        "save_total_limit": 2,
-        "dataloader_num_workers": 1,
-        "dataloader_persistent_workers": True,
-    },
+    "patience": BY_EPOCHS
+    | BY_SCORE
+    | {"num_train_epochs": 9, "load_best_model_at_end": True, "save_total_limit": 2}
+    | {"dataloader_num_workers": 1, "dataloader_persistent_workers": True},
     # The checkpoint of an epoch's last step is older than the epoch's evaluation, which the schedule follows, and its log.
-    "ends_of_epochs": {
+    "ends_of_epochs": BY_EPOCHS
+    | {
         "num_train_epochs": 3,
         "save_strategy": "steps",
         "save_steps": 7,
-        "eval_strategy": "epoch",
         "logging_strategy": "epoch",
         "eval_on_start": True,
-        "lr_scheduler_type": "reduce_lr_on_plateau",
-        "metric_for_best_model": "loss",
-        "greater_is_better": False,
-    },
+    }
+    | {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss", "greater_is_better": False},
     # Here transformers' own trainer. The order of the data is drawn from the state of the process; workers draw noise.
-    "global_order": {
-        "max_steps": 12,
-        "save_strategy": "steps",
-        "save_steps": 3,
-        "accelerator_config": {"use_seedable_sampler": False},
-        "optim": "adafactor",
-        "dataloader_num_workers": 1,
-    },
-    "best": {
-        "max_steps": 12,
-        "save_strategy": "best",
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "metric_for_best_model": "score",
-        "greater_is_better": True,
-        "save_total_limit": 1,
-    },
+    "global_order": {"max_steps": 12, "save_strategy": "steps", "save_steps": 3, "optim": "adafactor"}
+    | {"accelerator_config": {"use_seedable_sampler": False}, "dataloader_num_workers": 1},
+    "best": BY_SCORE
+    | {"max_steps": 12, "save_strategy": "best", "eval_strategy": "steps", "eval_steps": 2, "save_total_limit": 1},
     # With several processes, neither transformers nor accelerate tells a sampler of ours the epoch in which a run is resumed.
-    "processes": {
-        "max_steps": 9,
-        "logging_steps": 4,
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "save_total_limit": 1,
-        "eval_strategy": "steps",
-        "eval_steps": 3,
-    },
+    "processes": BY_STEPS
+    | {"max_steps": 9, "logging_steps": 4, "save_steps": 2, "save_total_limit": 1, "eval_steps": 3},
 }
 
 
@@ -175,12 +130,9 @@ def kill_at_write(name, number):
 
 
 def kill_at_access(folder, event, number):
-    """Ends the process the `number`-th time that Python opens, moves or deletes something below a folder, just before it does.
+    """Ends the process just before Python opens, moves or deletes something below a folder for the `number`-th time.
 
-    Args:
-        folder: Where it counts.
-        event: What counts, as `sys.addaudithook` names it, or "any".
-        number: From 1.
+    What counts is an event, as `sys.addaudithook` names it, or "any".
     """
     count = 0
     events = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir") if event == "any" else (event,)

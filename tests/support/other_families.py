@@ -25,18 +25,9 @@ def other_model(family: str) -> PreTrainedModel:
     if family == "t5":
         sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2, "initializer_factor": 5.0}
         return T5ForConditionalGeneration(T5Config(**fields, **sizes)).eval()
-    sizes = {
-        "d_model": 16,
-        "encoder_ffn_dim": 16,
-        "decoder_ffn_dim": 16,
-        "max_position_embeddings": 64,
-        "init_std": 0.5,
-        "encoder_layers": 1,
-        "decoder_layers": 2,
-        "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2,
-        "forced_eos_token_id": None,
-    }
+    sizes = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "max_position_embeddings": 64}
+    sizes |= {"encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    sizes |= {"init_std": 0.5, "forced_eos_token_id": None}
     if family == "fsmt":
         vocabulary = fields.pop("vocab_size")
         sizes |= {"langs": ["en", "de"], "src_vocab_size": vocabulary, "tgt_vocab_size": vocabulary}

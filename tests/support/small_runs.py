@@ -9,6 +9,8 @@ from metaphrase.data.collators import PairCollator
 from metaphrase.training.checkpointing.folders import checkpoints_in, what_is_missing
 from metaphrase.training.checkpointing.trainer_mixin import WholeCheckpoints
 
+# Arguments of every Trainer in the tests.
+QUIET = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "remove_unused_columns": False}
 # Dimensions of a model for recipes.
 SMALL = {"hidden_size": 16}
 for side in ("encoder", "decoder"):
@@ -22,11 +24,10 @@ class WholeTrainer(WholeCheckpoints, Seq2SeqTrainer):
 
 def make_trainer(folder, trainer_class=WholeTrainer, callbacks=(), collator=None, **options):
     settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "per_device_train_batch_size": 2}
-    settings |= {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "remove_unused_columns": False}
     sizes = {"hidden_size": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
     return trainer_class(
         model=tiny_model(encoder_attention_heads=2, decoder_attention_heads=2, dropout=0.1, **sizes),
-        args=Seq2SeqTrainingArguments(output_dir=str(folder), **{**settings, **options}),
+        args=Seq2SeqTrainingArguments(output_dir=str(folder), **QUIET | settings | options),
         train_dataset=PAIRS,
         eval_dataset=PAIRS,
         data_collator=collator or PairCollator(0),

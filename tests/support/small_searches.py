@@ -58,8 +58,7 @@ def search_model(name: str, is_reference: bool = False) -> PreTrainedModel:
 
 def search_sources(model: PreTrainedModel, batch: int = 5, seed: int = 0) -> dict[str, torch.Tensor]:
     """Sources of different lengths."""
-    config = tiny_model().config
-    inputs = random_batch(config, batch=batch, source=11, seed=seed)
+    inputs = random_batch(tiny_model().config, batch=batch, source=11, seed=seed)
     return {name: inputs[name] for name in ("input_ids", "attention_mask")}
 
 

@@ -4,6 +4,7 @@ import dataclasses
 
 import torch
 from datasets import Dataset
+from small_runs import QUIET
 from transformers import BartConfig, BartForConditionalGeneration, Seq2SeqTrainingArguments
 
 from metaphrase.data.collators import PairCollator
@@ -25,10 +26,9 @@ def small_pairs():
 def make_trainer(model, pairs, folder, **options):
     fields = {field.name for field in dataclasses.fields(Seq2SeqTrainingArguments)}
     own = {name: options.pop(name) for name in options.keys() - fields}
-    settings = {"predict_with_generate": True, "report_to": "none", "remove_unused_columns": False}
-    settings |= {"disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
+    settings = {"predict_with_generate": True, "save_strategy": "no"}
     settings |= {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 5}
-    arguments = Seq2SeqTrainingArguments(output_dir=str(folder), **{**settings, **options})
+    arguments = Seq2SeqTrainingArguments(output_dir=str(folder), **QUIET | settings | options)
     return MetaphraseTrainer(
         model=model, args=arguments, train_dataset=pairs, eval_dataset=pairs, data_collator=PairCollator(0), **own
     )

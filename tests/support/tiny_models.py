@@ -14,11 +14,8 @@ from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGenera
 POSITIONS: dict[str, dict] = {
     "sinusoidal": {"position_embedding_type": "sinusoidal"},
     # The table is shorter than most test sequences, so that it must grow.
-    "half_split": {
-        "position_embedding_type": "sinusoidal",
-        "sinusoidal_layout": "half_split",
-        "max_position_embeddings": 4,
-    },
+    "half_split": {"position_embedding_type": "sinusoidal", "sinusoidal_layout": "half_split"}
+    | {"max_position_embeddings": 4},
     "learned": {"position_embedding_type": "learned", "position_offset": 2},
     "relative": {"position_embedding_type": "relative"},
     "relative_per_layer": {"position_embedding_type": "relative", "relative_attention_shared": False},
@@ -41,84 +38,40 @@ CROSSED: dict[str, dict] = {
     for norm_position in NORM_POSITIONS
 }
 
+_PRE_LAYERNORM, _POST_LAYERNORM, _PRE_RMSNORM, _POST_RMSNORM = (
+    {"norm_type": norm_type, "norm_position": position} for norm_type in NORM_TYPES for position in NORM_POSITIONS
+)
+
 # Each position type once, for tests that are too slow for `CROSSED`. The other fields are spread over them.
 DESIGNS: dict[str, dict] = {
-    "sinusoidal": {"norm_type": "layernorm", "norm_position": "post", "gated_mlp": False, **_DEEP_DECODER},
-    "half_split": {"norm_type": "rmsnorm", "norm_position": "pre", "embedding_norm": True, **_GROUPED, **_DEEP_ENCODER},
-    "learned": {
-        "norm_type": "layernorm",
-        "norm_position": "post",
-        "embedding_norm": True,
-        "scale_embedding": False,
-        "logits_bias": True,
-        "qk_norm": True,
-        **_DEEP_ENCODER,
-    },
-    "relative": {
-        "norm_type": "rmsnorm",
-        "norm_position": "pre",
-        "attention_scale": 1.0,
-        "logits_scale": 0.5,
-        "scale_embedding": False,
-        "initializer_range": 0.3,
-        **_TWO_VOCABULARIES,
-        **_DEEP_DECODER,
-    },
-    "relative_per_layer": {
-        "norm_type": "layernorm",
-        "norm_position": "pre",
-        "tie_word_embeddings": False,
-        **_GROUPED,
-        **_DEEP_DECODER,
-    },
-    "rotary": {"norm_type": "rmsnorm", "norm_position": "pre", "qk_norm": True, **_TWO_VOCABULARIES, **_DEEP_DECODER}
-    | _GROUPED,
-    "alibi": {
-        "norm_type": "rmsnorm",
-        "norm_position": "post",
-        "tie_word_embeddings": False,
-        # Larger weights amplify float32 rounding errors to 5e-5 between processors.
-        "initializer_range": 0.2,
-        "encoder_attention_heads": 2,
-        "head_dim": 6,
-        "num_key_value_heads": 1,
-        **_DEEP_ENCODER,
-    },
+    "sinusoidal": _POST_LAYERNORM | _DEEP_DECODER | {"gated_mlp": False},
+    "half_split": _PRE_RMSNORM | _GROUPED | _DEEP_ENCODER | {"embedding_norm": True},
+    "learned": _POST_LAYERNORM
+    | _DEEP_ENCODER
+    | {"embedding_norm": True, "scale_embedding": False, "logits_bias": True, "qk_norm": True},
+    "relative": _PRE_RMSNORM
+    | _TWO_VOCABULARIES
+    | _DEEP_DECODER
+    | {"attention_scale": 1.0, "logits_scale": 0.5, "scale_embedding": False, "initializer_range": 0.3},
+    "relative_per_layer": _PRE_LAYERNORM | _GROUPED | _DEEP_DECODER | {"tie_word_embeddings": False},
+    "rotary": _PRE_RMSNORM | _GROUPED | _TWO_VOCABULARIES | _DEEP_DECODER | {"qk_norm": True},
+    # Larger weights amplify float32 rounding errors to 5e-5 between processors.
+    "alibi": _POST_RMSNORM
+    | _DEEP_ENCODER
+    | {"tie_word_embeddings": False, "initializer_range": 0.2}
+    | {"encoder_attention_heads": 2, "head_dim": 6, "num_key_value_heads": 1},
     # Without a final norm the output of a stack is large.
-    "none": {
-        "norm_type": "layernorm",
-        "norm_position": "pre",
-        "final_norm": False,
-        "logits_scale": 0.01,
-        **_DEEP_DECODER,
-    },
+    "none": _PRE_LAYERNORM | _DEEP_DECODER | {"final_norm": False, "logits_scale": 0.01},
 }
 DESIGNS = {name: POSITIONS[name] | fields for name, fields in DESIGNS.items()}
 
 
 def tiny_config(**overrides: Any) -> MetaphraseConfig:
-    """Return a configuration with hidden size 32, without dropout, with large weights and all biases.
-
-    Args:
-        **overrides: Fields that replace the tiny ones, such as an entry of `DESIGNS` or `CROSSED`.
-    """
-    fields = {
-        "vocab_size": 37,
-        "hidden_size": 32,
-        "encoder_layers": 2,
-        "decoder_layers": 2,
-        "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4,
-        "encoder_ffn_dim": 48,
-        "decoder_ffn_dim": 40,
-        "max_position_embeddings": 64,
-        "relative_attention_num_buckets": 8,
-        "relative_attention_max_distance": 10,
-        "attention_bias": True,
-        "mlp_bias": True,
-        "dropout": 0.0,
-        "initializer_range": 0.4,
-    }
+    """Return a configuration with hidden size 32, without dropout, with large weights and all biases."""
+    fields = {"vocab_size": 37, "hidden_size": 32, "encoder_layers": 2, "decoder_layers": 2}
+    fields |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 40}
+    fields |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 10, "initializer_range": 0.4}
+    fields |= {"attention_bias": True, "mlp_bias": True, "dropout": 0.0, "max_position_embeddings": 64}
     return MetaphraseConfig(**(fields | overrides))
 
 
@@ -143,14 +96,7 @@ def tiny_model(
     attn_implementation: str | None = None,
     **overrides: Any,
 ) -> PreTrainedModel:
-    """Return a model of `tiny_config(**overrides)` in evaluation mode, the same for the same arguments.
-
-    Args:
-        model_class: Class of the model.
-        seed: Seed of the weights.
-        attn_implementation: Attention kernel. None selects transformers' default.
-        **overrides: See `tiny_config`.
-    """
+    """Return a model of `tiny_config(**overrides)` in evaluation mode, the same for the same arguments."""
     config = tiny_config(**overrides)
     if attn_implementation is not None:
         config._attn_implementation = attn_implementation
@@ -161,13 +107,7 @@ def tiny_model(
 
 
 def padding_mask(lengths: list[int], width: int, side: str) -> torch.Tensor:
-    """Return 1 for tokens and 0 for padding, `(len(lengths), width)`.
-
-    Args:
-        lengths: Tokens in each row.
-        width: Columns.
-        side: Side of the padding, `left` or `right`.
-    """
+    """Return 1 for tokens and 0 for padding on the `left` or `right` side, `(len(lengths), width)`."""
     mask = (torch.arange(width)[None, :] < torch.tensor(lengths)[:, None]).long()
     return mask.flip(-1) if side == "left" else mask
 
@@ -185,11 +125,9 @@ def random_batch(
 
     Args:
         config: Its vocabularies and special ids are used. Of the special ids only padding and the start token occur.
-        batch: Rows.
         source: Columns of the source. Each row has two tokens fewer than the row before, but at least one.
         target: Columns of the target. `decoder_input_ids` have no padding.
         padding: Side of the padding in the source, `left` or `right`. With None all rows have the same length.
-        seed: Seed of the ids.
         with_labels: True returns `labels`, with -100 at the end of rows, instead of `decoder_input_ids`.
     """
     generator = torch.Generator().manual_seed(seed)

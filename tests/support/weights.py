@@ -45,10 +45,8 @@ def tie_groups(model):
 
 
 def expected_groups(config):
-    if config.share_embeddings and config.tie_word_embeddings:
-        return {frozenset(("source", "target", "head"))}
-    if config.share_embeddings:
-        return {frozenset(("source", "target")), frozenset(("head",))}
-    if config.tie_word_embeddings:
-        return {frozenset(("source",)), frozenset(("target", "head"))}
-    return {frozenset(("source",)), frozenset(("target",)), frozenset(("head",))}
+    groups = [["source"]]
+    for name, is_tied in (("target", config.share_embeddings), ("head", config.tie_word_embeddings)):
+        groups += [] if is_tied else [[]]
+        groups[-1].append(name)
+    return set(map(frozenset, groups))
