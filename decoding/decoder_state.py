@@ -341,36 +341,28 @@ class DecoderState:
             query = fold_copies(query.view(rows, self.key_value_heads, self.groups, self.head_dim), copies)
         # (rows / copies * key_value_heads, copies * groups, head_dim)
         query = query.reshape(rows // copies * self.key_value_heads, -1, self.head_dim)
-        output = _attend_flat(query, *views, bias, scaling, rows // copies)
+        output = attend(query, *views, bias, scaling, rows // copies)
         if copies > 1:
             output = unfold_copies(output.unflatten(0, (rows // copies, -1)), copies)
         return output.reshape(rows, -1)
 
 
 def attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, scaling: float
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, scaling: float, batch: int
 ) -> torch.Tensor:
     """Attend with few queries.
 
     Args:
-        query: Queries (B, H, queries, head_dim).
-        keys: Keys in columns, (B, H, head_dim, keys).
-        values: Values (B, H, keys, head_dim).
-        bias: Added to the scores, (1 or B, 1 or H, 1 or queries, keys).
+        query: Queries (batch * H, queries, head_dim).
+        keys: Keys in columns, (batch * H, head_dim, keys).
+        values: Values (batch * H, keys, head_dim).
+        bias: Added to the scores, (1 or batch, 1 or H, 1 or queries, keys).
         scaling: Factor of the scores.
+        batch: Rows of the cache.
 
     Returns:
-        Output (B, H, queries, head_dim).
+        Output (batch * H, queries, head_dim).
     """
-    batch, heads = query.shape[:2]
-    states = (query.reshape(batch * heads, -1, query.shape[-1]), keys.flatten(0, 1), values.flatten(0, 1))
-    return _attend_flat(*states, bias, scaling, batch).unflatten(0, (batch, heads))
-
-
-def _attend_flat(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, scaling: float, batch: int
-) -> torch.Tensor:
-    """Attend as `attend` does, with states of shape (B * H, ...)."""
     if query.dtype != torch.float32:
         # The kernel computes scores in float32.
         states = (flat.unflatten(0, (batch, -1)) for flat in (query, keys.mT, values))

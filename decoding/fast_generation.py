@@ -20,7 +20,7 @@ from metaphrase.decoding.beam_search import beam_search
 from metaphrase.decoding.beam_state import BeamState
 from metaphrase.decoding.compiled_steps import compiled_steps, reorder_in_place
 from metaphrase.decoding.decoder_state import DecoderState
-from metaphrase.decoding.prepared_decoder import prepared_head, prepared_shortlist
+from metaphrase.decoding.prepared_decoder import prepared_head
 from metaphrase.decoding.sampling import sample
 from metaphrase.decoding.sequence_scores import SequenceScores
 from metaphrase.decoding.shortlist import Shortlist
@@ -101,18 +101,24 @@ def search(
     Returns:
         Ids `(sources * copies, length)`, or an output that holds them.
     """
-    arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
+    config, arguments = generation_config, (input_ids, logits_processor, stopping_criteria, generation_config)
     reason = obstacle(model, *arguments, **model_kwargs)
-    if return_scores is None and generation_config.return_dict_in_generate and not reason:
+    if return_scores is None and config.return_dict_in_generate and not reason:
         reason = "return_dict_in_generate"
     model.last_search = LastSearch("transformers" if reason else "fast", reason)
     logger.debug("decoding by the %s loop%s", model.last_search.loop, f": {reason}" if reason else "")
-    if not reason:
-        ids, scores = _fast_search(model, input_ids, logits_processor, generation_config, model_kwargs, return_scores)
-        if return_scores is None:
-            return ids
-        return GenerateBeamEncoderDecoderOutput(sequences=ids, sequences_scores=scores)
-    return _plain_search(model, *arguments, return_scores, model_kwargs)
+    if reason:
+        return _plain_search(model, *arguments, return_scores, model_kwargs)
+    encoder_output, mask = model_kwargs["encoder_outputs"][0], model_kwargs.get("attention_mask")
+    decoder, copies = model.get_decoder(), len(input_ids) // len(encoder_output)
+    prompt, (project, shorten) = input_ids[::copies], prepared_projections(model)
+    if config.num_beams > 1:
+        state = BeamState(decoder, encoder_output, mask)
+        ids, scores = beam_search(project, state, prompt, logits_processor, config)
+    else:
+        state = DecoderState(decoder, encoder_output, mask)
+        ids, scores = sample(project, state, prompt, copies, logits_processor, config, bool(return_scores), shorten)
+    return ids if return_scores is None else GenerateBeamEncoderDecoderOutput(sequences=ids, sequences_scores=scores)
 
 
 def _plain_search(
@@ -133,46 +139,25 @@ def _plain_search(
     with compiled_steps(model, config, model_kwargs):
         output = loop(model, input_ids, logits_processor, criteria, config, **model_kwargs)
     if return_scores is None:
-        return _with_plain_cache(output)
+        cache = getattr(output, CACHE_NAME, None)
+        if isinstance(cache, SharedSourceCache):
+            setattr(output, CACHE_NAME, cache.spread())
+        return output
     scores = getattr(output, "sequences_scores", None)
     if return_scores and scores is None:
         scores = chosen.totals(output.sequences, input_ids.shape[1], config._eos_token_tensor)
     return GenerateBeamEncoderDecoderOutput(sequences=output.sequences, sequences_scores=scores)
 
 
-def _fast_search(
+def prepared_projections(
     model: MetaphraseForConditionalGeneration,
-    input_ids: torch.LongTensor,
-    processors: LogitsProcessorList,
-    config: GenerationConfig,
-    model_kwargs: dict,
-    return_scores: bool | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return ids `(sources * copies, length)` and scores `(sources * copies)`."""
-    encoder_output, mask = model_kwargs["encoder_outputs"][0], model_kwargs.get("attention_mask")
-    copies = len(input_ids) // len(encoder_output)
-    prompt, project = input_ids[::copies], prepared_projection(model)
-    if config.num_beams > 1:
-        state = BeamState(model.get_decoder(), encoder_output, mask)
-        return beam_search(project, state, prompt, processors, config)
-    state = DecoderState(model.get_decoder(), encoder_output, mask)
-    # Scores and sampling need the logits of all tokens.
-    shorten = None if config.do_sample or return_scores else _prepared_shortlist(model)
-    return sample(project, state, prompt, copies, processors, config, bool(return_scores), shorten)
-
-
-def prepared_projection(model: MetaphraseForConditionalGeneration) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return `model.project` for decoding steps, with the weights as they are now."""
-    return functools.partial(model.project, head=prepared_head(model.get_decoder(), model.get_output_embeddings()))
-
-
-def _prepared_shortlist(
-    model: MetaphraseForConditionalGeneration,
-) -> Callable[[torch.Tensor], Shortlist | None] | None:
-    shorten = prepared_shortlist(model.get_decoder(), model.get_output_embeddings())
-    if shorten is None or not _is_of_package(type(model).project):
-        return None
-    return lambda hidden_states: shorten(model.scale(hidden_states))
+) -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], Shortlist | None] | None]:
+    """Return `model.project` for decoding steps with the weights as they are now, and a projection to shortlists or None."""
+    head, shortlist = prepared_head(model.get_decoder(), model.get_output_embeddings())
+    project = functools.partial(model.project, head=head)
+    if shortlist is None or not _is_of_package(type(model).project):
+        return project, None
+    return project, lambda hidden_states: shortlist(model.scale(hidden_states))
 
 
 def obstacle(
@@ -257,16 +242,8 @@ def _can_share_sources(model: MetaphraseForConditionalGeneration) -> bool:
     return not is_hooked and not has_prefixes and "flash" not in model.config._attn_implementation
 
 
-def _with_plain_cache(output: torch.Tensor | GenerateEncoderDecoderOutput | GenerateBeamEncoderDecoderOutput):
-    """Give an output of transformers' loops a cache with one row of the source per hypothesis."""
-    cache = getattr(output, CACHE_NAME, None)
-    if isinstance(cache, SharedSourceCache):
-        setattr(output, CACHE_NAME, cache.spread())
-    return output
-
-
 class FastGeneration(GenerationMixin):
-    """The four steps of `generate()` that `install` replaces. Read in transformers 5.23.0."""
+    """The four steps of `generate()` that `install` replaces."""
 
     def _expand_inputs_for_generation(self, expand_size=1, is_encoder_decoder=False, input_ids=None, **model_kwargs):
         """Repeat the prompt for each hypothesis. The source stays as it is, and all its hypotheses share it."""
@@ -293,13 +270,7 @@ class FastGeneration(GenerationMixin):
         if cache is not None and shares:
             model_kwargs[CACHE_NAME] = SharedSourceCache(cache.self_attention_cache, cache.cross_attention_cache)
 
-    def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        """Decode greedily or by sampling."""
-        return search(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
-
-    def _beam_search(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        """Decode by beam search."""
-        return search(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
+    _sample = _beam_search = search
 
 
 def install() -> None:

@@ -14,12 +14,7 @@ from transformers.generation.utils import GenerateBeamEncoderDecoderOutput
 from metaphrase.decoding.beam_search import WORST, Beams, Candidates, Selection, beam_search
 from metaphrase.decoding.searches.any_model import search_inputs, search_output
 from metaphrase.decoding.searches.phrase_automaton import PhraseAutomaton
-from metaphrase.decoding.searches.phrase_constraints import (
-    check_constraints,
-    ids_without_text,
-    num_places,
-    read_constraints,
-)
+from metaphrase.decoding.searches.phrase_constraints import check_constraints, read_constraints
 from metaphrase.decoding.supported_processors import are_ends
 
 
@@ -60,29 +55,36 @@ def constrained_beam_search(
     """
     if force_words_ids is None:
         force_words_ids = generation_config.force_words_ids
-    constraints = read_constraints(force_words_ids, first_words_ids)
+    constraints, config = read_constraints(force_words_ids, first_words_ids), generation_config
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    check_constraints(constraints, vocab_size, generation_config)
-    special_ids = ids_without_text(special_ids, generation_config)
+    check_constraints(constraints, vocab_size, config)
+    special = [getattr(config, f"_{name}_token_tensor") for name in ("bos", "decoder_start", "pad", "eos")]
+    special_ids = {*special_ids, config.forced_bos_token_id} - {None}
+    special_ids.update(token for tensor in special if tensor is not None for token in tensor.flatten().tolist())
     automaton = PhraseAutomaton(constraints, vocab_size, input_ids.device, special_ids)
-    inputs = search_inputs(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
-    selection = ConstrainedSelection(generation_config, automaton, inputs.prompt)
-    num_tokens, room = selection.num_missing, num_places(input_ids.shape[1], generation_config)
+    state, project, _, prompt = search_inputs(
+        model, input_ids, logits_processor, stopping_criteria, config, model_kwargs
+    )
+    selection = ConstrainedSelection(config, automaton, prompt)
+    # A first token is forced only behind the start token.
+    forced = [config.forced_eos_token_id, config.forced_bos_token_id if prompt.shape[1] == 1 else None]
+    num_tokens, room = (
+        selection.num_missing,
+        config.max_length - prompt.shape[1] - sum(token is not None for token in forced),
+    )
     if num_tokens > room:
         raise ValueError(
             f"`max_new_tokens` must leave room for the phrases of `force_words_ids`, got {num_tokens} tokens for {room} places."
         )
-    ids, scores = beam_search(
-        inputs.project, inputs.state, inputs.prompt, logits_processor, generation_config, selection
-    )
-    is_lacking = (scores <= WORST / 2).view(len(inputs.prompt), -1).any(dim=1)
+    ids, scores = beam_search(project, state, prompt, logits_processor, config, selection)
+    is_lacking = (scores <= WORST / 2).view(len(prompt), -1).any(dim=1)
     if bool(is_lacking.any()):
         raise ValueError(
             "`force_words_ids` must leave each source as many targets as `num_return_sequences`, got fewer for "
             f"{int(is_lacking.sum())} of {len(is_lacking)} sources: other settings, such as `bad_words_ids`, rule them out, or "
-            f"`num_beams` ({generation_config.num_beams}) is too small."
+            f"`num_beams` ({config.num_beams}) is too small."
         )
-    return search_output(ids, scores, generation_config)
+    return search_output(ids, scores, config)
 
 
 class ConstrainedSelection(Selection):

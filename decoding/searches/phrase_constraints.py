@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from metaphrase.decoding.searches.phrase_automaton import Phrase
+from metaphrase.decoding.searches.phrase_automaton import START, Phrase
 from metaphrase.tokenization import encode_phrase
 
 
@@ -30,8 +30,8 @@ def read_constraints(force_words_ids: Sequence, first_words_ids: Sequence | None
     constraints = []
     for words, first in zip(force_words_ids, firsts, strict=True):
         is_set = isinstance(words, list | tuple) and len(words) > 0 and all(isinstance(p, list | tuple) for p in words)
-        phrases = [Phrase(_check_ids(ids, "force_words_ids")) for ids in (words if is_set else [words])]
-        phrases += [Phrase(_check_ids(ids, "first_words_ids"), is_first=True) for ids in first]
+        phrases = [_check_ids(ids, "force_words_ids") for ids in (words if is_set else [words])]
+        phrases += [(START, *_check_ids(ids, "first_words_ids")) for ids in first]
         phrases = list(dict.fromkeys(phrases))
         if any(set(phrases) == set(constraint) for constraint in constraints):
             raise ValueError(f"`force_words_ids` must not have a constraint twice, got {list(words)} again.")
@@ -57,7 +57,7 @@ def check_constraints(constraints: Sequence[Sequence[Phrase]], vocab_size: int, 
     ends += [] if config._pad_token_tensor is None else [int(config._pad_token_tensor)]
     forbidden = [*(config.bad_words_ids or []), *([token] for token in config.suppress_tokens or [])]
     for phrase in (phrase for phrases in constraints for phrase in phrases):
-        ids = list(phrase.ids)
+        ids = [token for token in phrase if token is not START]
         if min(ids) < 0 or max(ids) >= vocab_size:
             raise ValueError(f"`force_words_ids` must hold ids from 0 to {vocab_size - 1}, got {ids}.")
         if set(ids) & set(ends):
@@ -65,25 +65,8 @@ def check_constraints(constraints: Sequence[Sequence[Phrase]], vocab_size: int, 
                 f"`force_words_ids` must not hold the end of sequence or padding, got {sorted(set(ids) & set(ends))} in {ids}."
             )
         for words in forbidden:
-            if _contains(ids, list(words)):
+            if list(words) in (ids[start : start + len(words)] for start in range(len(ids))):
                 raise ValueError(f"A phrase must not be both forced and forbidden, got {ids} and {list(words)}.")
-
-
-def num_places(prompt_length: int, config: GenerationConfig) -> int:
-    """Return how many tokens of a target no other option forces."""
-    # A first token is forced only behind the start token.
-    first = config.forced_bos_token_id if prompt_length == 1 else None
-    num_taken = sum(token is not None for token in (first, config.forced_eos_token_id))
-    return config.max_length - prompt_length - num_taken
-
-
-def ids_without_text(special_ids: Iterable[int], config: GenerationConfig) -> set[int]:
-    """Return the ids that do not end the start of a target: the arguments and the special ids of the config."""
-    forced, names = config.forced_bos_token_id, ("bos", "decoder_start", "pad", "eos")
-    ids = {*special_ids, *([] if forced is None else [forced])}
-    for tensor in (getattr(config, f"_{name}_token_tensor") for name in names):
-        ids |= set() if tensor is None else set(tensor.flatten().tolist())
-    return ids
 
 
 def _check_ids(ids: Iterable[int], name: str) -> tuple[int, ...]:
@@ -91,10 +74,6 @@ def _check_ids(ids: Iterable[int], name: str) -> tuple[int, ...]:
     if not is_list or not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
         raise ValueError(f"A phrase of `{name}` must be a list of at least one token id, got {ids!r}.")
     return tuple(ids)
-
-
-def _contains(ids: list[int], part: list[int]) -> bool:
-    return any(ids[start : start + len(part)] == part for start in range(len(ids) - len(part) + 1))
 
 
 def encode_phrases(

@@ -4,14 +4,14 @@ Rows accept different numbers of tokens, so each row has its own length. The res
 same tokens in greedy search, the same distribution in sampling.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList
 
 from metaphrase.decoding.ragged_state import RaggedDecoderState
-from metaphrase.decoding.searches.joint_search import JointSearch, Projection
+from metaphrase.decoding.searches.joint_search import JointSearch
 from metaphrase.decoding.supported_processors import process
 from metaphrase.modeling.positions import LearnedPositionEmbedding
 
@@ -44,15 +44,7 @@ class SpeculativeSearch(JointSearch):
     def state_class(self, config: GenerationConfig) -> type[RaggedDecoderState]:
         return RaggedDecoderState
 
-    def search(
-        self,
-        projections: Sequence[Projection],
-        states: Sequence[RaggedDecoderState],
-        prompt: torch.Tensor,
-        processors: LogitsProcessorList,
-        config: GenerationConfig,
-        return_scores: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def search(self, projections, states, prompt, processors, config, return_scores):
         """Search as in `JointSearch`; the second model drafts. Scores are sums of log-probabilities.
 
         Raises:
@@ -67,11 +59,11 @@ class SpeculativeSearch(JointSearch):
                     f"`rope_type` must not depend on the length with `assistant_model`, got {rope_type!r}."
                 )
         speculation = _Speculation(projections, states, prompt, processors, config, return_scores)
-        while speculation.goes_on:
+        while len(speculation.rows) and prompt.shape[1] < config.max_length:
             speculation.take_round(self.num_assistant_tokens)
         self.num_drafted += speculation.num_drafted
         self.num_accepted += speculation.num_accepted
-        return speculation.collect()
+        return speculation.result[:, : speculation.longest], speculation.totals
 
 
 class _Speculation:
@@ -85,11 +77,13 @@ class _Speculation:
         lengths: Tokens so far with the prompt, shape (rows,). An ended row has its prompt's length until all rows of its
             source have ended.
         is_ended: True for ended rows, shape (rows,).
+        result: Ended targets, padded, shape (sources * copies, max_length); the longest has `longest` tokens.
+        totals: Sums of their log-probabilities, shape (sources * copies,), or None.
     """
 
     def __init__(
         self,
-        projections: Sequence[Projection],
+        projections: Sequence[Callable[[torch.Tensor], torch.Tensor]],
         states: Sequence[RaggedDecoderState],
         prompt: torch.Tensor,
         processors: LogitsProcessorList,
@@ -111,14 +105,6 @@ class _Speculation:
         self.totals = torch.zeros(count, device=prompt.device) if with_scores else None
         self.num_drafted = self.num_accepted = 0
         self.limits = [_longest_readable(state, config.max_length) for state in states]
-
-    @property
-    def goes_on(self) -> bool:
-        return len(self.rows) > 0 and self.prompt_length < self.config.max_length
-
-    def collect(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return padded targets (sources * copies, length) and the sums of their log-probabilities."""
-        return self.result[:, : self.longest], self.totals
 
     def take_round(self, num_assistant_tokens: int) -> None:
         """Draft, check, and add at least one token to each row."""

@@ -8,9 +8,9 @@ from tiny_generator import SOURCES, tiny_generator
 from tiny_models import DESIGNS, random_batch, tiny_model
 from torch import nn
 
-from metaphrase.decoding import prepacked_weights, prepared_linear
+from metaphrase.decoding import prepacked_weights, prepared_decoder
 from metaphrase.decoding.prepacked_weights import PrepackedWeight, can_prepack, is_plain, prefers_onednn
-from metaphrase.decoding.prepared_linear import PreparedLinear
+from metaphrase.decoding.prepared_decoder import PreparedLinear
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this build of torch has no MKL")
 
@@ -36,7 +36,7 @@ def products(monkeypatch):
         return call(packed, states)
 
     monkeypatch.setattr(PrepackedWeight, "__call__", recorded)
-    for module in (prepacked_weights, prepared_linear):
+    for module in (prepacked_weights, prepared_decoder):
         monkeypatch.setattr(module, "can_prepack", lambda *shape: True)
     return made
 
@@ -155,7 +155,7 @@ def test_searches_write_the_same(design, beams, library, products, monkeypatch):
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     options = {"num_beams": beams, "do_sample": False, "max_new_tokens": 8}
     with monkeypatch.context() as patch:
-        for module in (prepacked_weights, prepared_linear):
+        for module in (prepacked_weights, prepared_decoder):
             patch.setattr(module, "can_prepack", lambda *shape: False)
         expected = copy.deepcopy(model).generate(**inputs, **options)
     assert not products
@@ -222,15 +222,16 @@ def test_replaced_layer_is_called(products):
     layer = model.get_encoder().layers[0].mlp
     layer.down_proj = nn.Linear(layer.down_proj.in_features, layer.down_proj.out_features)
     torch.testing.assert_close(encode(model), encode_plainly(model), atol=1e-5, rtol=1e-5)
-    assert layer.down_proj in prepacked_weights._stacks._by_owner[model.get_encoder()]._linears
+    packed, _ = prepacked_weights._stacks._by_owner[model.get_encoder()]
+    assert layer.down_proj in [linear for linear, _ in packed]
 
 
 def test_training_frees_prepacked_weights_and_makes_none(products):
     model = tiny_model()
     encode(model)
-    assert model.get_encoder() in prepacked_weights._stacks
+    assert model.get_encoder() in prepacked_weights._stacks._by_owner
     model.train()
-    assert model.get_encoder() not in prepacked_weights._stacks
+    assert model.get_encoder() not in prepacked_weights._stacks._by_owner
     count = len(products)
     encode(model)
     model.eval()
@@ -285,4 +286,7 @@ def test_prepacked_weights_are_neither_saved_nor_copied(products):
     model = tiny_model()
     names = set(model.state_dict())
     encode(model)
-    assert set(model.state_dict()) == names and copy.deepcopy(model).get_encoder() not in prepacked_weights._stacks
+    assert (
+        set(model.state_dict()) == names
+        and copy.deepcopy(model).get_encoder() not in prepacked_weights._stacks._by_owner
+    )

@@ -7,9 +7,9 @@ from torch import nn
 
 from metaphrase.decoding import prepared_decoder, shortlist
 from metaphrase.decoding.fast_generation import search as fast_search
-from metaphrase.decoding.int8 import (
+from metaphrase.decoding.quantization import (
     activation_levels,
-    has_int8_kernels,
+    has_kernels,
     multiply_levels,
     pack_int8,
     round_weight,
@@ -18,7 +18,7 @@ from metaphrase.decoding.int8 import (
 from metaphrase.decoding.shortlist import Shortlist, ShortlistProjection
 from metaphrase.modeling import MetaphraseForConditionalGeneration
 
-pytestmark = pytest.mark.skipif(not has_int8_kernels(), reason="this build of torch has no kernels of FBGEMM")
+pytestmark = pytest.mark.skipif(not has_kernels(), reason="this build of torch has no kernels of FBGEMM")
 VOCAB, HIDDEN = 5000, 64
 # A large vocabulary, for a tiny model.
 FIELDS = {"vocab_size": 600, "decoder_vocab_size": None, "share_embeddings": True}
@@ -162,7 +162,7 @@ def test_a_large_plain_projection_can_have_one(change, can):
 
 
 def test_without_kernels_there_is_none(monkeypatch):
-    monkeypatch.setattr(shortlist, "has_int8_kernels", lambda: False)
+    monkeypatch.setattr(shortlist, "has_kernels", lambda: False)
     assert not shortlist.can_shortlist(nn.Linear(HIDDEN, shortlist.LEAST_SIZE // HIDDEN + 1))
 
 
@@ -282,7 +282,7 @@ def test_changed_weights_are_rounded_again(lists):
     fresh.load_state_dict(model.state_dict())
     assert greedy(fresh) == after
     model.train()
-    assert model.get_decoder() not in prepared_decoder._heads
+    assert model.get_decoder() not in prepared_decoder._heads._by_owner
 
 
 def test_an_overridden_projection_is_called(lists):
