@@ -280,12 +280,6 @@ class DecoderState:
         keys, values = states.chunk(2, dim=1)
         return keys if layer.cross_head_norms is None else layer.cross_head_norms[1](keys), values
 
-    def _project_cross_query(self, layer: PreparedLayer, hidden_states: torch.Tensor) -> torch.Tensor:
-        """(..., D) -> (..., H, head_dim)"""
-        query = layer.cross_query(hidden_states)
-        query = query.view(*query.shape[:-1], -1, self.head_dim)
-        return query if layer.cross_head_norms is None else layer.cross_head_norms[0](query)
-
     def _attend_to_target(
         self, index: int, layer: PreparedLayer, hidden_states: torch.Tensor, rotation: Rotation
     ) -> torch.Tensor:
@@ -312,7 +306,10 @@ class DecoderState:
         return self._absorbed[index].add_to(*flat).view(residual.shape)
 
     def _attend_to_source(self, index: int, layer: PreparedLayer, hidden_states: torch.Tensor) -> torch.Tensor:
-        query, views = self._project_cross_query(layer, hidden_states), self._source_views[index]
+        query, views = layer.cross_query(hidden_states), self._source_views[index]
+        query = query.view(*query.shape[:-1], -1, self.head_dim)
+        if layer.cross_head_norms is not None:
+            query = layer.cross_head_norms[0](query)
         return layer.cross_output(self._attend(query, views, self._source_bias, layer.cross_scaling, self.copies))
 
     def _attend(

@@ -4,21 +4,23 @@ transformers' loops define the result. They run where the fast loops do not supp
 loop ran, and why.
 """
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
-from transformers.generation import GenerationMixin
+from transformers.generation import CompileConfig, GenerationMixin
 from transformers.generation.utils import GenerateBeamEncoderDecoderOutput, GenerateEncoderDecoderOutput
 from transformers.utils.output_capturing import capture_outputs
 
 from metaphrase.decoding.beam_search import beam_search
 from metaphrase.decoding.beam_state import BeamState
-from metaphrase.decoding.compiled_steps import compiled_steps, reorder_in_place
 from metaphrase.decoding.decoder_state import DecoderState
 from metaphrase.decoding.prepared_decoder import prepared_head
 from metaphrase.decoding.sampling import sample
@@ -26,7 +28,7 @@ from metaphrase.decoding.sequence_scores import SequenceScores
 from metaphrase.decoding.shortlist import Shortlist
 from metaphrase.decoding.supported_processors import unknown_criteria, unknown_processors
 from metaphrase.decoding.weight_copies import walk
-from metaphrase.modeling.compat import CACHE_NAME, CACHE_NAMES
+from metaphrase.modeling.compat import CACHE_NAME, CACHE_NAMES, is_offloaded
 from metaphrase.modeling.modeling_metaphrase import MetaphraseForConditionalGeneration
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,8 @@ _SUPPORTED_ARGUMENTS = {"attention_mask", "encoder_outputs", "labels", "logits_t
 # Attention kernels of torch and transformers, which give equal results. A user's own kernel runs in transformers' loops.
 _SUPPORTED_KERNELS = {"eager", "sdpa", "flex_attention"}
 _SUPPORTED_DTYPES = (torch.float32, torch.bfloat16)
+# Compile options and compiled call of each model. A model does not store them, because it is copied and saved.
+_compiled: weakref.WeakKeyDictionary[nn.Module, tuple[dict, Callable]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -55,8 +59,16 @@ class SharedSourceCache(EncoderDecoderCache):
     """A cache in which all hypotheses of a source share the keys and values of the source."""
 
     def reorder_cache(self, beam_idx: torch.LongTensor):
-        """Reorder hypotheses within their sources. Keys and values of the sources stay where they are."""
-        reorder_in_place(self.self_attention_cache, beam_idx)
+        """Reorder hypotheses within their sources. Keys and values of the sources stay where they are.
+
+        Tensors of a static cache keep their addresses, to which compiled code refers.
+        """
+        for layer in self.self_attention_cache.layers:
+            if not layer.is_compileable:
+                layer.reorder_cache(beam_idx)
+            elif layer.is_initialized:
+                for states in (layer.keys, layer.values):
+                    states.copy_(states.index_select(0, beam_idx.to(states.device)))
 
     def spread(self) -> EncoderDecoderCache:
         """Return transformers' kind of cache, with one row of the source per hypothesis; itself, if it is static."""
@@ -136,7 +148,7 @@ def _plain_search(
     if return_scores is not None:
         config.return_dict_in_generate, config.output_scores = True, return_scores
     criteria = StoppingCriteriaList([*stopping_criteria, *([chosen] if return_scores else [])])
-    with compiled_steps(model, config, model_kwargs):
+    with _compiled_steps(model, config, model_kwargs):
         output = loop(model, input_ids, logits_processor, criteria, config, **model_kwargs)
     if return_scores is None:
         cache = getattr(output, CACHE_NAME, None)
@@ -147,6 +159,44 @@ def _plain_search(
     if return_scores and scores is None:
         scores = chosen.totals(output.sequences, input_ids.shape[1], config._eos_token_tensor)
     return GenerateBeamEncoderDecoderOutput(sequences=output.sequences, sequences_scores=scores)
+
+
+@contextlib.contextmanager
+def _compiled_steps(model: GenerationMixin, config: GenerationConfig, model_kwargs: dict) -> Iterator[None]:
+    """Compile the steps of transformers' beam search where transformers would compile the steps of greedy search.
+
+    This is the case with a static cache, on an accelerator or with a `compile_config` that says so. The gain on accelerators has
+    not been measured.
+
+    Args:
+        model: The model whose loop runs in the context.
+        config: Configuration of the search.
+        model_kwargs: Arguments of the loop, with the cache.
+    """
+    # transformers uses `_compiled_call_impl` for greedy search and sampling, and `torch.compile(model)` sets it.
+    is_compiled = config.num_beams == 1 or model._compiled_call_impl is not None
+    if is_compiled or not model._valid_auto_compile_criteria(model_kwargs, config):
+        yield
+        return
+    options = (config.compile_config or CompileConfig()).to_dict()
+    compiled_options, step = _compiled.get(model, (None, None))
+    if compiled_options != options:
+        # The model is the first argument of the compiled call.
+        step = torch.compile(nn.Module._call_impl, **options)
+        _compiled[model] = options, step
+
+    def call(*args, **kwargs):
+        cache = kwargs.get(CACHE_NAME)
+        # The prefill has the lengths of prompt and source, and is not compiled.
+        is_step = isinstance(cache, EncoderDecoderCache) and any(cache.is_updated.values())
+        return (step if is_step else nn.Module._call_impl)(model, *args, **kwargs)
+
+    model._compiled_call_impl = call
+    try:
+        yield
+    finally:
+        # Another thread may have removed the attribute.
+        vars(model).pop("_compiled_call_impl", None)
 
 
 def prepared_projections(
@@ -184,7 +234,11 @@ def obstacle(
         "logits processor": lambda: unknown_processors(processors),
         "stopping criterion": lambda: unknown_criteria(criteria, config),
         "argument of the network": lambda: names - _SUPPORTED_ARGUMENTS,
-        "kind of cache": lambda: type(cache) is not SharedSourceCache or _is_special(cache.self_attention_cache),
+        "kind of cache": lambda: (
+            type(cache) is not SharedSourceCache
+            or type(cache.self_attention_cache) is not DynamicCache
+            or cache.self_attention_cache.offloading
+        ),
         "attn_implementation": lambda: model.config._attn_implementation not in _SUPPORTED_KERNELS,
         "model in training": lambda: model.training,
         "dtype": lambda: computing_dtype(model) not in _SUPPORTED_DTYPES,
@@ -196,10 +250,6 @@ def obstacle(
     return next((name for name, is_met in conditions.items() if is_met()), "")
 
 
-def _is_special(cache: object) -> bool:
-    return type(cache) is not DynamicCache or cache.offloading
-
-
 def computing_dtype(model: PreTrainedModel) -> torch.dtype:
     """Return the dtype of the model's products, under autocast too."""
     kind = model.device.type
@@ -208,30 +258,22 @@ def computing_dtype(model: PreTrainedModel) -> torch.dtype:
 
 def calls_are_plain(model: MetaphraseForConditionalGeneration) -> bool:
     """Return True if no hook and no replaced method of a user would run in a call of the model or its decoder."""
-    attributes = vars(model)
-    is_plain = (
+    attributes, modules = vars(model), (model, model.base_model, *walk(model.get_decoder()))
+    hooks = [hook for module in modules for hook in module._forward_hooks.values()]
+    return (
         "prepare_inputs_for_generation" not in attributes
         # accelerate casts around the original `forward`, which it stores.
         and ("forward" not in attributes or "_original_forward" in attributes)
         and all(_is_of_package(getattr(type(model), name)) for name in ("forward", "prepare_inputs_for_generation"))
-    )
-    return is_plain and not any(
-        module._forward_pre_hooks
-        # `hasattr` would first look for parameters, buffers and modules of that name.
-        or "_hf_hook" in vars(module)
-        or (module._forward_hooks and any(map(_is_of_user, module._forward_hooks.values())))
-        for module in (model, model.base_model, *walk(model.get_decoder()))
+        and not any(module._forward_pre_hooks or is_offloaded(module) for module in modules)
+        # transformers leaves hooks behind that recorded hidden states or attention weights.
+        and all(getattr(hook, "__module__", None) == capture_outputs.__module__ for hook in hooks)
     )
 
 
 def _is_of_package(method: Callable) -> bool:
     """Return True if a method is defined by the network itself, not by a subclass elsewhere."""
     return method.__module__.rpartition(".")[0] == MetaphraseForConditionalGeneration.__module__.rpartition(".")[0]
-
-
-def _is_of_user(hook: Callable) -> bool:
-    """Return True unless transformers left the hook after it recorded hidden states or attention weights."""
-    return getattr(hook, "__module__", None) != capture_outputs.__module__
 
 
 def _can_share_sources(model: MetaphraseForConditionalGeneration) -> bool:

@@ -44,7 +44,14 @@ def prepacked(stack: nn.Module) -> Iterator[None]:
 
 def _prepack(layers: nn.Module) -> tuple[list[tuple[nn.Linear, "PrepackedWeight"]], list[torch.Tensor]]:
     """Return the linear layers that gain by prepacked weights with these weights, and the weights that were packed."""
-    linears = [layer for layer in layers.modules() if _gains(layer)]
+    linears = [
+        layer
+        for layer in layers.modules()
+        if is_plain(layer)
+        and can_record(layer)
+        and layer.weight.numel() <= LARGEST_SIZE
+        and can_prepack(*layer.weight.shape)
+    ]
     packed = [(layer, PrepackedWeight(layer.weight, layer.bias)) for layer in linears]
     return packed, [weight for layer in linears for weight in layer.parameters()]
 
@@ -61,12 +68,6 @@ def _can_prepack_stack(stack: nn.Module) -> bool:
     # `_stacks` would not look again at a stack that moves to a CPU later.
     parameter = next(stack.parameters())
     return parameter.dtype == torch.float32 and parameter.device.type == "cpu"
-
-
-def _gains(layer: nn.Module) -> bool:
-    if not (is_plain(layer) and can_record(layer)):
-        return False
-    return layer.weight.numel() <= LARGEST_SIZE and can_prepack(*layer.weight.shape)
 
 
 def forget_prepacked(stack: nn.Module) -> None:

@@ -16,8 +16,8 @@ from metaphrase.modeling.compat import CACHE_NAME, CACHE_NAMES
 
 # A search sets these arguments of the network itself, or they do not change its result.
 _KNOWN_ARGUMENTS = {"attention_mask", "encoder_outputs", "logits_to_keep", "use_cache", *CACHE_NAMES}
-# These searches do not record decoding steps.
-_STEP_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+# These searches do not sample, and do not record decoding steps.
+_FALSE_OPTIONS = ("do_sample", "output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
 class CachedState:
@@ -144,11 +144,9 @@ def _check(
 ) -> None:
     if not model.config.is_encoder_decoder:
         raise ValueError(f"`model` must be an encoder-decoder, got {type(model).__name__}.")
-    if config.do_sample:
-        raise ValueError("`do_sample` must be False for this search, got True.")
-    for name in _STEP_OUTPUTS:
+    for name in _FALSE_OPTIONS:
         if getattr(config, name):
-            raise ValueError(f"`{name}` must be False for this search, which does not record its steps, got True.")
+            raise ValueError(f"`{name}` must be False for this search, got True.")
     if config.cache_implementation not in (None, "dynamic"):
         raise ValueError(
             f"`cache_implementation` must be None or 'dynamic' for this search, got {config.cache_implementation!r}."

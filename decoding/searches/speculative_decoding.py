@@ -12,7 +12,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from metaphrase.decoding.ragged_state import RaggedDecoderState
 from metaphrase.decoding.searches.joint_search import JointSearch
-from metaphrase.decoding.supported_processors import process
+from metaphrase.decoding.supported_processors import are_ends, process
 from metaphrase.modeling.positions import LearnedPositionEmbedding
 
 DEFAULT_NUM_ASSISTANT_TOKENS = 5
@@ -104,7 +104,11 @@ class _Speculation:
         self.result, self.longest = self.ids.clone(), self.prompt_length
         self.totals = torch.zeros(count, device=prompt.device) if with_scores else None
         self.num_drafted = self.num_accepted = 0
-        self.limits = [_longest_readable(state, config.max_length) for state in states]
+        # Tokens that each decoder can read.
+        self.limits = [config.max_length] * 2
+        for index, positions in enumerate(state.decoder.embed_positions for state in states):
+            if isinstance(positions, LearnedPositionEmbedding):
+                self.limits[index] = min(config.max_length, positions.num_embeddings - positions.offset)
 
     def take_round(self, num_assistant_tokens: int) -> None:
         """Draft, check, and add at least one token to each row."""
@@ -198,8 +202,7 @@ class _Speculation:
         """Add the chosen tokens (rows, width + 1) up to the ends, and drop sources whose rows have all ended."""
         order, ends = torch.arange(tokens.shape[1], device=tokens.device), self.config._eos_token_tensor
         counts = accepted + 1
-        is_end = torch.zeros_like(tokens, dtype=torch.bool) if ends is None else torch.isin(tokens, ends)
-        is_end &= order < counts[:, None]
+        is_end = are_ends(tokens, ends) & (order < counts[:, None])
         # Up to the first end, inclusive.
         ended_counts = is_end.long().argmax(dim=1) + 1
         counts = torch.where(is_end.any(dim=1), ended_counts, counts).masked_fill(self.is_ended, 0)
@@ -222,20 +225,9 @@ class _Speculation:
             state.go_back(torch.minimum(state.lengths, self.lengths - 1))
         is_done = self.is_ended.view(-1, self.copies).all(dim=1)
         if bool(is_done.any()):
-            self._select_sources((~is_done).nonzero()[:, 0])
-
-    def _select_sources(self, sources: torch.Tensor) -> None:
-        rows = (self.copies * sources[:, None] + torch.arange(self.copies, device=sources.device)).flatten()
-        for name in ("rows", "ids", "lengths", "is_ended"):
-            setattr(self, name, getattr(self, name)[rows])
-        if len(sources):
-            self.state.select_sources(sources)
-            self.draft.select_sources(sources)
-
-
-def _longest_readable(state: RaggedDecoderState, max_length: int) -> int:
-    """Return how many tokens the decoder can read, at most `max_length`."""
-    positions = state.decoder.embed_positions
-    if isinstance(positions, LearnedPositionEmbedding):
-        return min(max_length, positions.num_embeddings - positions.offset)
-    return max_length
+            is_left = ~is_done.repeat_interleave(self.copies)
+            for name in ("rows", "ids", "lengths", "is_ended"):
+                setattr(self, name, getattr(self, name)[is_left])
+            if len(self.rows):
+                self.state.select_sources((~is_done).nonzero()[:, 0])
+                self.draft.select_sources((~is_done).nonzero()[:, 0])

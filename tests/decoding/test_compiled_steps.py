@@ -1,4 +1,4 @@
-"""Tests of `metaphrase.decoding.compiled_steps`: beam search with compiled steps finds what it finds without."""
+"""Tests of compiled decoding steps: beam search with compiled steps finds what it finds without."""
 
 import copy
 import pickle
@@ -7,9 +7,9 @@ import pytest
 import torch
 from tiny_models import random_batch, tiny_model
 from transformers import CompileConfig
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.cache_utils import DynamicCache, StaticCache
 
-from metaphrase.decoding.compiled_steps import reorder_in_place
+from metaphrase.decoding.fast_generation import SharedSourceCache
 from metaphrase.inference.batches import decode
 
 SEARCH = {"num_beams": 3, "do_sample": False, "max_new_tokens": 7, "length_penalty": 1.0}
@@ -101,13 +101,13 @@ def test_a_model_whose_steps_cannot_be_compiled_can_be_called(graphs):
 
 def test_rows_change_places_where_they_are():
     model = tiny_model()
-    cache = EncoderDecoderCache(StaticCache(config=model.config, max_cache_len=6), DynamicCache())
+    cache = SharedSourceCache(StaticCache(config=model.config, max_cache_len=6), DynamicCache())
     with torch.no_grad():
         model(**random_batch(model.config), past_key_values=cache, use_cache=True)
     rows, other = torch.tensor([2, 0, 0]), copy.deepcopy(cache.self_attention_cache)
     places = [layer.keys.data_ptr() for layer in cache.self_attention_cache.layers]
     other.reorder_cache(rows)
-    reorder_in_place(cache.self_attention_cache, rows)
+    cache.reorder_cache(rows)
     assert [layer.keys.data_ptr() for layer in cache.self_attention_cache.layers] == places
     for one, expected in zip(cache.self_attention_cache.layers, other.layers, strict=True):
         assert torch.equal(one.keys, expected.keys) and torch.equal(one.values, expected.values)
