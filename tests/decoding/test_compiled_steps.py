@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from tiny_models import random_batch, tiny_model
+from tiny_models import random_batch, random_sources, tiny_model
 from transformers import CompileConfig
 from transformers.cache_utils import DynamicCache, StaticCache
 
@@ -35,14 +35,10 @@ def static(graphs, **options):
     return {"cache_implementation": "static", "compile_config": config, **options}
 
 
-def sources(model):
-    return {name: tensor for name, tensor in random_batch(model.config).items() if name != "decoder_input_ids"}
-
-
 @pytest.mark.parametrize("fields", [{"position_embedding_type": "relative"}, {"position_embedding_type": "rotary"}])
 def test_beams_are_the_same_by_one_graph_for_all_steps(fields, graphs):
     model = tiny_model(**fields)
-    inputs = sources(model)
+    inputs = random_sources(model.config)
     expected = model.generate(**inputs, **SEARCH)
     for count in (1, 2):
         # Each search compiles its own, since its options are others.
@@ -52,14 +48,14 @@ def test_beams_are_the_same_by_one_graph_for_all_steps(fields, graphs):
 
 def test_several_searches_share_what_was_compiled(graphs):
     model = tiny_model()
-    inputs, options = sources(model), static(graphs)
+    inputs, options = random_sources(model.config), static(graphs)
     found = [model.generate(**inputs, **SEARCH, **options).tolist() for _ in range(3)]
     assert found[0] == found[1] == found[2] and len(graphs) == 1
 
 
 def test_searches_with_scores_are_compiled_too(graphs):
     model = tiny_model()
-    batch = [row[row != model.config.pad_token_id].tolist() for row in sources(model)["input_ids"]]
+    batch = [row[row != model.config.pad_token_id].tolist() for row in random_sources(model.config)["input_ids"]]
     expected = decode(model, batch, return_scores=True, **SEARCH)
     found = decode(model, batch, return_scores=True, **SEARCH, **static(graphs))
     assert graphs
@@ -70,14 +66,14 @@ def test_searches_with_scores_are_compiled_too(graphs):
 @pytest.mark.parametrize("options", [{"disable_compile": True}, {"cache_implementation": None}], ids=str)
 def test_nothing_is_compiled_that_should_not_be(options, graphs):
     model = tiny_model()
-    inputs = sources(model)
+    inputs = random_sources(model.config)
     found = model.generate(**inputs, **SEARCH, **static(graphs, **options))
     assert found.tolist() == model.generate(**inputs, **SEARCH).tolist() and not graphs
 
 
 def test_the_model_is_left_as_it_was(graphs):
     model = tiny_model()
-    inputs, before = sources(model), set(vars(model))
+    inputs, before = random_sources(model.config), set(vars(model))
     model.generate(**inputs, **SEARCH, **static(graphs))
     # transformers keeps those for the next call.
     assert set(vars(model)) - before <= {"_cache", "_previous_max_cache_length", "last_search"}
@@ -92,7 +88,7 @@ def test_a_model_whose_steps_cannot_be_compiled_can_be_called(graphs):
         raise RuntimeError("no compiler")
 
     model, options = tiny_model(), static(graphs)
-    inputs = sources(model)
+    inputs = random_sources(model.config)
     options["compile_config"].backend = fail
     with pytest.raises(Exception, match="no compiler"):
         model.generate(**inputs, **SEARCH, **options)

@@ -5,7 +5,7 @@ import gc
 
 import pytest
 import torch
-from tiny_models import DESIGNS, random_batch, tiny_model
+from tiny_models import DESIGNS, random_batch, random_sources, tiny_model
 from torch import nn
 
 from metaphrase.decoding import prepared_decoder
@@ -199,7 +199,7 @@ def test_changed_head_is_copied_again():
 @pytest.mark.parametrize("beams", [1, 3])
 def test_hooked_head_is_called(beams):
     model = tiny_model()
-    inputs = {name: tensor for name, tensor in random_batch(model.config).items() if name != "decoder_input_ids"}
+    inputs = random_sources(model.config)
     options = {"max_new_tokens": 5, "num_beams": beams, "do_sample": False, "eos_token_id": None}
     before = model.generate(**inputs, **options)
     bias = 1e4 * nn.functional.one_hot(torch.tensor(9), model.config.decoder_vocab_size)

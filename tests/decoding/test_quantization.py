@@ -9,7 +9,7 @@ import pytest
 import torch
 from small_searches import search_model
 from tiny_generator import SOURCES, save_generator, tiny_generator
-from tiny_models import CROSSED, random_batch, run_model, tiny_model
+from tiny_models import CROSSED, random_sources, run_model, tiny_model
 from torch import nn
 
 from metaphrase.decoding import quantization
@@ -163,7 +163,7 @@ def test_searches_are_those_of_the_plain_decoder(design, kind, all_sizes):
     """Steps with a cache of our own, and transformers' loops around the forward pass."""
     model = tiny_model(**CROSSED[design])
     assert quantize(model, kind) > 20
-    inputs = {name: tensor for name, tensor in random_batch(model.config).items() if name != "decoder_input_ids"}
+    inputs = random_sources(model.config)
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": [5, 11, 17]}
     expected = model.generate(**inputs, **options, return_dict_in_generate=True, output_logits=True)
     assert torch.equal(model.generate(**inputs, **options), expected.sequences)

@@ -240,11 +240,8 @@ def test_batches_are_measured_by_the_model_that_reads_most(models, monkeypatch):
     assert rows == [(2, 6), (2, 7), (2, 4), (2, 5), (1, 3), (1, 1)]
 
 
-def test_each_model_computes_each_token_once(models, monkeypatch):
-    rows = []
-    step = DecoderState.step
-    monkeypatch.setattr(DecoderState, "step", lambda state, tokens: rows.append(len(tokens)) or step(state, tokens))
-    found = ensemble(models, eos_token_id=ENDS)
-    longest = max(len(h.ids) for [h] in found)
+def test_each_model_computes_each_token_once(models, step_rows):
+    longest = max(len(h.ids) for [h] in ensemble(models, eos_token_id=ENDS))
+    rows = step_rows
     assert len(rows) == 2 * longest and rows[::2] == rows[1::2] == sorted(rows[::2], reverse=True)
     assert rows[-1] < len(TEXTS)
