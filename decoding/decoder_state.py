@@ -25,7 +25,7 @@ _CHANGING_ROTATIONS = ("dynamic", "longrope")
 Rotation = tuple[torch.Tensor, torch.Tensor] | None
 
 
-class AbsorbedAttention:
+class _AbsorbedAttention:
     """The cross-attention of a layer to one source: the keys absorb the query projection, the values the output projection.
 
     For queries x W, keys K, values V and a slice U of the output projection, scores x W K' are x (W K'), and outputs p V U are
@@ -37,13 +37,10 @@ class AbsorbedAttention:
     def __init__(
         self, attention: MetaphraseAttention, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None
     ):
-        """Multiply the projections.
+        """Multiply plain projections in float32 on a CPU.
 
-        Args:
-            attention: An attention for which `can_absorb` is true.
-            keys: Keys in columns, (key_value_heads, head_dim, S).
-            values: Values (key_value_heads, S, head_dim).
-            bias: Added to the scores, (S,).
+        Shapes are (key_value_heads, head_dim, S) for keys, (key_value_heads, S, head_dim) for values, and (S,) for a bias that is
+        added to the scores.
         """
         query, output, groups = attention.q_proj, attention.o_proj, attention.num_key_value_groups
         # (H, S, head_dim)
@@ -75,11 +72,6 @@ class AbsorbedAttention:
         scores = torch.mm(states, keys) if bias is None else torch.addmm(bias, states, keys)
         weights = scores.view(-1, self._length).softmax(dim=-1).view(scores.shape)
         return torch.addmm(residual, weights, self._values)
-
-
-def can_absorb(attention: MetaphraseAttention) -> bool:
-    """Return True if a cross-attention has plain projections only, in float32 on a CPU."""
-    return not attention.config.qk_norm and all(map(is_plain, (attention.q_proj, attention.o_proj)))
 
 
 class DecoderState:
@@ -123,7 +115,7 @@ class DecoderState:
         self.key_value_heads = self._source_cache.keys.shape[2]
         self._source_views = self._source_cache.views(encoder_output.shape[1])
         self._absorbed = self._absorb()
-        self._target_cache = self._source_cache.new_empty()
+        self._target_cache = KeyValueCache(self._source_cache.keys[..., :0], self._source_cache.values[..., :0, :])
         # Tables over positions: the position bias of each layer (H, positions), embeddings (positions, D), and cosine and sine
         # (positions, rotated).
         self.num_positions = 0
@@ -162,16 +154,18 @@ class DecoderState:
         targets = torch.arange(self.copies, device=sources.device)
         self._target_cache.select_rows((sources[:, None] * self.copies + targets).flatten())
 
-    def _absorb(self) -> list[AbsorbedAttention] | None:
+    def _absorb(self) -> list[_AbsorbedAttention] | None:
         """Return the absorbed cross-attention of each layer, if there is one source and it gains by it."""
         attentions = [layer.cross_attn for layer in self.decoder.layers]
-        if self._source_cache.rows != 1 or self.dtype != torch.float32 or not all(map(can_absorb, attentions)):
-            return None
-        if not self._gains_by_absorbing():
+        are_plain = self.dtype == torch.float32 and all(
+            not attention.config.qk_norm and is_plain(attention.q_proj) and is_plain(attention.o_proj)
+            for attention in attentions
+        )
+        if self._source_cache.rows != 1 or not are_plain or not self._gains_by_absorbing():
             return None
         bias = None if self._source_bias is None else self._source_bias.flatten()
         views = zip(attentions, self._source_views, strict=True)
-        return [AbsorbedAttention(attention, keys, values, bias) for attention, (keys, values) in views]
+        return [_AbsorbedAttention(attention, keys, values, bias) for attention, (keys, values) in views]
 
     def _gains_by_absorbing(self) -> bool:
         size = self.decoder.layers[0].cross_attn.q_proj.weight.numel()

@@ -113,36 +113,25 @@ def search(
     Returns:
         Ids `(sources * copies, length)`, or an output that holds them.
     """
-    config, arguments = generation_config, (input_ids, logits_processor, stopping_criteria, generation_config)
-    reason = obstacle(model, *arguments, **model_kwargs)
+    config = generation_config
+    reason = obstacle(model, input_ids, logits_processor, stopping_criteria, config, **model_kwargs)
     if return_scores is None and config.return_dict_in_generate and not reason:
         reason = "return_dict_in_generate"
     model.last_search = LastSearch("transformers" if reason else "fast", reason)
     logger.debug("decoding by the %s loop%s", model.last_search.loop, f": {reason}" if reason else "")
-    if reason:
-        return _plain_search(model, *arguments, return_scores, model_kwargs)
-    encoder_output, mask = model_kwargs["encoder_outputs"][0], model_kwargs.get("attention_mask")
-    decoder, copies = model.get_decoder(), len(input_ids) // len(encoder_output)
-    prompt, (project, shorten) = input_ids[::copies], prepared_projections(model)
-    if config.num_beams > 1:
-        state = BeamState(decoder, encoder_output, mask)
-        ids, scores = beam_search(project, state, prompt, logits_processor, config)
-    else:
-        state = DecoderState(decoder, encoder_output, mask)
-        ids, scores = sample(project, state, prompt, copies, logits_processor, config, bool(return_scores), shorten)
-    return ids if return_scores is None else GenerateBeamEncoderDecoderOutput(sequences=ids, sequences_scores=scores)
-
-
-def _plain_search(
-    model: MetaphraseForConditionalGeneration,
-    input_ids: torch.LongTensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    config: GenerationConfig,
-    return_scores: bool | None,
-    model_kwargs: dict,
-) -> torch.Tensor | GenerateBeamEncoderDecoderOutput | GenerateEncoderDecoderOutput:
-    """Run transformers' own loop."""
+    if not reason:
+        encoder_output, mask = model_kwargs["encoder_outputs"][0], model_kwargs.get("attention_mask")
+        decoder, copies = model.get_decoder(), len(input_ids) // len(encoder_output)
+        prompt, (project, shorten) = input_ids[::copies], prepared_projections(model)
+        if config.num_beams > 1:
+            state = BeamState(decoder, encoder_output, mask)
+            ids, scores = beam_search(project, state, prompt, logits_processor, config)
+        else:
+            state = DecoderState(decoder, encoder_output, mask)
+            ids, scores = sample(project, state, prompt, copies, logits_processor, config, bool(return_scores), shorten)
+        if return_scores is None:
+            return ids
+        return GenerateBeamEncoderDecoderOutput(sequences=ids, sequences_scores=scores)
     loop = GenerationMixin._sample if config.num_beams == 1 else GenerationMixin._beam_search
     chosen = SequenceScores()
     if return_scores is not None:
@@ -167,11 +156,6 @@ def _compiled_steps(model: GenerationMixin, config: GenerationConfig, model_kwar
 
     This is the case with a static cache, on an accelerator or with a `compile_config` that says so. The gain on accelerators has
     not been measured.
-
-    Args:
-        model: The model whose loop runs in the context.
-        config: Configuration of the search.
-        model_kwargs: Arguments of the loop, with the cache.
     """
     # transformers uses `_compiled_call_impl` for greedy search and sampling, and `torch.compile(model)` sets it.
     is_compiled = config.num_beams == 1 or model._compiled_call_impl is not None

@@ -70,11 +70,6 @@ def _can_prepack_stack(stack: nn.Module) -> bool:
     return parameter.dtype == torch.float32 and parameter.device.type == "cpu"
 
 
-def forget_prepacked(stack: nn.Module) -> None:
-    """Free the prepacked weights of a stack."""
-    _stacks.forget(stack)
-
-
 class PrepackedWeight:
     """The product of a linear layer in float32 with a prepacked weight, bias included."""
 

@@ -199,9 +199,3 @@ def prepared_head(
     if is_plain_call and can_record(head) and head.weight.device.type == "cpu":
         return _heads.get(decoder, head)
     return head, None
-
-
-def forget_copies(decoder: nn.Module) -> None:
-    """Free the copies of a decoder's weights and of its head's."""
-    _layers.forget(decoder)
-    _heads.forget(decoder)

@@ -111,10 +111,7 @@ def draw(scores: torch.Tensor) -> torch.Tensor:
 def _best_of(shortlist: Shortlist, processors: LogitsProcessorList, ids: torch.Tensor) -> torch.Tensor | None:
     """Return the most probable tokens, (rows,), or None if a token outside the shortlist may be more probable.
 
-    Args:
-        shortlist: Shortlist of the rows.
-        processors: Processors that only lower logits.
-        ids: Ids of the rows so far, (rows, length).
+    The processors only lower logits. `ids` of the rows so far have shape (rows, length).
     """
     if not processors:
         return shortlist.tokens[shortlist.logits.argmax(dim=-1)]

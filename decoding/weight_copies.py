@@ -23,6 +23,7 @@ class PreparedCopies:
         """Args:
         prepare: Makes the copies for a module. Returns them, and the weights on which they depend; see `WeightRecord`.
         """
+        _all_copies.append(self)
         self._prepare = prepare
         self._by_owner: weakref.WeakKeyDictionary[nn.Module, tuple[Any, WeightRecord]] = weakref.WeakKeyDictionary()
 
@@ -32,14 +33,19 @@ class PreparedCopies:
         if record is None or not record.is_current(module):
             # The memory of the old copies is free before new copies are made.
             copies = record = None
-            self.forget(owner)
+            self._by_owner.pop(owner, None)
             copies, weights = self._prepare(module)
             self._by_owner[owner] = copies, WeightRecord(module, weights)
         return copies
 
-    def forget(self, owner: nn.Module) -> None:
-        """Free the copies of an owner."""
-        self._by_owner.pop(owner, None)
+
+_all_copies: list[PreparedCopies] = []
+
+
+def free_copies(owner: nn.Module) -> None:
+    """Free all copies of an owner's weights: training needs the memory and will change the weights."""
+    for copies in _all_copies:
+        copies._by_owner.pop(owner, None)
 
 
 class WeightRecord:

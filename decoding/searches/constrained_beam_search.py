@@ -62,9 +62,8 @@ def constrained_beam_search(
     """
     if force_words_ids is None:
         force_words_ids = generation_config.force_words_ids
-    constraints, config = _read_constraints(force_words_ids, first_words_ids), generation_config
-    vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    _check_constraints(constraints, vocab_size, config)
+    config, vocab_size = generation_config, model.config.get_text_config(decoder=True).vocab_size
+    constraints = _read_constraints(force_words_ids, first_words_ids, vocab_size, config)
     special = [getattr(config, f"_{name}_token_tensor") for name in ("bos", "decoder_start", "pad", "eos")]
     special_ids = {*special_ids, config.forced_bos_token_id} - {None}
     special_ids.update(token for tensor in special if tensor is not None for token in tensor.flatten().tolist())
@@ -94,16 +93,12 @@ def constrained_beam_search(
     return search_output(ids, scores, config)
 
 
-def _read_constraints(force_words_ids: Sequence, first_words_ids: Sequence | None = None) -> list[list[Phrase]]:
-    """Return the phrases of each constraint.
-
-    Args:
-        force_words_ids: For each constraint the ids of a phrase, or several phrases of which one must occur.
-        first_words_ids: For each constraint further phrases that count only at the start of the target.
-
-    Raises:
-        ValueError: If a list is empty or wrongly nested, or a constraint is repeated.
-    """
+def _read_constraints(
+    force_words_ids: Sequence, first_words_ids: Sequence | None, vocab_size: int, config: GenerationConfig
+) -> list[list[Phrase]]:
+    """Return the phrases of each constraint. Refuse malformed constraints, and those that no target can meet."""
+    if config.num_beams < 2:
+        raise ValueError(f"`num_beams` must be at least 2 for constrained beam search, got {config.num_beams}.")
     if not isinstance(force_words_ids, list | tuple) or not force_words_ids:
         raise ValueError(f"`force_words_ids` must be a list of at least one phrase, got {force_words_ids!r}.")
     firsts = [[]] * len(force_words_ids) if first_words_ids is None else first_words_ids
@@ -112,11 +107,12 @@ def _read_constraints(force_words_ids: Sequence, first_words_ids: Sequence | Non
             "`first_words_ids` must have a list for each phrase of `force_words_ids`, "
             f"got {len(firsts)} for {len(force_words_ids)}."
         )
-    constraints = []
+    constraints: list[list[Phrase]] = []
     for words, first in zip(force_words_ids, firsts, strict=True):
         is_set = isinstance(words, list | tuple) and len(words) > 0 and all(isinstance(p, list | tuple) for p in words)
-        phrases = [_check_ids(ids, "force_words_ids") for ids in (words if is_set else [words])]
-        phrases += [(START, *_check_ids(ids, "first_words_ids")) for ids in first]
+        for ids in [*(words if is_set else [words]), *first]:
+            _check_phrase(ids, vocab_size, config)
+        phrases = [*map(tuple, words if is_set else [words]), *((START, *ids) for ids in first)]
         phrases = list(dict.fromkeys(phrases))
         if any(set(phrases) == set(constraint) for constraint in constraints):
             raise ValueError(f"`force_words_ids` must not have a constraint twice, got {list(words)} again.")
@@ -124,41 +120,21 @@ def _read_constraints(force_words_ids: Sequence, first_words_ids: Sequence | Non
     return constraints
 
 
-def _check_constraints(constraints: Sequence[Sequence[Phrase]], vocab_size: int, config: GenerationConfig) -> None:
-    """Refuse constraints that no target can meet.
-
-    Args:
-        constraints: From `_read_constraints`.
-        vocab_size: Size of the vocabulary.
-        config: The prepared generation config.
-
-    Raises:
-        ValueError: If ids are unknown or end a target, or phrases are forbidden.
-    """
-    if config.num_beams < 2:
-        raise ValueError(f"`num_beams` must be at least 2 for constrained beam search, got {config.num_beams}.")
-    ends = [] if config._eos_token_tensor is None else config._eos_token_tensor.flatten().tolist()
-    # Padding would mean that the target has ended.
-    ends += [] if config._pad_token_tensor is None else [int(config._pad_token_tensor)]
-    forbidden = [*(config.bad_words_ids or []), *([token] for token in config.suppress_tokens or [])]
-    for phrase in (phrase for phrases in constraints for phrase in phrases):
-        ids = [token for token in phrase if token is not START]
-        if min(ids) < 0 or max(ids) >= vocab_size:
-            raise ValueError(f"`force_words_ids` must hold ids from 0 to {vocab_size - 1}, got {ids}.")
-        if set(ids) & set(ends):
-            raise ValueError(
-                f"`force_words_ids` must not hold the end of sequence or padding, got {sorted(set(ids) & set(ends))} in {ids}."
-            )
-        for words in forbidden:
-            if list(words) in (ids[start : start + len(words)] for start in range(len(ids))):
-                raise ValueError(f"A phrase must not be both forced and forbidden, got {ids} and {list(words)}.")
-
-
-def _check_ids(ids: Iterable[int], name: str) -> tuple[int, ...]:
+def _check_phrase(ids: Sequence[int], vocab_size: int, config: GenerationConfig) -> None:
     is_list = isinstance(ids, list | tuple) and len(ids) > 0
     if not is_list or not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-        raise ValueError(f"A phrase of `{name}` must be a list of at least one token id, got {ids!r}.")
-    return tuple(ids)
+        raise ValueError(f"A phrase of `force_words_ids` must be a list of at least one token id, got {ids!r}.")
+    ids = list(ids)
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        raise ValueError(f"`force_words_ids` must hold ids from 0 to {vocab_size - 1}, got {ids}.")
+    # Padding would mean that the target has ended.
+    ends = [tensor for tensor in (config._eos_token_tensor, config._pad_token_tensor) if tensor is not None]
+    ends = sorted(set(ids) & {token for tensor in ends for token in tensor.flatten().tolist()})
+    if ends:
+        raise ValueError(f"`force_words_ids` must not hold the end of sequence or padding, got {ends} in {ids}.")
+    for words in [*(config.bad_words_ids or []), *([token] for token in config.suppress_tokens or [])]:
+        if list(words) in (ids[start : start + len(words)] for start in range(len(ids))):
+            raise ValueError(f"A phrase must not be both forced and forbidden, got {ids} and {list(words)}.")
 
 
 class ConstrainedSelection(Selection):

@@ -58,16 +58,14 @@ class SpeculativeSearch(JointSearch):
                 raise ValueError(
                     f"`rope_type` must not depend on the length with `assistant_model`, got {rope_type!r}."
                 )
-        speculation = _Speculation(projections, states, prompt, processors, config, return_scores)
+        speculation = _Speculation(self, projections, states, prompt, processors, config, return_scores)
         while len(speculation.rows) and prompt.shape[1] < config.max_length:
-            speculation.take_round(self.num_assistant_tokens)
-        self.num_drafted += speculation.num_drafted
-        self.num_accepted += speculation.num_accepted
+            speculation.take_round()
         return speculation.result[:, : speculation.longest], speculation.totals
 
 
 class _Speculation:
-    """Unfinished targets of a batch.
+    """Unfinished targets of a batch. `search` counts the tokens that are drafted and accepted.
 
     Source: Leviathan et al. 2023, algorithm 1, arXiv 2211.17192; Chen et al. 2023, algorithm 2, arXiv 2302.01318.
 
@@ -83,6 +81,7 @@ class _Speculation:
 
     def __init__(
         self,
+        search: SpeculativeSearch,
         projections: Sequence[Callable[[torch.Tensor], torch.Tensor]],
         states: Sequence[RaggedDecoderState],
         prompt: torch.Tensor,
@@ -91,7 +90,7 @@ class _Speculation:
         with_scores: bool,
     ):
         (self.project, self.project_draft), (self.state, self.draft) = projections, states
-        self.processors, self.config = processors, config
+        self.search, self.processors, self.config = search, processors, config
         count, self.prompt_length = prompt.shape
         self.copies = count // self.state.rows
         for state in states:
@@ -103,19 +102,18 @@ class _Speculation:
         self.is_ended = torch.zeros_like(self.rows, dtype=torch.bool)
         self.result, self.longest = self.ids.clone(), self.prompt_length
         self.totals = torch.zeros(count, device=prompt.device) if with_scores else None
-        self.num_drafted = self.num_accepted = 0
         # Tokens that each decoder can read.
         self.limits = [config.max_length] * 2
         for index, positions in enumerate(state.decoder.embed_positions for state in states):
             if isinstance(positions, LearnedPositionEmbedding):
                 self.limits[index] = min(config.max_length, positions.num_embeddings - positions.offset)
 
-    def take_round(self, num_assistant_tokens: int) -> None:
+    def take_round(self) -> None:
         """Draft, check, and add at least one token to each row."""
         longest = int(self.lengths.max())
         # The draft model does not read its own last token.
         room = min(self.config.max_length - 1, self.limits[0], self.limits[1] + 1) - longest
-        drafted, draft_probs = self._draft(max(0, min(num_assistant_tokens, room)))
+        drafted, draft_probs = self._draft(max(0, min(self.search.num_assistant_tokens, room)))
         width = drafted.shape[1]
         # The last token is unread; in the first round the whole prompt is.
         block = self._columns(self.state.lengths, longest - self.state.length)
@@ -166,7 +164,7 @@ class _Speculation:
             self.ids.scatter_(1, self.lengths[:, None] + step, tokens)
             if step + 1 < width:
                 hidden_states = self.draft.read(tokens)
-        self.num_drafted += width * int((~self.is_ended).sum())
+        self.search.num_drafted += width * int((~self.is_ended).sum())
         return self._columns(self.lengths, width), torch.stack(probs, dim=1) if probs else None
 
     def _choose(
@@ -208,7 +206,7 @@ class _Speculation:
         counts = torch.where(is_end.any(dim=1), ended_counts, counts).masked_fill(self.is_ended, 0)
         is_taken = order < counts[:, None]
         self.ids.scatter_(1, positions, tokens.masked_fill(~is_taken, self.padding))
-        self.num_accepted += int(torch.minimum(accepted, counts).sum())
+        self.search.num_accepted += int(torch.minimum(accepted, counts).sum())
         if self.totals is not None:
             log_probs = nn.functional.log_softmax(scores, dim=-1).take_along_dim(tokens[:, :, None], dim=2)[:, :, 0]
             self.totals[self.rows] += log_probs.masked_fill(~is_taken, 0.0).sum(dim=1)

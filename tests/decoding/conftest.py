@@ -1,6 +1,9 @@
 """Fixtures of the decoder's tests."""
 
+import logging
+
 import pytest
+from transformers.utils import logging as transformers_logging
 
 from metaphrase.decoding import fast_generation
 from metaphrase.decoding.decoder_state import DecoderState
@@ -22,3 +25,13 @@ def step_rows(monkeypatch):
     rows, step = [], DecoderState.step
     monkeypatch.setattr(DecoderState, "step", lambda state, tokens: rows.append(len(tokens)) or step(state, tokens))
     return rows
+
+
+@pytest.fixture
+def warned():
+    """The messages that transformers logs."""
+    records, handler, logger = [], logging.Handler(), transformers_logging.get_logger("transformers")
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger.addHandler(handler)
+    yield records
+    logger.removeHandler(handler)

@@ -203,20 +203,11 @@ def test_without_kernels_weights_stay_as_they_are(all_sizes, monkeypatch, caplog
     assert "int8 weights need a torch with FBGEMM" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("dtype", "device", "expected"),
-    [
-        ("int8", "cpu", "int8"),
-        ("float16", "cpu", "float16"),
-        (torch.float16, torch.device("cpu"), "float16"),
-        ("float16", "cuda", None),
-        ("bfloat16", "cpu", None),
-        ("auto", "cpu", None),
-        (torch.float32, "cpu", None),
-    ],
-)
-def test_types_of_weights(dtype, device, expected):
-    assert quantization_of(dtype, device) == expected
+def test_types_of_weights():
+    for dtype in ("int8", "float16", torch.float16):
+        assert quantization_of(dtype, torch.device("cpu")) == str(dtype).removeprefix("torch.")
+    for dtype, device in (("float16", "cuda"), ("bfloat16", "cpu"), ("auto", "cpu"), (torch.float32, "cpu")):
+        assert quantization_of(dtype, device) is None
 
 
 def test_what_cannot_be_is_refused():
