@@ -7,7 +7,6 @@ loop ran, and why.
 import contextlib
 import functools
 import logging
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -33,13 +32,11 @@ from metaphrase.modeling.modeling_metaphrase import MetaphraseForConditionalGene
 
 logger = logging.getLogger(__name__)
 
-# Arguments of the network that the fast loops support. A Trainer hands on labels, which are not read.
-_SUPPORTED_ARGUMENTS = {"attention_mask", "encoder_outputs", "labels", "logits_to_keep", "use_cache", *CACHE_NAMES}
+# Arguments of the network that the loops of this package support. A Trainer hands on labels, which are not read.
+SUPPORTED_ARGUMENTS = {"attention_mask", "encoder_outputs", "labels", "logits_to_keep", "use_cache", *CACHE_NAMES}
 # Attention kernels of torch and transformers, which give equal results. A user's own kernel runs in transformers' loops.
 _SUPPORTED_KERNELS = {"eager", "sdpa", "flex_attention"}
 _SUPPORTED_DTYPES = (torch.float32, torch.bfloat16)
-# Compile options and compiled call of each model. A model does not store them, because it is copied and saved.
-_compiled: weakref.WeakKeyDictionary[nn.Module, tuple[dict, Callable]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -162,12 +159,8 @@ def _compiled_steps(model: GenerationMixin, config: GenerationConfig, model_kwar
     if is_compiled or not model._valid_auto_compile_criteria(model_kwargs, config):
         yield
         return
-    options = (config.compile_config or CompileConfig()).to_dict()
-    compiled_options, step = _compiled.get(model, (None, None))
-    if compiled_options != options:
-        # The model is the first argument of the compiled call.
-        step = torch.compile(nn.Module._call_impl, **options)
-        _compiled[model] = options, step
+    # With equal options, later calls find the code of earlier calls.
+    step = torch.compile(nn.Module._call_impl, **(config.compile_config or CompileConfig()).to_dict())
 
     def call(*args, **kwargs):
         cache = kwargs.get(CACHE_NAME)
@@ -217,7 +210,7 @@ def obstacle(
         "prefill_chunk_size": lambda: config.prefill_chunk_size is not None,
         "logits processor": lambda: unknown_processors(processors),
         "stopping criterion": lambda: unknown_criteria(criteria, config),
-        "argument of the network": lambda: names - _SUPPORTED_ARGUMENTS,
+        "argument of the network": lambda: names - SUPPORTED_ARGUMENTS,
         "kind of cache": lambda: (
             type(cache) is not SharedSourceCache
             or type(cache.self_attention_cache) is not DynamicCache

@@ -10,14 +10,9 @@ from transformers.generation.utils import GenerateBeamEncoderDecoderOutput
 from transformers.modeling_outputs import ModelOutput, Seq2SeqLMOutput
 
 from metaphrase.decoding.beam_state import BeamState
-from metaphrase.decoding.fast_generation import is_metaphrase, obstacle, prepared_projections
+from metaphrase.decoding.fast_generation import SUPPORTED_ARGUMENTS, is_metaphrase, obstacle, prepared_projections
 from metaphrase.decoding.supported_processors import unknown_criteria, unknown_processors
-from metaphrase.modeling.compat import CACHE_NAME, CACHE_NAMES
-
-# A search sets these arguments of the network itself, or they do not change its result.
-_KNOWN_ARGUMENTS = {"attention_mask", "encoder_outputs", "logits_to_keep", "use_cache", *CACHE_NAMES}
-# These searches do not sample, and do not record decoding steps.
-_FALSE_OPTIONS = ("do_sample", "output_scores", "output_logits", "output_attentions", "output_hidden_states")
+from metaphrase.modeling.compat import CACHE_NAME
 
 
 class CachedState:
@@ -144,7 +139,8 @@ def _check(
 ) -> None:
     if not model.config.is_encoder_decoder:
         raise ValueError(f"`model` must be an encoder-decoder, got {type(model).__name__}.")
-    for name in _FALSE_OPTIONS:
+    # These searches do not sample, and do not record decoding steps.
+    for name in ("do_sample", "output_scores", "output_logits", "output_attentions", "output_hidden_states"):
         if getattr(config, name):
             raise ValueError(f"`{name}` must be False for this search, got True.")
     if config.cache_implementation not in (None, "dynamic"):
@@ -166,6 +162,7 @@ def _check(
             raise ValueError(
                 f"`{name}` must treat each row alone in this search and follow from generation options, got {names}."
             )
-    names = sorted(name for name, value in model_kwargs.items() if value is not None and name not in _KNOWN_ARGUMENTS)
+    names = {name for name, value in model_kwargs.items() if value is not None} - SUPPORTED_ARGUMENTS
     if names:
-        raise ValueError(f"`model_kwargs` must be among {sorted(_KNOWN_ARGUMENTS)} in this search, got {names}.")
+        known = sorted(SUPPORTED_ARGUMENTS)
+        raise ValueError(f"`model_kwargs` must be among {known} in this search, got {sorted(names)}.")

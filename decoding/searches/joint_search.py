@@ -18,9 +18,6 @@ from metaphrase.decoding.fast_generation import (
 )
 from metaphrase.tokenization import TokenizerPair
 
-# Equal fields give the ids of targets the same meaning.
-_SHARED_FIELDS = ("decoder_vocab_size", "decoder_start_token_id", "eos_token_id")
-
 
 @dataclass(frozen=True, eq=False)
 class Partner:
@@ -52,7 +49,8 @@ def check_partner(model: PreTrainedModel, partner: PreTrainedModel, name: str) -
                 f"`{name}` and the first model must both be Metaphrase models, got {type(candidate).__name__}: "
                 "convert it with `metaphrase convert`."
             )
-    for field in _SHARED_FIELDS:
+    # Equal fields give the ids of targets the same meaning.
+    for field in ("decoder_vocab_size", "decoder_start_token_id", "eos_token_id"):
         expected, actual = getattr(model.config, field), getattr(partner.config, field)
         if actual != expected:
             raise ValueError(f"`{field}` of `{name}` must be that of the first model, {expected}, got {actual}.")

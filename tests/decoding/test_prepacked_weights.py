@@ -218,12 +218,14 @@ def test_changed_weights_are_packed_again(change, products):
     assert model.get_encoder().layers[0].mlp.down_proj in [linear for linear, _ in packed]
 
 
-def test_training_frees_prepacked_weights_and_makes_none(products):
-    model = tiny_model()
+def test_training_frees_prepacked_weights_and_they_are_not_saved(products):
+    model, owners = tiny_model(), prepacked_weights._stacks._by_owner
+    names = set(model.state_dict())
     encode(model)
-    assert model.get_encoder() in prepacked_weights._stacks._by_owner
+    assert model.get_encoder() in owners and set(model.state_dict()) == names
+    assert copy.deepcopy(model).get_encoder() not in owners
     model.train()
-    assert model.get_encoder() not in prepacked_weights._stacks._by_owner
+    assert model.get_encoder() not in owners
     count = len(products)
     encode(model)
     model.eval()
@@ -232,7 +234,9 @@ def test_training_frees_prepacked_weights_and_makes_none(products):
     assert len(products) == count and model.get_encoder().layers[0].mlp.up_proj.weight.grad is not None
 
 
-def test_other_dtypes_have_no_prepacked_weights(products):
+def test_other_dtypes_and_weights_without_versions_are_not_packed(products):
+    with torch.inference_mode():
+        encode(tiny_model())
     encode(tiny_model().to(torch.bfloat16))
     with torch.autocast("cpu", torch.bfloat16):
         encode(tiny_model())
@@ -255,12 +259,6 @@ def test_traced_encoder_calls_its_layers(products):
         torch.testing.assert_close(traced(ids), model.get_encoder()(ids).last_hidden_state)
 
 
-def test_weights_without_versions_are_not_packed(products):
-    with torch.inference_mode():
-        encode(tiny_model())
-    assert not products
-
-
 @pytest.mark.parametrize("risk", [None, {"num_candidates": 2}])
 def test_resumed_stream_is_written_as_before(products, risk):
     """The first text of a model is decoded by the same kernels as later ones."""
@@ -272,13 +270,3 @@ def test_resumed_stream_is_written_as_before(products, risk):
         return [[(each.text, each.score) for each in candidates] for candidates in stream]
 
     assert run(0)[2:] == run(2) and products
-
-
-def test_prepacked_weights_are_neither_saved_nor_copied(products):
-    model = tiny_model()
-    names = set(model.state_dict())
-    encode(model)
-    assert (
-        set(model.state_dict()) == names
-        and copy.deepcopy(model).get_encoder() not in prepacked_weights._stacks._by_owner
-    )
