@@ -221,23 +221,25 @@ def _collect(
     count, ends = config.num_return_sequences, config._eos_token_tensor
     # If the padding id is 0, transformers pads with the first end token.
     padding = -1 if ends is None else int(config._pad_token_tensor or ends[0])
-    lengths = torch.cat([beams.ended_lengths[:, :count] for beams in done])
-    width = prompt_length + int(lengths.max())
-    ids = torch.cat([_pad(beams.ended_ids[:, :count], width) for beams in done])
-    scores = torch.cat([beams.ended_scores[:, :count] for beams in done])
     order = torch.cat([beams.indices for beams in done]).argsort()
-    # (sources * groups, ...) -> (sources, hypotheses of all groups, ...)
+    width = max(beams.ended_ids.shape[2] for beams in done)
+    # (sources * groups, beams, ...) -> (sources, hypotheses of all groups, ...)
     ids, scores, lengths = (
-        tensor.index_select(0, order).unflatten(0, (-1, groups)).flatten(1, 2) for tensor in (ids, scores, lengths)
+        torch.cat(tensors).index_select(0, order).unflatten(0, (-1, groups)).flatten(1, 2)
+        for tensors in (
+            [_pad(beams.ended_ids, width) for beams in done],
+            [beams.ended_scores for beams in done],
+            [beams.ended_lengths for beams in done],
+        )
     )
-    if groups > 1:
-        scores, best = scores.sort(dim=1, descending=True, stable=True)
-        scores, best = scores[:, :count], best[:, :count]
-        ids, lengths = ids.take_along_dim(best[:, :, None], dim=1), lengths.take_along_dim(best, dim=1)
-        width = prompt_length + int(lengths.max())
-        ids = ids[:, :, :width]
-    ids, scores, lengths = (tensor.flatten(0, 1) for tensor in (ids, scores, lengths))
-    is_padding = torch.arange(width, device=ids.device) >= prompt_length + lengths[:, None]
+    scores, best = scores.sort(dim=1, descending=True, stable=True)
+    scores, best = scores[:, :count].flatten(), best[:, :count]
+    lengths, ids = (
+        lengths.take_along_dim(best, dim=1).flatten(),
+        ids.take_along_dim(best[:, :, None], dim=1).flatten(0, 1),
+    )
+    ids = _pad(ids, prompt_length + int(lengths.max()))
+    is_padding = torch.arange(ids.shape[1], device=ids.device) >= prompt_length + lengths[:, None]
     return ids.masked_fill(is_padding, padding), scores
 
 

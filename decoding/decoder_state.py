@@ -25,7 +25,7 @@ _CHANGING_ROTATIONS = ("dynamic", "longrope")
 Rotation = tuple[torch.Tensor, torch.Tensor] | None
 
 
-class AbsorbedAttention:
+class _AbsorbedAttention:
     """The cross-attention of a layer to one source: the keys absorb the query projection, the values the output projection.
 
     For queries x W, keys K, values V and a slice U of the output projection, scores x W K' are x (W K'), and outputs p V U are
@@ -37,13 +37,10 @@ class AbsorbedAttention:
     def __init__(
         self, attention: MetaphraseAttention, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None
     ):
-        """Multiply the projections.
+        """Multiply plain projections in float32 on a CPU.
 
-        Args:
-            attention: An attention for which `can_absorb` is true.
-            keys: Keys in columns, (key_value_heads, head_dim, S).
-            values: Values (key_value_heads, S, head_dim).
-            bias: Added to the scores, (S,).
+        Shapes are (key_value_heads, head_dim, S) for keys, (key_value_heads, S, head_dim) for values, and (S,) for a bias that is
+        added to the scores.
         """
         query, output, groups = attention.q_proj, attention.o_proj, attention.num_key_value_groups
         # (H, S, head_dim)
@@ -75,11 +72,6 @@ class AbsorbedAttention:
         scores = torch.mm(states, keys) if bias is None else torch.addmm(bias, states, keys)
         weights = scores.view(-1, self._length).softmax(dim=-1).view(scores.shape)
         return torch.addmm(residual, weights, self._values)
-
-
-def can_absorb(attention: MetaphraseAttention) -> bool:
-    """Return True if a cross-attention has plain projections only, in float32 on a CPU."""
-    return not attention.config.qk_norm and all(map(is_plain, (attention.q_proj, attention.o_proj)))
 
 
 class DecoderState:
@@ -123,7 +115,7 @@ class DecoderState:
         self.key_value_heads = self._source_cache.keys.shape[2]
         self._source_views = self._source_cache.views(encoder_output.shape[1])
         self._absorbed = self._absorb()
-        self._target_cache = self._source_cache.new_empty()
+        self._target_cache = KeyValueCache(self._source_cache.keys[..., :0], self._source_cache.values[..., :0, :])
         # Tables over positions: the position bias of each layer (H, positions), embeddings (positions, D), and cosine and sine
         # (positions, rotated).
         self.num_positions = 0
@@ -162,16 +154,18 @@ class DecoderState:
         targets = torch.arange(self.copies, device=sources.device)
         self._target_cache.select_rows((sources[:, None] * self.copies + targets).flatten())
 
-    def _absorb(self) -> list[AbsorbedAttention] | None:
+    def _absorb(self) -> list[_AbsorbedAttention] | None:
         """Return the absorbed cross-attention of each layer, if there is one source and it gains by it."""
         attentions = [layer.cross_attn for layer in self.decoder.layers]
-        if self._source_cache.rows != 1 or self.dtype != torch.float32 or not all(map(can_absorb, attentions)):
-            return None
-        if not self._gains_by_absorbing():
+        are_plain = self.dtype == torch.float32 and all(
+            not attention.config.qk_norm and is_plain(attention.q_proj) and is_plain(attention.o_proj)
+            for attention in attentions
+        )
+        if self._source_cache.rows != 1 or not are_plain or not self._gains_by_absorbing():
             return None
         bias = None if self._source_bias is None else self._source_bias.flatten()
         views = zip(attentions, self._source_views, strict=True)
-        return [AbsorbedAttention(attention, keys, values, bias) for attention, (keys, values) in views]
+        return [_AbsorbedAttention(attention, keys, values, bias) for attention, (keys, values) in views]
 
     def _gains_by_absorbing(self) -> bool:
         size = self.decoder.layers[0].cross_attn.q_proj.weight.numel()
@@ -280,12 +274,6 @@ class DecoderState:
         keys, values = states.chunk(2, dim=1)
         return keys if layer.cross_head_norms is None else layer.cross_head_norms[1](keys), values
 
-    def _project_cross_query(self, layer: PreparedLayer, hidden_states: torch.Tensor) -> torch.Tensor:
-        """(..., D) -> (..., H, head_dim)"""
-        query = layer.cross_query(hidden_states)
-        query = query.view(*query.shape[:-1], -1, self.head_dim)
-        return query if layer.cross_head_norms is None else layer.cross_head_norms[0](query)
-
     def _attend_to_target(
         self, index: int, layer: PreparedLayer, hidden_states: torch.Tensor, rotation: Rotation
     ) -> torch.Tensor:
@@ -312,7 +300,10 @@ class DecoderState:
         return self._absorbed[index].add_to(*flat).view(residual.shape)
 
     def _attend_to_source(self, index: int, layer: PreparedLayer, hidden_states: torch.Tensor) -> torch.Tensor:
-        query, views = self._project_cross_query(layer, hidden_states), self._source_views[index]
+        query, views = layer.cross_query(hidden_states), self._source_views[index]
+        query = query.view(*query.shape[:-1], -1, self.head_dim)
+        if layer.cross_head_norms is not None:
+            query = layer.cross_head_norms[0](query)
         return layer.cross_output(self._attend(query, views, self._source_bias, layer.cross_scaling, self.copies))
 
     def _attend(
@@ -341,36 +332,28 @@ class DecoderState:
             query = fold_copies(query.view(rows, self.key_value_heads, self.groups, self.head_dim), copies)
         # (rows / copies * key_value_heads, copies * groups, head_dim)
         query = query.reshape(rows // copies * self.key_value_heads, -1, self.head_dim)
-        output = _attend_flat(query, *views, bias, scaling, rows // copies)
+        output = attend(query, *views, bias, scaling, rows // copies)
         if copies > 1:
             output = unfold_copies(output.unflatten(0, (rows // copies, -1)), copies)
         return output.reshape(rows, -1)
 
 
 def attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, scaling: float
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, scaling: float, batch: int
 ) -> torch.Tensor:
     """Attend with few queries.
 
     Args:
-        query: Queries (B, H, queries, head_dim).
-        keys: Keys in columns, (B, H, head_dim, keys).
-        values: Values (B, H, keys, head_dim).
-        bias: Added to the scores, (1 or B, 1 or H, 1 or queries, keys).
+        query: Queries (batch * H, queries, head_dim).
+        keys: Keys in columns, (batch * H, head_dim, keys).
+        values: Values (batch * H, keys, head_dim).
+        bias: Added to the scores, (1 or batch, 1 or H, 1 or queries, keys).
         scaling: Factor of the scores.
+        batch: Rows of the cache.
 
     Returns:
-        Output (B, H, queries, head_dim).
+        Output (batch * H, queries, head_dim).
     """
-    batch, heads = query.shape[:2]
-    states = (query.reshape(batch * heads, -1, query.shape[-1]), keys.flatten(0, 1), values.flatten(0, 1))
-    return _attend_flat(*states, bias, scaling, batch).unflatten(0, (batch, heads))
-
-
-def _attend_flat(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, scaling: float, batch: int
-) -> torch.Tensor:
-    """Attend as `attend` does, with states of shape (B * H, ...)."""
     if query.dtype != torch.float32:
         # The kernel computes scores in float32.
         states = (flat.unflatten(0, (batch, -1)) for flat in (query, keys.mT, values))

@@ -4,35 +4,36 @@ transformers' loops define the result. They run where the fast loops do not supp
 loop ran, and why.
 """
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
-from transformers.generation import GenerationMixin
+from transformers.generation import CompileConfig, GenerationMixin
 from transformers.generation.utils import GenerateBeamEncoderDecoderOutput, GenerateEncoderDecoderOutput
 from transformers.utils.output_capturing import capture_outputs
 
 from metaphrase.decoding.beam_search import beam_search
 from metaphrase.decoding.beam_state import BeamState
-from metaphrase.decoding.compiled_steps import compiled_steps, reorder_in_place
 from metaphrase.decoding.decoder_state import DecoderState
-from metaphrase.decoding.prepared_decoder import prepared_head, prepared_shortlist
+from metaphrase.decoding.prepared_decoder import prepared_head
 from metaphrase.decoding.sampling import sample
 from metaphrase.decoding.sequence_scores import SequenceScores
 from metaphrase.decoding.shortlist import Shortlist
 from metaphrase.decoding.supported_processors import unknown_criteria, unknown_processors
 from metaphrase.decoding.weight_copies import walk
-from metaphrase.modeling.compat import CACHE_NAME, CACHE_NAMES
+from metaphrase.modeling.compat import CACHE_NAME, CACHE_NAMES, is_offloaded
 from metaphrase.modeling.modeling_metaphrase import MetaphraseForConditionalGeneration
 
 logger = logging.getLogger(__name__)
 
-# Arguments of the network that the fast loops support. A Trainer hands on labels, which are not read.
-_SUPPORTED_ARGUMENTS = {"attention_mask", "encoder_outputs", "labels", "logits_to_keep", "use_cache", *CACHE_NAMES}
+# Arguments of the network that the loops of this package support. A Trainer hands on labels, which are not read.
+SUPPORTED_ARGUMENTS = {"attention_mask", "encoder_outputs", "labels", "logits_to_keep", "use_cache", *CACHE_NAMES}
 # Attention kernels of torch and transformers, which give equal results. A user's own kernel runs in transformers' loops.
 _SUPPORTED_KERNELS = {"eager", "sdpa", "flex_attention"}
 _SUPPORTED_DTYPES = (torch.float32, torch.bfloat16)
@@ -55,8 +56,16 @@ class SharedSourceCache(EncoderDecoderCache):
     """A cache in which all hypotheses of a source share the keys and values of the source."""
 
     def reorder_cache(self, beam_idx: torch.LongTensor):
-        """Reorder hypotheses within their sources. Keys and values of the sources stay where they are."""
-        reorder_in_place(self.self_attention_cache, beam_idx)
+        """Reorder hypotheses within their sources. Keys and values of the sources stay where they are.
+
+        Tensors of a static cache keep their addresses, to which compiled code refers.
+        """
+        for layer in self.self_attention_cache.layers:
+            if not layer.is_compileable:
+                layer.reorder_cache(beam_idx)
+            elif layer.is_initialized:
+                for states in (layer.keys, layer.values):
+                    states.copy_(states.index_select(0, beam_idx.to(states.device)))
 
     def spread(self) -> EncoderDecoderCache:
         """Return transformers' kind of cache, with one row of the source per hypothesis; itself, if it is static."""
@@ -101,78 +110,81 @@ def search(
     Returns:
         Ids `(sources * copies, length)`, or an output that holds them.
     """
-    arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
-    reason = obstacle(model, *arguments, **model_kwargs)
-    if return_scores is None and generation_config.return_dict_in_generate and not reason:
+    config = generation_config
+    reason = obstacle(model, input_ids, logits_processor, stopping_criteria, config, **model_kwargs)
+    if return_scores is None and config.return_dict_in_generate and not reason:
         reason = "return_dict_in_generate"
     model.last_search = LastSearch("transformers" if reason else "fast", reason)
     logger.debug("decoding by the %s loop%s", model.last_search.loop, f": {reason}" if reason else "")
     if not reason:
-        ids, scores = _fast_search(model, input_ids, logits_processor, generation_config, model_kwargs, return_scores)
+        encoder_output, mask = model_kwargs["encoder_outputs"][0], model_kwargs.get("attention_mask")
+        decoder, copies = model.get_decoder(), len(input_ids) // len(encoder_output)
+        prompt, (project, shorten) = input_ids[::copies], prepared_projections(model)
+        if config.num_beams > 1:
+            state = BeamState(decoder, encoder_output, mask)
+            ids, scores = beam_search(project, state, prompt, logits_processor, config)
+        else:
+            state = DecoderState(decoder, encoder_output, mask)
+            ids, scores = sample(project, state, prompt, copies, logits_processor, config, bool(return_scores), shorten)
         if return_scores is None:
             return ids
         return GenerateBeamEncoderDecoderOutput(sequences=ids, sequences_scores=scores)
-    return _plain_search(model, *arguments, return_scores, model_kwargs)
-
-
-def _plain_search(
-    model: MetaphraseForConditionalGeneration,
-    input_ids: torch.LongTensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    config: GenerationConfig,
-    return_scores: bool | None,
-    model_kwargs: dict,
-) -> torch.Tensor | GenerateBeamEncoderDecoderOutput | GenerateEncoderDecoderOutput:
-    """Run transformers' own loop."""
     loop = GenerationMixin._sample if config.num_beams == 1 else GenerationMixin._beam_search
     chosen = SequenceScores()
     if return_scores is not None:
         config.return_dict_in_generate, config.output_scores = True, return_scores
     criteria = StoppingCriteriaList([*stopping_criteria, *([chosen] if return_scores else [])])
-    with compiled_steps(model, config, model_kwargs):
+    with _compiled_steps(model, config, model_kwargs):
         output = loop(model, input_ids, logits_processor, criteria, config, **model_kwargs)
     if return_scores is None:
-        return _with_plain_cache(output)
+        cache = getattr(output, CACHE_NAME, None)
+        if isinstance(cache, SharedSourceCache):
+            setattr(output, CACHE_NAME, cache.spread())
+        return output
     scores = getattr(output, "sequences_scores", None)
     if return_scores and scores is None:
         scores = chosen.totals(output.sequences, input_ids.shape[1], config._eos_token_tensor)
     return GenerateBeamEncoderDecoderOutput(sequences=output.sequences, sequences_scores=scores)
 
 
-def _fast_search(
+@contextlib.contextmanager
+def _compiled_steps(model: GenerationMixin, config: GenerationConfig, model_kwargs: dict) -> Iterator[None]:
+    """Compile the steps of transformers' beam search where transformers would compile the steps of greedy search.
+
+    This is the case with a static cache, on an accelerator or with a `compile_config` that says so. The gain on accelerators has
+    not been measured.
+    """
+    # transformers uses `_compiled_call_impl` for greedy search and sampling, and `torch.compile(model)` sets it.
+    is_compiled = config.num_beams == 1 or model._compiled_call_impl is not None
+    if is_compiled or not model._valid_auto_compile_criteria(model_kwargs, config):
+        yield
+        return
+    # With equal options, later calls find the code of earlier calls.
+    step = torch.compile(nn.Module._call_impl, **(config.compile_config or CompileConfig()).to_dict())
+
+    def call(*args, **kwargs):
+        cache = kwargs.get(CACHE_NAME)
+        # The prefill has the lengths of prompt and source, and is not compiled.
+        is_step = isinstance(cache, EncoderDecoderCache) and any(cache.is_updated.values())
+        return (step if is_step else nn.Module._call_impl)(model, *args, **kwargs)
+
+    model._compiled_call_impl = call
+    try:
+        yield
+    finally:
+        # Another thread may have removed the attribute.
+        vars(model).pop("_compiled_call_impl", None)
+
+
+def prepared_projections(
     model: MetaphraseForConditionalGeneration,
-    input_ids: torch.LongTensor,
-    processors: LogitsProcessorList,
-    config: GenerationConfig,
-    model_kwargs: dict,
-    return_scores: bool | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return ids `(sources * copies, length)` and scores `(sources * copies)`."""
-    encoder_output, mask = model_kwargs["encoder_outputs"][0], model_kwargs.get("attention_mask")
-    copies = len(input_ids) // len(encoder_output)
-    prompt, project = input_ids[::copies], prepared_projection(model)
-    if config.num_beams > 1:
-        state = BeamState(model.get_decoder(), encoder_output, mask)
-        return beam_search(project, state, prompt, processors, config)
-    state = DecoderState(model.get_decoder(), encoder_output, mask)
-    # Scores and sampling need the logits of all tokens.
-    shorten = None if config.do_sample or return_scores else _prepared_shortlist(model)
-    return sample(project, state, prompt, copies, processors, config, bool(return_scores), shorten)
-
-
-def prepared_projection(model: MetaphraseForConditionalGeneration) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return `model.project` for decoding steps, with the weights as they are now."""
-    return functools.partial(model.project, head=prepared_head(model.get_decoder(), model.get_output_embeddings()))
-
-
-def _prepared_shortlist(
-    model: MetaphraseForConditionalGeneration,
-) -> Callable[[torch.Tensor], Shortlist | None] | None:
-    shorten = prepared_shortlist(model.get_decoder(), model.get_output_embeddings())
-    if shorten is None or not _is_of_package(type(model).project):
-        return None
-    return lambda hidden_states: shorten(model.scale(hidden_states))
+) -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], Shortlist | None] | None]:
+    """Return `model.project` for decoding steps with the weights as they are now, and a projection to shortlists or None."""
+    head, shortlist = prepared_head(model.get_decoder(), model.get_output_embeddings())
+    project = functools.partial(model.project, head=head)
+    if shortlist is None or not _is_of_package(type(model).project):
+        return project, None
+    return project, lambda hidden_states: shortlist(model.scale(hidden_states))
 
 
 def obstacle(
@@ -198,8 +210,12 @@ def obstacle(
         "prefill_chunk_size": lambda: config.prefill_chunk_size is not None,
         "logits processor": lambda: unknown_processors(processors),
         "stopping criterion": lambda: unknown_criteria(criteria, config),
-        "argument of the network": lambda: names - _SUPPORTED_ARGUMENTS,
-        "kind of cache": lambda: type(cache) is not SharedSourceCache or _is_special(cache.self_attention_cache),
+        "argument of the network": lambda: names - SUPPORTED_ARGUMENTS,
+        "kind of cache": lambda: (
+            type(cache) is not SharedSourceCache
+            or type(cache.self_attention_cache) is not DynamicCache
+            or cache.self_attention_cache.offloading
+        ),
         "attn_implementation": lambda: model.config._attn_implementation not in _SUPPORTED_KERNELS,
         "model in training": lambda: model.training,
         "dtype": lambda: computing_dtype(model) not in _SUPPORTED_DTYPES,
@@ -211,10 +227,6 @@ def obstacle(
     return next((name for name, is_met in conditions.items() if is_met()), "")
 
 
-def _is_special(cache: object) -> bool:
-    return type(cache) is not DynamicCache or cache.offloading
-
-
 def computing_dtype(model: PreTrainedModel) -> torch.dtype:
     """Return the dtype of the model's products, under autocast too."""
     kind = model.device.type
@@ -223,30 +235,22 @@ def computing_dtype(model: PreTrainedModel) -> torch.dtype:
 
 def calls_are_plain(model: MetaphraseForConditionalGeneration) -> bool:
     """Return True if no hook and no replaced method of a user would run in a call of the model or its decoder."""
-    attributes = vars(model)
-    is_plain = (
+    attributes, modules = vars(model), (model, model.base_model, *walk(model.get_decoder()))
+    hooks = [hook for module in modules for hook in module._forward_hooks.values()]
+    return (
         "prepare_inputs_for_generation" not in attributes
         # accelerate casts around the original `forward`, which it stores.
         and ("forward" not in attributes or "_original_forward" in attributes)
         and all(_is_of_package(getattr(type(model), name)) for name in ("forward", "prepare_inputs_for_generation"))
-    )
-    return is_plain and not any(
-        module._forward_pre_hooks
-        # `hasattr` would first look for parameters, buffers and modules of that name.
-        or "_hf_hook" in vars(module)
-        or (module._forward_hooks and any(map(_is_of_user, module._forward_hooks.values())))
-        for module in (model, model.base_model, *walk(model.get_decoder()))
+        and not any(module._forward_pre_hooks or is_offloaded(module) for module in modules)
+        # transformers leaves hooks behind that recorded hidden states or attention weights.
+        and all(getattr(hook, "__module__", None) == capture_outputs.__module__ for hook in hooks)
     )
 
 
 def _is_of_package(method: Callable) -> bool:
     """Return True if a method is defined by the network itself, not by a subclass elsewhere."""
     return method.__module__.rpartition(".")[0] == MetaphraseForConditionalGeneration.__module__.rpartition(".")[0]
-
-
-def _is_of_user(hook: Callable) -> bool:
-    """Return True unless transformers left the hook after it recorded hidden states or attention weights."""
-    return getattr(hook, "__module__", None) != capture_outputs.__module__
 
 
 def _can_share_sources(model: MetaphraseForConditionalGeneration) -> bool:
@@ -257,16 +261,8 @@ def _can_share_sources(model: MetaphraseForConditionalGeneration) -> bool:
     return not is_hooked and not has_prefixes and "flash" not in model.config._attn_implementation
 
 
-def _with_plain_cache(output: torch.Tensor | GenerateEncoderDecoderOutput | GenerateBeamEncoderDecoderOutput):
-    """Give an output of transformers' loops a cache with one row of the source per hypothesis."""
-    cache = getattr(output, CACHE_NAME, None)
-    if isinstance(cache, SharedSourceCache):
-        setattr(output, CACHE_NAME, cache.spread())
-    return output
-
-
 class FastGeneration(GenerationMixin):
-    """The four steps of `generate()` that `install` replaces. Read in transformers 5.23.0."""
+    """The four steps of `generate()` that `install` replaces."""
 
     def _expand_inputs_for_generation(self, expand_size=1, is_encoder_decoder=False, input_ids=None, **model_kwargs):
         """Repeat the prompt for each hypothesis. The source stays as it is, and all its hypotheses share it."""
@@ -293,13 +289,7 @@ class FastGeneration(GenerationMixin):
         if cache is not None and shares:
             model_kwargs[CACHE_NAME] = SharedSourceCache(cache.self_attention_cache, cache.cross_attention_cache)
 
-    def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        """Decode greedily or by sampling."""
-        return search(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
-
-    def _beam_search(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        """Decode by beam search."""
-        return search(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
+    _sample = _beam_search = search
 
 
 def install() -> None:

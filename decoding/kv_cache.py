@@ -28,10 +28,6 @@ class KeyValueCache:
         keys, values = zip(*layers, strict=True)
         return cls(torch.stack([states.transpose(2, 3) for states in keys]), torch.stack(values))
 
-    def new_empty(self) -> "KeyValueCache":
-        """Return a cache of the same form with capacity 0."""
-        return KeyValueCache(self.keys[..., :0], self.values[..., :0, :])
-
     @property
     def rows(self) -> int:
         return self.keys.shape[1]

@@ -83,14 +83,11 @@ GENERATION_OPTIONS: dict[str, tuple[Callable, str]] = {
     "forced_eos_token_id": (int, "id of the last token of a target at the length limit"),
     "num_return_sequences": (int, "number of targets for each source"),
 }
-_COUNT = (lambda value: value >= 1, "at least 1")
-_SHARE = (lambda value: 0 < value <= 1, "above 0 and at most 1")
-_CUTOFF = (lambda value: 0 <= value < 1, "at least 0 and below 1")
-_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
-    **dict.fromkeys(("num_beams", "num_return_sequences"), _COUNT),
-    **dict.fromkeys(("top_p", "typical_p"), _SHARE),
-    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), _CUTOFF),
-}
+_RANGES: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
+    (("num_beams", "num_return_sequences"), lambda value: value >= 1, "at least 1"),
+    (("top_p", "typical_p"), lambda value: 0 < value <= 1, "above 0 and at most 1"),
+    (("epsilon_cutoff", "eta_cutoff"), lambda value: 0 <= value < 1, "at least 0 and below 1"),
+)
 # Options that turn sampling on. With `penalty_alpha`, `top_k` belongs to contrastive search.
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
 
@@ -109,7 +106,7 @@ def check_ranges(options: Mapping[str, Any]) -> None:
     Raises:
         ValueError: If a value is out of range.
     """
-    for name, (is_within, bounds) in _RANGES.items():
-        value = options.get(name)
-        if value is not None and not is_within(value):
-            raise ValueError(f"`{name}` must be {bounds}, got {value}.")
+    for names, is_within, bounds in _RANGES:
+        for name in names:
+            if options.get(name) is not None and not is_within(options[name]):
+                raise ValueError(f"`{name}` must be {bounds}, got {options[name]}.")

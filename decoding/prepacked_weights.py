@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from metaphrase.decoding.weight_copies import ModuleRecord, PreparedCopies, WeightRecord, can_record
+from metaphrase.decoding.weight_copies import PreparedCopies, can_record
 
 # The product of a larger matrix gains little, and its copy takes much memory.
 LARGEST_SIZE = 2**22
@@ -25,42 +25,38 @@ _AMD = ("AuthenticAMD", "HygonGenuine")
 _CHECKED_ROWS, _CHECKED_OUTPUTS = (2, 5, 16, 37, 130), 1024
 
 
-class _PrepackedStack:
-    """The linear layers of a stack that gain by prepacked weights, and these weights."""
-
-    def __init__(self, layers: nn.Module):
-        self._linears = [layer for layer in layers.modules() if _gains(layer)]
-        self._record = ModuleRecord(layers)
-        self._weights = WeightRecord([weight for layer in self._linears for weight in layer.parameters()])
-        self._packed = [PrepackedWeight(layer.weight, layer.bias) for layer in self._linears]
-
-    def is_current(self, layers: nn.Module) -> bool:
-        return self._record.is_current(layers) and self._weights.is_current()
-
-    def layers_for_run(self) -> list[nn.Linear]:
-        """Put the prepacked weights in place of the layers' `forward`, and return these layers."""
-        layers = []
-        for layer, packed in zip(self._linears, self._packed, strict=True):
-            # accelerate, for example, replaces `forward` to load the weights first.
-            if isinstance(vars(layer).get("forward"), PrepackedWeight | None):
-                # The instance attribute leaves the hooks of `nn.Module.__call__` in place.
-                vars(layer)["forward"] = packed
-                layers.append(layer)
-        return layers
-
-
-_stacks = PreparedCopies(_PrepackedStack)
-
-
 @contextlib.contextmanager
 def prepacked(stack: nn.Module) -> Iterator[None]:
     """Run the layers of a stack with prepacked weights, where they gain by it."""
-    layers = _stacks.get(stack, stack.layers).layers_for_run() if _can_prepack_stack(stack) else []
+    replaced = []
+    for layer, packed in _stacks.get(stack, stack.layers) if _can_prepack_stack(stack) else []:
+        # accelerate, for example, replaces `forward` to load the weights first.
+        if isinstance(vars(layer).get("forward"), PrepackedWeight | None):
+            # The instance attribute leaves the hooks of `nn.Module.__call__` in place.
+            vars(layer)["forward"] = packed
+            replaced.append(layer)
     try:
         yield
     finally:
-        for layer in layers:
+        for layer in replaced:
             vars(layer).pop("forward", None)
+
+
+def _prepack(layers: nn.Module) -> tuple[list[tuple[nn.Linear, "PrepackedWeight"]], list[torch.Tensor]]:
+    """Return the linear layers that gain by prepacked weights with these weights, and the weights that were packed."""
+    linears = [
+        layer
+        for layer in layers.modules()
+        if is_plain(layer)
+        and can_record(layer)
+        and layer.weight.numel() <= LARGEST_SIZE
+        and can_prepack(*layer.weight.shape)
+    ]
+    packed = [(layer, PrepackedWeight(layer.weight, layer.bias)) for layer in linears]
+    return packed, [weight for layer in linears for weight in layer.parameters()]
+
+
+_stacks = PreparedCopies(_prepack)
 
 
 def _can_prepack_stack(stack: nn.Module) -> bool:
@@ -72,17 +68,6 @@ def _can_prepack_stack(stack: nn.Module) -> bool:
     # `_stacks` would not look again at a stack that moves to a CPU later.
     parameter = next(stack.parameters())
     return parameter.dtype == torch.float32 and parameter.device.type == "cpu"
-
-
-def _gains(layer: nn.Module) -> bool:
-    if not (is_plain(layer) and can_record(layer)):
-        return False
-    return layer.weight.numel() <= LARGEST_SIZE and can_prepack(*layer.weight.shape)
-
-
-def forget_prepacked(stack: nn.Module) -> None:
-    """Free the prepacked weights of a stack."""
-    _stacks.forget(stack)
 
 
 class PrepackedWeight:

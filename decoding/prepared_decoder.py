@@ -1,14 +1,15 @@
 """The layers and the head of a decoder, prepared for decoding steps: projections joined and copied, no calls of modules."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
-from metaphrase.decoding.prepared_linear import LARGEST_SIZE, PreparedLinear
+from metaphrase.decoding.prepacked_weights import LARGEST_SIZE, PrepackedWeight, can_prepack, is_plain
+from metaphrase.decoding.quantization import PackedLinear
 from metaphrase.decoding.shortlist import ShortlistProjection, can_shortlist
-from metaphrase.decoding.weight_copies import ModuleRecord, PreparedCopies, WeightRecord, can_record
+from metaphrase.decoding.weight_copies import PreparedCopies, can_record
 from metaphrase.modeling.attention import MetaphraseAttention
 from metaphrase.modeling.compat import is_hooked, is_offloaded
 from metaphrase.modeling.layers import MetaphraseDecoderLayer
@@ -16,6 +17,88 @@ from metaphrase.modeling.normalization import MetaphraseRMSNorm
 
 # A model has one head, which takes a large part of a step: a copy pays up to a larger size than in a layer.
 _LARGEST_COPY = 2**26
+# Every decoder layer would hold a transposed copy of a larger single weight, which gains too little for the memory.
+_LARGEST_TRANSPOSED = 2**20
+# A CPU multiplies up to so many rows by a transposed weight, which it reads in order of memory, up to twice as fast.
+_FEW_ROWS = 64
+
+
+class PreparedLinear:
+    """Linear layers that read the same input, as one product.
+
+    Small layers of torch are copied: side by side, and on a CPU in float32 also transposed and prepacked. Quantized layers are
+    joined. Other layers are called one by one.
+
+    Attributes:
+        copied: Weights and biases whose copies depend on them.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        copies: bool = True,
+        largest: int = LARGEST_SIZE,
+        largest_transposed: int = _LARGEST_TRANSPOSED,
+    ):
+        """Choose which copies to make. A copy is made when it is first needed.
+
+        Args:
+            layers: Layers of one input width, all with a bias or none.
+            copies: True allows copies.
+            largest: Most entries of a weight to be copied.
+            largest_transposed: Most entries of a single layer's weight to be transposed.
+        """
+        self.copied: list[torch.Tensor] = []
+        self._calls, self._max_transposed_rows, kind = list(layers), 0, type(layers[0])
+        if copies and issubclass(kind, PackedLinear) and all(type(layer) is kind for layer in layers):
+            # The call of a module takes a tenth of the time of its product.
+            self._calls = [(layers[0] if len(layers) == 1 else kind(*layers)).forward]
+        self._reads_weights = copies and all(can_record(layer) and layer.weight.numel() <= largest for layer in layers)
+        if not self._reads_weights:
+            return
+        self._weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+        is_single, are_plain = len(layers) == 1, all(map(is_plain, layers))
+        self._is_packed = are_plain and can_prepack(sum(map(len, self._weights)), self._weights[0].shape[1])
+        self._is_transposed = are_plain and not (is_single and self._weights[0].numel() > largest_transposed)
+        self._bias = biases[0]
+        if not is_single and biases[0] is not None:
+            self._bias = torch.cat([bias.detach() for bias in biases])
+            self.copied += biases
+        if not is_single or self._is_packed or self._is_transposed:
+            self.copied += self._weights
+        if self._is_transposed:
+            self._max_transposed_rows = 1 if self._is_packed else _FEW_ROWS
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        """(..., in_features) -> (..., out_features of all layers)"""
+        if states.dim() == 2 and len(states) <= self._max_transposed_rows:
+            weight, bias = self._transposed, self._bias
+            return torch.mm(states, weight) if bias is None else torch.addmm(bias, states, weight)
+        if not self._reads_weights:
+            outputs = [call(states) for call in self._calls]
+            return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        has_several_rows = states.numel() > states.shape[-1]
+        if self._is_packed and has_several_rows:
+            return self._packed(states)
+        return nn.functional.linear(states, self._weight, self._bias)
+
+    @functools.cached_property
+    def _weight(self) -> torch.Tensor:
+        """All weights side by side, (out_features, in_features). A view, if there is a transposed copy."""
+        return self._transposed.t() if self._is_transposed and len(self._weights) > 1 else self._join()
+
+    @functools.cached_property
+    def _transposed(self) -> torch.Tensor:
+        return self._join().detach().t().contiguous()
+
+    @functools.cached_property
+    def _packed(self) -> PrepackedWeight:
+        return PrepackedWeight(self._join(), self._bias)
+
+    def _join(self) -> torch.Tensor:
+        weights = self._weights
+        # A single weight stays the parameter, so that `_weight` follows a cast or a move of the model.
+        return weights[0] if len(weights) == 1 else torch.cat([weight.detach() for weight in weights])
 
 
 class PreparedLayer:
@@ -78,43 +161,18 @@ def _head_norms(attention: MetaphraseAttention) -> tuple[nn.Module, nn.Module] |
     return (attention.q_norm, attention.k_norm) if attention.config.qk_norm else None
 
 
-class _PreparedLayers:
-    """The prepared layers of a decoder, and a record of the weights that were copied."""
-
-    def __init__(self, decoder: nn.Module):
-        self.layers = [PreparedLayer(layer) for layer in decoder.layers]
-        self._record = ModuleRecord(decoder.layers)
-        self._weights = WeightRecord([weight for layer in self.layers for weight in layer.copied])
-
-    def is_current(self, decoder: nn.Module) -> bool:
-        return self._record.is_current(decoder.layers) and self._weights.is_current()
+def _prepare_layers(layers: nn.ModuleList) -> tuple[list[PreparedLayer], list[torch.Tensor]]:
+    prepared = [PreparedLayer(layer) for layer in layers]
+    return prepared, [weight for layer in prepared for weight in layer.copied]
 
 
-class _PreparedHead:
-    """The prepared forms of a head, made when first needed, and a record of its weights."""
-
-    def __init__(self, head: nn.Module):
-        self.head, self._can_copy = head, _can_copy(head)
-        self._record = ModuleRecord(head)
-        self._weights = WeightRecord(list(head.parameters()) if self._can_copy else [])
-
-    @functools.cached_property
-    def linear(self) -> PreparedLinear:
-        return PreparedLinear([self.head], self._can_copy, _LARGEST_COPY, LARGEST_SIZE)
-
-    @functools.cached_property
-    def shortlist(self) -> ShortlistProjection | None:
-        return ShortlistProjection(self.head) if self._can_copy and can_shortlist(self.head) else None
-
-    def is_current(self, head: nn.Module) -> bool:
-        return self._can_copy == _can_copy(head) and self._record.is_current(head) and self._weights.is_current()
+def _prepare_head(head: nn.Linear) -> tuple[tuple[PreparedLinear, ShortlistProjection | None], list[torch.Tensor]]:
+    linear = PreparedLinear([head], largest=_LARGEST_COPY, largest_transposed=LARGEST_SIZE)
+    shortlist = ShortlistProjection(head) if can_shortlist(head) else None
+    return (linear, shortlist), list(head.parameters())
 
 
-def _can_copy(head: nn.Module) -> bool:
-    return can_record(head) and head.weight.device.type == "cpu"
-
-
-_layers, _heads = PreparedCopies(_PreparedLayers), PreparedCopies(_PreparedHead)
+_layers, _heads = PreparedCopies(_prepare_layers), PreparedCopies(_prepare_head)
 
 
 def prepared_layers(decoder: nn.Module) -> list[PreparedLayer]:
@@ -122,24 +180,22 @@ def prepared_layers(decoder: nn.Module) -> list[PreparedLayer]:
     if torch.is_autocast_enabled(decoder.device.type):
         # Autocast caches the cast weights of the layers. It would cast copies again at each step.
         return [PreparedLayer(layer, copies=False) for layer in decoder.layers]
-    return _layers.get(decoder, decoder).layers
+    return _layers.get(decoder, decoder.layers)
 
 
-def prepared_head(decoder: nn.Module, head: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the projection of a decoder's output (..., D) to logits (..., V), for its current weights."""
-    return _heads.get(decoder, head).linear if _can_prepare(decoder, head) else head
+def prepared_head(
+    decoder: nn.Module, head: nn.Module
+) -> tuple[Callable[[torch.Tensor], torch.Tensor], ShortlistProjection | None]:
+    """Return the projections of a decoder's output for its current weights.
 
+    Args:
+        decoder: The decoder.
+        head: Its head, from (..., D) to logits (..., V).
 
-def prepared_shortlist(decoder: nn.Module, head: nn.Module) -> ShortlistProjection | None:
-    """Return the projection of a decoder's output to shortlists, or None where all logits are computed as fast."""
-    return _heads.get(decoder, head).shortlist if _can_prepare(decoder, head) else None
-
-
-def _can_prepare(decoder: nn.Module, head: nn.Module) -> bool:
-    return not (is_hooked(head) or is_offloaded(head) or torch.is_autocast_enabled(decoder.device.type))
-
-
-def forget_copies(decoder: nn.Module) -> None:
-    """Free the copies of a decoder's weights and of its head's."""
-    _layers.forget(decoder)
-    _heads.forget(decoder)
+    Returns:
+        A projection to logits, and one to shortlists, or None where all logits are computed as fast.
+    """
+    is_plain_call = not (is_hooked(head) or is_offloaded(head) or torch.is_autocast_enabled(decoder.device.type))
+    if is_plain_call and can_record(head) and head.weight.device.type == "cpu":
+        return _heads.get(decoder, head)
+    return head, None

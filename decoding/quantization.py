@@ -1,47 +1,45 @@
-"""Quantization of linear layers to int8 or float16, for decoding on a CPU."""
+"""Quantization of linear layers to int8 or float16, for decoding on a CPU, by the kernels of FBGEMM."""
 
+import functools
 import logging
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-
-from metaphrase.decoding.int8 import (
-    has_int8_kernels,
-    multiply_int8,
-    operator_of,
-    pack_int8,
-    round_weight,
-    unpack_int8,
-)
 
 logger = logging.getLogger(__name__)
 
 QUANTIZATIONS = ("int8", "float16")
 # A smaller matrix stays in the processor's cache, and quantization costs more than it saves.
 _LEAST_SIZE = 2**17
+WEIGHT_LEVELS = 127
+# Levels of an activation on either side of zero: of 8 bits, and of 7 bits, of which two products fit into a sum of 16 bits.
+_MOST_LEVELS, _FEW_LEVELS = 127, 63
+# Smaller activations become zero, so that the reciprocal of a row's scale is finite.
+_LEAST = 1e-30
+_PRODUCT = "linear_with_input_q_dq_qweight_dq_output_fp32"
 
 
-class _PackedLinear(nn.Module):
-    """A linear layer for inference that holds only weights prepacked for FBGEMM."""
+class PackedLinear(nn.Module):
+    """A linear layer for inference that holds only weights prepacked for FBGEMM.
+
+    Subclasses define `_weights_of(layer)`, the tensors of a weight; `_pack(*weights)`, which packs them; and `forward`.
+    """
 
     # Some families read the dtype of a layer's weight.
     weight = None
 
-    def __init__(self, in_features: int, out_features: int):
+    def __init__(self, *layers: "nn.Linear | PackedLinear"):
+        """Pack layers with the same input side by side, all with a bias or none."""
         super().__init__()
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features, self.out_features = layers[0].in_features, sum(layer.out_features for layer in layers)
+        self.bias = None if layers[0].bias is None else torch.cat([layer.bias.detach().float() for layer in layers])
+        self._packed = self._pack(*map(torch.cat, zip(*map(self._weights_of, layers), strict=True)))
+        self.eval()
 
-    @classmethod
-    def join(cls, layers: Sequence["_PackedLinear"]) -> "_PackedLinear":
-        """Return one layer with the outputs of several layers of one input."""
-        raise NotImplementedError
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}"
-
-    def train(self, mode: bool = True) -> "_PackedLinear":
+    def train(self, mode: bool = True) -> "PackedLinear":
         if mode:
             raise ValueError("A quantized model must stay in evaluation mode: it has no trainable weights.")
         return super().train(mode)
@@ -50,61 +48,58 @@ class _PackedLinear(nn.Module):
         raise ValueError("A quantized model must not be saved: its weights are packed. Save the original model.")
 
 
-class Int8Linear(_PackedLinear):
+class Int8Linear(PackedLinear):
     """Weights in 8 bits with a scale per output, inputs in 7 or 8 bits with a scale per row.
 
-    With a scale per row, the result of a sentence does not depend on its batch.
+    torch's dynamic kernel is faster, but has one scale for all rows. Here a sentence's result does not depend on the other
+    sentences of its batch; only the last digit of the float32 scaling may differ.
 
     Source: Jacob et al. 2018, section 2, arXiv 1712.05877; Dettmers et al. 2022, section 3, arXiv 2208.07339.
     """
 
-    def __init__(self, linear: nn.Linear):
-        bias = None if linear.bias is None else linear.bias.detach().float()
-        self._set(*round_weight(linear.weight.detach().float()), bias)
+    def _weights_of(self, layer: "nn.Linear | Int8Linear") -> tuple[torch.Tensor, torch.Tensor]:
+        if type(layer) is nn.Linear:
+            return round_weight(layer.weight.detach().float())
+        weight, _ = torch.ops.quantized.linear_unpack(layer._packed)
+        return weight.int_repr(), weight.q_per_channel_scales().float()
 
-    def _set(self, levels: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> None:
-        super().__init__(levels.shape[1], levels.shape[0])
-        self._packed, self._bias = pack_int8(levels, scale, bias), bias
-
-    @classmethod
-    def join(cls, layers: Sequence["Int8Linear"]) -> "Int8Linear":
-        levels, scales, _ = zip(*(unpack_int8(layer._packed) for layer in layers), strict=True)
-        joined = cls.__new__(cls)
-        joined._set(torch.cat(levels), torch.cat(scales), _join_biases(layers))
-        return joined.eval()
+    def _pack(self, levels: torch.Tensor, scale: torch.Tensor) -> torch.ScriptObject:
+        return pack_int8(levels, scale, self.bias)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """(..., in_features) -> (..., out_features)"""
         if states.dim() == 2:
-            return multiply_int8(states, self._packed, self._bias)
-        output = multiply_int8(states.reshape(-1, self.in_features), self._packed, self._bias)
-        return output.view(*states.shape[:-1], self.out_features)
+            return self._multiply(states)
+        return self._multiply(states.reshape(-1, self.in_features)).view(*states.shape[:-1], self.out_features)
+
+    def _multiply(self, states: torch.Tensor) -> torch.Tensor:
+        """(rows, in_features) -> (rows, out_features)"""
+        if states.shape[0] == 1:
+            # With one row, the kernel can also round and scale back.
+            low, high = torch.aminmax(states)
+            levels = activation_levels()
+            step = max(-low.item(), high.item(), _LEAST) / levels
+            return operator_of(_PRODUCT)(states, step, levels + 1, self._packed)
+        scaled, step = scale_rows(states)
+        output = multiply_levels(scaled, self._packed)
+        # The kernel has added the bias to unscaled sums.
+        return output.mul_(step) if self.bias is None else torch.lerp(self.bias, output, step)
 
 
-class Float16Linear(_PackedLinear):
+class Float16Linear(PackedLinear):
     """Weights in 16 bits; inputs, sums and outputs in 32 bits."""
 
-    def __init__(self, linear: nn.Linear):
-        self._set(linear.weight.detach().float(), None if linear.bias is None else linear.bias.detach().float())
+    def _weights_of(self, layer: "nn.Linear | Float16Linear") -> tuple[torch.Tensor]:
+        if type(layer) is nn.Linear:
+            return (layer.weight.detach().float(),)
+        return (torch.ops.quantized.linear_unpack_fp16(layer._packed)[0].float(),)
 
-    def _set(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        super().__init__(weight.shape[1], weight.shape[0])
-        self._packed, self._bias = torch.ops.quantized.linear_prepack_fp16(weight, bias), bias
-
-    @classmethod
-    def join(cls, layers: Sequence["Float16Linear"]) -> "Float16Linear":
-        weights = [torch.ops.quantized.linear_unpack_fp16(layer._packed)[0] for layer in layers]
-        joined = cls.__new__(cls)
-        joined._set(torch.cat(weights).float(), _join_biases(layers))
-        return joined.eval()
+    def _pack(self, weight: torch.Tensor) -> torch.ScriptObject:
+        return torch.ops.quantized.linear_prepack_fp16(weight, self.bias)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """(..., in_features) -> (..., out_features)"""
         return operator_of("linear_dynamic_fp16")(states, self._packed)
-
-
-def _join_biases(layers: Sequence[_PackedLinear]) -> torch.Tensor | None:
-    return None if layers[0]._bias is None else torch.cat([layer._bias for layer in layers])
 
 
 _LAYERS = {"int8": Int8Linear, "float16": Float16Linear}
@@ -148,21 +143,74 @@ def quantize(model: PreTrainedModel, quantization: str) -> int:
     if not has_kernels():
         logger.warning("%s weights need a torch with FBGEMM, which this one lacks: they stay in float32.", quantization)
         return 0
-    large = [
-        (module, name, child)
-        for module in model.modules()
-        for name, child in module.named_children()
-        if type(child) is nn.Linear and child.weight.numel() >= _LEAST_SIZE
-    ]
-    # A shared layer stays shared.
-    packed = {child: None for _, _, child in large}
-    for child in packed:
-        packed[child] = _LAYERS[quantization](child).eval()
-    for module, name, child in large:
-        setattr(module, name, packed[child])
+    packed: dict[nn.Linear, PackedLinear] = {}
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child) is nn.Linear and child.weight.numel() >= _LEAST_SIZE:
+                # A shared layer stays shared.
+                if child not in packed:
+                    packed[child] = _LAYERS[quantization](child)
+                setattr(module, name, packed[child])
     return len(packed)
 
 
 def has_kernels() -> bool:
     """Return True if torch has kernels for packed weights on this processor."""
-    return has_int8_kernels() and hasattr(torch.ops.quantized, "linear_prepack_fp16")
+    names = (_PRODUCT, "linear_prepack_fp16")
+    return "fbgemm" in torch.backends.quantized.supported_engines and all(
+        hasattr(torch.ops.quantized, name) for name in names
+    )
+
+
+@functools.cache
+def activation_levels() -> int:
+    """Return the number of levels on either side of zero that the kernel can sum up on this processor.
+
+    Kernels for VNNI sum up in 32 bits and allow activations of 8 bits. Older kernels sum up two products in 16 bits.
+    """
+    size = 64
+    packed = pack_int8(torch.full((size, size), WEIGHT_LEVELS, dtype=torch.int8), torch.ones(size))
+    largest = torch.full((2, size), float(_MOST_LEVELS))
+    sums = operator_of(_PRODUCT)(largest, 1.0, _MOST_LEVELS + 1, packed)
+    return _MOST_LEVELS if bool((sums == size * WEIGHT_LEVELS * _MOST_LEVELS).all()) else _FEW_LEVELS
+
+
+def round_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round a weight to int8 levels (out_features, in_features), and return the scale of each row, (out_features,)."""
+    # A row of zeros may have any scale but 0.
+    scale = (weight.abs().amax(dim=1) / WEIGHT_LEVELS).clamp_min(torch.finfo(torch.float32).tiny)
+    return (weight / scale[:, None]).round().to(torch.int8), scale
+
+
+def pack_int8(levels: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None) -> torch.ScriptObject:
+    """Pack the output of `round_weight`, and a bias (out_features,), for the kernel."""
+    engine = torch.backends.quantized.engine
+    torch.backends.quantized.engine = "fbgemm"
+    try:
+        with warnings.catch_warnings():
+            # torch announces that it will remove the functions; `has_kernels` checks for them.
+            warnings.simplefilter("ignore")
+            zeros = torch.zeros(len(scale), dtype=torch.long)
+            weight = torch._make_per_channel_quantized_tensor(levels, scale.double(), zeros, 0)
+            return torch.ops.quantized.linear_prepack(weight, bias)
+    finally:
+        torch.backends.quantized.engine = engine
+
+
+def scale_rows(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows (rows, in_features) in units of their levels, and the unit of each row, (rows, 1)."""
+    # One call of `vector_norm` for infinity takes many times as long with many rows.
+    step = states.abs().amax(dim=1, keepdim=True).clamp_min_(_LEAST).div_(activation_levels())
+    return states * step.reciprocal(), step
+
+
+@functools.cache
+def operator_of(name: str) -> Callable[..., torch.Tensor]:
+    """Return an operator of `torch.ops.quantized` without the Python dispatch of its packet."""
+    packet = getattr(torch.ops.quantized, name)
+    return getattr(packet, "_op", packet)
+
+
+def multiply_levels(states: torch.Tensor, packed: torch.ScriptObject) -> torch.Tensor:
+    """Round rows of `scale_rows`, multiply them with a packed weight and add its bias: (rows, out_features)."""
+    return operator_of(_PRODUCT)(states, 1.0, activation_levels() + 1, packed)

@@ -31,7 +31,7 @@ def sample(
         processors: Change logits, each row by itself.
         config: As `generate()` prepares it, with all special ids and limits.
         with_scores: True returns scores.
-        shorten: Returns shortlists from the decoder's output, for greedy search without scores.
+        shorten: Returns shortlists from the decoder's output. Only greedy search of one target without scores uses them.
 
     Returns:
         Ids (sources * copies, length), padded behind their ends, and the sums of log-probabilities of the processed scores,
@@ -46,7 +46,8 @@ def sample(
     # The row in the result of each row of the batch.
     rows = torch.arange(len(ids), device=ids.device)
     is_ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-    if not only_lower(processors) or copies > 1:
+    # Scores and sampling need the logits of all tokens.
+    if config.do_sample or with_scores or copies > 1 or not only_lower(processors):
         shorten = None
     unread: Sequence[torch.Tensor] = prompt.unbind(1)
     for length in range(prompt_length, config.max_length):
@@ -110,10 +111,7 @@ def draw(scores: torch.Tensor) -> torch.Tensor:
 def _best_of(shortlist: Shortlist, processors: LogitsProcessorList, ids: torch.Tensor) -> torch.Tensor | None:
     """Return the most probable tokens, (rows,), or None if a token outside the shortlist may be more probable.
 
-    Args:
-        shortlist: Shortlist of the rows.
-        processors: Processors that only lower logits.
-        ids: Ids of the rows so far, (rows, length).
+    The processors only lower logits. `ids` of the rows so far have shape (rows, length).
     """
     if not processors:
         return shortlist.tokens[shortlist.logits.argmax(dim=-1)]

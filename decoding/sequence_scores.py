@@ -41,28 +41,26 @@ class SequenceScores(StoppingCriteria):
             prompt_length: Tokens of the prompt.
             ends: Ids that end a target.
         """
-        return _totals(self._log_probs, sequences[:, prompt_length:], ends)
+        tokens = sequences[:, prompt_length:]
+        if not self._log_probs or not tokens.shape[1]:
+            return torch.zeros(len(tokens), device=tokens.device)
+        # (rows, steps)
+        per_token = torch.stack(self._log_probs[: tokens.shape[1]], dim=1)
+        is_end = are_ends(tokens, ends).long()
+        is_padding = is_end.cumsum(dim=1) > is_end
+        return per_token.masked_fill(is_padding[:, : per_token.shape[1]].to(per_token.device), 0.0).sum(dim=1)
 
 
 def totals_of_steps(
     scores: tuple[torch.Tensor, ...], sequences: torch.Tensor, prompt_length: int, ends: torch.Tensor | None
 ) -> torch.Tensor:
     """Return `SequenceScores.totals` from the scores (rows, V) of all steps."""
-    tokens = sequences[:, prompt_length:]
-    return _totals([_log_probs(*step) for step in zip(scores, tokens.unbind(1), strict=False)], tokens, ends)
+    chosen, steps = SequenceScores(), zip(scores, sequences[:, prompt_length:].unbind(1), strict=False)
+    chosen._log_probs = [_log_probs(*step) for step in steps]
+    return chosen.totals(sequences, prompt_length, ends)
 
 
 def _log_probs(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     # The padding id may be outside of the vocabulary.
     tokens = tokens.clamp(0, scores.shape[-1] - 1)
     return scores.float().log_softmax(dim=-1).take_along_dim(tokens[:, None], dim=1)[:, 0]
-
-
-def _totals(log_probs: list[torch.Tensor], tokens: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
-    if not log_probs or not tokens.shape[1]:
-        return torch.zeros(len(tokens), device=tokens.device)
-    # (rows, steps)
-    per_token = torch.stack(log_probs[: tokens.shape[1]], dim=1)
-    is_end = are_ends(tokens, ends).long()
-    is_padding = is_end.cumsum(dim=1) > is_end
-    return per_token.masked_fill(is_padding[:, : per_token.shape[1]].to(per_token.device), 0.0).sum(dim=1)

@@ -12,8 +12,8 @@ import functools
 import torch
 from torch import nn
 
-from metaphrase.decoding.int8 import has_int8_kernels, multiply_levels, pack_int8, round_weight, scale_rows
 from metaphrase.decoding.prepacked_weights import is_plain
+from metaphrase.decoding.quantization import has_kernels, multiply_levels, pack_int8, round_weight, scale_rows
 
 # A projection of 512 x 10k gains 1 to 8 % of a step, one of 512 x 32k 20 to 40 % (one core). Many rows gain nothing.
 LEAST_SIZE, _MOST_ROWS = 2**21, 32
@@ -86,4 +86,4 @@ class ShortlistProjection:
 
 def can_shortlist(head: nn.Module) -> bool:
     """Return True if a projection to logits is plain and large, in float32 on a CPU that has int8 kernels."""
-    return is_plain(head) and head.weight.numel() > LEAST_SIZE and has_int8_kernels()
+    return is_plain(head) and head.weight.numel() > LEAST_SIZE and has_kernels()

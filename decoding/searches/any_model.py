@@ -1,8 +1,7 @@
 """Inputs and state of a search, for Metaphrase models and for any other encoder-decoder of transformers."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
@@ -11,34 +10,13 @@ from transformers.generation.utils import GenerateBeamEncoderDecoderOutput
 from transformers.modeling_outputs import ModelOutput, Seq2SeqLMOutput
 
 from metaphrase.decoding.beam_state import BeamState
-from metaphrase.decoding.fast_generation import is_metaphrase, obstacle, prepared_projection
+from metaphrase.decoding.fast_generation import SUPPORTED_ARGUMENTS, is_metaphrase, obstacle, prepared_projections
 from metaphrase.decoding.supported_processors import unknown_criteria, unknown_processors
-from metaphrase.modeling.compat import CACHE_NAME, CACHE_NAMES
-
-# A search sets these arguments of the network itself, or they do not change its result.
-_KNOWN_ARGUMENTS = {"attention_mask", "encoder_outputs", "logits_to_keep", "use_cache", *CACHE_NAMES}
-# These searches do not record decoding steps.
-_STEP_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-
-
-class SearchState(Protocol):
-    """Decoder state of a search, such as `BeamState`."""
-
-    def step(self, input_ids: torch.Tensor) -> Any:
-        """Decode one token of each row, shape (rows,)."""
-
-    def spread(self, copies: int) -> None:
-        """Repeat the target of each source."""
-
-    def reorder(self, rows: torch.Tensor) -> None:
-        """Continue each row from another row of the same source, shape (rows,)."""
-
-    def select_sources(self, sources: torch.Tensor) -> None:
-        """Drop all but these sources, shape (sources,), and their targets."""
+from metaphrase.modeling.compat import CACHE_NAME
 
 
 class CachedState:
-    """State of any encoder-decoder of transformers. A step is a forward pass with transformers' cache.
+    """`BeamState` for any encoder-decoder of transformers. A step is a forward pass with transformers' cache.
 
     Args:
         model: Its forward pass takes a cache.
@@ -92,23 +70,6 @@ class CachedState:
         self._mask = None if self._mask is None else self._mask.index_select(0, rows)
 
 
-@dataclass(frozen=True)
-class SearchInputs:
-    """Inputs of a search.
-
-    Attributes:
-        project: Maps a step's result, and optionally the wanted rows, to logits (rows, V).
-        hidden_of: Maps a step's result to the decoder's output (rows, H).
-        state: State before the prompt.
-        prompt: First ids of each target, shape (sources, length).
-    """
-
-    project: Callable[..., torch.Tensor]
-    hidden_of: Callable[[Any], torch.Tensor]
-    state: SearchState
-    prompt: torch.Tensor
-
-
 def search_inputs(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
@@ -117,7 +78,7 @@ def search_inputs(
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
     with_hidden_states: bool = False,
-) -> SearchInputs:
+) -> tuple[BeamState | CachedState, Callable[..., torch.Tensor], Callable[[Any], torch.Tensor], torch.Tensor]:
     """Return a search's inputs from the arguments that `generate()` prepares.
 
     Args:
@@ -127,7 +88,13 @@ def search_inputs(
         criteria: The stopping criteria.
         config: The prepared generation config.
         model_kwargs: Arguments of the network.
-        with_hidden_states: True if the search calls `hidden_of`.
+        with_hidden_states: True if the search needs the decoder's output.
+
+    Returns:
+        state: State before the prompt.
+        project: Maps a step's result, and optionally the wanted rows, to logits (rows, V).
+        hidden_of: Maps a step's result to the decoder's output (rows, H).
+        prompt: First ids of each target, (sources, length).
 
     Raises:
         ValueError: If these searches do not support an option.
@@ -143,18 +110,15 @@ def search_inputs(
         rows = f"{len(prompt)} and {len(encoder_output)}"
         raise ValueError(f"`decoder_input_ids` must have a row for each source in this search, got {rows}.")
     if is_metaphrase(model) and not obstacle(model, input_ids, processors, criteria, config, **model_kwargs):
-        to_logits = prepared_projection(model)
-
-        def project(hidden_states: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
-            return to_logits(hidden_states if rows is None else hidden_states[rows])
-
-        return SearchInputs(project, lambda step: step, BeamState(model.get_decoder(), encoder_output, mask), prompt)
-
-    def project(step: Seq2SeqLMOutput, rows: torch.Tensor | None = None) -> torch.Tensor:
-        return step.logits[:, -1] if rows is None else step.logits[rows, -1]
-
+        state, (to_logits, _) = BeamState(model.get_decoder(), encoder_output, mask), prepared_projections(model)
+        return state, lambda step, rows=slice(None): to_logits(step[rows]), lambda step: step, prompt
     state = CachedState(model, type(model_kwargs["encoder_outputs"]), encoder_output, mask, with_hidden_states)
-    return SearchInputs(project, lambda step: step.decoder_hidden_states[-1][:, -1], state, prompt)
+    return (
+        state,
+        lambda step, rows=slice(None): step.logits[rows, -1],
+        lambda step: step.decoder_hidden_states[-1][:, -1],
+        prompt,
+    )
 
 
 def search_output(
@@ -175,11 +139,10 @@ def _check(
 ) -> None:
     if not model.config.is_encoder_decoder:
         raise ValueError(f"`model` must be an encoder-decoder, got {type(model).__name__}.")
-    if config.do_sample:
-        raise ValueError("`do_sample` must be False for this search, got True.")
-    for name in _STEP_OUTPUTS:
+    # These searches do not sample, and do not record decoding steps.
+    for name in ("do_sample", "output_scores", "output_logits", "output_attentions", "output_hidden_states"):
         if getattr(config, name):
-            raise ValueError(f"`{name}` must be False for this search, which does not record its steps, got True.")
+            raise ValueError(f"`{name}` must be False for this search, got True.")
     if config.cache_implementation not in (None, "dynamic"):
         raise ValueError(
             f"`cache_implementation` must be None or 'dynamic' for this search, got {config.cache_implementation!r}."
@@ -199,6 +162,7 @@ def _check(
             raise ValueError(
                 f"`{name}` must treat each row alone in this search and follow from generation options, got {names}."
             )
-    names = sorted(name for name, value in model_kwargs.items() if value is not None and name not in _KNOWN_ARGUMENTS)
+    names = {name for name, value in model_kwargs.items() if value is not None} - SUPPORTED_ARGUMENTS
     if names:
-        raise ValueError(f"`model_kwargs` must be among {sorted(_KNOWN_ARGUMENTS)} in this search, got {names}.")
+        known = sorted(SUPPORTED_ARGUMENTS)
+        raise ValueError(f"`model_kwargs` must be among {known} in this search, got {sorted(names)}.")

@@ -58,16 +58,13 @@ def choose_search(model: PreTrainedModel, options: dict[str, Any]) -> tuple[Call
     do_sample = options["do_sample"] if options.get("do_sample") is not None else defaults.do_sample
     prefers_contrastive = not chosen and settings["penalty_alpha"] and num_beams == 1 and not do_sample
     if chosen == ["penalty_alpha"] or (prefers_contrastive and (settings["top_k"] or 0) > 1):
-        return contrastive_search, {"do_sample": False} | options | _contrastive_options(settings, options)
+        if (options.get("num_beams") or 1) != 1:
+            raise ValueError(f"`num_beams` must be 1 where `penalty_alpha` is given, got {options['num_beams']}.")
+        if settings["top_k"] is None:
+            raise ValueError("`top_k` must be set with `penalty_alpha`: the number of candidates, such as 4.")
+        contrast = {name: settings[name] for name in ("penalty_alpha", "top_k")}
+        return contrastive_search, {"do_sample": False} | options | contrast | {"num_beams": 1}
     if chosen == ["num_beam_groups"] or (not chosen and has_groups and num_beams > 1):
         names = ("num_beam_groups", "diversity_penalty")
         return diverse_beam_search, {"do_sample": False} | options | {name: settings[name] for name in names}
     return None, options
-
-
-def _contrastive_options(settings: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    if (options.get("num_beams") or 1) != 1:
-        raise ValueError(f"`num_beams` must be 1 where `penalty_alpha` is given, got {options['num_beams']}.")
-    if settings["top_k"] is None:
-        raise ValueError("`top_k` must be set with `penalty_alpha`: the number of candidates, such as 4.")
-    return {"num_beams": 1, "penalty_alpha": settings["penalty_alpha"], "top_k": settings["top_k"]}

@@ -5,22 +5,24 @@ Hypotheses compete only with hypotheses that have met as many tokens of the phra
 Source: Hokamp and Liu 2017 (arXiv 1704.07138); Post and Vilar 2018, section 3 (arXiv 1804.06609).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
 from transformers.generation.utils import GenerateBeamEncoderDecoderOutput
 
 from metaphrase.decoding.beam_search import WORST, Beams, Candidates, Selection, beam_search
 from metaphrase.decoding.searches.any_model import search_inputs, search_output
-from metaphrase.decoding.searches.phrase_automaton import PhraseAutomaton
-from metaphrase.decoding.searches.phrase_constraints import (
-    check_constraints,
-    ids_without_text,
-    num_places,
-    read_constraints,
-)
+from metaphrase.decoding.searches.phrase_automaton import START, Phrase, PhraseAutomaton
 from metaphrase.decoding.supported_processors import are_ends
+from metaphrase.tokenization import encode_phrase
 
 
 def constrained_beam_search(
@@ -60,29 +62,79 @@ def constrained_beam_search(
     """
     if force_words_ids is None:
         force_words_ids = generation_config.force_words_ids
-    constraints = read_constraints(force_words_ids, first_words_ids)
-    vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    check_constraints(constraints, vocab_size, generation_config)
-    special_ids = ids_without_text(special_ids, generation_config)
+    config, vocab_size = generation_config, model.config.get_text_config(decoder=True).vocab_size
+    constraints = _read_constraints(force_words_ids, first_words_ids, vocab_size, config)
+    special = [getattr(config, f"_{name}_token_tensor") for name in ("bos", "decoder_start", "pad", "eos")]
+    special_ids = {*special_ids, config.forced_bos_token_id} - {None}
+    special_ids.update(token for tensor in special if tensor is not None for token in tensor.flatten().tolist())
     automaton = PhraseAutomaton(constraints, vocab_size, input_ids.device, special_ids)
-    inputs = search_inputs(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
-    selection = ConstrainedSelection(generation_config, automaton, inputs.prompt)
-    num_tokens, room = selection.num_missing, num_places(input_ids.shape[1], generation_config)
+    state, project, _, prompt = search_inputs(
+        model, input_ids, logits_processor, stopping_criteria, config, model_kwargs
+    )
+    selection = ConstrainedSelection(config, automaton, prompt)
+    # A first token is forced only behind the start token.
+    forced = [config.forced_eos_token_id, config.forced_bos_token_id if prompt.shape[1] == 1 else None]
+    num_tokens, room = (
+        selection.num_missing,
+        config.max_length - prompt.shape[1] - sum(token is not None for token in forced),
+    )
     if num_tokens > room:
         raise ValueError(
             f"`max_new_tokens` must leave room for the phrases of `force_words_ids`, got {num_tokens} tokens for {room} places."
         )
-    ids, scores = beam_search(
-        inputs.project, inputs.state, inputs.prompt, logits_processor, generation_config, selection
-    )
-    is_lacking = (scores <= WORST / 2).view(len(inputs.prompt), -1).any(dim=1)
+    ids, scores = beam_search(project, state, prompt, logits_processor, config, selection)
+    is_lacking = (scores <= WORST / 2).view(len(prompt), -1).any(dim=1)
     if bool(is_lacking.any()):
         raise ValueError(
             "`force_words_ids` must leave each source as many targets as `num_return_sequences`, got fewer for "
             f"{int(is_lacking.sum())} of {len(is_lacking)} sources: other settings, such as `bad_words_ids`, rule them out, or "
-            f"`num_beams` ({generation_config.num_beams}) is too small."
+            f"`num_beams` ({config.num_beams}) is too small."
         )
-    return search_output(ids, scores, generation_config)
+    return search_output(ids, scores, config)
+
+
+def _read_constraints(
+    force_words_ids: Sequence, first_words_ids: Sequence | None, vocab_size: int, config: GenerationConfig
+) -> list[list[Phrase]]:
+    """Return the phrases of each constraint. Refuse malformed constraints, and those that no target can meet."""
+    if config.num_beams < 2:
+        raise ValueError(f"`num_beams` must be at least 2 for constrained beam search, got {config.num_beams}.")
+    if not isinstance(force_words_ids, list | tuple) or not force_words_ids:
+        raise ValueError(f"`force_words_ids` must be a list of at least one phrase, got {force_words_ids!r}.")
+    firsts = [[]] * len(force_words_ids) if first_words_ids is None else first_words_ids
+    if len(firsts) != len(force_words_ids):
+        raise ValueError(
+            "`first_words_ids` must have a list for each phrase of `force_words_ids`, "
+            f"got {len(firsts)} for {len(force_words_ids)}."
+        )
+    constraints: list[list[Phrase]] = []
+    for words, first in zip(force_words_ids, firsts, strict=True):
+        is_set = isinstance(words, list | tuple) and len(words) > 0 and all(isinstance(p, list | tuple) for p in words)
+        for ids in [*(words if is_set else [words]), *first]:
+            _check_phrase(ids, vocab_size, config)
+        phrases = [*map(tuple, words if is_set else [words]), *((START, *ids) for ids in first)]
+        phrases = list(dict.fromkeys(phrases))
+        if any(set(phrases) == set(constraint) for constraint in constraints):
+            raise ValueError(f"`force_words_ids` must not have a constraint twice, got {list(words)} again.")
+        constraints.append(phrases)
+    return constraints
+
+
+def _check_phrase(ids: Sequence[int], vocab_size: int, config: GenerationConfig) -> None:
+    is_list = isinstance(ids, list | tuple) and len(ids) > 0
+    if not is_list or not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        raise ValueError(f"A phrase of `force_words_ids` must be a list of at least one token id, got {ids!r}.")
+    ids = list(ids)
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        raise ValueError(f"`force_words_ids` must hold ids from 0 to {vocab_size - 1}, got {ids}.")
+    # Padding would mean that the target has ended.
+    ends = [tensor for tensor in (config._eos_token_tensor, config._pad_token_tensor) if tensor is not None]
+    ends = sorted(set(ids) & {token for tensor in ends for token in tensor.flatten().tolist()})
+    if ends:
+        raise ValueError(f"`force_words_ids` must not hold the end of sequence or padding, got {ends} in {ids}.")
+    for words in [*(config.bad_words_ids or []), *([token] for token in config.suppress_tokens or [])]:
+        if list(words) in (ids[start : start + len(words)] for start in range(len(ids))):
+            raise ValueError(f"A phrase must not be both forced and forbidden, got {ids} and {list(words)}.")
 
 
 class ConstrainedSelection(Selection):
@@ -195,3 +247,42 @@ class ConstrainedSelection(Selection):
         rank = is_in_bank.cumsum(dim=1).take_along_dim(progress[:, :, None], dim=2)[:, :, 0]
         order = rank * num_banks + (num_banks - 1 - progress)
         return order.masked_fill(~is_eligible, torch.iinfo(order.dtype).max).argsort(dim=1, stable=True)
+
+
+def encode_phrases(
+    tokenizer: PreTrainedTokenizerBase, config: GenerationConfig, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Replace `must_contain` and `never_contain` by the ids of their phrases.
+
+    Args:
+        tokenizer: The tokenizer of the targets.
+        config: The model's generation config, which may forbid words itself, as Marian's forbids padding.
+        options: Arguments of a search.
+
+    Returns:
+        The arguments with `force_words_ids`, `first_words_ids` and `special_ids`, and with `bad_words_ids`.
+
+    Raises:
+        ValueError: If an option is no list of phrases, phrases are also set as ids, or `encode_phrase` raises it.
+    """
+    options = dict(options)
+    must_contain, never_contain = options.pop("must_contain", None), options.pop("never_contain", None)
+    for name, phrases in (("must_contain", must_contain), ("never_contain", never_contain)):
+        if phrases is not None and not isinstance(phrases, list | tuple):
+            raise ValueError(f"`{name}` must be a list of phrases, got {phrases!r}.")
+    if must_contain:
+        if options.get("force_words_ids") is not None:
+            raise ValueError("`force_words_ids` must be None where `must_contain` is given.")
+        options["force_words_ids"], options["first_words_ids"] = [], []
+        for phrases in must_contain:
+            is_one = isinstance(phrases, str) or not isinstance(phrases, Iterable)
+            phrases = [phrases] if is_one else phrases
+            encoded = [encode_phrase(tokenizer, phrase) for phrase in phrases]
+            options["force_words_ids"].append([ids for inside, _ in encoded for ids in inside])
+            options["first_words_ids"].append([ids for _, first in encoded for ids in first])
+        options["special_ids"] = sorted({*tokenizer.all_special_ids} - {tokenizer.unk_token_id})
+    if never_contain:
+        encoded = [encode_phrase(tokenizer, phrase) for phrase in never_contain]
+        forbidden = options.get("bad_words_ids") or config.bad_words_ids or []
+        options["bad_words_ids"] = [*forbidden, *(ids for both in encoded for part in both for ids in part)]
+    return options

@@ -8,8 +8,8 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.utils import GenerateBeamEncoderDecoderOutput
 
-from metaphrase.decoding.searches.any_model import SearchInputs, search_inputs, search_output
-from metaphrase.decoding.supported_processors import process
+from metaphrase.decoding.searches.any_model import search_inputs, search_output
+from metaphrase.decoding.supported_processors import are_ends, process
 from metaphrase.modeling.pipeline_support import longest_target
 
 
@@ -56,24 +56,10 @@ def contrastive_search(
     for name in ("num_beams", "num_return_sequences"):
         if getattr(generation_config, name) != 1:
             raise ValueError(f"`{name}` must be 1 for contrastive search, got {getattr(generation_config, name)}.")
-    inputs = search_inputs(
-        model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, with_hidden_states=True
+    config, limit = generation_config, longest_target(model)
+    state, project, hidden_of, ids = search_inputs(
+        model, input_ids, logits_processor, stopping_criteria, config, model_kwargs, with_hidden_states=True
     )
-    limit = longest_target(model)
-    ids, scores = _search(inputs, logits_processor, generation_config, alpha, top_k, limit)
-    return search_output(ids, scores, generation_config)
-
-
-def _search(
-    inputs: SearchInputs,
-    processors: LogitsProcessorList,
-    config: GenerationConfig,
-    alpha: float,
-    top_k: int,
-    limit: int | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return padded ids (sources, length) and scores (sources,). `limit` is the decoder's number of positions."""
-    project, state, ids = inputs.project, inputs.state, inputs.prompt
     ends, device = config._eos_token_tensor, ids.device
     padding = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
     result = torch.full((len(ids), config.max_length), padding, device=device)
@@ -82,11 +68,11 @@ def _search(
     rows = torch.arange(len(ids), device=device)
     steps = [state.step(token) for token in ids.unbind(1)]
     # Unit vectors of all tokens so far, shape (sources, tokens, H).
-    past = torch.stack([_directions(inputs.hidden_of(step)) for step in steps], dim=1)
+    past = torch.stack([_directions(hidden_of(step)) for step in steps], dim=1)
     logits = project(steps[-1]).float()
     state.spread(top_k)
     for length in range(ids.shape[1], config.max_length):
-        scores = process(processors, ids, logits)
+        scores = process(logits_processor, ids, logits)
         log_probs = nn.functional.log_softmax(scores, dim=-1)
         candidate_log_probs, candidates = log_probs.topk(top_k)
         values = candidate_log_probs
@@ -94,7 +80,7 @@ def _search(
         if length != limit:
             step = state.step(candidates.flatten())
             # (sources * top_k, hidden) -> (sources, top_k, hidden)
-            present = _directions(inputs.hidden_of(step)).unflatten(0, (-1, top_k))
+            present = _directions(hidden_of(step)).unflatten(0, (-1, top_k))
             # (sources, top_k, tokens) -> (sources, top_k)
             similarity = torch.bmm(present, past.transpose(1, 2)).amax(dim=-1)
             values = (1.0 - alpha) * candidate_log_probs.exp() - alpha * similarity
@@ -103,12 +89,13 @@ def _search(
         tokens = candidates.take_along_dim(chosen, dim=1)
         totals[rows] += candidate_log_probs.take_along_dim(chosen, dim=1)[:, 0]
         ids = torch.cat((ids, tokens), dim=1)
-        is_left = torch.ones_like(rows, dtype=torch.bool) if ends is None else ~torch.isin(tokens[:, 0], ends)
-        is_last = length + 1 == config.max_length or not bool(is_left.any())
-        if is_last or not bool(is_left.all()):
+        is_left = ~are_ends(tokens[:, 0], ends)
+        has_ended = not bool(is_left.all())
+        if has_ended or length + 1 == config.max_length:
             result[rows, : length + 1] = ids
-        if is_last:
-            return result[:, : length + 1], totals
+        if length + 1 == config.max_length or not bool(is_left.any()):
+            result = result[:, : length + 1]
+            break
         if length == limit:
             # Raises the decoder's own error for a missing position.
             state.step(candidates.flatten())
@@ -116,10 +103,10 @@ def _search(
         logits = project(step, winners[is_left]).float()
         state.reorder(winners.repeat_interleave(top_k))
         past = torch.cat((past, present.take_along_dim(chosen[:, :, None], dim=1)), dim=1)
-        if not bool(is_left.all()):
+        if has_ended:
             ids, rows, past = ids[is_left], rows[is_left], past[is_left]
             state.select_sources(is_left.nonzero()[:, 0])
-    return result, totals
+    return search_output(result, totals, config)
 
 
 def _directions(hidden_states: torch.Tensor) -> torch.Tensor:

@@ -53,11 +53,11 @@ def diverse_beam_search(
         raise ValueError(f"`num_beams` must be a multiple of `num_beam_groups`, got {num_beams} and {groups}.")
     if not penalty >= 0.0:
         raise ValueError(f"`diversity_penalty` must not be negative, got {penalty}.")
-    inputs = search_inputs(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
-    selection = _DiverseSelection(generation_config, groups, penalty)
-    ids, scores = beam_search(
-        inputs.project, inputs.state, inputs.prompt, logits_processor, generation_config, selection
+    state, project, _, prompt = search_inputs(
+        model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
     )
+    selection = _DiverseSelection(generation_config, groups, penalty)
+    ids, scores = beam_search(project, state, prompt, logits_processor, generation_config, selection)
     return search_output(ids, scores, generation_config)
 
 

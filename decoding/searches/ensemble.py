@@ -5,13 +5,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig
 
 from metaphrase.decoding.beam_search import beam_search
 from metaphrase.decoding.beam_state import BeamState
 from metaphrase.decoding.decoder_state import DecoderState
 from metaphrase.decoding.sampling import sample
-from metaphrase.decoding.searches.joint_search import JointSearch, Projection
+from metaphrase.decoding.searches.joint_search import JointSearch
 
 ENSEMBLE_MEANS = ("linear", "log_linear")
 
@@ -75,16 +75,8 @@ class EnsembleSearch(JointSearch):
     def state_class(self, config: GenerationConfig) -> type[DecoderState]:
         return BeamState if config.num_beams > 1 else DecoderState
 
-    def search(
-        self,
-        projections: Sequence[Projection],
-        states: Sequence[DecoderState],
-        prompt: torch.Tensor,
-        processors: LogitsProcessorList,
-        config: GenerationConfig,
-        return_scores: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `JointSearch`."""
+    def search(self, projections, states, prompt, processors, config, return_scores):
+        """Search as in `JointSearch`."""
         # In beam search the processors get log-probabilities.
         takes_logits = bool(processors) and config.num_beams == 1
 

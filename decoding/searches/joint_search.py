@@ -14,15 +14,9 @@ from metaphrase.decoding.fast_generation import (
     computing_dtype,
     is_metaphrase,
     obstacle,
-    prepared_projection,
+    prepared_projections,
 )
 from metaphrase.tokenization import TokenizerPair
-
-# From a decoder's output to logits.
-Projection = Callable[[torch.Tensor], torch.Tensor]
-
-# Equal fields give the ids of targets the same meaning.
-_SHARED_FIELDS = ("decoder_vocab_size", "decoder_start_token_id", "eos_token_id")
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +49,8 @@ def check_partner(model: PreTrainedModel, partner: PreTrainedModel, name: str) -
                 f"`{name}` and the first model must both be Metaphrase models, got {type(candidate).__name__}: "
                 "convert it with `metaphrase convert`."
             )
-    for field in _SHARED_FIELDS:
+    # Equal fields give the ids of targets the same meaning.
+    for field in ("decoder_vocab_size", "decoder_start_token_id", "eos_token_id"):
         expected, actual = getattr(model.config, field), getattr(partner.config, field)
         if actual != expected:
             raise ValueError(f"`{field}` of `{name}` must be that of the first model, {expected}, got {actual}.")
@@ -109,13 +104,30 @@ class JointSearch(abc.ABC):
             `sequences`, and their `sequences_scores`, as for a single model.
 
         Raises:
-            ValueError: If an option needs transformers' own loops, which know one model.
+            ValueError: If an option needs transformers' own loops, which know one model, or this search does not support it.
         """
-        states = self._open_states(
-            model, input_ids, logits_processor, stopping_criteria, generation_config, partners, kwargs
-        )
-        projections = [prepared_projection(item) for item in (model, *(partner for partner, _ in partners))]
-        ids, scores = self.search(projections, states, input_ids, logits_processor, generation_config, return_scores)
+        config, criteria, models = generation_config, stopping_criteria, [model, *(partner for partner, _ in partners)]
+        if obstacle(model, input_ids, logits_processor, criteria, config, **kwargs):
+            names = [type(part).__name__ for part in (*logits_processor, *criteria)]
+            raise ValueError(
+                "A search with several models must be greedy, by beams or sampling, in float32 or bfloat16, with a dynamic "
+                "cache, and without streamers, hooks and attention kernels that allow only padding masks, "
+                f"got {model.dtype}, {model.config._attn_implementation}, processors and criteria {names}, "
+                f"num_beams={config.num_beams}, do_sample={config.do_sample}, use_cache={config.use_cache}."
+            )
+        encoded = [(kwargs["encoder_outputs"].last_hidden_state, kwargs.get("attention_mask"))]
+        for partner, inputs in partners:
+            dtype, is_plain = computing_dtype(partner), calls_are_plain(partner)
+            if dtype not in (torch.float32, torch.bfloat16) or partner.training or not is_plain:
+                raise ValueError(
+                    "All models of a search must be in float32 or bfloat16, not in training and without hooks, "
+                    f"got one with dtype={dtype}, training={partner.training}, hooks={not is_plain}."
+                )
+            encoded.append((partner.get_encoder()(**inputs).last_hidden_state, inputs["attention_mask"]))
+        state_class = self.state_class(config)
+        states = [state_class(item.get_decoder(), *source) for item, source in zip(models, encoded, strict=True)]
+        projections = [prepared_projections(item)[0] for item in models]
+        ids, scores = self.search(projections, states, input_ids, logits_processor, config, return_scores)
         return GenerateBeamEncoderDecoderOutput(sequences=ids, sequences_scores=scores)
 
     @abc.abstractmethod
@@ -125,7 +137,7 @@ class JointSearch(abc.ABC):
     @abc.abstractmethod
     def search(
         self,
-        projections: Sequence[Projection],
+        projections: Sequence[Callable[[torch.Tensor], torch.Tensor]],
         states: Sequence[DecoderState],
         prompt: torch.Tensor,
         processors: LogitsProcessorList,
@@ -135,45 +147,10 @@ class JointSearch(abc.ABC):
         """Return ids (sources * copies, length) and their scores (sources * copies,).
 
         Args:
-            projections: Projection of each model.
+            projections: For each model a function from the decoder's output to logits.
             states: State of each model before the prompt, with one row per source.
             prompt: First ids of each target, shape (sources * copies, length).
             processors: Applied to the joint scores.
             config: The prepared generation config.
             return_scores: True if scores are needed.
-
-        Raises:
-            ValueError: If this search does not support an option.
         """
-
-    def _open_states(
-        self,
-        model: PreTrainedModel,
-        input_ids: torch.LongTensor,
-        processors: LogitsProcessorList,
-        criteria: StoppingCriteriaList,
-        config: GenerationConfig,
-        partners: Sequence[tuple[PreTrainedModel, dict[str, torch.Tensor]]],
-        model_kwargs: dict,
-    ) -> list[DecoderState]:
-        if obstacle(model, input_ids, processors, criteria, config, **model_kwargs):
-            names = [type(part).__name__ for part in (*processors, *criteria)]
-            raise ValueError(
-                "A search with several models must be greedy, by beams or sampling, in float32 or bfloat16, with a dynamic "
-                "cache, and without streamers, hooks and attention kernels that allow only padding masks, "
-                f"got {model.dtype}, {model.config._attn_implementation}, processors and criteria {names}, "
-                f"num_beams={config.num_beams}, do_sample={config.do_sample}, use_cache={config.use_cache}."
-            )
-        state_class = self.state_class(config)
-        encoder_output, mask = model_kwargs["encoder_outputs"].last_hidden_state, model_kwargs.get("attention_mask")
-        states = [state_class(model.get_decoder(), encoder_output, mask)]
-        for partner, inputs in partners:
-            dtype, is_plain = computing_dtype(partner), calls_are_plain(partner)
-            if dtype not in (torch.float32, torch.bfloat16) or partner.training or not is_plain:
-                raise ValueError(
-                    "All models of a search must be in float32 or bfloat16, not in training and without hooks, "
-                    f"got one with dtype={dtype}, training={partner.training}, hooks={not is_plain}."
-                )
-            encoder_output = partner.get_encoder()(**inputs).last_hidden_state
-            states.append(state_class(partner.get_decoder(), encoder_output, inputs["attention_mask"]))
-        return states

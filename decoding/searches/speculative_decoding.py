@@ -4,15 +4,15 @@ Rows accept different numbers of tokens, so each row has its own length. The res
 same tokens in greedy search, the same distribution in sampling.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList
 
 from metaphrase.decoding.ragged_state import RaggedDecoderState
-from metaphrase.decoding.searches.joint_search import JointSearch, Projection
-from metaphrase.decoding.supported_processors import process
+from metaphrase.decoding.searches.joint_search import JointSearch
+from metaphrase.decoding.supported_processors import are_ends, process
 from metaphrase.modeling.positions import LearnedPositionEmbedding
 
 DEFAULT_NUM_ASSISTANT_TOKENS = 5
@@ -44,15 +44,7 @@ class SpeculativeSearch(JointSearch):
     def state_class(self, config: GenerationConfig) -> type[RaggedDecoderState]:
         return RaggedDecoderState
 
-    def search(
-        self,
-        projections: Sequence[Projection],
-        states: Sequence[RaggedDecoderState],
-        prompt: torch.Tensor,
-        processors: LogitsProcessorList,
-        config: GenerationConfig,
-        return_scores: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def search(self, projections, states, prompt, processors, config, return_scores):
         """Search as in `JointSearch`; the second model drafts. Scores are sums of log-probabilities.
 
         Raises:
@@ -66,16 +58,14 @@ class SpeculativeSearch(JointSearch):
                 raise ValueError(
                     f"`rope_type` must not depend on the length with `assistant_model`, got {rope_type!r}."
                 )
-        speculation = _Speculation(projections, states, prompt, processors, config, return_scores)
-        while speculation.goes_on:
-            speculation.take_round(self.num_assistant_tokens)
-        self.num_drafted += speculation.num_drafted
-        self.num_accepted += speculation.num_accepted
-        return speculation.collect()
+        speculation = _Speculation(self, projections, states, prompt, processors, config, return_scores)
+        while len(speculation.rows) and prompt.shape[1] < config.max_length:
+            speculation.take_round()
+        return speculation.result[:, : speculation.longest], speculation.totals
 
 
 class _Speculation:
-    """Unfinished targets of a batch.
+    """Unfinished targets of a batch. `search` counts the tokens that are drafted and accepted.
 
     Source: Leviathan et al. 2023, algorithm 1, arXiv 2211.17192; Chen et al. 2023, algorithm 2, arXiv 2302.01318.
 
@@ -85,11 +75,14 @@ class _Speculation:
         lengths: Tokens so far with the prompt, shape (rows,). An ended row has its prompt's length until all rows of its
             source have ended.
         is_ended: True for ended rows, shape (rows,).
+        result: Ended targets, padded, shape (sources * copies, max_length); the longest has `longest` tokens.
+        totals: Sums of their log-probabilities, shape (sources * copies,), or None.
     """
 
     def __init__(
         self,
-        projections: Sequence[Projection],
+        search: SpeculativeSearch,
+        projections: Sequence[Callable[[torch.Tensor], torch.Tensor]],
         states: Sequence[RaggedDecoderState],
         prompt: torch.Tensor,
         processors: LogitsProcessorList,
@@ -97,7 +90,7 @@ class _Speculation:
         with_scores: bool,
     ):
         (self.project, self.project_draft), (self.state, self.draft) = projections, states
-        self.processors, self.config = processors, config
+        self.search, self.processors, self.config = search, processors, config
         count, self.prompt_length = prompt.shape
         self.copies = count // self.state.rows
         for state in states:
@@ -109,23 +102,18 @@ class _Speculation:
         self.is_ended = torch.zeros_like(self.rows, dtype=torch.bool)
         self.result, self.longest = self.ids.clone(), self.prompt_length
         self.totals = torch.zeros(count, device=prompt.device) if with_scores else None
-        self.num_drafted = self.num_accepted = 0
-        self.limits = [_longest_readable(state, config.max_length) for state in states]
+        # Tokens that each decoder can read.
+        self.limits = [config.max_length] * 2
+        for index, positions in enumerate(state.decoder.embed_positions for state in states):
+            if isinstance(positions, LearnedPositionEmbedding):
+                self.limits[index] = min(config.max_length, positions.num_embeddings - positions.offset)
 
-    @property
-    def goes_on(self) -> bool:
-        return len(self.rows) > 0 and self.prompt_length < self.config.max_length
-
-    def collect(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return padded targets (sources * copies, length) and the sums of their log-probabilities."""
-        return self.result[:, : self.longest], self.totals
-
-    def take_round(self, num_assistant_tokens: int) -> None:
+    def take_round(self) -> None:
         """Draft, check, and add at least one token to each row."""
         longest = int(self.lengths.max())
         # The draft model does not read its own last token.
         room = min(self.config.max_length - 1, self.limits[0], self.limits[1] + 1) - longest
-        drafted, draft_probs = self._draft(max(0, min(num_assistant_tokens, room)))
+        drafted, draft_probs = self._draft(max(0, min(self.search.num_assistant_tokens, room)))
         width = drafted.shape[1]
         # The last token is unread; in the first round the whole prompt is.
         block = self._columns(self.state.lengths, longest - self.state.length)
@@ -176,7 +164,7 @@ class _Speculation:
             self.ids.scatter_(1, self.lengths[:, None] + step, tokens)
             if step + 1 < width:
                 hidden_states = self.draft.read(tokens)
-        self.num_drafted += width * int((~self.is_ended).sum())
+        self.search.num_drafted += width * int((~self.is_ended).sum())
         return self._columns(self.lengths, width), torch.stack(probs, dim=1) if probs else None
 
     def _choose(
@@ -212,14 +200,13 @@ class _Speculation:
         """Add the chosen tokens (rows, width + 1) up to the ends, and drop sources whose rows have all ended."""
         order, ends = torch.arange(tokens.shape[1], device=tokens.device), self.config._eos_token_tensor
         counts = accepted + 1
-        is_end = torch.zeros_like(tokens, dtype=torch.bool) if ends is None else torch.isin(tokens, ends)
-        is_end &= order < counts[:, None]
+        is_end = are_ends(tokens, ends) & (order < counts[:, None])
         # Up to the first end, inclusive.
         ended_counts = is_end.long().argmax(dim=1) + 1
         counts = torch.where(is_end.any(dim=1), ended_counts, counts).masked_fill(self.is_ended, 0)
         is_taken = order < counts[:, None]
         self.ids.scatter_(1, positions, tokens.masked_fill(~is_taken, self.padding))
-        self.num_accepted += int(torch.minimum(accepted, counts).sum())
+        self.search.num_accepted += int(torch.minimum(accepted, counts).sum())
         if self.totals is not None:
             log_probs = nn.functional.log_softmax(scores, dim=-1).take_along_dim(tokens[:, :, None], dim=2)[:, :, 0]
             self.totals[self.rows] += log_probs.masked_fill(~is_taken, 0.0).sum(dim=1)
@@ -236,20 +223,9 @@ class _Speculation:
             state.go_back(torch.minimum(state.lengths, self.lengths - 1))
         is_done = self.is_ended.view(-1, self.copies).all(dim=1)
         if bool(is_done.any()):
-            self._select_sources((~is_done).nonzero()[:, 0])
-
-    def _select_sources(self, sources: torch.Tensor) -> None:
-        rows = (self.copies * sources[:, None] + torch.arange(self.copies, device=sources.device)).flatten()
-        for name in ("rows", "ids", "lengths", "is_ended"):
-            setattr(self, name, getattr(self, name)[rows])
-        if len(sources):
-            self.state.select_sources(sources)
-            self.draft.select_sources(sources)
-
-
-def _longest_readable(state: RaggedDecoderState, max_length: int) -> int:
-    """Return how many tokens the decoder can read, at most `max_length`."""
-    positions = state.decoder.embed_positions
-    if isinstance(positions, LearnedPositionEmbedding):
-        return min(max_length, positions.num_embeddings - positions.offset)
-    return max_length
+            is_left = ~is_done.repeat_interleave(self.copies)
+            for name in ("rows", "ids", "lengths", "is_ended"):
+                setattr(self, name, getattr(self, name)[is_left])
+            if len(self.rows):
+                self.state.select_sources((~is_done).nonzero()[:, 0])
+                self.draft.select_sources((~is_done).nonzero()[:, 0])

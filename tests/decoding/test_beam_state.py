@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from decoder_states import assert_near, setting, step_through, whole
+from decoder_states import assert_near, fill_new_tensors_with_nan, make_state, setting, step_through, whole
 from tiny_models import CROSSED, DESIGNS
 
 from metaphrase.decoding.beam_state import BeamState
@@ -33,7 +33,7 @@ def walk(setup, turns, seed=3, leaving=None):
         return torch.randint(low, high, shape, generator=generator)
 
     with torch.inference_mode():
-        state = BeamState(model.get_decoder(), encoder_output, mask)
+        state = make_state(BeamState, model, encoder_output, mask)
         paths, sources, kept = draw(model.config.decoder_vocab_size, 3, 2, low=3), torch.arange(3), []
         step_through(state, paths)
         state.spread(COPIES)
@@ -60,7 +60,9 @@ def walk(setup, turns, seed=3, leaving=None):
 @pytest.mark.parametrize("design", CROSSED)
 def test_targets_are_as_if_alone(design, groups):
     state, kept = walk(setting(**CROSSED[design], num_key_value_heads=4 // groups)[:3], turns=6, leaving=3)
-    assert state._target_cache.rows == 2 and state.groups == groups and kept[0] == 2 + COPIES
+    assert (
+        state._target_cache.rows == 2 and state.groups == groups and kept[0] == 2 + COPIES
+    )  # the prompt is stored once
 
 
 @pytest.mark.parametrize("design", DESIGNS)
@@ -73,40 +75,24 @@ def test_unused_tokens_are_dropped(design):
 
 
 def test_unwritten_entries_may_be_nan(monkeypatch):
-    monkeypatch.setattr(
-        torch.Tensor, "new_empty", lambda self, *shape: self.new_full(shape[0] if len(shape) == 1 else shape, torch.nan)
-    )
-    state, _ = walk(setting(**DESIGNS["relative"])[:3], turns=20, leaving=9)
-    # There are places that were made and not written.
-    assert (
-        state._target_cache.capacity > state.num_tokens
-        and state._target_cache.keys[..., state.num_tokens :].isnan().any()
-    )
+    setup = setting(**DESIGNS["relative"])[:3]
+    fill_new_tensors_with_nan(monkeypatch)
+    state, _ = walk(setup, turns=20, leaving=9)
+    assert state._target_cache.keys[..., state.num_tokens :].isnan().any()
 
 
 def test_bfloat16_has_the_error_of_the_forward_pass():
     model, encoder_output, mask, targets = setting(**DESIGNS["relative"])
-    paths = targets.repeat_interleave(COPIES, dim=0)
-    exact = whole(model, encoder_output.repeat_interleave(COPIES, dim=0), mask.repeat_interleave(COPIES, dim=0), paths)
+    exact = whole(model, encoder_output, mask, targets)
     model, encoder_output = model.to(torch.bfloat16), encoder_output.bfloat16()
+    half = whole(model, encoder_output, mask, targets)
+    state = make_state(BeamState, model, encoder_output, mask)
     with torch.inference_mode():
-        state = BeamState(model.get_decoder(), encoder_output, mask)
         state.spread(COPIES)
         outputs = []
-        for tokens in paths.unbind(1):
+        for tokens in targets.repeat_interleave(COPIES, dim=0).unbind(1):
             outputs.append(state.step(tokens))
-            # All targets of a source are the same, whichever goes on from which.
+            # All targets of a source are the same, whichever continues which.
             state.reorder(torch.tensor(MOVES[1] * 3) + COPIES * torch.arange(3).repeat_interleave(COPIES))
-    half = whole(model, encoder_output.repeat_interleave(COPIES, dim=0), mask.repeat_interleave(COPIES, dim=0), paths)
-    error = (torch.stack(outputs, dim=1) - exact).abs().mean()
+    error = (torch.stack(outputs, dim=1)[::COPIES] - exact).abs().mean()
     assert error < 1.5 * (half - exact).abs().mean() + 1e-3
-
-
-def test_a_prompt_is_kept_once():
-    model, encoder_output, mask, targets = setting(**DESIGNS["learned"])
-    with torch.inference_mode():
-        state = BeamState(model.get_decoder(), encoder_output, mask)
-        step_through(state, targets)
-        state.spread(COPIES)
-        state.step(targets[:, -1].repeat_interleave(COPIES))
-    assert state.num_tokens == targets.shape[1] + COPIES and state._target_cache.rows == 3

@@ -1,15 +1,15 @@
-"""Tests of `metaphrase.decoding.compiled_steps`: beam search with compiled steps finds what it finds without."""
+"""Tests of compiled decoding steps: beam search with compiled steps finds what it finds without."""
 
 import copy
 import pickle
 
 import pytest
 import torch
-from tiny_models import random_batch, tiny_model
+from tiny_models import random_batch, random_sources, tiny_model
 from transformers import CompileConfig
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.cache_utils import DynamicCache, StaticCache
 
-from metaphrase.decoding.compiled_steps import reorder_in_place
+from metaphrase.decoding.fast_generation import SharedSourceCache
 from metaphrase.inference.batches import decode
 
 SEARCH = {"num_beams": 3, "do_sample": False, "max_new_tokens": 7, "length_penalty": 1.0}
@@ -35,31 +35,22 @@ def static(graphs, **options):
     return {"cache_implementation": "static", "compile_config": config, **options}
 
 
-def sources(model):
-    return {name: tensor for name, tensor in random_batch(model.config).items() if name != "decoder_input_ids"}
-
-
 @pytest.mark.parametrize("fields", [{"position_embedding_type": "relative"}, {"position_embedding_type": "rotary"}])
 def test_beams_are_the_same_by_one_graph_for_all_steps(fields, graphs):
     model = tiny_model(**fields)
-    inputs = sources(model)
+    inputs = random_sources(model.config)
     expected = model.generate(**inputs, **SEARCH)
     for count in (1, 2):
-        # Each search compiles its own, since its options are others.
-        assert model.generate(**inputs, **SEARCH, **static(graphs)).tolist() == expected.tolist()
-        assert len(graphs) == count
-
-
-def test_several_searches_share_what_was_compiled(graphs):
-    model = tiny_model()
-    inputs, options = sources(model), static(graphs)
-    found = [model.generate(**inputs, **SEARCH, **options).tolist() for _ in range(3)]
-    assert found[0] == found[1] == found[2] and len(graphs) == 1
+        # Other options compile another graph.
+        options = static(graphs)
+        for _ in range(2):
+            assert model.generate(**inputs, **SEARCH, **options).tolist() == expected.tolist()
+            assert len(graphs) == count
 
 
 def test_searches_with_scores_are_compiled_too(graphs):
     model = tiny_model()
-    batch = [row[row != model.config.pad_token_id].tolist() for row in sources(model)["input_ids"]]
+    batch = [row[row != model.config.pad_token_id].tolist() for row in random_sources(model.config)["input_ids"]]
     expected = decode(model, batch, return_scores=True, **SEARCH)
     found = decode(model, batch, return_scores=True, **SEARCH, **static(graphs))
     assert graphs
@@ -70,14 +61,14 @@ def test_searches_with_scores_are_compiled_too(graphs):
 @pytest.mark.parametrize("options", [{"disable_compile": True}, {"cache_implementation": None}], ids=str)
 def test_nothing_is_compiled_that_should_not_be(options, graphs):
     model = tiny_model()
-    inputs = sources(model)
+    inputs = random_sources(model.config)
     found = model.generate(**inputs, **SEARCH, **static(graphs, **options))
     assert found.tolist() == model.generate(**inputs, **SEARCH).tolist() and not graphs
 
 
 def test_the_model_is_left_as_it_was(graphs):
     model = tiny_model()
-    inputs, before = sources(model), set(vars(model))
+    inputs, before = random_sources(model.config), set(vars(model))
     model.generate(**inputs, **SEARCH, **static(graphs))
     # transformers keeps those for the next call.
     assert set(vars(model)) - before <= {"_cache", "_previous_max_cache_length", "last_search"}
@@ -92,7 +83,7 @@ def test_a_model_whose_steps_cannot_be_compiled_can_be_called(graphs):
         raise RuntimeError("no compiler")
 
     model, options = tiny_model(), static(graphs)
-    inputs = sources(model)
+    inputs = random_sources(model.config)
     options["compile_config"].backend = fail
     with pytest.raises(Exception, match="no compiler"):
         model.generate(**inputs, **SEARCH, **options)
@@ -101,13 +92,13 @@ def test_a_model_whose_steps_cannot_be_compiled_can_be_called(graphs):
 
 def test_rows_change_places_where_they_are():
     model = tiny_model()
-    cache = EncoderDecoderCache(StaticCache(config=model.config, max_cache_len=6), DynamicCache())
+    cache = SharedSourceCache(StaticCache(config=model.config, max_cache_len=6), DynamicCache())
     with torch.no_grad():
         model(**random_batch(model.config), past_key_values=cache, use_cache=True)
     rows, other = torch.tensor([2, 0, 0]), copy.deepcopy(cache.self_attention_cache)
     places = [layer.keys.data_ptr() for layer in cache.self_attention_cache.layers]
     other.reorder_cache(rows)
-    reorder_in_place(cache.self_attention_cache, rows)
+    cache.reorder_cache(rows)
     assert [layer.keys.data_ptr() for layer in cache.self_attention_cache.layers] == places
     for one, expected in zip(cache.self_attention_cache.layers, other.layers, strict=True):
         assert torch.equal(one.keys, expected.keys) and torch.equal(one.values, expected.values)

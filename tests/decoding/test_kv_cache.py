@@ -66,15 +66,6 @@ def test_growing_keeps_what_is_there():
     assert torch.equal(held(cache, 16), states)
 
 
-def test_new_empty_cache_has_the_same_form():
-    cache, _ = filled(4, length=5)
-    empty = cache.new_empty()
-    assert (empty.rows, empty.capacity) == (4, 0)
-    empty.grow(0, 7)
-    assert empty.keys.shape[:4] == cache.keys.shape[:4] and empty.values.shape[3] == empty.keys.shape[4] >= 7
-    assert cache.capacity == 5
-
-
 def test_views_are_of_the_cache():
     cache, states = filled(4, length=5)
     for layer, (keys, values) in enumerate(cache.views(3)):

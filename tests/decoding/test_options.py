@@ -1,25 +1,12 @@
 """Call options: however a setting is given, it means the same, and comes before the model's own."""
 
-import logging
-
 import pytest
 from tiny_generator import SOURCES
 from transformers import GenerationConfig
-from transformers.utils import logging as transformers_logging
 
 from metaphrase.decoding.options import plain_options
 from metaphrase.inference.alignment import cross_attentions
 from metaphrase.inference.batches import decode
-
-
-@pytest.fixture
-def warned():
-    """What transformers says."""
-    records, handler, logger = [], logging.Handler(), transformers_logging.get_logger("transformers")
-    handler.emit = lambda record: records.append(record.getMessage())
-    logger.addHandler(handler)
-    yield records
-    logger.removeHandler(handler)
 
 
 def config_of(**settings):

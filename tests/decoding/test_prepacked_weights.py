@@ -8,9 +8,9 @@ from tiny_generator import SOURCES, tiny_generator
 from tiny_models import DESIGNS, random_batch, tiny_model
 from torch import nn
 
-from metaphrase.decoding import prepacked_weights, prepared_linear
+from metaphrase.decoding import prepacked_weights, prepared_decoder
 from metaphrase.decoding.prepacked_weights import PrepackedWeight, can_prepack, is_plain, prefers_onednn
-from metaphrase.decoding.prepared_linear import PreparedLinear
+from metaphrase.decoding.prepared_decoder import PreparedLinear
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this build of torch has no MKL")
 
@@ -36,7 +36,7 @@ def products(monkeypatch):
         return call(packed, states)
 
     monkeypatch.setattr(PrepackedWeight, "__call__", recorded)
-    for module in (prepacked_weights, prepared_linear):
+    for module in (prepacked_weights, prepared_decoder):
         monkeypatch.setattr(module, "can_prepack", lambda *shape: True)
     return made
 
@@ -155,7 +155,7 @@ def test_searches_write_the_same(design, beams, library, products, monkeypatch):
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     options = {"num_beams": beams, "do_sample": False, "max_new_tokens": 8}
     with monkeypatch.context() as patch:
-        for module in (prepacked_weights, prepared_linear):
+        for module in (prepacked_weights, prepared_decoder):
             patch.setattr(module, "can_prepack", lambda *shape: False)
         expected = copy.deepcopy(model).generate(**inputs, **options)
     assert not products
@@ -197,11 +197,11 @@ def test_replaced_forward_is_called_and_stays(products):
 
 
 CHANGES = {
-    "in place": lambda layer: layer.weight.data.mul_(2),
-    "bias": lambda layer: layer.bias.data.add_(1),
-    "another weight": lambda layer: setattr(layer, "weight", nn.Parameter(layer.weight + 1)),
-    "another bias": lambda layer: setattr(layer, "bias", nn.Parameter(layer.bias + 1)),
-    "no bias": lambda layer: setattr(layer, "bias", None),
+    "written": lambda mlp: mlp.down_proj.weight.data.mul_(2),
+    "bias written": lambda mlp: mlp.down_proj.bias.data.add_(1),
+    "another weight": lambda mlp: setattr(mlp.down_proj, "weight", nn.Parameter(mlp.down_proj.weight + 1)),
+    "no bias": lambda mlp: setattr(mlp.down_proj, "bias", None),
+    "another layer": lambda mlp: setattr(mlp, "down_proj", nn.Linear(48, 32)),
 }
 
 
@@ -210,27 +210,22 @@ def test_changed_weights_are_packed_again(change, products):
     model = tiny_model(mlp_bias=True)
     before = encode(model)
     with torch.no_grad():
-        change(model.get_encoder().layers[0].mlp.down_proj)
+        change(model.get_encoder().layers[0].mlp)
     after = encode(model)
     assert not torch.allclose(after, before, atol=1e-3)
     torch.testing.assert_close(after, encode_plainly(model), atol=1e-5, rtol=1e-5)
+    packed, _ = prepacked_weights._stacks._by_owner[model.get_encoder()]
+    assert model.get_encoder().layers[0].mlp.down_proj in [linear for linear, _ in packed]
 
 
-def test_replaced_layer_is_called(products):
-    model = tiny_model()
+def test_training_frees_prepacked_weights_and_they_are_not_saved(products):
+    model, owners = tiny_model(), prepacked_weights._stacks._by_owner
+    names = set(model.state_dict())
     encode(model)
-    layer = model.get_encoder().layers[0].mlp
-    layer.down_proj = nn.Linear(layer.down_proj.in_features, layer.down_proj.out_features)
-    torch.testing.assert_close(encode(model), encode_plainly(model), atol=1e-5, rtol=1e-5)
-    assert layer.down_proj in prepacked_weights._stacks._by_owner[model.get_encoder()]._linears
-
-
-def test_training_frees_prepacked_weights_and_makes_none(products):
-    model = tiny_model()
-    encode(model)
-    assert model.get_encoder() in prepacked_weights._stacks
+    assert model.get_encoder() in owners and set(model.state_dict()) == names
+    assert copy.deepcopy(model).get_encoder() not in owners
     model.train()
-    assert model.get_encoder() not in prepacked_weights._stacks
+    assert model.get_encoder() not in owners
     count = len(products)
     encode(model)
     model.eval()
@@ -239,7 +234,9 @@ def test_training_frees_prepacked_weights_and_makes_none(products):
     assert len(products) == count and model.get_encoder().layers[0].mlp.up_proj.weight.grad is not None
 
 
-def test_other_dtypes_have_no_prepacked_weights(products):
+def test_other_dtypes_and_weights_without_versions_are_not_packed(products):
+    with torch.inference_mode():
+        encode(tiny_model())
     encode(tiny_model().to(torch.bfloat16))
     with torch.autocast("cpu", torch.bfloat16):
         encode(tiny_model())
@@ -262,12 +259,6 @@ def test_traced_encoder_calls_its_layers(products):
         torch.testing.assert_close(traced(ids), model.get_encoder()(ids).last_hidden_state)
 
 
-def test_weights_without_versions_are_not_packed(products):
-    with torch.inference_mode():
-        encode(tiny_model())
-    assert not products
-
-
 @pytest.mark.parametrize("risk", [None, {"num_candidates": 2}])
 def test_resumed_stream_is_written_as_before(products, risk):
     """The first text of a model is decoded by the same kernels as later ones."""
@@ -279,10 +270,3 @@ def test_resumed_stream_is_written_as_before(products, risk):
         return [[(each.text, each.score) for each in candidates] for candidates in stream]
 
     assert run(0)[2:] == run(2) and products
-
-
-def test_prepacked_weights_are_neither_saved_nor_copied(products):
-    model = tiny_model()
-    names = set(model.state_dict())
-    encode(model)
-    assert set(model.state_dict()) == names and copy.deepcopy(model).get_encoder() not in prepacked_weights._stacks

@@ -5,12 +5,71 @@ import gc
 
 import pytest
 import torch
-from tiny_models import DESIGNS, random_batch, tiny_model
+from tiny_models import DESIGNS, random_batch, random_sources, tiny_model
 from torch import nn
 
 from metaphrase.decoding import prepared_decoder
 from metaphrase.decoding.decoder_state import DecoderState
-from metaphrase.decoding.prepared_decoder import prepared_head, prepared_layers
+from metaphrase.decoding.prepared_decoder import PreparedLinear, prepared_head, prepared_layers
+
+
+def linears(*sizes, bias=True):
+    return [nn.Linear(6, size, bias=bias) for size in sizes]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [(1,), (5,), (100,), (3, 5)])
+@pytest.mark.parametrize("sizes", [(4,), (4, 2, 2)])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("copies", [True, False])
+def test_product_is_that_of_the_layers_side_by_side(copies, bias, sizes, rows):
+    layers, states = linears(*sizes, bias=bias), torch.randn(*rows, 6)
+    product = PreparedLinear(layers, copies)(states)
+    assert torch.allclose(product, torch.cat([layer(states) for layer in layers], dim=-1), atol=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("dtype", "count"), [(torch.float32, 1), (torch.bfloat16, 0), (torch.float64, 0)])
+def test_single_weight_is_copied_in_float32_only(dtype, count):
+    layer, states = nn.Linear(6, 4).to(dtype), torch.randn(3, 6, dtype=dtype)
+    linear = PreparedLinear([layer])
+    assert len(linear.copied) == count
+    assert torch.allclose(linear(states), layer(states), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limits", "num_copied"),
+    [
+        ((4,), {"largest_transposed": 24}, 1),
+        ((5,), {"largest_transposed": 24}, 0),
+        ((5, 5), {"largest_transposed": 24}, 4),
+        ((4, 3), {"largest": 24}, 4),
+        ((4, 5), {"largest": 24}, 0),
+    ],
+)
+def test_large_weights_are_not_copied(sizes, limits, num_copied):
+    layers, states = linears(*sizes), torch.randn(1, 6)
+    linear = PreparedLinear(layers, **limits)
+    assert len(linear.copied) == num_copied
+    torch.testing.assert_close(linear(states), torch.cat([layer(states) for layer in layers], dim=-1))
+
+
+class Doubled(nn.Linear):
+    def forward(self, states):
+        return 2 * super().forward(states)
+
+
+def transposed_linear():
+    layer = nn.Linear(6, 4)
+    layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
+    return layer
+
+
+@pytest.mark.parametrize("layers", [[transposed_linear()], [*linears(4, 2), Doubled(6, 3)]], ids=["transposed", "own"])
+def test_other_layers_are_called(layers):
+    linear, states = PreparedLinear(layers), torch.randn(5, 6)
+    assert linear.copied == []
+    assert torch.equal(linear(states), torch.cat([layer(states) for layer in layers], dim=-1))
 
 
 def first_step(model):
@@ -20,91 +79,52 @@ def first_step(model):
         return DecoderState(model.get_decoder(), encoder_output, None).step(batch["decoder_input_ids"][:, 0])
 
 
-def double_in_place(model):
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.mul_(2)
-
-
-def double_one_number(model):
-    with torch.no_grad():
-        model.get_decoder().layers[0].self_attn.v_proj.weight[3, 1] += 100
-
-
-def write_past_the_version(model):
-    for weight in model.parameters():
-        weight.data.mul_(2)
-
-
-def silence_heads(model):
-    for layer in model.get_decoder().layers:
-        layer.self_attn.o_proj.weight.data[:, 1:8] = 0
-
-
-def write_some_rows(model):
-    for layer in model.get_decoder().layers:
-        layer.mlp.down_proj.weight.data[16:] = 0.5
-
-
-def load(model):
-    model.load_state_dict({name: weight * 2 for name, weight in model.state_dict().items()})
-
-
-def put_others_in_place(model):
-    for weight in model.parameters():
-        weight.data = weight.data * 2
-
-
-def put_weights_in_place(model):
-    for layer in model.get_decoder().layers:
-        for module in (layer.self_attn.v_proj, layer.self_attn.o_proj, layer.mlp.up_proj):
-            module.weight = nn.Parameter(module.weight * 2)
-
-
-def put_norm_weights_in_place(model):
-    for layer in model.get_decoder().layers:
-        layer.mlp_norm.weight = nn.Parameter(layer.mlp_norm.weight * 2)
-
-
-def put_biases_in_place(model):
-    for layer in model.get_decoder().layers:
-        layer.mlp.down_proj.bias = nn.Parameter(layer.mlp.down_proj.bias * 3)
-
-
-def write_past_the_version_of_a_single_weight(model):
-    for layer in model.get_decoder().layers:
-        layer.mlp.down_proj.weight.data.mul_(2)
-
-
-def put_a_layer_in_place(model):
-    attention = model.get_decoder().layers[-1].self_attn
-    attention.v_proj = copy.deepcopy(attention.q_proj)
-
-
 def train(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batch = random_batch(model.config, with_labels=True)
-    model(**batch).loss.backward()
+    model(**random_batch(model.config, with_labels=True)).loss.backward()
     optimizer.step()
 
 
-def drop_a_layer(model):
-    del model.get_decoder().layers[-1]
+def in_layers(change):
+    """Return a change of the whole model from a change of one decoder layer."""
+    return lambda model: [change(layer) for layer in model.get_decoder().layers]
 
 
-CHANGES = [
-    *(double_in_place, double_one_number, write_past_the_version, silence_heads, write_some_rows, load),
-    *(put_others_in_place, put_weights_in_place, put_norm_weights_in_place, put_biases_in_place),
-    *(write_past_the_version_of_a_single_weight, put_a_layer_in_place, train, drop_a_layer),
-]
+def replace(module, name="weight", factor=2):
+    setattr(module, name, nn.Parameter(getattr(module, name) * factor))
+
+
+CHANGES = {
+    "written": lambda model: [weight.mul_(2) for weight in model.parameters()],
+    "one entry written": lambda model: model.get_decoder().layers[0].self_attn.v_proj.weight[3, 1].add_(100),
+    "written past the version": lambda model: [weight.data.mul_(2) for weight in model.parameters()],
+    "silent heads": in_layers(lambda layer: layer.self_attn.o_proj.weight.data[:, 1:8].zero_()),
+    "some rows written": in_layers(lambda layer: layer.mlp.down_proj.weight.data[16:].fill_(0.5)),
+    "single weights written": in_layers(lambda layer: layer.mlp.down_proj.weight.data.mul_(2)),
+    "loaded": lambda model: model.load_state_dict({name: 2 * weight for name, weight in model.state_dict().items()}),
+    "other data": lambda model: [setattr(weight, "data", weight.data * 2) for weight in model.parameters()],
+    "other projections": in_layers(
+        lambda layer: [
+            replace(module) for module in (layer.self_attn.v_proj, layer.self_attn.o_proj, layer.mlp.up_proj)
+        ]
+    ),
+    "other norms": in_layers(lambda layer: replace(layer.mlp_norm)),
+    "other biases": in_layers(lambda layer: replace(layer.mlp.down_proj, "bias", 3)),
+    "another module": in_layers(
+        lambda layer: setattr(layer.self_attn, "v_proj", copy.deepcopy(layer.self_attn.q_proj))
+    ),
+    "training": torch.enable_grad()(train),
+    "fewer layers": lambda model: model.get_decoder().layers.pop(-1),
+}
 
 
 @pytest.mark.parametrize(("norm_type", "dtype"), [("layernorm", torch.float32), ("rmsnorm", torch.bfloat16)])
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_changed_weights_are_seen(change, norm_type, dtype):
     model = tiny_model(gated_mlp=True, norm_type=norm_type).to(dtype)
     before = first_step(model)
-    change(model)
+    with torch.no_grad():
+        change(model)
     after = first_step(model)
     assert torch.equal(after, first_step(copy.deepcopy(model)))
     assert not torch.allclose(after, before, atol=1e-3 if dtype == torch.float32 else 0.02)
@@ -114,36 +134,28 @@ def test_copies_serve_again_as_long_as_nothing_changes():
     model = tiny_model(gated_mlp=True, num_key_value_heads=2)
     first_step(model)
     before = prepared_layers(model.get_decoder())
-    first_step(model)
-    assert prepared_layers(model.get_decoder()) is before
     model.float().eval().requires_grad_(False)
+    first_step(model)
     assert prepared_layers(model.get_decoder()) is before
 
 
-def test_copies_are_dropped_when_training_starts_and_with_the_model():
+def test_copies_are_freed_with_training_and_with_the_model_and_not_saved():
     model = tiny_model()
-    decoder = model.get_decoder()
+    names, decoder, owners = set(model.state_dict()), model.get_decoder(), prepared_decoder._layers._by_owner
     first_step(model)
-    assert decoder in prepared_decoder._layers
+    assert decoder in owners and set(model.state_dict()) == names
+    assert copy.deepcopy(model).get_decoder() not in owners
     model.train()
-    assert decoder not in prepared_decoder._layers
+    assert decoder not in owners
     first_step(model.eval())
-    count = len(prepared_decoder._layers._by_owner)
+    count = len(owners)
     del model, decoder
     gc.collect()
-    assert len(prepared_decoder._layers._by_owner) < count
-
-
-def test_copies_do_not_travel(tmp_path):
-    model = tiny_model()
-    names = set(model.state_dict())
-    first_step(model)
-    assert set(model.state_dict()) == names
-    assert copy.deepcopy(model).get_decoder() not in prepared_decoder._layers
+    assert len(owners) < count
 
 
 def test_weights_without_versions_are_not_copied():
-    """Those of a model that was made under inference mode cannot be told from changed ones."""
+    """Changes of weights that were made in inference mode cannot be seen."""
     with torch.inference_mode():
         model = tiny_model()
     before = first_step(model)
@@ -162,7 +174,7 @@ def test_layers_are_called_under_autocast(design):
 
 
 def head_of(model):
-    return prepared_head(model.get_decoder(), model.lm_head)
+    return prepared_head(model.get_decoder(), model.lm_head)[0]
 
 
 def test_changed_head_is_copied_again():
@@ -181,13 +193,13 @@ def test_changed_head_is_copied_again():
         assert head_of(model) is not before
         torch.testing.assert_close(head_of(model)(states), model.lm_head(states))
     model.train()
-    assert model.get_decoder() not in prepared_decoder._heads
+    assert model.get_decoder() not in prepared_decoder._heads._by_owner
 
 
 @pytest.mark.parametrize("beams", [1, 3])
 def test_hooked_head_is_called(beams):
     model = tiny_model()
-    inputs = {name: tensor for name, tensor in random_batch(model.config).items() if name != "decoder_input_ids"}
+    inputs = random_sources(model.config)
     options = {"max_new_tokens": 5, "num_beams": beams, "do_sample": False, "eos_token_id": None}
     before = model.generate(**inputs, **options)
     bias = 1e4 * nn.functional.one_hot(torch.tensor(9), model.config.decoder_vocab_size)
@@ -202,18 +214,15 @@ def test_head_that_becomes_contiguous_is_copied():
     model, states = tiny_model(tie_word_embeddings=False), torch.randn(3, 32)
     weight = model.lm_head.weight
     weight.data = weight.data.t().contiguous().t()
-    assert not head_of(model)._reads_weights
+    assert head_of(model) is model.lm_head
     weight.data = weight.data.contiguous()
     assert head_of(model)._reads_weights
     torch.testing.assert_close(head_of(model)(states), model.lm_head(states))
 
 
-def test_large_head_has_no_copy(monkeypatch):
+@pytest.mark.parametrize("limit", ["LARGEST_SIZE", "_LARGEST_COPY"])
+def test_large_head_has_no_copy(limit, monkeypatch):
     model, states = tiny_model(tie_word_embeddings=False), torch.randn(1, 32)
-    monkeypatch.setattr(prepared_decoder, "LARGEST_SIZE", model.lm_head.weight.numel() - 1)
-    assert head_of(model)._reads_weights and not head_of(model)._is_transposed
-    torch.testing.assert_close(head_of(model)(states), model.lm_head(states))
-    monkeypatch.setattr(prepared_decoder, "_LARGEST_COPY", 32)
-    model = tiny_model()
-    assert not head_of(model)._reads_weights
+    monkeypatch.setattr(prepared_decoder, limit, model.lm_head.weight.numel() - 1)
+    assert head_of(model).copied == []
     torch.testing.assert_close(head_of(model)(states), model.lm_head(states))

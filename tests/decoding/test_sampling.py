@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from tiny_models import DESIGNS, random_batch, tiny_model
+from tiny_models import DESIGNS, random_sources, tiny_model
 from transformers import GenerationMixin
 
-from metaphrase.decoding import fast_generation as generation
-from metaphrase.decoding.decoder_state import DecoderState
 from metaphrase.decoding.fast_generation import search as fast_search
 
 ENDS = [5, 11, 17, 23]
@@ -14,63 +12,43 @@ PLAIN = {"custom_generate": GenerationMixin._sample}
 
 
 def sources(config, batch=6):
-    inputs = random_batch(config, batch=batch, source=13, padding="left")
-    del inputs["decoder_input_ids"]
-    return inputs
-
-
-@pytest.fixture(autouse=True)
-def searches(monkeypatch):
-    """The arguments of each call of the fast loop."""
-    seen = []
-    search = generation.sample
-
-    def spy(*arguments):
-        seen.append(arguments)
-        return search(*arguments)
-
-    monkeypatch.setattr(generation, "sample", spy)
-    return seen
-
-
-@pytest.mark.parametrize("design", DESIGNS)
-def test_greedy_search_is_that_of_transformers(design, searches):
-    check_greedy_search(tiny_model(**DESIGNS[design]), {}, searches)
+    return random_sources(config, batch=batch, source=13, padding="left")
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"no_repeat_ngram_size": 1},
-        {"eos_token_id": 7, "pad_token_id": 30},
-        {"eos_token_id": None},
-        {"min_new_tokens": 5, "repetition_penalty": 2.0},
-        {"max_new_tokens": 1},
-        {"forced_bos_token_id": 8, "forced_eos_token_id": 5},
+    ("design", "options"),
+    [(design, {}) for design in DESIGNS.values()]
+    + [
+        ({}, options)
+        for options in (
+            {"no_repeat_ngram_size": 1},
+            {"eos_token_id": 7, "pad_token_id": 30},
+            {"eos_token_id": None},
+            {"min_new_tokens": 5, "repetition_penalty": 2.0},
+            {"max_new_tokens": 1},
+            {"forced_bos_token_id": 8, "forced_eos_token_id": 5},
+        )
     ],
 )
-def test_options_of_greedy_search_have_the_effect_of_transformers(options, searches):
-    check_greedy_search(tiny_model(), options, searches)
-
-
-def check_greedy_search(model, options, searches):
-    inputs, options = sources(model.config), {"max_new_tokens": 12, "do_sample": False, "eos_token_id": ENDS} | options
-    assert model.generate(**inputs, **options).tolist() == model.generate(**inputs, **options, **PLAIN).tolist()
-    assert len(searches) == 1
+def test_greedy_search_is_that_of_transformers(design, options, fast_loops):
+    model = tiny_model(**design)
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": ENDS} | sources(model.config) | options
+    assert model.generate(**options).tolist() == model.generate(**options, **PLAIN).tolist()
+    assert fast_loops == ["sample"]
 
 
 @pytest.mark.parametrize("copies", [1, 3])
 @pytest.mark.parametrize(
     "options", [{}, {"top_k": 5}, {"top_p": 0.7, "temperature": 1.5}, {"min_p": 0.1}, {"typical_p": 0.6}]
 )
-def test_draws_are_those_of_transformers_until_a_target_ends(options, copies, searches):
+def test_draws_are_those_of_transformers_until_a_target_ends(options, copies, fast_loops):
     model = tiny_model()
     options = {"do_sample": True, "eos_token_id": None, "max_new_tokens": 9, "num_return_sequences": copies} | options
     texts = []
     for way in ({}, PLAIN):
         torch.manual_seed(0)
         texts.append(model.generate(**sources(model.config), **options, **way).tolist())
-    assert texts[0] == texts[1] and len(searches) == 1
+    assert texts[0] == texts[1] and fast_loops == ["sample"]
 
 
 def test_draws_follow_the_distribution_of_the_model_where_rows_leave():
@@ -102,11 +80,8 @@ def test_draws_follow_the_distribution_of_the_model_where_rows_leave():
     assert checked > 5
 
 
-def test_finished_sources_are_not_computed(monkeypatch):
-    model = tiny_model(decoder_layers=1)
-    rows = []
-    step = DecoderState.step
-    monkeypatch.setattr(DecoderState, "step", lambda state, tokens: rows.append(len(tokens)) or step(state, tokens))
+def test_finished_sources_are_not_computed(step_rows):
+    model, rows = tiny_model(decoder_layers=1), step_rows
     options = {"do_sample": True, "num_return_sequences": 2, "eos_token_id": ENDS, "max_new_tokens": 25}
     torch.manual_seed(0)
     outputs = model.generate(**sources(model.config, batch=12), **options)

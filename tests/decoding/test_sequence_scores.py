@@ -3,7 +3,7 @@
 import pytest
 import torch
 from other_families import other_model
-from tiny_generator import SOURCES, tiny_generator, tiny_pair
+from tiny_generator import SOURCES, tiny_pair
 from transformers import MarianConfig, MarianMTModel, StoppingCriteria
 
 from metaphrase.decoding.sequence_scores import SequenceScores, totals_of_steps
@@ -38,26 +38,14 @@ def kept_scores(model, sources, options):
     return totals
 
 
-@pytest.fixture
-def outputs(monkeypatch):
-    """What `generate()` has returned."""
-    kept = []
-
-    def keeping(model):
-        generate = model.generate
-        monkeypatch.setattr(model, "generate", lambda **kwargs: kept.append(generate(**kwargs)) or kept[-1])
-        return kept
-
-    return keeping
-
-
 @pytest.mark.parametrize("family", ["bart", "t5"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_scores_are_those_of_transformers_and_no_step_is_kept(family, options, outputs):
+def test_scores_are_those_of_transformers_and_no_step_is_kept(family, options, monkeypatch):
     model, sources = other_model(family), sorted(tiny_pair().encode_sources(SOURCES), key=len, reverse=True)
     torch.manual_seed(3)
     expected = kept_scores(model, sources, options)
-    outputs = outputs(model)
+    outputs, generate = [], model.generate
+    monkeypatch.setattr(model, "generate", lambda **kwargs: outputs.append(generate(**kwargs)) or outputs[-1])
     torch.manual_seed(3)
     found = decode(model, sources, return_scores=True, **options, **LIMITS)
     assert [h.score for row in found for h in row] == pytest.approx(expected, abs=1e-5)
@@ -65,9 +53,8 @@ def test_scores_are_those_of_transformers_and_no_step_is_kept(family, options, o
     [output] = outputs
     assert output.scores and all(step.numel() == 0 for step in output.scores)
     torch.manual_seed(3)
-    assert [[h.ids for h in row] for row in decode(model, sources, **options, **LIMITS)] == [
-        [h.ids for h in row] for row in found
-    ]
+    unscored = decode(model, sources, **options, **LIMITS)
+    assert [[h.ids for h in row] for row in unscored] == [[h.ids for h in row] for row in found]
 
 
 def test_steps_that_were_undone_and_padding_outside_of_the_vocabulary_do_not_count():
@@ -106,12 +93,10 @@ def test_a_model_with_two_vocabularies_scores_as_forced_decoding_does():
     assert [h.score for [h] in found] == pytest.approx([score.total for score in scores], abs=1e-4)
 
 
-def test_what_only_transformers_loops_do_of_ours_is_scored_alike(outputs):
-    generator = tiny_generator()
-    sources = generator.tokenizers.encode_sources(SOURCES)
+def test_transformers_loops_give_our_models_the_scores_of_the_fast_loops(generator, sources):
     for options in ({}, {"num_beams": 3}):
         expected = decode(generator.model, sources, return_scores=True, max_new_tokens=8, **options)
-        # What is hooked to the decoder is met by transformers' loops alone.
+        # Only transformers' loops call hooks of the decoder.
         hook = generator.model.get_decoder().register_forward_pre_hook(lambda module, arguments: None)
         try:
             found = decode(generator.model, sources, return_scores=True, max_new_tokens=8, **options)

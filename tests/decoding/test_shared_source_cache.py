@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import DESIGNS, padding_mask, random_batch, tiny_model
+from tiny_models import DESIGNS, padding_mask, random_batch, random_sources, tiny_model
 from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
 
 from metaphrase.decoding.fast_generation import SharedSourceCache
@@ -94,7 +94,7 @@ def caches(monkeypatch):
 @pytest.mark.parametrize("design", DESIGNS)
 def test_beams_find_the_same_as_with_a_source_each(design, implementation, monkeypatch, caches):
     model = tiny_model(**DESIGNS[design])
-    inputs = {name: tensor for name, tensor in random_batch(model.config).items() if name != "decoder_input_ids"}
+    inputs = random_sources(model.config)
     options = SEARCH | {"cache_implementation": implementation, "return_dict_in_generate": True, "output_scores": True}
     outputs = model.generate(**inputs, **options)
     assert caches == [[COPIES * 3, 3]]
@@ -111,7 +111,7 @@ def test_beams_find_the_same_as_with_a_source_each(design, implementation, monke
 def test_a_static_cache_fits_the_next_call_too():
     """As many hypotheses as before, but of other numbers of sources."""
     model = tiny_model()
-    one = {name: tensor[:1] for name, tensor in random_batch(model.config).items() if name != "decoder_input_ids"}
+    one = random_sources(model.config, batch=1)
     three = {name: tensor.repeat(COPIES, 1) for name, tensor in one.items()}
     options = SEARCH | {"cache_implementation": "static", "return_dict_in_generate": True}
     model.generate(**one, **options)
@@ -121,7 +121,7 @@ def test_a_static_cache_fits_the_next_call_too():
 
 def test_a_cache_of_the_caller_keeps_a_source_for_each_hypothesis():
     model = tiny_model()
-    inputs = {name: tensor for name, tensor in random_batch(model.config).items() if name != "decoder_input_ids"}
+    inputs = random_sources(model.config)
     cache = EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
     outputs = model.generate(**inputs, **SEARCH, past_key_values=cache)
     assert cache.cross_attention_cache.layers[0].keys.shape[0] == COPIES * 3
@@ -130,7 +130,7 @@ def test_a_cache_of_the_caller_keeps_a_source_for_each_hypothesis():
 
 def test_samples_of_a_source_share_it(caches):
     model = tiny_model()
-    inputs = {name: tensor for name, tensor in random_batch(model.config).items() if name != "decoder_input_ids"}
+    inputs = random_sources(model.config)
     options = {"do_sample": True, "num_return_sequences": COPIES, "max_new_tokens": 6, "return_dict_in_generate": True}
     torch.manual_seed(0)
     outputs = model.generate(**inputs, **options)

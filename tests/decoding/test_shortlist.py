@@ -2,23 +2,24 @@
 
 import pytest
 import torch
-from tiny_models import DESIGNS, random_batch, tiny_model
+from tiny_models import DESIGNS, random_sources, tiny_model
 from torch import nn
 
 from metaphrase.decoding import prepared_decoder, shortlist
 from metaphrase.decoding.fast_generation import search as fast_search
-from metaphrase.decoding.int8 import (
+from metaphrase.decoding.quantization import (
     activation_levels,
-    has_int8_kernels,
+    has_kernels,
     multiply_levels,
     pack_int8,
     round_weight,
     scale_rows,
 )
 from metaphrase.decoding.shortlist import Shortlist, ShortlistProjection
+from metaphrase.decoding.weight_copies import free_copies
 from metaphrase.modeling import MetaphraseForConditionalGeneration
 
-pytestmark = pytest.mark.skipif(not has_int8_kernels(), reason="this build of torch has no kernels of FBGEMM")
+pytestmark = pytest.mark.skipif(not has_kernels(), reason="this build of torch has no kernels of FBGEMM")
 VOCAB, HIDDEN = 5000, 64
 # A large vocabulary, for a tiny model.
 FIELDS = {"vocab_size": 600, "decoder_vocab_size": None, "share_embeddings": True}
@@ -76,15 +77,6 @@ def test_any_scale_will_do(scale):
 
 
 @torch.no_grad()
-def test_an_entry_much_larger_than_others_makes_the_list_longer_but_not_wrong():
-    head = plain_head()
-    states = states_towards(head, 4, strength=2.0)
-    few = len(check(head, states).tokens)
-    states[:, 5] = 25.0
-    assert len(check(head, states).tokens) > few
-
-
-@torch.no_grad()
 def test_tokens_that_rounding_would_confuse_are_all_on_it():
     """Half of them by 0.3 of a step better, half worse: the product of rounded weights alone would choose wrong ones."""
     wrong = 0
@@ -132,18 +124,12 @@ def test_a_state_whose_rounding_all_points_one_way():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("value", [0.0, torch.nan, torch.inf])
-def test_states_without_a_best_token_have_no_list(value):
+@pytest.mark.parametrize(("value", "rows"), [(0.0, 2), (torch.nan, 2), (torch.inf, 2), (1.0, 33)])
+def test_states_without_a_best_token_and_many_states_have_no_list(value, rows):
     head = plain_head()
-    states = states_towards(head, 2, strength=2.0)
-    states[1] = value
+    states = states_towards(head, rows, strength=2.0)
+    states[1] *= value
     assert ShortlistProjection(head)(states) is None
-
-
-@torch.no_grad()
-def test_many_rows_have_no_list():
-    head = plain_head()
-    assert ShortlistProjection(head)(states_towards(head, 33)) is None
 
 
 @pytest.mark.parametrize(
@@ -157,13 +143,11 @@ def test_many_rows_have_no_list():
     ],
     ids=["plain", "half precision", "small", "elsewhere", "own"],
 )
-def test_a_large_plain_projection_can_have_one(change, can):
-    assert shortlist.can_shortlist(change(nn.Linear(HIDDEN, shortlist.LEAST_SIZE // HIDDEN + 1))) is can
-
-
-def test_without_kernels_there_is_none(monkeypatch):
-    monkeypatch.setattr(shortlist, "has_int8_kernels", lambda: False)
-    assert not shortlist.can_shortlist(nn.Linear(HIDDEN, shortlist.LEAST_SIZE // HIDDEN + 1))
+def test_a_large_plain_projection_can_have_one(change, can, monkeypatch):
+    head = change(nn.Linear(HIDDEN, shortlist.LEAST_SIZE // HIDDEN + 1))
+    assert shortlist.can_shortlist(head) is can
+    monkeypatch.setattr(shortlist, "has_kernels", lambda: False)
+    assert not shortlist.can_shortlist(head)
 
 
 @pytest.fixture
@@ -181,35 +165,33 @@ def lists(monkeypatch):
 
 
 def greedy(model, **options):
-    batch = random_batch(model.config)
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     settings = {"max_new_tokens": 12, "do_sample": False, "num_beams": 1, "eos_token_id": 3} | options
-    return model.generate(**inputs, **settings).tolist()
+    return model.generate(**random_sources(model.config), **settings).tolist()
 
 
-def without_lists(monkeypatch, model, **options):
+def check_greedy_search(model, lists, monkeypatch, **options):
+    """Check that greedy search uses lists and writes the same tokens without. Return the ids."""
     with monkeypatch.context() as patch:
         patch.setattr(prepared_decoder, "can_shortlist", lambda head: False)
-        prepared_decoder.forget_copies(model.get_decoder())
-        ids = greedy(model, **options)
-    prepared_decoder.forget_copies(model.get_decoder())
-    return ids
+        free_copies(model.get_decoder())
+        lists.clear()
+        expected = greedy(model, **options)
+        assert not lists
+    free_copies(model.get_decoder())
+    assert greedy(model, **options) == expected
+    assert any(isinstance(made, Shortlist) for made in lists)
+    return expected
 
 
 @pytest.mark.parametrize("design", DESIGNS)
 def test_greedy_search_writes_the_same(design, lists, monkeypatch):
-    model = tiny_model(**DESIGNS[design] | FIELDS)
-    expected = without_lists(monkeypatch, model)
-    assert not lists
-    assert greedy(model) == expected
-    assert any(isinstance(each, Shortlist) for each in lists)
+    check_greedy_search(tiny_model(**DESIGNS[design] | FIELDS), lists, monkeypatch)
 
 
 def test_the_bias_is_added_to_scaled_logits(lists, monkeypatch):
     model = tiny_model(**FIELDS, logits_bias=True, logits_scale=0.1)
     torch.nn.init.normal_(model.lm_head.bias)
-    assert greedy(model) == without_lists(monkeypatch, model)
-    assert any(isinstance(each, Shortlist) for each in lists)
+    check_greedy_search(model, lists, monkeypatch)
 
 
 PROCESSORS = {
@@ -217,9 +199,9 @@ PROCESSORS = {
     "least length with the prompt": {"min_length": 9},
     "no word twice": {"no_repeat_ngram_size": 1},
     "no phrase twice": {"no_repeat_ngram_size": 2},
-    "words that must not be": {"bad_words_ids": [[7], [11, 12], [5]]},
-    "tokens that must not be": {"suppress_tokens": list(range(0, 600, 2))},
-    "tokens that must not begin": {"begin_suppress_tokens": list(range(300))},
+    "forbidden words": {"bad_words_ids": [[7], [11, 12], [5]]},
+    "suppressed tokens": {"suppress_tokens": list(range(0, 600, 2))},
+    "suppressed first tokens": {"begin_suppress_tokens": list(range(300))},
     "first token": {"forced_bos_token_id": 41},
     "last token": {"forced_eos_token_id": 3, "eos_token_id": None},
     "penalty": {"repetition_penalty": 1.7},
@@ -229,10 +211,7 @@ PROCESSORS = {
 
 @pytest.mark.parametrize("options", PROCESSORS.values(), ids=PROCESSORS)
 def test_removed_tokens_are_removed_from_all(options, lists, monkeypatch):
-    model = tiny_model(**DESIGNS["learned"] | FIELDS)
-    expected = without_lists(monkeypatch, model, **options)
-    assert greedy(model, **options) == expected
-    assert any(isinstance(each, Shortlist) for each in lists)
+    check_greedy_search(tiny_model(**DESIGNS["learned"] | FIELDS), lists, monkeypatch, **options)
 
 
 def test_the_best_that_is_left_may_not_be_on_the_list(lists, monkeypatch):
@@ -240,8 +219,7 @@ def test_the_best_that_is_left_may_not_be_on_the_list(lists, monkeypatch):
     model = tiny_model(**FIELDS)
     greedy(model)
     listed = sorted({token for each in lists if each is not None for token in each.tokens.tolist()} - {3})
-    expected = without_lists(monkeypatch, model, suppress_tokens=listed)
-    assert greedy(model, suppress_tokens=listed) == expected
+    expected = check_greedy_search(model, lists, monkeypatch, suppress_tokens=listed)
     assert not {token for row in expected for token in row[1:]} & set(listed) - {0}
 
 
@@ -264,10 +242,8 @@ def test_options_that_raise_logits_or_need_all_make_no_list(options, lists):
 
 def test_scores_are_of_all_logits(lists):
     model = tiny_model(**FIELDS)
-    batch = random_batch(model.config)
-    output = model.generate(
-        batch["input_ids"], custom_generate=fast_search, return_scores=True, max_new_tokens=4, do_sample=False
-    )
+    options = {"custom_generate": fast_search, "return_scores": True, "max_new_tokens": 4, "do_sample": False}
+    output = model.generate(**random_sources(model.config), **options)
     assert output.sequences_scores is not None and not lists
 
 
@@ -282,7 +258,7 @@ def test_changed_weights_are_rounded_again(lists):
     fresh.load_state_dict(model.state_dict())
     assert greedy(fresh) == after
     model.train()
-    assert model.get_decoder() not in prepared_decoder._heads
+    assert model.get_decoder() not in prepared_decoder._heads._by_owner
 
 
 def test_an_overridden_projection_is_called(lists):

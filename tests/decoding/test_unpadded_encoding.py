@@ -84,39 +84,18 @@ def test_generation_is_that_with_the_padding(num_beams, skipped, monkeypatch):
     assert skipped == [LENGTHS]
 
 
-def hole(encoder, mask):
-    mask[0, 4] = 0
+OBSTACLES = {
+    "hole": lambda encoder, mask: mask[0, 4].zero_(),
+    "empty row": lambda encoder, mask: mask[2].zero_(),
+    "little padding": lambda encoder, mask: mask.fill_(1)[0, -1].zero_(),
+    "training": lambda encoder, mask: encoder.train(),
+    "another kernel": lambda encoder, mask: encoder.set_attn_implementation("eager"),
+    "hook": lambda encoder, mask: encoder.layers[1].mlp.register_forward_hook(lambda *_: None),
+    "small model": lambda encoder, mask: setattr(module, "LEAST_HIDDEN_SIZE", 256),
+}
 
 
-def empty_row(encoder, mask):
-    mask[2] = 0
-
-
-def little_padding(encoder, mask):
-    mask[:, :] = 1
-    mask[0, -1] = 0
-
-
-def training(encoder, mask):
-    encoder.train()
-
-
-def another_kernel(encoder, mask):
-    encoder.set_attn_implementation("eager")
-
-
-def hook_on_a_part(encoder, mask):
-    encoder.layers[1].mlp.register_forward_hook(lambda *_: None)
-
-
-def small_model(encoder, mask):
-    module.LEAST_HIDDEN_SIZE = 256
-
-
-OBSTACLES = (hole, empty_row, little_padding, training, another_kernel, hook_on_a_part, small_model)
-
-
-@pytest.mark.parametrize("obstacle", OBSTACLES, ids=lambda obstacle: obstacle.__name__)
+@pytest.mark.parametrize("obstacle", OBSTACLES.values(), ids=OBSTACLES)
 @torch.no_grad()
 def test_padding_is_computed(obstacle, skipped):
     encoder = tiny_model().get_encoder()

@@ -1,4 +1,4 @@
-"""Tests of `metaphrase.decoding.weight_copies`: whatever is put in the place of a part is seen."""
+"""Tests of `metaphrase.decoding.weight_copies`: a record shows every replaced module and parameter."""
 
 import pytest
 import torch
@@ -6,13 +6,12 @@ from tiny_models import tiny_model
 from torch import nn
 from torch.nn.utils import parametrize
 
-from metaphrase.decoding.weight_copies import ModuleRecord, walk
+from metaphrase.decoding.weight_copies import WeightRecord, walk
 
 
 def make_module():
-    return nn.ModuleDict(
-        {"deep": nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.LayerNorm(3))), "flat": nn.Linear(3, 3)}
-    )
+    deep = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.LayerNorm(3)))
+    return nn.ModuleDict({"deep": deep, "flat": nn.Linear(3, 3)})
 
 
 class Doubled(nn.Module):
@@ -21,39 +20,33 @@ class Doubled(nn.Module):
 
 
 CHANGES = {
-    "a module": lambda module: module["deep"][1].__setitem__(0, nn.LayerNorm(3)),
+    "another module": lambda module: module["deep"][1].__setitem__(0, nn.LayerNorm(3)),
     "one module more": lambda module: module["deep"].append(nn.ReLU()),
     "one module less": lambda module: module["deep"].pop(1),
-    "a parameter": lambda module: setattr(module["deep"][1][0], "bias", nn.Parameter(torch.zeros(3))),
+    "another parameter": lambda module: setattr(module["deep"][1][0], "bias", nn.Parameter(torch.zeros(3))),
     "no parameter": lambda module: setattr(module["flat"], "bias", None),
-    "a class": lambda module: setattr(module["flat"], "__class__", nn.Bilinear),
-    "a parametrization": lambda module: parametrize.register_parametrization(module["flat"], "weight", Doubled()),
+    "another class": lambda module: setattr(module["flat"], "__class__", nn.Bilinear),
+    "parametrization": lambda module: parametrize.register_parametrization(module["flat"], "weight", Doubled()),
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_takes_the_place_of_a_part_is_seen(change):
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_replaced_objects_are_seen(change):
     module = make_module()
-    record = ModuleRecord(module)
-    assert record.is_current(module)
-    CHANGES[change](module)
+    record = WeightRecord(module, [])
+    assert record.is_current(module) and not record.is_current(make_module())
+    change(module)
     assert not record.is_current(module)
-    assert ModuleRecord(module).is_current(module)
+    assert WeightRecord(module, []).is_current(module)
 
 
-def test_what_is_written_into_a_part_is_not():
+def test_written_entries_are_seen_in_recorded_weights():
     module = make_module()
-    record = ModuleRecord(module)
+    records = [WeightRecord(module, weights) for weights in ([], [module["flat"].weight])]
     with torch.no_grad():
         module["flat"].weight.fill_(2)
-    assert record.is_current(module.train(False).requires_grad_(False))
-
-
-def test_others_of_the_same_kind_are_others():
-    one, other = make_module(), make_module()
-    record = ModuleRecord(one, other)
-    assert record.is_current(one, other)
-    assert not record.is_current(other, one) and not record.is_current(one) and not record.is_current(one, other, one)
+    module.train(False).requires_grad_(False)
+    assert [record.is_current(module) for record in records] == [True, False]
 
 
 def test_a_walk_finds_all_modules():

@@ -1,4 +1,4 @@
-"""Helpers shared by several tests: decoder states."""
+"""Models and batches for tests of decoder states, and comparisons with forward passes."""
 
 import torch
 from tiny_models import random_batch, tiny_model
@@ -7,19 +7,24 @@ LENGTH = 19  # more than the state has room for at first
 
 
 def setting(padding="left", **fields):
-    """A model, its memory of three sources, their mask and targets."""
+    """Return a model, its encoder output of three sources, their mask and targets."""
     model = tiny_model(**fields)
     batch = random_batch(model.config, target=LENGTH, padding=padding)
     with torch.inference_mode():
-        memory = model.get_encoder()(batch["input_ids"], batch["attention_mask"]).last_hidden_state
-    return model, memory, batch["attention_mask"], batch["decoder_input_ids"]
+        encoder_output = model.get_encoder()(batch["input_ids"], batch["attention_mask"]).last_hidden_state
+    return model, encoder_output, batch["attention_mask"], batch["decoder_input_ids"]
 
 
-def whole(model, memory, mask, targets):
-    """What the forward pass makes of all tokens at once."""
+def make_state(state_class, model, encoder_output, mask):
+    with torch.inference_mode():
+        return state_class(model.get_decoder(), encoder_output, mask)
+
+
+def whole(model, encoder_output, mask, targets):
+    """Return the output of a forward pass over all tokens."""
     with torch.inference_mode():
         return model.get_decoder()(
-            targets, encoder_hidden_states=memory, encoder_attention_mask=mask, use_cache=False
+            targets, encoder_hidden_states=encoder_output, encoder_attention_mask=mask, use_cache=False
         ).last_hidden_state
 
 
@@ -32,3 +37,12 @@ def assert_near(outputs, expected):
 def step_through(state, targets):
     with torch.inference_mode():
         return torch.stack([state.step(tokens) for tokens in targets.unbind(1)], dim=1)
+
+
+def fill_new_tensors_with_nan(monkeypatch):
+    """Memory that is not written yet may hold anything."""
+
+    def new_empty(self, *shape):
+        return self.new_full(shape[0] if len(shape) == 1 else shape, torch.nan)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)

@@ -148,6 +148,12 @@ def random_batch(
     return inputs
 
 
+def random_sources(config: MetaphraseConfig, **options: Any) -> dict[str, torch.Tensor]:
+    """Return the `input_ids` and `attention_mask` of `random_batch`."""
+    batch = random_batch(config, **options)
+    return {name: batch[name] for name in ("input_ids", "attention_mask")}
+
+
 def run_model(model, **inputs):
     with torch.no_grad():
         return model(**(random_batch(model.config, padding=None) | inputs))

@@ -7,10 +7,6 @@ import torch
 from small_searches import ENDS, MODELS, OURS, log_probabilities, one_of, search_model, search_sources
 from tiny_models import tiny_model
 
-from metaphrase.decoding.beam_search import beam_search
-from metaphrase.decoding.searches.any_model import search_inputs, search_output
-from metaphrase.decoding.searches.constrained_beam_search import ConstrainedSelection
-from metaphrase.decoding.searches.phrase_automaton import PhraseAutomaton
 from metaphrase.inference import constrained_beam_search
 
 OPTIONS = {"num_beams": 5, "max_new_tokens": 9, "eos_token_id": ENDS, "return_dict_in_generate": True}
@@ -65,26 +61,6 @@ def test_every_target_contains_every_phrase_and_scores_what_it_is_worth(name, ph
             logits = model(**one_of(inputs, index // 2), decoder_input_ids=torch.tensor([[row[0], *ids[:-1]]])).logits
         total = logits[0].log_softmax(-1).take_along_dim(torch.tensor(ids)[:, None], dim=1).sum().item()
         assert found.sequences_scores[index].item() == pytest.approx(total / len(ids) ** 0.5, abs=2e-3)
-
-
-@pytest.mark.parametrize("options", [{}, {"length_penalty": 0.3, "early_stopping": True}, {"eos_token_id": None}])
-@pytest.mark.parametrize("name", ["sinusoidal", "relative"])
-def test_without_phrases_the_selection_is_that_of_beam_search(name, options):
-    model = search_model(name)
-    inputs = search_sources(model)
-
-    def search(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        inputs = search_inputs(model, input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
-        automaton = PhraseAutomaton([], model.config.get_text_config(decoder=True).vocab_size)
-        selection = ConstrainedSelection(generation_config, automaton, inputs.prompt)
-        arguments = (inputs.project, inputs.state, inputs.prompt, logits_processor, generation_config, selection)
-        return search_output(*beam_search(*arguments), generation_config)
-
-    options = OPTIONS | {"num_return_sequences": 5} | options
-    found = model.generate(**inputs, **options, custom_generate=search)
-    expected = model.generate(**inputs, **options, output_scores=True)
-    assert found.sequences.tolist() == expected.sequences.tolist()
-    torch.testing.assert_close(found.sequences_scores, expected.sequences_scores, atol=1e-4, rtol=1e-4)
 
 
 TINY = {"vocab_size": 6, "decoder_layers": 1, "initializer_range": 0.25}
@@ -187,24 +163,28 @@ def test_a_target_still_begins_behind_what_is_no_text(name, options, front, may_
     assert (True in firsts) == may_begin and (False in firsts or front or options)
 
 
+@pytest.mark.parametrize("options", [{}, {"length_penalty": 0.3, "early_stopping": True}, {"eos_token_id": None}])
+@pytest.mark.parametrize("name", ["sinusoidal", "relative", "bart"])
+def test_with_all_phrases_in_the_prompt_the_search_is_beam_search(name, options):
+    model = search_model(name)
+    inputs, start = search_sources(model), model.generation_config.decoder_start_token_id
+    options = options | {"num_return_sequences": 5, "decoder_input_ids": torch.tensor([[start, 7, 8]] * 5)}
+    found = constrained(model, inputs, [[7, 8]], **options)
+    expected = model.generate(**inputs, **OPTIONS | options, output_scores=True)
+    assert found.sequences.tolist() == expected.sequences.tolist()
+    torch.testing.assert_close(found.sequences_scores, expected.sequences_scores, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["sinusoidal", "bart"])
-def test_what_a_prompt_contains_is_met_and_what_it_begins_goes_on(name):
+def test_a_phrase_that_the_prompt_begins_is_completed(name):
     model = search_model(name)
     inputs, start = search_sources(model, batch=2), model.generation_config.decoder_start_token_id
     prompts = torch.tensor([[start, 7, 8], [start, 9, 7]])
-    room = {"max_new_tokens": 1}
-    for row in constrained(model, inputs, [[7, 8]], decoder_input_ids=prompts, **room).sequences.tolist():
+    options = {"max_new_tokens": 1, "decoder_input_ids": prompts}
+    for row in constrained(model, inputs, [[7, 8]], **options).sequences.tolist():
         assert contains(row, [7, 8])
-    # The first one has all of it already, and goes on as it would.
-    free = model.generate(
-        **one_of(inputs, 0), decoder_input_ids=prompts[:1], **OPTIONS | {"num_beams": 10, "max_new_tokens": 3}
-    )
-    found = constrained(
-        model, one_of(inputs, 0), [[7, 8]], decoder_input_ids=prompts[:1], num_beams=10, max_new_tokens=3
-    )
-    assert found.sequences.tolist() == free.sequences.tolist()
     with pytest.raises(ValueError, match=r"`max_new_tokens` must leave room .* got 2 tokens for 1 places"):
-        constrained(model, inputs, [[8, 10]], decoder_input_ids=prompts[:, [0, 2, 1]], **room)
+        constrained(model, inputs, [[8, 10]], **options | {"decoder_input_ids": prompts[:, [0, 2, 1]]})
 
 
 @pytest.mark.parametrize(

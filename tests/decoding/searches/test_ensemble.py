@@ -34,11 +34,11 @@ def models():
     return one, other
 
 
-def ensemble(models, mean="linear", **options):
+def ensemble(models, mean="linear", texts=TEXTS, other_texts=OTHER_TEXTS, **options):
     one, other = models
     options = {"max_new_tokens": 9, "eos_token_id": ENDS} | options
-    partners, search = [Partner(other, OTHER_TEXTS)], EnsembleSearch(mean)
-    return decode(one, TEXTS, return_scores=True, partners=partners, search=search, **options)
+    partners, search = [Partner(other, other_texts)], EnsembleSearch(mean)
+    return decode(one, texts, return_scores=True, partners=partners, search=search, **options)
 
 
 def plain(models, mean, monkeypatch, **options):
@@ -128,16 +128,11 @@ def test_a_model_with_itself_is_that_model(models, mean, options):
 
 @pytest.mark.parametrize("options", [{}, BEAMS], ids=["greedy", "beams"])
 def test_batched_is_alone(models, options):
-    one, other = models
-    options = {"max_new_tokens": 9, "eos_token_id": ENDS, "return_scores": True} | options
-    search = EnsembleSearch()
-    together = decode(one, TEXTS, partners=[Partner(other, OTHER_TEXTS)], search=search, **options)
-    for index, row in enumerate(together):
-        [alone] = decode(
-            one, TEXTS[index:][:1], partners=[Partner(other, OTHER_TEXTS[index:][:1])], search=search, **options
-        )
-        assert [h.ids for h in row] == [h.ids for h in alone]
-        assert [h.score for h in row] == pytest.approx([h.score for h in alone], abs=1e-4)
+    together = ensemble(models, **options)
+    for found, text, other_text in zip(together, TEXTS, OTHER_TEXTS, strict=True):
+        [alone] = ensemble(models, texts=[text], other_texts=[other_text], **options)
+        assert [h.ids for h in found] == [h.ids for h in alone]
+        assert [h.score for h in found] == pytest.approx([h.score for h in alone], abs=1e-4)
 
 
 def test_means_are_distributions():
@@ -181,21 +176,22 @@ def test_members_read_by_their_own_tokenizers():
     assert [each[0].score for each in found] == [each[0].score for each in hypotheses]
 
 
-def test_other_vocabularies_are_refused_by_name():
-    first = tiny_generator()
-    with pytest.raises(
-        ValueError, match=r"The target vocabulary of `model 2 of the ensemble` must be .* tokens that differ"
-    ):
-        Generator(first.model, first.tokenizers, members=[tiny_generator(kind="byte")])
+MISFITS = {
+    "tokenizers": (tiny_pair(kind="byte"), "The target vocabulary of {} must be .* tokens that differ"),
+    "model": (torch.nn.Linear(2, 2), "{} and the first model must both be Metaphrase models, got Linear"),
+    "model.config.decoder_vocab_size": (3, "`decoder_vocab_size` of {} must be that of the first model, .* got 3"),
+    "model.config.decoder_start_token_id": (3, "`decoder_start_token_id` of {} must be that of the first model"),
+    "model.config.eos_token_id": (3, "`eos_token_id` of {} must be that of the first model, .* got 3"),
+}
 
 
-@pytest.mark.parametrize("field", ["decoder_vocab_size", "decoder_start_token_id", "eos_token_id"])
-def test_other_special_ids_are_refused_by_name(field):
+@pytest.mark.parametrize("name", MISFITS)
+def test_members_that_do_not_fit_are_refused_by_name(name):
     first, other = tiny_generator(), tiny_generator(seed=1)
-    setattr(other.model.config, field, 3)
-    with pytest.raises(
-        ValueError, match=f"`{field}` of `model 2 of the ensemble` must be that of the first model, .* got 3"
-    ):
+    value, message = MISFITS[name]
+    *owners, attribute = name.split(".")
+    setattr(functools.reduce(getattr, owners, other), attribute, value)
+    with pytest.raises(ValueError, match=message.format("`model 2 of the ensemble`")):
         Generator(first.model, first.tokenizers, members=[other])
 
 
@@ -218,13 +214,6 @@ def test_scores_and_attention_are_of_one_model():
             ask([SOURCES[0]], [SOURCES[0]])
 
 
-def test_other_families_are_refused():
-    first, other = tiny_generator(), tiny_generator()
-    other.model = torch.nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=r"must both be Metaphrase models, got Linear"):
-        Generator(first.model, first.tokenizers, members=[other])
-
-
 def test_batches_are_measured_by_the_model_that_reads_most(models, monkeypatch):
     rows = []
     first = DecoderState.__init__
@@ -240,11 +229,8 @@ def test_batches_are_measured_by_the_model_that_reads_most(models, monkeypatch):
     assert rows == [(2, 6), (2, 7), (2, 4), (2, 5), (1, 3), (1, 1)]
 
 
-def test_each_model_computes_each_token_once(models, monkeypatch):
-    rows = []
-    step = DecoderState.step
-    monkeypatch.setattr(DecoderState, "step", lambda state, tokens: rows.append(len(tokens)) or step(state, tokens))
-    found = ensemble(models, eos_token_id=ENDS)
-    longest = max(len(h.ids) for [h] in found)
+def test_each_model_computes_each_token_once(models, step_rows):
+    longest = max(len(h.ids) for [h] in ensemble(models, eos_token_id=ENDS))
+    rows = step_rows
     assert len(rows) == 2 * longest and rows[::2] == rows[1::2] == sorted(rows[::2], reverse=True)
     assert rows[-1] < len(TEXTS)

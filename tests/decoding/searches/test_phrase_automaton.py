@@ -7,25 +7,22 @@ import pytest
 import torch
 
 from metaphrase.decoding.searches import phrase_automaton
-from metaphrase.decoding.searches.phrase_automaton import Phrase, PhraseAutomaton
+from metaphrase.decoding.searches.phrase_automaton import START, PhraseAutomaton
 
 VOCAB = 5
 CASES = [
-    [[Phrase((1,))]],
-    [[Phrase((1, 2, 1, 3))]],
-    [[Phrase((1, 1, 2))], [Phrase((1, 1))]],
-    [[Phrase((1, 2, 3))], [Phrase((2, 3, 4))], [Phrase((3,))]],
-    [[Phrase((1, 2)), Phrase((3, 3, 3))], [Phrase((2, 1))]],
-    [[Phrase((1, 2)), Phrase((4, 2), is_first=True)], [Phrase((2, 2))]],
+    [[(1,)]],
+    [[(1, 2, 1, 3)]],
+    [[(1, 1, 2)], [(1, 1)]],
+    [[(1, 2, 3)], [(2, 3, 4)], [(3,)]],
+    [[(1, 2), (3, 3, 3)], [(2, 1)]],
+    [[(1, 2), (START, 4, 2)], [(2, 2)]],
 ]
 
 
 def is_met(text, phrases):
-    for phrase in phrases:
-        places = [0] if phrase.is_first else range(len(text))
-        if any(tuple(text[place : place + len(phrase.ids)]) == phrase.ids for place in places):
-            return True
-    return False
+    text = (START, *text)
+    return any(text[first : first + len(phrase)] == phrase for phrase in phrases for first in range(len(text)))
 
 
 def follow(automaton, text):
@@ -81,8 +78,6 @@ def test_with_many_constraints_missing_is_enough_and_can_always_be_lowered(const
 @pytest.mark.parametrize("constraints", CASES, ids=str)
 def test_each_phrase_leads_on_token_by_token(constraints):
     automaton = PhraseAutomaton(constraints, VOCAB)
-    for phrase in (phrase for phrases in constraints for phrase in phrases if not phrase.is_first):
-        values = [
-            automaton.progress(*follow(automaton, phrase.ids[:count])).item() for count in range(len(phrase.ids) + 1)
-        ]
+    for phrase in (phrase for phrases in constraints for phrase in phrases if START not in phrase):
+        values = [automaton.progress(*follow(automaton, phrase[:count])).item() for count in range(len(phrase) + 1)]
         assert values[0] == 0 and values == sorted(set(values)) and values[-1] <= automaton.most_progress
