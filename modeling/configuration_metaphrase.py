@@ -20,22 +20,9 @@ _CHOICES = {
     "norm_position": ("pre", "post"),
 }
 _POSITIVE = (
-    "vocab_size",
-    "decoder_vocab_size",
-    "hidden_size",
-    "encoder_layers",
-    "decoder_layers",
-    "encoder_attention_heads",
-    "decoder_attention_heads",
-    "encoder_ffn_dim",
-    "decoder_ffn_dim",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "relative_attention_max_distance",
-    "norm_eps",
-    "attention_scale",
-    "initializer_range",
+    *("vocab_size", "decoder_vocab_size", "hidden_size", "encoder_layers", "decoder_layers", "encoder_ffn_dim"),
+    *("decoder_ffn_dim", "encoder_attention_heads", "decoder_attention_heads", "num_key_value_heads", "head_dim"),
+    *("max_position_embeddings", "relative_attention_max_distance", "norm_eps", "attention_scale", "initializer_range"),
 )
 _PROBABILITIES = ("dropout", "attention_dropout", "activation_dropout")
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from metaphrase.modeling.acceleration import plain_dropout, plain_linear
+from metaphrase.modeling.acceleration import plain_linear
 from metaphrase.modeling.compat import is_hooked
 
 # An entry takes 8 random bits. torch's generator returns the bits of eight entries at once.
@@ -54,37 +54,26 @@ def apply_mask(states: torch.Tensor, mask: torch.Tensor, share: float) -> torch.
 
 class _MaskedDropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, states: torch.Tensor, p: float) -> torch.Tensor:
+    def forward(ctx, states: torch.Tensor, residual: torch.Tensor | None, p: float) -> torch.Tensor:
         mask, ctx.share = random_mask(states.shape, p, states.device)
         ctx.save_for_backward(mask)
-        return apply_mask(states, mask, ctx.share)
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (mask,) = ctx.saved_tensors
-        return apply_mask(gradient, mask, ctx.share), None
-
-
-class _AddedDropout(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, residual: torch.Tensor, states: torch.Tensor, p: float) -> torch.Tensor:
-        mask, ctx.share = random_mask(states.shape, p, states.device)
-        ctx.save_for_backward(mask)
-        ctx.dtypes = residual.dtype, states.dtype
-        dtype = torch.promote_types(*ctx.dtypes)
+        ctx.states_dtype, ctx.residual_dtype = states.dtype, None if residual is None else residual.dtype
+        if residual is None:
+            return apply_mask(states, mask, ctx.share)
+        dtype = torch.promote_types(residual.dtype, states.dtype)
         return torch.addcmul(residual.to(dtype), states.to(dtype), mask.to(dtype), value=1 / ctx.share)
 
     @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        (mask,) = ctx.saved_tensors
-        residual_dtype, states_dtype = ctx.dtypes
-        return gradient.to(residual_dtype), apply_mask(gradient, mask, ctx.share).to(states_dtype), None
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        states_gradient = apply_mask(gradient, *ctx.saved_tensors, ctx.share).to(ctx.states_dtype)
+        return states_gradient, gradient.to(ctx.residual_dtype) if ctx.needs_input_grad[1] else None, None
 
 
-def _is_plain(states: torch.Tensor, p: float) -> bool:
+def _is_plain(states: torch.Tensor, p: float, training: bool) -> bool:
     """Return True if torch's own dropout runs."""
     return (
-        states.device.type != "cpu"
+        not training
+        or states.device.type != "cpu"
         or torch.compiler.is_compiling()
         or not _MIN_PROBABILITY <= p <= 1 - _MIN_PROBABILITY
         or not states.is_floating_point()
@@ -97,18 +86,16 @@ def dropout(states: torch.Tensor, p: float, training: bool) -> torch.Tensor:
     On a CPU, `torch.nn.functional.dropout` takes as long as a linear layer of width 128, most of it for random numbers. This
     function draws fewer bits there. Elsewhere, and in compiled code, torch's own dropout runs.
     """
-    if not training or p == 0:
-        return states
-    if _is_plain(states, p):
-        return plain_dropout(states, p, training)
-    return _MaskedDropout.apply(states, p)
+    if _is_plain(states, p, training):
+        return nn.functional.dropout(states, p, training)
+    return _MaskedDropout.apply(states, None, p)
 
 
 def add_dropout(residual: torch.Tensor, states: torch.Tensor, p: float, training: bool) -> torch.Tensor:
     """Return `residual + dropout(states)`, of one shape. On a CPU one kernel takes half the time of two."""
-    if not training or p == 0 or _is_plain(states, p):
-        return residual + dropout(states, p, training)
-    return _AddedDropout.apply(residual, states, p)
+    if _is_plain(states, p, training):
+        return residual + nn.functional.dropout(states, p, training)
+    return _MaskedDropout.apply(states, residual, p)
 
 
 # A smaller layer gains less than the call of a Python function costs.
