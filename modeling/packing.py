@@ -98,6 +98,11 @@ class Segments:
         return (indices - self.starts[self.ids])[None, :]
 
     @cached_property
+    def cells(self) -> torch.Tensor:
+        """Cell of each token in the flattened grid `(sequences * width)`, `(tokens)`."""
+        return self.ids * self.width + self.positions[0]
+
+    @cached_property
     def is_filled(self) -> torch.Tensor:
         """Mask of the grid's cells, True if a cell holds a token, `(sequences, width)`."""
         return torch.arange(self.width, device=self.lengths.device) < self.lengths[:, None]

@@ -51,14 +51,8 @@ class Grid:
         num_scores: Scores of the grid, in all heads.
     """
 
-    def __init__(self, packing: Packing, heads: int, in_blocks: bool):
-        """Args:
-        packing: The two rows.
-        heads: Number of heads.
-        in_blocks: True makes blocks of their own width that fit into a CPU's cache. False makes one block, and reads no length
-            from the device.
-        """
-        self.blocks = list(_make_blocks(packing, heads)) if in_blocks else [_one_block(packing, heads)]
+    def __init__(self, packing: Packing, heads: int):
+        self.blocks = list(_make_blocks(packing, heads))
         self.num_scores = sum(block.rows * block.query_width * block.key_width for block in self.blocks)
         self._query_sizes = [block.rows * block.query_width for block in self.blocks]
         self._key_sizes = [block.rows * block.key_width for block in self.blocks]
@@ -89,12 +83,11 @@ class Grid:
             yield block, [part.view(block.rows, width, -1) for part, width in zip(parts, widths, strict=True)]
 
 
-def grid_of(packing: Packing, heads: int, in_blocks: bool) -> Grid:
+def grid_of(packing: Packing, heads: int) -> Grid:
     """Return the grid of a packing, made once for all layers."""
-    key = (heads, in_blocks)
-    if key not in packing.grids:
-        packing.grids[key] = Grid(packing, heads, in_blocks)
-    return packing.grids[key]
+    if heads not in packing.grids:
+        packing.grids[heads] = Grid(packing, heads)
+    return packing.grids[heads]
 
 
 class GridSide:
@@ -166,11 +159,6 @@ class GridSide:
             from_grid = self.from_grid.view(-1, 1, self.heads) + number * len(self.to_grid)
             self._indices_by_count[count] = to_grid.flatten(), from_grid.flatten()
         return self._indices_by_count[count]
-
-
-def _one_block(packing: Packing, heads: int) -> Block:
-    widths = packing.queries.width, packing.keys.width
-    return Block(slice(0, len(packing.queries)), slice(0, heads), *widths, ends=[])
 
 
 def _make_blocks(packing: Packing, heads: int) -> Iterator[Block]:

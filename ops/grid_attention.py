@@ -197,16 +197,19 @@ def grid_attention(
     rows = [states.transpose(1, 2).reshape(-1, heads * head_dim) for states in (query, key, value)]
     if query.device.type == "cpu" and not torch.compiler.is_compiling():
         return joined_grid_attention(rows, heads, mask, packing, scaling, dropout)
-    grid = grid_of(packing, heads, in_blocks=False)
-    sides = grid.queries, grid.keys, grid.keys
-    cells = [side.enter(states)[0] for side, states in zip(sides, rows, strict=True)]
+    # One block, for which no length is read from the device: (tokens, H * head_dim) -> (sequences, H, width, head_dim)
+    sides = packing.queries, packing.keys, packing.keys
+    cells = [
+        states.new_zeros(len(side) * side.width, states.shape[1]).index_copy(0, side.cells, states)
+        for side, states in zip(sides, rows, strict=True)
+    ]
     output = nn.functional.scaled_dot_product_attention(
-        *(states.view(len(packing.queries), heads, -1, head_dim) for states in cells),
+        *(states.view(len(packing.queries), -1, heads, head_dim).transpose(1, 2) for states in cells),
         attn_mask=packing.is_seen_in_grid() if mask is None else mask.to(query.dtype),
         dropout_p=dropout,
         scale=scaling,
     )
-    return grid.queries.leave(output.reshape(-1, head_dim)).view(1, -1, heads, head_dim)
+    return output.transpose(1, 2).reshape(-1, heads, head_dim).index_select(0, packing.queries.cells)[None]
 
 
 def joined_grid_attention(
@@ -230,7 +233,7 @@ def joined_grid_attention(
     Returns:
         Output (1, query tokens, H, head_dim).
     """
-    grid = grid_of(packing, heads, in_blocks=True)
+    grid = grid_of(packing, heads)
     kept_bytes = grid.num_scores * _weight_dtype(rows[0].dtype, packing.keys.width).itemsize
     output = _GridAttention.apply(mask, grid, kept_bytes <= MAX_KEPT_BYTES, scaling, dropout, *rows)
     return output.view(1, output.shape[0], heads, -1)

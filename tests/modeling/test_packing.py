@@ -232,7 +232,7 @@ def test_weights_are_kept_where_those_of_all_blocks_have_room(fewer, times, monk
     monkeypatch.setattr(grid_attention, "_weights", lambda *parts: computed.append(parts) or compute(*parts))
     packing = Packing(segments, segments, False, "grid")
     grid_attention.grid_attention(*states, None, packing, 0.5, 0.0).sum().backward()
-    assert len(computed) == times * len(grid_attention.grid_of(packing, 2, in_blocks=True).blocks) > times
+    assert len(computed) == times * len(grid_attention.grid_of(packing, 2).blocks) > times
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 2**25])
@@ -325,10 +325,8 @@ def test_rows_of_several_pairs_must_be_one():
 def test_each_block_is_as_wide_as_its_own_longest_row(monkeypatch):
     monkeypatch.setattr(grid, "BLOCK_ENTRIES", 2 * 64 * 64)
     sources, targets = (Segments(torch.tensor(side), sum(side)) for side in ((64, 40, 9, 3), (5, 30, 17, 4)))
-    blocks = grid.Grid(Packing(targets, sources, False, "grid"), 2, in_blocks=True).blocks
+    blocks = grid.Grid(Packing(targets, sources, False, "grid"), 2).blocks
     assert [(block.sequences, block.query_width, block.key_width) for block in blocks] == [
         (slice(0, 2), 32, 64),
         (slice(2, 4), 24, 16),
     ]
-    (whole,) = grid.Grid(Packing(targets, sources, False, "grid"), 2, in_blocks=False).blocks
-    assert (whole.sequences, whole.query_width, whole.key_width) == (slice(0, 4), 32, 64)
