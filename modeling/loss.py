@@ -108,9 +108,6 @@ def num_items(
     return max(num_items_in_batch, 1)
 
 
-DEFAULT_LABELS_PER_CHUNK = 512
-
-
 def check_halves(labels: torch.Tensor) -> None:
     """Check that the second half of the labels `(labels,)` equals the first half.
 
@@ -127,7 +124,7 @@ def symmetric_divergence(
     first_logits: torch.Tensor,
     second_logits: torch.Tensor,
     labels: torch.Tensor,
-    labels_per_chunk: int = DEFAULT_LABELS_PER_CHUNK,
+    labels_per_chunk: int = 512,
 ) -> torch.Tensor:
     """Return half the sum of both Kullback-Leibler divergences of two predictions, summed over the labels, in float32.
 
@@ -143,17 +140,7 @@ def symmetric_divergence(
 
     Returns:
         A scalar, in nats, with gradients for both predictions.
-
-    Raises:
-        ValueError: If the shapes do not agree, or `labels_per_chunk` is below 1.
     """
-    if first_logits.ndim != 2 or first_logits.shape != second_logits.shape or labels.shape != first_logits.shape[:1]:
-        raise ValueError(
-            "`first_logits` and `second_logits` must be (labels, vocab) and `labels` (labels,), "
-            f"got {tuple(first_logits.shape)}, {tuple(second_logits.shape)} and {tuple(labels.shape)}."
-        )
-    if labels_per_chunk < 1:
-        raise ValueError(f"`labels_per_chunk` must be at least 1, got {labels_per_chunk}.")
     total = torch.zeros((), dtype=torch.float32, device=first_logits.device)
     is_label = (labels != IGNORED_LABEL).to(first_logits.device)
     chunks = (tensor.split(labels_per_chunk) for tensor in (first_logits, second_logits, is_label))
