@@ -19,6 +19,7 @@ from .positions import (
     RotaryPositionEmbedding,
     SinusoidalPositionEmbedding,
     alibi_slopes,
+    positions_from_mask,
 )
 
 
@@ -191,7 +192,7 @@ class Stack(MetaphrasePreTrainedModel):
         return [getattr(layer.self_attn, "relative_position_bias", None) for layer in self.layers]
 
     def _pack(self, queries: Segments, keys: Segments, is_cross: bool, like: torch.Tensor) -> tuple[Packing, list]:
-        """Return the packing of an attention of this stack, and each layer's mask.
+        """Return the packing of an attention of this stack, and a pair for each layer as `_layer_masks` does.
 
         Args:
             queries: Sequences of this stack's row.
@@ -204,7 +205,7 @@ class Stack(MetaphrasePreTrainedModel):
         has_bias, head_dim = biases[0] is not None, self.layers[0].self_attn.head_dim
         kernel = choose_kernel(self.config._attn_implementation, like, head_dim, has_bias, attention_dropout)
         packing = Packing(queries, keys, self.is_causal and not is_cross, kernel)
-        masks = [packed_mask(packing, bias, like) for bias in dict.fromkeys(biases)]
+        masks = [(packed_mask(packing, bias, like), None) for bias in dict.fromkeys(biases)]
         return packing, masks * (len(self.layers) // len(masks))
 
     def get_input_embeddings(self) -> nn.Module:
@@ -214,9 +215,23 @@ class Stack(MetaphrasePreTrainedModel):
         self.embed_tokens = value
 
 
-def bound_of(position_ids: torch.Tensor, length: int) -> int:
-    """Return a number above every position. Compiled code cannot read positions and takes the length."""
-    return length if torch.compiler.is_compiling() else max(length, int(position_ids.max()) + 1)
+def locate(
+    position_ids: torch.Tensor | None, attention_mask: object, query_positions: torch.Tensor, length: int
+) -> tuple[torch.Tensor, int]:
+    """Return the position of each query, `(1 or batch, query)`, and a number above every position.
+
+    Args:
+        position_ids: Positions that the caller set, or None.
+        attention_mask: A mask of padding counts tokens only.
+        query_positions: Indices of the queries, `(1, query)`.
+        length: Number of keys.
+    """
+    if position_ids is None:
+        if is_padding_mask(attention_mask):
+            return positions_from_mask(attention_mask)[:, -query_positions.shape[1] :], length
+        return query_positions, length
+    # Compiled code cannot read positions.
+    return position_ids, length if torch.compiler.is_compiling() else max(length, int(position_ids.max()) + 1)
 
 
 def packed_segments(
