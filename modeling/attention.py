@@ -13,8 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .acceleration import acceleration
 from .configuration_metaphrase import MetaphraseConfig
 from .normalization import HeadRMSNorm, cast_for_autocast
-from .packed_attention import packed_attention
-from .packing import Packing
+from .packing import Packing, packed_attention
 from .positions import RelativePositionBias, rotate
 
 

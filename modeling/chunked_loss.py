@@ -1,7 +1,5 @@
 """Loss from hidden states: output projection and cross-entropy in chunks, without storing all logits."""
 
-from collections.abc import Iterator
-
 import torch
 
 from .compat import softmax_gradient
@@ -16,8 +14,9 @@ _STRIP_ROWS = 2048
 
 
 def chunk_rows(vocab_size: int) -> int:
-    """Return the number of tokens of a chunk."""
-    return max(_MIN_CHUNK_ROWS, _CHUNK_ENTRIES // vocab_size)
+    """Return the number of tokens of a chunk, an even number."""
+    rows = max(_MIN_CHUNK_ROWS, _CHUNK_ENTRIES // vocab_size)
+    return rows + rows % 2
 
 
 class _ProjectedLoss(torch.autograd.Function):
@@ -40,9 +39,10 @@ class _ProjectedLoss(torch.autograd.Function):
         make = torch.empty if states.shape[0] else torch.zeros
         weight_gradient = make(weight.shape, dtype=torch.float32, device=weight.device) if needs_gradient[1] else None
         bias_gradient = torch.zeros(vocab, dtype=torch.float32, device=weight.device) if needs_gradient[2] else None
-        for slices in _chunk_slices(states.shape[0], chunk_rows(vocab), has_halves=alpha != 0):
-            chunk, chunk_labels = _take(states, slices), _take(labels, slices)
-            mask = None if is_label is None else _take(is_label, slices)
+        size = chunk_rows(vocab)
+        for start in range(0, states.shape[0], size):
+            chunk, chunk_labels = states[start : start + size], labels[start : start + size]
+            mask = None if is_label is None else is_label[start : start + size]
             logits = chunk @ matrix.T if bias is None else torch.addmm(bias.to(dtype), chunk, matrix.T)
             rows = torch.arange(chunk.shape[0], device=chunk.device)
             label_logits = logits[rows, chunk_labels].float()
@@ -72,9 +72,9 @@ class _ProjectedLoss(torch.autograd.Function):
             if mask is not None:
                 logits_gradient *= mask[:, None]
             if states_gradient is not None:
-                _put(states_gradient, slices, logits_gradient @ matrix)
+                states_gradient[start : start + size] = logits_gradient @ matrix
             if weight_gradient is not None:
-                _add_product(weight_gradient, logits_gradient.T, chunk, is_first=slices[0].start == 0)
+                _add_product(weight_gradient, logits_gradient.T, chunk, is_first=start == 0)
             if bias_gradient is not None:
                 bias_gradient += logits_gradient.sum(dim=0, dtype=torch.float32)
             # Free the chunk before the next chunk is computed.
@@ -129,9 +129,9 @@ class _LabelProbabilities:
         return torch.where(self.is_likely, 1 - share - self.rest, self.values - share)
 
     def difference(self) -> torch.Tensor:
-        """Return the first half of the probabilities minus the second half, `(rows / 2)`."""
-        (p, q), (rest_p, rest_q) = self.values.chunk(2), self.rest.chunk(2)
-        are_likely = torch.logical_and(*self.is_likely.chunk(2))
+        """Return the probabilities of even rows minus those of odd rows, `(rows / 2)`."""
+        (p, q), (rest_p, rest_q) = ((tensor[::2], tensor[1::2]) for tensor in (self.values, self.rest))
+        are_likely = self.is_likely[::2] & self.is_likely[1::2]
         return torch.where(are_likely, rest_q - rest_p, p - q)
 
     def surprisals(self, logits: torch.Tensor, probabilities: torch.Tensor, label_logits: torch.Tensor) -> torch.Tensor:
@@ -144,23 +144,6 @@ class _LabelProbabilities:
         return torch.where(self.is_likely, -torch.log1p(-self.rest.clamp(max=0.5)), unlikely)
 
 
-def _chunk_slices(total: int, rows: int, has_halves: bool) -> Iterator[tuple[slice, ...]]:
-    """Yield the slices of each chunk: one of `rows` rows, or one of `rows / 2` rows in each half of the tokens."""
-    length, rows = (total // 2, max(1, rows // 2)) if has_halves else (total, rows)
-    for start in range(0, length, rows):
-        stop = min(start + rows, length)
-        yield (slice(start, stop), slice(length + start, length + stop)) if has_halves else (slice(start, stop),)
-
-
-def _take(tensor: torch.Tensor, slices: tuple[slice, ...]) -> torch.Tensor:
-    return tensor[slices[0]] if len(slices) == 1 else torch.cat([tensor[rows] for rows in slices])
-
-
-def _put(tensor: torch.Tensor, slices: tuple[slice, ...], values: torch.Tensor) -> None:
-    for rows, part in zip(slices, values.chunk(len(slices)), strict=True):
-        tensor[rows] = part
-
-
 def _divergence(
     logits: torch.Tensor,
     probabilities: torch.Tensor,
@@ -169,24 +152,25 @@ def _divergence(
     labels: torch.Tensor,
     alpha: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the divergence of the two halves of a chunk, with the same labels.
+    """Return the divergence of even and odd rows of a chunk, with the same labels.
 
-    The logits a and b of the halves have the probabilities p and q. KL(p, q) + KL(q, p) is the sum of (p - q)(a - b). The
-    gradient for a is p - q + p (a - b - sum(p (a - b))). Adding a constant to a - b changes neither. So a - b is made 0 for the
-    label, since p and q of a likely label are inaccurate.
+    Their logits a and b have the probabilities p and q. KL(p, q) + KL(q, p) is the sum of (p - q)(a - b). The gradient for a is
+    p - q + p (a - b - sum(p (a - b))). Adding a constant to a - b changes neither. So a - b is made 0 for the label, since p and
+    q of a likely label are inaccurate.
 
     Returns:
         Half the divergence of a pair of rows, times alpha, `(rows)`, and the gradient of the logits, `(rows, vocab)`.
     """
-    (first, second), (p, q) = logits.chunk(2), probabilities.chunk(2)
-    index = rows[: len(p)], labels[: len(p)]
-    gap, difference = first - second, p - q
+    p, q = probabilities[::2], probabilities[1::2]
+    index = rows[: len(p)], labels[::2]
+    gap, difference = logits[::2] - logits[1::2], p - q
     gap -= gap[index][:, None]
     difference[index] = label_probabilities.difference().to(difference.dtype)
     divergence = 0.25 * alpha * (gap * difference).sum(dim=1, dtype=torch.float32)
-    gradients = [softmax_gradient(gap, side) for side in (p, q)]
-    gradient = torch.cat((gradients[0].add_(difference), gradients[1].add_(difference).neg_())).mul_(0.5 * alpha)
-    return torch.cat((divergence, divergence)), gradient
+    gradient = torch.empty_like(probabilities)
+    torch.add(softmax_gradient(gap, p), difference, out=gradient[::2])
+    torch.add(softmax_gradient(gap, q), difference, out=gradient[1::2]).neg_()
+    return divergence.repeat_interleave(2), gradient.mul_(0.5 * alpha)
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, is_first: bool) -> None:
@@ -235,6 +219,8 @@ def projected_loss(
         raise ValueError(f"`smoothing` must be at least 0 and below 1, got {smoothing}.")
     if r_drop_alpha:
         check_halves(labels)
+        # The rows of a pair become neighbours: (tokens, ...) -> (2, tokens / 2, ...) -> (tokens, ...)
+        hidden_states, labels = (t.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) for t in (hidden_states, labels))
     labels = labels.to(hidden_states.device)
     is_label = labels != IGNORED_LABEL
     device_type = hidden_states.device.type

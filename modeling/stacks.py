@@ -10,8 +10,7 @@ from .attention import combine_bias, kernel_takes_bias
 from .compat import CACHE_NAMES, is_loaded
 from .configuration_metaphrase import MetaphraseConfig
 from .normalization import clamp_float16, make_norm
-from .packed_attention import choose_kernel, packed_mask
-from .packing import Packing, Segments
+from .packing import Packing, Segments, choose_kernel, packed_mask
 from .positions import (
     AlibiPositionBias,
     LearnedPositionEmbedding,

@@ -11,8 +11,7 @@ from torch import nn
 
 from metaphrase.modeling.attention import MetaphraseAttention
 from metaphrase.modeling.compat import softmax_gradient
-from metaphrase.modeling.packed_attention import additive_mask
-from metaphrase.modeling.packing import Packing
+from metaphrase.modeling.packing import Packing, additive_mask
 from metaphrase.ops.grid import Block, Grid, GridSide, grid_of
 from metaphrase.ops.linear_and_dropout import apply_mask, can_join, joined_linear, random_mask
 

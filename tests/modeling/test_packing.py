@@ -8,9 +8,8 @@ import torch
 from packed_rows import TARGETS, assert_close, gradients, packed, ragged_pairs
 from tiny_models import DESIGNS, tiny_model
 
-from metaphrase.modeling import IGNORED_LABEL, compat, packed_attention, stacks
-from metaphrase.modeling.packed_attention import choose_kernel
-from metaphrase.modeling.packing import Packing, Segments
+from metaphrase.modeling import IGNORED_LABEL, compat, packing, stacks
+from metaphrase.modeling.packing import Packing, Segments, choose_kernel
 from metaphrase.ops import grid, grid_attention
 from metaphrase.ops import linear_and_dropout as fused_linear
 
@@ -84,7 +83,7 @@ def test_attention_by_offsets_is_told_what_the_rows_are(design, varlen_attn, mon
         return varlen_attn(*args, **kwargs)
 
     count.__signature__ = inspect.signature(varlen_attn)
-    monkeypatch.setattr(packed_attention, "varlen_attn", count)
+    monkeypatch.setattr(packing, "varlen_attn", count)
     monkeypatch.setattr(compat, "varlen_attn", count)
     compat.varlen_causal.cache_clear()
     fields = DESIGNS[design] | {"initializer_range": 0.2, "attention_scale": 0.3}
@@ -296,14 +295,10 @@ def test_bfloat16_stays_close_in_narrow_and_in_wide_grids(longest, kept_bytes, m
         ({"target_lengths": None}, "must be given together"),
         ({"target_lengths": torch.tensor([3, 40, 2, 8])}, r"add up to the 30 tokens of the row, got \[3, 40, 2, 8\]"),
         ({"target_lengths": torch.tensor([30, 1, 0, 0])}, "at least 1 and add up to the 30 tokens"),
-        (
-            {"target_lengths": torch.tensor([], dtype=torch.long)},
-            r"one for each sequence, .* got \(0,\) of torch.int64",
-        ),
-        ({"target_lengths": [3, 27]}, "must be a tensor of integers with one for each sequence, .* got list"),
-        ({"source_lengths": torch.tensor(33)}, r"one for each sequence, .* got \(\)"),
-        ({"source_lengths": [33]}, "must be a tensor .* got list"),
-        ({"source_lengths": torch.tensor([5.0, 1.0, 19.0, 8.0])}, r"of integers .* got \(4,\) of torch.float32"),
+        ({"target_lengths": torch.tensor([], dtype=torch.long)}, r"one for each sequence, .* got tensor"),
+        ({"target_lengths": [3, 27]}, r"must be a tensor of integers with one for each sequence, .* got \[3, 27\]"),
+        ({"source_lengths": torch.tensor(33)}, r"one for each sequence, .* got tensor"),
+        ({"source_lengths": torch.tensor([5.0, 1.0, 19.0, 8.0])}, r"of integers .* got tensor"),
         ({"attention_mask": torch.ones(1, 33)}, "`attention_mask` must be None with"),
     ],
 )

@@ -176,6 +176,7 @@ def test_an_accelerator_counts_labels_by_a_mask(monkeypatch):
     hidden, weight = torch.randn(40, 16), torch.randn(53, 16)
     labels = torch.randint(0, 53, (20,)).masked_fill(torch.arange(20) % 3 == 0, IGNORED_LABEL).repeat(2)
     expected = projected.projected_loss(hidden, weight, None, labels, 0.1, 3.0)
+    hidden, labels = (tensor[torch.arange(40).view(2, 20).T.flatten()] for tensor in (hidden, labels))
     arguments = (hidden, weight, None, labels.clamp(min=0), labels != IGNORED_LABEL, 2, 0.1, 3.0, torch.float32)
     torch.testing.assert_close(projected._ProjectedLoss.apply(*arguments), expected / 2, rtol=1e-5, atol=1e-5)
 
