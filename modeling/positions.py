@@ -105,14 +105,7 @@ class LearnedPositionEmbedding(nn.Embedding):
         self.offset = config.position_offset
 
     def forward(self, position_ids: torch.Tensor, length: int) -> torch.Tensor:
-        """Look up positions.
-
-        Args:
-            position_ids: `(batch, query)`.
-            length: A number above every position.
-
-        Returns:
-            `(batch, query, hidden)`.
+        """Look up positions, as `SinusoidalPositionEmbedding` does.
 
         Raises:
             ValueError: If a position is past the end of the table.
@@ -180,12 +173,8 @@ def rotate(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> to
     """Rotate the pairs (i, i + rotated / 2) of the first `rotated` entries of a head.
 
     Args:
-        states: Queries or keys `(batch, heads, length, head_dim)`.
-        cosine: `(batch, 1, length, rotated)`.
-        sine: `(batch, 1, length, rotated)`.
-
-    Returns:
-        Rotated states, with the shape and dtype of `states`.
+        states: Queries or keys `(batch, heads, length, head_dim)`. The result has this shape and dtype.
+        cosine, sine: `(batch, 1, length, rotated)`.
     """
     num_rotated = cosine.shape[-1]
     rotated, rest = states[..., :num_rotated], states[..., num_rotated:]
@@ -251,11 +240,8 @@ def alibi_slopes(heads: int) -> torch.Tensor:
     Source: Press et al. 2022, section 3, arXiv 2108.12409.
     """
     power = 2 ** math.floor(math.log2(heads))
-
-    def series(count: int) -> list[float]:
-        return [2 ** (-8 * (index + 1) / count) for index in range(count)]
-
-    return torch.tensor(series(power) + series(2 * power)[0::2][: heads - power], dtype=torch.float32)
+    slower = torch.arange(1, 2 * power, 2, dtype=torch.float64)[: heads - power] / (2 * power)
+    return (2.0 ** (-8 * torch.cat((torch.arange(1, power + 1) / power, slower)))).float()
 
 
 class AlibiPositionBias(nn.Module):

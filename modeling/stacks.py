@@ -161,15 +161,7 @@ class Stack(MetaphrasePreTrainedModel):
         query_offset: int | torch.Tensor,
         like: torch.Tensor,
     ) -> list[tuple[torch.Tensor | None, torch.Tensor | None]]:
-        """Return each layer's mask, and its position bias if the kernel does not take the bias in the mask.
-
-        Args:
-            attention_mask: The mask of all layers, from `masking_utils`.
-            query_positions: `(1 or batch, query)`.
-            key_positions: `(1 or batch, key)`.
-            query_offset: Index of the first query among the keys.
-            like: `(batch, query, hidden)`, of the dtype of the masks.
-        """
+        """Return each layer's mask, and its position bias if the kernel does not take the bias in the mask."""
         pairs = []
         for module in self.position_biases():
             if module is None:
@@ -191,14 +183,7 @@ class Stack(MetaphrasePreTrainedModel):
         return [getattr(layer.self_attn, "relative_position_bias", None) for layer in self.layers]
 
     def _pack(self, queries: Segments, keys: Segments, is_cross: bool, like: torch.Tensor) -> tuple[Packing, list]:
-        """Return the packing of an attention of this stack, and a pair for each layer as `_layer_masks` does.
-
-        Args:
-            queries: Sequences of this stack's row.
-            keys: Sequences of the row of keys.
-            is_cross: True if the keys are from the encoder output.
-            like: `(1, query tokens, hidden)`, of the device and dtype of the masks.
-        """
+        """Return the packing of an attention of this stack, and a pair for each layer as `_layer_masks` does."""
         biases = [None] if is_cross else self.position_biases()
         attention_dropout = self.config.attention_dropout if self.training else 0.0
         has_bias, head_dim = biases[0] is not None, self.layers[0].self_attn.head_dim

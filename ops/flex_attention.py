@@ -39,19 +39,9 @@ def packed_flex_attention(
     scaling: float,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Attend within each sequence of packed rows.
+    """Attend within each sequence of packed rows, with the arguments and the result of `packing.packed_attention`.
 
-    Args:
-        query: Queries (1, H, query tokens, head_dim).
-        key: Keys (1, H, key tokens, head_dim).
-        value: Values (1, H, key tokens, head_dim).
-        mask: Result of `make_flex_mask`.
-        packing: The two rows; not used.
-        scaling: Factor of the scores.
-        dropout: 0, or `choose_kernel` selects another kernel.
-
-    Returns:
-        Output (1, query tokens, H, head_dim).
+    The mask is the result of `make_flex_mask`. Dropout is 0, or `choose_kernel` selects another kernel.
     """
     if torch.compiler.is_compiling():
         return flex_attention(query, key, value, scale=scaling, **mask).transpose(1, 2)

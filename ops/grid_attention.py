@@ -30,15 +30,7 @@ class _GridAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, mask, grid: Grid, keeps_weights: bool, scaling: float, p: float, *rows: torch.Tensor):
-        """Args:
-        mask: Added to the scores, (sequences or 1, H or 1, query width or 1, key width). None lets all tokens of a sequence
-            see each other.
-        grid: The grid of the two rows, in blocks.
-        keeps_weights: True stores the attention weights for the backward pass. False computes them again.
-        scaling: Factor of the scores.
-        p: Dropout of the weights.
-        rows: Query, key and value, (tokens, H * head_dim) each. Neighbours may be side by side in one tensor.
-        """
+        # `keeps_weights` stores the attention weights for the backward pass, which else computes them again.
         ctx.grid, ctx.scaling, ctx.keeps_weights, ctx.kept_share = grid, scaling, keeps_weights, 1.0
         width = sum(states.shape[1] for states in rows) // 3
         ctx.counts = [states.shape[1] // width for states in rows]
@@ -177,20 +169,10 @@ def grid_attention(
     scaling: float,
     dropout: float,
 ) -> torch.Tensor:
-    """Attend within each sequence of packed rows.
+    """Attend within each sequence of packed rows, with the arguments and the result of `packing.packed_attention`.
 
-    Args:
-        query: Queries (1, H, query tokens, head_dim).
-        key: Keys (1, H, key tokens, head_dim).
-        value: Values (1, H, key tokens, head_dim).
-        mask: Added to the scores in the grid, (sequences or 1, H or 1, query width or 1, key width). None lets all tokens of a
-            sequence see each other.
-        packing: The two rows.
-        scaling: Factor of the scores.
-        dropout: Probability to drop an attention weight.
-
-    Returns:
-        Output (1, query tokens, H, head_dim).
+    The mask is added to the scores in the grid, (sequences or 1, H or 1, query width or 1, key width). None lets all tokens of a
+    sequence see each other.
     """
     heads, head_dim = query.shape[1], query.shape[3]
     rows = [states.transpose(1, 2).reshape(-1, heads * head_dim) for states in (query, key, value)]
@@ -221,16 +203,7 @@ def joined_grid_attention(
 ) -> torch.Tensor:
     """Attend as `grid_attention` does, on a CPU, with the outputs of joined projections.
 
-    Args:
-        rows: Query, key and value, (tokens, H * head_dim) each. Neighbours may be side by side in one tensor.
-        heads: Number of heads.
-        mask: See `grid_attention`.
-        packing: The two rows.
-        scaling: Factor of the scores.
-        dropout: Probability to drop an attention weight.
-
-    Returns:
-        Output (1, query tokens, H, head_dim).
+    The rows are query, key and value, (tokens, H * head_dim) each. Neighbours may be side by side in one tensor.
     """
     grid = grid_of(packing, heads)
     kept_bytes = grid.num_scores * _weight_dtype(rows[0].dtype, packing.keys.width).itemsize
@@ -239,13 +212,7 @@ def joined_grid_attention(
 
 
 def make_grid_mask(packing: Packing, bias: nn.Module | None, like: torch.Tensor) -> torch.Tensor | None:
-    """Make the mask of `grid_attention`; None if all tokens of a sequence see each other.
-
-    Args:
-        packing: The two rows.
-        bias: Module that gives a position bias, if there is one.
-        like: Gives dtype and device.
-    """
+    """Make the mask of `grid_attention`; None if all tokens of a sequence see each other."""
     if bias is None and not packing.is_causal:
         return None
     # A token has the same position in its grid row as in its sequence.
@@ -267,9 +234,7 @@ def fused_grid_attention(
         attention: The attention module.
         hidden_states: Input (1, query tokens, D).
         encoder_output: Encoder output (1, source tokens, D) for a cross-attention.
-        mask: See `grid_attention`.
-        packing: The two rows.
-        dropout: Probability to drop an attention weight.
+        mask, packing, dropout: See `grid_attention`.
 
     Returns:
         Output (1, query tokens, H, head_dim), or None if something comes between projection and attention, or if the

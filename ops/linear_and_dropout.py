@@ -107,12 +107,7 @@ _STRIP_ROWS = 256
 class _FusedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, states: torch.Tensor, is_rectified: bool, count: int, *parameters: torch.Tensor):
-        """Args:
-        states: Shape (..., in_features).
-        is_rectified: True applies a ReLU.
-        count: Number of layers.
-        parameters: The weights of the layers, then their biases, if they have any.
-        """
+        # The parameters are `count` weights, then their biases, if they have any.
         matrix, *row = (_join(part, states.dtype) for part in (parameters[:count], parameters[count:]) if part)
         activation = "relu" if is_rectified else "none"
         output = torch.ops.mkldnn._linear_pointwise(states, matrix, row[0] if row else None, activation, [], "")
