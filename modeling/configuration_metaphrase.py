@@ -35,12 +35,10 @@ class MetaphraseConfig(PreTrainedConfig):
         vocab_size: Size of the source vocabulary, or of a shared vocabulary.
         decoder_vocab_size: Size of the target vocabulary. None means `vocab_size`.
         hidden_size: Width of the hidden states of both stacks.
-        encoder_layers: Layers of the encoder.
-        decoder_layers: Layers of the decoder.
+        encoder_layers, decoder_layers: Layers of each stack.
         encoder_attention_heads: Query heads of the encoder's self-attention.
         decoder_attention_heads: Query heads of the decoder's self-attention and cross-attention.
-        encoder_ffn_dim: Inner width of the encoder's feed-forward network.
-        decoder_ffn_dim: Inner width of the decoder's feed-forward network.
+        encoder_ffn_dim, decoder_ffn_dim: Inner width of the feed-forward network in each stack.
         num_key_value_heads: Key and value heads (grouped-query attention, Ainslie et al. 2023, arXiv 2305.13245). None means the
             number of query heads, 1 means multi-query attention. None becomes a number if the heads of both stacks are equal.
         head_dim: Width of a head. None means `hidden_size` divided by the query heads of the stack. None becomes a number if the
@@ -71,8 +69,7 @@ class MetaphraseConfig(PreTrainedConfig):
         qk_norm: RMSNorm of queries and keys in each head, before positions (Henry et al. 2020, arXiv 2010.04245).
         scale_embedding: Multiply token embeddings by the square root of `hidden_size`.
         attention_scale: Factor of the attention scores. None means `head_dim` ** -0.5. T5 uses 1.
-        attention_bias: Biases in the projections of attention.
-        mlp_bias: Biases in the feed-forward network.
+        attention_bias, mlp_bias: Biases in the projections of attention, and in the feed-forward network.
         logits_bias: A bias in the output projection.
         logits_scale: Factor of the decoder's output before the output projection. T5 uses `hidden_size` ** -0.5.
         tie_word_embeddings: The output projection and the target embeddings share a weight.

@@ -30,14 +30,16 @@ class EncoderDecoderEmbeddings(MetaphrasePreTrainedModel):
     def _resize_token_embeddings(self, new_num_tokens, pad_to_multiple_of=None, mean_resizing=True):
         if self.config.share_embeddings:
             embeddings = super()._resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
-            self.config.vocab_size = self.config.decoder_vocab_size = embeddings.num_embeddings
-            return embeddings
-        old = self.get_input_embeddings()
-        new = self._get_resized_embeddings(old, new_num_tokens, pad_to_multiple_of, mean_resizing)
-        self.set_input_embeddings(new.requires_grad_(old.weight.requires_grad))
-        # The weight itself has no rows under DeepSpeed ZeRO.
-        self.config.vocab_size = new.num_embeddings
-        return new
+            self.config.decoder_vocab_size = embeddings.num_embeddings
+        else:
+            embeddings = self._resize_stack(self.get_encoder(), new_num_tokens, pad_to_multiple_of, mean_resizing)
+        self.config.vocab_size = embeddings.num_embeddings
+        return embeddings
+
+    def _resize_stack(self, stack: nn.Module, *arguments) -> nn.Module:
+        old = stack.embed_tokens
+        stack.embed_tokens = self._get_resized_embeddings(old, *arguments).requires_grad_(old.weight.requires_grad)
+        return stack.embed_tokens
 
     def _get_resized_lm_head(self, *args, **kwargs):
         # `_init_weights` must know that the new projection is a head.
@@ -67,16 +69,13 @@ class EncoderDecoderEmbeddings(MetaphrasePreTrainedModel):
             raise ValueError(
                 "`share_embeddings` must be false to resize the target alone, got true. Use `resize_token_embeddings`."
             )
-        decoder = self.get_decoder()
-        old = decoder.embed_tokens
-        new = self._get_resized_embeddings(old, new_num_tokens, pad_to_multiple_of, mean_resizing)
-        decoder.embed_tokens = new.requires_grad_(old.weight.requires_grad)
-        size = new.num_embeddings
+        new = self._resize_stack(self.get_decoder(), new_num_tokens, pad_to_multiple_of, mean_resizing)
+        # The weight itself has no rows under DeepSpeed ZeRO.
+        self.config.decoder_vocab_size = new.num_embeddings
         head = self.get_output_embeddings()
         if head is not None:
-            resized = self._get_resized_lm_head(head, size, mean_resizing=mean_resizing)
+            resized = self._get_resized_lm_head(head, new.num_embeddings, mean_resizing=mean_resizing)
             self.set_output_embeddings(resized.requires_grad_(head.weight.requires_grad))
-        self.config.decoder_vocab_size = size
         self.tie_weights()
         return new
 
@@ -212,18 +211,6 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMix
         # All tied weights name the same weight, so that a checkpoint with one of them is complete.
         stack = "encoder" if self.config.share_embeddings else "decoder"
         return {"lm_head.weight": f"model.{stack}.embed_tokens.weight"}
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module):
-        self.model.set_input_embeddings(value)
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
-    def set_output_embeddings(self, value: nn.Module):
-        self.lm_head = value
 
     def prepare_decoder_input_ids_from_labels(
         self, labels: torch.Tensor, target_lengths: torch.Tensor | None = None

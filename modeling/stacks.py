@@ -192,12 +192,6 @@ class Stack(MetaphrasePreTrainedModel):
         masks = [(packed_mask(packing, bias, like), None) for bias in dict.fromkeys(biases)]
         return packing, masks * (len(self.layers) // len(masks))
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embed_tokens
-
-    def set_input_embeddings(self, value: nn.Module):
-        self.embed_tokens = value
-
 
 def locate(
     position_ids: torch.Tensor | None, attention_mask: object, query_positions: torch.Tensor, length: int
