@@ -40,15 +40,11 @@ class MetaphraseEncoder(Stack):
         longest: int | None = None,
         **kwargs,
     ) -> BaseModelOutput:
-        """Encode sources.
+        """Encode sources, with the arguments of `MetaphraseModel.forward`.
 
         Args:
-            input_ids: `(batch, source)`.
-            attention_mask: 1 for a token, 0 for padding, `(batch, source)`, or a kernel's mask `(batch, 1, source, source)`.
-            inputs_embeds: Scaled embeddings `(batch, source, hidden)` instead of `input_ids`.
-            position_ids: `(batch, source)`. By default tokens are counted from 0 without padding.
-            lengths: Tokens of each source in a packed row, `(sources)`. Excludes `attention_mask` and `position_ids`.
-            longest: The largest length, if known.
+            attention_mask: Also a kernel's mask `(batch, 1, source, source)`.
+            lengths, longest: `source_lengths` and `longest_source`. They exclude a mask and positions.
 
         Returns:
             `last_hidden_state`, the encoder output `(batch, source, hidden)`.
@@ -123,21 +119,17 @@ class MetaphraseDecoder(Stack):
     ) -> BaseModelOutputWithPastAndCrossAttentions:
         """Decode all positions of the targets, or the positions after those in the cache.
 
+        `MetaphraseModel.forward` describes the other arguments.
+
         Args:
-            input_ids: `(batch, query)`.
             attention_mask: 1 for a token, 0 for padding, `(batch, past + query)`, or a kernel's mask `(batch, 1, query, key)`.
             encoder_hidden_states: The encoder output `(batch / copies, source, hidden)`. Each source serves `copies` consecutive
                 targets, as in beam search.
             encoder_attention_mask: 1 for a token, 0 for padding, `(batch / copies, source)`.
             past_key_values: Keys and values of earlier positions. If the cache is only for self-attention, one for
                 cross-attention is added.
-            inputs_embeds: Scaled embeddings `(batch, query, hidden)` instead of `input_ids`.
-            position_ids: `(batch, query)`. By default tokens are counted from 0 without padding.
             use_cache: True to make a cache if `past_key_values` is None.
-            lengths: Tokens of each target in a packed row, `(targets)`. Excludes masks, positions and a cache.
-            longest: The largest length, if known.
-            source_lengths: Tokens of each source in a packed encoder output, `(targets)`.
-            longest_source: The largest of `source_lengths`, if known.
+            lengths, longest: `target_lengths` and `longest_target`. They exclude masks, positions and a cache.
 
         Returns:
             `last_hidden_state` `(batch, query, hidden)`, and the cache.

@@ -10,11 +10,10 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
 from transformers.utils.generic import TransformersKwargs, can_return_tuple
 
-from .chunked_loss import projected_loss
 from .compat import CACHE_NAME, has_own_weight, is_hooked, is_offloaded, takes_cache
 from .configuration_metaphrase import MetaphraseConfig
 from .encoder_decoder import MetaphraseDecoder, MetaphraseEncoder
-from .loss import divergence_of_halves, num_items, sequence_loss, shift_right
+from .loss import divergence_of_halves, num_items, projected_loss, sequence_loss, shift_right
 from .normalization import clamp_float16
 from .positions import positions_from_mask
 from .stacks import MetaphrasePreTrainedModel

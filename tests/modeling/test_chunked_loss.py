@@ -10,9 +10,8 @@ from torch import nn
 from torch.nn.utils import prune
 
 from metaphrase.modeling import IGNORED_LABEL
-from metaphrase.modeling import chunked_loss as module
-from metaphrase.modeling.chunked_loss import projected_loss
-from metaphrase.modeling.loss import divergence_of_halves
+from metaphrase.modeling import loss as module
+from metaphrase.modeling.loss import divergence_of_halves, projected_loss
 
 ROWS, HIDDEN, VOCAB = 700, 16, 53
 

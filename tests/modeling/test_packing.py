@@ -10,7 +10,7 @@ from tiny_models import DESIGNS, tiny_model
 
 from metaphrase.modeling import IGNORED_LABEL, compat, packing, stacks
 from metaphrase.modeling.packing import Packing, Segments, choose_kernel
-from metaphrase.ops import grid, grid_attention
+from metaphrase.ops import grid_attention
 from metaphrase.ops import linear_and_dropout as fused_linear
 
 
@@ -136,7 +136,7 @@ def test_autocast_decides_which_kernel_a_gpu_runs(monkeypatch):
 def test_blocks_of_the_grid_and_what_they_keep_change_nothing(design, block, kept_bytes, monkeypatch):
     model = tiny_model(**DESIGNS[design] | {"initializer_range": 0.2})
     expected, expected_gradients = gradients(model, packed(model.config))
-    monkeypatch.setattr(grid, "BLOCK_ENTRIES", block)
+    monkeypatch.setattr(grid_attention, "BLOCK_ENTRIES", block)
     monkeypatch.setattr(grid_attention, "MAX_KEPT_BYTES", kept_bytes)
     output, actual_gradients = gradients(model, packed(model.config))
     torch.testing.assert_close(output.loss, expected.loss, rtol=1e-6, atol=1e-6)
@@ -171,7 +171,7 @@ def test_what_new_memory_holds_changes_nothing(dropout, is_autocast, filled_memo
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_each_sequence_attends_as_if_it_were_alone(is_causal, is_compiled, monkeypatch):
-    monkeypatch.setattr(grid, "BLOCK_ENTRIES", 2 * 2 * 24 * 24)
+    monkeypatch.setattr(grid_attention, "BLOCK_ENTRIES", 2 * 2 * 24 * 24)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: is_compiled)
     # One cell of a row is empty, none is, or most are.
     lengths = (24, 23, 16, 15, 9, 1)
@@ -225,7 +225,7 @@ def test_weights_are_kept_where_those_of_all_blocks_have_room(fewer, times, monk
     lengths = torch.tensor([64] + [8] * 15)
     segments = Segments(lengths, int(lengths.sum()))
     states = [torch.randn(1, 2, segments.num_tokens, 4, requires_grad=True) for _ in range(3)]
-    monkeypatch.setattr(grid, "BLOCK_ENTRIES", 2 * 64 * 64)
+    monkeypatch.setattr(grid_attention, "BLOCK_ENTRIES", 2 * 64 * 64)
     monkeypatch.setattr(grid_attention, "MAX_KEPT_BYTES", 4 * 2 * (64 * 64 + 15 * 16 * 16) - fewer)
     computed, compute = [], grid_attention._weights
     monkeypatch.setattr(grid_attention, "_weights", lambda *parts: computed.append(parts) or compute(*parts))
@@ -318,9 +318,9 @@ def test_rows_of_several_pairs_must_be_one():
 
 
 def test_each_block_is_as_wide_as_its_own_longest_row(monkeypatch):
-    monkeypatch.setattr(grid, "BLOCK_ENTRIES", 2 * 64 * 64)
+    monkeypatch.setattr(grid_attention, "BLOCK_ENTRIES", 2 * 64 * 64)
     sources, targets = (Segments(torch.tensor(side), sum(side)) for side in ((64, 40, 9, 3), (5, 30, 17, 4)))
-    blocks = grid.Grid(Packing(targets, sources, False, "grid"), 2).blocks
+    blocks = grid_attention.Grid(Packing(targets, sources, False, "grid"), 2).blocks
     assert [(block.sequences, block.query_width, block.key_width) for block in blocks] == [
         (slice(0, 2), 32, 64),
         (slice(2, 4), 24, 16),

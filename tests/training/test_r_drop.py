@@ -10,7 +10,7 @@ from transformers import BartConfig, BartForConditionalGeneration
 
 from metaphrase.data.collators import PairCollator
 from metaphrase.modeling import IGNORED_LABEL, sequence_loss
-from metaphrase.modeling import chunked_loss as projected
+from metaphrase.modeling import loss as projected
 from metaphrase.modeling.loss import symmetric_divergence
 from metaphrase.training.r_drop import check_r_drop, repeat_batch
 
