@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .pipeline_tasks import CustomPipelines
+from .pipeline_support import CustomPipelines
 from .presets import PRESETS
 
 _CHOICES = {
@@ -166,7 +166,6 @@ class MetaphraseConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         # Not in a `validate_*` method, since @strict would wrap a ValueError in an exception of another type.
         self.check()
-        self.fill_head_sizes()
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> tuple[dict, dict]:
@@ -191,11 +190,10 @@ class MetaphraseConfig(PreTrainedConfig):
         # transformers sets the fields in `kwargs` after `__post_init__`.
         config = result[0] if isinstance(result, tuple) else result
         config.check()
-        config.fill_head_sizes()
         return result
 
     def check(self):
-        """Check the ranges of all fields and their combinations.
+        """Check the ranges of all fields and their combinations, and fill in the sizes of heads.
 
         Raises:
             ValueError: If a field is out of its range or two fields contradict each other.
@@ -217,6 +215,10 @@ class MetaphraseConfig(PreTrainedConfig):
         self._check_heads()
         self._check_positions()
         self._check_vocabularies()
+        # transformers and peft read the shape of a cache from these fields. Different stacks cannot share a number.
+        if self.encoder_attention_heads == self.decoder_attention_heads:
+            self.num_key_value_heads = self.num_key_value_heads or self.decoder_attention_heads
+            self.head_dim = self.get_head_dim(self.decoder_attention_heads)
 
     def _check_heads(self):
         for field in ("encoder_attention_heads", "decoder_attention_heads"):
@@ -234,12 +236,6 @@ class MetaphraseConfig(PreTrainedConfig):
                 raise ValueError(
                     f"`head_dim` must be even for rotary positions, got {self.get_head_dim(heads)} (from `{field}`)."
                 )
-
-    def fill_head_sizes(self):
-        # transformers and peft read the shape of a cache from these fields. Different stacks cannot share a number.
-        if self.encoder_attention_heads == self.decoder_attention_heads:
-            self.num_key_value_heads = self.num_key_value_heads or self.decoder_attention_heads
-            self.head_dim = self.get_head_dim(self.decoder_attention_heads)
 
     def _check_positions(self):
         if self.position_embedding_type == "rotary":

@@ -152,16 +152,8 @@ class MetaphraseModel(EncoderDecoderEmbeddings):
                 "got none. If a label smoother took the labels away, give the data collator the model (`model=`)."
             )
         if encoder_outputs is None:
-            encoder_outputs = self.encoder(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                inputs_embeds=inputs_embeds,
-                position_ids=position_ids,
-                lengths=source_lengths,
-                longest=longest_source,
-                return_dict=True,
-                **kwargs,
-            )
+            inputs = input_ids, attention_mask, inputs_embeds, position_ids, source_lengths, longest_source
+            encoder_outputs = self.encoder(*inputs, return_dict=True, **kwargs)
         elif not isinstance(encoder_outputs, BaseModelOutput):
             encoder_outputs = BaseModelOutput(*encoder_outputs[:3])
         decoder_outputs = self.decoder(
@@ -364,14 +356,7 @@ class MetaphraseEncoderModel(MetaphrasePreTrainedModel):
         **kwargs,
     ) -> BaseModelOutput:
         """Encode sources, with the arguments of `MetaphraseEncoder.forward`."""
-        return self.encoder(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            position_ids=position_ids,
-            return_dict=True,
-            **kwargs,
-        )
+        return self.encoder(input_ids, attention_mask, inputs_embeds, position_ids, return_dict=True, **kwargs)
 
 
 MetaphraseModel.register_for_auto_class("AutoModel")

@@ -21,6 +21,7 @@ from .compat import translation_inputs
 from .pipeline_support import (
     DEFAULT_BATCH_SIZE,
     DEFAULT_MAX_TOKENS_PER_BATCH,
+    CustomPipelines,
     batches_by_length,
     evaluating,
     find_target_tokenizer,
@@ -29,13 +30,15 @@ from .pipeline_support import (
     has_languages,
     is_independent_of_batch,
     language_id,
+    languages_of,
     length_limits,
     longest_source,
     override_lengths,
     pad_after_end,
     save_tokenizers,
+    task_settings,
+    translation_tasks,
 )
-from .pipeline_tasks import CustomPipelines, languages_of, task_settings, translation_tasks
 
 logger = logging.get_logger(__name__)
 
@@ -209,9 +212,8 @@ class EncoderDecoderPipeline(Pipeline):
                 results[index] = self.postprocess({"output_ids": ids[None]}, **(self._postprocess_params | postprocess))
         return results
 
-    def check_inputs(self, input_length: int, min_length: int, max_length: int) -> bool:
+    def check_inputs(self, input_length: int, min_length: int, max_length: int) -> None:
         """Warn if the lengths, in tokens, look wrong for the task."""
-        return True
 
     def preprocess(
         self, inputs: str, truncation: bool | str | TruncationStrategy = False, prefix: str | None = None
@@ -322,7 +324,7 @@ class SummarizationPipeline(EncoderDecoderPipeline):
 
     return_name = "summary"
 
-    def check_inputs(self, input_length: int, min_length: int, max_length: int) -> bool:
+    def check_inputs(self, input_length: int, min_length: int, max_length: int) -> None:
         """Warn if no length is possible for a summary, or a summary may be longer than its text."""
         if max_length < min_length:
             logger.warning("`min_length` should not be above `max_length`, got %d and %d.", min_length, max_length)
@@ -331,7 +333,6 @@ class SummarizationPipeline(EncoderDecoderPipeline):
                 "`max_length` should be below the length of the text, got %d and %d tokens. Set `max_length=%d`.",
                 *(max_length, input_length, max(1, input_length // 2)),
             )
-        return True
 
 
 class TranslationPipeline(EncoderDecoderPipeline):
@@ -362,14 +363,13 @@ class TranslationPipeline(EncoderDecoderPipeline):
             src_lang, tgt_lang = languages_of(self.task) or (None, None)
         return preprocess | _without_none(src_lang=src_lang, tgt_lang=tgt_lang), forward, postprocess
 
-    def check_inputs(self, input_length: int, min_length: int, max_length: int) -> bool:
+    def check_inputs(self, input_length: int, min_length: int, max_length: int) -> None:
         """Warn if a translation as long as its text would be cut off."""
         if input_length > 0.9 * max_length:
             logger.warning(
                 "`max_length` should be above the length of the text, got %d and %d tokens. Set a larger `max_length`.",
                 *(max_length, input_length),
             )
-        return True
 
     def preprocess(
         self,

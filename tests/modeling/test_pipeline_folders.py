@@ -8,7 +8,7 @@ from pipeline_models import CLASSES, NAMES, texts_of
 from tiny_generator import SOURCES, tiny_pair
 from transformers import AutoConfig, pipeline
 
-from metaphrase.modeling.pipeline_tasks import CustomPipelines, general_task
+from metaphrase.modeling.pipeline_support import CustomPipelines, general_task
 from metaphrase.tokenization import TokenizerPair
 
 
