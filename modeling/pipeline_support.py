@@ -80,14 +80,11 @@ def _entry(task: str) -> dict[str, Any]:
     return {"impl": f"pipelines.{PIPELINE_CLASSES[task]}", "pt": ["AutoModelForSeq2SeqLM"], "type": "text"}
 
 
-def task_settings(config: Any, task: str) -> dict[str, Any]:
-    """Return the settings of a task in a configuration such as T5's: its `prefix` and options of generation."""
-    return dict((getattr(config, "task_specific_params", None) or {}).get(task) or {})
-
-
-def translation_tasks(config: Any) -> Iterator[str]:
-    """Return the tasks translation_xx_to_yy for which a configuration has settings."""
-    return (task for task in getattr(config, "task_specific_params", None) or {} if languages_of(task) is not None)
+def task_settings(config: Any) -> dict[str, dict[str, Any]]:
+    """Return the settings of each task in a configuration such as T5's: its `prefix` and options of generation."""
+    return {
+        task: dict(settings or {}) for task, settings in (getattr(config, "task_specific_params", None) or {}).items()
+    }
 
 
 @contextlib.contextmanager

@@ -37,7 +37,6 @@ from .pipeline_support import (
     pad_after_end,
     save_tokenizers,
     task_settings,
-    translation_tasks,
 )
 
 logger = logging.get_logger(__name__)
@@ -105,7 +104,7 @@ class EncoderDecoderPipeline(Pipeline):
             raise ValueError("`tokenizer` must be given if `model` is not a folder, got None.")
         self.target_tokenizer = find_target_tokenizer(tokenizer, target_tokenizer)
         self.assistant_model, self.assistant_tokenizer = _load_assistant(model, assistant_model, assistant_tokenizer)
-        settings, names = task_settings(model.config, task), generation_settings()
+        settings, names = task_settings(model.config).get(task, {}), generation_settings()
         self.prefix = settings.pop("prefix", getattr(model.config, "prefix", None)) or ""
         self.task_options = {name: value for name, value in settings.items() if name in names}
         super().__init__(model, tokenizer, *args, task=task, **kwargs)
@@ -306,7 +305,7 @@ class EncoderDecoderPipeline(Pipeline):
         config = self.model.config
         custom = CustomPipelines.with_all_tasks(getattr(config, "custom_pipelines", None))
         # Configurations of other families are plain dictionaries, which need the exact name of a task.
-        languages = {task: custom[task] for task in (self.task, *translation_tasks(config)) if languages_of(task)}
+        languages = {task: custom[task] for task in (self.task, *task_settings(config)) if languages_of(task)}
         config.custom_pipelines = CustomPipelines.with_all_tasks(dict(custom) | languages)
         self.model.save_pretrained(save_directory, **kwargs)
         custom_object_save(self, save_directory)
@@ -419,7 +418,7 @@ def _load_assistant(
 
 def _find_translation_task(model: PreTrainedModel, tokenizer: Any, src_lang: str | None, tgt_lang: str | None) -> str:
     """Return the task for which the model's configuration has settings, or `translation` without such settings."""
-    tasks = list(translation_tasks(model.config))
+    tasks = [task for task in task_settings(model.config) if languages_of(task)]
     task = f"translation_{src_lang}_to_{tgt_lang}"
     if task in tasks:
         return task

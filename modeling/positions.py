@@ -13,6 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_u
 
 from .compat import Float32Buffers
 from .configuration_metaphrase import MetaphraseConfig
+from .normalization import clamp_float16
 
 _MAX_WAVELENGTH = 10_000.0
 
@@ -181,12 +182,8 @@ def rotate(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> to
     first, second = rotated.chunk(2, dim=-1)
     if states.dtype == torch.float16:  # a rotated entry may exceed the largest float16
         rotated, first, second = rotated.float(), first.float(), second.float()
-    rotated = rotated * cosine + torch.cat((-second, first), dim=-1) * sine
-    if states.dtype == torch.float16:
-        largest = torch.finfo(torch.float16).max
-        rotated = rotated.clamp(min=-largest, max=largest)
     # Under autocast, cosine and sine may have a higher precision than the states.
-    rotated = rotated.to(states.dtype)
+    rotated = clamp_float16((rotated * cosine + torch.cat((-second, first), dim=-1) * sine).to(states.dtype))
     return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
 

@@ -70,8 +70,6 @@ class Grid:
     def __init__(self, packing: Packing, heads: int):
         self.blocks = list(_make_blocks(packing, heads))
         self.num_scores = sum(block.rows * block.query_width * block.key_width for block in self.blocks)
-        self._query_sizes = [block.rows * block.query_width for block in self.blocks]
-        self._key_sizes = [block.rows * block.key_width for block in self.blocks]
         # Blocks of the same sequences have the same width.
         widths = {(block.sequences.start, block.sequences.stop): block for block in self.blocks}
         sequences = [slice(*bounds) for bounds in widths]
@@ -83,20 +81,12 @@ class Grid:
     def parts(
         self, query_cells: Sequence[torch.Tensor], key_cells: Sequence[torch.Tensor]
     ) -> Iterator[tuple[Block, list[torch.Tensor]]]:
-        """Split cells into blocks.
-
-        Args:
-            query_cells: Cells of the queries' grid, (cells, head_dim) each.
-            key_cells: Cells of the keys' grid, (cells, head_dim) each.
-
-        Yields:
-            A block, and its cells of each tensor, (rows, width, head_dim).
-        """
-        cut = [cells.split(self._query_sizes) for cells in query_cells]
-        cut += [cells.split(self._key_sizes) for cells in key_cells]
-        for block, *parts in zip(self.blocks, *cut, strict=True):
-            widths = [block.query_width] * len(query_cells) + [block.key_width] * len(key_cells)
-            yield block, [part.view(block.rows, width, -1) for part, width in zip(parts, widths, strict=True)]
+        """Yield each block, and its part (rows, width, head_dim) of all cells, (cells, head_dim) each."""
+        sizes = [[block.rows * block.query_width for block in self.blocks]] * len(query_cells)
+        sizes += [[block.rows * block.key_width for block in self.blocks]] * len(key_cells)
+        parts = (cells.split(size) for cells, size in zip((*query_cells, *key_cells), sizes, strict=True))
+        for block, *block_parts in zip(self.blocks, *parts, strict=True):
+            yield block, [part.view(block.rows, -1, part.shape[-1]) for part in block_parts]
 
 
 def grid_of(packing: Packing, heads: int) -> Grid:
@@ -116,12 +106,7 @@ class GridSide:
     """
 
     def __init__(self, segments: Segments, heads: int, sequences: list[slice], widths: list[int]):
-        """Args:
-        segments: Sequences of the row.
-        heads: Number of heads.
-        sequences: Groups of sequences with one width, in order.
-        widths: Width of each group.
-        """
+        # Each group of sequences has one width.
         self.heads = heads
         device = segments.lengths.device
         head = torch.arange(heads, device=device)

@@ -194,9 +194,9 @@ def can_fuse(layer: nn.Module, states: torch.Tensor, activation: nn.Module | Non
 def linear(layer: nn.Module, states: torch.Tensor, activation: nn.Module | None = None) -> torch.Tensor:
     """Apply a linear layer, and an activation after it: (..., in_features) -> (..., out_features)."""
     if can_fuse(layer, states, activation):
-        return _apply([layer], states, activation is not None)
+        return joined_linear([layer], states, activation is not None)
     if activation is not None and can_fuse(layer, states):
-        return activation(_apply([layer], states, is_rectified=False))
+        return activation(joined_linear([layer], states))
     return plain_linear(layer, states, activation)
 
 
@@ -205,11 +205,7 @@ def can_join(layers: Sequence[nn.Module], states: torch.Tensor) -> bool:
     return all(can_fuse(layer, states) for layer in layers) and len({layer.bias is None for layer in layers}) == 1
 
 
-def joined_linear(layers: Sequence[nn.Linear], states: torch.Tensor) -> torch.Tensor:
+def joined_linear(layers: Sequence[nn.Linear], states: torch.Tensor, is_rectified: bool = False) -> torch.Tensor:
     """Apply layers for which `can_join` is true to the same states: (..., in_features) -> (..., sum of out_features)."""
-    return _apply(layers, states, is_rectified=False)
-
-
-def _apply(layers: Sequence[nn.Linear], states: torch.Tensor, is_rectified: bool) -> torch.Tensor:
     biases = [layer.bias for layer in layers if layer.bias is not None]
     return _FusedLinear.apply(states, is_rectified, len(layers), *(layer.weight for layer in layers), *biases)
