@@ -27,6 +27,11 @@ def attend_by_loops(attention, states, encoder_output=None, scale=None, visible=
     head_dim, groups = attention.head_dim, attention.num_key_value_groups
     scale = head_dim**-0.5 if scale is None else scale
     query, key, value = attention.q_proj(states), attention.k_proj(encoder_output), attention.v_proj(encoder_output)
+    if attention.config.qk_norm:
+        query, key = (
+            norm(projected.unflatten(-1, (-1, head_dim))).flatten(-2)
+            for norm, projected in ((attention.q_norm, query), (attention.k_norm, key))
+        )
     output = torch.zeros(query.shape)
     for row in range(states.shape[0]):
         for head in range(query.shape[-1] // head_dim):
@@ -51,6 +56,7 @@ def attend_by_loops(attention, states, encoder_output=None, scale=None, visible=
         {"num_key_value_heads": 2, "head_dim": 6},
         {"attention_scale": 1},
         {"attention_scale": 0.25, "attention_bias": True},
+        {"qk_norm": True, "norm_eps": 1e-2},
     ],
     ids=str,
 )
