@@ -118,13 +118,13 @@ def make_model(contestant: Contestant, preset: str) -> nn.Module:
 
 def switch_off(contestant: Contestant) -> None:
     """Replace each part that a contestant does without by the plain implementation."""
-    from metaphrase.modeling.acceleration import acceleration, plain_add_dropout, plain_dropout
+    from metaphrase.modeling.acceleration import acceleration, plain_add_dropout
     from metaphrase.modeling.modeling_metaphrase import MetaphraseForConditionalGeneration
     from metaphrase.ops import grid_attention, linear_and_dropout
     from metaphrase.training import loaders as token_budget_loaders
 
     if "cheap dropout" not in contestant.parts:
-        acceleration.dropout, acceleration.add_dropout = plain_dropout, plain_add_dropout
+        acceleration.dropout, acceleration.add_dropout = torch.nn.functional.dropout, plain_add_dropout
     if "few shapes" not in contestant.parts:
         token_budget_loaders.TOKENS_MULTIPLE = 1
     if "kept attention" not in contestant.parts:

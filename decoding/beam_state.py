@@ -11,7 +11,7 @@ from torch import nn
 
 from metaphrase.decoding.decoder_state import DecoderState
 from metaphrase.decoding.kv_cache import with_reserve
-from metaphrase.modeling.decoder import MetaphraseDecoder
+from metaphrase.modeling.encoder_decoder import MetaphraseDecoder
 
 # Unused tokens are dropped when the tokens have grown by so many steps, or by this share.
 _STEPS_BETWEEN, _SHARE_BETWEEN = 4, 0.25

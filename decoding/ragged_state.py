@@ -9,7 +9,7 @@ import torch
 from metaphrase.decoding.decoder_state import DecoderState, Rotation, attend
 from metaphrase.decoding.prepared_decoder import PreparedLayer
 from metaphrase.modeling.attention import fold_copies, unfold_copies
-from metaphrase.modeling.decoder import MetaphraseDecoder
+from metaphrase.modeling.encoder_decoder import MetaphraseDecoder
 from metaphrase.modeling.positions import rotate
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from metaphrase.modeling.encoder import MetaphraseEncoder
+from metaphrase.modeling.encoder_decoder import MetaphraseEncoder
 from metaphrase.modeling.packing import Segments
 from metaphrase.modeling.stacks import is_padding_mask
 

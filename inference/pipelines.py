@@ -8,7 +8,7 @@ from transformers import AutoModelForSeq2SeqLM
 from transformers.pipelines import PIPELINE_REGISTRY
 
 from metaphrase.modeling import pipelines
-from metaphrase.modeling.pipeline_tasks import PIPELINE_CLASSES, CustomPipelines, general_task, languages_of
+from metaphrase.modeling.pipeline_support import PIPELINE_CLASSES, CustomPipelines, general_task, languages_of
 from metaphrase.modeling.pipelines import SummarizationPipeline, Text2TextGenerationPipeline, TranslationPipeline
 
 __all__ = ["SummarizationPipeline", "Text2TextGenerationPipeline", "TranslationPipeline", "register_pipelines"]

@@ -37,14 +37,9 @@ def plain_linear(layer: nn.Module, states: torch.Tensor, activation: nn.Module |
     return clamp_float16(activation(states.float()).to(states.dtype))
 
 
-def plain_dropout(states: torch.Tensor, p: float, training: bool) -> torch.Tensor:
-    """Apply dropout (Srivastava et al. 2014, section 4) to a tensor of any shape."""
-    return nn.functional.dropout(states, p=p, training=training)
-
-
 def plain_add_dropout(residual: torch.Tensor, states: torch.Tensor, p: float, training: bool) -> torch.Tensor:
     """Return `residual + dropout(states)`."""
-    return residual + plain_dropout(states, p, training)
+    return residual + nn.functional.dropout(states, p, training)
 
 
 def _do_nothing(*args, **kwargs) -> None:
@@ -57,7 +52,7 @@ class Acceleration:
 
     Attributes:
         linear: Like `plain_linear`.
-        dropout: Like `plain_dropout`.
+        dropout: Like `torch.nn.functional.dropout` (Srivastava et al. 2014, section 4).
         add_dropout: Like `plain_add_dropout`.
         packed_kernels: Attention kernels for packed rows by name. A missing kernel is replaced by `reference`.
         fused_attention: Returns the output of all heads of a `MetaphraseAttention` over packed rows, or None. Projects, too.
@@ -67,7 +62,7 @@ class Acceleration:
     """
 
     linear: Callable[..., torch.Tensor] = plain_linear
-    dropout: Callable[..., torch.Tensor] = plain_dropout
+    dropout: Callable[..., torch.Tensor] = nn.functional.dropout
     add_dropout: Callable[..., torch.Tensor] = plain_add_dropout
     packed_kernels: dict[str, PackedKernel] = field(default_factory=dict)
     fused_attention: Callable[..., torch.Tensor | None] = _do_nothing

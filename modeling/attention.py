@@ -12,9 +12,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .acceleration import acceleration
 from .configuration_metaphrase import MetaphraseConfig
-from .normalization import HeadRMSNorm, cast_for_autocast
-from .packed_attention import packed_attention
-from .packing import Packing
+from .normalization import MetaphraseRMSNorm, cast_for_autocast
+from .packing import Packing, packed_attention
 from .positions import RelativePositionBias, rotate
 
 
@@ -134,8 +133,7 @@ class MetaphraseAttention(nn.Module):
             self.q_proj.initial_gain = self.head_dim**-0.5 / config.attention_scale
         self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=bias)
         if config.qk_norm:
-            self.q_norm = HeadRMSNorm(self.head_dim, config.norm_eps)
-            self.k_norm = HeadRMSNorm(self.head_dim, config.norm_eps)
+            self.q_norm, self.k_norm = (MetaphraseRMSNorm(self.head_dim, config.norm_eps) for _ in range(2))
         if config.position_embedding_type == "relative" and not config.relative_attention_shared and not is_cross:
             self.relative_position_bias = RelativePositionBias(config, heads, is_bidirectional=not is_causal)
 

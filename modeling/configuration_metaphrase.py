@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .pipeline_tasks import CustomPipelines
+from .pipeline_support import CustomPipelines
 from .presets import PRESETS
 
 _CHOICES = {
@@ -20,22 +20,9 @@ _CHOICES = {
     "norm_position": ("pre", "post"),
 }
 _POSITIVE = (
-    "vocab_size",
-    "decoder_vocab_size",
-    "hidden_size",
-    "encoder_layers",
-    "decoder_layers",
-    "encoder_attention_heads",
-    "decoder_attention_heads",
-    "encoder_ffn_dim",
-    "decoder_ffn_dim",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "relative_attention_max_distance",
-    "norm_eps",
-    "attention_scale",
-    "initializer_range",
+    *("vocab_size", "decoder_vocab_size", "hidden_size", "encoder_layers", "decoder_layers", "encoder_ffn_dim"),
+    *("decoder_ffn_dim", "encoder_attention_heads", "decoder_attention_heads", "num_key_value_heads", "head_dim"),
+    *("max_position_embeddings", "relative_attention_max_distance", "norm_eps", "attention_scale", "initializer_range"),
 )
 _PROBABILITIES = ("dropout", "attention_dropout", "activation_dropout")
 
@@ -48,12 +35,10 @@ class MetaphraseConfig(PreTrainedConfig):
         vocab_size: Size of the source vocabulary, or of a shared vocabulary.
         decoder_vocab_size: Size of the target vocabulary. None means `vocab_size`.
         hidden_size: Width of the hidden states of both stacks.
-        encoder_layers: Layers of the encoder.
-        decoder_layers: Layers of the decoder.
+        encoder_layers, decoder_layers: Layers of each stack.
         encoder_attention_heads: Query heads of the encoder's self-attention.
         decoder_attention_heads: Query heads of the decoder's self-attention and cross-attention.
-        encoder_ffn_dim: Inner width of the encoder's feed-forward network.
-        decoder_ffn_dim: Inner width of the decoder's feed-forward network.
+        encoder_ffn_dim, decoder_ffn_dim: Inner width of the feed-forward network in each stack.
         num_key_value_heads: Key and value heads (grouped-query attention, Ainslie et al. 2023, arXiv 2305.13245). None means the
             number of query heads, 1 means multi-query attention. None becomes a number if the heads of both stacks are equal.
         head_dim: Width of a head. None means `hidden_size` divided by the query heads of the stack. None becomes a number if the
@@ -84,8 +69,7 @@ class MetaphraseConfig(PreTrainedConfig):
         qk_norm: RMSNorm of queries and keys in each head, before positions (Henry et al. 2020, arXiv 2010.04245).
         scale_embedding: Multiply token embeddings by the square root of `hidden_size`.
         attention_scale: Factor of the attention scores. None means `head_dim` ** -0.5. T5 uses 1.
-        attention_bias: Biases in the projections of attention.
-        mlp_bias: Biases in the feed-forward network.
+        attention_bias, mlp_bias: Biases in the projections of attention, and in the feed-forward network.
         logits_bias: A bias in the output projection.
         logits_scale: Factor of the decoder's output before the output projection. T5 uses `hidden_size` ** -0.5.
         tie_word_embeddings: The output projection and the target embeddings share a weight.
@@ -182,7 +166,6 @@ class MetaphraseConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         # Not in a `validate_*` method, since @strict would wrap a ValueError in an exception of another type.
         self.check()
-        self.fill_head_sizes()
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> tuple[dict, dict]:
@@ -207,11 +190,10 @@ class MetaphraseConfig(PreTrainedConfig):
         # transformers sets the fields in `kwargs` after `__post_init__`.
         config = result[0] if isinstance(result, tuple) else result
         config.check()
-        config.fill_head_sizes()
         return result
 
     def check(self):
-        """Check the ranges of all fields and their combinations.
+        """Check the ranges of all fields and their combinations, and fill in the sizes of heads.
 
         Raises:
             ValueError: If a field is out of its range or two fields contradict each other.
@@ -233,6 +215,10 @@ class MetaphraseConfig(PreTrainedConfig):
         self._check_heads()
         self._check_positions()
         self._check_vocabularies()
+        # transformers and peft read the shape of a cache from these fields. Different stacks cannot share a number.
+        if self.encoder_attention_heads == self.decoder_attention_heads:
+            self.num_key_value_heads = self.num_key_value_heads or self.decoder_attention_heads
+            self.head_dim = self.get_head_dim(self.decoder_attention_heads)
 
     def _check_heads(self):
         for field in ("encoder_attention_heads", "decoder_attention_heads"):
@@ -250,12 +236,6 @@ class MetaphraseConfig(PreTrainedConfig):
                 raise ValueError(
                     f"`head_dim` must be even for rotary positions, got {self.get_head_dim(heads)} (from `{field}`)."
                 )
-
-    def fill_head_sizes(self):
-        # transformers and peft read the shape of a cache from these fields. Different stacks cannot share a number.
-        if self.encoder_attention_heads == self.decoder_attention_heads:
-            self.num_key_value_heads = self.num_key_value_heads or self.decoder_attention_heads
-            self.head_dim = self.get_head_dim(self.decoder_attention_heads)
 
     def _check_positions(self):
         if self.position_embedding_type == "rotary":

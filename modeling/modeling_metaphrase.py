@@ -1,6 +1,5 @@
 """Metaphrase models: encoder and decoder with or without a head, and the encoder alone."""
 
-import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Unpack
 
@@ -11,12 +10,10 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
 from transformers.utils.generic import TransformersKwargs, can_return_tuple
 
-from .chunked_loss import projected_loss
 from .compat import CACHE_NAME, has_own_weight, is_hooked, is_offloaded, takes_cache
 from .configuration_metaphrase import MetaphraseConfig
-from .decoder import MetaphraseDecoder
-from .encoder import MetaphraseEncoder
-from .loss import divergence_of_halves, num_items, sequence_loss, shift_right
+from .encoder_decoder import MetaphraseDecoder, MetaphraseEncoder
+from .loss import divergence_of_halves, num_items, projected_loss, sequence_loss, shift_right
 from .normalization import clamp_float16
 from .positions import positions_from_mask
 from .stacks import MetaphrasePreTrainedModel
@@ -32,14 +29,16 @@ class EncoderDecoderEmbeddings(MetaphrasePreTrainedModel):
     def _resize_token_embeddings(self, new_num_tokens, pad_to_multiple_of=None, mean_resizing=True):
         if self.config.share_embeddings:
             embeddings = super()._resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
-            self.config.vocab_size = self.config.decoder_vocab_size = embeddings.num_embeddings
-            return embeddings
-        old = self.get_input_embeddings()
-        new = self._get_resized_embeddings(old, new_num_tokens, pad_to_multiple_of, mean_resizing)
-        self.set_input_embeddings(new.requires_grad_(old.weight.requires_grad))
-        # The weight itself has no rows under DeepSpeed ZeRO.
-        self.config.vocab_size = new.num_embeddings
-        return new
+            self.config.decoder_vocab_size = embeddings.num_embeddings
+        else:
+            embeddings = self._resize_stack(self.get_encoder(), new_num_tokens, pad_to_multiple_of, mean_resizing)
+        self.config.vocab_size = embeddings.num_embeddings
+        return embeddings
+
+    def _resize_stack(self, stack: nn.Module, *arguments) -> nn.Module:
+        old = stack.embed_tokens
+        stack.embed_tokens = self._get_resized_embeddings(old, *arguments).requires_grad_(old.weight.requires_grad)
+        return stack.embed_tokens
 
     def _get_resized_lm_head(self, *args, **kwargs):
         # `_init_weights` must know that the new projection is a head.
@@ -69,16 +68,13 @@ class EncoderDecoderEmbeddings(MetaphrasePreTrainedModel):
             raise ValueError(
                 "`share_embeddings` must be false to resize the target alone, got true. Use `resize_token_embeddings`."
             )
-        decoder = self.get_decoder()
-        old = decoder.embed_tokens
-        new = self._get_resized_embeddings(old, new_num_tokens, pad_to_multiple_of, mean_resizing)
-        decoder.embed_tokens = new.requires_grad_(old.weight.requires_grad)
-        size = new.num_embeddings
+        new = self._resize_stack(self.get_decoder(), new_num_tokens, pad_to_multiple_of, mean_resizing)
+        # The weight itself has no rows under DeepSpeed ZeRO.
+        self.config.decoder_vocab_size = new.num_embeddings
         head = self.get_output_embeddings()
         if head is not None:
-            resized = self._get_resized_lm_head(head, size, mean_resizing=mean_resizing)
+            resized = self._get_resized_lm_head(head, new.num_embeddings, mean_resizing=mean_resizing)
             self.set_output_embeddings(resized.requires_grad_(head.weight.requires_grad))
-        self.config.decoder_vocab_size = size
         self.tie_weights()
         return new
 
@@ -156,16 +152,8 @@ class MetaphraseModel(EncoderDecoderEmbeddings):
                 "got none. If a label smoother took the labels away, give the data collator the model (`model=`)."
             )
         if encoder_outputs is None:
-            encoder_outputs = self.encoder(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                inputs_embeds=inputs_embeds,
-                position_ids=position_ids,
-                lengths=source_lengths,
-                longest=longest_source,
-                return_dict=True,
-                **kwargs,
-            )
+            inputs = input_ids, attention_mask, inputs_embeds, position_ids, source_lengths, longest_source
+            encoder_outputs = self.encoder(*inputs, return_dict=True, **kwargs)
         elif not isinstance(encoder_outputs, BaseModelOutput):
             encoder_outputs = BaseModelOutput(*encoder_outputs[:3])
         decoder_outputs = self.decoder(
@@ -214,18 +202,6 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMix
         # All tied weights name the same weight, so that a checkpoint with one of them is complete.
         stack = "encoder" if self.config.share_embeddings else "decoder"
         return {"lm_head.weight": f"model.{stack}.embed_tokens.weight"}
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module):
-        self.model.set_input_embeddings(value)
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
-    def set_output_embeddings(self, value: nn.Module):
-        self.lm_head = value
 
     def prepare_decoder_input_ids_from_labels(
         self, labels: torch.Tensor, target_lengths: torch.Tensor | None = None
@@ -350,17 +326,8 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMix
             states, head = self.scale(hidden_states).flatten(0, 1), self.lm_head
             divisor = num_items(labels, num_items_in_batch, states.device)
             loss = projected_loss(states, head.weight, head.bias, labels.flatten(), smoothing, r_drop_alpha, divisor)
-        return Seq2SeqLMOutput(
-            loss=loss,
-            logits=logits if return_logits else None,
-            decoder_hidden_states=outputs.decoder_hidden_states,
-            decoder_attentions=outputs.decoder_attentions,
-            cross_attentions=outputs.cross_attentions,
-            encoder_last_hidden_state=outputs.encoder_last_hidden_state,
-            encoder_hidden_states=outputs.encoder_hidden_states,
-            encoder_attentions=outputs.encoder_attentions,
-            **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
-        )
+        rest = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
+        return Seq2SeqLMOutput(loss=loss, logits=logits if return_logits else None, **rest)
 
 
 class MetaphraseEncoderModel(MetaphrasePreTrainedModel):
@@ -389,24 +356,8 @@ class MetaphraseEncoderModel(MetaphrasePreTrainedModel):
         **kwargs,
     ) -> BaseModelOutput:
         """Encode sources, with the arguments of `MetaphraseEncoder.forward`."""
-        return self.encoder(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            position_ids=position_ids,
-            return_dict=True,
-            **kwargs,
-        )
+        return self.encoder(input_ids, attention_mask, inputs_embeds, position_ids, return_dict=True, **kwargs)
 
-
-# `generate()` reads these signatures nine times a call, a millisecond in all without this cache.
-for _function in (
-    MetaphraseEncoder.forward,
-    MetaphraseDecoder.forward,
-    MetaphraseForConditionalGeneration.forward,
-    MetaphraseForConditionalGeneration.prepare_inputs_for_generation,
-):
-    _function.__signature__ = inspect.signature(_function)
 
 MetaphraseModel.register_for_auto_class("AutoModel")
 MetaphraseForConditionalGeneration.register_for_auto_class("AutoModelForSeq2SeqLM")

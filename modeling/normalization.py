@@ -24,13 +24,6 @@ class MetaphraseRMSNorm(nn.Module):
         normed = nn.functional.rms_norm(hidden_states.float(), self.weight.shape, self.weight.float(), self.eps)
         return normed.to(hidden_states.dtype)
 
-    def extra_repr(self) -> str:
-        return f"{tuple(self.weight.shape)}, eps={self.eps}"
-
-
-class HeadRMSNorm(MetaphraseRMSNorm):
-    """RMSNorm of queries and keys, over the width of a head."""
-
 
 def make_norm(config: MetaphraseConfig) -> nn.Module:
     """Make the normalization over the hidden size that the configuration names."""

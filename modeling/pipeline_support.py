@@ -1,10 +1,11 @@
-"""Helpers of the pipelines and of `metaphrase.inference`: batches, options of generation, tokenizers and lengths."""
+"""Helpers of the pipelines and of `metaphrase.inference`: tasks, batches, options of generation, tokenizers and lengths."""
 
 import contextlib
 import copy
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -27,6 +28,63 @@ _OPTIONS_OF_PADDING = {"encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngr
 # The folder of a separate target tokenizer, beside the source tokenizer, and its mark in the source tokenizer.
 TARGET_SUBFOLDER = "target_tokenizer"
 _POSITION_TABLES = {"position_embeddings", "wpe"}
+# Classes of pipelines.py.
+PIPELINE_CLASSES = {
+    "translation": "TranslationPipeline",
+    "summarization": "SummarizationPipeline",
+    "text2text-generation": "Text2TextGenerationPipeline",
+}
+_TRANSLATION = re.compile(r"translation_(.+?)_to_(.+)")
+
+
+def languages_of(task: str) -> tuple[str, str] | None:
+    """Return source and target language of a task such as translation_en_to_de, or None for other tasks."""
+    match = _TRANSLATION.fullmatch(task)
+    return (match[1], match[2]) if match else None
+
+
+def general_task(task: str) -> str:
+    """Return the task without its languages, such as translation for translation_en_to_de."""
+    return task if languages_of(task) is None else "translation"
+
+
+class CustomPipelines(dict):
+    """`custom_pipelines` of a configuration: the code of each task, for `pipeline()`.
+
+    The dictionary contains translation_xx_to_yy, too. It does not contain tasks in `registered`, so that `pipeline()` takes the
+    registered class and needs no `trust_remote_code`.
+
+    Attributes:
+        registered: Tasks that `import metaphrase.inference` registers.
+    """
+
+    registered: ClassVar[set[str]] = set()
+
+    @classmethod
+    def with_all_tasks(cls, entries: Mapping[str, Any] | None = None) -> "CustomPipelines":
+        """Return the entries of all tasks, with the entries of a folder added or put in their place."""
+        return cls({task: _entry(task) for task in PIPELINE_CLASSES} | dict(entries or {}))
+
+    def __contains__(self, task: object) -> bool:
+        name = general_task(task) if isinstance(task, str) else task
+        return super().__contains__(name) and not (
+            name in self.registered and self[name]["impl"] == _entry(name)["impl"]
+        )
+
+    def __getitem__(self, task: str) -> dict[str, Any]:
+        # transformers writes classes into the entry, which cannot be saved.
+        return copy.deepcopy(super().__getitem__(general_task(task)))
+
+
+def _entry(task: str) -> dict[str, Any]:
+    return {"impl": f"pipelines.{PIPELINE_CLASSES[task]}", "pt": ["AutoModelForSeq2SeqLM"], "type": "text"}
+
+
+def task_settings(config: Any) -> dict[str, dict[str, Any]]:
+    """Return the settings of each task in a configuration such as T5's: its `prefix` and options of generation."""
+    return {
+        task: dict(settings or {}) for task, settings in (getattr(config, "task_specific_params", None) or {}).items()
+    }
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from .compat import translation_inputs
 from .pipeline_support import (
     DEFAULT_BATCH_SIZE,
     DEFAULT_MAX_TOKENS_PER_BATCH,
+    CustomPipelines,
     batches_by_length,
     evaluating,
     find_target_tokenizer,
@@ -29,13 +30,14 @@ from .pipeline_support import (
     has_languages,
     is_independent_of_batch,
     language_id,
+    languages_of,
     length_limits,
     longest_source,
     override_lengths,
     pad_after_end,
     save_tokenizers,
+    task_settings,
 )
-from .pipeline_tasks import CustomPipelines, languages_of, task_settings, translation_tasks
 
 logger = logging.get_logger(__name__)
 
@@ -102,7 +104,7 @@ class EncoderDecoderPipeline(Pipeline):
             raise ValueError("`tokenizer` must be given if `model` is not a folder, got None.")
         self.target_tokenizer = find_target_tokenizer(tokenizer, target_tokenizer)
         self.assistant_model, self.assistant_tokenizer = _load_assistant(model, assistant_model, assistant_tokenizer)
-        settings, names = task_settings(model.config, task), generation_settings()
+        settings, names = task_settings(model.config).get(task, {}), generation_settings()
         self.prefix = settings.pop("prefix", getattr(model.config, "prefix", None)) or ""
         self.task_options = {name: value for name, value in settings.items() if name in names}
         super().__init__(model, tokenizer, *args, task=task, **kwargs)
@@ -209,9 +211,8 @@ class EncoderDecoderPipeline(Pipeline):
                 results[index] = self.postprocess({"output_ids": ids[None]}, **(self._postprocess_params | postprocess))
         return results
 
-    def check_inputs(self, input_length: int, min_length: int, max_length: int) -> bool:
+    def check_inputs(self, input_length: int, min_length: int, max_length: int) -> None:
         """Warn if the lengths, in tokens, look wrong for the task."""
-        return True
 
     def preprocess(
         self, inputs: str, truncation: bool | str | TruncationStrategy = False, prefix: str | None = None
@@ -304,7 +305,7 @@ class EncoderDecoderPipeline(Pipeline):
         config = self.model.config
         custom = CustomPipelines.with_all_tasks(getattr(config, "custom_pipelines", None))
         # Configurations of other families are plain dictionaries, which need the exact name of a task.
-        languages = {task: custom[task] for task in (self.task, *translation_tasks(config)) if languages_of(task)}
+        languages = {task: custom[task] for task in (self.task, *task_settings(config)) if languages_of(task)}
         config.custom_pipelines = CustomPipelines.with_all_tasks(dict(custom) | languages)
         self.model.save_pretrained(save_directory, **kwargs)
         custom_object_save(self, save_directory)
@@ -322,7 +323,7 @@ class SummarizationPipeline(EncoderDecoderPipeline):
 
     return_name = "summary"
 
-    def check_inputs(self, input_length: int, min_length: int, max_length: int) -> bool:
+    def check_inputs(self, input_length: int, min_length: int, max_length: int) -> None:
         """Warn if no length is possible for a summary, or a summary may be longer than its text."""
         if max_length < min_length:
             logger.warning("`min_length` should not be above `max_length`, got %d and %d.", min_length, max_length)
@@ -331,7 +332,6 @@ class SummarizationPipeline(EncoderDecoderPipeline):
                 "`max_length` should be below the length of the text, got %d and %d tokens. Set `max_length=%d`.",
                 *(max_length, input_length, max(1, input_length // 2)),
             )
-        return True
 
 
 class TranslationPipeline(EncoderDecoderPipeline):
@@ -362,14 +362,13 @@ class TranslationPipeline(EncoderDecoderPipeline):
             src_lang, tgt_lang = languages_of(self.task) or (None, None)
         return preprocess | _without_none(src_lang=src_lang, tgt_lang=tgt_lang), forward, postprocess
 
-    def check_inputs(self, input_length: int, min_length: int, max_length: int) -> bool:
+    def check_inputs(self, input_length: int, min_length: int, max_length: int) -> None:
         """Warn if a translation as long as its text would be cut off."""
         if input_length > 0.9 * max_length:
             logger.warning(
                 "`max_length` should be above the length of the text, got %d and %d tokens. Set a larger `max_length`.",
                 *(max_length, input_length),
             )
-        return True
 
     def preprocess(
         self,
@@ -419,7 +418,7 @@ def _load_assistant(
 
 def _find_translation_task(model: PreTrainedModel, tokenizer: Any, src_lang: str | None, tgt_lang: str | None) -> str:
     """Return the task for which the model's configuration has settings, or `translation` without such settings."""
-    tasks = list(translation_tasks(model.config))
+    tasks = [task for task in task_settings(model.config) if languages_of(task)]
     task = f"translation_{src_lang}_to_{tgt_lang}"
     if task in tasks:
         return task

@@ -13,6 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_u
 
 from .compat import Float32Buffers
 from .configuration_metaphrase import MetaphraseConfig
+from .normalization import clamp_float16
 
 _MAX_WAVELENGTH = 10_000.0
 
@@ -105,14 +106,7 @@ class LearnedPositionEmbedding(nn.Embedding):
         self.offset = config.position_offset
 
     def forward(self, position_ids: torch.Tensor, length: int) -> torch.Tensor:
-        """Look up positions.
-
-        Args:
-            position_ids: `(batch, query)`.
-            length: A number above every position.
-
-        Returns:
-            `(batch, query, hidden)`.
+        """Look up positions, as `SinusoidalPositionEmbedding` does.
 
         Raises:
             ValueError: If a position is past the end of the table.
@@ -180,24 +174,16 @@ def rotate(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> to
     """Rotate the pairs (i, i + rotated / 2) of the first `rotated` entries of a head.
 
     Args:
-        states: Queries or keys `(batch, heads, length, head_dim)`.
-        cosine: `(batch, 1, length, rotated)`.
-        sine: `(batch, 1, length, rotated)`.
-
-    Returns:
-        Rotated states, with the shape and dtype of `states`.
+        states: Queries or keys `(batch, heads, length, head_dim)`. The result has this shape and dtype.
+        cosine, sine: `(batch, 1, length, rotated)`.
     """
     num_rotated = cosine.shape[-1]
     rotated, rest = states[..., :num_rotated], states[..., num_rotated:]
     first, second = rotated.chunk(2, dim=-1)
     if states.dtype == torch.float16:  # a rotated entry may exceed the largest float16
         rotated, first, second = rotated.float(), first.float(), second.float()
-    rotated = rotated * cosine + torch.cat((-second, first), dim=-1) * sine
-    if states.dtype == torch.float16:
-        largest = torch.finfo(torch.float16).max
-        rotated = rotated.clamp(min=-largest, max=largest)
     # Under autocast, cosine and sine may have a higher precision than the states.
-    rotated = rotated.to(states.dtype)
+    rotated = clamp_float16((rotated * cosine + torch.cat((-second, first), dim=-1) * sine).to(states.dtype))
     return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
 
@@ -251,11 +237,8 @@ def alibi_slopes(heads: int) -> torch.Tensor:
     Source: Press et al. 2022, section 3, arXiv 2108.12409.
     """
     power = 2 ** math.floor(math.log2(heads))
-
-    def series(count: int) -> list[float]:
-        return [2 ** (-8 * (index + 1) / count) for index in range(count)]
-
-    return torch.tensor(series(power) + series(2 * power)[0::2][: heads - power], dtype=torch.float32)
+    slower = torch.arange(1, 2 * power, 2, dtype=torch.float64)[: heads - power] / (2 * power)
+    return (2.0 ** (-8 * torch.cat((torch.arange(1, power + 1) / power, slower)))).float()
 
 
 class AlibiPositionBias(nn.Module):

@@ -14,14 +14,8 @@ Source:
 
 def _stacks(layers: int, heads: int, ffn_dim: int) -> dict[str, int]:
     """Return the fields of two stacks of equal depth and width."""
-    return {
-        "encoder_layers": layers,
-        "decoder_layers": layers,
-        "encoder_attention_heads": heads,
-        "decoder_attention_heads": heads,
-        "encoder_ffn_dim": ffn_dim,
-        "decoder_ffn_dim": ffn_dim,
-    }
+    sizes = {"layers": layers, "attention_heads": heads, "ffn_dim": ffn_dim}
+    return {f"{stack}_{name}": size for stack in ("encoder", "decoder") for name, size in sizes.items()}
 
 
 _T5 = {
@@ -29,17 +23,10 @@ _T5 = {
     "activation_function": "relu",
     "gated_mlp": False,
     "position_embedding_type": "relative",
-    "relative_attention_shared": True,
-    "norm_type": "rmsnorm",
-    "norm_position": "pre",
-    "norm_eps": 1e-6,
     "attention_scale": 1.0,
     "scale_embedding": False,
-    "tie_word_embeddings": True,
-    "share_embeddings": True,
     "max_position_embeddings": 512,
     "bos_token_id": None,
-    "pad_token_id": 0,
     "eos_token_id": 1,
     "decoder_start_token_id": 0,
 }
@@ -75,7 +62,6 @@ def _vaswani(hidden_size: int, layers: int, heads: int, ffn_dim: int, dropout: f
         "norm_eps": 1e-5,
         "attention_bias": True,
         "mlp_bias": True,
-        "scale_embedding": True,
         "dropout": dropout,
     }
     return vaswani | _stacks(layers, heads, ffn_dim) | fields
@@ -87,13 +73,11 @@ def _bart(hidden_size: int, layers: int, heads: int, ffn_dim: int) -> dict:
         "vocab_size": 50265,
         "activation_function": "gelu",
         "position_embedding_type": "learned",
-        "max_position_embeddings": 1024,
         "embedding_norm": True,
         "scale_embedding": False,
         "initializer_range": 0.02,
         "bos_token_id": 0,
         "pad_token_id": 1,
-        "eos_token_id": 2,
         "decoder_start_token_id": 2,
     }
 

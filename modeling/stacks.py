@@ -10,8 +10,7 @@ from .attention import combine_bias, kernel_takes_bias
 from .compat import CACHE_NAMES, is_loaded
 from .configuration_metaphrase import MetaphraseConfig
 from .normalization import clamp_float16, make_norm
-from .packed_attention import choose_kernel, packed_mask
-from .packing import Packing, Segments
+from .packing import Packing, Segments, choose_kernel, packed_mask
 from .positions import (
     AlibiPositionBias,
     LearnedPositionEmbedding,
@@ -19,6 +18,7 @@ from .positions import (
     RotaryPositionEmbedding,
     SinusoidalPositionEmbedding,
     alibi_slopes,
+    positions_from_mask,
 )
 
 
@@ -161,15 +161,7 @@ class Stack(MetaphrasePreTrainedModel):
         query_offset: int | torch.Tensor,
         like: torch.Tensor,
     ) -> list[tuple[torch.Tensor | None, torch.Tensor | None]]:
-        """Return each layer's mask, and its position bias if the kernel does not take the bias in the mask.
-
-        Args:
-            attention_mask: The mask of all layers, from `masking_utils`.
-            query_positions: `(1 or batch, query)`.
-            key_positions: `(1 or batch, key)`.
-            query_offset: Index of the first query among the keys.
-            like: `(batch, query, hidden)`, of the dtype of the masks.
-        """
+        """Return each layer's mask, and its position bias if the kernel does not take the bias in the mask."""
         pairs = []
         for module in self.position_biases():
             if module is None:
@@ -191,32 +183,33 @@ class Stack(MetaphrasePreTrainedModel):
         return [getattr(layer.self_attn, "relative_position_bias", None) for layer in self.layers]
 
     def _pack(self, queries: Segments, keys: Segments, is_cross: bool, like: torch.Tensor) -> tuple[Packing, list]:
-        """Return the packing of an attention of this stack, and each layer's mask.
-
-        Args:
-            queries: Sequences of this stack's row.
-            keys: Sequences of the row of keys.
-            is_cross: True if the keys are from the encoder output.
-            like: `(1, query tokens, hidden)`, of the device and dtype of the masks.
-        """
+        """Return the packing of an attention of this stack, and a pair for each layer as `_layer_masks` does."""
         biases = [None] if is_cross else self.position_biases()
         attention_dropout = self.config.attention_dropout if self.training else 0.0
         has_bias, head_dim = biases[0] is not None, self.layers[0].self_attn.head_dim
         kernel = choose_kernel(self.config._attn_implementation, like, head_dim, has_bias, attention_dropout)
         packing = Packing(queries, keys, self.is_causal and not is_cross, kernel)
-        masks = [packed_mask(packing, bias, like) for bias in dict.fromkeys(biases)]
+        masks = [(packed_mask(packing, bias, like), None) for bias in dict.fromkeys(biases)]
         return packing, masks * (len(self.layers) // len(masks))
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embed_tokens
 
-    def set_input_embeddings(self, value: nn.Module):
-        self.embed_tokens = value
+def locate(
+    position_ids: torch.Tensor | None, attention_mask: object, query_positions: torch.Tensor, length: int
+) -> tuple[torch.Tensor, int]:
+    """Return the position of each query, `(1 or batch, query)`, and a number above every position.
 
-
-def bound_of(position_ids: torch.Tensor, length: int) -> int:
-    """Return a number above every position. Compiled code cannot read positions and takes the length."""
-    return length if torch.compiler.is_compiling() else max(length, int(position_ids.max()) + 1)
+    Args:
+        position_ids: Positions that the caller set, or None.
+        attention_mask: A mask of padding counts tokens only.
+        query_positions: Indices of the queries, `(1, query)`.
+        length: Number of keys.
+    """
+    if position_ids is None:
+        if is_padding_mask(attention_mask):
+            return positions_from_mask(attention_mask)[:, -query_positions.shape[1] :], length
+        return query_positions, length
+    # Compiled code cannot read positions.
+    return position_ids, length if torch.compiler.is_compiling() else max(length, int(position_ids.max()) + 1)
 
 
 def packed_segments(

@@ -4,6 +4,7 @@ Values that change from batch to batch reach the kernel as tensors. A number wou
 """
 
 import functools
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,56 +19,34 @@ BLOCK_SIZE = 128
 _RECOMPILE_LIMIT = 64
 
 
-class PackedFlexMask:
-    """The block mask and the bias of packed rows, made once for all layers that share a position bias.
+def make_flex_mask(packing: Packing, bias: nn.Module | None, like: torch.Tensor) -> dict[str, Any]:
+    """Return the block mask and the bias of a packing, as arguments of `flex_attention`.
 
-    Attributes:
-        blocks: Blocks of queries and keys that are computed, and the mask in them.
-        add_bias: Function that adds the bias to a score; None without a bias.
+    They serve all layers that share a position bias. The kernel has a dtype of its own, so `like` is not needed.
     """
-
-    def __init__(self, packing: Packing, bias: nn.Module | None):
-        """Args:
-        packing: The two rows.
-        bias: Module that returns a position bias, if there is one.
-        """
-        self.blocks = _make_block_mask(packing)
-        self.add_bias = None if bias is None else _make_bias(packing.queries, bias)
-
-
-def make_flex_mask(packing: Packing, bias: nn.Module | None, like: torch.Tensor) -> PackedFlexMask:
-    """Make the mask of a packing. The kernel has a dtype of its own, so `like` is not needed."""
-    return PackedFlexMask(packing, bias)
+    return {
+        "block_mask": _make_block_mask(packing),
+        "score_mod": None if bias is None else _make_bias(packing.queries, bias),
+    }
 
 
 def packed_flex_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: PackedFlexMask,
+    mask: dict[str, Any],
     packing: Packing,
     scaling: float,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Attend within each sequence of packed rows.
+    """Attend within each sequence of packed rows, with the arguments and the result of `packing.packed_attention`.
 
-    Args:
-        query: Queries (1, H, query tokens, head_dim).
-        key: Keys (1, H, key tokens, head_dim).
-        value: Values (1, H, key tokens, head_dim).
-        mask: Mask of the packing.
-        packing: The two rows; not used.
-        scaling: Factor of the scores.
-        dropout: 0, or `choose_kernel` selects another kernel.
-
-    Returns:
-        Output (1, query tokens, H, head_dim).
+    The mask is the result of `make_flex_mask`. Dropout is 0, or `choose_kernel` selects another kernel.
     """
-    options = {"score_mod": mask.add_bias, "block_mask": mask.blocks, "scale": scaling}
     if torch.compiler.is_compiling():
-        return flex_attention(query, key, value, **options).transpose(1, 2)
+        return flex_attention(query, key, value, scale=scaling, **mask).transpose(1, 2)
     with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
-        return _compiled()(query, key, value, **options).transpose(1, 2)
+        return _compiled()(query, key, value, scale=scaling, **mask).transpose(1, 2)
 
 
 @functools.cache

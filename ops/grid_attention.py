@@ -1,21 +1,22 @@
 """Attention over packed rows on a CPU: each sequence is a row of a grid, computed in blocks that stay in the cache.
 
-Only attention uses the grid. Sequences of similar length leave few cells empty.
+Only attention uses the grid. Blocks of rows are as wide as their longest row, so few cells are empty.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from metaphrase.modeling.attention import MetaphraseAttention
 from metaphrase.modeling.compat import softmax_gradient
-from metaphrase.modeling.packed_attention import additive_mask
-from metaphrase.modeling.packing import Packing
-from metaphrase.ops.grid import Block, Grid, GridSide, grid_of
+from metaphrase.modeling.packing import Packing, Segments, additive_mask, grid_width
 from metaphrase.ops.linear_and_dropout import apply_mask, can_join, joined_linear, random_mask
 
+# Most scores of a block, so that they stay in the processor's cache.
+BLOCK_ENTRIES = 2**19
 # Most bytes of attention weights that a layer stores for the backward pass. More weights are computed again.
 MAX_KEPT_BYTES = 2**26
 # In rows of fewer entries, the gradient of a softmax takes a CPU many times as long in bfloat16 as in float32.
@@ -26,20 +27,172 @@ _LOG2_E = math.log2(math.e)
 _LEAST_SUM, _LARGEST_SUM = 2.0**-40, 2.0**100
 
 
+@dataclass(frozen=True)
+class Block:
+    """Neighbouring sequences, or some heads of one sequence, that are computed together.
+
+    Attributes:
+        sequences: Indices of the sequences.
+        heads: Indices of the heads.
+        query_width: Columns of a row of queries.
+        key_width: Columns of a row of keys.
+        ends: Rows of the block, and the end of their keys, for each sequence that is shorter than `key_width`.
+    """
+
+    sequences: slice
+    heads: slice
+    query_width: int
+    key_width: int
+    ends: list[tuple[slice, int]]
+
+    @property
+    def rows(self) -> int:
+        """Sequences times heads."""
+        return (self.sequences.stop - self.sequences.start) * (self.heads.stop - self.heads.start)
+
+    def part(self, mask: torch.Tensor) -> torch.Tensor:
+        """Return the part of a mask (sequences or 1, H or 1, queries or 1, keys) for the block."""
+        if mask.shape[0] != 1:
+            mask = mask[self.sequences]
+        if mask.shape[1] != 1:
+            mask = mask[:, self.heads]
+        return mask[:, :, : self.query_width, : self.key_width]
+
+
+class Grid:
+    """The places of packed tokens in the grid, and its blocks.
+
+    Attributes:
+        blocks: The blocks, in order.
+        num_scores: Scores of the grid, in all heads.
+    """
+
+    def __init__(self, packing: Packing, heads: int):
+        self.blocks = list(_make_blocks(packing, heads))
+        self.num_scores = sum(block.rows * block.query_width * block.key_width for block in self.blocks)
+        # Blocks of the same sequences have the same width.
+        widths = {(block.sequences.start, block.sequences.stop): block for block in self.blocks}
+        sequences = [slice(*bounds) for bounds in widths]
+        self.queries = GridSide(packing.queries, heads, sequences, [block.query_width for block in widths.values()])
+        self.keys = self.queries
+        if packing.keys is not packing.queries:
+            self.keys = GridSide(packing.keys, heads, sequences, [block.key_width for block in widths.values()])
+
+    def parts(
+        self, query_cells: Sequence[torch.Tensor], key_cells: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[Block, list[torch.Tensor]]]:
+        """Yield each block, and its part (rows, width, head_dim) of all cells, (cells, head_dim) each."""
+        sizes = [[block.rows * block.query_width for block in self.blocks]] * len(query_cells)
+        sizes += [[block.rows * block.key_width for block in self.blocks]] * len(key_cells)
+        parts = (cells.split(size) for cells, size in zip((*query_cells, *key_cells), sizes, strict=True))
+        for block, *block_parts in zip(self.blocks, *parts, strict=True):
+            yield block, [part.view(block.rows, -1, part.shape[-1]) for part in block_parts]
+
+
+def grid_of(packing: Packing, heads: int) -> Grid:
+    """Return the grid of a packing, made once for all layers."""
+    if heads not in packing.grids:
+        packing.grids[heads] = Grid(packing, heads)
+    return packing.grids[heads]
+
+
+class GridSide:
+    """The cells of the queries or of the keys, block by block, each (sequences, H, width).
+
+    Attributes:
+        heads: Number of heads.
+        to_grid: Index of each cell among the flattened (tokens, H). Empty cells repeat the last token of their sequence.
+        from_grid: Cell of each of the flattened (tokens, H).
+    """
+
+    def __init__(self, segments: Segments, heads: int, sequences: list[slice], widths: list[int]):
+        # Each group of sequences has one width.
+        self.heads = heads
+        device = segments.lengths.device
+        head = torch.arange(heads, device=device)
+        first, columns = torch.empty_like(segments.lengths), torch.empty_like(segments.lengths)
+        cells, start = [], 0
+        for group, width in zip(sequences, widths, strict=True):
+            lengths = segments.lengths[group, None]
+            tokens = segments.starts[group, None] + torch.minimum(torch.arange(width, device=device), lengths - 1)
+            # (sequences, 1, width) * heads + (heads, 1) -> (sequences * heads * width)
+            cells.append((tokens[:, None, :] * heads + head[:, None]).flatten())
+            first[group] = start + torch.arange(len(lengths), device=device) * (heads * width)
+            columns[group] = width
+            start += len(lengths) * heads * width
+        self.to_grid = torch.cat(cells)
+        # (tokens, 1) and (tokens, heads) -> (tokens * heads)
+        cell = (first[segments.ids] + segments.positions[0])[:, None] + columns[segments.ids, None] * head
+        self.from_grid = cell.flatten()
+        self._indices_by_count = {1: (self.to_grid, self.from_grid)}
+
+    def enter(self, rows: torch.Tensor, count: int = 1, repeats: bool = True) -> list[torch.Tensor]:
+        """Copy states into the grid.
+
+        Args:
+            rows: States of each token, such as key and value, side by side, (tokens, count * H * head_dim).
+            count: Number of states per token.
+            repeats: True fills an empty cell with the last token of its sequence, False with 0.
+
+        Returns:
+            The cells of each state, (cells, head_dim), one after another in memory.
+        """
+        to_grid, from_grid = self._indices(count)
+        rows = rows.reshape(-1, rows.shape[-1] // (count * self.heads))
+        if repeats:
+            cells = rows.index_select(0, to_grid)
+        else:
+            cells = rows.new_zeros(len(to_grid), rows.shape[-1]).index_copy_(0, from_grid, rows)
+        return list(cells.chunk(count))
+
+    def leave(self, cells: torch.Tensor, count: int = 1) -> torch.Tensor:
+        """Undo `enter`: (count * cells, head_dim) -> (tokens, count * H * head_dim)."""
+        rows = cells.index_select(0, self._indices(count)[1])
+        return rows.view(-1, count * self.heads * cells.shape[-1])
+
+    def _indices(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `to_grid` and `from_grid` for tokens with several states side by side."""
+        if count not in self._indices_by_count:
+            number = torch.arange(count, device=self.to_grid.device)[:, None]
+            token, head = self.to_grid // self.heads, self.to_grid % self.heads
+            # (count, cells) and (tokens, count, H)
+            to_grid = (token * count + number) * self.heads + head
+            from_grid = self.from_grid.view(-1, 1, self.heads) + number * len(self.to_grid)
+            self._indices_by_count[count] = to_grid.flatten(), from_grid.flatten()
+        return self._indices_by_count[count]
+
+
+def _make_blocks(packing: Packing, heads: int) -> Iterator[Block]:
+    """Split the sequences, in order, into blocks of at most `BLOCK_ENTRIES` scores. A long sequence is split by heads."""
+    sides = packing.queries.lengths.tolist(), packing.keys.lengths.tolist()
+    start = 0
+    while start < len(packing.queries):
+        stop, widths = start, (0, 0)
+        while stop < len(packing.queries):
+            wider = tuple(max(width, grid_width(side[stop])) for width, side in zip(widths, sides, strict=True))
+            if stop > start and (stop + 1 - start) * heads * wider[0] * wider[1] > BLOCK_ENTRIES:
+                break
+            stop, widths = stop + 1, wider
+        query_width, key_width = widths
+        step = heads
+        while step > 1 and (stop - start) * step * query_width * key_width > BLOCK_ENTRIES:
+            step = max(part for part in range(1, step) if heads % part == 0)
+        for head in range(0, heads, step):
+            ends = [
+                (slice(number * step, (number + 1) * step), length)
+                for number, length in enumerate(sides[1][start:stop])
+                if length < key_width
+            ]
+            yield Block(slice(start, stop), slice(head, head + step), query_width, key_width, ends)
+        start = stop
+
+
 class _GridAttention(torch.autograd.Function):
     """Softmax attention with its gradient written out (Vaswani et al. 2017, section 3.2, arXiv 1706.03762)."""
 
     @staticmethod
     def forward(ctx, mask, grid: Grid, keeps_weights: bool, scaling: float, p: float, *rows: torch.Tensor):
-        """Args:
-        mask: Added to the scores, (sequences or 1, H or 1, query width or 1, key width). None lets all tokens of a sequence
-            see each other.
-        grid: The grid of the two rows, in blocks.
-        keeps_weights: True stores the attention weights for the backward pass. False computes them again.
-        scaling: Factor of the scores.
-        p: Dropout of the weights.
-        rows: Query, key and value, (tokens, H * head_dim) each. Neighbours may be side by side in one tensor.
-        """
+        # `keeps_weights` stores the attention weights for the backward pass, which else computes them again.
         ctx.grid, ctx.scaling, ctx.keeps_weights, ctx.kept_share = grid, scaling, keeps_weights, 1.0
         width = sum(states.shape[1] for states in rows) // 3
         ctx.counts = [states.shape[1] // width for states in rows]
@@ -178,35 +331,28 @@ def grid_attention(
     scaling: float,
     dropout: float,
 ) -> torch.Tensor:
-    """Attend within each sequence of packed rows.
+    """Attend within each sequence of packed rows, with the arguments and the result of `packing.packed_attention`.
 
-    Args:
-        query: Queries (1, H, query tokens, head_dim).
-        key: Keys (1, H, key tokens, head_dim).
-        value: Values (1, H, key tokens, head_dim).
-        mask: Added to the scores in the grid, (sequences or 1, H or 1, query width or 1, key width). None lets all tokens of a
-            sequence see each other.
-        packing: The two rows.
-        scaling: Factor of the scores.
-        dropout: Probability to drop an attention weight.
-
-    Returns:
-        Output (1, query tokens, H, head_dim).
+    The mask is added to the scores in the grid, (sequences or 1, H or 1, query width or 1, key width). None lets all tokens of a
+    sequence see each other.
     """
     heads, head_dim = query.shape[1], query.shape[3]
     rows = [states.transpose(1, 2).reshape(-1, heads * head_dim) for states in (query, key, value)]
     if query.device.type == "cpu" and not torch.compiler.is_compiling():
         return joined_grid_attention(rows, heads, mask, packing, scaling, dropout)
-    grid = grid_of(packing, heads, in_blocks=False)
-    sides = grid.queries, grid.keys, grid.keys
-    cells = [side.enter(states)[0] for side, states in zip(sides, rows, strict=True)]
+    # One block, for which no length is read from the device: (tokens, H * head_dim) -> (sequences, H, width, head_dim)
+    sides = packing.queries, packing.keys, packing.keys
+    cells = [
+        states.new_zeros(len(side) * side.width, states.shape[1]).index_copy(0, side.cells, states)
+        for side, states in zip(sides, rows, strict=True)
+    ]
     output = nn.functional.scaled_dot_product_attention(
-        *(states.view(len(packing.queries), heads, -1, head_dim) for states in cells),
+        *(states.view(len(packing.queries), -1, heads, head_dim).transpose(1, 2) for states in cells),
         attn_mask=packing.is_seen_in_grid() if mask is None else mask.to(query.dtype),
         dropout_p=dropout,
         scale=scaling,
     )
-    return grid.queries.leave(output.reshape(-1, head_dim)).view(1, -1, heads, head_dim)
+    return output.transpose(1, 2).reshape(-1, heads, head_dim).index_select(0, packing.queries.cells)[None]
 
 
 def joined_grid_attention(
@@ -219,31 +365,16 @@ def joined_grid_attention(
 ) -> torch.Tensor:
     """Attend as `grid_attention` does, on a CPU, with the outputs of joined projections.
 
-    Args:
-        rows: Query, key and value, (tokens, H * head_dim) each. Neighbours may be side by side in one tensor.
-        heads: Number of heads.
-        mask: See `grid_attention`.
-        packing: The two rows.
-        scaling: Factor of the scores.
-        dropout: Probability to drop an attention weight.
-
-    Returns:
-        Output (1, query tokens, H, head_dim).
+    The rows are query, key and value, (tokens, H * head_dim) each. Neighbours may be side by side in one tensor.
     """
-    grid = grid_of(packing, heads, in_blocks=True)
+    grid = grid_of(packing, heads)
     kept_bytes = grid.num_scores * _weight_dtype(rows[0].dtype, packing.keys.width).itemsize
     output = _GridAttention.apply(mask, grid, kept_bytes <= MAX_KEPT_BYTES, scaling, dropout, *rows)
     return output.view(1, output.shape[0], heads, -1)
 
 
 def make_grid_mask(packing: Packing, bias: nn.Module | None, like: torch.Tensor) -> torch.Tensor | None:
-    """Make the mask of `grid_attention`; None if all tokens of a sequence see each other.
-
-    Args:
-        packing: The two rows.
-        bias: Module that gives a position bias, if there is one.
-        like: Gives dtype and device.
-    """
+    """Make the mask of `grid_attention`; None if all tokens of a sequence see each other."""
     if bias is None and not packing.is_causal:
         return None
     # A token has the same position in its grid row as in its sequence.
@@ -265,9 +396,7 @@ def fused_grid_attention(
         attention: The attention module.
         hidden_states: Input (1, query tokens, D).
         encoder_output: Encoder output (1, source tokens, D) for a cross-attention.
-        mask: See `grid_attention`.
-        packing: The two rows.
-        dropout: Probability to drop an attention weight.
+        mask, packing, dropout: See `grid_attention`.
 
     Returns:
         Output (1, query tokens, H, head_dim), or None if something comes between projection and attention, or if the

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from metaphrase.modeling.acceleration import plain_dropout, plain_linear
+from metaphrase.modeling.acceleration import plain_linear
 from metaphrase.modeling.compat import is_hooked
 
 # An entry takes 8 random bits. torch's generator returns the bits of eight entries at once.
@@ -54,37 +54,26 @@ def apply_mask(states: torch.Tensor, mask: torch.Tensor, share: float) -> torch.
 
 class _MaskedDropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, states: torch.Tensor, p: float) -> torch.Tensor:
+    def forward(ctx, states: torch.Tensor, residual: torch.Tensor | None, p: float) -> torch.Tensor:
         mask, ctx.share = random_mask(states.shape, p, states.device)
         ctx.save_for_backward(mask)
-        return apply_mask(states, mask, ctx.share)
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (mask,) = ctx.saved_tensors
-        return apply_mask(gradient, mask, ctx.share), None
-
-
-class _AddedDropout(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, residual: torch.Tensor, states: torch.Tensor, p: float) -> torch.Tensor:
-        mask, ctx.share = random_mask(states.shape, p, states.device)
-        ctx.save_for_backward(mask)
-        ctx.dtypes = residual.dtype, states.dtype
-        dtype = torch.promote_types(*ctx.dtypes)
+        ctx.states_dtype, ctx.residual_dtype = states.dtype, None if residual is None else residual.dtype
+        if residual is None:
+            return apply_mask(states, mask, ctx.share)
+        dtype = torch.promote_types(residual.dtype, states.dtype)
         return torch.addcmul(residual.to(dtype), states.to(dtype), mask.to(dtype), value=1 / ctx.share)
 
     @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        (mask,) = ctx.saved_tensors
-        residual_dtype, states_dtype = ctx.dtypes
-        return gradient.to(residual_dtype), apply_mask(gradient, mask, ctx.share).to(states_dtype), None
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        states_gradient = apply_mask(gradient, *ctx.saved_tensors, ctx.share).to(ctx.states_dtype)
+        return states_gradient, gradient.to(ctx.residual_dtype) if ctx.needs_input_grad[1] else None, None
 
 
-def _is_plain(states: torch.Tensor, p: float) -> bool:
+def _is_plain(states: torch.Tensor, p: float, training: bool) -> bool:
     """Return True if torch's own dropout runs."""
     return (
-        states.device.type != "cpu"
+        not training
+        or states.device.type != "cpu"
         or torch.compiler.is_compiling()
         or not _MIN_PROBABILITY <= p <= 1 - _MIN_PROBABILITY
         or not states.is_floating_point()
@@ -97,18 +86,16 @@ def dropout(states: torch.Tensor, p: float, training: bool) -> torch.Tensor:
     On a CPU, `torch.nn.functional.dropout` takes as long as a linear layer of width 128, most of it for random numbers. This
     function draws fewer bits there. Elsewhere, and in compiled code, torch's own dropout runs.
     """
-    if not training or p == 0:
-        return states
-    if _is_plain(states, p):
-        return plain_dropout(states, p, training)
-    return _MaskedDropout.apply(states, p)
+    if _is_plain(states, p, training):
+        return nn.functional.dropout(states, p, training)
+    return _MaskedDropout.apply(states, None, p)
 
 
 def add_dropout(residual: torch.Tensor, states: torch.Tensor, p: float, training: bool) -> torch.Tensor:
     """Return `residual + dropout(states)`, of one shape. On a CPU one kernel takes half the time of two."""
-    if not training or p == 0 or _is_plain(states, p):
-        return residual + dropout(states, p, training)
-    return _AddedDropout.apply(residual, states, p)
+    if _is_plain(states, p, training):
+        return residual + nn.functional.dropout(states, p, training)
+    return _MaskedDropout.apply(states, residual, p)
 
 
 # A smaller layer gains less than the call of a Python function costs.
@@ -120,12 +107,7 @@ _STRIP_ROWS = 256
 class _FusedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, states: torch.Tensor, is_rectified: bool, count: int, *parameters: torch.Tensor):
-        """Args:
-        states: Shape (..., in_features).
-        is_rectified: True applies a ReLU.
-        count: Number of layers.
-        parameters: The weights of the layers, then their biases, if they have any.
-        """
+        # The parameters are `count` weights, then their biases, if they have any.
         matrix, *row = (_join(part, states.dtype) for part in (parameters[:count], parameters[count:]) if part)
         activation = "relu" if is_rectified else "none"
         output = torch.ops.mkldnn._linear_pointwise(states, matrix, row[0] if row else None, activation, [], "")
@@ -212,9 +194,9 @@ def can_fuse(layer: nn.Module, states: torch.Tensor, activation: nn.Module | Non
 def linear(layer: nn.Module, states: torch.Tensor, activation: nn.Module | None = None) -> torch.Tensor:
     """Apply a linear layer, and an activation after it: (..., in_features) -> (..., out_features)."""
     if can_fuse(layer, states, activation):
-        return _apply([layer], states, activation is not None)
+        return joined_linear([layer], states, activation is not None)
     if activation is not None and can_fuse(layer, states):
-        return activation(_apply([layer], states, is_rectified=False))
+        return activation(joined_linear([layer], states))
     return plain_linear(layer, states, activation)
 
 
@@ -223,11 +205,7 @@ def can_join(layers: Sequence[nn.Module], states: torch.Tensor) -> bool:
     return all(can_fuse(layer, states) for layer in layers) and len({layer.bias is None for layer in layers}) == 1
 
 
-def joined_linear(layers: Sequence[nn.Linear], states: torch.Tensor) -> torch.Tensor:
+def joined_linear(layers: Sequence[nn.Linear], states: torch.Tensor, is_rectified: bool = False) -> torch.Tensor:
     """Apply layers for which `can_join` is true to the same states: (..., in_features) -> (..., sum of out_features)."""
-    return _apply(layers, states, is_rectified=False)
-
-
-def _apply(layers: Sequence[nn.Linear], states: torch.Tensor, is_rectified: bool) -> torch.Tensor:
     biases = [layer.bias for layer in layers if layer.bias is not None]
     return _FusedLinear.apply(states, is_rectified, len(layers), *(layer.weight for layer in layers), *biases)

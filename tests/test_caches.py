@@ -171,17 +171,6 @@ def test_steps_of_any_width_equal_one_pass(design):
             torch.testing.assert_close(torch.cat(pieces, dim=1)[is_token], expected[is_token], **CLOSE)
 
 
-def test_source_is_projected_once():
-    """From the second decoding step on, cross-attention reads keys and values from the cache."""
-    model = tiny_model()
-    projections = []
-    for layer in model.get_decoder().layers:
-        layer.cross_attn.k_proj.register_forward_hook(lambda *_: projections.append("source"))
-        layer.self_attn.k_proj.register_forward_hook(lambda *_: projections.append("target"))
-    generate(model, sources(model.config), max_new_tokens=5, min_new_tokens=5)
-    assert projections.count("source") == 2 and projections.count("target") == 10
-
-
 @pytest.mark.parametrize("name", POSITIONS)
 @pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}, {"use_cache": False}])
 def test_positions_past_the_configured_length(name, cache):

@@ -5,7 +5,7 @@ import torch
 from tiny_models import DESIGNS, padding_mask, random_batch, tiny_model
 
 from metaphrase.decoding import unpadded_encoding as module
-from metaphrase.modeling.encoder import MetaphraseEncoder
+from metaphrase.modeling.encoder_decoder import MetaphraseEncoder
 
 LENGTHS = [9, 4, 1, 6]
 

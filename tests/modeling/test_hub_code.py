@@ -3,13 +3,13 @@
 import ast
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from hub_copies import FLAT_FILES, SOURCES, offline_environment
+from hub_copies import FLAT_FILES, SOURCES, report_without_package
+from model_results import results_of
 from tiny_models import DESIGNS, random_batch, tiny_model
 from transformers import (
     AutoConfig,
@@ -111,57 +111,22 @@ def test_with_the_package_no_code_is_trusted(tmp_path):
     torch.testing.assert_close(loaded(**inputs).logits, model(**inputs).logits, atol=0, rtol=0)
 
 
-# Runs in an interpreter of its own that cannot import the package. Arguments: folders of models, each with inputs.pt and
-# expected.pt beside the weights. Each is loaded, run, saved again, loaded from there; errors are reported by folder.
-CLEAN_INTERPRETER = """
-import json
-import sys
+# Arguments: folders of models, each with inputs.pt and expected.pt beside the weights. Each is loaded, run, saved again, and
+# loaded from there. The report has errors by folder.
+CHECK_FOLDERS = """
 import traceback
 from pathlib import Path
-
-sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]
-sys.path_hooks = [hook for hook in sys.path_hooks if "editable" not in repr(hook).lower()]
-# Where the package is installed as a wheel there is no such finder: the name is closed as well.
-sys.modules["metaphrase"] = None
-try:
-    import metaphrase.modeling
-except ImportError:
-    pass
-else:
-    raise AssertionError("the package can still be imported")
-
-import torch
+from model_results import results_of
 from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM, AutoModelForTextEncoding
-
-torch.set_num_threads(1)
 
 
 def run(folder, inputs):
-    trusted = {"trust_remote_code": True}
-    config = AutoConfig.from_pretrained(folder, **trusted)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
     assert type(config).__name__ == "MetaphraseConfig"
     assert type(config).__module__.startswith("transformers_modules.")
-    source = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-    head = AutoModelForSeq2SeqLM.from_pretrained(folder, **trusted).eval()
-    body = AutoModel.from_pretrained(folder, **trusted).eval()
-    encoder = AutoModelForTextEncoding.from_pretrained(folder, **trusted).eval()
-    with torch.no_grad():
-        results = {
-            "logits": head(**inputs).logits,
-            "hidden_states": body(**inputs).last_hidden_state,
-            "encoder_output": encoder(**source).last_hidden_state,
-            "greedy": head.generate(**source, max_new_tokens=5, num_beams=1, do_sample=False),
-            "beams": head.generate(**source, max_new_tokens=5, num_beams=2, do_sample=False),
-        }
-        torch.manual_seed(3)
-        # Ends of rows would move the random numbers of the rows that remain.
-        sampling = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": True, "top_p": 0.9, "num_return_sequences": 3}
-        results["samples"] = head.generate(**source, **sampling)
-    head.train()
-    results["loss"] = head(**inputs, labels=inputs["decoder_input_ids"]).loss
-    results["loss"].backward()
-    results["gradients"] = [parameter.grad for parameter in head.parameters()]
-    return head.eval(), results
+    classes = AutoModelForSeq2SeqLM, AutoModel, AutoModelForTextEncoding
+    models = [auto_class.from_pretrained(folder, trust_remote_code=True).eval() for auto_class in classes]
+    return models[0], results_of(*models, inputs)
 
 
 def check(folder):
@@ -169,20 +134,18 @@ def check(folder):
     model, results = run(folder, inputs)
     model.save_pretrained(folder / "again")
     _, results_again = run(folder / "again", inputs)
+    # Another processor made the earlier results.
+    tolerance = 1e-5 if folder.name == "earlier" else 1e-6
     for name, value in expected.items():
-        torch.testing.assert_close(results[name], value, atol=1e-6, rtol=1e-6, msg=name)
-        torch.testing.assert_close(results_again[name], value, atol=1e-6, rtol=1e-6, msg=f"{name}, saved again")
+        for actual in (results[name], results_again[name]):
+            torch.testing.assert_close(actual, value, atol=tolerance, rtol=tolerance, msg=name)
     code = {path.name for path in folder.glob("*.py")}
     assert {path.name for path in (folder / "again").glob("*.py")} == code
 
 
-def untrusted(folder):
-    AutoModelForSeq2SeqLM.from_pretrained(folder, trust_remote_code=False)
-
-
-def error_of(action, folder):
+def error_of(action, *arguments, **options):
     try:
-        action(folder)
+        action(*arguments, **options)
     except Exception:
         return traceback.format_exc()
     return ""
@@ -190,43 +153,9 @@ def error_of(action, folder):
 
 folders = [Path(argument) for argument in sys.argv[1:]]
 # First of all: a class that has been trusted once is known ever after.
-report = {"untrusted": error_of(untrusted, folders[0])}
+report = {"untrusted": error_of(AutoModelForSeq2SeqLM.from_pretrained, folders[0], trust_remote_code=False)}
 report |= {folder.name: error_of(check, folder) for folder in folders}
-assert not [name for name in sys.modules if name.startswith("metaphrase.")]
-print("REPORT " + json.dumps(report))
 """
-
-
-def save_with_expectations(folder, design):
-    """Save a model, a batch, and the results of the package with its operators and its fast decoder."""
-    model = tiny_model(**DESIGNS[design])
-    model.save_pretrained(folder)
-    inputs = random_batch(model.config)
-    source = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-    with torch.no_grad():
-        expected = {
-            "logits": model(**inputs).logits,
-            "hidden_states": model.model(**inputs).last_hidden_state,
-            "encoder_output": model.get_encoder()(**source).last_hidden_state,
-            "greedy": model.generate(**source, max_new_tokens=5, num_beams=1, do_sample=False),
-            "beams": model.generate(**source, max_new_tokens=5, num_beams=2, do_sample=False),
-        }
-        assert model.last_search.loop == "fast"
-        torch.manual_seed(3)
-        sampling = {
-            "max_new_tokens": 5,
-            "min_new_tokens": 5,
-            "do_sample": True,
-            "top_p": 0.9,
-            "num_return_sequences": 3,
-        }
-        expected["samples"] = model.generate(**source, **sampling)
-    model.train()
-    expected["loss"] = model(**inputs, labels=inputs["decoder_input_ids"]).loss
-    expected["loss"].backward()
-    expected["gradients"] = [parameter.grad for parameter in model.parameters()]
-    torch.save(inputs, folder / "inputs.pt")
-    torch.save(expected, folder / "expected.pt")
 
 
 @pytest.fixture(scope="module")
@@ -234,21 +163,17 @@ def report(tmp_path_factory):
     """Errors by folder, "" for none, of one clean interpreter for all: it takes seconds to start."""
     root = tmp_path_factory.mktemp("hub")
     for design in DESIGNS:
-        save_with_expectations(root / design, design)
+        model = tiny_model(**DESIGNS[design])
+        model.save_pretrained(root / design)
+        inputs = random_batch(model.config)
+        torch.save(inputs, root / design / "inputs.pt")
+        # The package computes with its operators and its fast decoder.
+        torch.save(results_of(model, model.model, model.get_encoder(), inputs), root / design / "expected.pt")
+        assert model.last_search.loop == "fast"
     shutil.unpack_archive(EARLIER_MODEL, root / "earlier")
     shutil.copytree(root / "rotary", root / "incomplete")
-    (root / "incomplete" / "normalization.py").unlink()
-    result = subprocess.run(
-        [sys.executable, "-c", CLEAN_INTERPRETER, *(str(root / name) for name in [*DESIGNS, "earlier", "incomplete"])],
-        cwd=root,
-        env=offline_environment(root),
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    (line,) = [line for line in result.stdout.splitlines() if line.startswith("REPORT ")]
-    return json.loads(line.removeprefix("REPORT "))
+    (root / "incomplete" / "positions.py").unlink()
+    return report_without_package(CHECK_FOLDERS, root, *(root / name for name in [*DESIGNS, "earlier", "incomplete"]))
 
 
 @pytest.mark.parametrize("folder", [*DESIGNS, "earlier"])
@@ -262,7 +187,7 @@ def test_model_of_an_earlier_version_gives_its_results_with_the_package(tmp_path
     inputs, expected = (torch.load(tmp_path / name, weights_only=True) for name in ("inputs.pt", "expected.pt"))
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
     assert type(model) is MetaphraseForConditionalGeneration
-    torch.testing.assert_close(model(**inputs).logits, expected["logits"], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(model(**inputs).logits, expected["logits"], atol=1e-5, rtol=1e-5)
     source = {name: inputs[name] for name in ("input_ids", "attention_mask")}
     for name, num_beams in (("greedy", 1), ("beams", 2)):
         ids = model.generate(**source, max_new_tokens=5, num_beams=num_beams, do_sample=False)
@@ -291,7 +216,7 @@ def test_no_private_name_of_torch_or_transformers_is_read(path):
 
 def test_a_missing_file_is_noticed(report):
     """Check that the interpreter has no package: a folder without a file cannot be loaded."""
-    assert "normalization" in report["incomplete"]
+    assert "positions" in report["incomplete"]
 
 
 def test_a_model_without_the_package_asks_for_trust(report):

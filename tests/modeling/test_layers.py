@@ -1,11 +1,12 @@
-"""Tests of `metaphrase.modeling.layers`: the feed-forward, the two norm positions, and where dropout falls."""
+"""Tests of `metaphrase.modeling.layers` and `normalization`: activations, dropout, norms, and limits of float16."""
 
 import pytest
 import torch
 from tiny_models import randomize, tiny_config
 from torch import nn
 
-from metaphrase.modeling.layers import MetaphraseDecoderLayer, MetaphraseEncoderLayer, MetaphraseMLP
+from metaphrase.modeling.layers import MetaphraseEncoderLayer, MetaphraseMLP
+from metaphrase.modeling.normalization import MetaphraseRMSNorm, clamp_float16
 
 
 def make_layer(layer_class, *args, **fields):
@@ -20,33 +21,6 @@ def make_layer(layer_class, *args, **fields):
 
 def make_mlp(ffn_dim=24, **fields):
     return make_layer(MetaphraseMLP, ffn_dim, **fields)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_plain_mlp_is_two_projections(has_bias):
-    mlp = make_mlp(gated_mlp=False, mlp_bias=has_bias, activation_function="relu")
-    states = torch.randn(2, 3, 32)
-    bias = {name: value for name, value in mlp.named_parameters() if name.endswith("bias")}
-    assert sorted(bias) == (["down_proj.bias", "up_proj.bias"] if has_bias else [])
-    inner = states @ mlp.up_proj.weight.T + bias.get("up_proj.bias", 0)
-    expected = inner.clamp(min=0) @ mlp.down_proj.weight.T + bias.get("down_proj.bias", 0)
-    torch.testing.assert_close(mlp(states), expected, atol=1e-5, rtol=0)
-    assert not hasattr(mlp, "gate_proj")
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_gated_mlp_multiplies_a_second_projection(has_bias):
-    mlp = make_mlp(gated_mlp=True, mlp_bias=has_bias, activation_function="relu")
-    states = torch.randn(2, 3, 32)
-    bias = {name: value for name, value in mlp.named_parameters() if name.endswith("bias")}
-    assert sorted(bias) == (["down_proj.bias", "gate_proj.bias", "up_proj.bias"] if has_bias else [])
-    # The activation is the gate's; the other projection is linear.
-    gate = (states @ mlp.gate_proj.weight.T + bias.get("gate_proj.bias", 0)).clamp(min=0)
-    inner = gate * (states @ mlp.up_proj.weight.T + bias.get("up_proj.bias", 0))
-    expected = inner @ mlp.down_proj.weight.T + bias.get("down_proj.bias", 0)
-    torch.testing.assert_close(mlp(states), expected, atol=1e-5, rtol=0)
 
 
 @torch.no_grad()
@@ -66,43 +40,6 @@ def test_activation_function_is_the_named_one(name, function, is_gated):
     states = torch.randn(2, 3, 32)
     inner = function(mlp.gate_proj(states)) * mlp.up_proj(states) if is_gated else function(mlp.up_proj(states))
     torch.testing.assert_close(mlp(states), mlp.down_proj(inner), atol=1e-4, rtol=0)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("norm_type", ["layernorm", "rmsnorm"])
-def test_pre_norm_norms_what_enters_a_sublayer(norm_type):
-    layer = make_layer(MetaphraseDecoderLayer, 0, norm_position="pre", norm_type=norm_type)
-    states, encoder_output = torch.randn(2, 3, 32), torch.randn(2, 5, 32)
-    expected = states + layer.self_attn(layer.self_attn_norm(states))[0]
-    expected = expected + layer.cross_attn(layer.cross_attn_norm(expected), encoder_output)[0]
-    expected = expected + layer.mlp(layer.mlp_norm(expected))
-    torch.testing.assert_close(layer(states, encoder_output), expected)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("norm_type", ["layernorm", "rmsnorm"])
-def test_post_norm_norms_the_residual_sum(norm_type):
-    layer = make_layer(MetaphraseDecoderLayer, 0, norm_position="post", norm_type=norm_type)
-    states, encoder_output = torch.randn(2, 3, 32), torch.randn(2, 5, 32)
-    expected = layer.self_attn_norm(states + layer.self_attn(states)[0])
-    expected = layer.cross_attn_norm(expected + layer.cross_attn(expected, encoder_output)[0])
-    expected = layer.mlp_norm(expected + layer.mlp(expected))
-    torch.testing.assert_close(layer(states, encoder_output), expected)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("norm_position", ["pre", "post"])
-def test_encoder_layer_has_no_cross_attention(norm_position):
-    layer = make_layer(MetaphraseEncoderLayer, 0, norm_position=norm_position)
-    assert not hasattr(layer, "cross_attn")
-    states = torch.randn(2, 3, 32)
-    if norm_position == "pre":
-        expected = states + layer.self_attn(layer.self_attn_norm(states))[0]
-        expected = expected + layer.mlp(layer.mlp_norm(expected))
-    else:
-        expected = layer.self_attn_norm(states + layer.self_attn(states)[0])
-        expected = layer.mlp_norm(expected + layer.mlp(expected))
-    torch.testing.assert_close(layer(states), expected)
 
 
 @torch.no_grad()
@@ -162,3 +99,32 @@ def test_layer_stays_finite_in_float16(norm_position):
     layer = make_layer(MetaphraseEncoderLayer, 0, norm_position=norm_position, norm_type="rmsnorm").half()
     states = torch.full((1, 4, 32), 60_000.0, dtype=torch.float16)
     assert layer(states).isfinite().all()
+
+
+def test_rms_norm_equals_values_by_hand():
+    norm = MetaphraseRMSNorm(2, eps=0.5)
+    norm.weight.data = torch.tensor([2.0, -1.0])
+    # The mean square of (3, 4) is 12.5; with eps its root is 13 ** 0.5.
+    expected = torch.tensor([[2 * 3 / 13**0.5, -4 / 13**0.5]])
+    torch.testing.assert_close(norm(torch.tensor([[3.0, 4.0]])), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rms_norm_computes_in_float32(dtype):
+    torch.manual_seed(0)
+    norm = MetaphraseRMSNorm(16, eps=1e-6).to(dtype)
+    nn.init.normal_(norm.weight)
+    # Squared, these are above the largest float16.
+    states = (torch.randn(4, 16) * 10_000).to(dtype)
+    expected = states.float() / states.float().square().mean(-1, keepdim=True).sqrt() * norm.weight.float()
+    normed = norm(states)
+    assert normed.dtype == dtype
+    torch.testing.assert_close(normed, expected.to(dtype), atol=0, rtol=1e-2)
+
+
+def test_clamp_float16_brings_infinity_back():
+    largest = torch.finfo(torch.float16).max
+    states = torch.tensor([float("inf"), -float("inf"), 1.0, -largest], dtype=torch.float16)
+    assert clamp_float16(states).tolist() == [largest, -largest, 1.0, -largest]
+    states = states.bfloat16()
+    assert clamp_float16(states) is states

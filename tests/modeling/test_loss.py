@@ -1,11 +1,20 @@
-"""Tests of `metaphrase.modeling.loss`: the shift by hand, the loss against torch's and transformers' own."""
+"""Tests of `metaphrase.modeling.loss`: the shift by hand, the loss against torch's and transformers', and the loss in chunks."""
 
 import pytest
 import torch
-from tiny_models import tiny_model
+from accelerate.hooks import ModelHook, add_hook_to_module
+from largest_tensor import LargestTensor
+from live_bytes import LiveBytes
+from tiny_models import random_batch, tiny_model
+from torch import nn
+from torch.nn.utils import prune
 from transformers.trainer_pt_utils import LabelSmoother
 
 from metaphrase.modeling import IGNORED_LABEL, sequence_loss, shift_right
+from metaphrase.modeling import loss as module
+from metaphrase.modeling.loss import divergence_of_halves, projected_loss
+
+ROWS, HIDDEN, VOCAB = 700, 16, 53
 
 
 @pytest.mark.parametrize(
@@ -27,10 +36,6 @@ def test_shift_right_by_hand(labels, expected):
     assert shifted.tolist() == expected
     assert shifted.dtype == labels.dtype
     assert torch.equal(labels, original)
-
-
-def test_shift_right_takes_zero_for_an_id():
-    assert shift_right(torch.tensor([[5, -100, 6]]), 0, 0).tolist() == [[0, 5, 0]]
 
 
 @pytest.mark.parametrize(("pad", "start", "field"), [(None, 9, "pad_token_id"), (8, None, "decoder_start_token_id")])
@@ -62,32 +67,14 @@ def batch(rows=4, target=6, vocab=11):
     return logits, labels
 
 
-def test_loss_by_hand():
-    # Two classes with odds 3 to 1; the second position is no label.
-    logits = torch.tensor([[[3.0, 1.0], [1.0, 1.0]]]).log()
-    labels = torch.tensor([[0, -100]])
-    torch.testing.assert_close(sequence_loss(logits, labels), -torch.tensor(0.75).log())
-    # A smoothing of 0.2 gives the right class 0.9 and the other 0.1.
-    expected = -(0.9 * torch.tensor(0.75).log() + 0.1 * torch.tensor(0.25).log())
-    torch.testing.assert_close(sequence_loss(logits, labels, label_smoothing=0.2), expected)
-
-
-@pytest.mark.parametrize("label_smoothing", [0.1, 0.3])
-@pytest.mark.parametrize("num_items_in_batch", [None, 40, torch.tensor(40)])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1, 0.3])
+@pytest.mark.parametrize("num_items_in_batch", [None, 40, torch.tensor(40), torch.tensor(40.0)])
 def test_loss_equals_the_label_smoother_of_transformers(label_smoothing, num_items_in_batch):
     logits, labels = batch()
     smoother = LabelSmoother(epsilon=label_smoothing)
     expected = smoother({"logits": logits}, labels.clone(), num_items_in_batch=num_items_in_batch)
     loss = sequence_loss(logits, labels, num_items_in_batch, label_smoothing)
     torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("num_items_in_batch", [5, torch.tensor(5), torch.tensor(5.0)])
-def test_loss_is_divided_by_the_items_given(num_items_in_batch):
-    logits, labels = batch()
-    count = (labels != IGNORED_LABEL).sum()
-    expected = sequence_loss(logits, labels) * count / 5
-    torch.testing.assert_close(sequence_loss(logits, labels, num_items_in_batch), expected)
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
@@ -143,3 +130,231 @@ def test_eight_accumulated_batches_of_one_equal_one_batch_of_eight(smoothing):
     assert accumulated == pytest.approx(whole, abs=1e-6)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], atol=1e-6, rtol=1e-4, msg=name)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Several chunks and strips, the last of them smaller, at sizes that a test can afford."""
+    monkeypatch.setattr(module, "_CHUNK_ENTRIES", 1)
+    monkeypatch.setattr(module, "_MIN_CHUNK_ROWS", 128)
+    monkeypatch.setattr(module, "_STRIP_ROWS", 20)
+
+
+def problem(has_bias=True, dtype=torch.float64, ignored=0.3):
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(ROWS, HIDDEN, generator=generator, dtype=dtype, requires_grad=True)
+    weight = torch.randn(VOCAB, HIDDEN, generator=generator, dtype=dtype, requires_grad=True)
+    bias = torch.randn(VOCAB, generator=generator, dtype=dtype, requires_grad=True) if has_bias else None
+    labels = torch.randint(0, VOCAB, (ROWS,), generator=generator)
+    labels[torch.rand(ROWS, generator=generator) < ignored] = IGNORED_LABEL
+    return hidden, weight, bias, labels
+
+
+def plain_loss(hidden, weight, bias, labels, smoothing):
+    logits = nn.functional.linear(hidden, weight, bias)
+    return nn.functional.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
+
+
+@pytest.mark.parametrize("ignored", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_loss_and_gradients_are_those_of_the_plain_loss(has_bias, smoothing, ignored):
+    inputs = problem(has_bias, ignored=ignored)
+    leaves = [tensor for tensor in inputs[:3] if tensor is not None]
+    expected = plain_loss(*inputs, smoothing)
+    expected_gradients = torch.autograd.grad(0.37 * expected, leaves)
+    actual = projected_loss(*inputs, smoothing)
+    torch.testing.assert_close(actual, expected.float(), rtol=1e-5, atol=1e-5)
+    for gradient, wanted in zip(torch.autograd.grad(0.37 * actual, leaves), expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("smoothing", [-0.1, 1.0, float("nan")])
+def test_a_smoothing_that_is_no_share_is_refused(smoothing):
+    with pytest.raises(ValueError, match="`smoothing` must be at least 0 and below 1"):
+        projected_loss(*problem(), smoothing)
+
+
+@pytest.mark.parametrize("divisor", [13, torch.tensor(13)])
+def test_a_loss_that_is_divided_can_be_differentiated_again_and_again(divisor):
+    *leaves, labels = problem()
+    expected = plain_loss(*leaves, labels, 0.1) / 13
+    expected_gradients = torch.autograd.grad(expected, leaves)
+    actual = projected_loss(*leaves, labels, 0.1, divisor=divisor)
+    torch.testing.assert_close(actual, expected.float(), rtol=1e-5, atol=1e-5)
+    for factor in (1.0, 3.0, 1.0):
+        actual.backward(torch.tensor(factor), retain_graph=True)
+    for leaf, wanted in zip(leaves, expected_gradients, strict=True):
+        torch.testing.assert_close(leaf.grad, 5 * wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_loss_that_is_divided_and_scaled_has_gradients_of_full_precision(dtype):
+    """Check a scaled loss: gradients that are divided before they are scaled are too small for float16."""
+    hidden, weight, _, labels = problem(has_bias=False, dtype=torch.float32)
+    expected = torch.autograd.grad(plain_loss(hidden, weight, None, labels, 0.1) * (2**16 / 1e6), [hidden, weight])
+    with torch.autocast("cpu", dtype):
+        loss = projected_loss(hidden, weight, None, labels, 0.1, divisor=1e6)
+    for gradient, near in zip(torch.autograd.grad(loss * 2**16, [hidden, weight]), expected, strict=True):
+        assert (gradient - near).norm() < 0.02 * near.norm()
+
+
+def test_large_logits_neither_overflow_nor_lose_the_loss():
+    hidden, weight, bias, labels = problem(dtype=torch.float32)
+    expected = plain_loss(100 * hidden, weight, bias, labels, 0.1)
+    torch.testing.assert_close(projected_loss(100 * hidden, weight, bias, labels, 0.1), expected, rtol=1e-5, atol=0)
+
+
+def confident_problem(certainty):
+    """Hidden states that point to their labels, twice and not quite alike: more certainly for a larger number."""
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.randn(300, 64, generator=generator) / 8
+    labels = torch.randint(0, 300, (ROWS // 2,), generator=generator)
+    hidden = certainty * nn.functional.normalize(weight[labels]) / weight[labels].norm(dim=1, keepdim=True)
+    hidden = torch.cat([hidden + 0.3 * torch.randn(hidden.shape, generator=generator) for _ in range(2)])
+    return hidden.requires_grad_(), weight.requires_grad_(), labels.repeat(2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("alpha", [0.0, 3.0])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("certainty", [4, 11, 18])
+def test_what_is_nearly_certain_is_learned_as_precisely_as_with_logits(certainty, smoothing, alpha, dtype):
+    hidden, weight, labels = confident_problem(certainty)
+
+    def plain():
+        logits = nn.functional.linear(hidden, weight)
+        loss = nn.functional.cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=smoothing)
+        return loss + alpha * divergence_of_halves(logits, labels) if alpha else loss
+
+    def found(loss):
+        return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+
+    exact = found(plain())
+    with torch.autocast("cpu", dtype):
+        made = found(plain())
+        ours = found(projected_loss(hidden, weight, None, labels, smoothing, alpha))
+    # Probabilities are rounded once. In float16 those below 0.00006 have fewer digits, or are 0.
+    slack = 2e-2 if dtype == torch.float16 else torch.finfo(dtype).eps / 2
+    for name, value, reference, wanted in zip(("loss", "hidden", "weight"), ours, made, exact, strict=True):
+        error, allowed = ((result - wanted).norm() / wanted.norm() for result in (value, reference))
+        assert error <= 1.1 * allowed + slack, name
+
+
+def test_only_the_gradients_asked_for_are_made():
+    hidden, weight, bias, labels = problem()
+    loss = projected_loss(hidden, weight.detach(), bias.detach(), labels)
+    loss.backward()
+    assert hidden.grad is not None
+    assert weight.grad is None and bias.grad is None
+    with torch.no_grad():
+        torch.testing.assert_close(projected_loss(hidden, weight, bias, labels), loss)
+
+
+@pytest.mark.parametrize("is_autocast", [False, True])
+def test_no_gradient_begins_with_what_was_in_memory(is_autocast, monkeypatch):
+    hidden, weight, bias, labels = problem(dtype=torch.float32)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(torch.nan))
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+        loss = projected_loss(hidden, weight, bias, labels, 0.1)
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(loss, [hidden, weight, bias]))
+
+
+@pytest.mark.parametrize("fields", [{}, {"logits_bias": True}, {"logits_scale": 0.5}, {"tie_word_embeddings": False}])
+@pytest.mark.parametrize("num_items", [None, 13])
+def test_a_model_in_training_has_the_loss_and_the_gradients_it_has_with_logits(fields, num_items, monkeypatch):
+    model = tiny_model(**fields).train()
+    calls, project = [], type(model).project
+    monkeypatch.setattr(type(model), "project", lambda *inputs: calls.append(1) or project(*inputs))
+    inputs = random_batch(model.config, with_labels=True) | {"num_items_in_batch": num_items, "smoothing": 0.1}
+
+    def run(return_logits):
+        model.zero_grad()
+        output = model(**inputs, return_logits=return_logits)
+        output.loss.backward()
+        return output, [parameter.grad.clone() for parameter in model.parameters()]
+
+    expected, expected_gradients = run(True)
+    actual, gradients = run(None)
+    assert expected.logits is not None and actual.logits is None and calls == [1]
+    torch.testing.assert_close(actual.loss, expected.loss, rtol=1e-5, atol=1e-5)
+    for gradient, wanted in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_head_with_a_weight_that_is_computed_anew_each_time_is_called():
+    """A pruned one, which the loss cannot read past: its weight is the product of the step before."""
+    model = tiny_model(tie_word_embeddings=False).train()
+    prune.l1_unstructured(model.lm_head, "weight", 0.3)
+    batch = random_batch(model.config, with_labels=True)
+    for _ in range(2):
+        loss = model(**batch).loss
+        torch.testing.assert_close(loss, model(**batch, return_logits=True).loss)
+        loss.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(0.1 * parameter.grad)
+
+
+def test_a_hook_of_the_head_is_called_in_training_too():
+    model = tiny_model(initializer_range=0.2).train()
+    inputs, plain = random_batch(model.config, with_labels=True), []
+    for is_hooked in (False, True):
+        if is_hooked:
+            model.lm_head.register_forward_hook(lambda module, inputs, logits: 5 * torch.tanh(logits / 5))
+        plain.append(results := [])
+        for options in ({}, {"return_logits": True}):
+            model.zero_grad()
+            loss = model(**inputs, **options).loss
+            loss.backward()
+            results.append([loss.detach(), model.get_input_embeddings().weight.grad.clone()])
+        for ours, wanted in zip(*results, strict=True):
+            torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(plain[0][0][1], plain[1][0][1])
+
+
+def test_a_head_that_accelerate_brings_from_elsewhere_is_called():
+    model = tiny_model().train()
+    called = []
+
+    class Watch(ModelHook):
+        def pre_forward(self, module, *args, **kwargs):
+            called.append(module)
+            return args, kwargs
+
+    add_hook_to_module(model.lm_head, Watch())
+    model(**random_batch(model.config, with_labels=True)).loss.backward()
+    assert called == [model.lm_head]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 3.0])
+def test_no_more_than_a_chunk_of_logits_is_there_at_a_time(alpha):
+    hidden, weight, _, labels = problem(has_bias=False, ignored=0.0)
+    labels = labels[: ROWS // 2].repeat(2)
+    with LargestTensor() as largest:
+        projected_loss(hidden, weight, None, labels, 0.1, alpha).backward()
+    assert module.chunk_rows(VOCAB) * VOCAB <= largest.elements <= ROWS * HIDDEN < ROWS * VOCAB
+
+
+@pytest.mark.parametrize("alpha", [0.0, 3.0])
+def test_a_chunk_is_let_go_before_the_next_is_there(alpha):
+    hidden, weight = torch.randn(1024, 2, requires_grad=True), torch.randn(400, 2, requires_grad=True)
+    labels = torch.randint(0, 400, (64,)).repeat(16)
+    peaks = []
+    for rows in (128, 1024):
+        with LiveBytes([hidden, weight, labels]) as live:
+            projected_loss(hidden[:rows], weight, None, labels[:rows], 0.1, alpha)
+        peaks.append(live.most)
+    assert peaks[1] - peaks[0] < 128 * 400 * 4 / 2
+
+
+def test_logits_are_made_in_evaluation_and_without_labels():
+    model = tiny_model()
+    inputs = random_batch(model.config, with_labels=True)
+    assert model(**inputs).logits is not None
+    assert model(**inputs, return_logits=False).logits is None
+    model.train()
+    assert model(**random_batch(model.config)).logits is not None
+    with pytest.raises(ValueError, match="`return_logits` must be true without `labels`, got false"):
+        model(**random_batch(model.config), return_logits=False)

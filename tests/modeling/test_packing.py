@@ -8,10 +8,9 @@ import torch
 from packed_rows import TARGETS, assert_close, gradients, packed, ragged_pairs
 from tiny_models import DESIGNS, tiny_model
 
-from metaphrase.modeling import IGNORED_LABEL, compat, packed_attention, stacks
-from metaphrase.modeling.packed_attention import choose_kernel
-from metaphrase.modeling.packing import Packing, Segments
-from metaphrase.ops import grid, grid_attention
+from metaphrase.modeling import IGNORED_LABEL, compat, packing, stacks
+from metaphrase.modeling.packing import Packing, Segments, choose_kernel
+from metaphrase.ops import grid_attention
 from metaphrase.ops import linear_and_dropout as fused_linear
 
 
@@ -84,7 +83,7 @@ def test_attention_by_offsets_is_told_what_the_rows_are(design, varlen_attn, mon
         return varlen_attn(*args, **kwargs)
 
     count.__signature__ = inspect.signature(varlen_attn)
-    monkeypatch.setattr(packed_attention, "varlen_attn", count)
+    monkeypatch.setattr(packing, "varlen_attn", count)
     monkeypatch.setattr(compat, "varlen_attn", count)
     compat.varlen_causal.cache_clear()
     fields = DESIGNS[design] | {"initializer_range": 0.2, "attention_scale": 0.3}
@@ -137,7 +136,7 @@ def test_autocast_decides_which_kernel_a_gpu_runs(monkeypatch):
 def test_blocks_of_the_grid_and_what_they_keep_change_nothing(design, block, kept_bytes, monkeypatch):
     model = tiny_model(**DESIGNS[design] | {"initializer_range": 0.2})
     expected, expected_gradients = gradients(model, packed(model.config))
-    monkeypatch.setattr(grid, "BLOCK_ENTRIES", block)
+    monkeypatch.setattr(grid_attention, "BLOCK_ENTRIES", block)
     monkeypatch.setattr(grid_attention, "MAX_KEPT_BYTES", kept_bytes)
     output, actual_gradients = gradients(model, packed(model.config))
     torch.testing.assert_close(output.loss, expected.loss, rtol=1e-6, atol=1e-6)
@@ -172,7 +171,7 @@ def test_what_new_memory_holds_changes_nothing(dropout, is_autocast, filled_memo
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_each_sequence_attends_as_if_it_were_alone(is_causal, is_compiled, monkeypatch):
-    monkeypatch.setattr(grid, "BLOCK_ENTRIES", 2 * 2 * 24 * 24)
+    monkeypatch.setattr(grid_attention, "BLOCK_ENTRIES", 2 * 2 * 24 * 24)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: is_compiled)
     # One cell of a row is empty, none is, or most are.
     lengths = (24, 23, 16, 15, 9, 1)
@@ -226,13 +225,13 @@ def test_weights_are_kept_where_those_of_all_blocks_have_room(fewer, times, monk
     lengths = torch.tensor([64] + [8] * 15)
     segments = Segments(lengths, int(lengths.sum()))
     states = [torch.randn(1, 2, segments.num_tokens, 4, requires_grad=True) for _ in range(3)]
-    monkeypatch.setattr(grid, "BLOCK_ENTRIES", 2 * 64 * 64)
+    monkeypatch.setattr(grid_attention, "BLOCK_ENTRIES", 2 * 64 * 64)
     monkeypatch.setattr(grid_attention, "MAX_KEPT_BYTES", 4 * 2 * (64 * 64 + 15 * 16 * 16) - fewer)
     computed, compute = [], grid_attention._weights
     monkeypatch.setattr(grid_attention, "_weights", lambda *parts: computed.append(parts) or compute(*parts))
     packing = Packing(segments, segments, False, "grid")
     grid_attention.grid_attention(*states, None, packing, 0.5, 0.0).sum().backward()
-    assert len(computed) == times * len(grid_attention.grid_of(packing, 2, in_blocks=True).blocks) > times
+    assert len(computed) == times * len(grid_attention.grid_of(packing, 2).blocks) > times
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 2**25])
@@ -296,14 +295,10 @@ def test_bfloat16_stays_close_in_narrow_and_in_wide_grids(longest, kept_bytes, m
         ({"target_lengths": None}, "must be given together"),
         ({"target_lengths": torch.tensor([3, 40, 2, 8])}, r"add up to the 30 tokens of the row, got \[3, 40, 2, 8\]"),
         ({"target_lengths": torch.tensor([30, 1, 0, 0])}, "at least 1 and add up to the 30 tokens"),
-        (
-            {"target_lengths": torch.tensor([], dtype=torch.long)},
-            r"one for each sequence, .* got \(0,\) of torch.int64",
-        ),
-        ({"target_lengths": [3, 27]}, "must be a tensor of integers with one for each sequence, .* got list"),
-        ({"source_lengths": torch.tensor(33)}, r"one for each sequence, .* got \(\)"),
-        ({"source_lengths": [33]}, "must be a tensor .* got list"),
-        ({"source_lengths": torch.tensor([5.0, 1.0, 19.0, 8.0])}, r"of integers .* got \(4,\) of torch.float32"),
+        ({"target_lengths": torch.tensor([], dtype=torch.long)}, r"one for each sequence, .* got tensor"),
+        ({"target_lengths": [3, 27]}, r"must be a tensor of integers with one for each sequence, .* got \[3, 27\]"),
+        ({"source_lengths": torch.tensor(33)}, r"one for each sequence, .* got tensor"),
+        ({"source_lengths": torch.tensor([5.0, 1.0, 19.0, 8.0])}, r"of integers .* got tensor"),
         ({"attention_mask": torch.ones(1, 33)}, "`attention_mask` must be None with"),
     ],
 )
@@ -323,12 +318,10 @@ def test_rows_of_several_pairs_must_be_one():
 
 
 def test_each_block_is_as_wide_as_its_own_longest_row(monkeypatch):
-    monkeypatch.setattr(grid, "BLOCK_ENTRIES", 2 * 64 * 64)
+    monkeypatch.setattr(grid_attention, "BLOCK_ENTRIES", 2 * 64 * 64)
     sources, targets = (Segments(torch.tensor(side), sum(side)) for side in ((64, 40, 9, 3), (5, 30, 17, 4)))
-    blocks = grid.Grid(Packing(targets, sources, False, "grid"), 2, in_blocks=True).blocks
+    blocks = grid_attention.Grid(Packing(targets, sources, False, "grid"), 2).blocks
     assert [(block.sequences, block.query_width, block.key_width) for block in blocks] == [
         (slice(0, 2), 32, 64),
         (slice(2, 4), 24, 16),
     ]
-    (whole,) = grid.Grid(Packing(targets, sources, False, "grid"), 2, in_blocks=False).blocks
-    assert (whole.sequences, whole.query_width, whole.key_width) == (slice(0, 4), 32, 64)

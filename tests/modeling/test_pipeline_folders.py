@@ -1,16 +1,14 @@
 """Folders of pipelines: what is saved, and works with this package and, by the code in it, without."""
 
 import json
-import subprocess
-import sys
 
 import pytest
-from hub_copies import offline_environment
+from hub_copies import report_without_package
 from pipeline_models import CLASSES, NAMES, texts_of
 from tiny_generator import SOURCES, tiny_pair
 from transformers import AutoConfig, pipeline
 
-from metaphrase.modeling.pipeline_tasks import CustomPipelines, general_task
+from metaphrase.modeling.pipeline_support import CustomPipelines, general_task
 from metaphrase.tokenization import TokenizerPair
 
 
@@ -55,20 +53,12 @@ def test_pipeline_saves_all_that_it_needs(joint, model_folders, generators, tmp_
     assert not TokenizerPair.from_pretrained(tmp_path / "pair").is_joint
 
 
-# Runs in an interpreter of its own that cannot import the package. Arguments: the tests' folder, then model_folders of models.
-CLEAN_INTERPRETER = """
+# Arguments: sources and tasks in JSON, then folders of models.
+RUN_PIPELINES = """
 import json
-import sys
 import traceback
-
-sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]
-sys.path_hooks = [hook for hook in sys.path_hooks if "editable" not in repr(hook).lower()]
-sys.modules["metaphrase"] = None
-
-import torch
 from transformers import pipeline
 
-torch.set_num_threads(1)
 sources, tasks, model_folders = json.loads(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:]
 report = {}
 for folder in model_folders:
@@ -86,8 +76,6 @@ try:
     pipeline("translation", model=model_folders[0], trust_remote_code=False)
 except Exception:
     report["untrusted"] = traceback.format_exc()
-assert not [name for name in sys.modules if name.startswith("metaphrase.")]
-print("REPORT " + json.dumps(report))
 """
 
 
@@ -98,18 +86,8 @@ def clean_report(model_folders, families, tmp_path_factory):
     saved = pipeline("translation_en_to_de", model=families["bart"], tokenizer=tiny_pair().source)
     saved.save_pretrained(root / "bart")
     folders = [str(model_folders[True]), str(model_folders[False]), str(root / "bart")]
-    arguments = [json.dumps(SOURCES), json.dumps(list(CLASSES)), *folders]
-    result = subprocess.run(
-        [sys.executable, "-c", CLEAN_INTERPRETER, *arguments],
-        cwd=root,
-        env=offline_environment(root),
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    [line] = [line for line in result.stdout.splitlines() if line.startswith("REPORT ")]
-    return dict(zip(("joint", "separate", "bart"), folders, strict=True)), json.loads(line.removeprefix("REPORT "))
+    report = report_without_package(RUN_PIPELINES, root, json.dumps(SOURCES), json.dumps(list(CLASSES)), *folders)
+    return dict(zip(("joint", "separate", "bart"), folders, strict=True)), report
 
 
 @pytest.mark.parametrize("task", list(CLASSES))

@@ -9,7 +9,7 @@ from transformers.pipelines import PIPELINE_REGISTRY
 from metaphrase.conversion import convert
 from metaphrase.inference import TranslationPipeline
 from metaphrase.inference.pipelines import register_pipelines
-from metaphrase.modeling.pipeline_tasks import general_task, languages_of
+from metaphrase.modeling.pipeline_support import general_task, languages_of
 
 # As T5's own.
 T5_TASKS = {

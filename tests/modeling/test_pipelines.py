@@ -11,7 +11,7 @@ from tiny_models import tiny_model
 from transformers import LogitsProcessorList, PreTrainedTokenizerFast, pipeline
 from transformers.pipelines.pt_utils import KeyDataset
 
-from metaphrase.modeling.pipeline_tasks import general_task
+from metaphrase.modeling.pipeline_support import general_task
 from metaphrase.modeling.pipelines import ReturnType
 
 

@@ -11,7 +11,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from metaphrase.modeling.positions import (
-    AlibiPositionBias,
     LearnedPositionEmbedding,
     RelativePositionBias,
     RotaryPositionEmbedding,
@@ -46,61 +45,21 @@ def test_positions_from_mask_count_tokens_and_skip_padding(mask, expected, dtype
     assert positions.tolist() == [expected]
 
 
-# Width 4 has the frequencies 1 and 10000 ** (-2 / 4) = 1 / 100.
-SINES = [[math.sin(position), math.sin(position / 100)] for position in range(3)]
-COSINES = [[math.cos(position), math.cos(position / 100)] for position in range(3)]
-
-
+@pytest.mark.parametrize("hidden_size", [4, 5, 16])
 @pytest.mark.parametrize(
-    ("layout", "expected"),
-    [
-        ("interleaved", [[s[0], c[0], s[1], c[1]] for s, c in zip(SINES, COSINES, strict=True)]),
-        ("half_split", [[s[0], s[1], c[0], c[1]] for s, c in zip(SINES, COSINES, strict=True)]),
-        # The second of two wavelengths is the last: its frequency is 1 / 10000.
-        (
-            "fairseq",
-            [
-                [s[0], math.sin(position / 10_000), c[0], math.cos(position / 10_000)]
-                for position, (s, c) in enumerate(zip(SINES, COSINES, strict=True))
-            ],
-        ),
-    ],
+    ("layout", "position"), [("interleaved", 100_000), ("half_split", 100_000), ("half_split", 1), ("fairseq", 7)]
 )
-def test_sinusoidal_layout_equals_values_by_hand(layout, expected):
-    torch.testing.assert_close(sinusoidal_table(3, 4, layout), torch.tensor(expected), atol=1e-6, rtol=0)
-    config = make_config(
-        hidden_size=4, position_embedding_type="sinusoidal", sinusoidal_layout=layout, max_position_embeddings=3
-    )
-    embedded = SinusoidalPositionEmbedding(config)(torch.tensor([[0, 1, 2]]), 3)
-    torch.testing.assert_close(embedded[0], torch.tensor(expected), atol=1e-6, rtol=0)
-
-
-# Width 5 has the frequencies 1, 10000 ** (-2 / 5) and 10000 ** (-4 / 5), or as `fairseq` 1 and 1 / 10000.
-SLOWER = [10_000 ** (-2 / 5), 10_000 ** (-4 / 5)]
-
-
-@pytest.mark.parametrize(
-    ("layout", "expected"),
-    [
-        (
-            "interleaved",
-            [math.sin(7), math.cos(7), math.sin(7 * SLOWER[0]), math.cos(7 * SLOWER[0]), math.sin(7 * SLOWER[1])],
-        ),
-        (
-            "half_split",
-            [math.sin(7), math.sin(7 * SLOWER[0]), math.sin(7 * SLOWER[1]), math.cos(7), math.cos(7 * SLOWER[0])],
-        ),
-        ("fairseq", [math.sin(7), math.sin(7e-4), math.cos(7), math.cos(7e-4), 0.0]),
-    ],
-)
-def test_sinusoids_of_an_odd_width(layout, expected):
-    torch.testing.assert_close(sinusoidal_table(8, 5, layout)[7], torch.tensor(expected), atol=1e-6, rtol=0)
-
-
-def test_sinusoids_of_late_positions_are_exact():
-    table = sinusoidal_table(100_001, 16, "interleaved")
-    expected = torch.tensor([direct_sinusoid(100_000, entry, 16) for entry in range(16)])
-    torch.testing.assert_close(table[100_000], expected, atol=1e-6, rtol=0)
+def test_sinusoidal_layout_equals_the_formula(layout, position, hidden_size):
+    half = hidden_size // 2
+    exponents = [index / hidden_size for index in range(0, hidden_size, 2)]
+    if layout == "fairseq":
+        exponents = [index / (half - 1) for index in range(half)]
+    angles = [position / 10_000**exponent for exponent in exponents]
+    expected = [*map(math.sin, angles), *map(math.cos, angles[:half]), 0.0][:hidden_size]
+    if layout == "interleaved":
+        expected = [function(angle) for angle in angles for function in (math.sin, math.cos)][:hidden_size]
+    row = sinusoidal_table(position + 1, hidden_size, layout)[position]
+    torch.testing.assert_close(row, torch.tensor(expected), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["sinusoidal", "learned"])
@@ -114,30 +73,23 @@ def test_position_offset_is_the_number_of_the_first_position(kind):
         table = sinusoidal_table(9, 16, "interleaved")
     torch.testing.assert_close(embedding(torch.tensor([[4, 0, 2]]), 5)[0], table[[7, 3, 5]])
     if kind == "learned":
+        # Padding takes no position: a row of 5 tokens fits, however wide its batch is.
+        torch.testing.assert_close(embedding(torch.tensor([[0, 1, 2, 3, 4, 4, 4]]), 7)[0, :5], table[3:])
         with pytest.raises(ValueError, match=r"longer than `max_position_embeddings`.*got 6 tokens and 5 positions"):
             embedding(torch.arange(6)[None], 6)
     else:
         torch.testing.assert_close(embedding(torch.tensor([[5]]), 6)[0], table[[8]])
 
 
-def direct_sinusoid(position, entry, hidden_size):
-    """The paper's formula for one entry, in double precision."""
-    angle = position / 10_000 ** ((entry - entry % 2) / hidden_size)
-    return math.cos(angle) if entry % 2 else math.sin(angle)
-
-
 def test_sinusoidal_table_grows_past_max_position_embeddings():
-    embedding = SinusoidalPositionEmbedding(
-        make_config(position_embedding_type="sinusoidal", max_position_embeddings=4)
-    )
+    fields = {"position_embedding_type": "sinusoidal", "sinusoidal_layout": "half_split", "max_position_embeddings": 4}
+    embedding = SinusoidalPositionEmbedding(make_config(**fields))
+    expected = sinusoidal_table(91, 16, "half_split")
     assert embedding.table.shape == (4, 16)
-    positions = [0, 3, 4, 5, 90]
-    embedded = embedding(torch.tensor([positions]), 91)
-    expected = torch.tensor([[direct_sinusoid(position, entry, 16) for entry in range(16)] for position in positions])
-    torch.testing.assert_close(embedded[0], expected, atol=2e-5, rtol=0)
-    assert embedding.table.shape[0] >= 91
     # Later short sequences read the grown table and must not differ.
-    torch.testing.assert_close(embedding(torch.tensor([[3, 4]]), 5)[0], expected[1:3], atol=2e-5, rtol=0)
+    for positions in ([0, 3, 4, 5, 90], [3, 4]):
+        embedded = embedding(torch.tensor([positions]), max(positions) + 1)
+        torch.testing.assert_close(embedded[0], expected[positions], atol=2e-5, rtol=0)
 
 
 def test_sinusoidal_table_doubles_so_that_decoding_does_not_remake_it_each_step():
@@ -151,20 +103,6 @@ def test_sinusoidal_table_doubles_so_that_decoding_does_not_remake_it_each_step(
     assert lengths == {4, 8, 16, 32, 64}
 
 
-def test_learned_positions_read_their_own_row():
-    embedding = LearnedPositionEmbedding(make_config(position_embedding_type="learned", max_position_embeddings=5))
-    assert embedding.weight.shape == (5, 16)
-    torch.testing.assert_close(embedding(torch.tensor([[4, 0, 2]]), 5)[0], embedding.weight[[4, 0, 2]])
-
-
-def test_learned_positions_refuse_a_sequence_that_is_too_long():
-    embedding = LearnedPositionEmbedding(make_config(position_embedding_type="learned", max_position_embeddings=5))
-    with pytest.raises(ValueError, match=r"longer than `max_position_embeddings`.*got 6 tokens and 5 positions"):
-        embedding(torch.arange(6)[None], 6)
-    # Padding takes no position: a row of 5 tokens fits, however wide its batch is.
-    torch.testing.assert_close(embedding(torch.tensor([[0, 1, 2, 3, 4, 4, 4]]), 7)[0, :5], embedding.weight)
-
-
 def rotary(parameters=None, **fields):
     return RotaryPositionEmbedding(make_config(rope_parameters=parameters, **fields), heads=2)
 
@@ -173,32 +111,6 @@ def expected_rotation(frequencies, positions):
     angles = torch.tensor(positions, dtype=torch.float32)[:, None] * torch.tensor(frequencies)
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
-
-
-@pytest.mark.parametrize("theta", [10_000.0, 100.0])
-def test_rotary_theta_sets_the_frequencies(theta):
-    # Heads of width 8 have four frequencies: theta ** (-2 i / 8).
-    cosine, sine = rotary({"rope_type": "default", "rope_theta": theta})(
-        torch.zeros(1, 3, 16), torch.tensor([[0, 1, 7]])
-    )
-    expected = expected_rotation([theta ** (-index / 4) for index in range(4)], [0, 1, 7])
-    assert cosine.shape == (1, 3, 8)
-    torch.testing.assert_close((cosine[0], sine[0]), expected)
-
-
-def test_rotary_dynamic_scaling_starts_past_max_position_embeddings():
-    parameters = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
-    embedding = rotary(parameters, max_position_embeddings=16)
-    states, short, long = torch.zeros(1, 1, 16), torch.tensor([[14]]), torch.tensor([[47]])
-    plain = rotary()
-    torch.testing.assert_close(embedding(states, short), plain(states, short))
-    # 48 tokens are three times the limit; the base grows by (2 * 3 - 1) ** (8 / 6).
-    base = 10_000.0 * 5 ** (8 / 6)
-    expected = expected_rotation([base ** (-index / 4) for index in range(4)], [47])
-    cosine, sine = embedding(states, long)
-    torch.testing.assert_close((cosine[0], sine[0]), expected)
-    # A short sequence after a long one is short again.
-    torch.testing.assert_close(embedding(states, short), plain(states, short))
 
 
 @pytest.mark.parametrize(
@@ -291,44 +203,11 @@ def test_relative_buckets_equal_t5(is_bidirectional, buckets, max_distance):
     assert bucket.tolist() == expected.tolist()
 
 
-def test_relative_buckets_by_hand():
-    config = make_config(
-        position_embedding_type="relative", relative_attention_num_buckets=8, relative_attention_max_distance=8
-    )
-    # Four buckets for what lies behind: 0, 1, then 2-3 and 4 or more, halfway to 8 on a logarithmic scale.
-    behind = [0, 1, 2, 2, 3, 3, 3, 3, 3, 3]
-    both = RelativePositionBias(config, 2, is_bidirectional=True)
-    assert both.bucket(-torch.arange(10)).tolist() == behind
-    assert both.bucket(torch.arange(1, 10)).tolist() == [4 + bucket for bucket in behind[1:]]
-    past = RelativePositionBias(config, 2, is_bidirectional=False)
-    assert past.bucket(torch.arange(10)).tolist() == [0] * 10
-    # Eight buckets: 0, 1, 2, 3, then 4, 5, 6 and 7 or more, in steps of 2 ** (1 / 4).
-    assert past.bucket(-torch.arange(10)).tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 7, 7]
-
-
-def test_relative_bias_looks_up_key_minus_query():
-    config = make_config(
-        position_embedding_type="relative", relative_attention_num_buckets=8, relative_attention_max_distance=8
-    )
-    module = RelativePositionBias(config, 3, is_bidirectional=True)
-    bias = module(torch.tensor([[5, 6]]), torch.tensor([[4, 5, 6, 7]]))
-    assert bias.shape == (1, 3, 2, 4)
-    expected = torch.tensor([[1, 0, 5, 6], [2, 1, 0, 5]])
-    torch.testing.assert_close(bias[0], module.embedding.weight[expected].permute(2, 0, 1))
-
-
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 5, 6, 7, 12, 16, 20, 24])
 def test_alibi_slopes_equal_bloom(heads):
     # With a mask of two tokens, the value at the second is the slope itself.
     expected = build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)[:, 0, 1]
     torch.testing.assert_close(alibi_slopes(heads), expected)
-
-
-def test_alibi_bias_is_minus_slope_times_distance_on_both_sides():
-    bias = AlibiPositionBias(8)(torch.tensor([[1, 2]]), torch.tensor([[0, 1, 2, 3]]))
-    assert bias.shape == (1, 8, 2, 4)
-    assert bias[0, 0].tolist() == [[-0.5, 0.0, -0.5, -1.0], [-1.0, -0.5, 0.0, -0.5]]
-    assert bias[0, 2].tolist() == [[-0.125, 0.0, -0.125, -0.25], [-0.25, -0.125, 0.0, -0.125]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,19 +1,11 @@
-"""Tests of `metaphrase.modeling.stacks` and of what both stacks do: sizes, embeddings, norms, masks, initialization."""
-
-import math
+"""Tests of `metaphrase.modeling.stacks` and of what both stacks do: dropout, norms, masks, and positions."""
 
 import pytest
 import torch
-from tiny_models import DESIGNS, POSITIONS, random_batch, run_model, tiny_config, tiny_model
-from torch import nn
+from tiny_models import DESIGNS, POSITIONS, random_batch, run_model, tiny_model
 
-from metaphrase.modeling import (
-    MetaphraseForConditionalGeneration,
-    MetaphraseModel,
-    decoder,
-    encoder,
-)
-from metaphrase.modeling.attention import MetaphraseAttention
+from metaphrase.modeling import MetaphraseModel, encoder_decoder
+from metaphrase.modeling.positions import sinusoidal_table
 
 
 def first_layer_input(stack, run):
@@ -25,98 +17,6 @@ def first_layer_input(stack, run):
     return inputs[0]
 
 
-def stack_and_ids(model, name):
-    inputs = random_batch(model.config, padding=None)
-    return (model.encoder, inputs["input_ids"]) if name == "encoder" else (model.decoder, inputs["decoder_input_ids"])
-
-
-# --- sizes ---------------------------------------------------------------------------------------------------------
-
-
-def test_hidden_size_is_the_width_of_everything_between_sublayers():
-    model = tiny_model(MetaphraseModel, hidden_size=24, position_embedding_type="learned")
-    for stack in (model.encoder, model.decoder):
-        assert stack.embed_tokens.weight.shape[1] == stack.embed_positions.weight.shape[1] == 24
-        assert stack.norm.weight.shape == (24,)
-    outputs = run_model(model)
-    assert outputs.last_hidden_state.shape == (3, 5, 24)
-    assert outputs.encoder_last_hidden_state.shape == (3, 7, 24)
-
-
-def test_heads_of_the_stacks_may_differ():
-    model = tiny_model(attn_implementation="eager", encoder_attention_heads=8, decoder_attention_heads=2)
-    outputs = run_model(model, output_attentions=True)
-    shapes = [tuple(weights[0].shape) for weights in (outputs.encoder_attentions, outputs.decoder_attentions)]
-    assert shapes == [(3, 8, 7, 7), (3, 2, 5, 5)]
-    assert outputs.cross_attentions[0].shape == (3, 2, 5, 7)
-
-
-def test_feed_forward_widths_of_the_stacks_may_differ():
-    model = tiny_model(MetaphraseModel, encoder_ffn_dim=20, decoder_ffn_dim=28)
-    widths = [stack.layers[1].mlp.down_proj.in_features for stack in (model.encoder, model.decoder)]
-    assert widths == [20, 28]
-    run_model(model)
-
-
-@pytest.mark.parametrize(("value", "expected"), [(None, 37), (23, 23)])
-def test_vocabularies_of_the_stacks_may_differ(value, expected):
-    model = tiny_model(vocab_size=37, decoder_vocab_size=value, share_embeddings=False)
-    assert model.config.decoder_vocab_size == expected
-    assert model.model.encoder.embed_tokens.weight.shape == (37, 32)
-    assert model.model.decoder.embed_tokens.weight.shape == (expected, 32)
-    assert run_model(model).logits.shape == (3, 5, expected)
-
-
-@pytest.mark.parametrize("name", ["encoder", "decoder"])
-@pytest.mark.parametrize("key_value_heads", [None, 1, 2])
-def test_num_key_value_heads_holds_in_every_attention(name, key_value_heads):
-    model = tiny_model(MetaphraseModel, num_key_value_heads=key_value_heads)
-    attentions = [module for module in getattr(model, name).modules() if isinstance(module, MetaphraseAttention)]
-    assert len(attentions) == {"encoder": 2, "decoder": 4}[name]
-    assert {attention.k_proj.out_features for attention in attentions} == {8 * (key_value_heads or 4)}
-    assert run_model(model, use_cache=True).past_key_values is not None
-
-
-# --- embeddings ----------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["encoder", "decoder"])
-@pytest.mark.parametrize(("scale_embedding", "factor"), [(True, 32**0.5), (False, 1.0)])
-def test_scale_embedding_multiplies_the_tokens_alone(name, scale_embedding, factor):
-    model = tiny_model(MetaphraseModel, scale_embedding=scale_embedding, position_embedding_type="learned")
-    stack, ids = stack_and_ids(model, name)
-    entered = first_layer_input(stack, lambda: run_model(model))
-    positions = stack.embed_positions.weight[: ids.shape[1]]
-    torch.testing.assert_close(entered, stack.embed_tokens.weight[ids] * factor + positions)
-
-
-@torch.no_grad()
-def test_given_embeddings_are_not_scaled_again():
-    model = tiny_model(MetaphraseModel, position_embedding_type="none")
-    inputs = random_batch(model.config, padding=None)
-    embeddings = {"input_ids": None, "inputs_embeds": model.encoder.embed_tokens(inputs["input_ids"])}
-    embeddings |= {
-        "decoder_input_ids": None,
-        "decoder_inputs_embeds": model.decoder.embed_tokens(inputs["decoder_input_ids"]),
-    }
-    torch.testing.assert_close(run_model(model, **embeddings).last_hidden_state, run_model(model).last_hidden_state)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["encoder", "decoder"])
-@pytest.mark.parametrize("norm_type", ["layernorm", "rmsnorm"])
-def test_embedding_norm_norms_the_sum_of_embeddings_and_positions(name, norm_type):
-    fields = {"norm_type": norm_type, "position_embedding_type": "learned"}
-    model = tiny_model(MetaphraseModel, embedding_norm=True, **fields)
-    stack, ids = stack_and_ids(model, name)
-    entered = first_layer_input(stack, lambda: run_model(model))
-    added = stack.embed_tokens(ids) + stack.embed_positions.weight[: ids.shape[1]]
-    torch.testing.assert_close(entered, stack.embedding_norm(added))
-    assert type(stack.embedding_norm) is type(stack.layers[0].mlp_norm)
-    assert not list(tiny_model(MetaphraseModel, **fields).encoder.embedding_norm.parameters())
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["encoder", "decoder"])
 @pytest.mark.parametrize("embedding_norm", [False, True])
@@ -124,45 +24,13 @@ def test_dropout_falls_on_the_embeddings(name, embedding_norm):
     model = tiny_model(
         MetaphraseModel, dropout=0.25, position_embedding_type="sinusoidal", embedding_norm=embedding_norm
     )
-    stack, _ = stack_and_ids(model, name)
+    stack = getattr(model, name)
     exact = first_layer_input(stack, lambda: run_model(model))
     model.train()
     entered = first_layer_input(stack, lambda: run_model(model))
     dropped = entered == 0
     assert 0.15 < dropped.float().mean() < 0.35
     torch.testing.assert_close(entered[~dropped], exact[~dropped] / 0.75)
-
-
-# --- norms ---------------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["encoder", "decoder"])
-@pytest.mark.parametrize("norm_type", ["layernorm", "rmsnorm"])
-@pytest.mark.parametrize(
-    ("norm_position", "final_norm", "is_normed"),
-    [
-        ("pre", None, True),
-        ("post", None, False),
-        ("pre", False, False),
-        ("post", True, True),
-    ],
-)
-def test_final_norm_norms_the_output_of_each_stack(name, norm_type, norm_position, final_norm, is_normed):
-    model = tiny_model(MetaphraseModel, norm_position=norm_position, final_norm=final_norm, norm_type=norm_type)
-    assert model.config.final_norm is is_normed
-    stack = getattr(model, name)
-    states = []
-    stack.layers[-1].register_forward_hook(lambda _module, _args, output: states.append(output))
-    outputs = run_model(model)
-    last = outputs.last_hidden_state if name == "decoder" else outputs.encoder_last_hidden_state
-    if is_normed:
-        centered = states[0] - states[0].mean(-1, keepdim=True) if norm_type == "layernorm" else states[0]
-        normed = centered / (centered.square().mean(-1, keepdim=True) + 1e-6).sqrt() * stack.norm.weight
-        torch.testing.assert_close(last, normed + getattr(stack.norm, "bias", 0), atol=1e-5, rtol=1e-5)
-    else:
-        torch.testing.assert_close(last, states[0], atol=0, rtol=0)
-        assert not list(stack.norm.parameters())
 
 
 @torch.no_grad()
@@ -175,22 +43,18 @@ def test_norm_eps_reaches_every_norm(norm_type):
     assert {norm.eps for norm in norms} == {0.125}
 
 
-# --- masks ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", list(POSITIONS))
 @pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
 def test_masks_are_built_once_per_stack(kind, attn_implementation, monkeypatch):
     calls = []
-    names = ("create_bidirectional_mask", "create_causal_mask", "create_bidirectional_mask")
-    for stack, name in zip((encoder, decoder, decoder), names, strict=True):
-        original = getattr(stack, name)
+    for name in ("create_bidirectional_mask", "create_causal_mask"):
+        original = getattr(encoder_decoder, name)
 
         def counted(*args, name=name, original=original, **kwargs):
             calls.append((name, kwargs.get("encoder_hidden_states") is not None))
             return original(*args, **kwargs)
 
-        monkeypatch.setattr(stack, name, counted)
+        monkeypatch.setattr(encoder_decoder, name, counted)
     model = tiny_model(attn_implementation=attn_implementation, encoder_layers=3, decoder_layers=3, **POSITIONS[kind])
     model(**random_batch(model.config))
     assert calls == [
@@ -224,87 +88,15 @@ def test_decoder_sees_no_future(kind):
         assert not torch.allclose(logits[:, position:], expected[:, position:], atol=1e-2)
 
 
-# --- errors --------------------------------------------------------------------------------------------------------
-
-
-def test_stacks_refuse_both_and_neither_of_ids_and_embeddings():
+def test_stacks_refuse_missing_inputs():
     model = tiny_model(MetaphraseModel)
-    ids = torch.tensor([[3, 4]])
-    embeds, encoder_output = torch.randn(1, 2, 32), torch.randn(1, 3, 32)
+    ids, embeds, encoder_output = torch.tensor([[3, 4]]), torch.randn(1, 2, 32), torch.randn(1, 3, 32)
     for stack, extra in ((model.encoder, {}), (model.decoder, {"encoder_hidden_states": encoder_output})):
-        with pytest.raises(ValueError, match="Exactly one of `input_ids` and `inputs_embeds` must be given, got both"):
-            stack(input_ids=ids, inputs_embeds=embeds, **extra)
-        with pytest.raises(
-            ValueError, match="Exactly one of `input_ids` and `inputs_embeds` must be given, got neither"
-        ):
-            stack(**extra)
-
-
-def test_decoder_refuses_to_run_without_encoder_output():
+        for inputs, number in (({"input_ids": ids, "inputs_embeds": embeds}, "both"), ({}, "neither")):
+            with pytest.raises(ValueError, match=f"Exactly one of `input_ids` and `inputs_embeds` .*, got {number}"):
+                stack(**inputs, **extra)
     with pytest.raises(ValueError, match="`encoder_hidden_states` must be given to the decoder, got None"):
-        tiny_model(MetaphraseModel).decoder(input_ids=torch.tensor([[3, 4]]))
-
-
-# --- initialization ------------------------------------------------------------------------------------------------
-
-
-WIDE = {
-    "vocab_size": 400,
-    "hidden_size": 96,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_ffn_dim": 256,
-    "decoder_ffn_dim": 192,
-    "num_key_value_heads": 2,
-    "share_embeddings": False,
-    "decoder_vocab_size": 300,
-    "tie_word_embeddings": False,
-    "logits_bias": True,
-}
-
-
-def fresh_model(**fields):
-    """A model as it is initialized; `tiny_model` would move its biases."""
-    return MetaphraseForConditionalGeneration(tiny_config(**(WIDE | fields)))
-
-
-@pytest.mark.parametrize("kind", ["learned", "relative", "rotary"])
-@pytest.mark.parametrize("initializer_range", [0.02, 1])
-def test_initializer_range_is_the_deviation_of_every_weight(kind, initializer_range):
-    model = fresh_model(initializer_range=initializer_range, attention_scale=1.0, **POSITIONS[kind])
-    checked = 0
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 2:
-            checked += 1
-            error = 4 / parameter.numel() ** 0.5
-            assert math.isclose(parameter.std().item(), initializer_range, rel_tol=error), name
-            assert abs(parameter.mean()) < initializer_range * error, name
-        else:
-            expected = torch.zeros_like(parameter) if name.endswith("bias") else torch.ones_like(parameter)
-            assert torch.equal(parameter, expected), name
-    assert checked >= 20
-
-
-@pytest.mark.parametrize("attention_scale", [None, 1.0])
-def test_initializer_range_none_scales_each_weight_with_its_shape(attention_scale):
-    model = fresh_model(initializer_range=None, attention_scale=attention_scale, **POSITIONS["learned"])
-    checked = set()
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear | nn.Embedding):
-            continue
-        expected = 96**-0.5
-        if isinstance(module, nn.Linear) and name != "lm_head":
-            expected = (2 / (module.in_features + module.out_features)) ** 0.5
-        if name.endswith("q_proj") and attention_scale is not None:
-            # Heads are 24 wide: the scores shall vary as they would with the usual scale.
-            expected *= 24**-0.5
-        checked.add(name.rsplit(".", 1)[-1])
-        assert math.isclose(module.weight.std().item(), expected, rel_tol=4 / module.weight.numel() ** 0.5), name
-    assert checked >= {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"}
-    assert checked >= {"embed_tokens", "embed_positions"}
-
-
-# --- outputs -------------------------------------------------------------------------------------------------------
+        model.decoder(input_ids=ids)
 
 
 @pytest.mark.parametrize("is_trained", [True, False])
@@ -318,3 +110,77 @@ def test_padding_embedding_learns_where_it_is_read_or_does_not(is_trained):
     gradient = model.get_input_embeddings().weight.grad
     assert bool((gradient[5] != 0).any()) is is_trained
     assert (gradient[[7, 8, 9]] != 0).any(dim=1).all()
+
+
+def with_positions(kind, **fields):
+    """A model with positions and one without that has the same weights, for `kind` of `POSITIONS`."""
+    model = tiny_model(MetaphraseModel, attn_implementation="eager", **(POSITIONS[kind] | fields))
+    plain = tiny_model(MetaphraseModel, attn_implementation="eager", position_embedding_type="none", **fields)
+    plain.load_state_dict({name: value for name, value in model.state_dict().items() if name in plain.state_dict()})
+    return model, plain
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["sinusoidal", "half_split", "learned"])
+def test_added_positions_are_a_table_on_the_embeddings(kind):
+    model, plain = with_positions(kind)
+    inputs = random_batch(model.config, padding=None)
+    embeddings = {}
+    for stack, ids, field in (
+        (model.encoder, inputs["input_ids"], "inputs_embeds"),
+        (model.decoder, inputs["decoder_input_ids"], "decoder_inputs_embeds"),
+    ):
+        length = ids.shape[1]
+        if kind == "learned":
+            table = stack.embed_positions.weight[2 : length + 2]
+        else:
+            table = sinusoidal_table(length, 32, model.config.sinusoidal_layout)
+        embeddings[field] = stack.embed_tokens(ids) + table
+    expected = plain(**embeddings).last_hidden_state
+    torch.testing.assert_close(run_model(model).last_hidden_state, expected, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["relative", "alibi"])
+@pytest.mark.parametrize("name", ["encoder", "decoder"])
+def test_biases_are_added_to_the_scores_of_self_attention(kind, name):
+    """A model without positions, with the bias as a mask, gives the same states."""
+    model, plain = with_positions(kind)
+    stack, length = getattr(model, name), {"encoder": 7, "decoder": 5}[name]
+    distance = torch.arange(length)[None, :] - torch.arange(length)[:, None]
+    if kind == "alibi":
+        bias = -distance.abs() * torch.tensor([1 / 4, 1 / 16, 1 / 64, 1 / 256])[:, None, None]
+    else:
+        bias = stack.position_bias.embedding.weight[stack.position_bias.bucket(distance)].permute(2, 0, 1)
+    ids, inputs = torch.randint(3, 37, (3, length)), {}
+    if name == "decoder":
+        bias, inputs = bias.masked_fill(distance > 0, -1e9), {"encoder_hidden_states": torch.randn(3, 7, 32)}
+    actual = stack(ids, **inputs).last_hidden_state
+    expected = getattr(plain, name)(ids, attention_mask=bias[None], **inputs).last_hidden_state
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["source", "target"])
+def test_learned_positions_refuse_what_is_longer(name):
+    model = tiny_model(position_embedding_type="learned", max_position_embeddings=6)
+    lengths = {"source": 6, "target": 6}
+    model(**random_batch(model.config, padding=None, **lengths))
+    with pytest.raises(ValueError, match=r"`max_position_embeddings`.*got 7 tokens and 6 positions"):
+        model(**random_batch(model.config, padding=None, **(lengths | {name: 7})))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["sinusoidal", "half_split", "learned"])
+@pytest.mark.parametrize("name", ["position_ids", "decoder_position_ids"])
+def test_given_positions_may_lie_past_the_table(kind, name):
+    """Three tokens at far places: sinusoids are made for them, of learned positions there are none."""
+    fields = POSITIONS[kind] | {"max_position_embeddings": 8}
+    model = tiny_model(MetaphraseModel, **fields)
+    inputs = random_batch(model.config, source=3, target=3, padding=None)
+    inputs[name] = torch.tensor([[0, 8, 30]])
+    if kind == "learned":
+        with pytest.raises(ValueError, match="`max_position_embeddings`"):
+            model(**inputs)
+    else:
+        roomy = tiny_model(MetaphraseModel, **(fields | {"max_position_embeddings": 64}))
+        torch.testing.assert_close(model(**inputs).last_hidden_state, roomy(**inputs).last_hidden_state)

@@ -16,7 +16,7 @@ from transformers.integrations import flex_attention as flex_integration
 
 from metaphrase.modeling.packing import Packing, Segments
 from metaphrase.ops import flex_attention as packed_flex
-from metaphrase.ops.flex_attention import PackedFlexMask, packed_flex_attention
+from metaphrase.ops.flex_attention import make_flex_mask, packed_flex_attention
 
 HEADS, HEAD_DIM = 2, 16
 
@@ -58,7 +58,7 @@ ROWS = [
 @pytest.mark.parametrize("kind", ["encoder", "decoder", "cross"])
 def test_blocks_are_those_that_torch_finds_by_looking_at_each_pair(kind, rows):
     packed_rows = packing(kind, *rows)
-    actual = PackedFlexMask(packed_rows, None).blocks
+    actual = make_flex_mask(packed_rows, None, None)["block_mask"]
     seen = packed_rows.is_seen()[0, 0]
     expected = create_block_mask(
         lambda batch, head, query, key: seen[query, key], None, None, *seen.shape, device="cpu"
@@ -134,7 +134,7 @@ def test_rows_of_all_lengths_share_few_kernels(trainable_flex):
             states = [torch.randn(1, HEADS, size, HEAD_DIM, generator=generator, requires_grad=True) for size in sizes]
             learned = None if kind == "cross" else bias
             parameters = states if learned is None else [*states, learned.table]
-            mask = PackedFlexMask(packed_rows, learned)
+            mask = make_flex_mask(packed_rows, learned, None)
             actual = packed_flex_attention(*states, mask, packed_rows, 0.3)
             expected = attend(packed_rows, learned, states)
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)

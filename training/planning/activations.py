@@ -10,7 +10,7 @@ import torch
 from transformers.activations import ACT2FN
 
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.modeling.chunked_loss import chunk_rows
+from metaphrase.modeling.loss import chunk_rows
 from metaphrase.ops.grid_attention import MAX_KEPT_BYTES, MIN_HALF_WIDTH
 from metaphrase.training.planning.batches import BatchShape
 

@@ -169,7 +169,7 @@ def test_nothing_of_this_machine_is_in_the_graphs(exported):
     _, _, folder = exported
     for name in GRAPHS:
         content = (folder / name).read_bytes()
-        for path in (b"stacks.py", b"encoder.py", b"decoder.py", b"site-packages"):
+        for path in (b"stacks.py", b"encoder_decoder.py", b"site-packages"):
             assert path not in content
 
 

@@ -1,21 +1,87 @@
-"""Decoder: from target ids and the encoder output to hidden states."""
+"""Encoder and decoder: from ids of the source to the encoder output, and on to hidden states of the target."""
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
-from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPastAndCrossAttentions
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
+from .acceleration import acceleration
 from .attention import MetaphraseAttention
 from .compat import CACHE_NAME, takes_cache
 from .configuration_metaphrase import MetaphraseConfig
-from .layers import MetaphraseDecoderLayer
+from .layers import MetaphraseDecoderLayer, MetaphraseEncoderLayer
 from .normalization import cast_for_autocast
 from .packing import Segments
-from .positions import positions_from_mask
-from .stacks import Stack, bound_of, indices, is_padding_mask, packed_segments
+from .stacks import Stack, indices, locate, packed_segments
+
+
+class MetaphraseEncoder(Stack):
+    """Stack of layers with bidirectional self-attention."""
+
+    _can_record_outputs = {"hidden_states": MetaphraseEncoderLayer, "attentions": MetaphraseAttention}
+
+    def __init__(self, config: MetaphraseConfig):
+        super().__init__(config, config.vocab_size, config.encoder_attention_heads, is_causal=False)
+        self.layers = nn.ModuleList([MetaphraseEncoderLayer(config, index) for index in range(config.encoder_layers)])
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        lengths: torch.LongTensor | None = None,
+        longest: int | None = None,
+        **kwargs,
+    ) -> BaseModelOutput:
+        """Encode sources, with the arguments of `MetaphraseModel.forward`.
+
+        Args:
+            attention_mask: Also a kernel's mask `(batch, 1, source, source)`.
+            lengths, longest: `source_lengths` and `longest_source`. They exclude a mask and positions.
+
+        Returns:
+            `last_hidden_state`, the encoder output `(batch, source, hidden)`.
+
+        Raises:
+            ValueError: If not exactly one of ids and embeddings is given, or the lengths do not fit the row.
+        """
+        embeddings = self._embed(input_ids, inputs_embeds)
+        with acceleration.encoding(self):
+            if lengths is not None:
+                excluded = {"attention_mask": attention_mask, "position_ids": position_ids}
+                segments = packed_segments(lengths, longest, embeddings, "source_lengths", **excluded)
+                return self.encode_packed(embeddings, segments, **kwargs)
+            if position_ids is None:
+                output = acceleration.encode_without_padding(self, embeddings, attention_mask, **kwargs)
+                if output is not None:
+                    return output
+            length = embeddings.shape[1]
+            # Position biases depend on distances, which padding on the left does not change.
+            bias_positions = indices(length, embeddings) if position_ids is None else position_ids
+            position_ids, bound = locate(position_ids, attention_mask, bias_positions, length)
+            attention_mask = create_bidirectional_mask(
+                config=self.config, inputs_embeds=embeddings, attention_mask=attention_mask
+            )
+            hidden_states, rotation = self.enter(embeddings, position_ids, bound)
+            masks = self._layer_masks(attention_mask, bias_positions, bias_positions, 0, hidden_states)
+            for layer, (mask, bias) in zip(self.layers, masks, strict=True):
+                hidden_states = layer(hidden_states, mask, bias, rotation, **kwargs)
+            return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
+
+    def encode_packed(self, embeddings: torch.Tensor, segments: Segments, **kwargs) -> BaseModelOutput:
+        """Encode the sources of a packed row: `(1, tokens, hidden) -> (1, tokens, hidden)`."""
+        hidden_states, rotation = self.enter(embeddings, segments.positions, segments.longest)
+        packing, masks = self._pack(segments, segments, False, hidden_states)
+        for layer, (mask, bias) in zip(self.layers, masks, strict=True):
+            hidden_states = layer(hidden_states, mask, bias, rotation, packing=packing, **kwargs)
+        return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
 
 
 class MetaphraseDecoder(Stack):
@@ -53,21 +119,17 @@ class MetaphraseDecoder(Stack):
     ) -> BaseModelOutputWithPastAndCrossAttentions:
         """Decode all positions of the targets, or the positions after those in the cache.
 
+        `MetaphraseModel.forward` describes the other arguments.
+
         Args:
-            input_ids: `(batch, query)`.
             attention_mask: 1 for a token, 0 for padding, `(batch, past + query)`, or a kernel's mask `(batch, 1, query, key)`.
             encoder_hidden_states: The encoder output `(batch / copies, source, hidden)`. Each source serves `copies` consecutive
                 targets, as in beam search.
             encoder_attention_mask: 1 for a token, 0 for padding, `(batch / copies, source)`.
             past_key_values: Keys and values of earlier positions. If the cache is only for self-attention, one for
                 cross-attention is added.
-            inputs_embeds: Scaled embeddings `(batch, query, hidden)` instead of `input_ids`.
-            position_ids: `(batch, query)`. By default tokens are counted from 0 without padding.
             use_cache: True to make a cache if `past_key_values` is None.
-            lengths: Tokens of each target in a packed row, `(targets)`. Excludes masks, positions and a cache.
-            longest: The largest length, if known.
-            source_lengths: Tokens of each source in a packed encoder output, `(targets)`.
-            longest_source: The largest of `source_lengths`, if known.
+            lengths, longest: `target_lengths` and `longest_target`. They exclude masks, positions and a cache.
 
         Returns:
             `last_hidden_state` `(batch, query, hidden)`, and the cache.
@@ -92,7 +154,11 @@ class MetaphraseDecoder(Stack):
             excluded |= {"attention_mask": encoder_attention_mask, "past_key_values": past_key_values}
             segments = packed_segments(lengths, longest, embeddings, "target_lengths", **excluded)
             source_segments = packed_segments(source_lengths, longest_source, encoder_hidden_states, "source_lengths")
-            return self._decode_packed(embeddings, segments, encoder_hidden_states, source_segments, **kwargs)
+            hidden_states, rotation = self.enter(embeddings, segments.positions, segments.longest)
+            packing, masks = self._pack(segments, segments, False, hidden_states)
+            cross_packing, encoder_masks = self._pack(segments, source_segments, True, hidden_states)
+            kwargs |= {"packing": packing, "cross_packing": cross_packing}
+            return self._decode(hidden_states, encoder_hidden_states, masks, encoder_masks, rotation, **kwargs)
         length = key_length = embeddings.shape[1]
         offset, cache = 0, None
         if use_cache and past_key_values is None:
@@ -110,11 +176,7 @@ class MetaphraseDecoder(Stack):
         key_positions = indices(key_length, embeddings)
         if position_ids is not None and key_length == length:
             query_positions = key_positions = position_ids
-        bound = key_length if position_ids is None else bound_of(position_ids, key_length)
-        if position_ids is None and is_padding_mask(attention_mask):
-            position_ids = positions_from_mask(attention_mask)[:, -length:]
-        elif position_ids is None:
-            position_ids = query_positions
+        position_ids, bound = locate(position_ids, attention_mask, query_positions, key_length)
         attention_mask = create_causal_mask(
             config=self.config, inputs_embeds=embeddings, attention_mask=attention_mask, **{CACHE_NAME: cache}
         )
@@ -127,43 +189,13 @@ class MetaphraseDecoder(Stack):
         )
         hidden_states, rotation = self.enter(embeddings, position_ids, bound)
         masks = self._layer_masks(attention_mask, query_positions, key_positions, offset, hidden_states)
-        for layer, (mask, bias) in zip(self.layers, masks, strict=True):
-            hidden_states = layer(
-                hidden_states,
-                encoder_hidden_states,
-                mask,
-                encoder_mask,
-                bias,
-                rotation,
-                # Gradient checkpointing drops the cache by this name.
-                **{CACHE_NAME: past_key_values},
-                **kwargs,
-            )
-        return BaseModelOutputWithPastAndCrossAttentions(
-            last_hidden_state=self.norm(hidden_states), **{CACHE_NAME: past_key_values}
-        )
+        encoder_masks = [(encoder_mask, None)] * len(self.layers)
+        # Gradient checkpointing drops the cache by this name.
+        kwargs[CACHE_NAME] = past_key_values
+        return self._decode(hidden_states, encoder_hidden_states, masks, encoder_masks, rotation, **kwargs)
 
-    def _decode_packed(
-        self,
-        embeddings: torch.Tensor,
-        segments: Segments,
-        encoder_output: torch.Tensor,
-        source_segments: Segments,
-        **kwargs,
-    ) -> BaseModelOutputWithPastAndCrossAttentions:
-        hidden_states, rotation = self.enter(embeddings, segments.positions, segments.longest)
-        packing, masks = self._pack(segments, segments, False, hidden_states)
-        cross_packing, encoder_masks = self._pack(segments, source_segments, True, hidden_states)
-        for layer, mask, encoder_mask in zip(self.layers, masks, encoder_masks, strict=True):
-            hidden_states = layer(
-                hidden_states,
-                encoder_output,
-                mask,
-                encoder_mask,
-                None,
-                rotation,
-                packing=packing,
-                cross_packing=cross_packing,
-                **kwargs,
-            )
-        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self.norm(hidden_states))
+    def _decode(self, hidden_states, encoder_output, masks: list, encoder_masks: list, rotation, **kwargs):
+        for layer, (mask, bias), (encoder_mask, _) in zip(self.layers, masks, encoder_masks, strict=True):
+            hidden_states = layer(hidden_states, encoder_output, mask, encoder_mask, bias, rotation, **kwargs)
+        cache = {CACHE_NAME: kwargs.get(CACHE_NAME)}
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self.norm(hidden_states), **cache)
