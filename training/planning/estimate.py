@@ -1,7 +1,8 @@
 """Estimate of a run before it starts: parameters, memory per device, tokens, steps, operations and hours."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
+from heapq import nlargest
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,8 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from metaphrase.data.token_budget import round_up
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
-from metaphrase.training.planning.activations import (
-    ActivationEstimate,
-    Precision,
-    estimate_activations,
-)
-from metaphrase.training.planning.batches import BatchShape, DataEstimate, estimate_data, plan_batches
-from metaphrase.training.planning.compute import training_flops
+from metaphrase.training.planning.activations import ActivationEstimate, Precision, estimate_activations
+from metaphrase.training.planning.batches import BatchShape, DataEstimate, plan_batches, training_flops
 from metaphrase.training.planning.memory import ParameterCounts, Sharding, StateMemory, estimate_states, optimizer_bytes
 
 _MEBIBYTE, _GIBIBYTE, _SECONDS_PER_HOUR = 2**20, 2**30, 3600
@@ -56,40 +52,33 @@ class RunEstimate:
     data: DataEstimate
     flops_per_step: int
     hours: float | None
-    notes: list[str] = field(default_factory=list)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain values for JSON."""
-        return asdict(self)
+    notes: list[str]
 
     def __str__(self) -> str:
         """Return a table with one line per quantity."""
-        rows = [*self._parameter_rows(), None, *self._data_rows(), None, *self._memory_rows(), None]
-        time = "unknown"
+        counts, data, time = self.parameters, self.data, "unknown"
         if self.hours is not None:
             time = f"{self.hours:,.1f} hours" if self.hours >= 1 else f"{60 * self.hours:.1f} minutes"
-        rows += [("compute for each step", f"{self.flops_per_step:.3g} FLOP"), ("time", time)]
-        width = max(len(row[0]) for row in rows if row)
-        lines = ["" if row is None else f"{row[0]:<{width}}  {row[1]}" for row in rows]
-        return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
-
-    def _parameter_rows(self) -> list[tuple[str, str]]:
-        counts = self.parameters
-        rows = [("parameters", f"{counts.total:,}")]
-        for name in ("embeddings", "encoder", "decoder", "head"):
-            size = getattr(counts, name)
-            rows.append((f"  {name}", f"{size:,}" if size or name != "head" else "0 (tied)"))
-        return [*rows, ("  trained", f"{counts.trainable:,}")]
-
-    def _data_rows(self) -> list[tuple[str, str]]:
-        data = self.data
-        return [
+        rows = [
+            ("parameters", f"{counts.total:,}"),
+            *((f"  {name}", f"{getattr(counts, name):,}") for name in ("embeddings", "encoder", "decoder")),
+            ("  head", f"{counts.head:,}" if counts.head else "0 (tied)"),
+            ("  trained", f"{counts.trainable:,}"),
+            ("", ""),
             ("pairs", f"{data.pairs:,}"),
             ("tokens for each epoch", f"{data.source_tokens:,} source, {data.target_tokens:,} target"),
             ("padding", f"{100 * data.padding_share:.1f} %"),
             ("batches for each epoch", f"{data.batches_per_epoch:,}"),
             ("steps", f"{data.steps:,}, {data.steps_per_epoch:,} for each epoch"),
+            ("", ""),
+            *self._memory_rows(),
+            ("", ""),
+            ("compute for each step", f"{self.flops_per_step:.3g} FLOP"),
+            ("time", time),
         ]
+        width = max(len(name) for name, _ in rows)
+        lines = [f"{name:<{width}}  {value}".rstrip() for name, value in rows]
+        return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
 
     def _memory_rows(self) -> list[tuple[str, str]]:
         state, batch = self.state, self.largest_batch
@@ -102,23 +91,27 @@ class RunEstimate:
             "optimizer": state.optimizer,
             "exponential average": state.average,
         }
-        rows = [("memory of each device", str(self.sharding))]
-        rows += [(f"  {name}", format_bytes(size)) for name, size in sizes.items() if size]
         tokens = f"{batch.source_tokens:,} source and {batch.target_tokens:,} target tokens"
-        rows.append(("  largest batch", f"{batch.pairs:,} pairs, {tokens}"))
+        rows = [
+            ("memory of each device", str(self.sharding)),
+            *((f"  {name}", _format_bytes(size)) for name, size in sizes.items() if size),
+            ("  largest batch", f"{batch.pairs:,} pairs, {tokens}"),
+        ]
         if self.activations is None:
-            return [*rows, ("  together", f"{format_bytes(self.peak)}, and activations")]
+            return [*rows, ("  together", f"{_format_bytes(self.peak)}, and activations")]
         kind, other = ("with", "without") if self.is_checkpointed else ("without", "with")
-        rows.append((f"  activations, {kind} checkpoints", format_bytes(self.activations.kept)))
-        rows += [(f"    {name}", format_bytes(size)) for name, size in self.activations.terms.items() if size]
-        rows.append(("  workspace of the loss", format_bytes(self.activations.loss_workspace)))
-        rows.append(("  workspace of a layer", format_bytes(self.activations.backward_workspace)))
-        rows.append(("  most at a time", format_bytes(self.peak)))
-        return [*rows, (f"  most {other} checkpoints", format_bytes(self.other_peak))]
+        return [
+            *rows,
+            (f"  activations, {kind} checkpoints", _format_bytes(self.activations.kept)),
+            *((f"    {name}", _format_bytes(size)) for name, size in self.activations.terms.items() if size),
+            ("  workspace of the loss", _format_bytes(self.activations.loss_workspace)),
+            ("  workspace of a layer", _format_bytes(self.activations.backward_workspace)),
+            ("  most at a time", _format_bytes(self.peak)),
+            (f"  most {other} checkpoints", _format_bytes(self.other_peak)),
+        ]
 
 
-def format_bytes(size: int) -> str:
-    """Return a size in MiB or GiB."""
+def _format_bytes(size: int) -> str:
     return f"{size / _GIBIBYTE:,.2f} GiB" if size >= _GIBIBYTE else f"{size / _MEBIBYTE:,.1f} MiB"
 
 
@@ -126,19 +119,6 @@ def meta_model(config: MetaphraseConfig) -> MetaphraseForConditionalGeneration:
     """Return a model on the meta device, which takes no memory."""
     with torch.device("meta"):
         return MetaphraseForConditionalGeneration(config)
-
-
-def _precision(
-    model: PreTrainedModel, arguments: TrainingArguments, sharding: Sharding, on_accelerator: bool | None
-) -> Precision:
-    if on_accelerator is None:
-        on_accelerator = arguments.device.type != "cpu"
-    stored = next(iter(model.parameters())).element_size()
-    # `accelerate launch` sets `mixed_precision`.
-    is_half = arguments.bf16 or arguments.fp16 or getattr(arguments, "mixed_precision", "no") in ("bf16", "fp16")
-    compute = 2 if is_half else stored
-    # FSDP and DeepSpeed convert weights and states to half precision; autocast keeps states in float32.
-    return Precision(compute, stored if sharding.engine == "ddp" else compute, on_accelerator)
 
 
 def estimate_run(
@@ -169,22 +149,29 @@ def estimate_run(
         flops_per_second: Rate of one device, stated or measured (`measure_flops_per_second`).
 
     Raises:
-        ValueError: If there are no lengths, or the rate is not above 0, or the budget cannot hold the longest pair.
+        ValueError: If there are no lengths, or the budget cannot hold the longest pair.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if lengths.ndim != 2 or lengths.shape[1] != 2 or not len(lengths):
         raise ValueError(f"`lengths` must be those of at least one pair, `(pairs, 2)`, got the shape {lengths.shape}.")
-    if flops_per_second is not None and flops_per_second <= 0:
-        raise ValueError(f"`flops_per_second` must be above 0, got {flops_per_second}.")
     sharding = Sharding.of(arguments, devices)
     is_packed = max_tokens_per_batch is not None and getattr(model, "supports_packing", False)
     multiple = 1 if is_packed else pad_to_multiple_of
     batches = plan_batches(lengths, arguments, max_tokens_per_batch, sharding.devices, multiple)
     padded = round_up(lengths, multiple)
     shapes = [BatchShape.of(*padded[batch].T, is_packed) for batch in batches]
-    data = estimate_data(lengths, shapes, arguments, sharding.devices)
-    precision = _precision(model, arguments, sharding, on_accelerator)
-    is_checkpointed = _is_checkpointed(arguments)
+    data = DataEstimate.of(lengths, shapes, arguments, sharding.devices)
+    if on_accelerator is None:
+        on_accelerator = arguments.device.type != "cpu"
+    stored = next(iter(model.parameters())).element_size()
+    # `accelerate launch` sets `mixed_precision`.
+    is_half = arguments.bf16 or arguments.fp16 or getattr(arguments, "mixed_precision", "no") in ("bf16", "fp16")
+    compute = 2 if is_half else stored
+    # FSDP and DeepSpeed convert weights and states to half precision; autocast keeps states in float32.
+    precision = Precision(compute, stored if sharding.engine == "ddp" else compute, on_accelerator)
+    # transformers has two names for it, and FSDP has a switch of its own.
+    fsdp_switch = (arguments.fsdp_plugin_args or {}).get("activation_checkpointing")
+    is_checkpointed = any((arguments.activation_checkpointing, arguments.gradient_checkpointing, fsdp_switch))
     notes: list[str] = []
     if is_checkpointed and {"every_n_layers", "offload"} & set(arguments.gradient_checkpointing_kwargs or {}):
         notes.append("All layers are taken to be computed again, and what they keep to stay on the device.")
@@ -200,13 +187,11 @@ def estimate_run(
     state = estimate_states(model, optimizer, precision, sharding, accumulates, is_averaged)
     notes += [remark] if remark else []
     if not precision.on_accelerator:
-        notes.append(
-            "A process on a CPU takes half a GiB before its first tensor, and its heap up to 1.8 times as much as its tensors."
-        )
+        text = "A process on a CPU takes half a GiB before its first tensor, and its heap up to 1.8 times as much as its tensors."
+        notes.append(text)
         if sharding.engine == "fsdp":
-            notes.append(
-                "accelerate shares weights by FSDP on accelerators alone: on a CPU each process holds all of them."
-            )
+            text = "accelerate shares weights by FSDP on accelerators alone: on a CPU each process holds all of them."
+            notes.append(text)
     batch = _estimate_largest_batch(model, state, shapes, precision, is_checkpointed, notes)
     hours = None
     if flops_per_second is not None:
@@ -227,13 +212,6 @@ def estimate_run(
     )
 
 
-def _is_checkpointed(arguments: TrainingArguments) -> bool:
-    # transformers has two names for it, and FSDP has a switch of its own.
-    plugin = arguments.fsdp_plugin_args or {}
-    switches = (arguments.activation_checkpointing, arguments.gradient_checkpointing)
-    return any((*switches, plugin.get("activation_checkpointing")))
-
-
 def _estimate_largest_batch(
     model: PreTrainedModel,
     state: StateMemory,
@@ -250,8 +228,8 @@ def _estimate_largest_batch(
     if any(not parameter.requires_grad for parameter in model.parameters()):
         notes.append("Some weights are frozen: activations are counted as if all were trained.")
 
-    def activations(shape: BatchShape, checkpointed: bool) -> ActivationEstimate:
-        return estimate_activations(model.config, shape, precision, checkpointed)
+    def activations(shape: BatchShape, is_checkpointed: bool = is_checkpointed) -> ActivationEstimate:
+        return estimate_activations(model.config, shape, precision, is_checkpointed)
 
     # The batch that needs most memory is among the largest by one of these sizes.
     sizes = (
@@ -259,11 +237,11 @@ def _estimate_largest_batch(
         lambda shape: shape.target_tokens,
         lambda shape: shape.pairs * (shape.longest_source + shape.longest_target) ** 2,
     )
-    candidates = [shape for size in sizes for shape in sorted(shapes, key=size)[-_CANDIDATES:]]
-    largest = max(candidates, key=lambda shape: state.peak(activations(shape, is_checkpointed)))
+    candidates = [shape for size in sizes for shape in nlargest(_CANDIDATES, shapes, key=size)]
+    largest = max(candidates, key=lambda shape: state.peak(activations(shape)))
     return {
         "largest_batch": largest,
-        "activations": activations(largest, is_checkpointed),
-        "peak": state.peak(activations(largest, is_checkpointed)),
+        "activations": activations(largest),
+        "peak": state.peak(activations(largest)),
         "other_peak": state.peak(activations(largest, not is_checkpointed)),
     }

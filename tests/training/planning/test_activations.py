@@ -73,14 +73,6 @@ def test_written_out_attention_keeps_its_scores(is_packed):
     assert estimated == pytest.approx(kept_bytes(model, batch), rel=0.1)
 
 
-def test_all_logits_are_kept_where_the_loss_is_not_in_chunks():
-    model = training_model(vocab_size=1000)
-    batch, shape = batch_and_shape(is_packed=False)
-    estimated = estimate_activations(model.config, shape, FLOAT32, is_loss_chunked=False).kept
-    assert estimated == pytest.approx(kept_bytes(model, batch, return_logits=True), rel=0.03)
-    assert estimated > 1.05 * estimate_activations(model.config, shape, FLOAT32).kept
-
-
 def test_packed_rows_cost_their_tokens_and_padded_rows_their_cells():
     lengths = ([3, 9, 16], [16, 2, 4])
     assert BatchShape.of(*lengths, is_packed=True).tokens == 50
