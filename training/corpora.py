@@ -8,14 +8,20 @@ from typing import Any
 import numpy as np
 from transformers import Seq2SeqTrainingArguments
 
+from metaphrase.data.denoising.dataset import DenoisingDataset, longest_block, make_objective, objective_tokens
+from metaphrase.data.denoising.span_corruption import MIN_BLOCK_LENGTH
 from metaphrase.data.encoding import encode_pairs
+from metaphrase.data.pair_stream import PairStream, TextStream
 from metaphrase.data.pairs import SPLITS, column_texts, data_seed, load_pairs, split_pairs
 from metaphrase.data.reports import DataReport
+from metaphrase.data.text_blocks import load_texts, text_blocks
+from metaphrase.data.token_stream import TokenBudgetStream
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.training.recipe.length_limits import fit_budget, fit_limits
 from metaphrase.training.recipe.recipe import Recipe
 
 logger = logging.getLogger(__name__)
+
+_TRAINING_LIMITS = ("max_source_length", "max_target_length")
 
 
 class PairCorpus:
@@ -48,7 +54,7 @@ class PairCorpus:
         self.splits: dict[str, Any] = {}
         self.reports: dict[str, Any] = {}
         self._check()
-        self.recipe = fit_limits(self.recipe, longest)
+        self.recipe = _fit_limits(self.recipe, longest)
 
     def _check(self) -> None:
         if self.recipe.pairs_options("train") is None:
@@ -166,11 +172,9 @@ class StreamedPairCorpus(PairCorpus):
 
     def _check(self) -> None:
         super()._check()
-        self.recipe = fit_budget(self.recipe, self.longest)
+        self.recipe = _fit_budget(self.recipe, self.longest)
 
     def _read(self, split: str, options: dict[str, Any]) -> Any:
-        from metaphrase.data.pair_stream import TextStream
-
         return TextStream(**options) if split == "train" else super()._read(split, options)
 
     def sides(self) -> tuple[Iterable[str], Iterable[str]]:
@@ -179,9 +183,6 @@ class StreamedPairCorpus(PairCorpus):
     def _encode(self, split: str, tokenizers: TokenizerPair) -> Any:
         if split != "train":
             return super()._encode(split, tokenizers)
-        from metaphrase.data.pair_stream import PairStream
-        from metaphrase.data.token_stream import TokenBudgetStream
-
         recipe, arguments = self.recipe, self.arguments
         pairs = PairStream(
             self.splits["train"],
@@ -195,3 +196,94 @@ class StreamedPairCorpus(PairCorpus):
         self.reports["train"] = pairs
         shares = (arguments.world_size, arguments.process_index)
         return TokenBudgetStream(pairs, recipe.max_tokens_per_batch, self.seed, *shares, recipe.pairs_in_buffer)
+
+
+class TextCorpus(PairCorpus):
+    """Plain text, from which a denoising objective makes pairs: the corrupted text and its hidden spans."""
+
+    def _check(self) -> None:
+        if self.recipe.train_text_file is None:
+            raise ValueError(f"`objective` {self.recipe.objective} must come with `train_text_file`, got none.")
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        return objective_tokens(self.recipe.objective, self.recipe.num_sentinels)
+
+    def load(self) -> None:
+        for split in ("train", "validation"):
+            if getattr(self.recipe, f"{split}_text_file") is not None:
+                path = self.recipe.data_path(f"{split}_text_file")
+                max_samples = getattr(self.recipe, f"max_{split}_samples")
+                self.splits[split] = load_texts(path, max_samples, invalid_utf8=self.recipe.invalid_utf8)
+
+    def sides(self) -> tuple[Iterable[str], Iterable[str]]:
+        texts = self.splits["train"]
+        if self.recipe.invalid_utf8 == "skip":
+            texts = texts.filter(lambda text: text is not None, input_columns=["text"], desc="Selecting valid UTF-8")
+        return column_texts(texts, "text"), ()
+
+    def _encode(self, split: str, tokenizers: TokenizerPair) -> DenoisingDataset:
+        recipe = self.recipe
+        objective = make_objective(
+            recipe.objective, tokenizers.source, recipe.noise_density, recipe.mean_span_length, recipe.spans_anywhere
+        )
+        length = longest_block(objective, recipe.max_source_length, recipe.max_target_length)
+        blocks, self.reports[split] = text_blocks(
+            self.splits[split],
+            tokenizers,
+            length,
+            end_documents=recipe.end_documents,
+            remainder=recipe.remainder,
+            least_length=1 if recipe.objective == "text_infilling" else MIN_BLOCK_LENGTH,
+        )
+        logger.info("%s: %s", split, self.reports[split])
+        return DenoisingDataset(blocks, objective, self.seed)
+
+    def scored_split(self) -> None:
+        return None
+
+    def sizes(self) -> dict[str, int]:
+        return {f"num_{name}_documents": len(split) for name, split in self.splits.items()}
+
+
+def _fit_budget(recipe: Recipe, longest: int | None) -> Recipe:
+    """Return the recipe of a stream with length limits that fit the token budget, for any pair that may come.
+
+    Call it before `_fit_limits`, which turns defaults into given values.
+    """
+    budget = recipe.max_tokens_per_batch
+    defaults = [name for name in _TRAINING_LIMITS if not recipe.is_set(name)]
+    lengths = {name: getattr(recipe, name) for name in _TRAINING_LIMITS}
+    if longest is not None:
+        lengths |= {name: min(lengths[name], longest) for name in defaults}
+    if sum(lengths.values()) <= budget:
+        return recipe
+    room = budget - sum(length for name, length in lengths.items() if name not in defaults)
+    if not defaults or room < 2 * len(defaults):
+        raise ValueError(
+            "`max_tokens_per_batch` must be at least `max_source_length` and `max_target_length` together where pairs are "
+            f"streamed, since a pair of these lengths may come at any time, got {budget}, {lengths['max_source_length']} and "
+            f"{lengths['max_target_length']}."
+        )
+    lowered = {name: min(lengths[name], room // len(defaults)) for name in defaults}
+    for name, limit in lowered.items():
+        logger.info("`%s` is lowered from %d to %d, so that each pair fits into a batch.", name, lengths[name], limit)
+    return recipe.replace(is_checked=False, **lowered)
+
+
+def _fit_limits(recipe: Recipe, longest: int | None) -> Recipe:
+    """Return the recipe with default length limits lowered to what the model can read."""
+    if longest is None:
+        return recipe
+    # A decoded sequence has a start token, which labels lack, and its last token is never read.
+    limits = {**dict.fromkeys(_TRAINING_LIMITS, longest), "generation_max_length": longest + 1}
+    lowered = {name: limit for name, limit in limits.items() if (getattr(recipe, name) or 0) > limit}
+    for name, limit in lowered.items():
+        value = getattr(recipe, name)
+        if recipe.is_set(name):
+            raise ValueError(
+                f"`{name}` must be at most {limit} for a model that has a table of positions with "
+                f"`max_position_embeddings` {longest}, got {value}."
+            )
+        logger.info("`%s` is lowered from %d to %d, the most that the model can read.", name, value, limit)
+    return recipe.replace(is_checked=False, **lowered)

@@ -8,13 +8,7 @@ from pathlib import Path
 
 import datasets
 import torch
-from transformers import (
-    EarlyStoppingCallback,
-    PreTrainedModel,
-    Seq2SeqTrainingArguments,
-    TrainerCallback,
-    set_seed,
-)
+from transformers import EarlyStoppingCallback, PreTrainedModel, Seq2SeqTrainingArguments, TrainerCallback, set_seed
 from transformers.integrations import get_reporting_integration_callbacks
 
 from metaphrase.data.collators import PairCollator
@@ -28,7 +22,7 @@ from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGenera
 from metaphrase.storage.loading import naming, refuse_missing_folder
 from metaphrase.tokenization import TokenizerPair, set_languages
 from metaphrase.training.checkpointing.averaging import RECIPE_NAME
-from metaphrase.training.corpora import PairCorpus, StreamedPairCorpus
+from metaphrase.training.corpora import PairCorpus, StreamedPairCorpus, TextCorpus
 from metaphrase.training.cpu_setup import warn_of_slow_bfloat16
 from metaphrase.training.distributed import check_devices, check_processes, meet_on_cpu
 from metaphrase.training.final_weights import average_run, averaged_metric, check_averaged, save_final
@@ -38,11 +32,10 @@ from metaphrase.training.model_setup import (
     fit_vocabulary,
     length_limit,
     load_base,
+    longest_sequence,
     settle_decoding,
 )
 from metaphrase.training.recipe.checks import check_evaluated
-from metaphrase.training.recipe.fields import DEFAULT_PRESET
-from metaphrase.training.recipe.length_limits import longest_sequence
 from metaphrase.training.recipe.recipe import Recipe
 from metaphrase.training.run_folder import (
     DATA_REPORT_NAME,
@@ -51,6 +44,7 @@ from metaphrase.training.run_folder import (
     only_writer,
     with_lengths_of_run,
 )
+from metaphrase.training.task_corpus import TaskCorpus
 from metaphrase.training.trainer import MetaphraseTrainer
 
 logger = logging.getLogger(__name__)
@@ -124,7 +118,13 @@ class Experiment:
 
             import_peft()
         recipe = with_lengths_of_run(recipe, self.folder)
-        self.corpus = _make_corpus(recipe, self.arguments, longest_sequence(recipe))
+        if recipe.tasks:
+            corpus_class = TaskCorpus
+        elif recipe.objective != "pairs":
+            corpus_class = TextCorpus
+        else:
+            corpus_class = StreamedPairCorpus if recipe.streaming else PairCorpus
+        self.corpus = corpus_class(recipe, self.arguments, longest_sequence(recipe))
         # Its length limits are those that the model can read.
         self.recipe = recipe = self.corpus.recipe
         check_evaluated(recipe)
@@ -244,7 +244,7 @@ class Experiment:
             fields = dict(tokenizers.config_fields())
             if not tokenizers.is_joint:
                 fields["share_embeddings"] = False
-            config = MetaphraseConfig.from_preset(recipe.preset or DEFAULT_PRESET, **{**fields, **recipe.model})
+            config = MetaphraseConfig.from_preset(recipe.preset, **{**fields, **recipe.model})
             model = MetaphraseForConditionalGeneration(config)
         # By default, generate() stops at 20 tokens.
         limit = recipe.generation_max_length or self.corpus.max_target_length + 1
@@ -354,21 +354,3 @@ class Experiment:
                 logger.info("%s: %s", task, values)
         write_metrics(self.folder, result)
         return result
-
-
-def _make_corpus(recipe: Recipe, arguments: Seq2SeqTrainingArguments, longest: int | None = None) -> PairCorpus:
-    """Return the corpus of a recipe, not loaded yet.
-
-    Args:
-        recipe: Names the data.
-        arguments: Training arguments.
-        longest: Maximum tokens per side that the model can read; None if there is no end.
-    """
-    # A run imports its own kind of corpus alone.
-    if recipe.tasks:
-        from metaphrase.training.task_corpus import TaskCorpus as Corpus
-    elif recipe.objective != "pairs":
-        from metaphrase.training.text_corpus import TextCorpus as Corpus
-    else:
-        Corpus = StreamedPairCorpus if recipe.streaming else PairCorpus
-    return Corpus(recipe, arguments, longest)

@@ -8,16 +8,49 @@ import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedModel
 
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.storage.loading import load_whole
+from metaphrase.storage.loading import load_whole, naming
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.checkpointing.sharding import whole_shape
-from metaphrase.training.recipe.fields import DEFAULT_PRESET
 from metaphrase.training.recipe.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 
+# Other families with a table of positions. FSMT and M2M100 extend theirs when needed.
+_TABLED_FAMILIES = (
+    "bart",
+    "bigbird_pegasus",
+    "blenderbot",
+    "blenderbot-small",
+    "marian",
+    "mbart",
+    "mvp",
+    "pegasus",
+    "plbart",
+)
 # Generation settings with ids of the former vocabulary.
 _ID_SETTINGS = ("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "forced_decoder_ids")
+
+
+def longest_sequence(recipe: Recipe) -> int | None:
+    """Return the maximum tokens per side for the model of a recipe; None if its positions have no end.
+
+    Raises:
+        ValueError: If there is no such preset.
+        OSError: If there is no such model.
+    """
+    if recipe.model_name_or_path is None:
+        # A whole configuration cannot be made before the vocabulary is known.
+        preset = MetaphraseConfig.from_preset(recipe.preset)
+        names = ("position_embedding_type", "max_position_embeddings")
+        kind, rows = (recipe.model.get(name, getattr(preset, name)) for name in names)
+        has_table = kind == "learned"
+    else:
+        with naming(recipe.model_name_or_path, "model_name_or_path"):
+            config = AutoConfig.from_pretrained(recipe.model_name_or_path, trust_remote_code=False)
+        rows = getattr(config, "max_position_embeddings", None)
+        kind = config.model_type
+        has_table = kind in _TABLED_FAMILIES or (kind == "metaphrase" and config.position_embedding_type == "learned")
+    return rows if has_table and isinstance(rows, int) else None
 
 
 def check_model(recipe: Recipe) -> None:
@@ -33,7 +66,7 @@ def check_model(recipe: Recipe) -> None:
     if recipe.model_name_or_path is None:
         # The tokenizer is unknown yet. With two vocabularies, embeddings cannot be shared.
         fields = {"share_embeddings": False, **recipe.model}
-        config = MetaphraseConfig.from_preset(recipe.preset or DEFAULT_PRESET, **fields)
+        config = MetaphraseConfig.from_preset(recipe.preset, **fields)
     elif names_parts:
         config = AutoConfig.from_pretrained(recipe.model_name_or_path, trust_remote_code=False)
     if not names_parts:

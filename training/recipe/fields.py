@@ -14,8 +14,6 @@ from metaphrase.modeling import MetaphraseConfig
 from metaphrase.tokenization import TOKENIZER_KINDS
 from metaphrase.tokenization.hints import did_you_mean
 
-DEFAULT_PRESET = "metaphrase-small"
-
 
 def _field(group: str, text: str, default: Any = None, minimum: float | None = None) -> Any:
     metadata = {"group": group, "help": text, "minimum": minimum}
@@ -120,8 +118,8 @@ class OwnFields:
     additional_special_tokens: list[str] | None = _field("tokenizer", "More special tokens, such as language codes.")
 
     model_name_or_path: str | None = _field("model", "Model to fine-tune.")
-    preset: str | None = _field(
-        "model", f"Dimensions of a new model: {', '.join(MetaphraseConfig.presets())} [{DEFAULT_PRESET}]."
+    preset: str = _field(
+        "model", f"Dimensions of a new model: {', '.join(MetaphraseConfig.presets())}.", "metaphrase-small"
     )
     model: dict[str, Any] = _field(
         "model", "Fields of MetaphraseConfig that replace those of the preset (--model.hidden_size 256).", dict
@@ -217,12 +215,7 @@ def group_of(name: str, where: str = "a recipe") -> str:
     Raises:
         ValueError: If there is no such field; the error says where it stands.
     """
-    check_known(name, where)
-    return OWN_FIELDS[name].metadata["group"] if name in OWN_FIELDS else "training"
-
-
-def check_known(name: str, where: str) -> None:
-    """Refuse a name that is no field, with a hint at the nearest one; `where` it stands is part of the error."""
     if name not in OWN_FIELDS and name not in TRAINING_FIELDS:
         hint = did_you_mean(name, [*OWN_FIELDS, *TRAINING_FIELDS]) or " Fields of the network go below `model`."
         raise ValueError(f"Every field must be one that a recipe has, got `{name}` in {where}.{hint}")
+    return OWN_FIELDS[name].metadata["group"] if name in OWN_FIELDS else "training"

@@ -9,7 +9,7 @@ from transformers import BartConfig, M2M100Config, MarianConfig
 
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.training.experiment import Experiment
-from metaphrase.training.recipe.length_limits import longest_sequence
+from metaphrase.training.model_setup import longest_sequence
 from metaphrase.training.recipe.recipe import Recipe
 
 SHORT = [("a cat", "eine Katze"), ("the dog", "der Hund"), ("a dog", "ein Hund"), ("the cat", "die Katze")]
