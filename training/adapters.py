@@ -70,17 +70,10 @@ def add_lora(
         A peft model for a trainer, `generate()` and `merge_lora`. `save_pretrained` saves the adapter alone.
 
     Raises:
-        ValueError: If a number is out of range, or a target cannot be adapted and merged.
+        ValueError: If a number is out of range, the model has adapters, or a target cannot be adapted and merged.
         ImportError: If peft is not installed.
     """
     peft = import_peft()
-    for name, value, is_good, bounds in (
-        ("rank", rank, rank >= 1, "at least 1"),
-        ("alpha", alpha, alpha > 0, "above 0"),
-        ("dropout", dropout, 0 <= dropout < 1, "at least 0 and below 1"),
-    ):
-        if not is_good:
-            raise ValueError(f"`{name}` must be {bounds}, got {value}.")
     if is_adapted(model):
         raise ValueError("`model` must be without adapters, got one that has some: merge them first.")
     check_targets(model, target_modules)
@@ -93,12 +86,8 @@ def add_lora(
     )
     adapted = peft.get_peft_model(model, config)
     trained, total = adapted.get_nb_trainable_parameters()
-    logger.info(
-        "LoRA of rank %d: %s parameters are trained beside the %s of the model.",
-        rank,
-        f"{trained:,}",
-        f"{total - trained:,}",
-    )
+    counts = f"{trained:,} parameters are trained beside the {total - trained:,} of the model"
+    logger.info("LoRA of rank %d: %s.", rank, counts)
     return adapted
 
 

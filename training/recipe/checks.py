@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 # Bounds of fields whose minimum is not part of the field, or is not all.
 _BOUNDS = {
     "at least 0": (lambda value: value >= 0, ("learning_rate",)),
-    "above 0": (lambda value: value > 0, ("repetition_penalty",)),
+    "above 0": (lambda value: value > 0, ("repetition_penalty", "lora_alpha")),
     "at least 0 and below 1": (
         lambda value: 0 <= value < 1,
         ("label_smoothing_factor", "exponential_average_decay", "lora_dropout"),
