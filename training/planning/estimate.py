@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import nlargest
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +17,11 @@ from metaphrase.training.planning.memory import ParameterCounts, Sharding, State
 _MEBIBYTE, _GIBIBYTE, _SECONDS_PER_HOUR = 2**20, 2**30, 3600
 # Number of largest batches by each size.
 _CANDIDATES = 16
+_NOTE_ON_LAYERS = "All layers are taken to be computed again, and what they keep to stay on the device."
+_NOTE_ON_PROCESS = (
+    "A process on a CPU takes half a GiB before its first tensor, and its heap up to 1.8 times as much as its tensors."
+)
+_NOTE_ON_FSDP = "accelerate shares weights by FSDP on accelerators alone: on a CPU each process holds all of them."
 
 
 @dataclass(frozen=True)
@@ -172,64 +176,17 @@ def estimate_run(
     # transformers has two names for it, and FSDP has a switch of its own.
     fsdp_switch = (arguments.fsdp_plugin_args or {}).get("activation_checkpointing")
     is_checkpointed = any((arguments.activation_checkpointing, arguments.gradient_checkpointing, fsdp_switch))
-    notes: list[str] = []
-    if is_checkpointed and {"every_n_layers", "offload"} & set(arguments.gradient_checkpointing_kwargs or {}):
-        notes.append("All layers are taken to be computed again, and what they keep to stay on the device.")
     flops_per_step = training_flops(model, shapes, is_checkpointed) // data.steps_per_epoch
     if r_drop_start_step is not None:
         flops_per_step += flops_per_step * max(0, data.steps - r_drop_start_step) // data.steps
         shapes = [shape.repeated(2) for shape in shapes]
-        notes.append("R-Drop passes each batch twice: the largest one is counted with both.")
-    if is_averaged:
-        notes.append("While it evaluates, an exponential average needs as much again as the trained weights do.")
     optimizer, remark = optimizer_bytes(model, arguments.optim, arguments.optim_args)
     accumulates = arguments.gradient_accumulation_steps > 1
     state = estimate_states(model, optimizer, precision, sharding, accumulates, is_averaged)
-    notes += [remark] if remark else []
-    if not precision.on_accelerator:
-        text = "A process on a CPU takes half a GiB before its first tensor, and its heap up to 1.8 times as much as its tensors."
-        notes.append(text)
-        if sharding.engine == "fsdp":
-            text = "accelerate shares weights by FSDP on accelerators alone: on a CPU each process holds all of them."
-            notes.append(text)
-    batch = _estimate_largest_batch(model, state, shapes, precision, is_checkpointed, notes)
-    hours = None
-    if flops_per_second is not None:
-        hours = data.steps * flops_per_step / (flops_per_second * sharding.devices) / _SECONDS_PER_HOUR
-    else:
-        notes.append("No time is given, because no rate of the device was measured or stated.")
-    return RunEstimate(
-        parameters=ParameterCounts.of(model),
-        precision=precision,
-        sharding=sharding,
-        state=state,
-        is_checkpointed=is_checkpointed,
-        data=data,
-        flops_per_step=flops_per_step,
-        hours=hours,
-        notes=notes,
-        **batch,
-    )
+    is_known = model.config.model_type == MetaphraseConfig.model_type
 
-
-def _estimate_largest_batch(
-    model: PreTrainedModel,
-    state: StateMemory,
-    shapes: Sequence[BatchShape],
-    precision: Precision,
-    is_checkpointed: bool,
-    notes: list[str],
-) -> dict[str, Any]:
-    """Return the fields of `RunEstimate` on the largest batch, and append assumptions to `notes`."""
-    if model.config.model_type != MetaphraseConfig.model_type:
-        notes.append(f"Activations are known for Metaphrase models alone, not for {model.config.model_type}.")
-        largest = max(shapes, key=lambda shape: shape.tokens)
-        return {"largest_batch": largest, "activations": None, "peak": state.peak(None), "other_peak": None}
-    if any(not parameter.requires_grad for parameter in model.parameters()):
-        notes.append("Some weights are frozen: activations are counted as if all were trained.")
-
-    def activations(shape: BatchShape, is_checkpointed: bool = is_checkpointed) -> ActivationEstimate:
-        return estimate_activations(model.config, shape, precision, is_checkpointed)
+    def activations(shape: BatchShape, is_checkpointed: bool = is_checkpointed) -> ActivationEstimate | None:
+        return estimate_activations(model.config, shape, precision, is_checkpointed) if is_known else None
 
     # The batch that needs most memory is among the largest by one of these sizes.
     sizes = (
@@ -238,10 +195,36 @@ def _estimate_largest_batch(
         lambda shape: shape.pairs * (shape.longest_source + shape.longest_target) ** 2,
     )
     candidates = [shape for size in sizes for shape in nlargest(_CANDIDATES, shapes, key=size)]
-    largest = max(candidates, key=lambda shape: state.peak(activations(shape)))
-    return {
-        "largest_batch": largest,
-        "activations": activations(largest),
-        "peak": state.peak(activations(largest)),
-        "other_peak": state.peak(activations(largest, not is_checkpointed)),
-    }
+    largest = max(candidates, key=lambda shape: (state.peak(activations(shape)), shape.tokens))
+    hours = None
+    if flops_per_second is not None:
+        hours = data.steps * flops_per_step / (flops_per_second * sharding.devices) / _SECONDS_PER_HOUR
+    kept_options = {"every_n_layers", "offload"} & set(arguments.gradient_checkpointing_kwargs or {})
+    is_frozen = any(not parameter.requires_grad for parameter in model.parameters())
+    family = model.config.model_type
+    notes = (
+        (is_checkpointed and kept_options, _NOTE_ON_LAYERS),
+        (r_drop_start_step is not None, "R-Drop passes each batch twice: the largest one is counted with both."),
+        (is_averaged, "While it evaluates, an exponential average needs as much again as the trained weights do."),
+        (remark, remark),
+        (not on_accelerator, _NOTE_ON_PROCESS),
+        (not on_accelerator and sharding.engine == "fsdp", _NOTE_ON_FSDP),
+        (not is_known, f"Activations are known for Metaphrase models alone, not for {family}."),
+        (is_known and is_frozen, "Some weights are frozen: activations are counted as if all were trained."),
+        (hours is None, "No time is given, because no rate of the device was measured or stated."),
+    )
+    return RunEstimate(
+        parameters=ParameterCounts.of(model),
+        precision=precision,
+        sharding=sharding,
+        state=state,
+        largest_batch=largest,
+        activations=activations(largest),
+        is_checkpointed=is_checkpointed,
+        peak=state.peak(activations(largest)),
+        other_peak=state.peak(activations(largest, not is_checkpointed)) if is_known else None,
+        data=data,
+        flops_per_step=flops_per_step,
+        hours=hours,
+        notes=[note for applies, note in notes if applies],
+    )
