@@ -138,10 +138,6 @@ class PairCorpus:
                 recipe.max_target_length,
             )
 
-    def sources(self, split: str) -> list[str]:
-        """Return the sources of a split, with their prefix."""
-        return self.splits[split]["source"][:]
-
     @property
     def max_target_length(self) -> int:
         """Maximum tokens of a training target."""

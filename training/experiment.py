@@ -305,7 +305,7 @@ class Experiment:
         result, predictions = evaluate_generator(
             generator,
             # The sources have their prefix already.
-            corpus.sources(split),
+            corpus.splits[split]["source"][:],
             targets,
             references=references,
             metrics=self.scores.metrics,
