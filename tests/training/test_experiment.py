@@ -228,11 +228,7 @@ def test_mistakes_in_scores_are_found_before_any_work(data, tmp_path, fields, sa
             {"metrics": ["bleu", "cer"], "max_decoded_samples": 1},
             "cer .* character, got 1 empty validation",
         ),
-        (
-            "test",
-            {"metrics": "wer", "max_test_samples": 1},
-            "wer if no reference has a word, got 1 empty test targets",
-        ),
+        ("test", {"metrics": "wer", "max_test_samples": 1}, "wer if no reference has a word, got 1 empty test targets"),
     ],
 )
 def test_references_that_cannot_be_scored_are_found_before_training(data, tmp_path, split, fields, said):

@@ -252,10 +252,7 @@ def test_each_task_has_a_score_however_few_pairs_are_decoded(data, tmp_path):
 def test_a_task_without_validation_pairs_chooses_no_checkpoint(data, tmp_path):
     with pytest.raises(ValueError, match=r"must be evaluated while training, one of .*, got 'summarize_bleu'"):
         make_recipe(
-            data,
-            tmp_path,
-            tasks=tasks(summarize={"validation_file": None}),
-            metric_for_best_model="summarize_bleu",
+            data, tmp_path, tasks=tasks(summarize={"validation_file": None}), metric_for_best_model="summarize_bleu"
         )
 
 

@@ -145,21 +145,14 @@ def test_devices_share_what_their_stage_says():
     assert (shared.weights, shared.gradients, shared.optimizer) == (4 * eighth, 4 * eighth, 8 * eighth)
     layer, rest = unit_sizes(model)
     assert layer == sum(parameter.numel() for parameter in model.model.decoder.layers[1].parameters())
-    assert rest + 24 * layer + 24 * unit_sizes(MetaphraseEncoderOnly(model))[0] == count
+    layers = [*model.model.encoder.layers, *model.model.decoder.layers]
+    assert rest == count - sum(parameter.numel() for module in layers for parameter in module.parameters())
     assert shared.gathered_weights == shared.buffers == 2 * (2 * layer + rest)
     second = states(Sharding(8, 2, "deepspeed", bucket_entries=1000), half)
     # In half precision; the float32 weights belong to the optimizer.
     assert (second.weights, second.gradients, second.optimizer) == (2 * count, 2 * count // 8, 12 * count // 8)
     assert second.buffers == 2 * 2 * 1000 and second.gradients_persist
     assert states(Sharding(8, 3, "deepspeed", is_offloaded=True), half).optimizer == 0
-
-
-class MetaphraseEncoderOnly(torch.nn.Module):
-    """The encoder's layers as a model of their own."""
-
-    def __init__(self, model):
-        super().__init__()
-        self._no_split_modules, self.layers = model._no_split_modules, model.model.encoder.layers
 
 
 def test_arguments_of_the_recipe_decide_the_sharding(tmp_path):
