@@ -23,7 +23,7 @@ from metaphrase.storage.loading import naming, refuse_missing_folder
 from metaphrase.tokenization import TokenizerPair, set_languages
 from metaphrase.training.adapters import ALL_LINEAR, add_lora, import_peft
 from metaphrase.training.checkpointing.averaging import RECIPE_NAME
-from metaphrase.training.corpora import PairCorpus, StreamedPairCorpus, TextCorpus
+from metaphrase.training.corpora import PairCorpus, StreamedPairCorpus, TaskCorpus, TextCorpus
 from metaphrase.training.cpu_setup import warn_of_slow_bfloat16
 from metaphrase.training.distributed import check_devices, check_processes, meet_on_cpu
 from metaphrase.training.exponential_average import ExponentialAverage
@@ -47,7 +47,6 @@ from metaphrase.training.run_folder import (
     only_writer,
     with_lengths_of_run,
 )
-from metaphrase.training.task_corpus import TaskCorpus
 from metaphrase.training.trainer import MetaphraseTrainer
 
 logger = logging.getLogger(__name__)

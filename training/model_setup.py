@@ -18,17 +18,8 @@ from metaphrase.training.recipe.recipe import Recipe
 logger = logging.getLogger(__name__)
 
 # Other families with a table of positions. FSMT and M2M100 extend theirs when needed.
-_TABLED_FAMILIES = (
-    "bart",
-    "bigbird_pegasus",
-    "blenderbot",
-    "blenderbot-small",
-    "marian",
-    "mbart",
-    "mvp",
-    "pegasus",
-    "plbart",
-)
+_TABLED_FAMILIES = ("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart")
+_TABLED_FAMILIES += ("mvp", "pegasus", "plbart")
 # Generation settings with ids of the former vocabulary.
 _ID_SETTINGS = ("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "forced_decoder_ids")
 

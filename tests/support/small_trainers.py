@@ -1,5 +1,7 @@
 """Trainers of a small model on a few pairs of ids."""
 
+import dataclasses
+
 import torch
 from datasets import Dataset
 from transformers import BartConfig, BartForConditionalGeneration, Seq2SeqTrainingArguments
@@ -21,22 +23,11 @@ def small_pairs():
 
 
 def make_trainer(model, pairs, folder, **options):
-    names = ("score", "tokenizers", "generation_options", "max_tokens_per_batch", "r_drop_alpha")
-    names += ("num_best_kept", "num_last_kept", "compute_loss_func", "compute_metrics", "optimizers")
-    names += ("layer_decay", "learning_rate_factors")
-    own = {name: options.pop(name) for name in names if name in options}
-    settings = {
-        "predict_with_generate": True,
-        "report_to": "none",
-        "remove_unused_columns": False,
-        "disable_tqdm": True,
-    }
-    settings |= {
-        "use_cpu": True,
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 5,
-        "save_strategy": "no",
-    }
+    fields = {field.name for field in dataclasses.fields(Seq2SeqTrainingArguments)}
+    own = {name: options.pop(name) for name in options.keys() - fields}
+    settings = {"predict_with_generate": True, "report_to": "none", "remove_unused_columns": False}
+    settings |= {"disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
+    settings |= {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 5}
     arguments = Seq2SeqTrainingArguments(output_dir=str(folder), **{**settings, **options})
     return MetaphraseTrainer(
         model=model, args=arguments, train_dataset=pairs, eval_dataset=pairs, data_collator=PairCollator(0), **own

@@ -10,7 +10,12 @@ from small_experiments import make_recipe, weights
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.experiment import Experiment
 
-STREAM = {"streaming": "true", "max_tokens_per_batch": 200, "pairs_in_buffer": 25, "per_device_train_batch_size": None}
+STREAM = {
+    "streaming": "true",
+    "max_tokens_per_batch": 200,
+    "pairs_in_buffer": 25,
+    "per_device_train_batch_size": None,
+}
 
 
 def test_streamed_training_resumes_to_the_weights_of_one_that_did_not_stop(data, tmp_path):

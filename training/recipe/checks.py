@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from metaphrase.data.pairs import SPLITS
 from metaphrase.data.token_budget import check_beside_budget
-from metaphrase.evaluation.metrics import DEFAULT_METRICS, check_bleu_is_computed
+from metaphrase.evaluation.metrics import DEFAULT_METRICS
 from metaphrase.training.recipe.fields import group_of
 
 if TYPE_CHECKING:
@@ -204,7 +204,6 @@ def _check_tasks(recipe: "Recipe") -> None:
 
 
 def _check_evaluation(recipe: "Recipe") -> None:
-    check_bleu_is_computed(recipe.metrics or DEFAULT_METRICS, recipe.bleu_tokenize)
     # A model to fine-tune may have beams in its generation settings.
     has_beams = (recipe.num_beams or 1) > 1 or (recipe.num_beams is None and recipe.model_name_or_path is not None)
     if recipe.length_penalty not in (None, 1) and not has_beams:

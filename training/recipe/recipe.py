@@ -164,10 +164,9 @@ class Recipe(OwnFields, TrainingFields):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values that were set, as flat keys, without those that belong to this machine."""
-        names = [name for name in OWN_FIELDS if self.is_set(name)]
-        names += [name for name in self.set_names if name in TRAINING_FIELDS]
-        names += [name for name in TRAINING_FIELDS if self.is_set(name) and name not in self.set_names]
-        values = {name: copy.deepcopy(getattr(self, name)) for name in names if name not in NEVER_SAVED}
+        names = dict.fromkeys((*OWN_FIELDS, *self.set_names, *TRAINING_FIELDS))
+        saved = [name for name in names if self.is_set(name) and name not in NEVER_SAVED]
+        values = {name: copy.deepcopy(getattr(self, name)) for name in saved}
         if Path(str(values.get("output_dir") or "")).is_absolute():
             del values["output_dir"]
         if self.data_dir is not None:

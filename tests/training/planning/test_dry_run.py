@@ -3,7 +3,7 @@
 import pytest
 import torch
 from estimated_runs import DESIGNS, batch_and_shape, training_model
-from small_experiments import make_recipe
+from small_experiments import make_recipe, train
 from torch.utils.flop_counter import FlopCounterMode
 
 from metaphrase.training.experiment import Experiment
@@ -36,8 +36,8 @@ def test_a_stream_cannot_be_planned(data, tmp_path):
 def test_only_what_is_trained_has_gradients_and_states(data, tmp_path, technique):
     if "lora_rank" in technique:
         pytest.importorskip("peft")
-    Experiment(make_recipe(data, tmp_path / "base", max_steps=1, save_steps=1, eval_steps=1)).train()
-    fields = {"model_name_or_path": tmp_path / "base", "preset": None, "vocab_size": None}
+    train(data, tmp_path / "base", max_steps=1, save_steps=1, eval_steps=1)
+    fields = {"model_name_or_path": tmp_path / "base"}
     whole, part = (
         dry_run(Experiment(make_recipe(data, tmp_path / "run", **fields, **more))) for more in ({}, technique)
     )

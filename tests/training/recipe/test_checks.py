@@ -52,7 +52,6 @@ BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "metric_for_be
             )
         ),
         ({"length_column_name": "labels"}, ("length_column_name",)),
-        ({"bleu_tokenize": "none", "metrics": ["chrf"]}, ("bleu_tokenize", "metrics")),
         ({"generation_config": "folder"}, ("generation_config",)),
         ({"learning_rate": -1e-3}, ("learning_rate",)),
         ({"push_to_hub": True}, ("push_to_hub",)),
