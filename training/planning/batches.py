@@ -20,18 +20,10 @@ _CROSS_PROJECTION = re.compile(r"\.(cross_attn|encoder_attn|EncDecAttention)\.(k
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Sizes that decide the cost of a batch.
+    """Sizes that decide the cost of a batch, which is padded, or packed into one row.
 
-    Attributes:
-        pairs: Number of pairs.
-        source_tokens: Source cells that are computed; with padding, `pairs` times the longest source.
-        target_tokens: Target cells that are computed.
-        longest_source: Tokens of the longest source.
-        longest_target: Tokens of the longest target.
-        source_scores: Attention scores of one encoder head.
-        target_scores: Self-attention scores of one decoder head.
-        cross_scores: Cross-attention scores of one decoder head.
-        is_packed: True if all pairs lie in one row without padding.
+    Tokens are cells that are computed: with padding, `pairs` times the longest sequence. Scores are those of one head, in the
+    encoder (`source_scores`) and in the decoder.
     """
 
     pairs: int
@@ -84,16 +76,9 @@ class BatchShape:
 
 @dataclass(frozen=True)
 class DataEstimate:
-    """Size of an epoch and of the run.
+    """Size of an epoch, and optimizer steps. Tokens do not count padding; batches are those of all devices together.
 
-    Attributes:
-        pairs: Pairs per epoch.
-        source_tokens: Without padding.
-        target_tokens: Without padding.
-        padding_share: Share of computed cells that hold no token, from 0 to 1.
-        batches_per_epoch: Of all devices together.
-        steps_per_epoch: Optimizer steps.
-        steps: Optimizer steps of the whole run.
+    `padding_share` is the share of computed cells that hold no token, from 0 to 1.
     """
 
     pairs: int

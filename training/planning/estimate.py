@@ -29,16 +29,11 @@ class RunEstimate:
     """Needs of a run. Bytes are those of one device.
 
     Attributes:
-        parameters: Numbers of weights.
-        precision: Precision of the computation.
-        sharding: Distribution among devices.
-        state: Bytes that do not depend on the batch.
         largest_batch: The batch that needs most memory.
         activations: Bytes of that batch; None for a model of another family.
         is_checkpointed: True if layers are computed again in the backward pass.
         peak: Maximum bytes of a step, without activations if they are unknown.
         other_peak: `peak` for the opposite of `is_checkpointed`.
-        data: Size of an epoch.
         flops_per_step: Mean operations per optimizer step, all devices together.
         hours: Duration of the run; None without a rate.
         notes: Assumptions and omissions.

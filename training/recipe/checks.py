@@ -29,6 +29,10 @@ _BOUNDS = {
     "above 0 and below 1": (lambda value: 0 < value < 1, ("noise_density",)),
     "above 0 and at most 1": (lambda value: 0 < value <= 1, ("layer_decay",)),
 }
+_LEFT_OUT = {
+    "generation_config": "It would replace `num_beams`, `length_penalty`, `generation_max_length` and others. Set them instead.",
+    "push_to_hub": "`metaphrase push` uploads a finished run.",
+}
 # Fields that must come together.
 _NEEDS = {f"{split}_source_file": f"{split}_target_file" for split in SPLITS}
 _NEEDS |= {target: source for source, target in _NEEDS.items()}
@@ -166,13 +170,9 @@ def _check_ranges(recipe: "Recipe") -> None:
         raise ValueError(
             f"`length_column_name` must not be one of {', '.join(_NO_LENGTHS)}, got {recipe.length_column_name}."
         )
-    if recipe.generation_config is not None:
-        raise ValueError(
-            f"`generation_config` must be left out, got {recipe.generation_config!r}. It would replace `num_beams`, "
-            "`length_penalty`, `generation_max_length` and others. Set them instead."
-        )
-    if recipe.push_to_hub:
-        raise ValueError("`push_to_hub` must be left out, got true: `metaphrase push` uploads a finished run.")
+    for name, reason in _LEFT_OUT.items():
+        if value := getattr(recipe, name):
+            raise ValueError(f"`{name}` must be left out, got {value!r}. {reason}")
 
 
 def _is_positive_number(value: Any) -> bool:

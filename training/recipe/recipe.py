@@ -133,11 +133,6 @@ class Recipe(OwnFields, TrainingFields):
         options |= {name: getattr(self, name) for name in shared}
         return {**options, "max_samples": getattr(self, f"max_{split}_samples")}
 
-    def generation_options(self) -> dict[str, Any]:
-        """Return the generation settings that were set, under their names in `generate`."""
-        names = ("num_beams", "length_penalty", "no_repeat_ngram_size", "repetition_penalty")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-
     def training_arguments(self, **overrides: Any) -> Seq2SeqTrainingArguments:
         """Build the training arguments; `overrides` replace values of the recipe.
 
