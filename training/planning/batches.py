@@ -39,10 +39,8 @@ class BatchShape:
     @classmethod
     def of(cls, source_lengths: Sequence[int], target_lengths: Sequence[int], is_packed: bool) -> "BatchShape":
         """Return the shape of a batch of pairs with these lengths in tokens."""
-        pairs, sides = (
-            len(source_lengths),
-            [[int(length) for length in side] for side in (source_lengths, target_lengths)],
-        )
+        sides = [[int(length) for length in side] for side in (source_lengths, target_lengths)]
+        pairs = len(source_lengths)
         longest = [max(side) for side in sides]
         if not is_packed:
             sides = [pairs * [length] for length in longest]
