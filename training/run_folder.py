@@ -7,15 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
-from transformers.utils import (
-    ADAPTER_CONFIG_NAME,
-    CONFIG_NAME,
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-)
-
 from metaphrase.storage.write_lock import WriteLock
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 from metaphrase.training.checkpointing.averaging import RECIPE_NAME, is_better_lower
@@ -27,8 +18,8 @@ logger = logging.getLogger(__name__)
 
 DATA_REPORT_NAME = "data_report.json"
 # A folder with any of these files holds a model.
-_MODEL_NAMES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME, ADAPTER_CONFIG_NAME)
-_MODEL_NAMES += (CONFIG_NAME,)
+_MODEL_NAMES = ("model.safetensors", "pytorch_model.bin", "adapter_config.json", "config.json")
+_MODEL_NAMES += ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 # Own fields that a resumed run may change. The others decide network, tokenizer, data, optimizer, or what is trained.
 _FREE_GROUPS = ("batches", "evaluation")
 _FREE = {"data_dir", "pairs_in_buffer", "source_language", "target_language", "validation_text_file"}

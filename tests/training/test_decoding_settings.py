@@ -9,6 +9,7 @@ from metaphrase.training.experiment import Experiment
 from metaphrase.training.recipe.recipe import Recipe
 
 FEW = {"max_steps": 1, "eval_strategy": "no", "save_strategy": "no"}
+BEAMS = {"num_beams": 4, "early_stopping": True, "length_penalty": 2.0}
 
 
 @pytest.fixture
@@ -30,11 +31,7 @@ def base(tmp_path):
 @pytest.mark.parametrize(
     ("inherited", "own", "left_out"),
     [
-        (
-            {"num_beams": 4, "early_stopping": True, "length_penalty": 2.0, "no_repeat_ngram_size": 3},
-            {"num_beams": 1},
-            ("length_penalty 2.0", "early_stopping True"),
-        ),
+        ({**BEAMS, "no_repeat_ngram_size": 3}, {"num_beams": 1}, ("length_penalty 2.0", "early_stopping True")),
         ({"temperature": 0.3, "top_k": 7}, {}, ("temperature 0.3", "top_k 7")),
         ({"num_beams": 4, "num_return_sequences": 4}, {"num_beams": 2}, ("num_return_sequences 4",)),
         ({"output_scores": True, "penalty_alpha": 0.6}, {}, ("output_scores True", "penalty_alpha 0.6")),
@@ -55,7 +52,7 @@ def test_settings_of_a_base_that_do_not_apply_are_left_out(inherited, own, left_
 @pytest.mark.parametrize(
     ("inherited", "own"),
     [
-        ({"num_beams": 4, "early_stopping": True, "length_penalty": 2.0, "do_sample": False}, {"length_penalty": 1.5}),
+        ({**BEAMS, "do_sample": False}, {"length_penalty": 1.5}),
         ({"do_sample": True, "num_return_sequences": 3}, {}),
     ],
     ids=str,

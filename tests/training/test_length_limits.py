@@ -27,20 +27,13 @@ def make(tmp_path):
         (tmp_path / f"{name}.tsv").write_text(text, encoding="utf-8")
 
     def experiment(model=None, **fields):
-        base = {
-            "data_dir": str(tmp_path),
-            "output_dir": str(tmp_path / "run"),
-            "train_file": "train.tsv",
-            "tokenizer_kind": "byte",
-            "model": SMALL | (model or {}),
-            "max_source_length": 20,
-            "max_target_length": 20,
-            "max_steps": 2,
+        base = {"data_dir": str(tmp_path), "output_dir": str(tmp_path / "run"), "train_file": "train.tsv"}
+        base |= {"tokenizer_kind": "byte", "model": SMALL | (model or {}), "metrics": ["chrf"]}
+        base |= {"max_source_length": 20, "max_target_length": 20, "per_device_train_batch_size": 2, "max_steps": 2}
+        base |= {
             "eval_strategy": "steps",
             "eval_steps": 2,
             "save_strategy": "no",
-            "per_device_train_batch_size": 2,
-            "metrics": ["chrf"],
             "disable_tqdm": True,
             "use_cpu": True,
         }

@@ -10,6 +10,8 @@ from transformers.integrations import integration_utils
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.recipe.recipe import load_recipe
 
+NO_FILES = dict.fromkeys(("train_file", "validation_file", "test_file"))
+
 
 def contents(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -61,21 +63,14 @@ def test_a_place_that_nothing_can_be_written_to_is_refused(data, tmp_path, monke
     [
         ({"report_to": "tensorboard"}, "`report_to` must name what is installed, got tensorboard: Tensor"),
         ({"validation_file": None}, "`eval_strategy` must come with `validation_file` or `num_validation`, got steps"),
+        ({"objective": "ul2", "train_text_file": "train.de", **NO_FILES}, "with `validation_text_file`, got steps"),
         (
-            dict.fromkeys(("train_file", "validation_file", "test_file"))
-            | {"objective": "ul2", "train_text_file": "train.de"},
-            "`eval_strategy` must come with `validation_text_file`, got steps",
-        ),
-        (
-            {"tasks": "{a: {train_file: train.tsv}}", "train_file": None, "validation_file": None, "test_file": None},
-            "`eval_strategy` must come with `validation_file` or `num_validation`, got steps",
+            {"tasks": "{a: {train_file: train.tsv}}", **NO_FILES},
+            "with `validation_file` or `num_validation`, got steps",
         ),
         ({"model.hiden_size": 32}, "`hiden_size` is not a field of MetaphraseConfig. Did you mean 'hidden_size'"),
         ({"model.encoder_attention_heads": 3}, "encoder_attention_heads"),
-        (
-            {"tokenizer_name_or_path": "./nope"},
-            r"`tokenizer_name_or_path` must be a folder that exists, .*got '\./nope'",
-        ),
+        ({"tokenizer_name_or_path": "./nope"}, r"`tokenizer_name_or_path` must be a folder .*got '\./nope'"),
         ({"data_dir": "./nope"}, r"`data_dir` must be a folder that exists, got \./nope"),
     ],
 )

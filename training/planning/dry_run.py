@@ -1,6 +1,5 @@
 """Dry run: estimate the needs of a recipe without training."""
 
-import dataclasses
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -64,7 +63,7 @@ def dry_run(experiment: Experiment, devices: int | None = None) -> RunEstimate:
     objective = getattr(train, "objective", None)
     if objective is not None and not objective.lengths_are_exact:
         note = "Tokens, and what follows from them, are the most that may come: the objective draws how long its pairs are."
-        estimate = dataclasses.replace(estimate, notes=[*estimate.notes, note])
+        estimate.notes.append(note)
     return estimate
 
 

@@ -7,6 +7,7 @@ import pytest
 from metaphrase.training.recipe.recipe import Recipe
 
 STREAM = {"train_file": "a", "streaming": True, "max_tokens_per_batch": 600}
+TEXT = {"objective": "ul2", "train_text_file": "a"}
 BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "metric_for_best_model": "bleu"}
 
 
@@ -31,24 +32,17 @@ BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "metric_for_be
         ({"tokenizer_name_or_path": "x", "lowercase": True}, ("tokenizer_name_or_path", "lowercase")),
         ({"tokenizer_name_or_path": "x", "joint_vocabulary": False}, ("tokenizer_name_or_path", "joint_vocabulary")),
         ({"early_stopping_patience": 2}, ("early_stopping_patience", "eval_strategy")),
-        (
-            {"early_stopping_patience": 2, "eval_strategy": "epoch"},
-            ("early_stopping_patience", "metric_for_best_model"),
-        ),
+        ({"early_stopping_patience": 2, "eval_strategy": "epoch"}, ("metric_for_best_model",)),
         ({"r_drop_alpha": 1.0, "r_drop_start_step": 5, "max_steps": 5}, ("r_drop_start_step", "max_steps")),
         *(
             ({**STREAM, "max_steps": 5, name: "epoch"}, (name, "streaming"))
             for name in ("save_strategy", "eval_strategy", "logging_strategy")
         ),
-        (
-            {"max_tokens_per_batch": 9, "train_sampling_strategy": "sequential"},
-            ("train_sampling_strategy", "max_tokens_per_batch"),
-        ),
         *(
             ({"max_tokens_per_batch": 9, name: value}, (name, "max_tokens_per_batch"))
             for name, value in (
                 *(("dataloader_drop_last", True), ("auto_find_batch_size", True), ("neftune_noise_alpha", 5.0)),
-                ("train_sampling_strategy", "batch_rebalance"),
+                *(("train_sampling_strategy", "batch_rebalance"), ("train_sampling_strategy", "sequential")),
             )
         ),
         ({"length_column_name": "labels"}, ("length_column_name",)),
@@ -65,10 +59,7 @@ BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "metric_for_be
         ({"max_steps": 0}, ("max_steps", "num_train_epochs")),
         ({"num_train_epochs": 0}, ("max_steps", "num_train_epochs")),
         ({"model_name_or_path": "a", "model": {"dropout": 0.1}}, ("model_name_or_path", "model")),
-        (
-            {"objective": "ul2", "train_text_file": "a", "num_sentinels": 7, "tokenizer_name_or_path": "b"},
-            ("num_sentinels", "tokenizer_name_or_path"),
-        ),
+        ({**TEXT, "num_sentinels": 7, "tokenizer_name_or_path": "b"}, ("num_sentinels", "tokenizer_name_or_path")),
     ],
 )
 def test_contradictions_are_refused(fields, names):
@@ -90,10 +81,7 @@ def test_contradictions_are_refused(fields, names):
         ({"tasks": {"a": {}}, "mixing_limit": 3, "task_mixing": "equal"}, "`mixing_limit` with `task_mixing` equal"),
         ({"tasks": {"a": {}}, "mixing_temperature": 3.0}, "`mixing_temperature` with `task_mixing` proportional"),
         ({"max_decoded_samples": 5, "prediction_loss_only": True}, "`max_decoded_samples` if nothing is decoded"),
-        (
-            {"early_stopping_threshold": 0.1, "r_drop_start_step": 5},
-            "without `early_stopping_patience`, `r_drop_start_",
-        ),
+        ({"early_stopping_threshold": 0.1, "r_drop_start_step": 5}, "`early_stopping_patience`, `r_drop_start_"),
     ],
 )
 def test_fields_without_effect_are_named_in_one_warning(fields, warning, caplog):

@@ -50,23 +50,10 @@ def tasks(**fields):
 
 
 def make_recipe(data, output, **fields):
-    base = {
-        "data_dir": str(data),
-        "output_dir": str(output),
-        "tasks": tasks(),
-        "vocab_size": 600,
-        "model": SMALL,
-        "max_steps": 4,
-        "max_tokens_per_batch": 600,
-        "per_device_eval_batch_size": 8,
-        "eval_strategy": "steps",
-        "eval_steps": 4,
-        "save_strategy": "no",
-        "generation_max_length": 12,
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "metrics": ["bleu", "exact_match"],
-    }
+    base = {"data_dir": str(data), "output_dir": str(output), "tasks": tasks(), "vocab_size": 600, "model": SMALL}
+    base |= {"max_steps": 4, "max_tokens_per_batch": 600, "per_device_eval_batch_size": 8, "save_strategy": "no"}
+    base |= {"eval_strategy": "steps", "eval_steps": 4, "generation_max_length": 12, "metrics": ["bleu", "exact_match"]}
+    base |= {"disable_tqdm": True, "use_cpu": True}
     return Recipe.from_mapping(base | fields, "the test")
 
 
@@ -167,14 +154,8 @@ def test_task_alone_takes_what_all_share(data, tmp_path):
         ({"tasks": {"a": "b"}}, "`tasks.a` must hold fields with values, got 'b'"),
         ({"tasks": tasks(summarize={"weight": 0})}, "`tasks.summarize.weight` must be a number above 0, got 0"),
         ({"tasks": tasks(summarize={"weight": "big"})}, "`tasks.summarize.weight` must be a number above 0, got 'big'"),
-        (
-            {"tasks": tasks(summarize={"trian_file": "x"})},
-            "got `trian_file` in `tasks.summarize`. Did you mean 'train_file'?",
-        ),
-        (
-            {"tasks": tasks(summarize={"learning_rate": 1})},
-            "must hold a `weight` and fields of data, got `learning_rate`",
-        ),
+        ({"tasks": tasks(summarize={"trian_file": "x"})}, "`trian_file` in `tasks.summarize`. Did you mean 'train_"),
+        ({"tasks": tasks(summarize={"learning_rate": 1})}, "`weight` and fields of data, got `learning_rate`"),
         ({"tasks": tasks(summarize={"streaming": True})}, "`tasks.summarize` must not hold `streaming`"),
         ({"tasks": tasks(summarize={"train_file": None})}, "Task 'summarize': A recipe must name its training pairs"),
         (
