@@ -28,9 +28,6 @@ _TYPE_NAMES = {bool: "true or false", int: "int", float: "float", str: "text", l
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: typing.ClassVar[dict] = {}
 
-    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        return int(self.construct_scalar(node))
-
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         keys = set()
         for key_node, _ in node.value:
@@ -52,7 +49,7 @@ class _Dumper(yaml.SafeDumper):
     }
 
 
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(loader.construct_scalar(node)))
 for _name, (_pattern, _letters) in _SCALARS.items():
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(rf"^(?:{_pattern})$"), _letters)
