@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 from transformers import AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedModel
-from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, GENERATION_CONFIG_NAME
 
 import metaphrase.modeling  # noqa: F401 (registers the models with the Auto classes)
 from metaphrase.tokenization import TokenizerPair
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ALL_LINEAR = "all-linear"
-ADAPTER_CONFIG_NAME = "adapter_config.json"
-ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
 
 
 def import_peft() -> ModuleType:
@@ -70,17 +69,10 @@ def add_lora(
         A peft model for a trainer, `generate()` and `merge_lora`. `save_pretrained` saves the adapter alone.
 
     Raises:
-        ValueError: If a number is out of range, or a target cannot be adapted and merged.
+        ValueError: If a number is out of range, the model has adapters, or a target cannot be adapted and merged.
         ImportError: If peft is not installed.
     """
     peft = import_peft()
-    for name, value, is_good, bounds in (
-        ("rank", rank, rank >= 1, "at least 1"),
-        ("alpha", alpha, alpha > 0, "above 0"),
-        ("dropout", dropout, 0 <= dropout < 1, "at least 0 and below 1"),
-    ):
-        if not is_good:
-            raise ValueError(f"`{name}` must be {bounds}, got {value}.")
     if is_adapted(model):
         raise ValueError("`model` must be without adapters, got one that has some: merge them first.")
     check_targets(model, target_modules)
@@ -93,12 +85,8 @@ def add_lora(
     )
     adapted = peft.get_peft_model(model, config)
     trained, total = adapted.get_nb_trainable_parameters()
-    logger.info(
-        "LoRA of rank %d: %s parameters are trained beside the %s of the model.",
-        rank,
-        f"{trained:,}",
-        f"{total - trained:,}",
-    )
+    counts = f"{trained:,} parameters are trained beside the {total - trained:,} of the model"
+    logger.info("LoRA of rank %d: %s.", rank, counts)
     return adapted
 
 
@@ -119,9 +107,7 @@ def check_targets(model: nn.Module, target_modules: str | Sequence[str], field: 
         patterns = {target_modules: target_modules}
     else:
         patterns = {name: rf"(.*\.)?{re.escape(name)}" for name in target_modules}
-    aliases: dict[nn.Parameter, int] = {}
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        aliases[parameter] = aliases.get(parameter, 0) + 1
+    aliases = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     for target, pattern in patterns.items():
         modules = {name: module for name, module in model.named_modules() if re.fullmatch(pattern, name)}
         if not modules:
@@ -151,7 +137,7 @@ def load_lora(
         ImportError: If peft is not installed.
     """
     peft, folder = import_peft(), Path(folder)
-    for name in (ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME):
+    for name in (ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME):
         if not (folder / name).is_file():
             raise ValueError(f"An adapter must be a folder with {name}, got {folder} without.")
     if not isinstance(base_model, PreTrainedModel):
@@ -215,8 +201,6 @@ def merge_lora(
 def _copy_tokenizers(sources: Sequence[str | os.PathLike], output: Path) -> None:
     """Save the tokenizers of the first folder or Hub name that has them."""
     for source in sources:
-        if Path(source).is_dir() and not (Path(source) / "tokenizer_config.json").is_file():
-            continue
-        TokenizerPair.from_pretrained(source).save_pretrained(output)
-        return
+        if not Path(source).is_dir() or (Path(source) / "tokenizer_config.json").is_file():
+            return TokenizerPair.from_pretrained(source).save_pretrained(output)
     logger.warning("Neither the adapter nor its base model has a tokenizer: %s has none either.", output)

@@ -1,21 +1,32 @@
 """Corpora: training, validation and test data of a recipe, from files to data sets of token ids."""
 
+import contextlib
 import logging
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import PurePath
 from typing import Any
 
+import datasets
 import numpy as np
 from transformers import Seq2SeqTrainingArguments
 
+from metaphrase.data.denoising.dataset import DenoisingDataset, longest_block, make_objective, objective_tokens
+from metaphrase.data.denoising.span_corruption import MIN_BLOCK_LENGTH
 from metaphrase.data.encoding import encode_pairs
-from metaphrase.data.pairs import SPLITS, column_texts, data_seed, load_pairs, split_pairs
+from metaphrase.data.pair_stream import PairStream, TextStream
+from metaphrase.data.pairs import SPLITS, TASK_COLUMN, column_texts, data_seed, load_pairs, split_pairs
 from metaphrase.data.reports import DataReport
+from metaphrase.data.task_mixture import mixed_rows, mixing_rates
+from metaphrase.data.text_blocks import load_texts, text_blocks
+from metaphrase.data.token_stream import TokenBudgetStream
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.training.recipe.length_limits import fit_budget, fit_limits
 from metaphrase.training.recipe.recipe import Recipe
 
 logger = logging.getLogger(__name__)
+
+_TRAINING_LIMITS = ("max_source_length", "max_target_length")
 
 
 class PairCorpus:
@@ -48,7 +59,7 @@ class PairCorpus:
         self.splits: dict[str, Any] = {}
         self.reports: dict[str, Any] = {}
         self._check()
-        self.recipe = fit_limits(self.recipe, longest)
+        self.recipe = _fit_limits(self.recipe, longest)
 
     def _check(self) -> None:
         if self.recipe.pairs_options("train") is None:
@@ -121,20 +132,13 @@ class PairCorpus:
                 "`too_long: truncate` to let the model read the beginning of them; references are not truncated."
             )
         longest = (report.source_lengths.longest, report.target_lengths.longest)
-        if longest[0] > recipe.max_source_length or longest[1] > recipe.max_target_length:
+        limits = (recipe.max_source_length, recipe.max_target_length)
+        if longest[0] > limits[0] or longest[1] > limits[1]:
             logger.warning(
                 "%s%s: pairs of up to %d source and %d target tokens are scored too, beyond `max_source_length` %d and "
                 "`max_target_length` %d, which are limits of training.",
-                self.label,
-                split,
-                *longest,
-                recipe.max_source_length,
-                recipe.max_target_length,
+                *(self.label, split, *longest, *limits),
             )
-
-    def sources(self, split: str) -> list[str]:
-        """Return the sources of a split, with their prefix."""
-        return self.splits[split]["source"][:]
 
     @property
     def max_target_length(self) -> int:
@@ -166,11 +170,9 @@ class StreamedPairCorpus(PairCorpus):
 
     def _check(self) -> None:
         super()._check()
-        self.recipe = fit_budget(self.recipe, self.longest)
+        self.recipe = _fit_budget(self.recipe, self.longest)
 
     def _read(self, split: str, options: dict[str, Any]) -> Any:
-        from metaphrase.data.pair_stream import TextStream
-
         return TextStream(**options) if split == "train" else super()._read(split, options)
 
     def sides(self) -> tuple[Iterable[str], Iterable[str]]:
@@ -179,9 +181,6 @@ class StreamedPairCorpus(PairCorpus):
     def _encode(self, split: str, tokenizers: TokenizerPair) -> Any:
         if split != "train":
             return super()._encode(split, tokenizers)
-        from metaphrase.data.pair_stream import PairStream
-        from metaphrase.data.token_stream import TokenBudgetStream
-
         recipe, arguments = self.recipe, self.arguments
         pairs = PairStream(
             self.splits["train"],
@@ -195,3 +194,200 @@ class StreamedPairCorpus(PairCorpus):
         self.reports["train"] = pairs
         shares = (arguments.world_size, arguments.process_index)
         return TokenBudgetStream(pairs, recipe.max_tokens_per_batch, self.seed, *shares, recipe.pairs_in_buffer)
+
+
+class TextCorpus(PairCorpus):
+    """Plain text, from which a denoising objective makes pairs: the corrupted text and its hidden spans."""
+
+    def _check(self) -> None:
+        if self.recipe.train_text_file is None:
+            raise ValueError(f"`objective` {self.recipe.objective} must come with `train_text_file`, got none.")
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        return objective_tokens(self.recipe.objective, self.recipe.num_sentinels)
+
+    def load(self) -> None:
+        for split in ("train", "validation"):
+            if getattr(self.recipe, f"{split}_text_file") is not None:
+                path = self.recipe.data_path(f"{split}_text_file")
+                max_samples = getattr(self.recipe, f"max_{split}_samples")
+                self.splits[split] = load_texts(path, max_samples, invalid_utf8=self.recipe.invalid_utf8)
+
+    def sides(self) -> tuple[Iterable[str], Iterable[str]]:
+        texts = self.splits["train"]
+        if self.recipe.invalid_utf8 == "skip":
+            texts = texts.filter(lambda text: text is not None, input_columns=["text"], desc="Selecting valid UTF-8")
+        return column_texts(texts, "text"), ()
+
+    def _encode(self, split: str, tokenizers: TokenizerPair) -> DenoisingDataset:
+        recipe = self.recipe
+        objective = make_objective(
+            recipe.objective, tokenizers.source, recipe.noise_density, recipe.mean_span_length, recipe.spans_anywhere
+        )
+        length = longest_block(objective, recipe.max_source_length, recipe.max_target_length)
+        blocks, self.reports[split] = text_blocks(
+            self.splits[split],
+            tokenizers,
+            length,
+            end_documents=recipe.end_documents,
+            remainder=recipe.remainder,
+            least_length=1 if recipe.objective == "text_infilling" else MIN_BLOCK_LENGTH,
+        )
+        logger.info("%s: %s", split, self.reports[split])
+        return DenoisingDataset(blocks, objective, self.seed)
+
+    def scored_split(self) -> None:
+        return None
+
+    def sizes(self) -> dict[str, int]:
+        return {f"num_{name}_documents": len(split) for name, split in self.splits.items()}
+
+
+class TaskCorpus(PairCorpus):
+    """Pairs of several tasks, each with a prefix. Training mixes them; validation and test hold all pairs, with a task column.
+
+    Source: Raffel et al. 2020, section 2.4, arXiv 1910.10683.
+    """
+
+    def _check(self) -> None:
+        recipe = self.recipe
+        self.weights = {name: float(fields.get("weight", 1.0)) for name, fields in recipe.tasks.items()}
+        self.tasks: dict[str, PairCorpus] = {}
+        for name in recipe.tasks:
+            with _named(name):
+                self.tasks[name] = PairCorpus(task_recipe(recipe, name), self.arguments, self.longest)
+            self.tasks[name].label = f"{name}, "
+
+    def load(self) -> None:
+        for name, corpus in self.tasks.items():
+            with _named(name):
+                corpus.load()
+        for split in SPLITS:
+            parts = {name: corpus.splits[split] for name, corpus in self.tasks.items() if split in corpus.splits}
+            if parts:
+                self.splits[split] = _joined(parts)
+        scored = self.scored_split()
+        for name, corpus in self.tasks.items():
+            if scored is not None and scored not in corpus.splits:
+                logger.warning("Task %r has no %s pairs: it is not scored.", name, scored)
+
+    def sides(self) -> tuple[Iterable[str], Iterable[str]]:
+        sides = [corpus.sides() for corpus in self.tasks.values()]
+        return chain.from_iterable(side[0] for side in sides), chain.from_iterable(side[1] for side in sides)
+
+    def encode(self, tokenizers: TokenizerPair) -> dict[str, Any]:
+        self._check_prefixes(tokenizers)
+        encoded = {}
+        for name, corpus in self.tasks.items():
+            with _named(name):
+                encoded[name] = corpus.encode(tokenizers)
+            self.reports |= {f"{name}/{split}": report for split, report in corpus.reports.items()}
+        parts = {"train": self._mixed({name: splits["train"] for name, splits in encoded.items()})}
+        validation = {name: splits["validation"] for name, splits in encoded.items() if "validation" in splits}
+        return parts | ({"validation": _joined(validation)} if validation else {})
+
+    @property
+    def max_target_length(self) -> int:
+        return max(corpus.max_target_length for corpus in self.tasks.values())
+
+    def data_name(self, split: str) -> str:
+        names = [corpus.data_name(split) for corpus in self.tasks.values() if split in corpus.splits]
+        return ", ".join(dict.fromkeys(names))
+
+    def sizes(self) -> dict[str, int]:
+        return dict(sum((Counter(corpus.sizes()) for corpus in self.tasks.values()), Counter()))
+
+    def _check_prefixes(self, tokenizers: TokenizerPair) -> None:
+        """Refuse prefixes with equal tokens, such as two that are unknown to the vocabulary."""
+        prefixes = {name: corpus.recipe.source_prefix or "" for name, corpus in self.tasks.items()}
+        names: dict[tuple[int, ...], str] = {}
+        for (name, prefix), ids in zip(prefixes.items(), tokenizers.encode_sources([*prefixes.values()]), strict=True):
+            other = names.setdefault(tuple(ids), name)
+            if prefixes[other] != prefix:
+                raise ValueError(
+                    f"`source_prefix` must tell tasks apart, got {prefixes[other]!r} for {other!r} and {prefix!r} for {name!r}, "
+                    "which have the same tokens. Give them tokens with `additional_special_tokens`."
+                )
+
+    def _mixed(self, parts: dict[str, datasets.Dataset]) -> datasets.Dataset:
+        recipe, sizes = self.recipe, [len(part) for part in parts.values()]
+        options = (recipe.task_mixing, recipe.mixing_temperature, recipe.mixing_limit)
+        rates = mixing_rates(sizes, list(self.weights.values()), *options)
+        rows = mixed_rows(sizes, rates, self.seed)
+        for name, size, rate, chosen in zip(parts, sizes, rates, rows, strict=True):
+            times = len(chosen) / size
+            logger.info("%s: %.1f %% of training, %d pairs read %.2f times.", name, 100 * rate, size, times)
+        starts = np.cumsum([0, *sizes[:-1]])
+        pairs = datasets.concatenate_datasets(list(parts.values()))
+        return pairs.select(np.concatenate([start + chosen for start, chosen in zip(starts, rows, strict=True)]))
+
+
+def _fit_budget(recipe: Recipe, longest: int | None) -> Recipe:
+    """Return the recipe of a stream with length limits that fit the token budget, for any pair that may come.
+
+    Call it before `_fit_limits`, which turns defaults into given values.
+    """
+    budget = recipe.max_tokens_per_batch
+    defaults = [name for name in _TRAINING_LIMITS if not recipe.is_set(name)]
+    lengths = {name: getattr(recipe, name) for name in _TRAINING_LIMITS}
+    if longest is not None:
+        lengths |= {name: min(lengths[name], longest) for name in defaults}
+    if sum(lengths.values()) <= budget:
+        return recipe
+    room = budget - sum(length for name, length in lengths.items() if name not in defaults)
+    if not defaults or room < 2 * len(defaults):
+        raise ValueError(
+            "`max_tokens_per_batch` must be at least `max_source_length` and `max_target_length` together where pairs are "
+            f"streamed, since a pair of these lengths may come at any time, got {budget}, {lengths['max_source_length']} and "
+            f"{lengths['max_target_length']}."
+        )
+    lowered = {name: min(lengths[name], room // len(defaults)) for name in defaults}
+    for name, limit in lowered.items():
+        logger.info("`%s` is lowered from %d to %d, so that each pair fits into a batch.", name, lengths[name], limit)
+    return recipe.replace(is_checked=False, **lowered)
+
+
+def _fit_limits(recipe: Recipe, longest: int | None) -> Recipe:
+    """Return the recipe with default length limits lowered to what the model can read."""
+    if longest is None:
+        return recipe
+    # A decoded sequence has a start token, which labels lack, and its last token is never read.
+    limits = {**dict.fromkeys(_TRAINING_LIMITS, longest), "generation_max_length": longest + 1}
+    lowered = {name: limit for name, limit in limits.items() if (getattr(recipe, name) or 0) > limit}
+    for name, limit in lowered.items():
+        value = getattr(recipe, name)
+        if recipe.is_set(name):
+            raise ValueError(
+                f"`{name}` must be at most {limit} for a model that has a table of positions with "
+                f"`max_position_embeddings` {longest}, got {value}."
+            )
+        logger.info("`%s` is lowered from %d to %d, the most that the model can read.", name, value, limit)
+    return recipe.replace(is_checked=False, **lowered)
+
+
+def task_recipe(recipe: Recipe, name: str) -> Recipe:
+    """Return the recipe of one task: its fields over those of all tasks.
+
+    Raises:
+        ValueError: If a field of it is unknown, of a wrong type or out of range, or contradicts another.
+    """
+    shared = ("data_dir", "max_source_length", "max_target_length", "too_long", "empty", "malformed", "invalid_utf8")
+    fields = {field: getattr(recipe, field) for field in shared if recipe.is_set(field)}
+    task_fields = {field: value for field, value in recipe.tasks[name].items() if field != "weight"}
+    return Recipe.from_mapping(fields | task_fields, f"the task {name!r}")
+
+
+@contextlib.contextmanager
+def _named(task: str) -> Iterator[None]:
+    """Put the name of the task before an error."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"Task {task!r}: {error}") from error
+
+
+def _joined(parts: dict[str, datasets.Dataset]) -> datasets.Dataset:
+    return datasets.concatenate_datasets(
+        [part.add_column(TASK_COLUMN, [name] * len(part)) for name, part in parts.items()]
+    )

@@ -3,18 +3,12 @@
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import datasets
 import torch
-from transformers import (
-    EarlyStoppingCallback,
-    PreTrainedModel,
-    Seq2SeqTrainingArguments,
-    TrainerCallback,
-    set_seed,
-)
+from transformers import EarlyStoppingCallback, PreTrainedModel, Seq2SeqTrainingArguments, TrainerCallback, set_seed
 from transformers.integrations import get_reporting_integration_callbacks
 
 from metaphrase.data.collators import PairCollator
@@ -27,22 +21,23 @@ from metaphrase.inference.line_files import as_lines
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.storage.loading import naming, refuse_missing_folder
 from metaphrase.tokenization import TokenizerPair, set_languages
+from metaphrase.training.adapters import ALL_LINEAR, add_lora, import_peft
 from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC, RECIPE_NAME
-from metaphrase.training.corpora import PairCorpus, StreamedPairCorpus
+from metaphrase.training.corpora import PairCorpus, StreamedPairCorpus, TaskCorpus, TextCorpus
 from metaphrase.training.cpu_setup import warn_of_slow_bfloat16
 from metaphrase.training.distributed import check_devices, check_processes, meet_on_cpu
+from metaphrase.training.exponential_average import ExponentialAverage
 from metaphrase.training.final_weights import average_run, check_averaged, save_final
 from metaphrase.training.model_setup import (
-    check_model,
+    check_parts_of_model,
     fit_special_ids,
     fit_vocabulary,
-    length_limit,
     load_base,
+    longest_sequence,
     settle_decoding,
 )
+from metaphrase.training.optimizer import freeze
 from metaphrase.training.recipe.checks import check_evaluated
-from metaphrase.training.recipe.fields import DEFAULT_PRESET
-from metaphrase.training.recipe.length_limits import longest_sequence
 from metaphrase.training.recipe.recipe import Recipe
 from metaphrase.training.run_folder import (
     DATA_REPORT_NAME,
@@ -56,22 +51,8 @@ from metaphrase.training.trainer import MetaphraseTrainer, check_r_drop
 logger = logging.getLogger(__name__)
 
 
-class _AtBeginning(TrainerCallback):
-    """Callback that runs when training begins, after a checkpoint to resume from was loaded or refused."""
-
-    def __init__(self, action: Callable[[], None]):
-        self.action = action
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.action()
-
-
 def _check_trackers(names: Sequence[str]) -> None:
-    """Refuse trackers that are not installed, which a Trainer would notice after reading the data.
-
-    Raises:
-        ValueError: Naming the tracker.
-    """
+    """Refuse trackers that are not installed, which a Trainer would notice after reading the data."""
     for name in names:
         for callback in get_reporting_integration_callbacks([name]):
             try:
@@ -120,15 +101,19 @@ class Experiment:
         check_metrics(metrics, recipe.bleu_tokenize)
         self.scores = TaskScores(metrics, recipe.bleu_tokenize)
         if recipe.lora_rank is not None:
-            from metaphrase.training.adapters import import_peft
-
             import_peft()
         recipe = with_lengths_of_run(recipe, self.folder)
-        self.corpus = _make_corpus(recipe, self.arguments, longest_sequence(recipe))
+        if recipe.tasks:
+            corpus_class = TaskCorpus
+        elif recipe.objective != "pairs":
+            corpus_class = TextCorpus
+        else:
+            corpus_class = StreamedPairCorpus if recipe.streaming else PairCorpus
+        self.corpus = corpus_class(recipe, self.arguments, longest_sequence(recipe))
         # Its length limits are those that the model can read.
         self.recipe = recipe = self.corpus.recipe
         check_evaluated(recipe)
-        check_model(recipe)
+        check_parts_of_model(recipe)
         self.is_unchecked = is_dry_run and not recipe.resume_from_checkpoint
         self.checkpoint = None if self.is_unchecked else checkpoint_to_resume(recipe, self.folder)
 
@@ -142,8 +127,7 @@ class Experiment:
         if self.is_begun:
             raise ValueError("An experiment must be carried out once, got another call of `train`: make a new one.")
         self.is_begun = True
-        is_writer = self.arguments.process_index == 0
-        with only_writer(self.folder) if is_writer else contextlib.nullcontext():
+        with only_writer(self.folder) if self.arguments.process_index == 0 else contextlib.nullcontext():
             return self._train()
 
     def _train(self) -> dict:
@@ -166,7 +150,10 @@ class Experiment:
         if trainer.is_world_process_zero():
             if self.arguments.bf16 and self.arguments.device.type == "cpu":
                 warn_of_slow_bfloat16()
-            trainer.add_callback(_AtBeginning(self._write_provenance))
+            # When a checkpoint to resume from was loaded, not refused.
+            beginning = TrainerCallback()
+            beginning.on_train_begin = lambda *_, **__: self._write_provenance()
+            trainer.add_callback(beginning)
         trainer.train(resume_from_checkpoint=self.checkpoint)
         average_run(recipe, trainer, self.folder)
         model = save_final(trainer, tokenizers, self.folder)
@@ -205,7 +192,7 @@ class Experiment:
                 tokenizers.add_special_tokens(recipe.additional_special_tokens)
             set_languages(tokenizers, recipe.source_lang, recipe.target_lang)
             return tokenizers
-        names = ("normalization", "min_frequency", "joiner")
+        names = ("vocab_size", "target_vocab_size", "lowercase", "normalization", "min_frequency", "joiner")
         options = {name: getattr(recipe, name) for name in names if getattr(recipe, name) is not None}
         joint = recipe.joint_vocabulary if recipe.joint_vocabulary is not None else recipe.target_vocab_size is None
         if special := (*self.corpus.special_tokens, *(recipe.additional_special_tokens or ())):
@@ -214,9 +201,6 @@ class Experiment:
             *self.corpus.sides(),
             joint=joint,
             kind=recipe.tokenizer_kind or "byte_bpe",
-            vocab_size=recipe.vocab_size,
-            target_vocab_size=recipe.target_vocab_size,
-            lowercase=recipe.lowercase,
             show_progress=not self.arguments.disable_tqdm,
             **options,
         )
@@ -241,10 +225,9 @@ class Experiment:
             if recipe.tokenizer_name_or_path is not None:
                 fit_special_ids(model, tokenizers, languages)
         else:
-            fields = dict(tokenizers.config_fields())
-            if not tokenizers.is_joint:
-                fields["share_embeddings"] = False
-            config = MetaphraseConfig.from_preset(recipe.preset or DEFAULT_PRESET, **{**fields, **recipe.model})
+            separate = {} if tokenizers.is_joint else {"share_embeddings": False}
+            fields = {**tokenizers.config_fields(), **separate, **recipe.model}
+            config = MetaphraseConfig.from_preset(recipe.preset, **fields)
             model = MetaphraseForConditionalGeneration(config)
         # By default, generate() stops at 20 tokens.
         limit = recipe.generation_max_length or self.corpus.max_target_length + 1
@@ -252,12 +235,8 @@ class Experiment:
         if recipe.r_drop_alpha:
             check_r_drop(model, recipe.lora_dropout if recipe.lora_rank is not None else 0.0)
         if recipe.freeze:
-            from metaphrase.training.optimizer import freeze
-
             freeze(model, recipe.freeze)
         if recipe.lora_rank is not None:
-            from metaphrase.training.adapters import ALL_LINEAR, add_lora
-
             targets = recipe.lora_target_modules or ALL_LINEAR
             model = add_lora(model, recipe.lora_rank, recipe.lora_alpha, recipe.lora_dropout, targets)
         return model
@@ -268,12 +247,9 @@ class Experiment:
         recipe, arguments = self.recipe, self.arguments
         callbacks = []
         if recipe.early_stopping_patience is not None:
-            callbacks.append(
-                EarlyStoppingCallback(recipe.early_stopping_patience, recipe.early_stopping_threshold or 0.0)
-            )
+            threshold = recipe.early_stopping_threshold or 0.0
+            callbacks.append(EarlyStoppingCallback(recipe.early_stopping_patience, threshold))
         if recipe.exponential_average_decay is not None:
-            from metaphrase.training.exponential_average import ExponentialAverage
-
             callbacks.append(ExponentialAverage(recipe.exponential_average_decay, recipe.exponential_average_warmup))
         validation, sample = encoded.get("validation"), None
         if self.scores.metrics and validation is not None:
@@ -310,8 +286,7 @@ class Experiment:
         self.recipe.save(self.folder / RECIPE_NAME)
 
     def _evaluate(self, model: PreTrainedModel, tokenizers: TokenizerPair) -> dict:
-        corpus = self.corpus
-        split = corpus.scored_split()
+        corpus, split = self.corpus, self.corpus.scored_split()
         if split is None:
             if self.recipe.objective == "pairs":
                 logger.warning("There are neither test nor validation pairs: the model is not scored.")
@@ -328,7 +303,7 @@ class Experiment:
         result, predictions = evaluate_generator(
             generator,
             # The sources have their prefix already.
-            corpus.sources(split),
+            corpus.splits[split]["source"][:],
             targets,
             references=references,
             metrics=self.scores.metrics,
@@ -337,11 +312,11 @@ class Experiment:
             on_decoded=lambda texts: (self.folder / f"{split}_predictions.txt").write_text(as_lines(texts), "utf-8"),
         )
         if result["num_unfinished"]:
+            # `max_length` counts the start token.
+            limit = model.generation_config.max_new_tokens or model.generation_config.max_length
             logger.warning(
                 "%d of %d targets met the length limit, %d tokens, before their end: raise `generation_max_length`.",
-                result["num_unfinished"],
-                result["num_examples"],
-                length_limit(model.generation_config),
+                *(result["num_unfinished"], result["num_examples"], limit),
             )
         result["data"] = {"name": corpus.data_name(split), "split": split, **corpus.sizes()}
         if self.recipe.tasks:
@@ -352,21 +327,3 @@ class Experiment:
                 logger.info("%s: %s", task, values)
         write_metrics(self.folder, result)
         return result
-
-
-def _make_corpus(recipe: Recipe, arguments: Seq2SeqTrainingArguments, longest: int | None = None) -> PairCorpus:
-    """Return the corpus of a recipe, not loaded yet.
-
-    Args:
-        recipe: Names the data.
-        arguments: Training arguments.
-        longest: Maximum tokens per side that the model can read; None if there is no end.
-    """
-    # A run imports its own kind of corpus alone.
-    if recipe.tasks:
-        from metaphrase.training.task_corpus import TaskCorpus as Corpus
-    elif recipe.objective != "pairs":
-        from metaphrase.training.text_corpus import TextCorpus as Corpus
-    else:
-        Corpus = StreamedPairCorpus if recipe.streaming else PairCorpus
-    return Corpus(recipe, arguments, longest)

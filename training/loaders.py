@@ -64,16 +64,18 @@ class DataLoadersMixin:
     _num_steps = 0
 
     def data_layout(self) -> dict[str, int | str | None]:
-        layout = super().data_layout()
         has_budget = self.max_tokens_per_batch is not None
-        if has_budget:
-            # The budget decides in place of these.
-            layout |= dict.fromkeys(BATCHES_BY_NUMBER)
-        return layout | {
-            "max_tokens_per_batch": self.max_tokens_per_batch,
-            "pairs_in_buffer": getattr(self.train_dataset, "pairs_in_buffer", None),
-            "length_multiple": self._length_multiple if has_budget else 1,
-        }
+        # The budget decides in place of these.
+        replaced = dict.fromkeys(BATCHES_BY_NUMBER if has_budget else ())
+        return (
+            super().data_layout()
+            | replaced
+            | {
+                "max_tokens_per_batch": self.max_tokens_per_batch,
+                "pairs_in_buffer": getattr(self.train_dataset, "pairs_in_buffer", None),
+                "length_multiple": self._length_multiple if has_budget else 1,
+            }
+        )
 
     def get_train_dataloader(self):
         self._num_pairs = self._num_steps = 0
@@ -193,11 +195,7 @@ class DataLoadersMixin:
         return self.max_tokens_per_batch is not None or isinstance(self.train_dataset, TokenBudgetStream)
 
     def _check_budget(self) -> None:
-        """Refuse a data set, a collator or arguments that a token budget would ignore.
-
-        Raises:
-            ValueError: If there is one.
-        """
+        """Refuse a data set, a collator or arguments that a token budget would ignore."""
         check_beside_budget(self.args, self.max_tokens_per_batch)
         if not isinstance(self.train_dataset, TokenBudgetStream) and not _has_lengths(self.train_dataset):
             columns = getattr(self.train_dataset, "column_names", None)
@@ -211,14 +209,15 @@ class DataLoadersMixin:
                 f"`train_dataset` must have a pair for each process with `max_tokens_per_batch`, got {len(self.train_dataset)} "
                 f"and {self.args.world_size} processes."
             )
-        is_plain = type(self.data_collator) in _PLAIN_COLLATORS or self.data_collator is default_data_collator
-        if self.packs_pairs and not is_plain:
+        if not self.packs_pairs:
+            return
+        if type(self.data_collator) not in _PLAIN_COLLATORS and self.data_collator is not default_data_collator:
             raise ValueError(
                 "`data_collator` must be one that only pads with `max_tokens_per_batch` and a model that reads packed rows, "
                 f"got a {type(self.data_collator).__name__}, which packing does not call. Set the model's `supports_packing` to "
                 "false."
             )
-        if self.packs_pairs and self.args.torch_compile and self.args.device.type == "cpu":
+        if self.args.torch_compile and self.args.device.type == "cpu":
             logger.warning(
                 "Compiled for a CPU, packed rows take minutes for each new shape: leave `torch_compile` out."
             )
@@ -264,14 +263,8 @@ class DataLoadersMixin:
             **batching,
         )
         # The batches are this process's own already: accelerate must not divide them again.
-        return prepare_data_loader(
-            loader,
-            device=arguments.device,
-            num_processes=1,
-            process_index=0,
-            put_on_device=True,
-            dispatch_batches=False,
-        )
+        alone = {"num_processes": 1, "process_index": 0, "dispatch_batches": False}
+        return prepare_data_loader(loader, device=arguments.device, put_on_device=True, **alone)
 
     def _packed_collator(self) -> PackedCollator:
         pad_token_id = self.accelerator.unwrap_model(self.model).config.pad_token_id or 0

@@ -5,23 +5,48 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.storage.loading import load_whole
+from metaphrase.storage.loading import load_whole, naming
 from metaphrase.tokenization import TokenizerPair
+from metaphrase.training.adapters import check_targets
 from metaphrase.training.checkpointing.sharding import whole_shape
-from metaphrase.training.recipe.fields import DEFAULT_PRESET
+from metaphrase.training.optimizer import check_parts
 from metaphrase.training.recipe.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 
+# Other families with a table of positions. FSMT and M2M100 extend theirs when needed.
+_TABLED_FAMILIES = ("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart")
+_TABLED_FAMILIES += ("mvp", "pegasus", "plbart")
 # Generation settings with ids of the former vocabulary.
 _ID_SETTINGS = ("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "forced_decoder_ids")
 
 
-def check_model(recipe: Recipe) -> None:
-    """Refuse invalid dimensions of a new model and names of missing parts, before any corpus is read.
+def longest_sequence(recipe: Recipe) -> int | None:
+    """Return the maximum tokens per side for the model of a recipe; None if its positions have no end.
+
+    Raises:
+        ValueError: If there is no such preset, or the dimensions of a new model are invalid.
+        OSError: If there is no such model.
+    """
+    config = _load_config(recipe)
+    is_learned = config.model_type == "metaphrase" and config.position_embedding_type == "learned"
+    rows = getattr(config, "max_position_embeddings", None)
+    return rows if (is_learned or config.model_type in _TABLED_FAMILIES) and isinstance(rows, int) else None
+
+
+def _load_config(recipe: Recipe) -> PreTrainedConfig:
+    if recipe.model_name_or_path is None:
+        # The tokenizer is unknown yet. With two vocabularies, embeddings cannot be shared.
+        return MetaphraseConfig.from_preset(recipe.preset, **{"share_embeddings": False, **recipe.model})
+    with naming(recipe.model_name_or_path, "model_name_or_path"):
+        return AutoConfig.from_pretrained(recipe.model_name_or_path, trust_remote_code=False)
+
+
+def check_parts_of_model(recipe: Recipe) -> None:
+    """Refuse names of missing parts, before any corpus is read.
 
     Raises:
         ValueError: Naming the field.
@@ -29,23 +54,12 @@ def check_model(recipe: Recipe) -> None:
     """
     # Names of an adapter's parts cannot be checked before the adapter is made.
     rates = recipe.learning_rate_factors if recipe.lora_rank is None else {}
-    names_parts = recipe.freeze or rates or recipe.lora_target_modules
-    if recipe.model_name_or_path is None:
-        # The tokenizer is unknown yet. With two vocabularies, embeddings cannot be shared.
-        fields = {"share_embeddings": False, **recipe.model}
-        config = MetaphraseConfig.from_preset(recipe.preset or DEFAULT_PRESET, **fields)
-    elif names_parts:
-        config = AutoConfig.from_pretrained(recipe.model_name_or_path, trust_remote_code=False)
-    if not names_parts:
+    if not (recipe.freeze or rates or recipe.lora_target_modules):
         return
     with torch.device("meta"):
-        model = AutoModelForSeq2SeqLM.from_config(config, trust_remote_code=False)
-    from metaphrase.training.optimizer import check_parts
-
+        model = AutoModelForSeq2SeqLM.from_config(_load_config(recipe), trust_remote_code=False)
     check_parts(model, recipe.freeze or (), rates)
     if recipe.lora_target_modules:
-        from metaphrase.training.adapters import check_targets
-
         check_targets(model, recipe.lora_target_modules, "lora_target_modules")
 
 
@@ -212,7 +226,11 @@ def settle_decoding(model: PreTrainedModel, recipe: Recipe, max_length: int, lan
     Raises:
         ValueError: If the recipe has a setting of beam search but no beams, or the remaining settings are invalid.
     """
-    config, options = model.generation_config, recipe.generation_options()
+    config, names = (
+        model.generation_config,
+        ("num_beams", "length_penalty", "no_repeat_ngram_size", "repetition_penalty"),
+    )
+    options = {name: value for name in names if (value := getattr(recipe, name)) is not None}
     if recipe.generation_max_length is not None:
         # `max_new_tokens` would replace `max_length`.
         config.max_new_tokens = None
@@ -233,12 +251,10 @@ def settle_decoding(model: PreTrainedModel, recipe: Recipe, max_length: int, lan
 
 
 def _remove_ineffective_settings(config: GenerationConfig) -> None:
-    dropped = {}
-    for name, neutral in _ineffective_settings(config).items():
-        value = getattr(config, name, None)
-        if value is not None and value != neutral:
-            dropped[name] = value
-            setattr(config, name, None)
+    values = {name: (getattr(config, name, None), neutral) for name, neutral in _ineffective_settings(config).items()}
+    dropped = {name: value for name, (value, neutral) in values.items() if value not in (None, neutral)}
+    for name in dropped:
+        setattr(config, name, None)
     if dropped:
         logger.warning(
             "These generation settings of the base model have no effect beside the others and are removed: %s.",
@@ -262,8 +278,3 @@ def _ineffective_settings(config: GenerationConfig) -> dict[str, Any]:
     if config.return_dict_in_generate is not True:
         neutral |= dict.fromkeys(_OF_DETAILED_RESULTS, False)
     return neutral
-
-
-def length_limit(config: GenerationConfig) -> int | None:
-    """Return the maximum decoded tokens: `max_new_tokens`, or else `max_length`, which counts the start token."""
-    return config.max_length if config.max_new_tokens is None else config.max_new_tokens

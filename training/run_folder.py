@@ -7,15 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
-from transformers.utils import (
-    ADAPTER_CONFIG_NAME,
-    CONFIG_NAME,
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-)
-
 from metaphrase.storage.write_lock import WriteLock
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 from metaphrase.training.checkpointing.averaging import RECIPE_NAME, is_better_lower
@@ -27,35 +18,32 @@ logger = logging.getLogger(__name__)
 
 DATA_REPORT_NAME = "data_report.json"
 # A folder with any of these files holds a model.
-MODEL_NAMES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME, ADAPTER_CONFIG_NAME)
-MODEL_NAMES += (CONFIG_NAME,)
+_MODEL_NAMES = ("model.safetensors", "pytorch_model.bin", "adapter_config.json", "config.json")
+_MODEL_NAMES += ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 # Own fields that a resumed run may change. The others decide network, tokenizer, data, optimizer, or what is trained.
-FREE_GROUPS = ("batches", "evaluation")
-FREE = ("data_dir", "pairs_in_buffer", "source_language", "target_language", "validation_text_file")
-FREE += tuple(
-    name
-    for split in ("validation", "test")
-    for name in (f"{split}_file", f"{split}_source_file", f"{split}_target_file", f"max_{split}_samples")
-)
-FREE += ("dataset_validation_split", "dataset_test_split", "average_last", "average_best")
-FREE += ("r_drop_alpha", "r_drop_start_step", "exponential_average_decay", "exponential_average_warmup")
+_FREE_GROUPS = ("batches", "evaluation")
+_FREE = {"data_dir", "pairs_in_buffer", "source_language", "target_language", "validation_text_file"}
+_FREE |= {f"{split}{kind}" for split in ("validation", "test") for kind in ("_file", "_source_file", "_target_file")}
+_FREE |= {"max_validation_samples", "max_test_samples", "dataset_validation_split", "dataset_test_split"}
+_FREE |= {"average_last", "average_best", "r_drop_alpha", "r_drop_start_step"}
+_FREE |= {"exponential_average_decay", "exponential_average_warmup"}
 # Fields of transformers that a resumed run may not change. The checkpoint's optimizer would silently keep its old settings, and
 # the seeds decide which pairs are taken out of training, and their order.
-SETTLED_TRAINING = ("optim", "optim_args", "optim_target_modules", "learning_rate", "weight_decay")
-SETTLED_TRAINING += ("adam_beta1", "adam_beta2", "adam_epsilon", "lr_scheduler_type", "lr_scheduler_kwargs")
-SETTLED_TRAINING += ("seed", "data_seed")
+_SETTLED_TRAINING = ("optim", "optim_args", "optim_target_modules", "learning_rate", "weight_decay")
+_SETTLED_TRAINING += ("adam_beta1", "adam_beta2", "adam_epsilon", "lr_scheduler_type", "lr_scheduler_kwargs")
+_SETTLED_TRAINING += ("seed", "data_seed")
 # Fields that may become `skip` after a fault has ended a run.
-FAULTS = ("malformed", "invalid_utf8")
+_FAULTS = ("malformed", "invalid_utf8")
 
 
-def model_file_in(folder: Path) -> str | None:
+def _model_file_in(folder: Path) -> str | None:
     """Return the name of a file that shows that the folder holds a model; None if there is none."""
-    return next((name for name in MODEL_NAMES if (folder / name).exists()), None)
+    return next((name for name in _MODEL_NAMES if (folder / name).exists()), None)
 
 
 def discard_model(folder: Path) -> None:
     """Delete the model that a run has left beside its checkpoints, so that another can replace it."""
-    for name in MODEL_NAMES:
+    for name in _MODEL_NAMES:
         (folder / name).unlink(missing_ok=True)
     # A joint tokenizer cannot be saved beside a separate one.
     remove_folder(folder / TARGET_SUBFOLDER)
@@ -126,19 +114,20 @@ def checkpoint_to_resume(recipe: Recipe, folder: Path) -> str | None:
         return None
     if resume is not True:
         check_whole(resume)
-        if Path(resume).resolve().parent != folder.resolve():
+        run = Path(resume).resolve().parent
+        if run != folder.resolve():
             _refuse_content(folder)
-        check_same_run(recipe, Path(resume).resolve().parent)
+        _check_same_run(recipe, run)
         return resume
     last = last_whole_checkpoint(folder)
     if last is not None:
-        check_same_run(recipe, folder)
+        _check_same_run(recipe, folder)
         return last
-    model = model_file_in(folder)
+    model = _model_file_in(folder)
     if model is None:
         _refuse_recipe(folder)
     elif (folder / RECIPE_NAME).is_file():
-        check_same_run(recipe, folder)
+        _check_same_run(recipe, folder)
     else:
         # No run has written this model, so none could be repeated.
         _refuse_model(folder)
@@ -150,7 +139,11 @@ def checkpoint_to_resume(recipe: Recipe, folder: Path) -> str | None:
 
 
 def _refuse_content(folder: Path) -> None:
-    _refuse_checkpoints(folder)
+    if existing := checkpoints_in(folder):
+        raise ValueError(
+            f"`output_dir` must not hold the checkpoints of another run, got {folder} with {existing[-1].name}. "
+            "Pass --resume to go on from there, or choose another folder."
+        )
     _refuse_model(folder)
     _refuse_recipe(folder)
 
@@ -164,26 +157,15 @@ def _refuse_recipe(folder: Path) -> None:
         )
 
 
-def _refuse_checkpoints(folder: Path) -> None:
-    if existing := checkpoints_in(folder):
-        raise ValueError(
-            f"`output_dir` must not hold the checkpoints of another run, got {folder} with {existing[-1].name}. "
-            "Pass --resume to go on from there, or choose another folder."
-        )
-
-
 def _refuse_model(folder: Path) -> None:
-    if (name := model_file_in(folder)) is None:
-        return
-    way_out = "Choose another folder."
-    if checkpoints_in(folder):
-        way_out = "Choose another folder, or pass --resume to go on from the last checkpoint there."
-    elif (folder / RECIPE_NAME).is_file():
-        way_out = "Choose another folder, or pass --resume to repeat the run that wrote it, which replaces it."
-    raise ValueError(f"`output_dir` must not hold a model, got {folder} with {name}. {way_out}")
+    if (name := _model_file_in(folder)) is not None:
+        way_out = "Choose another folder"
+        if (folder / RECIPE_NAME).is_file():
+            way_out += ", or pass --resume to repeat the run that wrote it, which replaces it"
+        raise ValueError(f"`output_dir` must not hold a model, got {folder} with {name}. {way_out}.")
 
 
-def check_same_run(recipe: Recipe, folder: Path) -> None:
+def _check_same_run(recipe: Recipe, folder: Path) -> None:
     """Refuse to resume the run of a folder with a recipe in which a settled field differs.
 
     Raises:
@@ -196,7 +178,7 @@ def check_same_run(recipe: Recipe, folder: Path) -> None:
     for name in sorted(before.keys() | now.keys()):
         old, new = before.get(name), now.get(name)
         # The data read so far had no fault.
-        is_more_lenient = name.rpartition(".")[2] in FAULTS and (old, new) == ("error", "skip")
+        is_more_lenient = name.rpartition(".")[2] in _FAULTS and (old, new) == ("error", "skip")
         if _without_folder(name, old) != _without_folder(name, new) and not is_more_lenient:
             raise ValueError(
                 f"`{name}` must stay as it was when a run is resumed, got {_shown(new)}, and {_shown(old)} in {path}. "
@@ -206,8 +188,8 @@ def check_same_run(recipe: Recipe, folder: Path) -> None:
 
 def _settled_values(recipe: Recipe) -> dict[str, Any]:
     """Return the values of all fields that may not change. Keys of a mapping become names with a dot."""
-    fields = [name for name in OWN_FIELDS if group_of(name) not in FREE_GROUPS]
-    values = {name: getattr(recipe, name) for name in (*fields, *SETTLED_TRAINING)}
+    fields = [name for name in OWN_FIELDS if group_of(name) not in _FREE_GROUPS]
+    values = {name: getattr(recipe, name) for name in (*fields, *_SETTLED_TRAINING)}
     if recipe.lr_scheduler_type in METRIC_SCHEDULES:
         # The schedule compares values of the metric before and after.
         metric, direction = (recipe.metric_for_best_model or "loss").removeprefix("eval_"), recipe.greater_is_better
@@ -218,7 +200,7 @@ def _settled_values(recipe: Recipe) -> dict[str, Any]:
         name: value
         for field, inner in values.items()
         for name, value in _flat(field, inner)
-        if name.rpartition(".")[2] not in FREE
+        if name.rpartition(".")[2] not in _FREE
     }
 
 

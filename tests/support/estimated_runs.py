@@ -12,9 +12,10 @@ PAIRS, SOURCE, TARGET = 8, 32, 24
 FLOAT32, AUTOCAST = Precision(), Precision(compute_bytes=2)
 
 # Dimensions that all differ, so that none can stand for another.
-WIDTHS = {"vocab_size": 101, "hidden_size": 64, "encoder_layers": 2, "decoder_layers": 3}
-WIDTHS |= {"encoder_ffn_dim": 96, "decoder_ffn_dim": 112, "initializer_range": None, "dropout": 0.1}
+WIDTHS = {"vocab_size": 101, "hidden_size": 64, "encoder_layers": 2, "decoder_layers": 3, "dropout": 0.1}
+WIDTHS |= {"encoder_ffn_dim": 96, "decoder_ffn_dim": 112, "initializer_range": None}
 _CLASSIC = {"norm_type": "layernorm", "norm_position": "post", "gated_mlp": False}
+_DROPOUTS = {"attention_dropout": 0.1, "activation_dropout": 0.1}
 DESIGNS = {
     "recommended": {},
     "without dropout": {"dropout": 0.0},
@@ -25,9 +26,8 @@ DESIGNS = {
     "bias of each layer": {"position_embedding_type": "relative", "relative_attention_shared": False},
     "alibi": {"position_embedding_type": "alibi", "activation_function": "gelu"},
     "grouped and normed": {"num_key_value_heads": 2, "qk_norm": True},
-    "every dropout": {"attention_dropout": 0.1, "activation_dropout": 0.1, "position_embedding_type": "none"},
-    "every dropout, plain": _CLASSIC
-    | {"attention_dropout": 0.1, "activation_dropout": 0.1, "activation_function": "relu"},
+    "every dropout": {**_DROPOUTS, "position_embedding_type": "none"},
+    "every dropout, plain": {**_CLASSIC, **_DROPOUTS, "activation_function": "relu"},
     "no final norm": {"final_norm": False, "gated_mlp": False},
     "two vocabularies": {"share_embeddings": False, "decoder_vocab_size": 77, "logits_bias": True},
     "wide": {"encoder_ffn_dim": 512, "decoder_ffn_dim": 384, "head_dim": 32},

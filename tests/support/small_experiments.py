@@ -1,5 +1,6 @@
 """Recipes of small runs on the pairs of the fixture `data`."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 from small_runs import SMALL
 from transformers import AutoModelForSeq2SeqLM
 
+from metaphrase.training.experiment import Experiment
 from metaphrase.training.recipe.recipe import Recipe, load_recipe
 
 BASE = {"preset": "metaphrase-tiny", "vocab_size": 600, "max_steps": 6, "logging_steps": 1}
@@ -18,6 +20,9 @@ BASE |= {"generation_max_length": 12, "disable_tqdm": True, "use_cpu": True}
 def make_recipe(data: Path, output: Path, **fields: Any) -> Recipe:
     """Return the recipe of a small run. Fields with the value None are left out."""
     fields = {**BASE, "train_file": "train.tsv", "validation_file": "validation.tsv", "test_file": "test.tsv", **fields}
+    if fields.get("model_name_or_path") is not None:
+        # A model to fine-tune has its dimensions and its vocabulary.
+        fields |= dict.fromkeys(("preset", "vocab_size"))
     words = ["--data_dir", str(data), "--output_dir", str(output)]
     for name, value in {f"model.{key}": value for key, value in SMALL.items()}.items():
         if fields.get("model_name_or_path") is None:
@@ -26,6 +31,21 @@ def make_recipe(data: Path, output: Path, **fields: Any) -> Recipe:
         if value is not None:
             words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
     return load_recipe(None, words)
+
+
+# One optimizer step and a checkpoint, without any evaluation.
+ONE_STEP = {"max_steps": 1, "save_steps": 1, "eval_strategy": "no", "test_file": None, "validation_file": None}
+
+
+def train(data: Path, output: Path, **fields: Any) -> dict:
+    """Carry out a small run, and return its scores."""
+    return Experiment(make_recipe(data, output, **fields)).train()
+
+
+def read_log(folder: Path, name: str = "eval_loss") -> list[dict]:
+    """Return the entries of a run's log that hold a name."""
+    state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+    return [entry for entry in state["log_history"] if name in entry]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

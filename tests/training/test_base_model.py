@@ -5,14 +5,13 @@ import copy
 import pytest
 import torch
 from other_families import other_model
-from small_experiments import make_recipe
+from small_experiments import train
 from tiny_generator import SOURCES, TARGETS, tiny_generator, tiny_pair
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForSeq2SeqLM, M2M100Config, M2M100ForConditionalGeneration, PreTrainedTokenizerFast
 
 from metaphrase.evaluation.evaluate import corpus_loss
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.training.experiment import Experiment
 from metaphrase.training.model_setup import fit_special_ids, fit_vocabulary, load_base
 from metaphrase.training.recipe.recipe import Recipe
 
@@ -46,18 +45,17 @@ def test_a_base_gets_the_ids_of_another_tokenizer_and_its_decoding_ends(data, tm
     words = sorted(set((data / "train.en").read_text("utf-8").split() + (data / "train.de").read_text("utf-8").split()))
     for name, specials in (("a", ["<pad>", "</s>", "<unk>", "<x>"]), ("b", ["<x>", "<pad>", "<unk>", "</s>"])):
         word_tokenizer(specials, words).save_pretrained(tmp_path / name)
-    fields = {
-        "eval_strategy": "no",
-        "save_strategy": "no",
-        "vocab_size": None,
-        "test_file": None,
+    fields = {"eval_strategy": "no", "save_strategy": "no", "vocab_size": None, "test_file": None}
+    fields |= {
         "learning_rate": 1e-2,
+        "max_steps": 1,
+        "tokenizer_name_or_path": tmp_path / "a",
+        "generation_max_length": 20,
     }
-    fields |= {"max_steps": 1, "tokenizer_name_or_path": tmp_path / "a", "generation_max_length": 20}
-    Experiment(make_recipe(data, tmp_path / "base", **fields)).train()
-    fields |= {"tokenizer_name_or_path": tmp_path / "b", "model_name_or_path": tmp_path / "base", "preset": None}
+    train(data, tmp_path / "base", **fields)
+    fields |= {"tokenizer_name_or_path": tmp_path / "b", "model_name_or_path": tmp_path / "base"}
     fields |= {"max_steps": 150, "logging_steps": 50}
-    result = Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    result = train(data, tmp_path / "run", **fields)
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "run")
     assert ids_of(model) == [[1, 3, 1]] * 2
     assert result["num_unfinished"] < 8
@@ -74,21 +72,17 @@ def test_each_special_token_keeps_its_part(family):
     if family == "bart":
         model.generation_config.forced_bos_token_id = before["bos"]
     pair = pair_of("<x>", "<y>", "<unk>", "<z>", "<pad>", "<s>", "</s>")
+    model.generation_config.bad_words_ids, model.generation_config.suppress_tokens = [[7]], [8]
     fit_special_ids(model, pair, {})
     assert ids_of(model) == [[4, 6, 6]] * 2
+    # Lists of ids of the old vocabulary.
+    assert model.generation_config.bad_words_ids is None and model.generation_config.suppress_tokens is None
     assert model.generation_config.forced_eos_token_id == 6
     # Targets do not begin with it.
     assert model.generation_config.forced_bos_token_id is None
     # The token that has the old id of the padding learns.
     rows = {module.padding_idx for module in model.modules() if getattr(module, "padding_idx", None) is not None}
     assert rows <= {4} and rows == ({4} if family in ("bart", "marian") else rows)
-
-
-def test_lists_of_ids_of_the_old_vocabulary_are_left_out():
-    model = other_model("bart")
-    model.generation_config.bad_words_ids, model.generation_config.suppress_tokens = [[7]], [8]
-    fit_special_ids(model, pair_of("<x>", "<y>", "<unk>", "<z>", "<pad>", "<s>", "</s>"), {})
-    assert model.generation_config.bad_words_ids is None and model.generation_config.suppress_tokens is None
 
 
 def test_a_decoder_that_started_with_a_token_that_is_no_more_starts_as_the_tokenizer_says():
@@ -100,11 +94,12 @@ def test_a_decoder_that_started_with_a_token_that_is_no_more_starts_as_the_token
     assert start is not None and ids_of(model) == [[4, 5, start]] * 2
 
 
-def test_a_beginning_that_is_a_language_stays():
-    model, languages = other_model("bart"), {"forced_bos_token_id": 11}
-    model.generation_config.forced_bos_token_id = 11
-    fit_special_ids(model, pair_of("<x>", "<y>", "<unk>", "<z>", "<pad>", "<s>", "</s>"), languages)
-    assert ids_of(model)[1][:2] == [4, 6]
+@pytest.mark.parametrize(("begins", "languages"), [(True, {}), (False, {"forced_bos_token_id": 5})])
+def test_a_forced_beginning_stays_where_targets_begin_so_or_it_is_a_language(begins, languages):
+    model = other_model("bart")
+    model.generation_config.forced_bos_token_id = 5 if languages else model.config.bos_token_id
+    fit_special_ids(model, pair_of("<x>", "<y>", "<unk>", "<z>", "<pad>", "<s>", "</s>", begins=begins), languages)
+    assert model.generation_config.forced_bos_token_id == 5 and ids_of(model)[1][:2] == [4, 6]
 
 
 @pytest.mark.parametrize("rank", [None, 2])
@@ -116,13 +111,6 @@ def test_weights_in_half_precision_stay_so_beside_adapters_alone(rank, tmp_path)
         assert model.get_decoder().block[0].layer[0].SelfAttention.q.weight.dtype == (
             torch.float16 if rank else torch.float32
         )
-
-
-def test_a_forced_beginning_stays_where_targets_begin_so():
-    model = other_model("bart")
-    model.generation_config.forced_bos_token_id = model.config.bos_token_id
-    fit_special_ids(model, pair_of("<x>", "<y>", "<unk>", "<z>", "<pad>", "<s>", "</s>", begins=True), {})
-    assert model.generation_config.forced_bos_token_id == 5
 
 
 def test_the_own_tokenizer_changes_nothing():
@@ -184,7 +172,5 @@ def test_larger_targets_are_refused_beside_an_adapter():
     pair = copy.deepcopy(tiny_pair(joint=False))
     pair.target.add_tokens([f"<{number}>" for number in range(9)])
     recipe = Recipe(train_file="a", model_name_or_path="x", lora_rank=2)
-    with pytest.raises(
-        ValueError, match=f"`lora_rank` must come with a tokenizer .*, got {rows + 9} .* and {rows} rows"
-    ):
+    with pytest.raises(ValueError, match=f"`lora_rank` must come with .*, got {rows + 9} .* and {rows} rows"):
         fit_vocabulary(model, recipe, pair)

@@ -5,8 +5,7 @@ import logging
 
 import datasets
 import pytest
-import torch
-from small_experiments import make_recipe, weights
+from small_experiments import ONE_STEP, make_recipe, read_log, train
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, Seq2SeqTrainingArguments
 
 from metaphrase.evaluation import evaluate as evaluation
@@ -20,15 +19,14 @@ from metaphrase.training.recipe.recipe import load_recipe
 
 def test_a_recipe_becomes_a_folder_that_transformers_loads(data, tmp_path):
     output = tmp_path / "run"
-    result = Experiment(make_recipe(data, output, metrics=["bleu", "exact_match"])).train()
+    result = train(data, output, metrics=["bleu", "exact_match"])
     assert set(result["scores"]) == {"bleu", "exact_match"}
     assert result["scores"]["bleu"]["signature"].startswith("nrefs:1|")
     assert result["num_examples"] == 8
     assert json.loads((output / "metrics.json").read_text()) == result
     report = json.loads((output / "data_report.json").read_text())
     assert report["train"]["kept"] == 60
-    state = json.loads((output / "trainer_state.json").read_text())
-    evaluations = [entry for entry in state["log_history"] if "eval_bleu" in entry]
+    evaluations = read_log(output, "eval_bleu")
     assert [entry["step"] for entry in evaluations] == [3, 6]
     assert all(entry["eval_loss"] > 0 and entry["eval_perplexity"] > 1 for entry in evaluations)
     assert load_recipe(output / "recipe.yaml").model["hidden_size"] == 16
@@ -71,8 +69,8 @@ def test_pretokenized_text_is_scored_joined(data, tmp_path, monkeypatch):
     pieces = TokenizerPair.from_pretrained(tmp_path / "run").encode_targets((data / "test.de").read_text().splitlines())
     assert result["num_target_tokens"] == sum(map(len, pieces))
     # A model that was there before knows the joiner too.
-    fields |= {"tokenizer_kind": None, "preset": None, "model": None, "model_name_or_path": str(tmp_path / "run")}
-    Experiment(make_recipe(data, tmp_path / "again", **fields)).train()
+    fields |= {"tokenizer_kind": None, "model": None, "model_name_or_path": str(tmp_path / "run")}
+    train(data, tmp_path / "again", **fields)
     assert len(joined) == 6 and joined[:3] == joined[3:]
     assert not any("@@" in text for texts in joined for text in texts)
 
@@ -81,7 +79,7 @@ def test_what_was_decoded_is_kept_when_it_cannot_be_scored(data, tmp_path, monke
     fields = {"max_steps": 1, "eval_strategy": "no", "save_strategy": "no"}
     monkeypatch.setattr(evaluation, "compute_metrics", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+        train(data, tmp_path / "run", **fields)
     assert len((tmp_path / "run" / "test_predictions.txt").read_text(encoding="utf-8").splitlines()) == 8
 
 
@@ -94,46 +92,35 @@ def test_task_prefix_reaches_the_model_but_not_the_vocabulary(data, tmp_path):
     assert not any("zz" in token for token in tokenizers.source.get_vocab())
 
 
-def test_validation_and_test_can_be_taken_out_of_train(data, tmp_path):
-    fields = {"validation_file": None, "test_file": None, "num_validation": 5, "num_test": 4}
-    result = Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
-    assert (result["num_examples"], result["data"]["num_train"]) == (4, 51)
-
-
 def test_pairs_with_an_empty_side_are_scored_but_not_trained_on_and_counted_so(data, tmp_path):
-    fields = {
-        "train_file": "some.tsv",
-        "validation_file": "few.tsv",
-        "test_file": None,
-        "max_steps": 2,
-        "eval_steps": 2,
-    }
+    files = {"train_file": "some.tsv", "validation_file": "few.tsv", "test_file": None}
+    fields = {**files, "max_steps": 2, "eval_steps": 2}
     (data / "some.tsv").write_text("the cat\tdie Katze\n\tein Hund\na dog\t \na dog\tein Hund\n", encoding="utf-8")
     (data / "few.tsv").write_text("the dog\tder Hund\n \teine Katze\na cat\t\n", encoding="utf-8")
-    result = Experiment(make_recipe(data, tmp_path / "run", save_strategy="no", **fields)).train()
+    result = train(data, tmp_path / "run", save_strategy="no", **fields)
     assert result["data"].items() >= {"num_train": 2, "num_validation": 3}.items() and result["num_examples"] == 3
     report = json.loads((tmp_path / "run" / "data_report.json").read_text(encoding="utf-8"))
     assert [(report[split]["kept"], report[split]["dropped"]) for split in ("train", "validation")] == [(2, 2), (3, 0)]
-    state = json.loads((tmp_path / "run" / "trainer_state.json").read_text(encoding="utf-8"))
-    evaluated = next(entry for entry in state["log_history"] if "eval_loss" in entry)
+    evaluated = read_log(tmp_path / "run")[0]
     assert evaluated["eval_loss"] == pytest.approx(result["loss"], rel=1e-4)
     assert evaluated["eval_chrf"] == pytest.approx(result["scores"]["chrf"]["score"])
     with pytest.raises(ValueError, match="Neither side of a pair may be empty"):
-        Experiment(make_recipe(data, tmp_path / "other", **fields | {"train_file": "train.tsv"}, empty="error")).train()
+        train(data, tmp_path / "other", **fields | {"train_file": "train.tsv"}, empty="error")
 
 
 @pytest.mark.parametrize("column", ["length", "source_length"])
 def test_a_run_reads_no_column_row_by_row(data, tmp_path, monkeypatch, column):
     monkeypatch.setattr(datasets.arrow_dataset.Column, "__iter__", None)
-    fields = {"train_sampling_strategy": "group_by_length", "length_column_name": column, "num_validation": 4}
-    fields |= {"validation_file": None, "max_steps": 1, "eval_steps": 1, "save_steps": 1}
-    assert Experiment(make_recipe(data, tmp_path / "run", **fields)).train()["data"]["num_train"] == 56
+    fields = {"train_sampling_strategy": "group_by_length", "length_column_name": column}
+    fields |= {"validation_file": None, "test_file": None, "num_validation": 5, "num_test": 4}
+    result = train(data, tmp_path / "run", **fields, max_steps=1, eval_steps=1, save_steps=1)
+    assert (result["num_examples"], result["data"]["num_train"]) == (4, 51), "others are taken out of train"
 
 
 def test_early_stopping_and_best_checkpoint(data, tmp_path):
     fields = {"early_stopping_patience": 1, "load_best_model_at_end": "true", "metric_for_best_model": "loss"}
     fields |= {"learning_rate": 0.0, "max_steps": 30}
-    Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    train(data, tmp_path / "run", **fields)
     state = json.loads((tmp_path / "run" / "trainer_state.json").read_text())
     # Nothing is learned, so the second evaluation is no better than the first, and that is the end.
     assert state["global_step"] == 6
@@ -145,11 +132,9 @@ def test_the_finished_model_alone_can_be_decoded_and_scored(field, data, tmp_pat
     # A rate of no words is none, and nobody asks for it.
     (data / "few.tsv").write_text("the dog\t\na cat\t\n", encoding="utf-8")
     fields = {"metrics": ["wer"], "max_steps": 2, "eval_steps": 1, "validation_file": "few.tsv", **field}
-    result = Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    result = train(data, tmp_path / "run", **fields)
     assert list(result["scores"]) == ["wer"]
-    log = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
-    evaluated = [entry for entry in log if "eval_loss" in entry]
-    assert len(evaluated) == 2 and not any("eval_wer" in entry for entry in log)
+    assert len(read_log(tmp_path / "run")) == 2 and not read_log(tmp_path / "run", "eval_wer")
 
 
 def test_processes_on_a_cpu_meet_before_anything_else(data, tmp_path, monkeypatch):
@@ -162,9 +147,7 @@ def test_processes_on_a_cpu_meet_before_anything_else(data, tmp_path, monkeypatc
 def test_several_gpus_need_a_process_each(data, tmp_path, monkeypatch):
     experiment = Experiment(make_recipe(data, tmp_path / "run"))
     monkeypatch.setattr(Seq2SeqTrainingArguments, "n_gpu", 2)
-    with pytest.raises(
-        ValueError, match=r"got one process with 2 GPUs. .*torchrun --nproc_per_node 2 .*accelerate launch"
-    ):
+    with pytest.raises(ValueError, match=r"one process with 2 GPUs. .*torchrun --nproc_per_node 2 .*accelerate"):
         experiment.train()
     assert not (tmp_path / "run").exists()
 
@@ -173,15 +156,9 @@ def test_several_gpus_need_a_process_each(data, tmp_path, monkeypatch):
     ("fields", "said"),
     [
         ({"metrics": ["blue"]}, "A name in `metrics` must be one of bleu, .*, got 'blue'. Did you mean 'bleu'?"),
-        (
-            {"bleu_tokenize": "none", "metrics": ["chrf"]},
-            "`metrics` must hold bleu with `bleu_tokenize`, got .'chrf'. and",
-        ),
+        ({"bleu_tokenize": "none", "metrics": ["chrf"]}, "must hold bleu with `bleu_tokenize`, got .'chrf'. and"),
         ({"bleu_tokenize": "nosuch"}, "`bleu_tokenize` must be one of none, .*, got 'nosuch'"),
-        (
-            {"average_best": 2, "metrics": ["chrf"]},
-            "one of loss, perplexity, chrf, got 'bleu', the default of `average_best`",
-        ),
+        ({"average_best": 2, "metrics": ["chrf"]}, "perplexity, chrf, got 'bleu', the default of `average_best`"),
         ({"average_best": 2, "predict_with_generate": "false"}, "one of loss, perplexity, got 'bleu', the default of"),
         ({"average_best": 2, "prediction_loss_only": "true"}, "one of loss, perplexity, got 'bleu', the default of"),
         ({"metric_for_best_model": "eval_ter"}, "one of loss, perplexity, bleu, chrf, got 'eval_ter'."),
@@ -197,16 +174,8 @@ def test_mistakes_in_scores_are_found_before_any_work(data, tmp_path, fields, sa
 @pytest.mark.parametrize(
     ("split", "fields", "said"),
     [
-        (
-            "validation",
-            {"metrics": "wer", "max_decoded_samples": 1},
-            "wer .* word, got 1 empty validation targets of `max_dec",
-        ),
-        (
-            "validation",
-            {"metrics": ["bleu", "cer"], "max_decoded_samples": 1},
-            "cer .* character, got 1 empty validation",
-        ),
+        ("validation", {"metrics": "wer", "max_decoded_samples": 1}, "wer .* word, got 1 empty .* of `max_dec"),
+        ("validation", {"metrics": ["bleu", "cer"], "max_decoded_samples": 1}, "cer .* character, got 1 empty valid"),
         ("test", {"metrics": "wer", "max_test_samples": 1}, "wer if no reference has a word, got 1 empty test targets"),
     ],
 )
@@ -215,12 +184,12 @@ def test_references_that_cannot_be_scored_are_found_before_training(data, tmp_pa
     (source, _), *rest = (line.split("\t") for line in path.read_text(encoding="utf-8").splitlines())
     path.write_text("".join(f"{s}\t{t}\n" for s, t in [(source, ""), *rest]), encoding="utf-8")
     with pytest.raises(ValueError, match=f"`metrics` must not hold {said}"):
-        Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+        train(data, tmp_path / "run", **fields)
     assert not (tmp_path / "run").exists()
     if split == "validation":
         # Nothing is decoded while training, and other pairs have words.
         fields |= {"eval_strategy": "no", "max_steps": 1, "save_strategy": "no"}
-        Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+        train(data, tmp_path / "run", **fields)
 
 
 def test_a_tokenizer_of_bleu_that_is_not_installed_is_found_before_any_work(data, tmp_path, monkeypatch):
@@ -229,21 +198,19 @@ def test_a_tokenizer_of_bleu_that_is_not_installed_is_found_before_any_work(data
         raise RuntimeError("Japanese tokenization requires extra dependencies,\n but you do not have them installed.")
 
     monkeypatch.setattr(metrics.BLEU, "__init__", lambda self, tokenize: fail(tokenize))
-    with pytest.raises(
-        ValueError, match=r"`bleu_tokenize` must be installed, got 'ja-mecab': Japanese .* dependencies, but"
-    ):
+    with pytest.raises(ValueError, match=r"must be installed, got 'ja-mecab': Japanese .* dependencies, but"):
         Experiment(make_recipe(data, tmp_path / "run", bleu_tokenize="ja-mecab"))
 
 
 def test_run_in_bfloat16_says_where_it_is_slow(data, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(precision, "speed_of_bfloat16", lambda: 0.5)
     with caplog.at_level(logging.WARNING):
-        Experiment(make_recipe(data, tmp_path / "run", bf16="true", max_steps=1)).train()
+        train(data, tmp_path / "run", bf16="true", max_steps=1)
     assert "at 0.50 of its speed in float32" in caplog.text
 
 
 def test_techniques_of_training_act(data, tmp_path):
-    plain = Experiment(make_recipe(data, tmp_path / "plain")).train()
+    plain = train(data, tmp_path / "plain")
     ways = {
         "average": {"exponential_average_decay": 0.5},
         "r_drop": {"r_drop_alpha": 3, "model.dropout": 0.2, "max_tokens_per_batch": 300},
@@ -252,18 +219,13 @@ def test_techniques_of_training_act(data, tmp_path):
         "decay": {"layer_decay": 0.5, "model.encoder_layers": 2},
     }
     for name, fields in ways.items():
-        assert Experiment(make_recipe(data, tmp_path / name, **fields)).train()["loss"] != plain["loss"], name
-
-
-def test_r_drop_without_dropout_is_refused_before_training(data, tmp_path):
-    recipe = make_recipe(data, tmp_path / "run", **{"r_drop_alpha": 3, "model.dropout": 0})
+        assert train(data, tmp_path / name, **fields)["loss"] != plain["loss"], name
     with pytest.raises(ValueError, match="`r_drop_alpha` must come with a model whose dropout"):
-        Experiment(recipe).train()
+        train(data, tmp_path / "refused", **{"r_drop_alpha": 3, "model.dropout": 0})
 
 
 def test_no_token_of_the_hub_lies_in_a_checkpoint(data, tmp_path):
-    fields = {"max_steps": 1, "save_steps": 1, "eval_strategy": "no", "test_file": None, "validation_file": None}
-    Experiment(make_recipe(data, tmp_path / "run", **fields, hub_token="hf_verysecret")).train()
+    train(data, tmp_path / "run", **ONE_STEP, hub_token="hf_verysecret")
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert any(path.name == "training_args.bin" for path in files)
     assert not any(b"hf_verysecret" in path.read_bytes() for path in files)
@@ -271,14 +233,12 @@ def test_no_token_of_the_hub_lies_in_a_checkpoint(data, tmp_path):
 
 def test_targets_without_an_end_are_told_when_they_are_scored(data, tmp_path, caplog):
     fields = {"max_steps": 1, "save_strategy": "no", "eval_strategy": "no", "generation_max_length": 2}
-    Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    train(data, tmp_path / "run", **fields)
     assert "8 of 8 targets met the length limit, 2 tokens, before their end" in caplog.text
 
 
 def test_an_experiment_is_carried_out_once(data, tmp_path):
     experiment = Experiment(make_recipe(data, tmp_path, max_steps=1, save_steps=1, eval_steps=1))
     experiment.train()
-    before = weights(tmp_path)
     with pytest.raises(ValueError, match="must be carried out once"):
         experiment.train()
-    assert all(torch.equal(before[name], weight) for name, weight in weights(tmp_path).items())

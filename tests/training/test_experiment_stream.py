@@ -51,13 +51,6 @@ def test_another_place_in_a_stream_is_pointed_out(data, tmp_path, caplog):
     assert f"another position in the data: before, it had {said}" in caplog.text
 
 
-@pytest.mark.parametrize("missing", ["max_tokens_per_batch", "max_steps"])
-def test_streaming_needs_a_budget_and_an_end(data, tmp_path, missing):
-    fields = {"streaming": "true", "max_tokens_per_batch": 200, "max_steps": 6, missing: None}
-    with pytest.raises(ValueError, match=f"`streaming` must come with `{missing}`"):
-        make_recipe(data, tmp_path / "run", **fields)
-
-
 @pytest.mark.parametrize("objective", ["span_corruption", "ul2", "text_infilling"])
 def test_plain_text_trains_by_a_denoising_objective(data, tmp_path, objective):
     fields = {"objective": objective, "train_text_file": "train.de", "validation_text_file": "validation.de"}
@@ -94,8 +87,3 @@ def test_a_single_token_behind_the_last_block_of_text_stops_no_run(data, tmp_pat
     report = report_of(3 * length)
     assert (report.remainder_tokens, report.blocks) == (1, 3)
     assert "1 tokens behind the last block not used" in str(report)
-
-
-def test_fields_of_text_and_fields_of_pairs_exclude_each_other(data, tmp_path):
-    with pytest.raises(ValueError, match="`objective` and `train_file` must not both be given"):
-        make_recipe(data, tmp_path / "run", objective="ul2")

@@ -4,11 +4,13 @@ import json
 import os
 
 import pytest
-from small_experiments import make_recipe
+from small_experiments import ONE_STEP, make_recipe, train
 from transformers.integrations import integration_utils
 
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.recipe.recipe import load_recipe
+
+NO_FILES = dict.fromkeys(("train_file", "validation_file", "test_file"))
 
 
 def contents(folder):
@@ -18,19 +20,15 @@ def contents(folder):
 def test_a_folder_with_a_model_is_left_alone(data, tmp_path):
     fields = {"save_strategy": "no", "eval_strategy": "no", "max_steps": 1, "test_file": None, "validation_file": None}
     run, other = tmp_path / "run", tmp_path / "other"
-    Experiment(make_recipe(data, run, **fields)).train()
+    train(data, run, **fields)
     before = contents(run)
-    with pytest.raises(
-        ValueError, match=r"must not hold a model, got .*run with model.safetensors.*--resume to repeat"
-    ):
+    with pytest.raises(ValueError, match=r"not hold a model, got .*run with model.safetensors.*--resume to repeat"):
         Experiment(make_recipe(data, run, **fields, joint_vocabulary="false"))
     # What no run has written is not repeated either, nor does a checkpoint of elsewhere lead there.
-    Experiment(make_recipe(data, other, **fields | {"save_strategy": "steps", "save_steps": 1})).train()
+    train(data, other, **fields | {"save_strategy": "steps", "save_steps": 1})
     (run / "recipe.yaml").rename(tmp_path / "recipe.yaml")
     for resume in ("false", "true", str(other / "checkpoint-1")):
-        with pytest.raises(
-            ValueError, match=r"must not hold a model, .* with model.safetensors. Choose another folder.$"
-        ):
+        with pytest.raises(ValueError, match=r"hold a model, .* with model.safetensors. Choose another folder.$"):
             Experiment(make_recipe(data, run, **fields, resume_from_checkpoint=resume))
     (tmp_path / "recipe.yaml").rename(run / "recipe.yaml")
     assert contents(run) == before
@@ -65,21 +63,14 @@ def test_a_place_that_nothing_can_be_written_to_is_refused(data, tmp_path, monke
     [
         ({"report_to": "tensorboard"}, "`report_to` must name what is installed, got tensorboard: Tensor"),
         ({"validation_file": None}, "`eval_strategy` must come with `validation_file` or `num_validation`, got steps"),
+        ({"objective": "ul2", "train_text_file": "train.de", **NO_FILES}, "with `validation_text_file`, got steps"),
         (
-            dict.fromkeys(("train_file", "validation_file", "test_file"))
-            | {"objective": "ul2", "train_text_file": "train.de"},
-            "`eval_strategy` must come with `validation_text_file`, got steps",
-        ),
-        (
-            {"tasks": "{a: {train_file: train.tsv}}", "train_file": None, "validation_file": None, "test_file": None},
-            "`eval_strategy` must come with `validation_file` or `num_validation`, got steps",
+            {"tasks": "{a: {train_file: train.tsv}}", **NO_FILES},
+            "with `validation_file` or `num_validation`, got steps",
         ),
         ({"model.hiden_size": 32}, "`hiden_size` is not a field of MetaphraseConfig. Did you mean 'hidden_size'"),
         ({"model.encoder_attention_heads": 3}, "encoder_attention_heads"),
-        (
-            {"tokenizer_name_or_path": "./nope"},
-            r"`tokenizer_name_or_path` must be a folder that exists, .*got '\./nope'",
-        ),
+        ({"tokenizer_name_or_path": "./nope"}, r"`tokenizer_name_or_path` must be a folder .*got '\./nope'"),
         ({"data_dir": "./nope"}, r"`data_dir` must be a folder that exists, got \./nope"),
     ],
 )
@@ -93,13 +84,13 @@ def test_what_would_be_found_late_is_refused_before_any_work(data, tmp_path, fie
 
 def test_a_run_without_checkpoints_can_be_repeated(data, tmp_path, caplog):
     fields = {"save_strategy": "no", "eval_strategy": "no", "max_steps": 1, "test_file": None, "validation_file": None}
-    Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    train(data, tmp_path / "run", **fields)
     before = (tmp_path / "run" / "model.safetensors").read_bytes()
     # As if it had been killed while it wrote its model.
     (tmp_path / "run" / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"must not hold a model, got .*run with config.json"):
         Experiment(make_recipe(data, tmp_path / "run", **fields))
-    Experiment(make_recipe(data, tmp_path / "run", **fields, resume_from_checkpoint="true")).train()
+    train(data, tmp_path / "run", **fields, resume_from_checkpoint="true")
     assert "starts from the beginning, and replaces the model that is there" in caplog.text
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == before
 
@@ -107,7 +98,7 @@ def test_a_run_without_checkpoints_can_be_repeated(data, tmp_path, caplog):
 def test_a_resumed_run_keeps_what_its_checkpoint_has_settled(data, tmp_path):
     run = tmp_path / "run"
     fields = {"max_steps": 1, "save_steps": 1, "eval_strategy": "no", "test_file": None, "freeze": ["decoder"]}
-    Experiment(make_recipe(data, run, **fields)).train()
+    train(data, run, **fields)
     fields |= {"resume_from_checkpoint": "true"}
     before = contents(run)
     for changed, said in (
@@ -126,10 +117,9 @@ def test_a_resumed_run_keeps_what_its_checkpoint_has_settled(data, tmp_path):
 
 
 def test_a_resumed_run_may_begin_an_average(data, tmp_path, caplog):
-    fields = {"max_steps": 1, "save_steps": 1, "eval_strategy": "no", "test_file": None, "validation_file": None}
-    Experiment(make_recipe(data, tmp_path, **fields)).train()
-    fields |= {"max_steps": 2, "resume_from_checkpoint": "true", "exponential_average_decay": 0.5}
-    Experiment(make_recipe(data, tmp_path, **fields)).train()
+    train(data, tmp_path, **ONE_STEP)
+    changed = {"max_steps": 2, "resume_from_checkpoint": "true", "exponential_average_decay": 0.5}
+    train(data, tmp_path, **ONE_STEP | changed)
     assert "checkpoint-1 holds no exponential average: it begins with the weights there." in caplog.text
     assert (tmp_path / "checkpoint-2" / "exponential_average.safetensors").is_file()
     assert load_recipe(tmp_path / "recipe.yaml").exponential_average_decay == 0.5
@@ -137,7 +127,7 @@ def test_a_resumed_run_may_begin_an_average(data, tmp_path, caplog):
 
 def test_a_resumed_run_may_change_its_length_batches_and_evaluation(data, tmp_path):
     fields = {"max_steps": 1, "save_steps": 1, "eval_strategy": "no"}
-    Experiment(make_recipe(data, tmp_path / "first", **fields)).train()
+    train(data, tmp_path / "first", **fields)
     # Also moved, together with its data, of which the recipe may name the old place.
     recipe = tmp_path / "first" / "recipe.yaml"
     text = recipe.read_text(encoding="utf-8")
@@ -146,7 +136,7 @@ def test_a_resumed_run_may_change_its_length_batches_and_evaluation(data, tmp_pa
     run = (tmp_path / "first").rename(tmp_path / "moved")
     fields |= {"max_steps": 3, "save_steps": 2, "logging_steps": 2, "per_device_train_batch_size": 4, "num_beams": 2}
     fields |= {"test_file": "validation.tsv", "eval_strategy": "steps", "metrics": ["chrf"]}
-    result = Experiment(make_recipe(data, run, **fields, resume_from_checkpoint="true")).train()
+    result = train(data, run, **fields, resume_from_checkpoint="true")
     assert result["scores"].keys() == {"chrf"} and result["generation"]["num_beams"] == 2
     assert json.loads((run / "trainer_state.json").read_text(encoding="utf-8"))["global_step"] == 3
     written = load_recipe(run / "recipe.yaml")
@@ -154,38 +144,34 @@ def test_a_resumed_run_may_change_its_length_batches_and_evaluation(data, tmp_pa
 
 
 def test_a_checkpoint_of_elsewhere_leads_to_no_folder_with_checkpoints(data, tmp_path):
-    fields = {"max_steps": 1, "save_steps": 1, "eval_strategy": "no", "test_file": None, "validation_file": None}
-    Experiment(make_recipe(data, tmp_path / "first", **fields)).train()
-    Experiment(make_recipe(data, tmp_path / "other", **fields)).train()
+    train(data, tmp_path / "first", **ONE_STEP)
+    train(data, tmp_path / "other", **ONE_STEP)
     # As if it had been stopped before its end.
     for name in ("model.safetensors", "config.json"):
         (tmp_path / "other" / name).unlink()
     before = contents(tmp_path / "other")
-    with pytest.raises(
-        ValueError, match=r"must not hold the checkpoints of another run, got .*other with checkpoint-1"
-    ):
+    with pytest.raises(ValueError, match=r"the checkpoints of another run, got .*other with checkpoint-1"):
         checkpoint = str(tmp_path / "first" / "checkpoint-1")
-        Experiment(make_recipe(data, tmp_path / "other", **fields, resume_from_checkpoint=checkpoint))
+        Experiment(make_recipe(data, tmp_path / "other", **ONE_STEP, resume_from_checkpoint=checkpoint))
     assert contents(tmp_path / "other") == before
 
 
 def test_faults_of_the_data_may_be_passed_over_from_now_on_but_not_the_reverse(data, tmp_path):
-    fields = {"max_steps": 1, "save_steps": 1, "eval_strategy": "no", "test_file": None, "validation_file": None}
-    fields |= {"resume_from_checkpoint": "true"}
-    Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    fields = {**ONE_STEP, "resume_from_checkpoint": "true"}
+    train(data, tmp_path / "run", **fields)
     lenient = fields | {"malformed": "skip", "invalid_utf8": "skip", "max_steps": 2}
-    Experiment(make_recipe(data, tmp_path / "run", **lenient)).train()
+    train(data, tmp_path / "run", **lenient)
     with pytest.raises(ValueError, match=r"`invalid_utf8` must stay .* got 'error', and 'skip'"):
         Experiment(make_recipe(data, tmp_path / "run", **fields))
 
 
 def test_a_run_whose_recipe_newer_rules_refuse_can_go_on(data, tmp_path):
     fields = {"max_steps": 1, "save_steps": 1, "eval_strategy": "no", "test_file": None, "max_tokens_per_batch": 300}
-    Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    train(data, tmp_path / "run", **fields)
     with (tmp_path / "run" / "recipe.yaml").open("a", encoding="utf-8") as file:
         file.write("train_sampling_strategy: sequential\n")
     fields |= {"max_steps": 2, "resume_from_checkpoint": "true"}
     with pytest.raises(ValueError, match="`train_sampling_strategy` must not be sequential"):
         make_recipe(data, tmp_path / "run", **fields, train_sampling_strategy="sequential")
-    Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    train(data, tmp_path / "run", **fields)
     assert (tmp_path / "run" / "checkpoint-2").is_dir()

@@ -4,7 +4,8 @@ Each part keeps a number of bytes per token or per attention score. A tensor tha
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 from transformers.activations import ACT2FN
@@ -76,20 +77,27 @@ def kept_by_activation(name: str) -> tuple[int, bool]:
 
     The function is applied to a few numbers, so that the answer holds for all functions of transformers.
     """
-    states = torch.linspace(-1, 1, 1024, requires_grad=True)
-    saved: dict[int, torch.Tensor] = {}
+    states, saved = torch.linspace(-1, 1, 1024, requires_grad=True), {}
 
     def save(tensor: torch.Tensor) -> torch.Tensor:
-        saved[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
+        return saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
 
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         # The product has a storage of its own, like the output of a projection.
-        inner = states * 1.0
-        output = ACT2FN[name](inner)
+        output = ACT2FN[name](states * 1.0)
     full = {pointer for pointer, tensor in saved.items() if tensor.numel() >= states.numel()}
     pointer = output.untyped_storage().data_ptr()
     return len(full - {pointer}), pointer in full
+
+
+class _Side(NamedTuple):
+    """Sizes of the encoder with its sources, or of the decoder with its targets."""
+
+    name: str
+    tokens: int
+    layers: int
+    heads: int
+    inner: int
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,18 @@ class _Counter:
     shape: BatchShape
     precision: Precision
 
-    def _norm(self, width: int, rows: int = 1) -> float:
+    @cached_property
+    def sides(self) -> tuple[_Side, _Side]:
+        return tuple(
+            _Side(
+                side,
+                getattr(self.shape, f"{side}_tokens"),
+                *(getattr(self.config, f"{stack}_{name}") for name in ("layers", "attention_heads", "ffn_dim")),
+            )
+            for side, stack in (("source", "encoder"), ("target", "decoder"))
+        )
+
+    def _norm(self, width: int, rows: int = 1) -> int:
         """Return the bytes of a norm per token: input and statistics, in float32. Its output counts where it is read."""
         is_rms = self.config.norm_type == "rmsnorm"
         # Without a fused kernel, RMSNorm also keeps the normed states before the weight.
@@ -117,7 +136,7 @@ class _Counter:
             return False
         return config.attention_dropout > 0 or (is_self and config.position_embedding_type == "relative")
 
-    def _attention(self, heads: int, is_self: bool) -> tuple[float, float]:
+    def _attention(self, heads: int, is_self: bool) -> tuple[int, int]:
         """Return the bytes of an attention per query token and per key token, without the scores."""
         config, element, is_packed = self.config, self.precision.compute_bytes, self.shape.is_packed
         head_dim, key_heads = config.get_head_dim(heads), config.num_key_value_heads or heads
@@ -141,7 +160,7 @@ class _Counter:
             query += element * heads * head_dim * is_grid
         return query, key
 
-    def _scores(self, heads: int, queries: str, keys: str) -> float:
+    def _scores(self, heads: int, queries: str, keys: str) -> int:
         """Return the bytes of all attention scores between two sides, `source` or `target`."""
         config, shape, element = self.config, self.shape, self.precision.compute_bytes
         is_self, is_eager = queries == keys, config._attn_implementation == "eager"
@@ -161,7 +180,7 @@ class _Counter:
             return scores * ((entry if entry * scores <= MAX_KEPT_BYTES else 0) + MASK_BYTES * drops)
         return scores * FLOAT32_BYTES * (1 + 2 * drops) if self._is_written_out(is_self) else 0
 
-    def _feed_forward(self, inner: int) -> float:
+    def _feed_forward(self, inner: int) -> int:
         """Return the bytes of a feed-forward per token."""
         config = self.config
         inputs, keeps_output = kept_by_activation(config.activation_function)
@@ -173,65 +192,50 @@ class _Counter:
         elif drops and keeps_output:
             tensors += 1
         element = self.precision.compute_bytes
-        return element * (config.hidden_size + tensors * inner) + (MASK_BYTES * inner if drops else 0)
+        return element * (config.hidden_size + tensors * inner) + MASK_BYTES * inner * drops
 
-    def encoder_layer(self) -> int:
-        config, heads = self.config, self.config.encoder_attention_heads
-        query, key = self._attention(heads, is_self=True)
-        sublayers = 2 * (self._norm(config.hidden_size) + self._dropout())
-        token = sublayers + query + key + self._feed_forward(config.encoder_ffn_dim)
-        return round(self.shape.source_tokens * token + self._scores(heads, "source", "source"))
+    def layer(self, side: _Side) -> int:
+        is_decoder = side.name == "target"
+        query, key = self._attention(side.heads, is_self=True)
+        sublayers = (3 if is_decoder else 2) * (self._norm(self.config.hidden_size) + self._dropout())
+        size = side.tokens * (sublayers + query + key + self._feed_forward(side.inner))
+        size += self._scores(side.heads, side.name, side.name)
+        if is_decoder:
+            query, key = self._attention(side.heads, is_self=False)
+            size += side.tokens * query + self.shape.source_tokens * key + self._scores(side.heads, "target", "source")
+        return size
 
-    def decoder_layer(self) -> int:
-        config, heads = self.config, self.config.decoder_attention_heads
-        query, key = self._attention(heads, is_self=True)
-        cross_query, cross_key = self._attention(heads, is_self=False)
-        sublayers = 3 * (self._norm(config.hidden_size) + self._dropout())
-        token = sublayers + query + key + cross_query + self._feed_forward(config.decoder_ffn_dim)
-        scores = self._scores(heads, "target", "target") + self._scores(heads, "target", "source")
-        return round(self.shape.target_tokens * token + self.shape.source_tokens * cross_key + scores)
-
-    def embeddings(self, tokens: int, heads: int) -> int:
+    def embeddings(self, side: _Side) -> int:
         """Return the bytes from ids to the first layer: ids, norm, dropout and rotary tables."""
         config = self.config
         token = INDEX_BYTES + self._dropout() + (self._norm(config.hidden_size) if config.embedding_norm else 0)
         if config.position_embedding_type == "rotary":
-            token += 2 * self.precision.stream_bytes * config.get_head_dim(heads)
-        return round(tokens * token)
+            token += 2 * self.precision.stream_bytes * config.get_head_dim(side.heads)
+        return side.tokens * token
 
-    def position_bias(self) -> int:
-        """Return the bytes of masks with a position bias, one per stack, or per layer with a bias of its own."""
+    def position_bias(self, side: _Side) -> int:
+        """Return the bytes of masks with a position bias, one for the stack, or one per layer with a bias of its own."""
         config, shape = self.config, self.shape
         if config.position_embedding_type not in ("relative", "alibi") or self.precision.on_accelerator:
             return 0
         is_shared = config.position_embedding_type == "alibi" or config.relative_attention_shared
-        total = 0
-        for side, heads, layers in (
-            ("source", config.encoder_attention_heads, config.encoder_layers),
-            ("target", config.decoder_attention_heads, config.decoder_layers),
-        ):
-            # A packed encoder masks the end of each sequence. All other masks are shared by all rows.
-            rows = shape.pairs if side == "source" and shape.is_packed else 1
-            total += (1 if is_shared else layers) * rows * heads * shape.width(side) ** 2 * FLOAT32_BYTES
-        return total
+        # A packed encoder masks the end of each sequence. All other masks are shared by all rows.
+        rows = shape.pairs if side.name == "source" and shape.is_packed else 1
+        return (1 if is_shared else side.layers) * rows * side.heads * shape.width(side.name) ** 2 * FLOAT32_BYTES
 
     def outputs(self) -> int:
         """Return the bytes of the final norms and of the encoder output, which all cross-attentions read."""
         norms = self._norm(self.config.hidden_size) if self.config.final_norm else 0
         output = self.precision.compute_bytes * self.config.hidden_size
-        return round(self.shape.tokens * norms + self.shape.source_tokens * output)
+        return self.shape.tokens * norms + self.shape.source_tokens * output
 
-    def loss(self, is_chunked: bool) -> tuple[int, int]:
+    def loss(self) -> tuple[int, int]:
         """Return the bytes that output projection and loss keep, and their workspace.
 
-        Args:
-            is_chunked: True if logits exist in chunks alone, and gradients are made in the forward pass.
+        Logits exist in chunks alone, and their gradients are made in the forward pass.
         """
-        hidden, vocabulary, tokens = self.config.hidden_size, self.config.decoder_vocab_size, self.shape.target_tokens
-        element = self.precision.compute_bytes
-        if not is_chunked:
-            workspace = tokens * vocabulary * (FLOAT32_BYTES + element)
-            return tokens * (element * hidden + FLOAT32_BYTES * vocabulary), workspace
+        vocabulary, tokens = self.config.decoder_vocab_size, self.shape.target_tokens
+        hidden, element = self.config.hidden_size, self.precision.compute_bytes
         weight_gradient = FLOAT32_BYTES * vocabulary * (hidden + self.config.logits_bias)
         # Logits and probabilities of a chunk; later a scaled copy of the gradients.
         workspace = max(2 * element * min(chunk_rows(vocabulary), tokens) * vocabulary, weight_gradient)
@@ -239,27 +243,18 @@ class _Counter:
 
     def backward_workspace(self) -> int:
         """Return the bytes of gradients, beside those of weights, that the backward pass of one layer holds at a time."""
-        config, shape = self.config, self.shape
+        config, precision = self.config, self.precision
         # Output, query, key and value; in a CPU's grid too, where those of one product are freed together.
-        tensors = 7 if shape.is_packed and not self.precision.on_accelerator else 4
+        tensors = 7 if self.shape.is_packed and not precision.on_accelerator else 4
         largest = max(
-            tokens * max(tensors * heads * config.get_head_dim(heads), 2 * inner)
-            for tokens, heads, inner in (
-                (shape.source_tokens, config.encoder_attention_heads, config.encoder_ffn_dim),
-                (shape.target_tokens, config.decoder_attention_heads, config.decoder_ffn_dim),
-            )
+            side.tokens * max(tensors * side.heads * config.get_head_dim(side.heads), 2 * side.inner)
+            for side in self.sides
         )
-        return (
-            self.precision.compute_bytes * largest + 2 * self.precision.stream_bytes * config.hidden_size * shape.tokens
-        )
+        return precision.compute_bytes * largest + 2 * precision.stream_bytes * config.hidden_size * self.shape.tokens
 
 
 def estimate_activations(
-    config: MetaphraseConfig,
-    shape: BatchShape,
-    precision: Precision,
-    is_checkpointed: bool = False,
-    is_loss_chunked: bool = True,
+    config: MetaphraseConfig, shape: BatchShape, precision: Precision, is_checkpointed: bool = False
 ) -> ActivationEstimate:
     """Estimate the bytes of one forward and backward pass, without weights and their gradients.
 
@@ -271,21 +266,18 @@ def estimate_activations(
         shape: Shape of the batch.
         precision: Precision of the step.
         is_checkpointed: True if layers are computed again in the backward pass (`gradient_checkpointing`).
-        is_loss_chunked: True if logits exist in chunks alone.
     """
     counter = _Counter(config, shape, precision)
-    layers = (counter.encoder_layer(), counter.decoder_layer())
-    stored = layers
+    encoder, decoder = counter.sides
+    layers = stored = counter.layer(encoder), counter.layer(decoder)
     if is_checkpointed:
-        width = precision.stream_bytes * config.hidden_size
-        stored = (width * shape.source_tokens, width * shape.target_tokens)
-    loss, loss_workspace = counter.loss(is_loss_chunked)
+        stored = [precision.stream_bytes * config.hidden_size * side.tokens for side in counter.sides]
+    loss, loss_workspace = counter.loss()
     terms = {
-        "embeddings": counter.embeddings(shape.source_tokens, config.encoder_attention_heads)
-        + counter.embeddings(shape.target_tokens, config.decoder_attention_heads),
-        "position bias": counter.position_bias(),
-        "encoder layers": config.encoder_layers * stored[0],
-        "decoder layers": config.decoder_layers * stored[1],
+        "embeddings": sum(map(counter.embeddings, counter.sides)),
+        "position bias": sum(map(counter.position_bias, counter.sides)),
+        "encoder layers": encoder.layers * stored[0],
+        "decoder layers": decoder.layers * stored[1],
         "outputs": counter.outputs(),
         "loss": loss,
     }

@@ -1,32 +1,29 @@
-"""Batches of an epoch, and the sizes that decide their cost."""
+"""Batches of an epoch, the sizes that decide their cost, and their floating-point operations."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from transformers import TrainingArguments
+from torch import nn
+from transformers import PreTrainedModel, TrainingArguments
 
 from metaphrase.data.pairs import data_seed
 from metaphrase.data.token_budget import LengthGroupedSampler, TokenBudgetSampler
 from metaphrase.modeling.packing import grid_width
 
+# Cross-attention keys and values: decoder weights that are applied to source tokens. Names of Metaphrase, BART and T5.
+_CROSS_PROJECTION = re.compile(r"\.(cross_attn|encoder_attn|EncDecAttention)\.(k|v|k_proj|v_proj)$")
+
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Sizes that decide the cost of a batch.
+    """Sizes that decide the cost of a batch, which is padded, or packed into one row.
 
-    Attributes:
-        pairs: Number of pairs.
-        source_tokens: Source cells that are computed; with padding, `pairs` times the longest source.
-        target_tokens: Target cells that are computed.
-        longest_source: Tokens of the longest source.
-        longest_target: Tokens of the longest target.
-        source_scores: Attention scores of one encoder head.
-        target_scores: Self-attention scores of one decoder head.
-        cross_scores: Cross-attention scores of one decoder head.
-        is_packed: True if all pairs lie in one row without padding.
+    Tokens are cells that are computed: with padding, `pairs` times the longest sequence. Scores are those of one head, in the
+    encoder (`source_scores`) and in the decoder.
     """
 
     pairs: int
@@ -40,31 +37,25 @@ class BatchShape:
     is_packed: bool
 
     @classmethod
-    def of(cls, source_lengths, target_lengths, is_packed: bool) -> "BatchShape":
+    def of(cls, source_lengths: Sequence[int], target_lengths: Sequence[int], is_packed: bool) -> "BatchShape":
         """Return the shape of a batch of pairs with these lengths in tokens."""
-        longest = int(max(source_lengths)), int(max(target_lengths))
+        sides = [[int(length) for length in side] for side in (source_lengths, target_lengths)]
+        pairs = len(source_lengths)
+        longest = [max(side) for side in sides]
         if not is_packed:
-            return cls._padded(len(source_lengths), *longest)
-        tokens = int(sum(source_lengths)), int(sum(target_lengths))
-        # A lower bound: sequences that are computed together have a grid of one width.
-        source, target = (
-            np.array([grid_width(int(length)) for length in lengths]) for lengths in (source_lengths, target_lengths)
-        )
+            sides = [pairs * [length] for length in longest]
+        # A lower bound: packed sequences that are computed together have a grid of one width.
+        source, target = (np.array([grid_width(length) if is_packed else length for length in side]) for side in sides)
         scores = (int(queries @ keys) for queries, keys in ((source, source), (target, target), (target, source)))
-        return cls(len(source_lengths), *tokens, *longest, *scores, is_packed=True)
-
-    @classmethod
-    def _padded(cls, pairs: int, source: int, target: int) -> "BatchShape":
-        tokens = pairs * source, pairs * target
-        scores = pairs * source**2, pairs * target**2, pairs * target * source
-        return cls(pairs, *tokens, source, target, *scores, is_packed=False)
+        return cls(pairs, *map(sum, sides), *longest, *scores, is_packed)
 
     @classmethod
     def of_tensors(cls, batch: Mapping[str, torch.Tensor]) -> "BatchShape":
         """Return the shape of a collated batch, padded or packed."""
         if "source_lengths" in batch:
             return cls.of(batch["source_lengths"].tolist(), batch["target_lengths"].tolist(), is_packed=True)
-        return cls._padded(*batch["input_ids"].shape, batch["labels"].shape[1])
+        sides = ([rows.shape[1]] * len(rows) for rows in (batch["input_ids"], batch["labels"]))
+        return cls.of(*sides, is_packed=False)
 
     def repeated(self, times: int) -> "BatchShape":
         """Return the shape of the batch repeated several times, as R-Drop does."""
@@ -83,16 +74,9 @@ class BatchShape:
 
 @dataclass(frozen=True)
 class DataEstimate:
-    """Size of an epoch and of the run.
+    """Size of an epoch, and optimizer steps. Tokens do not count padding; batches are those of all devices together.
 
-    Attributes:
-        pairs: Pairs per epoch.
-        source_tokens: Without padding.
-        target_tokens: Without padding.
-        padding_share: Share of computed cells that hold no token, from 0 to 1.
-        batches_per_epoch: Of all devices together.
-        steps_per_epoch: Optimizer steps.
-        steps: Optimizer steps of the whole run.
+    `padding_share` is the share of computed cells that hold no token, from 0 to 1.
     """
 
     pairs: int
@@ -102,6 +86,19 @@ class DataEstimate:
     batches_per_epoch: int
     steps_per_epoch: int
     steps: int
+
+    @classmethod
+    def of(
+        cls, lengths: np.ndarray, shapes: Sequence[BatchShape], arguments: TrainingArguments, devices: int
+    ) -> "DataEstimate":
+        """Count the tokens (pairs, 2) of an epoch, and the steps that its batches make."""
+        source, target = (int(side) for side in lengths.sum(axis=0))
+        padding_share = 1 - (source + target) / sum(shape.tokens for shape in shapes)
+        steps_per_epoch = math.ceil(math.ceil(len(shapes) / devices) / arguments.gradient_accumulation_steps)
+        steps = arguments.max_steps
+        if steps <= 0:
+            steps = math.ceil(arguments.num_train_epochs * steps_per_epoch)
+        return cls(len(lengths), source, target, padding_share, len(shapes), steps_per_epoch, steps)
 
 
 def plan_batches(
@@ -135,19 +132,38 @@ def plan_batches(
     return batches[: len(order) // rows // devices * devices] if arguments.dataloader_drop_last else batches
 
 
-def estimate_data(
-    lengths: np.ndarray, shapes: Sequence[BatchShape], arguments: TrainingArguments, devices: int
-) -> DataEstimate:
-    source, target = (int(side) for side in lengths.sum(axis=0))
-    steps_per_epoch = math.ceil(math.ceil(len(shapes) / devices) / arguments.gradient_accumulation_steps)
-    return DataEstimate(
-        pairs=len(lengths),
-        source_tokens=source,
-        target_tokens=target,
-        padding_share=1 - (source + target) / sum(shape.tokens for shape in shapes),
-        batches_per_epoch=len(shapes),
-        steps_per_epoch=steps_per_epoch,
-        steps=arguments.max_steps
-        if arguments.max_steps > 0
-        else math.ceil(arguments.num_train_epochs * steps_per_epoch),
+def training_flops(model: PreTrainedModel, shapes: Sequence[BatchShape], is_checkpointed: bool = False) -> int:
+    """Return the operations of forward and backward passes, a multiplication and an addition counted as two.
+
+    Only matrix products are counted: 2 per weight of a projection and token, and 4 per attention score and entry of a head.
+    Masked scores count too. A backward pass takes twice the forward pass, and once more with checkpoints.
+
+    Source: Kaplan et al. 2020, section 2.1, arXiv 2001.08361.
+
+    Args:
+        model: An encoder-decoder.
+        shapes: Shapes of the batches.
+        is_checkpointed: True if layers are computed again in the backward pass.
+    """
+    source_tokens = sum(shape.source_tokens for shape in shapes)
+    target_tokens = sum(shape.target_tokens for shape in shapes)
+    head = model.get_output_embeddings()
+    encoder_modules = {id(module) for module in model.get_encoder().modules()}
+    layers = sum(_score_flops(model, shape) for shape in shapes)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module is not head:
+            reads_source = id(module) in encoder_modules or _CROSS_PROJECTION.search(name)
+            layers += 2 * module.weight.numel() * (source_tokens if reads_source else target_tokens)
+    output = 0 if head is None else 2 * head.weight.numel() * target_tokens
+    return (4 if is_checkpointed else 3) * layers + 3 * output
+
+
+def _score_flops(model: PreTrainedModel, shape: BatchShape) -> int:
+    config = model.config
+    if not hasattr(config, "get_head_dim"):
+        return 0  # Other families name their widths otherwise. A few per cent at the lengths of sentences.
+    heads = {name: getattr(config, f"{name}_attention_heads") for name in ("encoder", "decoder")}
+    encoder, decoder = (
+        getattr(config, f"{name}_layers") * count * config.get_head_dim(count) for name, count in heads.items()
     )
+    return 4 * (encoder * shape.source_scores + decoder * (shape.target_scores + shape.cross_scores))

@@ -1,20 +1,19 @@
 """Dry run: estimate the needs of a recipe without training."""
 
-import dataclasses
-import logging
+import statistics
+import time
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from transformers import set_seed
+from transformers import PreTrainedModel, set_seed
 
 from metaphrase.data.collators import PackedCollator, PairCollator, with_decoder_inputs
-from metaphrase.data.token_budget import TokenBudgetSampler
+from metaphrase.data.pairs import LENGTH_COLUMNS
 from metaphrase.training.adapters import is_adapted
 from metaphrase.training.experiment import Experiment
-from metaphrase.training.planning.compute import measure_flops_per_second
+from metaphrase.training.planning.batches import BatchShape, plan_batches, training_flops
 from metaphrase.training.planning.estimate import RunEstimate, estimate_run
-
-logger = logging.getLogger(__name__)
 
 TIMED_STEPS = 3
 # Larger models are not made for a timing.
@@ -41,7 +40,7 @@ def dry_run(experiment: Experiment, devices: int | None = None) -> RunEstimate:
     experiment.corpus.load()
     tokenizers = experiment.make_tokenizers()
     train = experiment.corpus.encode(tokenizers)["train"]
-    lengths = np.stack([np.asarray(train[side][:]) for side in ("source_length", "target_length")], axis=1)
+    lengths = np.stack([np.asarray(train[side][:]) for side in LENGTH_COLUMNS], axis=1)
     with torch.device("meta"):
         model = experiment.make_model(tokenizers, with_weights=False)
     if is_adapted(model):
@@ -64,38 +63,65 @@ def dry_run(experiment: Experiment, devices: int | None = None) -> RunEstimate:
     objective = getattr(train, "objective", None)
     if objective is not None and not objective.lengths_are_exact:
         note = "Tokens, and what follows from them, are the most that may come: the objective draws how long its pairs are."
-        estimate = dataclasses.replace(estimate, notes=[*estimate.notes, note])
+        estimate.notes.append(note)
     return estimate
 
 
-def _measured_rate(experiment: Experiment, model, train, lengths: np.ndarray) -> float:
+def _measured_rate(experiment: Experiment, model: PreTrainedModel, train, lengths: np.ndarray) -> float:
     """Return the FLOP per second of the first batches of an epoch, formed as the trainer does."""
-    recipe, arguments = experiment.recipe, experiment.arguments
-    is_packed = recipe.max_tokens_per_batch is not None and getattr(model, "supports_packing", False)
-    if recipe.max_tokens_per_batch is None:
-        size = arguments.train_batch_size
-        rows = [range(start, min(start + size, len(train))) for start in range(0, len(train), size)]
-    else:
-        multiple = 1 if is_packed else experiment.pad_to_multiple_of
-        rows = list(TokenBudgetSampler(lengths, recipe.max_tokens_per_batch, arguments.seed, length_multiple=multiple))
-    # A corpus with too few batches repeats them.
-    rows = [rows[number % len(rows)] for number in range(TIMED_STEPS + 1)]
-    collate = (
-        PackedCollator() if is_packed else PairCollator(model.config.pad_token_id or 0, experiment.pad_to_multiple_of)
-    )
-    names = ("input_ids", "labels")
+    budget, arguments = experiment.recipe.max_tokens_per_batch, experiment.arguments
+    is_packed = budget is not None and getattr(model, "supports_packing", False)
+    multiple = experiment.pad_to_multiple_of
+    collate = PackedCollator() if is_packed else PairCollator(model.config.pad_token_id or 0, multiple)
+    planned = plan_batches(lengths, arguments, budget, 1, 1 if is_packed else multiple)
     batches = []
-    for indices in rows:
-        batch = collate([{name: train[index][name] for name in names} for index in indices])
-        batch = with_decoder_inputs(model, batch)
+    for number in range(TIMED_STEPS + 1):
+        # A corpus with too few batches repeats them.
+        pairs = [train[index] for index in planned[number % len(planned)]]
+        batch = collate([{name: pair[name] for name in ("input_ids", "labels")} for pair in pairs])
         batches.append(
             {
                 name: value.to(arguments.device) if isinstance(value, torch.Tensor) else value
-                for name, value in batch.items()
+                for name, value in with_decoder_inputs(model, batch).items()
             }
         )
     if arguments.gradient_checkpointing:
         model.activation_checkpointing_enable()
-    return measure_flops_per_second(
-        model.to(arguments.device), batches, arguments.gradient_checkpointing, bf16=bool(arguments.bf16)
-    )
+    model.to(arguments.device)
+    return measure_flops_per_second(model, batches, arguments.gradient_checkpointing, arguments.bf16)
+
+
+def measure_flops_per_second(
+    model: PreTrainedModel,
+    batches: Sequence[Mapping[str, torch.Tensor]],
+    is_checkpointed: bool = False,
+    bf16: bool = False,
+) -> float:
+    """Return the median rate of real training steps by AdamW with a learning rate of 0, for `estimate_run`.
+
+    Args:
+        model: Model on its training device.
+        batches: At least two batches on that device, with labels, as the trainer will form them. The first one warms up.
+        is_checkpointed: True if the model computes layers again in the backward pass.
+        bf16: True to compute under autocast to bfloat16.
+    """
+    model.train()
+    kind, rates = model.device.type, []
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=0.0, weight_decay=0.0)
+    for batch in batches:
+        start = _now(kind)
+        with torch.autocast(kind, dtype=torch.bfloat16, enabled=bf16):
+            loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds = _now(kind) - start
+        rates.append(training_flops(model, [BatchShape.of_tensors(batch)], is_checkpointed) / seconds)
+    return statistics.median(rates[1:])
+
+
+def _now(kind: str) -> float:
+    if kind != "cpu":
+        torch.accelerator.synchronize()
+    return time.perf_counter()

@@ -1,8 +1,8 @@
 """Estimate of a run before it starts: parameters, memory per device, tokens, steps, operations and hours."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from heapq import nlargest
 
 import numpy as np
 import torch
@@ -10,18 +10,18 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from metaphrase.data.token_budget import round_up
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
-from metaphrase.training.planning.activations import (
-    ActivationEstimate,
-    Precision,
-    estimate_activations,
-)
-from metaphrase.training.planning.batches import BatchShape, DataEstimate, estimate_data, plan_batches
-from metaphrase.training.planning.compute import training_flops
+from metaphrase.training.planning.activations import ActivationEstimate, Precision, estimate_activations
+from metaphrase.training.planning.batches import BatchShape, DataEstimate, plan_batches, training_flops
 from metaphrase.training.planning.memory import ParameterCounts, Sharding, StateMemory, estimate_states, optimizer_bytes
 
 _MEBIBYTE, _GIBIBYTE, _SECONDS_PER_HOUR = 2**20, 2**30, 3600
 # Number of largest batches by each size.
 _CANDIDATES = 16
+_NOTE_ON_LAYERS = "All layers are taken to be computed again, and what they keep to stay on the device."
+_NOTE_ON_PROCESS = (
+    "A process on a CPU takes half a GiB before its first tensor, and its heap up to 1.8 times as much as its tensors."
+)
+_NOTE_ON_FSDP = "accelerate shares weights by FSDP on accelerators alone: on a CPU each process holds all of them."
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,11 @@ class RunEstimate:
     """Needs of a run. Bytes are those of one device.
 
     Attributes:
-        parameters: Numbers of weights.
-        precision: Precision of the computation.
-        sharding: Distribution among devices.
-        state: Bytes that do not depend on the batch.
         largest_batch: The batch that needs most memory.
         activations: Bytes of that batch; None for a model of another family.
         is_checkpointed: True if layers are computed again in the backward pass.
         peak: Maximum bytes of a step, without activations if they are unknown.
         other_peak: `peak` for the opposite of `is_checkpointed`.
-        data: Size of an epoch.
         flops_per_step: Mean operations per optimizer step, all devices together.
         hours: Duration of the run; None without a rate.
         notes: Assumptions and omissions.
@@ -56,40 +51,33 @@ class RunEstimate:
     data: DataEstimate
     flops_per_step: int
     hours: float | None
-    notes: list[str] = field(default_factory=list)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain values for JSON."""
-        return asdict(self)
+    notes: list[str]
 
     def __str__(self) -> str:
         """Return a table with one line per quantity."""
-        rows = [*self._parameter_rows(), None, *self._data_rows(), None, *self._memory_rows(), None]
-        time = "unknown"
+        counts, data, time = self.parameters, self.data, "unknown"
         if self.hours is not None:
             time = f"{self.hours:,.1f} hours" if self.hours >= 1 else f"{60 * self.hours:.1f} minutes"
-        rows += [("compute for each step", f"{self.flops_per_step:.3g} FLOP"), ("time", time)]
-        width = max(len(row[0]) for row in rows if row)
-        lines = ["" if row is None else f"{row[0]:<{width}}  {row[1]}" for row in rows]
-        return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
-
-    def _parameter_rows(self) -> list[tuple[str, str]]:
-        counts = self.parameters
-        rows = [("parameters", f"{counts.total:,}")]
-        for name in ("embeddings", "encoder", "decoder", "head"):
-            size = getattr(counts, name)
-            rows.append((f"  {name}", f"{size:,}" if size or name != "head" else "0 (tied)"))
-        return [*rows, ("  trained", f"{counts.trainable:,}")]
-
-    def _data_rows(self) -> list[tuple[str, str]]:
-        data = self.data
-        return [
+        rows = [
+            ("parameters", f"{counts.total:,}"),
+            *((f"  {name}", f"{getattr(counts, name):,}") for name in ("embeddings", "encoder", "decoder")),
+            ("  head", f"{counts.head:,}" if counts.head else "0 (tied)"),
+            ("  trained", f"{counts.trainable:,}"),
+            ("", ""),
             ("pairs", f"{data.pairs:,}"),
             ("tokens for each epoch", f"{data.source_tokens:,} source, {data.target_tokens:,} target"),
             ("padding", f"{100 * data.padding_share:.1f} %"),
             ("batches for each epoch", f"{data.batches_per_epoch:,}"),
             ("steps", f"{data.steps:,}, {data.steps_per_epoch:,} for each epoch"),
+            ("", ""),
+            *self._memory_rows(),
+            ("", ""),
+            ("compute for each step", f"{self.flops_per_step:.3g} FLOP"),
+            ("time", time),
         ]
+        width = max(len(name) for name, _ in rows)
+        lines = [f"{name:<{width}}  {value}".rstrip() for name, value in rows]
+        return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
 
     def _memory_rows(self) -> list[tuple[str, str]]:
         state, batch = self.state, self.largest_batch
@@ -102,23 +90,27 @@ class RunEstimate:
             "optimizer": state.optimizer,
             "exponential average": state.average,
         }
-        rows = [("memory of each device", str(self.sharding))]
-        rows += [(f"  {name}", format_bytes(size)) for name, size in sizes.items() if size]
         tokens = f"{batch.source_tokens:,} source and {batch.target_tokens:,} target tokens"
-        rows.append(("  largest batch", f"{batch.pairs:,} pairs, {tokens}"))
+        rows = [
+            ("memory of each device", str(self.sharding)),
+            *((f"  {name}", _format_bytes(size)) for name, size in sizes.items() if size),
+            ("  largest batch", f"{batch.pairs:,} pairs, {tokens}"),
+        ]
         if self.activations is None:
-            return [*rows, ("  together", f"{format_bytes(self.peak)}, and activations")]
+            return [*rows, ("  together", f"{_format_bytes(self.peak)}, and activations")]
         kind, other = ("with", "without") if self.is_checkpointed else ("without", "with")
-        rows.append((f"  activations, {kind} checkpoints", format_bytes(self.activations.kept)))
-        rows += [(f"    {name}", format_bytes(size)) for name, size in self.activations.terms.items() if size]
-        rows.append(("  workspace of the loss", format_bytes(self.activations.loss_workspace)))
-        rows.append(("  workspace of a layer", format_bytes(self.activations.backward_workspace)))
-        rows.append(("  most at a time", format_bytes(self.peak)))
-        return [*rows, (f"  most {other} checkpoints", format_bytes(self.other_peak))]
+        return [
+            *rows,
+            (f"  activations, {kind} checkpoints", _format_bytes(self.activations.kept)),
+            *((f"    {name}", _format_bytes(size)) for name, size in self.activations.terms.items() if size),
+            ("  workspace of the loss", _format_bytes(self.activations.loss_workspace)),
+            ("  workspace of a layer", _format_bytes(self.activations.backward_workspace)),
+            ("  most at a time", _format_bytes(self.peak)),
+            (f"  most {other} checkpoints", _format_bytes(self.other_peak)),
+        ]
 
 
-def format_bytes(size: int) -> str:
-    """Return a size in MiB or GiB."""
+def _format_bytes(size: int) -> str:
     return f"{size / _GIBIBYTE:,.2f} GiB" if size >= _GIBIBYTE else f"{size / _MEBIBYTE:,.1f} MiB"
 
 
@@ -126,19 +118,6 @@ def meta_model(config: MetaphraseConfig) -> MetaphraseForConditionalGeneration:
     """Return a model on the meta device, which takes no memory."""
     with torch.device("meta"):
         return MetaphraseForConditionalGeneration(config)
-
-
-def _precision(
-    model: PreTrainedModel, arguments: TrainingArguments, sharding: Sharding, on_accelerator: bool | None
-) -> Precision:
-    if on_accelerator is None:
-        on_accelerator = arguments.device.type != "cpu"
-    stored = next(iter(model.parameters())).element_size()
-    # `accelerate launch` sets `mixed_precision`.
-    is_half = arguments.bf16 or arguments.fp16 or getattr(arguments, "mixed_precision", "no") in ("bf16", "fp16")
-    compute = 2 if is_half else stored
-    # FSDP and DeepSpeed convert weights and states to half precision; autocast keeps states in float32.
-    return Precision(compute, stored if sharding.engine == "ddp" else compute, on_accelerator)
 
 
 def estimate_run(
@@ -169,89 +148,40 @@ def estimate_run(
         flops_per_second: Rate of one device, stated or measured (`measure_flops_per_second`).
 
     Raises:
-        ValueError: If there are no lengths, or the rate is not above 0, or the budget cannot hold the longest pair.
+        ValueError: If there are no lengths, or the budget cannot hold the longest pair.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if lengths.ndim != 2 or lengths.shape[1] != 2 or not len(lengths):
         raise ValueError(f"`lengths` must be those of at least one pair, `(pairs, 2)`, got the shape {lengths.shape}.")
-    if flops_per_second is not None and flops_per_second <= 0:
-        raise ValueError(f"`flops_per_second` must be above 0, got {flops_per_second}.")
     sharding = Sharding.of(arguments, devices)
     is_packed = max_tokens_per_batch is not None and getattr(model, "supports_packing", False)
     multiple = 1 if is_packed else pad_to_multiple_of
     batches = plan_batches(lengths, arguments, max_tokens_per_batch, sharding.devices, multiple)
     padded = round_up(lengths, multiple)
     shapes = [BatchShape.of(*padded[batch].T, is_packed) for batch in batches]
-    data = estimate_data(lengths, shapes, arguments, sharding.devices)
-    precision = _precision(model, arguments, sharding, on_accelerator)
-    is_checkpointed = _is_checkpointed(arguments)
-    notes: list[str] = []
-    if is_checkpointed and {"every_n_layers", "offload"} & set(arguments.gradient_checkpointing_kwargs or {}):
-        notes.append("All layers are taken to be computed again, and what they keep to stay on the device.")
+    data = DataEstimate.of(lengths, shapes, arguments, sharding.devices)
+    if on_accelerator is None:
+        on_accelerator = arguments.device.type != "cpu"
+    stored = next(iter(model.parameters())).element_size()
+    # `accelerate launch` sets `mixed_precision`.
+    is_half = arguments.bf16 or arguments.fp16 or getattr(arguments, "mixed_precision", "no") in ("bf16", "fp16")
+    compute = 2 if is_half else stored
+    # FSDP and DeepSpeed convert weights and states to half precision; autocast keeps states in float32.
+    precision = Precision(compute, stored if sharding.engine == "ddp" else compute, on_accelerator)
+    # transformers has two names for it, and FSDP has a switch of its own.
+    fsdp_switch = (arguments.fsdp_plugin_args or {}).get("activation_checkpointing")
+    is_checkpointed = any((arguments.activation_checkpointing, arguments.gradient_checkpointing, fsdp_switch))
     flops_per_step = training_flops(model, shapes, is_checkpointed) // data.steps_per_epoch
     if r_drop_start_step is not None:
         flops_per_step += flops_per_step * max(0, data.steps - r_drop_start_step) // data.steps
         shapes = [shape.repeated(2) for shape in shapes]
-        notes.append("R-Drop passes each batch twice: the largest one is counted with both.")
-    if is_averaged:
-        notes.append("While it evaluates, an exponential average needs as much again as the trained weights do.")
     optimizer, remark = optimizer_bytes(model, arguments.optim, arguments.optim_args)
     accumulates = arguments.gradient_accumulation_steps > 1
     state = estimate_states(model, optimizer, precision, sharding, accumulates, is_averaged)
-    notes += [remark] if remark else []
-    if not precision.on_accelerator:
-        notes.append(
-            "A process on a CPU takes half a GiB before its first tensor, and its heap up to 1.8 times as much as its tensors."
-        )
-        if sharding.engine == "fsdp":
-            notes.append(
-                "accelerate shares weights by FSDP on accelerators alone: on a CPU each process holds all of them."
-            )
-    batch = _estimate_largest_batch(model, state, shapes, precision, is_checkpointed, notes)
-    hours = None
-    if flops_per_second is not None:
-        hours = data.steps * flops_per_step / (flops_per_second * sharding.devices) / _SECONDS_PER_HOUR
-    else:
-        notes.append("No time is given, because no rate of the device was measured or stated.")
-    return RunEstimate(
-        parameters=ParameterCounts.of(model),
-        precision=precision,
-        sharding=sharding,
-        state=state,
-        is_checkpointed=is_checkpointed,
-        data=data,
-        flops_per_step=flops_per_step,
-        hours=hours,
-        notes=notes,
-        **batch,
-    )
+    is_known = model.config.model_type == MetaphraseConfig.model_type
 
-
-def _is_checkpointed(arguments: TrainingArguments) -> bool:
-    # transformers has two names for it, and FSDP has a switch of its own.
-    plugin = arguments.fsdp_plugin_args or {}
-    switches = (arguments.activation_checkpointing, arguments.gradient_checkpointing)
-    return any((*switches, plugin.get("activation_checkpointing")))
-
-
-def _estimate_largest_batch(
-    model: PreTrainedModel,
-    state: StateMemory,
-    shapes: Sequence[BatchShape],
-    precision: Precision,
-    is_checkpointed: bool,
-    notes: list[str],
-) -> dict[str, Any]:
-    """Return the fields of `RunEstimate` on the largest batch, and append assumptions to `notes`."""
-    if model.config.model_type != MetaphraseConfig.model_type:
-        notes.append(f"Activations are known for Metaphrase models alone, not for {model.config.model_type}.")
-        largest = max(shapes, key=lambda shape: shape.tokens)
-        return {"largest_batch": largest, "activations": None, "peak": state.peak(None), "other_peak": None}
-    if any(not parameter.requires_grad for parameter in model.parameters()):
-        notes.append("Some weights are frozen: activations are counted as if all were trained.")
-
-    def activations(shape: BatchShape, checkpointed: bool) -> ActivationEstimate:
-        return estimate_activations(model.config, shape, precision, checkpointed)
+    def activations(shape: BatchShape, is_checkpointed: bool = is_checkpointed) -> ActivationEstimate | None:
+        return estimate_activations(model.config, shape, precision, is_checkpointed) if is_known else None
 
     # The batch that needs most memory is among the largest by one of these sizes.
     sizes = (
@@ -259,11 +189,37 @@ def _estimate_largest_batch(
         lambda shape: shape.target_tokens,
         lambda shape: shape.pairs * (shape.longest_source + shape.longest_target) ** 2,
     )
-    candidates = [shape for size in sizes for shape in sorted(shapes, key=size)[-_CANDIDATES:]]
-    largest = max(candidates, key=lambda shape: state.peak(activations(shape, is_checkpointed)))
-    return {
-        "largest_batch": largest,
-        "activations": activations(largest, is_checkpointed),
-        "peak": state.peak(activations(largest, is_checkpointed)),
-        "other_peak": state.peak(activations(largest, not is_checkpointed)),
-    }
+    candidates = [shape for size in sizes for shape in nlargest(_CANDIDATES, shapes, key=size)]
+    largest = max(candidates, key=lambda shape: (state.peak(activations(shape)), shape.tokens))
+    hours = None
+    if flops_per_second is not None:
+        hours = data.steps * flops_per_step / (flops_per_second * sharding.devices) / _SECONDS_PER_HOUR
+    kept_options = {"every_n_layers", "offload"} & set(arguments.gradient_checkpointing_kwargs or {})
+    is_frozen = any(not parameter.requires_grad for parameter in model.parameters())
+    family = model.config.model_type
+    notes = (
+        (is_checkpointed and kept_options, _NOTE_ON_LAYERS),
+        (r_drop_start_step is not None, "R-Drop passes each batch twice: the largest one is counted with both."),
+        (is_averaged, "While it evaluates, an exponential average needs as much again as the trained weights do."),
+        (remark, remark),
+        (not on_accelerator, _NOTE_ON_PROCESS),
+        (not on_accelerator and sharding.engine == "fsdp", _NOTE_ON_FSDP),
+        (not is_known, f"Activations are known for Metaphrase models alone, not for {family}."),
+        (is_known and is_frozen, "Some weights are frozen: activations are counted as if all were trained."),
+        (hours is None, "No time is given, because no rate of the device was measured or stated."),
+    )
+    return RunEstimate(
+        parameters=ParameterCounts.of(model),
+        precision=precision,
+        sharding=sharding,
+        state=state,
+        largest_batch=largest,
+        activations=activations(largest),
+        is_checkpointed=is_checkpointed,
+        peak=state.peak(activations(largest)),
+        other_peak=state.peak(activations(largest, not is_checkpointed)) if is_known else None,
+        data=data,
+        flops_per_step=flops_per_step,
+        hours=hours,
+        notes=[note for applies, note in notes if applies],
+    )

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from accelerate.utils import DeepSpeedPlugin
+from accelerate.utils import DeepSpeedPlugin, parse_flag_from_env
 from torch import nn
 from transformers import PreTrainedModel, TrainingArguments
 
@@ -83,10 +83,6 @@ class Sharding:
     is_offloaded: bool = False
     bucket_entries: int = 0
 
-    def __post_init__(self):
-        if self.devices < 1:
-            raise ValueError(f"`devices` must be at least 1, got {self.devices}.")
-
     @classmethod
     def of(cls, arguments: TrainingArguments, devices: int | None = None) -> "Sharding":
         """Read the training arguments and the environment of `accelerate launch`.
@@ -101,10 +97,10 @@ class Sharding:
             bucket = zero.get("reduce_bucket_size", 5 * 10**8)
             bucket = bucket if isinstance(bucket, int | float) else 0
             return cls(devices, int(zero.get("stage", 0)), "deepspeed", offload not in (None, "none"), int(bucket))
-        if arguments.fsdp or _is_true("ACCELERATE_USE_FSDP"):
-            plugin = getattr(arguments, "fsdp_plugin_args", None) or {}
+        if arguments.fsdp or parse_flag_from_env("ACCELERATE_USE_FSDP"):
+            plugin = arguments.fsdp_plugin_args or {}
             reshards = plugin.get("reshard_after_forward", os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true"))
-            offloads = plugin.get("cpu_offload", _is_true("FSDP_OFFLOAD_PARAMS"))
+            offloads = plugin.get("cpu_offload", parse_flag_from_env("FSDP_OFFLOAD_PARAMS"))
             stage = 2 if str(reshards).lower() in ("false", "shard_grad_op", "2") else 3
             return cls(devices, stage, "fsdp", bool(offloads))
         return cls(devices)
@@ -116,14 +112,10 @@ class Sharding:
         return f"{self.devices} devices by {self.engine}, sharing {shared}"
 
 
-def _is_true(variable: str) -> bool:
-    return os.environ.get(variable, "false").lower() in ("true", "1", "yes")
-
-
 def _zero_settings(arguments: TrainingArguments) -> dict | None:
     if arguments.deepspeed:
         return dict(arguments.hf_deepspeed_config.config.get("zero_optimization", {}))
-    if not _is_true("ACCELERATE_USE_DEEPSPEED"):
+    if not parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         return None
     return dict(DeepSpeedPlugin().deepspeed_config.get("zero_optimization", {}))
 
@@ -142,11 +134,13 @@ def optimizer_bytes(model: PreTrainedModel, optim: str, optim_args: str | None =
         return sum(_factored_bytes(weight.shape) for weight in weights), None
     if optim in BYTE_STATES:
         embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-        total = 0
-        for weight in weights:
-            size = weight.numel()
-            is_full = id(weight) in embeddings or size < _MIN_BYTE_ENTRIES
-            total += FLOAT32_BYTES * size if is_full else size + FLOAT32_BYTES * -(-size // _BLOCK)
+        sizes = [(weight.numel(), id(weight) in embeddings) for weight in weights]
+        total = sum(
+            FLOAT32_BYTES * size
+            if is_embedding or size < _MIN_BYTE_ENTRIES
+            else size + FLOAT32_BYTES * -(-size // _BLOCK)
+            for size, is_embedding in sizes
+        )
         return BYTE_STATES[optim] * total, None
     remark = None
     if optim not in FULL_STATES:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from metaphrase.data.pairs import SPLITS
 from metaphrase.data.token_budget import check_beside_budget
-from metaphrase.evaluation.metrics import DEFAULT_METRICS, check_bleu_is_computed
+from metaphrase.evaluation.metrics import DEFAULT_METRICS
 from metaphrase.training.recipe.fields import group_of
 
 if TYPE_CHECKING:
@@ -18,10 +18,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Shares, with the bounds of each.
-_FROM_0, _ABOVE_0, _TO_1 = "at least 0 and below 1", "above 0 and below 1", "above 0 and at most 1"
-_BOUNDS = {"label_smoothing_factor": _FROM_0, "exponential_average_decay": _FROM_0, "lora_dropout": _FROM_0}
-_BOUNDS |= {"noise_density": _ABOVE_0, "layer_decay": _TO_1}
+# Bounds of fields whose minimum is not part of the field, or is not all.
+_BOUNDS = {
+    "at least 0": (lambda value: value >= 0, ("learning_rate",)),
+    "above 0": (lambda value: value > 0, ("repetition_penalty", "lora_alpha")),
+    "at least 0 and below 1": (
+        lambda value: 0 <= value < 1,
+        ("label_smoothing_factor", "exponential_average_decay", "lora_dropout"),
+    ),
+    "above 0 and below 1": (lambda value: 0 < value < 1, ("noise_density",)),
+    "above 0 and at most 1": (lambda value: 0 < value <= 1, ("layer_decay",)),
+}
+_LEFT_OUT = {
+    "generation_config": "It would replace `num_beams`, `length_penalty`, `generation_max_length` and others. Set them instead.",
+    "push_to_hub": "`metaphrase push` uploads a finished run.",
+}
 # Fields that must come together.
 _NEEDS = {f"{split}_source_file": f"{split}_target_file" for split in SPLITS}
 _NEEDS |= {target: source for source, target in _NEEDS.items()}
@@ -40,7 +51,12 @@ _NO_EFFECT_WITHOUT = {
     "exponential_average_warmup": "exponential_average_decay",
 }
 _FILES = tuple(f"{split}{kind}" for split in SPLITS for kind in ("_file", "_source_file"))
-# Pairs of one field and fields that contradict it, with the reason.
+_PAIR_SOURCES = (*_FILES, "dataset_name", "streaming", "num_validation", "num_test")
+_OF_EACH_TASK = (*_PAIR_SOURCES, "source_prefix", "source_column", "target_column", "objective")
+_OF_EACH_TASK += tuple(f"max_{split}_samples" for split in SPLITS)
+_OF_NEW_TOKENIZER = ("tokenizer_kind", "vocab_size", "target_vocab_size", "joint_vocabulary", "lowercase")
+_OF_NEW_TOKENIZER += ("normalization", "min_frequency", "joiner", "num_sentinels")
+# Pairs of one field, when it differs from its default and is not false, and fields that contradict it, with the reason.
 _CONFLICTS = (
     *((f"{split}_file", (f"{split}_source_file",), "a split comes from one place") for split in SPLITS),
     ("dataset_name", _FILES, "pairs come from a data set or from files"),
@@ -51,16 +67,33 @@ _CONFLICTS = (
         for name in ("average_last", "average_best")
     ),
     ("lora_rank", ("freeze",), "all but the adapter is frozen"),
+    *(
+        (
+            f"num_{split}",
+            (f"{split}_file", f"{split}_source_file", f"dataset_{split}_split"),
+            f"the {split} pairs are given or taken out of train",
+        )
+        for split in ("validation", "test")
+    ),
+    ("streaming", ("num_validation", "num_test"), "pairs cannot be taken out of a stream"),
+    ("objective", (*_PAIR_SOURCES, "target_vocab_size"), "it is learned from plain text"),
+    ("tasks", _OF_EACH_TASK, "each task has its own pairs, read as a whole"),
+    (
+        "joint_vocabulary",
+        ("target_vocab_size", "target_tokenizer_name_or_path"),
+        "a joint vocabulary has one tokenizer",
+    ),
+    *(
+        (name, _OF_NEW_TOKENIZER, "a tokenizer that exists is as it was trained")
+        for name in ("tokenizer_name_or_path", "model_name_or_path")
+    ),
 )
-_PAIR_SOURCES = (*_FILES, "dataset_name", "streaming", "num_validation", "num_test")
 _NO_EFFECT_ON_TEXT = ("metrics", "source_prefix", "source_column", "target_column", "too_long", "empty", "malformed")
 _NO_EFFECT_ON_TEXT += ("max_test_samples", "bleu_tokenize", "max_decoded_samples")
 _NO_EFFECT_ON_OBJECTIVE = {
     "ul2": ("noise_density", "mean_span_length"),
     "text_infilling": ("spans_anywhere", "num_sentinels"),
 }
-_OF_NEW_TOKENIZER = ("tokenizer_kind", "vocab_size", "target_vocab_size", "joint_vocabulary", "lowercase")
-_OF_NEW_TOKENIZER += ("normalization", "min_frequency", "joiner", "num_sentinels")
 # Columns of a training pair that hold no lengths.
 _NO_LENGTHS = ("input_ids", "labels")
 # Any of these gives a task validation pairs.
@@ -75,36 +108,37 @@ def check_recipe(recipe: "Recipe") -> None:
     """
     _check_ranges(recipe)
     for first, conflicting, reason in _CONFLICTS:
+        if not recipe.is_changed(first) or getattr(recipe, first) is False:
+            continue
         for other in conflicting:
-            _refuse_together(recipe, first, other, reason)
+            # `null` unsets a value of another recipe.
+            if recipe.is_set(other) and getattr(recipe, other) is not None:
+                raise ValueError(
+                    f"`{first}` and `{other}` must not both be given, because {reason}, "
+                    f"got {getattr(recipe, first)!r} and {getattr(recipe, other)!r}."
+                )
     for name, needed in _NEEDS.items():
         if recipe.is_set(name) and not recipe.is_set(needed):
             raise ValueError(f"`{name}` must come with `{needed}`, got {getattr(recipe, name)!r} without.")
-    _check_splits(recipe)
-    _check_streaming(recipe)
-    if recipe.objective != "pairs":
-        _check_text(recipe)
-    if recipe.tasks:
-        _check_tasks(recipe)
+    for name in ("source_lang", "target_lang"):
+        if recipe.is_set(name) and (recipe.tokenizer_name_or_path or recipe.model_name_or_path) is None:
+            raise ValueError(f"`{name}` must come with a tokenizer that exists, got {getattr(recipe, name)!r} without.")
+    if recipe.objective != "pairs" and recipe.joint_vocabulary is False:
+        raise ValueError(
+            f"`joint_vocabulary` must not be false for `objective` {recipe.objective}: both sides are one text."
+        )
+    if recipe.streaming:
+        _check_streaming(recipe)
+    _check_tasks(recipe)
     if recipe.max_tokens_per_batch is not None:
         check_beside_budget(recipe, recipe.max_tokens_per_batch)
-    _check_tokenizer(recipe)
     _check_evaluation(recipe)
-    _check_best(recipe)
     _check_averages(recipe)
     if 0 < recipe.max_steps <= recipe.r_drop_start_step:
         raise ValueError(
             f"`r_drop_start_step` must be below `max_steps` {recipe.max_steps}, got {recipe.r_drop_start_step}."
         )
     _warn_of_no_effect(recipe)
-
-
-def _refuse_together(recipe: "Recipe", first: str, second: str, reason: str) -> None:
-    if recipe.is_set(first) and recipe.is_set(second):
-        raise ValueError(
-            f"`{first}` and `{second}` must not both be given, because {reason}, "
-            f"got {getattr(recipe, first)!r} and {getattr(recipe, second)!r}."
-        )
 
 
 def _strategy(value: object) -> str:
@@ -117,19 +151,17 @@ def _check_ranges(recipe: "Recipe") -> None:
         minimum, value = item.metadata.get("minimum"), getattr(recipe, item.name)
         if minimum is not None and value is not None and value < minimum:
             raise ValueError(f"`{item.name}` must be at least {minimum}, got {value}.")
-    for name, bounds in _BOUNDS.items():
-        value = getattr(recipe, name)
-        is_bound = (value == 0 and bounds == _FROM_0) or (value == 1 and bounds == _TO_1)
-        if value is not None and not (0 < value < 1 or is_bound):
-            raise ValueError(f"`{name}` must be {bounds}, got {value}.")
+    for bounds, (is_within, names) in _BOUNDS.items():
+        for name in names:
+            value = getattr(recipe, name)
+            if value is not None and not is_within(value):
+                raise ValueError(f"`{name}` must be {bounds}, got {value}.")
     for part, factor in recipe.learning_rate_factors.items():
         if not _is_positive_number(factor):
             raise ValueError(
                 f"`learning_rate_factors` must hold numbers above 0, got {factor!r} for {part!r}. "
                 "List parts that are not trained in `freeze`."
             )
-    if recipe.learning_rate < 0:
-        raise ValueError(f"`learning_rate` must be at least 0, got {recipe.learning_rate}.")
     if recipe.max_steps == 0 or (recipe.max_steps < 0 and recipe.num_train_epochs <= 0):
         raise ValueError(
             f"`max_steps` or `num_train_epochs` must be above 0, got {recipe.max_steps} and {recipe.num_train_epochs}."
@@ -138,55 +170,27 @@ def _check_ranges(recipe: "Recipe") -> None:
         raise ValueError(
             f"`length_column_name` must not be one of {', '.join(_NO_LENGTHS)}, got {recipe.length_column_name}."
         )
-    if recipe.generation_config is not None:
-        raise ValueError(
-            f"`generation_config` must be left out, got {recipe.generation_config!r}. It would replace `num_beams`, "
-            "`length_penalty`, `generation_max_length` and others. Set them instead."
-        )
-    if recipe.push_to_hub:
-        raise ValueError("`push_to_hub` must be left out, got true: `metaphrase push` uploads a finished run.")
+    for name, reason in _LEFT_OUT.items():
+        if value := getattr(recipe, name):
+            raise ValueError(f"`{name}` must be left out, got {value!r}. {reason}")
 
 
 def _is_positive_number(value: Any) -> bool:
     return not isinstance(value, bool) and isinstance(value, int | float) and 0 < value < math.inf
 
 
-def _check_splits(recipe: "Recipe") -> None:
-    for split in ("validation", "test"):
-        if getattr(recipe, f"num_{split}") > 0:
-            for name in (f"{split}_file", f"{split}_source_file", f"dataset_{split}_split"):
-                reason = f"the {split} pairs are given or taken out of train"
-                _refuse_together(recipe, f"num_{split}", name, reason)
-
-
 def _check_streaming(recipe: "Recipe") -> None:
-    if not recipe.streaming:
-        return
     for name in ("max_tokens_per_batch", "max_steps"):
         if not (getattr(recipe, name) or 0) > 0:
             raise ValueError(
                 f"`streaming` must come with `{name}`, since a stream has no length, got {getattr(recipe, name)}."
             )
-    for name in ("num_validation", "num_test"):
-        _refuse_together(recipe, "streaming", name, "pairs cannot be taken out of a stream")
     for name in ("save_strategy", "eval_strategy", "logging_strategy"):
         if _strategy(getattr(recipe, name)) == "epoch":
             raise ValueError(f"`{name}` must be steps or no with `streaming`, since a stream ends no epoch, got epoch.")
 
 
-def _check_text(recipe: "Recipe") -> None:
-    for name in (*_PAIR_SOURCES, "target_vocab_size"):
-        _refuse_together(recipe, "objective", name, "it is learned from plain text")
-    if recipe.joint_vocabulary is False:
-        raise ValueError(
-            f"`joint_vocabulary` must not be false for `objective` {recipe.objective}: both sides are one text."
-        )
-
-
 def _check_tasks(recipe: "Recipe") -> None:
-    of_each_task = (*_PAIR_SOURCES, "source_prefix", "source_column", "target_column", "objective")
-    for name in (*of_each_task, *(f"max_{split}_samples" for split in SPLITS)):
-        _refuse_together(recipe, "tasks", name, "each task has its own pairs, read as a whole")
     for task, fields in recipe.tasks.items():
         if not isinstance(fields, dict):
             raise ValueError(f"`tasks.{task}` must hold fields with values, got {fields!r}.")
@@ -195,45 +199,23 @@ def _check_tasks(recipe: "Recipe") -> None:
                 raise ValueError(f"`tasks.{task}` must hold a `weight` and fields of data, got `{name}`.")
             if name in ("data_dir", "streaming", "objective"):
                 raise ValueError(f"`tasks.{task}` must not hold `{name}`, which is that of the recipe.")
-        weight = fields.get("weight", 1)
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
+        if not _is_positive_number(weight := fields.get("weight", 1)):
             raise ValueError(f"`tasks.{task}.weight` must be a number above 0, got {weight!r}.")
 
 
-def _check_tokenizer(recipe: "Recipe") -> None:
-    if recipe.joint_vocabulary:
-        for name in ("target_vocab_size", "target_tokenizer_name_or_path"):
-            _refuse_together(recipe, "joint_vocabulary", name, "a joint vocabulary has one tokenizer")
-    existing = next((name for name in ("tokenizer_name_or_path", "model_name_or_path") if recipe.is_set(name)), None)
-    if existing is None:
-        for name in ("source_lang", "target_lang"):
-            if recipe.is_set(name):
-                raise ValueError(
-                    f"`{name}` must come with a tokenizer that exists, got {getattr(recipe, name)!r} without."
-                )
-        return
-    for name in _OF_NEW_TOKENIZER:
-        # `null` unsets a value of another recipe.
-        if getattr(recipe, name) is not None:
-            _refuse_together(recipe, existing, name, "a tokenizer that exists is as it was trained")
-
-
 def _check_evaluation(recipe: "Recipe") -> None:
-    check_bleu_is_computed(recipe.metrics or DEFAULT_METRICS, recipe.bleu_tokenize)
-    if recipe.repetition_penalty is not None and recipe.repetition_penalty <= 0:
-        # transformers checks this value at the first evaluation.
-        raise ValueError(f"`repetition_penalty` must be above 0, got {recipe.repetition_penalty}.")
     # A model to fine-tune may have beams in its generation settings.
     has_beams = (recipe.num_beams or 1) > 1 or (recipe.num_beams is None and recipe.model_name_or_path is not None)
     if recipe.length_penalty not in (None, 1) and not has_beams:
         raise ValueError(
             f"`length_penalty` must come with `num_beams` above 1, got {recipe.length_penalty} and {recipe.num_beams or 1}."
         )
-    if recipe.early_stopping_patience is not None:
-        if _strategy(recipe.eval_strategy) == "no":
-            raise ValueError("`early_stopping_patience` must come with `eval_strategy` steps or epoch, got no.")
-        if not recipe.metric_for_best_model and not recipe.load_best_model_at_end:
-            raise ValueError("`early_stopping_patience` must come with `metric_for_best_model`, got null.")
+    for name in ("early_stopping_patience", "average_best"):
+        if getattr(recipe, name) is not None and _strategy(recipe.eval_strategy) == "no":
+            raise ValueError(f"`{name}` must come with `eval_strategy` steps or epoch, got no.")
+    if recipe.early_stopping_patience and not recipe.metric_for_best_model and not recipe.load_best_model_at_end:
+        raise ValueError("`early_stopping_patience` must come with `metric_for_best_model`, got null.")
+    _check_best(recipe)
 
 
 def check_evaluated(recipe: "Recipe") -> None:
@@ -284,13 +266,11 @@ def _check_averages(recipe: "Recipe") -> None:
         raise ValueError(f"`{name}` must be at most `save_total_limit`, got {getattr(recipe, name)} and {limit}.")
     if recipe.load_best_model_at_end:
         raise ValueError(f"`load_best_model_at_end` must be false with `{name}`, the finished model, got true.")
-    save, evaluate = _strategy(recipe.save_strategy), _strategy(recipe.eval_strategy)
+    save = _strategy(recipe.save_strategy)
     if save == "no":
         raise ValueError(f"`{name}` must come with `save_strategy` steps, epoch or best, got no.")
-    if name == "average_best" and evaluate == "no":
-        raise ValueError("`average_best` must come with `eval_strategy` steps or epoch, got no.")
     if name == "average_best":
-        _check_scored_checkpoints(recipe, save, evaluate)
+        _check_scored_checkpoints(recipe, save, _strategy(recipe.eval_strategy))
 
 
 def _check_scored_checkpoints(recipe: "Recipe", save: str, evaluate: str) -> None:

@@ -5,6 +5,7 @@
 import dataclasses
 import typing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from transformers import Seq2SeqTrainingArguments
@@ -14,170 +15,151 @@ from metaphrase.modeling import MetaphraseConfig
 from metaphrase.tokenization import TOKENIZER_KINDS
 from metaphrase.tokenization.hints import did_you_mean
 
-DEFAULT_PRESET = "metaphrase-small"
-
 
 def _field(group: str, text: str, default: Any = None, minimum: float | None = None) -> Any:
-    metadata = {"group": group, "help": text, "minimum": minimum}
-    if isinstance(default, type):
-        return field(default_factory=default, metadata=metadata)
-    return field(default=default, metadata=metadata)
+    value = {"default_factory" if isinstance(default, type) else "default": default}
+    return field(**value, metadata={"group": group, "help": text, "minimum": minimum})
+
+
+_data, _tasks, _tokenizer, _model, _batches, _technique, _evaluation = (
+    partial(_field, group) for group in ("data", "tasks", "tokenizer", "model", "batches", "technique", "evaluation")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnFields:
     """The fields that transformers does not have, by group. `metaphrase train --help_fields` prints their help texts."""
 
-    data_dir: str | None = _field("data", "Folder of relative data files. Give it on the command line.")
-    train_file: str | None = _field(
-        "data",
-        "Training pairs in one .tsv, .csv, .jsonl, .json or .parquet file; all but .parquet may be gzipped (.gz).",
+    data_dir: str | None = _data("Folder of relative data files. Give it on the command line.")
+    train_file: str | None = _data(
+        "Training pairs in one .tsv, .csv, .jsonl, .json or .parquet file; all but .parquet may be gzipped (.gz)."
     )
-    validation_file: str | None = _field("data", "Validation pairs in one file.")
-    test_file: str | None = _field("data", "Test pairs in one file.")
-    train_source_file: str | None = _field("data", "Training sources, one per line; may be gzipped (.gz).")
-    train_target_file: str | None = _field("data", "Training targets, one per line.")
-    validation_source_file: str | None = _field("data", "Validation sources, one per line.")
-    validation_target_file: str | None = _field("data", "Validation targets, one per line.")
-    test_source_file: str | None = _field("data", "Test sources, one per line.")
-    test_target_file: str | None = _field("data", "Test targets, one per line.")
-    dataset_name: str | None = _field("data", "Data set on the Hub, or its folder, instead of files.")
-    dataset_config_name: str | None = _field("data", "Configuration of the data set.")
-    dataset_train_split: str = _field("data", "Training split of the data set.", "train")
-    dataset_validation_split: str | None = _field("data", "Validation split of the data set.")
-    dataset_test_split: str | None = _field("data", "Test split of the data set.")
-    source_column: str | int | None = _field(
-        "data", "Column of sources: a name [source], or an index from 0 in a .tsv file without a header [0]."
+    validation_file: str | None = _data("Validation pairs in one file.")
+    test_file: str | None = _data("Test pairs in one file.")
+    train_source_file: str | None = _data("Training sources, one per line; may be gzipped (.gz).")
+    train_target_file: str | None = _data("Training targets, one per line.")
+    validation_source_file: str | None = _data("Validation sources, one per line.")
+    validation_target_file: str | None = _data("Validation targets, one per line.")
+    test_source_file: str | None = _data("Test sources, one per line.")
+    test_target_file: str | None = _data("Test targets, one per line.")
+    dataset_name: str | None = _data("Data set on the Hub, or its folder, instead of files.")
+    dataset_config_name: str | None = _data("Configuration of the data set.")
+    dataset_train_split: str = _data("Training split of the data set.", "train")
+    dataset_validation_split: str | None = _data("Validation split of the data set.")
+    dataset_test_split: str | None = _data("Test split of the data set.")
+    source_column: str | int | None = _data(
+        "Column of sources: a name [source], or an index from 0 in a .tsv file without a header [0]."
     )
-    target_column: str | int | None = _field("data", "Column of targets: a name [target] or an index [1].")
-    source_language: str | None = _field("data", "Language code of the sources, for the model card.")
-    target_language: str | None = _field("data", "Language code of the targets, for the model card.")
-    source_prefix: str | None = _field("data", "Text before each source, such as `summarize: `.")
-    max_source_length: int = _field("data", "Maximum tokens of a training source, eos included.", 256, minimum=2)
-    max_target_length: int = _field("data", "Maximum tokens of a training target, eos included.", 256, minimum=2)
-    too_long: Literal["skip", "truncate", "error"] = _field(
-        "data",
+    target_column: str | int | None = _data("Column of targets: a name [target] or an index [1].")
+    source_language: str | None = _data("Language code of the sources, for the model card.")
+    target_language: str | None = _data("Language code of the targets, for the model card.")
+    source_prefix: str | None = _data("Text before each source, such as `summarize: `.")
+    max_source_length: int = _data("Maximum tokens of a training source, eos included.", 256, minimum=2)
+    max_target_length: int = _data("Maximum tokens of a training target, eos included.", 256, minimum=2)
+    too_long: Literal["skip", "truncate", "error"] = _data(
         "What to do with longer training pairs. Scored pairs that the model cannot read are an error, unless truncate.",
         "skip",
     )
-    empty: Literal["skip", "error", "keep"] = _field(
-        "data",
-        "What to do with training pairs with an empty side. Validation and test keep them, unless error.",
-        "skip",
+    empty: Literal["skip", "error", "keep"] = _data(
+        "What to do with training pairs with an empty side. Validation and test keep them, unless error.", "skip"
     )
-    malformed: Literal["error", "skip"] = _field("data", "What to do with lines that hold no pair.", "error")
-    invalid_utf8: Literal["error", "skip"] = _field("data", "What to do with text that is not UTF-8.", "error")
-    streaming: bool = _field("data", "Read training pairs during training. Needs `max_steps`.", False)
-    pairs_in_buffer: int = _field(
-        "data", "Number of pairs that a stream shuffles and sorts together.", 20000, minimum=1
+    malformed: Literal["error", "skip"] = _data("What to do with lines that hold no pair.", "error")
+    invalid_utf8: Literal["error", "skip"] = _data("What to do with text that is not UTF-8.", "error")
+    streaming: bool = _data("Read training pairs during training. Needs `max_steps`.", False)
+    pairs_in_buffer: int = _data("Number of pairs that a stream shuffles and sorts together.", 20000, minimum=1)
+    objective: Literal["pairs", "span_corruption", "ul2", "text_infilling"] = _data(
+        "Train on pairs, or denoise plain text as T5, UL2 or BART.", "pairs"
     )
-    objective: Literal["pairs", "span_corruption", "ul2", "text_infilling"] = _field(
-        "data", "Train on pairs, or denoise plain text as T5, UL2 or BART.", "pairs"
-    )
-    train_text_file: str | None = _field("data", "Plain text to denoise, one document per line; may be gzipped (.gz).")
-    validation_text_file: str | None = _field("data", "Plain text to denoise, for validation.")
-    noise_density: float | None = _field("data", "Share of tokens to hide [that of the paper].", minimum=0)
-    mean_span_length: float | None = _field("data", "Mean tokens of a hidden span [that of the paper].", minimum=1)
-    spans_anywhere: bool = _field("data", "Allow spans of span_corruption at both ends of a text.", False)
-    end_documents: bool = _field("data", "Append eos to each document of plain text.", True)
-    remainder: Literal["drop", "keep"] = _field("data", "What to do with the last, incomplete block of text.", "drop")
-    num_sentinels: int = _field("data", "Number of sentinel tokens of a new tokenizer.", 100, minimum=1)
-    max_train_samples: int | None = _field("data", "Maximum number of training pairs.", minimum=1)
-    max_validation_samples: int | None = _field("data", "Maximum number of validation pairs.", minimum=1)
-    max_test_samples: int | None = _field("data", "Maximum number of test pairs.", minimum=1)
-    num_validation: int = _field("data", "Number of training pairs to move to validation.", 0, minimum=0)
-    num_test: int = _field("data", "Number of training pairs to move to the test.", 0, minimum=0)
+    train_text_file: str | None = _data("Plain text to denoise, one document per line; may be gzipped (.gz).")
+    validation_text_file: str | None = _data("Plain text to denoise, for validation.")
+    noise_density: float | None = _data("Share of tokens to hide [that of the paper].", minimum=0)
+    mean_span_length: float | None = _data("Mean tokens of a hidden span [that of the paper].", minimum=1)
+    spans_anywhere: bool = _data("Allow spans of span_corruption at both ends of a text.", False)
+    end_documents: bool = _data("Append eos to each document of plain text.", True)
+    remainder: Literal["drop", "keep"] = _data("What to do with the last, incomplete block of text.", "drop")
+    num_sentinels: int = _data("Number of sentinel tokens of a new tokenizer.", 100, minimum=1)
+    max_train_samples: int | None = _data("Maximum number of training pairs.", minimum=1)
+    max_validation_samples: int | None = _data("Maximum number of validation pairs.", minimum=1)
+    max_test_samples: int | None = _data("Maximum number of test pairs.", minimum=1)
+    num_validation: int = _data("Number of training pairs to move to validation.", 0, minimum=0)
+    num_test: int = _data("Number of training pairs to move to the test.", 0, minimum=0)
 
-    tasks: dict[str, dict] = _field(
-        "tasks",
-        "Several tasks: for each name, fields of `data` such as `train_file` and `source_prefix`, and `weight`.",
-        dict,
+    tasks: dict[str, dict] = _tasks(
+        "Several tasks: for each name, fields of `data` such as `train_file` and `source_prefix`, and `weight`.", dict
     )
-    task_mixing: Literal["proportional", "temperature", "equal"] = _field(
-        "tasks", "Share of each task: in proportion to its pairs, to a root of their number, or equal.", "proportional"
+    task_mixing: Literal["proportional", "temperature", "equal"] = _tasks(
+        "Share of each task: in proportion to its pairs, to a root of their number, or equal.", "proportional"
     )
-    mixing_temperature: float = _field("tasks", "Degree of the root.", 2.0, minimum=1)
-    mixing_limit: int | None = _field("tasks", "Maximum number of pairs that a task counts with.", minimum=1)
+    mixing_temperature: float = _tasks("Degree of the root.", 2.0, minimum=1)
+    mixing_limit: int | None = _tasks("Maximum number of pairs that a task counts with.", minimum=1)
 
-    tokenizer_name_or_path: str | None = _field("tokenizer", "Existing tokenizer. Without it, a new one is trained.")
-    target_tokenizer_name_or_path: str | None = _field("tokenizer", "Existing tokenizer for the targets.")
-    source_lang: str | None = _field(
-        "tokenizer", "The tokenizer's code of the source language: eng_Latn (NLLB), en_XX (mBART), en (M2M100)."
+    tokenizer_name_or_path: str | None = _tokenizer("Existing tokenizer. Without it, a new one is trained.")
+    target_tokenizer_name_or_path: str | None = _tokenizer("Existing tokenizer for the targets.")
+    source_lang: str | None = _tokenizer(
+        "The tokenizer's code of the source language: eng_Latn (NLLB), en_XX (mBART), en (M2M100)."
     )
-    target_lang: str | None = _field("tokenizer", "The tokenizer's code of the target language, which starts decoding.")
-    tokenizer_kind: str | None = _field(
-        "tokenizer", f"Kind of a new tokenizer: {', '.join(TOKENIZER_KINDS)} [byte_bpe]."
+    target_lang: str | None = _tokenizer("The tokenizer's code of the target language, which starts decoding.")
+    tokenizer_kind: str | None = _tokenizer(f"Kind of a new tokenizer: {', '.join(TOKENIZER_KINDS)} [byte_bpe].")
+    vocab_size: int | None = _tokenizer(
+        "Entries of a new tokenizer [8000 where pieces are learned, else all].", minimum=1
     )
-    vocab_size: int | None = _field(
-        "tokenizer", "Entries of a new tokenizer [8000 where pieces are learned, else all].", minimum=1
-    )
-    target_vocab_size: int | None = _field("tokenizer", "Entries of a new, separate target tokenizer.", minimum=1)
-    joint_vocabulary: bool | None = _field("tokenizer", "True if one tokenizer serves both sides [true].")
-    lowercase: bool = _field("tokenizer", "Lower-case all text.", False)
-    normalization: str | None = _field("tokenizer", "Unicode normalization: nfc or nfkc [none].")
-    min_frequency: int | None = _field("tokenizer", "Minimum frequency of a learned piece.", minimum=1)
-    joiner: str | None = _field("tokenizer", "Mark of a split word in pretokenized text [@@].")
-    additional_special_tokens: list[str] | None = _field("tokenizer", "More special tokens, such as language codes.")
+    target_vocab_size: int | None = _tokenizer("Entries of a new, separate target tokenizer.", minimum=1)
+    joint_vocabulary: bool | None = _tokenizer("True if one tokenizer serves both sides [true].")
+    lowercase: bool = _tokenizer("Lower-case all text.", False)
+    normalization: str | None = _tokenizer("Unicode normalization: nfc or nfkc [none].")
+    min_frequency: int | None = _tokenizer("Minimum frequency of a learned piece.", minimum=1)
+    joiner: str | None = _tokenizer("Mark of a split word in pretokenized text [@@].")
+    additional_special_tokens: list[str] | None = _tokenizer("More special tokens, such as language codes.")
 
-    model_name_or_path: str | None = _field("model", "Model to fine-tune.")
-    preset: str | None = _field(
-        "model", f"Dimensions of a new model: {', '.join(MetaphraseConfig.presets())} [{DEFAULT_PRESET}]."
-    )
-    model: dict[str, Any] = _field(
-        "model", "Fields of MetaphraseConfig that replace those of the preset (--model.hidden_size 256).", dict
+    model_name_or_path: str | None = _model("Model to fine-tune.")
+    preset: str = _model(f"Dimensions of a new model: {', '.join(MetaphraseConfig.presets())}.", "metaphrase-small")
+    model: dict[str, Any] = _model(
+        "Fields of MetaphraseConfig that replace those of the preset (--model.hidden_size 256).", dict
     )
 
-    max_tokens_per_batch: int | None = _field(
-        "batches",
-        "Token budget per device: source, target and padding tokens. Replaces `per_device_train_batch_size`.",
-        minimum=2,
+    max_tokens_per_batch: int | None = _batches(
+        "Token budget per device: source, target and padding tokens. Replaces `per_device_train_batch_size`.", minimum=2
     )
 
-    r_drop_alpha: float = _field(
-        "technique", "Weight of R-Drop's divergence, such as 5. A batch takes the memory of two.", 0.0, minimum=0
+    r_drop_alpha: float = _technique(
+        "Weight of R-Drop's divergence, such as 5. A batch takes the memory of two.", 0.0, minimum=0
     )
-    r_drop_start_step: int = _field(
-        "technique", "Step at which R-Drop begins. Steps before it cost half.", 0, minimum=0
+    r_drop_start_step: int = _technique("Step at which R-Drop begins. Steps before it cost half.", 0, minimum=0)
+    exponential_average_decay: float | None = _technique(
+        "Decay of an exponential average of the weights, such as 0.999, which is evaluated and saved.", minimum=0
     )
-    exponential_average_decay: float | None = _field(
-        "technique",
-        "Decay of an exponential average of the weights, such as 0.999, which is evaluated and saved.",
-        minimum=0,
+    exponential_average_warmup: bool = _technique("Use a smaller decay in the beginning.", True)
+    average_last: int | None = _technique("Save the mean of the last N checkpoints.", minimum=2)
+    average_best: int | None = _technique("Save the mean of the N best by `metric_for_best_model`.", minimum=2)
+    freeze: list[str] | None = _technique(
+        "Parts not to train: encoder, decoder.layers.0-3, embeddings, ...; !part excepts a part."
     )
-    exponential_average_warmup: bool = _field("technique", "Use a smaller decay in the beginning.", True)
-    average_last: int | None = _field("technique", "Save the mean of the last N checkpoints.", minimum=2)
-    average_best: int | None = _field("technique", "Save the mean of the N best by `metric_for_best_model`.", minimum=2)
-    freeze: list[str] | None = _field(
-        "technique", "Parts not to train: encoder, decoder.layers.0-3, embeddings, ...; !part excepts a part."
+    learning_rate_factors: dict[str, float] = _technique(
+        "Factors of the learning rate by part (--learning_rate_factors.encoder 0.1).", dict
     )
-    learning_rate_factors: dict[str, float] = _field(
-        "technique", "Factors of the learning rate by part (--learning_rate_factors.encoder 0.1).", dict
-    )
-    layer_decay: float = _field("technique", "Factor of the learning rate from each layer to the one below.", 1.0)
-    lora_rank: int | None = _field(
-        "technique", "Rank of a LoRA adapter, which is trained instead of the weights.", minimum=1
-    )
-    lora_alpha: float = _field("technique", "Weight of the adapter before division by the rank.", 16.0)
-    lora_dropout: float = _field("technique", "Dropout probability of the adapter's input.", 0.0, minimum=0)
-    lora_target_modules: list[str] | None = _field("technique", "Layers with an adapter, such as q_proj [all linear].")
+    layer_decay: float = _technique("Factor of the learning rate from each layer to the one below.", 1.0)
+    lora_rank: int | None = _technique("Rank of a LoRA adapter, which is trained instead of the weights.", minimum=1)
+    lora_alpha: float = _technique("Weight of the adapter before division by the rank.", 16.0)
+    lora_dropout: float = _technique("Dropout probability of the adapter's input.", 0.0, minimum=0)
+    lora_target_modules: list[str] | None = _technique("Layers with an adapter, such as q_proj [all linear].")
 
-    metrics: list[str] | None = _field(
-        "evaluation", f"Scores on validation and test: {', '.join(METRICS)} [{' '.join(DEFAULT_METRICS)}]."
+    metrics: list[str] | None = _evaluation(
+        f"Scores on validation and test: {', '.join(METRICS)} [{' '.join(DEFAULT_METRICS)}]."
     )
-    bleu_tokenize: str | None = _field("evaluation", "sacreBLEU's tokenizer, such as 13a; none for tokenized text.")
-    num_beams: int | None = _field(
-        "evaluation", "Beams of the finished model. `generation_num_beams` holds during training.", minimum=1
+    bleu_tokenize: str | None = _evaluation("sacreBLEU's tokenizer, such as 13a; none for tokenized text.")
+    num_beams: int | None = _evaluation(
+        "Beams of the finished model. `generation_num_beams` holds during training.", minimum=1
     )
-    length_penalty: float | None = _field("evaluation", "Exponent of the length that divides beam scores.")
-    no_repeat_ngram_size: int | None = _field("evaluation", "Length of n-grams that may not repeat.", minimum=0)
-    repetition_penalty: float | None = _field("evaluation", "Penalty of tokens that were generated before.")
-    max_decoded_samples: int | None = _field(
-        "evaluation", "Number of validation pairs, evenly spread, to decode during training [all].", minimum=1
+    length_penalty: float | None = _evaluation("Exponent of the length that divides beam scores.")
+    no_repeat_ngram_size: int | None = _evaluation("Length of n-grams that may not repeat.", minimum=0)
+    repetition_penalty: float | None = _evaluation("Penalty of tokens that were generated before.")
+    max_decoded_samples: int | None = _evaluation(
+        "Number of validation pairs, evenly spread, to decode during training [all].", minimum=1
     )
-    early_stopping_patience: int | None = _field(
-        "evaluation", "Evaluations without a better score before training stops.", minimum=1
+    early_stopping_patience: int | None = _evaluation(
+        "Evaluations without a better score before training stops.", minimum=1
     )
-    early_stopping_threshold: float | None = _field("evaluation", "Minimum change that counts as better.", minimum=0)
+    early_stopping_threshold: float | None = _evaluation("Minimum change that counts as better.", minimum=0)
 
 
 # All differences from transformers' own defaults.
@@ -217,12 +199,7 @@ def group_of(name: str, where: str = "a recipe") -> str:
     Raises:
         ValueError: If there is no such field; the error says where it stands.
     """
-    check_known(name, where)
-    return OWN_FIELDS[name].metadata["group"] if name in OWN_FIELDS else "training"
-
-
-def check_known(name: str, where: str) -> None:
-    """Refuse a name that is no field, with a hint at the nearest one; `where` it stands is part of the error."""
     if name not in OWN_FIELDS and name not in TRAINING_FIELDS:
         hint = did_you_mean(name, [*OWN_FIELDS, *TRAINING_FIELDS]) or " Fields of the network go below `model`."
         raise ValueError(f"Every field must be one that a recipe has, got `{name}` in {where}.{hint}")
+    return OWN_FIELDS[name].metadata["group"] if name in OWN_FIELDS else "training"

@@ -28,9 +28,6 @@ _TYPE_NAMES = {bool: "true or false", int: "int", float: "float", str: "text", l
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: typing.ClassVar[dict] = {}
 
-    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        return int(self.construct_scalar(node))
-
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         keys = set()
         for key_node, _ in node.value:
@@ -52,7 +49,7 @@ class _Dumper(yaml.SafeDumper):
     }
 
 
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(loader.construct_scalar(node)))
 for _name, (_pattern, _letters) in _SCALARS.items():
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(rf"^(?:{_pattern})$"), _letters)
@@ -119,9 +116,36 @@ class ValueType:
             parts.append(f"one of {', '.join(self.choices)}")
         return " or ".join(parts + ["null"] * self.is_optional) or "nothing that a recipe can hold"
 
+    def fit(self, value: Any) -> Any:
+        """Convert a value read from YAML to this type.
 
-class _WrongType(Exception):
-    """The value does not fit the type."""
+        Raises:
+            TypeError: If it does not fit.
+        """
+        match value:
+            case None if self.is_optional:
+                return None
+            case bool() if bool in self.kinds:
+                return value
+            case int() if self.kinds & {int, float} and not isinstance(value, bool):
+                return value
+            case float() if float in self.kinds:
+                return value
+            case float() if int in self.kinds and value.is_integer():
+                return int(value)
+            case str() if value in self.choices:
+                return value
+            case str() if bool in self.kinds and value.lower() in _BOOLEAN_WORDS:
+                return _BOOLEAN_WORDS[value.lower()]
+            case str() if str in self.kinds:
+                return value
+            case str() if list in self.kinds:
+                return _split(value)
+            case list() if list in self.kinds and all(isinstance(item, str) for item in value):
+                return value
+            case dict() if dict in self.kinds:
+                return value
+        raise TypeError(f"The value must be {self}, got {value!r}.")
 
 
 def fit_value(field: str, value: Any, value_type: ValueType, where: str) -> Any:
@@ -131,9 +155,11 @@ def fit_value(field: str, value: Any, value_type: ValueType, where: str) -> Any:
         ValueError: If it does not fit.
     """
     try:
-        return _fit(value, value_type)
-    except _WrongType:
-        raise _type_error(field, value, value_type, where) from None
+        return value_type.fit(value)
+    except TypeError:
+        raise ValueError(
+            f"`{field}` must be {value_type}, got {value!r} ({type(value).__name__}) in {where}."
+        ) from None
 
 
 def fit_words(field: str, words: list[str], value_type: ValueType, where: str) -> Any:
@@ -144,30 +170,18 @@ def fit_words(field: str, words: list[str], value_type: ValueType, where: str) -
     Raises:
         ValueError: If they do not fit.
     """
+    if len(words) != 1:
+        parts = [part for word in words for part in _split(word)]
+        return fit_value(field, parts if words else True, value_type, where)
+    [word] = words
+    is_text = word in value_type.choices or value_type.kinds == {str}
+    if is_text and not (word == "null" and value_type.is_optional):
+        return word
     try:
-        if not words:
-            return _fit(True, value_type)
-        if len(words) > 1:
-            return _fit([part for word in words for part in _split(word)], value_type)
-        return _fit_word(words[0], value_type)
-    except _WrongType:
-        raise _type_error(field, words[0] if len(words) == 1 else words, value_type, where) from None
-
-
-def _type_error(field: str, value: Any, value_type: ValueType, where: str) -> ValueError:
-    return ValueError(f"`{field}` must be {value_type}, got {value!r} ({type(value).__name__}) in {where}.")
-
-
-def _fit_word(word: str, value_type: ValueType) -> Any:
-    if word in value_type.choices or value_type.kinds == {str}:
-        return None if word == "null" and value_type.is_optional else word
-    try:
-        parsed = load_yaml(word, "")
-        if not isinstance(parsed, str):
-            return _fit(parsed, value_type)
-    except (ValueError, _WrongType):
-        pass
-    return _fit(word, value_type)
+        value = load_yaml(word, "")
+        return value_type.fit(word if isinstance(value, str) else value)
+    except (ValueError, TypeError):
+        return fit_value(field, word, value_type, where)
 
 
 def parse_words(words: list[str]) -> Any:
@@ -179,41 +193,4 @@ def parse_words(words: list[str]) -> Any:
 
 
 def _split(text: str) -> list[str]:
-    return [part for part in re.split(r"[,\s]+", text) if part]
-
-
-def _fit(value: Any, value_type: ValueType) -> Any:
-    kinds = value_type.kinds
-    match value:
-        case None if value_type.is_optional:
-            return None
-        case bool() if bool in kinds:
-            return value
-        case bool():
-            raise _WrongType
-        case int() if int in kinds or float in kinds:
-            return value
-        case float() if float in kinds:
-            return value
-        case float() if int in kinds and value.is_integer():
-            return int(value)
-        case str():
-            return _fit_text(value, value_type)
-        case list() if list in kinds and all(isinstance(item, str) for item in value):
-            return value
-        case dict() if dict in kinds:
-            return value
-    raise _WrongType
-
-
-def _fit_text(text: str, value_type: ValueType) -> Any:
-    kinds = value_type.kinds
-    if text in value_type.choices:
-        return text
-    if bool in kinds and text.lower() in _BOOLEAN_WORDS:
-        return _BOOLEAN_WORDS[text.lower()]
-    if str in kinds:
-        return text
-    if list in kinds:
-        return _split(text)
-    raise _WrongType
+    return re.findall(r"[^,\s]+", text)

@@ -25,7 +25,7 @@ from metaphrase.training.recipe.fields import (
     TRAINING_FIELDS,
     OwnFields,
     TrainingFields,
-    check_known,
+    group_of,
 )
 from metaphrase.training.recipe.parsing import ValueType, dump_yaml, fit_value, fit_words, load_yaml, parse_words
 
@@ -64,21 +64,20 @@ class Recipe(OwnFields, TrainingFields):
             check_recipe(self)
 
     @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any], where: str, is_checked: bool = True) -> "Recipe":
+    def from_mapping(cls, mapping: Mapping[str, Any], where: str) -> "Recipe":
         """Make a recipe from flat keys and values.
 
         Args:
             mapping: Values by field.
             where: Origin of the values, for errors.
-            is_checked: False to accept fields that contradict each other.
 
         Raises:
             ValueError: If a key is unknown, a value is of a wrong type, or the fields contradict each other.
         """
-        return cls._from_values({name: _fit(name, value, where) for name, value in mapping.items()}, is_checked)
+        return cls._from_values(_fit_all(mapping, where))
 
     @classmethod
-    def _from_values(cls, values: dict[str, Any], is_checked: bool) -> "Recipe":
+    def _from_values(cls, values: dict[str, Any], is_checked: bool = True) -> "Recipe":
         # An own field of None is unset. A default value counts as set, so that a saved recipe outlives a change of defaults.
         values = {name: value for name, value in values.items() if value is not None or name in TRAINING_FIELDS}
         return cls(set_names=tuple(values), is_checked=is_checked, **values)
@@ -90,7 +89,11 @@ class Recipe(OwnFields, TrainingFields):
 
     def is_set(self, name: str) -> bool:
         """Return True if a field was given or differs from its default."""
-        return name in self.set_names or getattr(self, name) != _default(name)
+        return name in self.set_names or self.is_changed(name)
+
+    def is_changed(self, name: str) -> bool:
+        """Return True if a field differs from its default."""
+        return getattr(self, name) != getattr(_DEFAULTS, name)
 
     def data_path(self, name: str) -> Path:
         """Return the data file that a field names, below `data_dir` if it is relative.
@@ -130,11 +133,6 @@ class Recipe(OwnFields, TrainingFields):
         options |= {name: getattr(self, name) for name in shared}
         return {**options, "max_samples": getattr(self, f"max_{split}_samples")}
 
-    def generation_options(self) -> dict[str, Any]:
-        """Return the generation settings that were set, under their names in `generate`."""
-        names = ("num_beams", "length_penalty", "no_repeat_ngram_size", "repetition_penalty")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-
     def training_arguments(self, **overrides: Any) -> Seq2SeqTrainingArguments:
         """Build the training arguments; `overrides` replace values of the recipe.
 
@@ -155,18 +153,15 @@ class Recipe(OwnFields, TrainingFields):
         training_arguments = Seq2SeqTrainingArguments(**arguments)
         if training_arguments.lr_scheduler_type in METRIC_SCHEDULES and training_arguments.greater_is_better:
             # These schedules minimize by default.
-            training_arguments.lr_scheduler_kwargs = {
-                "mode": "max",
-                **(training_arguments.lr_scheduler_kwargs or {}),
-            }
+            options = training_arguments.lr_scheduler_kwargs or {}
+            training_arguments.lr_scheduler_kwargs = {"mode": "max", **options}
         return training_arguments
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values that were set, as flat keys, without those that belong to this machine."""
-        names = [name for name in OWN_FIELDS if self.is_set(name)]
-        names += [name for name in self.set_names if name in TRAINING_FIELDS]
-        names += [name for name in TRAINING_FIELDS if self.is_set(name) and name not in self.set_names]
-        values = {name: copy.deepcopy(getattr(self, name)) for name in names if name not in NEVER_SAVED}
+        names = dict.fromkeys((*OWN_FIELDS, *self.set_names, *TRAINING_FIELDS))
+        saved = [name for name in names if self.is_set(name) and name not in NEVER_SAVED]
+        values = {name: copy.deepcopy(getattr(self, name)) for name in saved}
         if Path(str(values.get("output_dir") or "")).is_absolute():
             del values["output_dir"]
         if self.data_dir is not None:
@@ -191,12 +186,8 @@ _HINTS = typing.get_type_hints(Recipe)
 _DEFAULTS = Recipe(is_checked=False)
 
 
-def _default(name: str) -> Any:
-    return getattr(_DEFAULTS, name)
-
-
 def _type_of(name: str, where: str) -> ValueType:
-    check_known(name, where)
+    group_of(name, where)  # refuses a name that is no field
     return ValueType.of(_HINTS[name])
 
 
@@ -241,35 +232,37 @@ def _read_file(path: Path) -> dict[str, Any]:
     mapping = load_yaml(path.read_text(encoding="utf-8-sig"), str(path))
     if not isinstance(mapping, dict | None):
         raise ValueError(f"{path} must be a mapping of fields to values, got {type(mapping).__name__}.")
-    return {name: _fit(name, value, str(path)) for name, value in (mapping or {}).items()}
+    return _fit_all(mapping or {}, str(path))
 
 
-def _fit(name: str, value: Any, where: str) -> Any:
+def _fit_all(mapping: Mapping[str, Any], where: str) -> dict[str, Any]:
+    types = {name: _type_of(name, where) for name in mapping}
     # An own field may be empty, such as `model:` above lines that were all commented out. Then it is not set.
-    value_type = _type_of(name, where)
-    return None if value is None and name in OWN_FIELDS else fit_value(name, value, value_type, where)
+    return {
+        name: None if value is None and name in OWN_FIELDS else fit_value(name, value, types[name], where)
+        for name, value in mapping.items()
+    }
 
 
 def _split_options(words: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Split the words of a command line into options, each with the words that follow it."""
     options: list[tuple[str, list[str]]] = []
     for word in words:
-        if not word.startswith("--"):
-            if not options:
-                raise ValueError(f"The command line must name a field with --field before a value, got {word!r}.")
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            head, dot, keys = name.partition(".")
+            options.append((head.replace("-", "_") + dot + keys, [value] if equals else []))
+        elif options:
             options[-1][1].append(word)
-            continue
-        name, equals, value = word[2:].partition("=")
-        head, dot, keys = name.partition(".")
-        options.append((head.replace("-", "_") + dot + keys, [value] if equals else []))
+        else:
+            raise ValueError(f"The command line must name a field with --field before a value, got {word!r}.")
     return [_resolve_negation(name, values) for name, values in options]
 
 
 def _resolve_negation(name: str, values: list[str]) -> tuple[str, list[str]]:
     positive = name.removeprefix("no_")
-    if positive == name or values or (positive not in OWN_FIELDS and positive not in TRAINING_FIELDS):
-        return name, values
-    return positive, ["false"]
+    is_negation = positive != name and not values and (positive in OWN_FIELDS or positive in TRAINING_FIELDS)
+    return (positive, ["false"]) if is_negation else (name, values)
 
 
 def describe_fields() -> str:
@@ -286,7 +279,7 @@ def describe_fields() -> str:
 
 
 def _describe(name: str, text: str) -> str:
-    default = _default(name)
+    default = getattr(_DEFAULTS, name)
     if isinstance(default, enum.Enum):
         default = default.value
     shown = "" if default in (None, "", {}) else f" [{default}]"

@@ -4,12 +4,13 @@ import json
 import logging
 
 import pytest
+from small_experiments import read_log
 from small_runs import SMALL
 from transformers import BartConfig, M2M100Config, MarianConfig
 
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.training.experiment import Experiment
-from metaphrase.training.recipe.length_limits import longest_sequence
+from metaphrase.training.model_setup import longest_sequence
 from metaphrase.training.recipe.recipe import Recipe
 
 SHORT = [("a cat", "eine Katze"), ("the dog", "der Hund"), ("a dog", "ein Hund"), ("the cat", "die Katze")]
@@ -26,20 +27,13 @@ def make(tmp_path):
         (tmp_path / f"{name}.tsv").write_text(text, encoding="utf-8")
 
     def experiment(model=None, **fields):
-        base = {
-            "data_dir": str(tmp_path),
-            "output_dir": str(tmp_path / "run"),
-            "train_file": "train.tsv",
-            "tokenizer_kind": "byte",
-            "model": SMALL | (model or {}),
-            "max_source_length": 20,
-            "max_target_length": 20,
-            "max_steps": 2,
+        base = {"data_dir": str(tmp_path), "output_dir": str(tmp_path / "run"), "train_file": "train.tsv"}
+        base |= {"tokenizer_kind": "byte", "model": SMALL | (model or {}), "metrics": ["chrf"]}
+        base |= {"max_source_length": 20, "max_target_length": 20, "per_device_train_batch_size": 2, "max_steps": 2}
+        base |= {
             "eval_strategy": "steps",
             "eval_steps": 2,
             "save_strategy": "no",
-            "per_device_train_batch_size": 2,
-            "metrics": ["chrf"],
             "disable_tqdm": True,
             "use_cpu": True,
         }
@@ -50,13 +44,16 @@ def make(tmp_path):
     return experiment
 
 
+STREAM = {"max_source_length": None, "max_target_length": None, "streaming": True, "eval_strategy": "no"}
+STREAM |= {"per_device_train_batch_size": None}
+
+
 def report_of(make, split):
     return json.loads((make.folder / "run" / "data_report.json").read_text(encoding="utf-8"))[split]
 
 
 def last_evaluation(make):
-    state = json.loads((make.folder / "run" / "trainer_state.json").read_text(encoding="utf-8"))
-    return next(entry for entry in reversed(state["log_history"]) if "eval_loss" in entry)
+    return read_log(make.folder / "run")[-1]
 
 
 def test_a_validation_pair_beyond_the_budget_of_training_is_evaluated(make, caplog):
@@ -137,9 +134,9 @@ def test_the_model_to_fine_tune_says_what_it_can_read(config, expected, tmp_path
 
 
 def test_presets_say_what_they_can_read():
+    learned, alibi = {}, {"position_embedding_type": "alibi"}
     assert longest_sequence(Recipe()) is None
-    assert longest_sequence(Recipe(preset="bart-base")) == 1024
-    assert longest_sequence(Recipe(preset="bart-base", model={"position_embedding_type": "alibi"})) is None
+    assert [longest_sequence(Recipe(preset="bart-base", model=model)) for model in (learned, alibi)] == [1024, None]
 
 
 def test_a_run_whose_limits_were_lowered_goes_on(make):
@@ -163,8 +160,7 @@ def test_a_run_whose_limits_were_lowered_goes_on(make):
     ],
 )
 def test_a_batch_of_a_stream_can_hold_whatever_pair_comes(make, given, expected):
-    fields = {"max_source_length": None, "max_target_length": None, "streaming": True, "max_tokens_per_batch": 40}
-    fields |= {"per_device_train_batch_size": None, "eval_strategy": "no"} | given
+    fields = STREAM | {"max_tokens_per_batch": 40} | given
     if expected is None:
         with pytest.raises(ValueError, match=r"`max_tokens_per_batch` must be at least .* streamed, .*, got 40, "):
             make(**fields)
@@ -174,16 +170,13 @@ def test_a_batch_of_a_stream_can_hold_whatever_pair_comes(make, given, expected)
 
 
 def test_a_stream_has_lengths_for_its_budget_and_its_positions(make):
-    fields = {"max_source_length": None, "max_target_length": None, "streaming": True, "eval_strategy": "no"}
-    fields |= {"per_device_train_batch_size": None}
     for budget, expected in ((30, (15, 15)), (45, (20, 20)), (40, (20, 20))):
-        recipe = make(LEARNED, **fields, max_tokens_per_batch=budget).recipe
+        recipe = make(LEARNED, **STREAM, max_tokens_per_batch=budget).recipe
         assert (recipe.max_source_length, recipe.max_target_length) == expected
 
 
 def test_a_stream_keeps_its_lengths_when_it_goes_on_with_another_budget(make):
-    fields = {"max_source_length": None, "max_target_length": None, "streaming": True, "eval_strategy": "no"}
-    fields |= {"per_device_train_batch_size": None, "save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    fields = STREAM | {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
     make(**fields, max_tokens_per_batch=40).train()
     fields |= {"resume_from_checkpoint": "true", "max_steps": 2}
     again = make(**fields, max_tokens_per_batch=50)
