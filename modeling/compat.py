@@ -1,5 +1,6 @@
 """Switches between versions of torch and transformers, and private names of theirs.
 
+- transformers renames gradient checkpointing to activation checkpointing after 5.20.
 - transformers 5.24 renames `past_key_values` to `cache`, and calls `prefix_allowed_tokens_fn` with the index of the source.
 - torch 2.13 replaces the argument `is_causal` of `varlen_attn` by `window_size`.
 """
@@ -12,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
-from transformers import BatchEncoding, PreTrainedTokenizerBase
+from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import Seq2SeqLMOutput
 
@@ -20,6 +21,9 @@ CACHE_NAMES = ("past_key_values", "cache")
 _FIELDS = {field.name for field in dataclasses.fields(Seq2SeqLMOutput)}
 # The name in the outputs and generation loops of this version.
 CACHE_NAME = next(name for name in reversed(CACHE_NAMES) if name in _FIELDS)
+# Prefix of the training arguments and of the method that compute layers again in the backward pass.
+CHECKPOINTING = "activation" if hasattr(PreTrainedModel, "activation_checkpointing_enable") else "gradient"
+CHECKPOINTING += "_checkpointing"
 # True if `prefix_allowed_tokens_fn` is called with the row of a sample.
 PASSES_SAMPLE_ROWS = CACHE_NAME == "past_key_values"
 

@@ -107,13 +107,11 @@ class JointSearch(abc.ABC):
             ValueError: If an option needs transformers' own loops, which know one model, or this search does not support it.
         """
         config, criteria, models = generation_config, stopping_criteria, [model, *(partner for partner, _ in partners)]
-        if obstacle(model, input_ids, logits_processor, criteria, config, **kwargs):
-            names = [type(part).__name__ for part in (*logits_processor, *criteria)]
+        if reason := obstacle(model, input_ids, logits_processor, criteria, config, **kwargs):
             raise ValueError(
                 "A search with several models must be greedy, by beams or sampling, in float32 or bfloat16, with a dynamic "
-                "cache, and without streamers, hooks and attention kernels that allow only padding masks, "
-                f"got {model.dtype}, {model.config._attn_implementation}, processors and criteria {names}, "
-                f"num_beams={config.num_beams}, do_sample={config.do_sample}, use_cache={config.use_cache}."
+                f"cache, and without streamers and hooks. Not supported here: {reason}, got num_beams={config.num_beams}, "
+                f"do_sample={config.do_sample}, use_cache={config.use_cache}."
             )
         encoded = [(kwargs["encoder_outputs"].last_hidden_state, kwargs.get("attention_mask"))]
         for partner, inputs in partners:

@@ -72,7 +72,7 @@ def test_settings_of_a_task_apply(task, t5_with_tasks):
     tokenizer, settings = tiny_pair().source, dict(T5_TASKS[task])
     made = pipeline(task, model=t5_with_tasks, tokenizer=tokenizer)
     inputs = tokenizer([settings.pop("prefix") + SOURCES[0]], return_tensors="pt", return_token_type_ids=False)
-    expected = t5_with_tasks.generate(**inputs, **settings)
+    expected = t5_with_tasks.generate(**inputs.to(made.device), **settings)
     [result] = made(SOURCES[0], return_tensors=True)
     ids = result[f"{made.return_name}_token_ids"]
     assert ids.tolist() == made._remove_padding(expected[0]).tolist() and len(ids) <= settings["max_length"]

@@ -33,7 +33,7 @@ def test_other_families_write_what_their_generate_writes(task, family, families)
     made = pipeline(task, model=model, tokenizer=tokenizer, max_new_tokens=7)
     written = texts_of(made(SOURCES), NAMES[task])
     for source, text in zip(SOURCES, written, strict=True):
-        inputs = tokenizer([source], return_tensors="pt", return_token_type_ids=False)
+        inputs = tokenizer([source], return_tensors="pt", return_token_type_ids=False).to(model.device)
         ids = model.generate(**inputs, num_beams=4, max_new_tokens=7)
         assert text == tokenizer.decode(ids[0], skip_special_tokens=True)
     assert len(set(written)) > 1

@@ -106,7 +106,8 @@ def carry_out(data, output, way, fields):
 def attempt(data, output, way, fields):
     command, pairs = [sys.executable], 8
     # DeepSpeed does without an accelerator then.
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     if way is not None:
         file, changes = WAYS[way]
         settings = yaml.safe_load((FOLDER / file).read_text())

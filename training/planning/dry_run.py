@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, set_seed
 
 from metaphrase.data.collators import PackedCollator, PairCollator, with_decoder_inputs
 from metaphrase.data.pairs import LENGTH_COLUMNS
+from metaphrase.modeling.compat import CHECKPOINTING
 from metaphrase.training.adapters import is_adapted
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.planning.batches import BatchShape, plan_batches, training_flops
@@ -86,7 +87,7 @@ def _measured_rate(experiment: Experiment, model: PreTrainedModel, train, length
             }
         )
     if arguments.gradient_checkpointing:
-        model.activation_checkpointing_enable()
+        getattr(model, f"{CHECKPOINTING}_enable")()
     model.to(arguments.device)
     return measure_flops_per_second(model, batches, arguments.gradient_checkpointing, arguments.bf16)
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from metaphrase.data.token_budget import round_up
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
+from metaphrase.modeling.compat import CHECKPOINTING
 from metaphrase.training.planning.activations import ActivationEstimate, Precision, estimate_activations
 from metaphrase.training.planning.batches import BatchShape, DataEstimate, plan_batches, training_flops
 from metaphrase.training.planning.memory import ParameterCounts, Sharding, StateMemory, estimate_states, optimizer_bytes
@@ -170,7 +171,7 @@ def estimate_run(
     precision = Precision(compute, stored if sharding.engine == "ddp" else compute, on_accelerator)
     # transformers has two names for it, and FSDP has a switch of its own.
     fsdp_switch = (arguments.fsdp_plugin_args or {}).get("activation_checkpointing")
-    is_checkpointed = any((arguments.activation_checkpointing, arguments.gradient_checkpointing, fsdp_switch))
+    is_checkpointed = any((getattr(arguments, CHECKPOINTING), arguments.gradient_checkpointing, fsdp_switch))
     flops_per_step = training_flops(model, shapes, is_checkpointed) // data.steps_per_epoch
     if r_drop_start_step is not None:
         flops_per_step += flops_per_step * max(0, data.steps - r_drop_start_step) // data.steps

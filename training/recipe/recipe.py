@@ -17,6 +17,7 @@ from typing import Any
 
 from transformers import SchedulerType, Seq2SeqTrainingArguments
 
+from metaphrase.modeling.compat import CHECKPOINTING
 from metaphrase.training.checkpointing.averaging import is_better_lower
 from metaphrase.training.recipe.checks import check_recipe
 from metaphrase.training.recipe.fields import (
@@ -32,10 +33,7 @@ from metaphrase.training.recipe.parsing import ValueType, dump_yaml, fit_value, 
 # These belong to a machine or a moment, or are secret.
 NEVER_SAVED = ("data_dir", "hub_token", "resume_from_checkpoint", "local_rank")
 # Later names in transformers, whose earlier ones raise a warning. A recipe may keep the names that all versions know.
-RENAMED = {
-    "gradient_checkpointing": "activation_checkpointing",
-    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
-}
+RENAMED = {f"gradient_checkpointing{kind}": f"{CHECKPOINTING}{kind}" for kind in ("", "_kwargs")}
 # Schedules that follow a metric.
 METRIC_SCHEDULES = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 # Uploads are done by `metaphrase push`, not by a run.
