@@ -174,7 +174,7 @@ def test_texts_may_come_from_an_iterator():
 @pytest.mark.parametrize(
     "options",
     [{"must_contain": ["e"]}, {"never_contain": ["e"], "num_beams": 2}, {"assistant_model": tiny_generator(seed=1)}],
-    ids=str,
+    ids=" ".join,
 )
 def test_targets_are_made_with_every_option_of_a_generator(options):
     generator = tiny_generator()
