@@ -8,7 +8,15 @@ from metaphrase.decoding.searches.diverse_beam_search import diverse_beam_search
 from metaphrase.decoding.searches.ensemble import EnsembleSearch
 from metaphrase.decoding.searches.joint_search import Partner
 from metaphrase.decoding.searches.speculative_decoding import SpeculativeSearch
-from metaphrase.inference.alignment import AttentionMap, cross_attention, cross_attentions
+from metaphrase.inference.alignment import (
+    AttentionMap,
+    alignment_error_rate,
+    cross_attention,
+    cross_attentions,
+    format_pharaoh,
+    word_alignment,
+    word_weights,
+)
 from metaphrase.inference.batches import decode
 from metaphrase.inference.engine import Engine, Hypothesis
 from metaphrase.inference.generator import ENGINES, Generator
@@ -17,7 +25,6 @@ from metaphrase.inference.minimum_bayes_risk import expected_utilities
 from metaphrase.inference.pipelines import SummarizationPipeline, Text2TextGenerationPipeline, TranslationPipeline
 from metaphrase.inference.run import ScoredText
 from metaphrase.inference.scoring import ForcedScore
-from metaphrase.inference.word_alignment import alignment_error_rate, format_pharaoh, word_alignment, word_weights
 
 __all__ = [
     "ENGINES",

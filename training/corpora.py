@@ -15,12 +15,11 @@ from transformers import Seq2SeqTrainingArguments
 from metaphrase.data.denoising.dataset import DenoisingDataset, longest_block, make_objective, objective_tokens
 from metaphrase.data.denoising.span_corruption import MIN_BLOCK_LENGTH
 from metaphrase.data.encoding import encode_pairs
-from metaphrase.data.pair_stream import PairStream, TextStream
 from metaphrase.data.pairs import SPLITS, TASK_COLUMN, column_texts, data_seed, load_pairs, split_pairs
 from metaphrase.data.reports import DataReport
+from metaphrase.data.streams import PairStream, TextStream, TokenBudgetStream
 from metaphrase.data.task_mixture import mixed_rows, mixing_rates
 from metaphrase.data.text_blocks import load_texts, text_blocks
-from metaphrase.data.token_stream import TokenBudgetStream
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.recipe.recipe import Recipe
 
