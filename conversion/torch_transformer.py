@@ -8,10 +8,7 @@ import torch
 from metaphrase.conversion.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, HEAD_BIAS, Counterpart
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 
-_NORMS = {
-    "encoder": ("self_attn_norm", "mlp_norm"),
-    "decoder": ("self_attn_norm", "cross_attn_norm", "mlp_norm"),
-}
+_NORMS = {"encoder": ("self_attn_norm", "mlp_norm"), "decoder": ("self_attn_norm", "cross_attn_norm", "mlp_norm")}
 _ATTENTIONS = {"self_attn": "self_attn", "cross_attn": "multihead_attn"}
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _MLP = {"up_proj": "linear1", "down_proj": "linear2"}

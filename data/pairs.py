@@ -190,10 +190,7 @@ def read_cached(
     key = (version, *((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats))
     try:
         return datasets.Dataset.from_generator(
-            generate,
-            features=features,
-            cache_dir=cache_dir,
-            gen_kwargs={"cache_key": key, **arguments},
+            generate, features=features, cache_dir=cache_dir, gen_kwargs={"cache_key": key, **arguments}
         )
     except DatasetGenerationError as error:
         cause = error.__cause__ or error.__context__

@@ -111,10 +111,7 @@ def decode(
 
 @contextlib.contextmanager
 def _searching(
-    models: Sequence[PreTrainedModel],
-    joint_search: Callable | None,
-    return_scores: bool,
-    generation_kwargs: dict,
+    models: Sequence[PreTrainedModel], joint_search: Callable | None, return_scores: bool, generation_kwargs: dict
 ) -> Iterator[BatchSearch]:
     """Put the models into evaluation mode inside this context. Yields the search for one batch."""
     chosen_search, generation_kwargs = choose_search(models[0], generation_kwargs)

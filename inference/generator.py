@@ -278,11 +278,7 @@ class Generator(StreamDecoder):
         return plain_options(generation_kwargs).get("num_return_sequences", default)
 
     def score(
-        self,
-        sources: Iterable[str],
-        targets: Iterable[str | Sequence[int]],
-        *,
-        show_progress: bool | None = False,
+        self, sources: Iterable[str], targets: Iterable[str | Sequence[int]], *, show_progress: bool | None = False
     ) -> list[ForcedScore]:
         """Return the log-probability of each token of given targets, computed in batches of similar length.
 
@@ -347,9 +343,7 @@ def _load_model(
     _check_device(device)
     quantization = quantization_of(dtype, device)
     model = load_whole(
-        name_or_path,
-        dtype=torch.float32 if quantization else _find_dtype(dtype),
-        trust_remote_code=trust_remote_code,
+        name_or_path, dtype=torch.float32 if quantization else _find_dtype(dtype), trust_remote_code=trust_remote_code
     )
     model = model.to(device).eval()
     if quantization is not None:
