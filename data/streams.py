@@ -12,8 +12,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from metaphrase.data.encoding import OUTCOMES, PairEncoder
 from metaphrase.data.fingerprints import file_fingerprint
 from metaphrase.data.pair_files import read_arrow
-from metaphrase.data.pairs import PairSource, generate_records
-from metaphrase.data.reports import DROP_REASONS, DataReport
+from metaphrase.data.pairs import DROP_REASONS, DataReport, PairSource, generate_records
 from metaphrase.data.token_budget import as_padded, fill_to_count, form_batches, seeded_generator, uncounted
 from metaphrase.tokenization import TokenizerPair
 
