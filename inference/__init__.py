@@ -5,8 +5,7 @@ from metaphrase.decoding.quantization import QUANTIZATIONS, quantize
 from metaphrase.decoding.searches.constrained_beam_search import constrained_beam_search
 from metaphrase.decoding.searches.contrastive_search import contrastive_search
 from metaphrase.decoding.searches.diverse_beam_search import diverse_beam_search
-from metaphrase.decoding.searches.ensemble import EnsembleSearch
-from metaphrase.decoding.searches.joint_search import Partner
+from metaphrase.decoding.searches.joint_search import EnsembleSearch, Partner
 from metaphrase.decoding.searches.speculative_decoding import SpeculativeSearch
 from metaphrase.inference.alignment import (
     AttentionMap,

@@ -11,11 +11,10 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerationMode
 
 from metaphrase.decoding import fast_generation
-from metaphrase.decoding.fast_generation import is_metaphrase
+from metaphrase.decoding.fast_generation import SequenceScores, is_metaphrase, totals_of_steps
 from metaphrase.decoding.options import GENERATION_OPTIONS, plain_options
 from metaphrase.decoding.searches.choose import choose_search
 from metaphrase.decoding.searches.joint_search import Partner
-from metaphrase.decoding.sequence_scores import SequenceScores, totals_of_steps
 from metaphrase.inference.engine import BatchSearch, Engine, Hypothesis
 from metaphrase.inference.source_limits import numbering
 from metaphrase.inference.text_options import (

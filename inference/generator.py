@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 import metaphrase.modeling  # noqa: F401 (registers the models with the Auto classes)
 from metaphrase.decoding.options import check_ranges, plain_options
 from metaphrase.decoding.quantization import quantization_of, quantize
-from metaphrase.decoding.searches.ensemble import EnsembleSearch
-from metaphrase.decoding.searches.joint_search import check_partner, check_target_vocabulary
+from metaphrase.decoding.searches.joint_search import EnsembleSearch, check_partner, check_target_vocabulary
 from metaphrase.inference.chunks import Chunk, PreparedChunks, StreamDecoder, decode_chunk
 from metaphrase.inference.engine import Engine, Hypothesis, default_device, find_device
 from metaphrase.inference.minimum_bayes_risk import decode_by_risk

@@ -8,8 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from metaphrase.decoding.options import plain_options
 from metaphrase.decoding.searches.constrained_beam_search import encode_phrases
-from metaphrase.decoding.searches.ensemble import EnsembleSearch
-from metaphrase.decoding.searches.joint_search import Partner, check_partner, check_target_vocabulary, is_metaphrase
+from metaphrase.decoding.searches.joint_search import (
+    EnsembleSearch,
+    Partner,
+    check_partner,
+    check_target_vocabulary,
+    is_metaphrase,
+)
 from metaphrase.decoding.searches.speculative_decoding import DEFAULT_NUM_ASSISTANT_TOKENS, SpeculativeSearch
 from metaphrase.inference.batches import decode
 from metaphrase.inference.engine import Engine, Hypothesis

@@ -14,8 +14,8 @@ from metaphrase.decoding.decoder_state import DecoderState, Rotation, attend
 from metaphrase.decoding.prepared_decoder import PreparedLayer
 from metaphrase.decoding.searches.joint_search import JointSearch
 from metaphrase.decoding.supported_processors import are_ends, process
-from metaphrase.modeling.attention import fold_copies, unfold_copies
 from metaphrase.modeling.encoder_decoder import MetaphraseDecoder
+from metaphrase.modeling.layers import fold_copies, unfold_copies
 from metaphrase.modeling.positions import LearnedPositionEmbedding, rotate
 
 DEFAULT_NUM_ASSISTANT_TOKENS = 5
