@@ -1,4 +1,4 @@
-"""Tests of `decoding.ragged_state`: rows of different lengths equal rows decoded alone."""
+"""Tests of `RaggedDecoderState`: rows of different lengths equal rows decoded alone."""
 
 import pytest
 import torch
