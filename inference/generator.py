@@ -10,11 +10,11 @@ from transformers import PreTrainedModel
 import metaphrase.modeling  # noqa: F401 (registers the models with the Auto classes)
 from metaphrase.decoding.options import check_ranges, plain_options
 from metaphrase.decoding.quantization import quantization_of, quantize
-from metaphrase.decoding.searches.joint_search import EnsembleSearch, check_partner, check_target_vocabulary
+from metaphrase.decoding.searches.joint_search import EnsembleSearch
 from metaphrase.inference.chunks import Chunk, PreparedChunks, StreamDecoder, decode_chunk
 from metaphrase.inference.engine import Engine, Hypothesis, default_device, find_device
 from metaphrase.inference.minimum_bayes_risk import decode_by_risk
-from metaphrase.inference.run import EncodedSources, Run, ScoredText, check_single, nonblank
+from metaphrase.inference.run import EncodedSources, Run, ScoredText, check_partner, check_single, nonblank
 from metaphrase.inference.scoring import ForcedScore, encode_forced, read_texts, score_targets
 from metaphrase.inference.source_limits import check_source_length, count_cut
 from metaphrase.modeling.pipeline_support import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
@@ -76,10 +76,7 @@ class Generator(StreamDecoder):
         self.members = list(members)
         self.ensemble = EnsembleSearch(ensemble_mean)
         for number, member in enumerate(self.members, start=2):
-            name = f"model {number} of the ensemble"
-            check_single(member, name)
-            check_target_vocabulary(tokenizers, member.tokenizers, name)
-            check_partner(model, member.model, name)
+            check_partner(self, member, f"model {number} of the ensemble")
 
     @classmethod
     def from_pretrained(

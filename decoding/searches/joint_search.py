@@ -16,12 +16,10 @@ from metaphrase.decoding.decoder_state import DecoderState
 from metaphrase.decoding.fast_generation import (
     calls_are_plain,
     computing_dtype,
-    is_metaphrase,
     obstacle,
     prepared_projections,
 )
 from metaphrase.decoding.sampling import sample
-from metaphrase.tokenization import TokenizerPair
 
 ENSEMBLE_MEANS = ("linear", "log_linear")
 
@@ -37,48 +35,6 @@ class Partner:
 
     model: PreTrainedModel
     sources: Sequence[Sequence[int]]
-
-
-def check_partner(model: PreTrainedModel, partner: PreTrainedModel, name: str) -> None:
-    """Check that two models can write a target together.
-
-    Args:
-        model: The first model, whose settings are used.
-        partner: The other model.
-        name: The option that sets `partner`.
-
-    Raises:
-        ValueError: If a model is no Metaphrase model, or the two differ in special ids, vocabulary or device.
-    """
-    for candidate in (model, partner):
-        if not is_metaphrase(candidate):
-            raise ValueError(
-                f"`{name}` and the first model must both be Metaphrase models, got {type(candidate).__name__}: "
-                "convert it with `metaphrase convert`."
-            )
-    # Equal fields give the ids of targets the same meaning.
-    for field in ("decoder_vocab_size", "decoder_start_token_id", "eos_token_id"):
-        expected, actual = getattr(model.config, field), getattr(partner.config, field)
-        if actual != expected:
-            raise ValueError(f"`{field}` of `{name}` must be that of the first model, {expected}, got {actual}.")
-    if partner.device != model.device:
-        raise ValueError(f"`{name}` must be on the device of the first model, {model.device}, got {partner.device}.")
-
-
-def check_target_vocabulary(tokenizers: TokenizerPair, partner_tokenizers: TokenizerPair, name: str) -> None:
-    """Check that the target ids of two models have the same meaning.
-
-    Raises:
-        ValueError: If a token has different ids. The message names one token.
-    """
-    expected, actual = tokenizers.target.get_vocab(), partner_tokenizers.target.get_vocab()
-    different = [token for token in {**expected, **actual} if expected.get(token) != actual.get(token)]
-    if different:
-        token = min(different)
-        raise ValueError(
-            f"The target vocabulary of `{name}` must be that of the first model, got {len(different)} tokens that differ: "
-            f"{token!r} is {actual.get(token)} in place of {expected.get(token)}."
-        )
 
 
 class JointSearch(abc.ABC):
