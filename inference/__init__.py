@@ -25,34 +25,9 @@ from metaphrase.inference.pipelines import SummarizationPipeline, Text2TextGener
 from metaphrase.inference.run import ScoredText
 from metaphrase.inference.scoring import ForcedScore
 
-__all__ = [
-    "ENGINES",
-    "GENERATION_OPTIONS",
-    "QUANTIZATIONS",
-    "AttentionMap",
-    "Engine",
-    "EnsembleSearch",
-    "ForcedScore",
-    "Generator",
-    "GeneratorPool",
-    "Hypothesis",
-    "Partner",
-    "ScoredText",
-    "SpeculativeSearch",
-    "SummarizationPipeline",
-    "Text2TextGenerationPipeline",
-    "TranslationPipeline",
-    "alignment_error_rate",
-    "complete_sampling",
-    "constrained_beam_search",
-    "contrastive_search",
-    "cross_attention",
-    "cross_attentions",
-    "decode",
-    "diverse_beam_search",
-    "expected_utilities",
-    "format_pharaoh",
-    "quantize",
-    "word_alignment",
-    "word_weights",
-]
+__all__ = ["ENGINES", "GENERATION_OPTIONS", "QUANTIZATIONS", "AttentionMap", "Engine", "EnsembleSearch"]
+__all__ += ["ForcedScore", "Generator", "GeneratorPool", "Hypothesis", "Partner", "ScoredText", "SpeculativeSearch"]
+__all__ += ["SummarizationPipeline", "Text2TextGenerationPipeline", "TranslationPipeline", "alignment_error_rate"]
+__all__ += ["complete_sampling", "constrained_beam_search", "contrastive_search", "cross_attention"]
+__all__ += ["cross_attentions", "decode", "diverse_beam_search", "expected_utilities", "format_pharaoh", "quantize"]
+__all__ += ["word_alignment", "word_weights"]
