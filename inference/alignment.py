@@ -113,11 +113,13 @@ def cross_attentions(
     if targets is not None:
         targets = list(checked_texts(targets, "targets"))
     sources, targets = read_texts(sources, targets)
-    _check_choice(generator.model, layer, head)
-    tokenizers = generator.tokenizers
+    model, tokenizers = generator.model, generator.tokenizers
+    if layer is not None:
+        # Before targets are generated, a pass over one token shows the layers and heads.
+        _choose(torch.cat(_weights_of_layers(model, forced_inputs(model, [[0]], [[0]]))), layer, head)
     uncut_ids = generator.encode_uncut(sources)
     source_ids = generator.truncate(uncut_ids)
-    check_sources(generator.model, source_ids, range(1, len(source_ids) + 1))
+    check_sources(model, source_ids, range(1, len(source_ids) + 1))
     if targets is None:
         # `search` counts truncated sources.
         options = {**generation_kwargs, "num_return_sequences": 1}
@@ -135,7 +137,7 @@ def cross_attentions(
     max_tokens = min(generator.max_tokens_per_batch, MAX_TOKENS_PER_BATCH)
     batches = forced_batches(generator, source_ids, target_ids, max_tokens, show_progress, start)
     for batch, inputs in batches:
-        layers = _weights_of_layers(generator.model, inputs)
+        layers = _weights_of_layers(model, inputs)
         for row, index in enumerate(batch):
             ids = source_ids[index], target_ids[index]
             heads = torch.stack([weights[row, :, : len(ids[1]), : len(ids[0])] for weights in layers])
@@ -189,13 +191,6 @@ def _kernels(config) -> dict | str:
     parts = {name: getattr(config, name, None) for name in config.sub_configs}
     inner = {name: _kernels(part) for name, part in parts.items() if part is not None}
     return {"": config._attn_implementation, **inner} if inner else config._attn_implementation
-
-
-def _check_choice(model: PreTrainedModel, layer: int | None, head: int | None) -> None:
-    """Check layer and head on a pass over one token, before targets are generated."""
-    if layer is not None:
-        layers = _weights_of_layers(model, forced_inputs(model, [[0]], [[0]]))
-        _choose(torch.cat(layers), layer, head)
 
 
 def _choose(heads: torch.Tensor, layer: int | None, head: int | None) -> np.ndarray:
