@@ -8,10 +8,7 @@ import torch
 from metaphrase.conversion.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, HEAD_BIAS, Counterpart
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 
-_NORMS = {
-    "encoder": ("self_attn_norm", "mlp_norm"),
-    "decoder": ("self_attn_norm", "cross_attn_norm", "mlp_norm"),
-}
+_NORMS = {"encoder": ("self_attn_norm", "mlp_norm"), "decoder": ("self_attn_norm", "cross_attn_norm", "mlp_norm")}
 _ATTENTIONS = {"self_attn": "self_attn", "cross_attn": "multihead_attn"}
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _MLP = {"up_proj": "linear1", "down_proj": "linear2"}
@@ -60,7 +57,6 @@ def from_torch_transformer(
     """
     if "encoder.layers.0.self_attn.in_proj_weight" not in state or "decoder.layers.0.linear1.bias" not in state:
         raise ValueError("`state` must be that of a `torch.nn.Transformer` with biases, got " + _first_names(state))
-    counts = {stack: _count_layers(state, stack) for stack in _NORMS}
     known = _FIXED | {
         "hidden_size": state["encoder.layers.0.linear2.bias"].shape[0],
         "encoder_attention_heads": num_heads,
@@ -70,7 +66,8 @@ def from_torch_transformer(
         "norm_eps": layer_norm_eps,
         "final_norm": "encoder.norm.weight" in state,
     }
-    for stack, count in counts.items():
+    for stack in _NORMS:
+        count = 1 + max(int(name.split(".")[2]) for name in state if name.startswith(f"{stack}.layers."))
         known |= {f"{stack}_layers": count, f"{stack}_ffn_dim": state[f"{stack}.layers.0.linear1.bias"].shape[0]}
     for field in known.keys() & fields.keys():
         raise ValueError(f"`{field}` must be left out, since it follows from the module, got {fields[field]!r}.")
@@ -151,11 +148,6 @@ def _counterpart(name: str) -> Counterpart:
         case ["layers", layer, norm, _]:
             return Counterpart(f"{stack}.layers.{layer}.norm{_NORMS[stack].index(norm) + 1}.{kind}")
     raise AssertionError(name)
-
-
-def _count_layers(state: Mapping[str, torch.Tensor], stack: str) -> int:
-    prefix = f"{stack}.layers."
-    return 1 + max(int(name.removeprefix(prefix).split(".")[0]) for name in state if name.startswith(prefix))
 
 
 def _first_names(names: Iterable[str]) -> str:

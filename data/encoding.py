@@ -9,8 +9,7 @@ import numpy as np
 from datasets.fingerprint import Hasher
 
 from metaphrase.data.fingerprints import tokenizer_fingerprint
-from metaphrase.data.pairs import LENGTH_COLUMNS, SIDES
-from metaphrase.data.reports import DataReport, LengthStatistics
+from metaphrase.data.pairs import LENGTH_COLUMNS, SIDES, DataReport, LengthStatistics
 from metaphrase.tokenization import TextFrame, TokenizerPair, shorten
 
 TooLong = Literal["skip", "truncate", "error"]

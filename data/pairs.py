@@ -1,20 +1,20 @@
-"""Raw pairs: read files or Hub data sets into a data set with the text columns `source` and `target`."""
+"""Raw pairs: read files or Hub data sets into a data set with the text columns `source` and `target`, and report the use."""
 
 import hashlib
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import datasets
+import numpy as np
 import pyarrow as pa
 from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
 
 from metaphrase.data.pair_files import READERS, SIDES, Column, PairProblem, Record, read_arrow, read_parallel
-from metaphrase.data.reports import DataReport
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +29,81 @@ RECORD_FEATURES = datasets.Features({name: datasets.Value("string") for name in 
 CACHE_VERSION = 2
 # `datasets` takes more than a hundred times as long row by row.
 _ROWS_PER_READ = 5000
+# An unused pair counts under exactly one reason.
+DROP_REASONS = {
+    "malformed": "malformed",
+    "invalid_utf8": "invalid UTF-8",
+    "beyond_max_samples": "beyond max_samples",
+    "other_splits": "in other splits",
+    "empty_source": "empty source",
+    "empty_target": "empty target",
+    "source_too_long": "source too long",
+    "target_too_long": "target too long",
+}
+
+
+@dataclass(frozen=True)
+class LengthStatistics:
+    """Lengths of one side in tokens, with end-of-sequence tokens."""
+
+    mean: float
+    percentile_95: float
+    longest: int
+
+    @classmethod
+    def of(cls, lengths: np.ndarray) -> "LengthStatistics":
+        """Summarize the lengths of at least one sequence."""
+        return cls(float(np.mean(lengths)), float(np.percentile(lengths, 95)), int(np.max(lengths)))
+
+    def __str__(self) -> str:
+        return f"mean {self.mean:.1f}, 95% within {self.percentile_95:.0f}, longest {self.longest}"
+
+
+@dataclass
+class DataReport:
+    """Counts of pairs. `read` equals `kept` plus the counts of all `DROP_REASONS`.
+
+    Truncated pairs are kept. A pair cut on both sides counts on both.
+    """
+
+    read: int = 0
+    malformed: int = 0
+    invalid_utf8: int = 0
+    beyond_max_samples: int = 0
+    other_splits: int = 0
+    empty_source: int = 0
+    empty_target: int = 0
+    source_too_long: int = 0
+    target_too_long: int = 0
+    source_truncated: int = 0
+    target_truncated: int = 0
+    source_lengths: LengthStatistics | None = None
+    target_lengths: LengthStatistics | None = None
+
+    @property
+    def dropped(self) -> int:
+        """Number of unused pairs."""
+        return sum(getattr(self, reason) for reason in DROP_REASONS)
+
+    @property
+    def kept(self) -> int:
+        """Number of used pairs."""
+        return self.read - self.dropped
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all counts and statistics as plain values for JSON."""
+        return {**asdict(self), "kept": self.kept, "dropped": self.dropped}
+
+    def __str__(self) -> str:
+        parts = [f"{self.kept} of {self.read} pairs kept"]
+        if reasons := [f"{getattr(self, name)} {text}" for name, text in DROP_REASONS.items() if getattr(self, name)]:
+            parts.append(f"not used: {', '.join(reasons)}")
+        if self.source_truncated or self.target_truncated:
+            parts.append(f"truncated: {self.source_truncated} sources, {self.target_truncated} targets")
+        for side in ("source", "target"):
+            if (statistics := getattr(self, f"{side}_lengths")) is not None:
+                parts.append(f"{side} tokens: {statistics}")
+        return "; ".join(parts) + "."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,10 +265,7 @@ def read_cached(
     key = (version, *((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats))
     try:
         return datasets.Dataset.from_generator(
-            generate,
-            features=features,
-            cache_dir=cache_dir,
-            gen_kwargs={"cache_key": key, **arguments},
+            generate, features=features, cache_dir=cache_dir, gen_kwargs={"cache_key": key, **arguments}
         )
     except DatasetGenerationError as error:
         cause = error.__cause__ or error.__context__

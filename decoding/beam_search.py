@@ -234,10 +234,8 @@ def _collect(
     )
     scores, best = scores.sort(dim=1, descending=True, stable=True)
     scores, best = scores[:, :count].flatten(), best[:, :count]
-    lengths, ids = (
-        lengths.take_along_dim(best, dim=1).flatten(),
-        ids.take_along_dim(best[:, :, None], dim=1).flatten(0, 1),
-    )
+    lengths = lengths.take_along_dim(best, dim=1).flatten()
+    ids = ids.take_along_dim(best[:, :, None], dim=1).flatten(0, 1)
     ids = _pad(ids, prompt_length + int(lengths.max()))
     is_padding = torch.arange(ids.shape[1], device=ids.device) >= prompt_length + lengths[:, None]
     return ids.masked_fill(is_padding, padding), scores

@@ -13,8 +13,8 @@ from torch import nn
 from metaphrase.decoding.kv_cache import KeyValueCache
 from metaphrase.decoding.prepacked_weights import is_plain
 from metaphrase.decoding.prepared_decoder import PreparedLayer, prepared_layers, prepared_norm
-from metaphrase.modeling.attention import MetaphraseAttention, fold_copies, unfold_copies
 from metaphrase.modeling.encoder_decoder import MetaphraseDecoder
+from metaphrase.modeling.layers import MetaphraseAttention, fold_copies, unfold_copies
 from metaphrase.modeling.positions import LearnedPositionEmbedding, rotate
 
 # With so few entries of a product, and so few rows, the number of calls decides the time, not their size.

@@ -10,9 +10,8 @@ from metaphrase.decoding.prepacked_weights import LARGEST_SIZE, PrepackedWeight,
 from metaphrase.decoding.quantization import PackedLinear
 from metaphrase.decoding.shortlist import ShortlistProjection, can_shortlist
 from metaphrase.decoding.weight_copies import PreparedCopies, can_record
-from metaphrase.modeling.attention import MetaphraseAttention
 from metaphrase.modeling.compat import is_hooked, is_offloaded
-from metaphrase.modeling.layers import MetaphraseDecoderLayer
+from metaphrase.modeling.layers import MetaphraseAttention, MetaphraseDecoderLayer
 from metaphrase.modeling.normalization import MetaphraseRMSNorm
 
 # A model has one head, which takes a large part of a step: a copy pays up to a larger size than in a layer.

@@ -1,4 +1,4 @@
-"""The demo corpus: tens of thousands of English-German sentence pairs from a small grammar.
+"""The demo corpus: tens of thousands of English-German sentence pairs from a small grammar, and summaries of texts.
 
 `grammar` holds the structures, `lexicon` the words, `sampler` draws sentences, `english` and `german` write them. The English
 determines the German, so exact match is a fair score.
@@ -20,28 +20,18 @@ Equal arguments give the same corpus everywhere: Python guarantees the sequence 
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
+from metaphrase.demo import grammar
 from metaphrase.demo.english import to_english
 from metaphrase.demo.german import to_german
-from metaphrase.demo.grammar import (
-    Adjective,
-    Clause,
-    Coordination,
-    Nominal,
-    Noun,
-    NounPhrase,
-    RelativePronoun,
-    Sentence,
-    Subordinate,
-    Verb,
-)
-from metaphrase.demo.lexicon import ADJECTIVES, BE, DEFINITE, NOUNS, VERBS
+from metaphrase.demo.lexicon import ADJECTIVES, BE, DEFINITE, NOUNS, THAT, VERBS
 from metaphrase.demo.sampler import Sampler
 
 Pair = tuple[str, str]
-Combination = tuple[Adjective | Noun | Verb, Noun | Verb]
+Combination = tuple[grammar.Adjective | grammar.Noun | grammar.Verb, grammar.Noun | grammar.Verb]
 
 SPLITS = ("train", "validation", "test")
 MIN_WORDS, MAX_WORDS = 3, 18  # of an English sentence
@@ -55,7 +45,9 @@ _BLACK = next(adjective for adjective in ADJECTIVES if adjective.english == "bla
 _TEST_REST = (_NUMBERS[_BLACK] + _NUMBERS[_CAT]) % _HELD_OUT_MODULUS
 _VALIDATION_REST = (_TEST_REST + _HELD_OUT_MODULUS // 2) % _HELD_OUT_MODULUS
 
-FIRST_TEST_SENTENCE = Sentence(Clause(NounPhrase(_CAT, DEFINITE), BE, predicate=_BLACK))
+FIRST_TEST_SENTENCE = grammar.Sentence(grammar.Clause(grammar.NounPhrase(_CAT, DEFINITE), BE, predicate=_BLACK))
+MIN_SENTENCES, MAX_SENTENCES = 2, 3  # of a text
+_MAX_DRAWS_PER_SENTENCE = 20
 
 
 def split_of_combination(combination: Combination) -> str:
@@ -65,26 +57,26 @@ def split_of_combination(combination: Combination) -> str:
     return {_TEST_REST: "test", _VALIDATION_REST: "validation"}.get(rest, "train")
 
 
-def _parts(nominal: Nominal | None) -> list[NounPhrase | RelativePronoun]:
+def _parts(nominal: grammar.Nominal | None) -> list[grammar.NounPhrase | grammar.RelativePronoun]:
     match nominal:
-        case NounPhrase() | RelativePronoun():
+        case grammar.NounPhrase() | grammar.RelativePronoun():
             return [nominal]
-        case Coordination():
+        case grammar.Coordination():
             return [nominal.first, nominal.second]
     return []
 
 
-def _phrase_combinations(nominal: Nominal | None) -> Iterator[Combination]:
+def _phrase_combinations(nominal: grammar.Nominal | None) -> Iterator[Combination]:
     """Yield the combinations of adjectives, possessor and relative clause of a noun phrase."""
     for part in _parts(nominal):
-        if isinstance(part, NounPhrase):
+        if isinstance(part, grammar.NounPhrase):
             yield from ((adjective, part.noun) for adjective in part.adjectives)
             yield from _phrase_combinations(part.possessor)
             if part.relative:
                 yield from _clause_combinations(part.relative)
 
 
-def _clause_combinations(clause: Clause) -> Iterator[Combination]:
+def _clause_combinations(clause: grammar.Clause) -> Iterator[Combination]:
     for part in _parts(clause.subject):
         yield (clause.predicate, part.noun) if clause.verb is BE else (part.noun, clause.verb)
     objects = (clause.indirect_object, clause.direct_object)
@@ -93,11 +85,11 @@ def _clause_combinations(clause: Clause) -> Iterator[Combination]:
         yield from _phrase_combinations(nominal)
 
 
-def combinations(sentence: Sentence) -> Iterator[Combination]:
+def combinations(sentence: grammar.Sentence) -> Iterator[Combination]:
     """Yield all combinations of a sentence: adjective and noun, subject and verb, verb and object."""
     yield from _clause_combinations(sentence.clause)
     for part in (sentence.front, sentence.subordinate):
-        if isinstance(part, Subordinate):
+        if isinstance(part, grammar.Subordinate):
             yield from _clause_combinations(part.clause)
         elif part:
             yield from _phrase_combinations(getattr(part, "complement", None))
@@ -105,7 +97,7 @@ def combinations(sentence: Sentence) -> Iterator[Combination]:
         yield from _clause_combinations(sentence.coordinated[1])
 
 
-def split_of_sentence(sentence: Sentence) -> str | None:
+def split_of_sentence(sentence: grammar.Sentence) -> str | None:
     """Return the split of a sentence, or None if it has combinations of both validation and test."""
     held_out = {split_of_combination(combination) for combination in combinations(sentence)} - {"train"}
     if len(held_out) > 1:
@@ -193,3 +185,85 @@ def write_splits(folder: str | Path, corpus: dict[str, list[Pair]], prefix: str 
     for split, path in paths.items():
         path.write_text("".join(f"{source}\t{target}\n" for source, target in corpus[split]), "utf-8", newline="\n")
     return paths
+
+
+def core_of(sentence: grammar.Sentence) -> grammar.Sentence:
+    """Return a sentence without its optional parts."""
+    if sentence.subordinate and sentence.subordinate.conjunction is THAT:
+        return grammar.Sentence(_core_of_clause(sentence.subordinate.clause))
+    return grammar.Sentence(_core_of_clause(sentence.clause), is_question=sentence.is_question)
+
+
+def _core_of_clause(clause: grammar.Clause) -> grammar.Clause:
+    phrase = clause.phrase if clause.verb.needs_phrase else None
+    if phrase is not None:
+        phrase = replace(phrase, complement=_core_of_nominal(phrase.complement))
+    return replace(
+        clause,
+        subject=_core_of_nominal(clause.subject),
+        indirect_object=_core_of_nominal(clause.indirect_object),
+        direct_object=_core_of_nominal(clause.direct_object),
+        frequency=None,
+        phrase=phrase,
+    )
+
+
+def _core_of_nominal(nominal: grammar.Nominal | None) -> grammar.Nominal | None:
+    match nominal:
+        case grammar.Coordination():
+            return grammar.Coordination(_core_of_nominal(nominal.first), _core_of_nominal(nominal.second))
+        case grammar.NounPhrase():
+            return replace(nominal, adjectives=(), relative=None, possessor=_core_of_nominal(nominal.possessor))
+    return nominal
+
+
+def _texts(seed: int, max_draws: int) -> Iterator[tuple[str, Pair]]:
+    """Yield texts with their summary and split. Raise a `ValueError` after `max_draws` sentences."""
+    sampler = Sampler(seed)
+    begun: dict[str, list[grammar.Sentence]] = {split: [] for split in SPLITS}
+    lengths = dict.fromkeys(SPLITS, MIN_SENTENCES)
+    for _ in range(max_draws):
+        sentence = sampler.sentence()
+        split = split_of_sentence(sentence)
+        if split is None:
+            continue
+        begun[split].append(sentence)
+        if len(begun[split]) == lengths[split]:
+            sentences = begun[split]
+            cores = [core_of(sentence) for sentence in sentences]
+            yield split, (" ".join(map(to_english, sentences)), " ".join(map(to_english, cores)))
+            begun[split] = []
+            # Short and long texts alternate.
+            lengths[split] = MIN_SENTENCES + MAX_SENTENCES - lengths[split]
+    raise ValueError(f"The counts of texts must be within what the grammar gives: not reached in {max_draws} draws.")
+
+
+def make_demo_summaries(
+    num_train: int = 15000, num_validation: int = 300, num_test: int = 500, seed: int = 1
+) -> dict[str, list[Pair]]:
+    """Make the pairs of text and summary, all distinct: `{"train": [(text, summary), ...], "validation": ..., "test": ...}`.
+
+    A text has two or three English sentences. Its summary keeps subject, verb and objects of each. It leaves out adjectives,
+    relative clauses, adverbs, material around the main clause, and optional phrases. Of *I know that the dog sleeps* it keeps the
+    subordinate clause. The text determines the summary, so exact match is a fair score. The splits are those of the corpus: no
+    sentence of a training text has a held-out combination of words, and each sentence of a test text has one.
+
+    Raises:
+        ValueError: If the grammar does not give enough texts.
+    """
+    counts = {"train": num_train, "validation": num_validation, "test": num_test}
+    pairs: dict[str, dict[str, str]] = {split: {} for split in SPLITS}
+    draws = _texts(seed, max_draws=_MAX_DRAWS_PER_SENTENCE * MAX_SENTENCES * sum(counts.values()) + 1000)
+    while any(len(pairs[split]) < count for split, count in counts.items()):
+        split, (text, summary) = next(draws)
+        if len(pairs[split]) < counts[split]:
+            pairs[split][text] = summary
+    return {split: list(summary_of.items()) for split, summary_of in pairs.items()}
+
+
+def write_demo_summaries(folder: str | Path, **arguments: int) -> dict[str, Path]:
+    """Write summaries_train.tsv, summaries_validation.tsv and summaries_test.tsv (UTF-8; text, tab, summary; no header).
+
+    Arguments and result are as for `write_demo_corpus`, with the arguments of `make_demo_summaries`.
+    """
+    return write_splits(folder, make_demo_summaries(**arguments), "summaries_")

@@ -1,21 +1,10 @@
 """The demo corpus in English: agreement, *a* and *an*, *do* in questions and negation, relative clauses."""
 
-from metaphrase.demo.grammar import (
-    Clause,
-    Coordination,
-    Nominal,
-    Particle,
-    PrepositionalPhrase,
-    Pronoun,
-    RelativePronoun,
-    Sentence,
-    Subordinate,
-    punctuate,
-)
+from metaphrase.demo import grammar
 from metaphrase.demo.lexicon import BARE, BE, INDEFINITE, WANT, WHO
 
 
-def to_english(sentence: Sentence) -> str:
+def to_english(sentence: grammar.Sentence) -> str:
     """Return a sentence in English."""
     words = _english_front(sentence.front) + _english_clause(sentence.clause, sentence.is_question)
     if sentence.subordinate:
@@ -23,34 +12,34 @@ def to_english(sentence: Sentence) -> str:
     if sentence.coordinated:
         conjunction, clause = sentence.coordinated
         words += [conjunction.english, *_english_clause(clause)]
-    return punctuate(words, "?" if sentence.is_question else ".")
+    return grammar.punctuate(words, "?" if sentence.is_question else ".")
 
 
-def _english_front(front: Particle | PrepositionalPhrase | Subordinate | None) -> list[str]:
+def _english_front(front: grammar.Particle | grammar.PrepositionalPhrase | grammar.Subordinate | None) -> list[str]:
     match front:
-        case Particle():
+        case grammar.Particle():
             return [front.english]
-        case PrepositionalPhrase():
+        case grammar.PrepositionalPhrase():
             return _english_phrase(front)
-        case Subordinate():
+        case grammar.Subordinate():
             return [front.conjunction.english, *_english_clause(front.clause), ","]
     return []
 
 
-def _english_phrase(phrase: PrepositionalPhrase) -> list[str]:
+def _english_phrase(phrase: grammar.PrepositionalPhrase) -> list[str]:
     return [phrase.preposition.english, *english_nominal(phrase.complement, is_object=True)]
 
 
-def english_nominal(nominal: Nominal, is_object: bool = False) -> list[str]:
+def english_nominal(nominal: grammar.Nominal, is_object: bool = False) -> list[str]:
     """Return a noun phrase or pronoun in English."""
     match nominal:
-        case Pronoun():
+        case grammar.Pronoun():
             return [nominal.english_object if is_object else nominal.english]
-        case RelativePronoun():
+        case grammar.RelativePronoun():
             if nominal.noun.kind != "person":
                 return ["that"]
             return ["whom" if is_object else "who"]
-        case Coordination():
+        case grammar.Coordination():
             return [*english_nominal(nominal.first), "and", *english_nominal(nominal.second)]
     determiner = nominal.determiner
     article = determiner.plural if nominal.is_plural or determiner is BARE else determiner.singular
@@ -64,14 +53,14 @@ def english_nominal(nominal: Nominal, is_object: bool = False) -> list[str]:
     return words + (_english_relative(nominal.relative) if nominal.relative else [])
 
 
-def _english_relative(clause: Clause) -> list[str]:
+def _english_relative(clause: grammar.Clause) -> list[str]:
     words = _english_clause(clause)
-    if isinstance(clause.direct_object, RelativePronoun):
+    if isinstance(clause.direct_object, grammar.RelativePronoun):
         return english_nominal(clause.direct_object, is_object=True) + words
     return words
 
 
-def _english_clause(clause: Clause, is_question: bool = False) -> list[str]:
+def _english_clause(clause: grammar.Clause, is_question: bool = False) -> list[str]:
     """Return a clause in English, without a relative pronoun as object, which stands before the clause."""
     is_inverted = is_question and clause.subject is not WHO
     auxiliary, lexical = english_verb(clause, needs_auxiliary=is_inverted or clause.is_negated)
@@ -83,7 +72,7 @@ def _english_clause(clause: Clause, is_question: bool = False) -> list[str]:
         words.append(clause.frequency.english)
     words += lexical
     for nominal in (clause.indirect_object, clause.direct_object):
-        if nominal and not isinstance(nominal, RelativePronoun):
+        if nominal and not isinstance(nominal, grammar.RelativePronoun):
             words += english_nominal(nominal, is_object=True)
     if clause.predicate:
         words.append(clause.predicate.english)
@@ -92,7 +81,7 @@ def _english_clause(clause: Clause, is_question: bool = False) -> list[str]:
     return words
 
 
-def english_verb(clause: Clause, needs_auxiliary: bool) -> tuple[list[str], list[str]]:
+def english_verb(clause: grammar.Clause, needs_auxiliary: bool) -> tuple[list[str], list[str]]:
     """Return the auxiliary, which precedes the subject in questions, and the rest of the verb."""
     subject, verb, modal = clause.subject, clause.verb, clause.modal
     is_third = subject.person == 3 and not subject.is_plural
@@ -111,7 +100,7 @@ def english_verb(clause: Clause, needs_auxiliary: bool) -> tuple[list[str], list
     return [], [third_person_singular(base) if is_third else base, *rest]
 
 
-def _form_of_be(subject: Nominal, is_past: bool) -> str:
+def _form_of_be(subject: grammar.Nominal, is_past: bool) -> str:
     if subject.is_plural or subject.person == 2:
         return "were" if is_past else "are"
     if is_past:

@@ -9,26 +9,7 @@ the preterite), a negated indefinite object *kein*, and the subject precedes obj
 
 from typing import Literal
 
-from metaphrase.demo.grammar import (
-    Adjective,
-    Case,
-    Clause,
-    Coordination,
-    Declension,
-    Determiner,
-    Gender,
-    Nominal,
-    Noun,
-    NounPhrase,
-    Particle,
-    PrepositionalPhrase,
-    Pronoun,
-    RelativePronoun,
-    Sentence,
-    Subordinate,
-    Verb,
-    punctuate,
-)
+from metaphrase.demo import grammar
 from metaphrase.demo.lexicon import BARE, BE, DEFINITE, HAVE, INDEFINITE, NO, WHO
 
 _PLURAL = 3  # the column after the three genders
@@ -36,13 +17,13 @@ _PLURAL = 3  # the column after the three genders
 # Rows: nominative, accusative, dative, genitive. Columns: masculine, feminine, neuter, plural. "-": no ending.
 _DEFINITE = [row.split() for row in ("der die das die", "den die das die", "dem der dem den", "des der des der")]
 _DETERMINER_ENDINGS = {
-    Declension.WEAK: [row.split() for row in ("er e es e", "en e es e", "em er em en", "es er es er")],
-    Declension.MIXED: [row.split() for row in ("- e - e", "en e - e", "em er em en", "es er es er")],
+    grammar.Declension.WEAK: [row.split() for row in ("er e es e", "en e es e", "em er em en", "es er es er")],
+    grammar.Declension.MIXED: [row.split() for row in ("- e - e", "en e - e", "em er em en", "es er es er")],
 }
 _ADJECTIVE_ENDINGS = {
-    Declension.WEAK: [row.split() for row in ("e e e en", "en e e en", "en en en en", "en en en en")],
-    Declension.MIXED: [row.split() for row in ("er e es en", "en e es en", "en en en en", "en en en en")],
-    Declension.STRONG: [row.split() for row in ("er e es e", "en e es e", "em er em en", "en er en er")],
+    grammar.Declension.WEAK: [row.split() for row in ("e e e en", "en e e en", "en en en en", "en en en en")],
+    grammar.Declension.MIXED: [row.split() for row in ("er e es en", "en e es en", "en en en en", "en en en en")],
+    grammar.Declension.STRONG: [row.split() for row in ("er e es e", "en e es e", "em er em en", "en er en er")],
 }
 
 
@@ -50,7 +31,7 @@ _ADJECTIVE_ENDINGS = {
 VerbPosition = Literal["first", "second", "last"]
 
 
-def to_german(sentence: Sentence) -> str:
+def to_german(sentence: grammar.Sentence) -> str:
     """Return a sentence in German."""
     is_first = sentence.is_question and not sentence.front and sentence.clause.subject is not WHO
     position = "first" if is_first else "second"
@@ -60,85 +41,89 @@ def to_german(sentence: Sentence) -> str:
     if sentence.coordinated:
         conjunction, clause = sentence.coordinated
         words += [conjunction.german, *_german_clause(clause, "second")]
-    return punctuate(words, "?" if sentence.is_question else ".")
+    return grammar.punctuate(words, "?" if sentence.is_question else ".")
 
 
-def _german_front(front: Particle | PrepositionalPhrase | Subordinate | None) -> list[str]:
+def _german_front(front: grammar.Particle | grammar.PrepositionalPhrase | grammar.Subordinate | None) -> list[str]:
     match front:
-        case Particle():
+        case grammar.Particle():
             return [front.german]
-        case PrepositionalPhrase():
+        case grammar.PrepositionalPhrase():
             return german_phrase(front)
-        case Subordinate():
+        case grammar.Subordinate():
             return [*_german_subordinate(front), ","]
     return []
 
 
-def _german_subordinate(subordinate: Subordinate) -> list[str]:
+def _german_subordinate(subordinate: grammar.Subordinate) -> list[str]:
     return [subordinate.conjunction.german, *_german_clause(subordinate.clause, "last")]
 
 
-def german_phrase(phrase: PrepositionalPhrase) -> list[str]:
+def german_phrase(phrase: grammar.PrepositionalPhrase) -> list[str]:
     """Return a prepositional phrase in German: *im Garten*, *zur Mutter*, but *auf dem Berg*."""
     preposition, complement = phrase.preposition, phrase.complement
     words = german_nominal(complement, preposition.case)
     fused = dict(preposition.contractions).get(words[0])
-    if fused and isinstance(complement, NounPhrase) and complement.determiner is DEFINITE:
+    if fused and isinstance(complement, grammar.NounPhrase) and complement.determiner is DEFINITE:
         return [fused, *words[1:]]
     return [preposition.german, *words]
 
 
-def german_nominal(nominal: Nominal, case: Case, is_negated: bool = False) -> list[str]:
+def german_nominal(nominal: grammar.Nominal, case: grammar.Case, is_negated: bool = False) -> list[str]:
     """Return a noun phrase or pronoun in German, without its relative clause. Negation turns *ein* or no article into *kein*."""
     match nominal:
-        case Pronoun():
+        case grammar.Pronoun():
             return [nominal.forms[case]]
-        case RelativePronoun():
+        case grammar.RelativePronoun():
             column = _PLURAL if nominal.is_plural else nominal.noun.gender
-            return ["denen" if column == _PLURAL and case == Case.DATIVE else _DEFINITE[case][column]]
-        case Coordination():
+            return ["denen" if column == _PLURAL and case == grammar.Case.DATIVE else _DEFINITE[case][column]]
+        case grammar.Coordination():
             return [*german_nominal(nominal.first, case), "und", *german_nominal(nominal.second, case)]
     column = _PLURAL if nominal.is_plural else nominal.noun.gender
     determiner = NO if is_negated and nominal.determiner in (INDEFINITE, BARE) else nominal.determiner
     words = [german_determiner(determiner, case, column)] if determiner is not BARE else []
     words += [german_adjective(adjective, determiner.declension, case, column) for adjective in nominal.adjectives]
     words.append(german_noun(nominal.noun, nominal.is_plural, case))
-    return words + (german_nominal(nominal.possessor, Case.GENITIVE) if nominal.possessor else [])
+    return words + (german_nominal(nominal.possessor, grammar.Case.GENITIVE) if nominal.possessor else [])
 
 
-def german_determiner(determiner: Determiner, case: Case, column: int) -> str:
+def german_determiner(determiner: grammar.Determiner, case: grammar.Case, column: int) -> str:
     """Return the form of a determiner; `column` is a gender, or 3 for the plural. Numbers from two on have no endings."""
     if determiner is DEFINITE:
         return _DEFINITE[case][column]
-    if determiner.declension is Declension.STRONG:
+    if determiner.declension is grammar.Declension.STRONG:
         return determiner.stem
     return determiner.stem + _DETERMINER_ENDINGS[determiner.declension][case][column].strip("-")
 
 
-def german_adjective(adjective: Adjective, declension: Declension, case: Case, column: int) -> str:
+def german_adjective(
+    adjective: grammar.Adjective, declension: grammar.Declension, case: grammar.Case, column: int
+) -> str:
     """Return an adjective before its noun; `column` is a gender, or 3 for the plural."""
     return adjective.stem + _ADJECTIVE_ENDINGS[declension][case][column]
 
 
-def german_noun(noun: Noun, is_plural: bool, case: Case) -> str:
+def german_noun(noun: grammar.Noun, is_plural: bool, case: grammar.Case) -> str:
     """Return the form of a noun. The genitive in -(e)s follows the rule for the native nouns of this lexicon."""
     if is_plural:
-        needs_n = case == Case.DATIVE and not noun.german_plural.endswith(("n", "s"))
+        needs_n = case == grammar.Case.DATIVE and not noun.german_plural.endswith(("n", "s"))
         return noun.german_plural + ("n" if needs_n else "")
-    if noun.is_weak and case != Case.NOMINATIVE:
+    if noun.is_weak and case != grammar.Case.NOMINATIVE:
         return noun.german_plural  # the ending -(e)n is that of the plural
-    if case != Case.GENITIVE or noun.gender == Gender.FEMININE:
+    if case != grammar.Case.GENITIVE or noun.gender == grammar.Gender.FEMININE:
         return noun.german
     return noun.german + ("s" if noun.german.endswith(("er", "el", "en", "ig")) else "es")
 
 
-def _german_clause(clause: Clause, position: VerbPosition, front: list[str] | None = None) -> list[str]:
+def _german_clause(clause: grammar.Clause, position: VerbPosition, front: list[str] | None = None) -> list[str]:
     """Return a clause in German. `front` takes the place of the subject before a verb in second position."""
     finite, rest = german_verb(clause, is_last=position == "last")
     subject, final = [], []
-    if not isinstance(clause.subject, RelativePronoun):
+    if not isinstance(clause.subject, grammar.RelativePronoun):
         relative = getattr(clause.subject, "relative", None)
-        subject = german_nominal(clause.subject, Case.NOMINATIVE) + (_german_relative(relative) if relative else [])
+        subject = german_nominal(clause.subject, grammar.Case.NOMINATIVE) + (
+            _german_relative(relative) if relative else []
+        )
     if relative := getattr(clause.direct_object, "relative", None):
         final = _german_relative(relative)
     middle = _german_middle_field(clause)
@@ -153,24 +138,24 @@ def _german_clause(clause: Clause, position: VerbPosition, front: list[str] | No
             return [*subject, *middle, *rest, finite, *final]
 
 
-def _german_relative(clause: Clause) -> list[str]:
+def _german_relative(clause: grammar.Clause) -> list[str]:
     """Return a relative clause between commas: its pronoun, then the clause with the verb at the end."""
-    if isinstance(clause.subject, RelativePronoun):
-        pronoun = german_nominal(clause.subject, Case.NOMINATIVE)
+    if isinstance(clause.subject, grammar.RelativePronoun):
+        pronoun = german_nominal(clause.subject, grammar.Case.NOMINATIVE)
     else:
         pronoun = german_nominal(clause.direct_object, clause.verb.case)
     return [",", *pronoun, *_german_clause(clause, "last"), ","]
 
 
-def _german_middle_field(clause: Clause) -> list[str]:
+def _german_middle_field(clause: grammar.Clause) -> list[str]:
     """Return the words between the finite verb and the rest of the verb, after the subject."""
     words = [clause.frequency.german] if clause.frequency else []
     if clause.indirect_object:
-        words += german_nominal(clause.indirect_object, Case.DATIVE)
+        words += german_nominal(clause.indirect_object, grammar.Case.DATIVE)
     direct = clause.direct_object
-    if direct and not isinstance(direct, RelativePronoun):
+    if direct and not isinstance(direct, grammar.RelativePronoun):
         words += german_nominal(direct, clause.verb.case, clause.is_negated)
-    negates_object = isinstance(direct, NounPhrase) and direct.determiner in (INDEFINITE, BARE)
+    negates_object = isinstance(direct, grammar.NounPhrase) and direct.determiner in (INDEFINITE, BARE)
     if clause.is_negated and not negates_object:
         words.append("nicht")
     if clause.phrase:
@@ -180,7 +165,7 @@ def _german_middle_field(clause: Clause) -> list[str]:
     return words
 
 
-def german_verb(clause: Clause, is_last: bool = False) -> tuple[str, list[str]]:
+def german_verb(clause: grammar.Clause, is_last: bool = False) -> tuple[str, list[str]]:
     """Return the finite verb, and the infinitive, participle or separable particle at the end of the clause."""
     verb, subject, modal = clause.verb, clause.subject, clause.modal
     slot = 3 if subject.is_plural else subject.person - 1
@@ -197,7 +182,7 @@ def german_verb(clause: Clause, is_last: bool = False) -> tuple[str, list[str]]:
     return finite, [particle] if particle else []
 
 
-def german_present(verb: Verb, slot: int) -> str:
+def german_present(verb: grammar.Verb, slot: int) -> str:
     """Return the present tense for ich, du, er or a plural (slots 0 to 3), without the separable particle.
 
     The second person has the vowel of the third; its -s- merges with an s, ß or z before it: *er isst*, *du isst*.

@@ -105,10 +105,8 @@ def draw_training_curve(
     if has_loss:
         _draw_losses(panels[0], log_history, best)
     if score_name is not None:
-        label, style = (
-            SCORE_LABELS[score_name],
-            {"color": SCORE_COLOR, "linewidth": 1.6, "marker": "o", "markersize": 4},
-        )
+        label = SCORE_LABELS[score_name]
+        style = {"color": SCORE_COLOR, "linewidth": 1.6, "marker": "o", "markersize": 4}
         panels[-1].plot(*_series(log_history, f"eval_{score_name}"), **style)
         _mark_best(panels[-1], best, label)
         panels[-1].set_ylabel(f"{label} (%)")

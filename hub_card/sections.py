@@ -91,10 +91,11 @@ def describe_scores(folder: TrainedFolder) -> str:
 
 def _scores_of_tasks(tasks: dict[str, dict[str, Any]]) -> str:
     """Return the table of scores of each task."""
-    rows = []
-    for task, part in tasks.items():
-        for _, label, value, _ in score_values(part["scores"]):
-            rows.append((plain(task), plain(label), f"{value:.2f}", number(part["num_examples"])))
+    rows = [
+        (plain(task), plain(label), f"{value:.2f}", number(part["num_examples"]))
+        for task, part in tasks.items()
+        for _, label, value, _ in score_values(part["scores"])
+    ]
     return table(("Task", "Score", "Percent", "Examples"), rows)
 
 

@@ -5,10 +5,17 @@ from metaphrase.decoding.quantization import QUANTIZATIONS, quantize
 from metaphrase.decoding.searches.constrained_beam_search import constrained_beam_search
 from metaphrase.decoding.searches.contrastive_search import contrastive_search
 from metaphrase.decoding.searches.diverse_beam_search import diverse_beam_search
-from metaphrase.decoding.searches.ensemble import EnsembleSearch
-from metaphrase.decoding.searches.joint_search import Partner
+from metaphrase.decoding.searches.joint_search import EnsembleSearch, Partner
 from metaphrase.decoding.searches.speculative_decoding import SpeculativeSearch
-from metaphrase.inference.alignment import AttentionMap, cross_attention, cross_attentions
+from metaphrase.inference.alignment import (
+    AttentionMap,
+    alignment_error_rate,
+    cross_attention,
+    cross_attentions,
+    format_pharaoh,
+    word_alignment,
+    word_weights,
+)
 from metaphrase.inference.batches import decode
 from metaphrase.inference.engine import Engine, Hypothesis
 from metaphrase.inference.generator import ENGINES, Generator
@@ -17,36 +24,10 @@ from metaphrase.inference.minimum_bayes_risk import expected_utilities
 from metaphrase.inference.pipelines import SummarizationPipeline, Text2TextGenerationPipeline, TranslationPipeline
 from metaphrase.inference.run import ScoredText
 from metaphrase.inference.scoring import ForcedScore
-from metaphrase.inference.word_alignment import alignment_error_rate, format_pharaoh, word_alignment, word_weights
 
-__all__ = [
-    "ENGINES",
-    "GENERATION_OPTIONS",
-    "QUANTIZATIONS",
-    "AttentionMap",
-    "Engine",
-    "EnsembleSearch",
-    "ForcedScore",
-    "Generator",
-    "GeneratorPool",
-    "Hypothesis",
-    "Partner",
-    "ScoredText",
-    "SpeculativeSearch",
-    "SummarizationPipeline",
-    "Text2TextGenerationPipeline",
-    "TranslationPipeline",
-    "alignment_error_rate",
-    "complete_sampling",
-    "constrained_beam_search",
-    "contrastive_search",
-    "cross_attention",
-    "cross_attentions",
-    "decode",
-    "diverse_beam_search",
-    "expected_utilities",
-    "format_pharaoh",
-    "quantize",
-    "word_alignment",
-    "word_weights",
-]
+__all__ = ["ENGINES", "GENERATION_OPTIONS", "QUANTIZATIONS", "AttentionMap", "Engine", "EnsembleSearch"]
+__all__ += ["ForcedScore", "Generator", "GeneratorPool", "Hypothesis", "Partner", "ScoredText", "SpeculativeSearch"]
+__all__ += ["SummarizationPipeline", "Text2TextGenerationPipeline", "TranslationPipeline", "alignment_error_rate"]
+__all__ += ["complete_sampling", "constrained_beam_search", "contrastive_search", "cross_attention"]
+__all__ += ["cross_attentions", "decode", "diverse_beam_search", "expected_utilities", "format_pharaoh", "quantize"]
+__all__ += ["word_alignment", "word_weights"]

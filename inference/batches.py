@@ -11,11 +11,10 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerationMode
 
 from metaphrase.decoding import fast_generation
-from metaphrase.decoding.fast_generation import is_metaphrase
+from metaphrase.decoding.fast_generation import SequenceScores, is_metaphrase, totals_of_steps
 from metaphrase.decoding.options import GENERATION_OPTIONS, plain_options
 from metaphrase.decoding.searches.choose import choose_search
 from metaphrase.decoding.searches.joint_search import Partner
-from metaphrase.decoding.sequence_scores import SequenceScores, totals_of_steps
 from metaphrase.inference.engine import BatchSearch, Engine, Hypothesis
 from metaphrase.inference.source_limits import numbering
 from metaphrase.inference.text_options import (
@@ -111,10 +110,7 @@ def decode(
 
 @contextlib.contextmanager
 def _searching(
-    models: Sequence[PreTrainedModel],
-    joint_search: Callable | None,
-    return_scores: bool,
-    generation_kwargs: dict,
+    models: Sequence[PreTrainedModel], joint_search: Callable | None, return_scores: bool, generation_kwargs: dict
 ) -> Iterator[BatchSearch]:
     """Put the models into evaluation mode inside this context. Yields the search for one batch."""
     chosen_search, generation_kwargs = choose_search(models[0], generation_kwargs)
@@ -134,7 +130,7 @@ def _searching(
             options |= {"custom_generate": search, "return_scores": return_scores}
         else:
             options |= _search_options(models[0], chosen_search, return_scores, options)
-        hypotheses = list(_generate(models[0], inputs, return_scores, options))
+        hypotheses = _generate(models[0], inputs, return_scores, options)
         count = len(hypotheses) // len(sources[0])
         return [hypotheses[start : start + count] for start in range(0, len(hypotheses), count)]
 
@@ -193,7 +189,7 @@ def _search_options(
 
 def _generate(
     model: PreTrainedModel, inputs: dict[str, torch.Tensor], return_scores: bool, generation_kwargs: dict
-) -> Iterator[Hypothesis]:
+) -> list[Hypothesis]:
     prompt = generation_kwargs.get("decoder_input_ids")
     prompt_length = 1 if prompt is None else prompt.shape[1]
     min_new_tokens = generation_kwargs.get("min_new_tokens")
@@ -214,8 +210,7 @@ def _generate(
     scores = [None] * len(rows)
     if return_scores:
         scores = _sequence_scores(output, prompt_length, eos_token_ids, step_scores)
-    for (ids, is_finished), score in zip(rows, scores, strict=True):
-        yield Hypothesis(ids, score, is_finished)
+    return [Hypothesis(ids, score, is_finished) for (ids, is_finished), score in zip(rows, scores, strict=True)]
 
 
 def _is_plain(model: PreTrainedModel, generation_kwargs: dict) -> bool:

@@ -10,12 +10,11 @@ from transformers import PreTrainedModel
 import metaphrase.modeling  # noqa: F401 (registers the models with the Auto classes)
 from metaphrase.decoding.options import check_ranges, plain_options
 from metaphrase.decoding.quantization import quantization_of, quantize
-from metaphrase.decoding.searches.ensemble import EnsembleSearch
-from metaphrase.decoding.searches.joint_search import check_partner, check_target_vocabulary
+from metaphrase.decoding.searches.joint_search import EnsembleSearch
 from metaphrase.inference.chunks import Chunk, PreparedChunks, StreamDecoder, decode_chunk
 from metaphrase.inference.engine import Engine, Hypothesis, default_device, find_device
 from metaphrase.inference.minimum_bayes_risk import decode_by_risk
-from metaphrase.inference.run import EncodedSources, Run, ScoredText, check_single, nonblank
+from metaphrase.inference.run import EncodedSources, Run, ScoredText, check_partner, check_single, nonblank
 from metaphrase.inference.scoring import ForcedScore, encode_forced, read_texts, score_targets
 from metaphrase.inference.source_limits import check_source_length, count_cut
 from metaphrase.modeling.pipeline_support import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
@@ -77,10 +76,7 @@ class Generator(StreamDecoder):
         self.members = list(members)
         self.ensemble = EnsembleSearch(ensemble_mean)
         for number, member in enumerate(self.members, start=2):
-            name = f"model {number} of the ensemble"
-            check_single(member, name)
-            check_target_vocabulary(tokenizers, member.tokenizers, name)
-            check_partner(model, member.model, name)
+            check_partner(self, member, f"model {number} of the ensemble")
 
     @classmethod
     def from_pretrained(
@@ -278,11 +274,7 @@ class Generator(StreamDecoder):
         return plain_options(generation_kwargs).get("num_return_sequences", default)
 
     def score(
-        self,
-        sources: Iterable[str],
-        targets: Iterable[str | Sequence[int]],
-        *,
-        show_progress: bool | None = False,
+        self, sources: Iterable[str], targets: Iterable[str | Sequence[int]], *, show_progress: bool | None = False
     ) -> list[ForcedScore]:
         """Return the log-probability of each token of given targets, computed in batches of similar length.
 
@@ -347,9 +339,7 @@ def _load_model(
     _check_device(device)
     quantization = quantization_of(dtype, device)
     model = load_whole(
-        name_or_path,
-        dtype=torch.float32 if quantization else _find_dtype(dtype),
-        trust_remote_code=trust_remote_code,
+        name_or_path, dtype=torch.float32 if quantization else _find_dtype(dtype), trust_remote_code=trust_remote_code
     )
     model = model.to(device).eval()
     if quantization is not None:

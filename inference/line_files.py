@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, BinaryIO
 
-from metaphrase.storage.write_lock import WriteLock
+from metaphrase.storage.folders import WriteLock
 from metaphrase.tokenization import iterate_lines
 from metaphrase.tokenization.texts import read_bytes
 

@@ -117,10 +117,7 @@ def pairwise_bleu(candidates: Sequence[str], references: Sequence[str]) -> np.nd
     return table
 
 
-UTILITIES: dict[str, Callable[[Sequence[str], Sequence[str]], np.ndarray]] = {
-    "chrf": pairwise_chrf,
-    "bleu": pairwise_bleu,
-}
+UTILITIES = {"chrf": pairwise_chrf, "bleu": pairwise_bleu}
 
 
 def check_utility(utility: str) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from metaphrase.decoding.fast_generation import is_metaphrase
 from metaphrase.decoding.options import plain_options
 from metaphrase.decoding.searches.constrained_beam_search import encode_phrases
-from metaphrase.decoding.searches.ensemble import EnsembleSearch
-from metaphrase.decoding.searches.joint_search import Partner, check_partner, check_target_vocabulary, is_metaphrase
+from metaphrase.decoding.searches.joint_search import EnsembleSearch, Partner
 from metaphrase.decoding.searches.speculative_decoding import DEFAULT_NUM_ASSISTANT_TOKENS, SpeculativeSearch
 from metaphrase.inference.batches import decode
 from metaphrase.inference.engine import Engine, Hypothesis
@@ -164,6 +164,38 @@ def check_single(generator: "Generator", name: str) -> None:
         raise ValueError(f"`{name}` must be one model, got an ensemble of {1 + len(generator.members)}.")
 
 
+def check_partner(generator: "Generator", partner: "Generator", name: str) -> None:
+    """Check that another generator, set by the option `name`, can write a target together with this one.
+
+    Raises:
+        ValueError: If the partner is no single torch model, one is no Metaphrase model, or the two differ in target tokens, in
+            special ids or in their device.
+    """
+    check_single(partner, name)
+    expected, actual = (item.tokenizers.target.get_vocab() for item in (generator, partner))
+    if different := [token for token in {**expected, **actual} if expected.get(token) != actual.get(token)]:
+        token = min(different)
+        raise ValueError(
+            f"The target vocabulary of `{name}` must be that of the first model, got {len(different)} tokens that differ: "
+            f"{token!r} is {actual.get(token)} in place of {expected.get(token)}."
+        )
+    models = generator.model, partner.model
+    for model in models:
+        if not is_metaphrase(model):
+            raise ValueError(
+                f"`{name}` and the first model must both be Metaphrase models, got {type(model).__name__}: "
+                "convert it with `metaphrase convert`."
+            )
+    # Equal fields give the ids of targets the same meaning.
+    for field in ("decoder_vocab_size", "decoder_start_token_id", "eos_token_id"):
+        expected, actual = (getattr(model.config, field) for model in models)
+        if actual != expected:
+            raise ValueError(f"`{field}` of `{name}` must be that of the first model, {expected}, got {actual}.")
+    expected, actual = (model.device for model in models)
+    if actual != expected:
+        raise ValueError(f"`{name}` must be on the device of the first model, {expected}, got {actual}.")
+
+
 def _read_assistant(
     generator: "Generator", options: dict[str, Any]
 ) -> tuple[list["Generator"], SpeculativeSearch | None]:
@@ -187,9 +219,7 @@ def _read_assistant(
             source_prefix=generator.source_prefix,
             max_source_length=generator.max_source_length,
         )
-    check_single(assistant, "assistant_model")
-    check_target_vocabulary(generator.tokenizers, assistant.tokenizers, "assistant_model")
-    check_partner(generator.model, assistant.model, "assistant_model")
+    check_partner(generator, assistant, "assistant_model")
     del options["assistant_model"]
     num_tokens = options.pop("num_assistant_tokens", None)
     return [assistant], SpeculativeSearch(DEFAULT_NUM_ASSISTANT_TOKENS if num_tokens is None else num_tokens)

@@ -14,12 +14,5 @@ AutoModel.register(MetaphraseConfig, MetaphraseModel, exist_ok=True)
 AutoModelForSeq2SeqLM.register(MetaphraseConfig, MetaphraseForConditionalGeneration, exist_ok=True)
 AutoModelForTextEncoding.register(MetaphraseConfig, MetaphraseEncoderModel, exist_ok=True)
 
-__all__ = [
-    "IGNORED_LABEL",
-    "MetaphraseConfig",
-    "MetaphraseEncoderModel",
-    "MetaphraseForConditionalGeneration",
-    "MetaphraseModel",
-    "sequence_loss",
-    "shift_right",
-]
+__all__ = ["IGNORED_LABEL", "MetaphraseConfig", "MetaphraseEncoderModel", "MetaphraseForConditionalGeneration"]
+__all__ += ["MetaphraseModel", "sequence_loss", "shift_right"]

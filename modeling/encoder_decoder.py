@@ -9,10 +9,9 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .acceleration import acceleration
-from .attention import MetaphraseAttention
 from .compat import CACHE_NAME, takes_cache
 from .configuration_metaphrase import MetaphraseConfig
-from .layers import MetaphraseDecoderLayer, MetaphraseEncoderLayer
+from .layers import MetaphraseAttention, MetaphraseDecoderLayer, MetaphraseEncoderLayer
 from .normalization import cast_for_autocast
 from .packing import Segments
 from .stacks import Stack, indices, locate, packed_segments

@@ -1,17 +1,254 @@
-"""Feed-forward network, encoder layer and decoder layer."""
+"""Attention, feed-forward network, encoder layer and decoder layer.
+
+Attention: (batch, length, hidden) -> (batch, heads, length, head_dim) -> kernel -> (batch, length, hidden). The kernel comes
+from transformers' attention interface, so that `attn_implementation=` works as for every model.
+"""
+
+import inspect
 
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .acceleration import acceleration
-from .attention import MetaphraseAttention
 from .compat import takes_cache
 from .configuration_metaphrase import MetaphraseConfig
-from .normalization import cast_for_autocast, clamp_float16, make_norm
-from .packing import Packing
+from .normalization import MetaphraseRMSNorm, cast_for_autocast, clamp_float16, make_norm
+from .packing import Packing, packed_attention
+from .positions import RelativePositionBias, rotate
+
+
+def repeat_key_value(states: torch.Tensor, groups: int) -> torch.Tensor:
+    """Repeat keys or values for each query head: `(batch, heads / groups, key, dim) -> (batch, heads, key, dim)`."""
+    return states if groups == 1 else states.repeat_interleave(groups, dim=1)
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute softmax attention in plain operations, the reference for the fast kernels.
+
+    Source: Vaswani et al. 2017, section 3.2, arXiv 1706.03762.
+
+    Args:
+        module: The attention module.
+        query: `(batch, heads, query, head_dim)`.
+        key: `(batch, key_value_heads, key, head_dim)`.
+        value: `(batch, key_value_heads, key, head_dim)`.
+        attention_mask: Added to the scores, or True where a key is visible, `(batch or 1, heads or 1, query, key)`.
+        scaling: Factor of the scores.
+        dropout: Probability to drop an attention weight.
+
+    Returns:
+        Output `(batch, query, heads, head_dim)` and weights `(batch, heads, query, key)`.
+    """
+    key, value = (repeat_key_value(states, module.num_key_value_groups) for states in (key, value))
+    # In float16, large products overflow, and so does the sum of a score and the lowest number.
+    score_dtype = torch.float32 if query.dtype == torch.float16 else query.dtype
+    scores = torch.matmul(query.to(score_dtype), key.to(score_dtype).transpose(2, 3)) * scaling
+    if attention_mask is not None:
+        if attention_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+        else:
+            # A float32 score can outweigh the lowest float16, so hidden keys are filled, not only added to.
+            hidden = attention_mask <= torch.finfo(attention_mask.dtype).min
+            scores = (scores + attention_mask.to(score_dtype)).masked_fill(hidden, torch.finfo(scores.dtype).min)
+    weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
+    weights = acceleration.dropout(weights, p=dropout, training=module.training)
+    return torch.matmul(weights, value).transpose(1, 2), weights
+
+
+def fold_copies(states: torch.Tensor, copies: int) -> torch.Tensor:
+    """Join the queries of rows that share a source.
+
+    (batch * copies, heads, query, head_dim) -> (batch, heads, copies * query, head_dim)
+    """
+    return states.unflatten(0, (-1, copies)).transpose(1, 2).flatten(2, 3)
+
+
+def unfold_copies(states: torch.Tensor, copies: int) -> torch.Tensor:
+    """Undo `fold_copies`."""
+    return states.unflatten(2, (copies, -1)).transpose(1, 2).flatten(0, 1)
+
+
+def combine_bias(
+    position_bias: torch.Tensor, attention_mask: torch.Tensor | None, is_causal: bool, query_offset: int | torch.Tensor
+) -> torch.Tensor:
+    """Add a position bias and a mask.
+
+    Args:
+        position_bias: `(1 or batch, heads, query, key)`.
+        attention_mask: Boolean or additive, `(batch, 1, query, key)`. None hides no key but future keys.
+        is_causal: True if None hides future keys.
+        query_offset: Index of the first query among the keys.
+
+    Returns:
+        An additive mask `(1 or batch, heads, query, key)`. Rows without a visible key are finite.
+    """
+    lowest = torch.finfo(position_bias.dtype).min
+    query_length, key_length = position_bias.shape[-2:]
+    if attention_mask is None:
+        if not is_causal:
+            return position_bias
+        indices = torch.arange(key_length, device=position_bias.device)
+        attention_mask = indices[None, :] <= indices[:query_length, None] + query_offset
+    if attention_mask.dtype == torch.bool:
+        hidden, combined = ~attention_mask, position_bias
+    else:
+        hidden, combined = attention_mask <= torch.finfo(attention_mask.dtype).min, position_bias + attention_mask
+    # A large score can outweigh the lowest float16, so hidden keys get minus infinity. A row of infinities alone gives NaN.
+    fill = position_bias.new_full((), -torch.inf).where(~hidden.all(dim=-1, keepdim=True), lowest)
+    return torch.where(hidden, fill.to(combined.dtype), combined)
+
+
+class MetaphraseAttention(nn.Module):
+    """Multi-head self-attention, or cross-attention to the encoder output."""
+
+    def __init__(
+        self, config: MetaphraseConfig, heads: int, layer_idx: int, is_causal: bool = False, is_cross: bool = False
+    ):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.is_causal = is_causal
+        self.is_cross = is_cross
+        self.head_dim = config.get_head_dim(heads)
+        key_value_heads = config.num_key_value_heads or heads
+        self.num_key_value_groups = heads // key_value_heads
+        self.scaling = self.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+        self.attention_dropout = config.attention_dropout
+
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, key_value_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, key_value_heads * self.head_dim, bias=bias)
+        if config.attention_scale is not None:
+            # Scores start with the same variance as under the usual scale.
+            self.q_proj.initial_gain = self.head_dim**-0.5 / config.attention_scale
+        self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=bias)
+        if config.qk_norm:
+            self.q_norm, self.k_norm = (MetaphraseRMSNorm(self.head_dim, config.norm_eps) for _ in range(2))
+        if config.position_embedding_type == "relative" and not config.relative_attention_shared and not is_cross:
+            self.relative_position_bias = RelativePositionBias(config, heads, is_bidirectional=not is_causal)
+
+    def _split(self, states: torch.Tensor) -> torch.Tensor:
+        """(batch, length, heads * head_dim) -> (batch, heads, length, head_dim)"""
+        return states.view(*states.shape[:-1], -1, self.head_dim).transpose(1, 2)
+
+    def _project_keys_and_values(
+        self, states: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        key = self._split(acceleration.linear(self.k_proj, states))
+        value = self._split(acceleration.linear(self.v_proj, states))
+        if self.config.qk_norm:
+            key = self.k_norm(key)
+        if rotation is not None:
+            key = rotate(key, *rotation)
+        return key, value
+
+    def _get_source_keys_and_values(
+        self, encoder_output: torch.Tensor, past_key_values: Cache | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute keys and values of the source at the first decoding step, and read the cache at later steps."""
+        if past_key_values is None:
+            return self._project_keys_and_values(encoder_output, rotation=None)
+        cache = past_key_values.cross_attention_cache
+        if past_key_values.is_updated.get(self.layer_idx):
+            layer = cache.layers[self.layer_idx]
+            return layer.keys, layer.values
+        key, value = cache.update(*self._project_keys_and_values(encoder_output, rotation=None), self.layer_idx)
+        past_key_values.is_updated[self.layer_idx] = True
+        return key, value
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_output: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_bias: torch.Tensor | None = None,
+        rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
+        past_key_values: Cache | None = None,
+        packing: Packing | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend to the hidden states, or to the encoder output.
+
+        Args:
+            hidden_states: Input of the queries, `(batch, query, hidden)`.
+            encoder_output: Input of keys and values of a cross-attention, `(batch / copies, source, hidden)`. Each source
+                serves `copies` consecutive rows of the batch.
+            attention_mask: Mask for the kernel in use, from `masking_utils` or `packed_mask`.
+            position_bias: `(1 or batch, heads, query, key)`, for kernels that do not take the bias in the mask.
+            rotation: Cosine and sine of the positions, each `(batch, 1, query, rotated)`.
+            past_key_values: Cache of self-attention and cross-attention.
+            packing: Positions of the sequences in packed rows, with a batch of 1.
+
+        Returns:
+            Output `(batch, query, hidden)`, and the weights `(batch, heads, query, key)` or None, by the kernel.
+        """
+        if self.training:
+            hidden_states = cast_for_autocast(hidden_states)
+        dropout = self.attention_dropout if self.training else 0.0
+        if packing is not None and rotation is None and past_key_values is None:
+            output = acceleration.fused_attention(self, hidden_states, encoder_output, attention_mask, packing, dropout)
+            if output is not None:
+                return acceleration.linear(self.o_proj, output.reshape(*hidden_states.shape[:-1], -1)), None
+        query = self._split(acceleration.linear(self.q_proj, hidden_states))
+        if self.config.qk_norm:
+            query = self.q_norm(query)
+        if rotation is not None:
+            query = rotate(query, *rotation)
+        if self.is_cross:
+            key, value = self._get_source_keys_and_values(encoder_output, past_key_values)
+        else:
+            key, value = self._project_keys_and_values(hidden_states, rotation)
+            if past_key_values is not None:
+                key, value = past_key_values.self_attention_cache.update(key, value, self.layer_idx)
+
+        if packing is not None and packing.kernel != "reference":
+            key, value = (repeat_key_value(states, self.num_key_value_groups) for states in (key, value))
+            output = packed_attention(self, query, key, value, attention_mask, packing, self.scaling, dropout)
+            return acceleration.linear(self.o_proj, output.reshape(*hidden_states.shape[:-1], -1)), None
+        copies = query.shape[0] // key.shape[0]
+        if copies > 1:
+            query = fold_copies(query, copies)
+        if position_bias is not None:
+            kwargs["position_bias"] = position_bias
+        kernel = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        output, weights = kernel(
+            self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs
+        )
+        if copies > 1 and weights is not None:
+            weights = unfold_copies(weights, copies)
+        # (batch, query, heads, head_dim), or folded -> (batch, query, heads * head_dim) -> (batch, query, hidden)
+        return acceleration.linear(self.o_proj, output.reshape(*hidden_states.shape[:-1], -1)), weights
+
+
+def kernel_takes_bias(implementation: str) -> bool:
+    """Return True if a kernel takes the position bias as an argument, False if it takes the bias in the mask.
+
+    Raises:
+        ValueError: If the kernel takes no bias.
+    """
+    if implementation in ("eager", "sdpa"):
+        return False
+    kernel = ALL_ATTENTION_FUNCTIONS.get(implementation)
+    if kernel is None or "position_bias" not in inspect.signature(kernel).parameters:
+        raise ValueError(
+            "`attn_implementation` must take a position bias for `position_embedding_type` relative or alibi: "
+            f"use eager, sdpa or flex_attention, got {implementation!r}."
+        )
+    return True
 
 
 class MetaphraseMLP(nn.Module):

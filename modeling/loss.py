@@ -128,10 +128,7 @@ def check_halves(labels: torch.Tensor) -> None:
 
 
 def symmetric_divergence(
-    first_logits: torch.Tensor,
-    second_logits: torch.Tensor,
-    labels: torch.Tensor,
-    labels_per_chunk: int = 512,
+    first_logits: torch.Tensor, second_logits: torch.Tensor, labels: torch.Tensor, labels_per_chunk: int = 512
 ) -> torch.Tensor:
     """Return half the sum of both Kullback-Leibler divergences of two predictions, summed over the labels, in float32.
 

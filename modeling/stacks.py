@@ -6,9 +6,9 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 
 from .acceleration import acceleration
-from .attention import combine_bias, kernel_takes_bias
 from .compat import CACHE_NAMES, is_loaded
 from .configuration_metaphrase import MetaphraseConfig
+from .layers import combine_bias, kernel_takes_bias
 from .normalization import clamp_float16, make_norm
 from .packing import Packing, Segments, choose_kernel, packed_mask
 from .positions import (

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from metaphrase.modeling.attention import MetaphraseAttention
 from metaphrase.modeling.compat import softmax_gradient
+from metaphrase.modeling.layers import MetaphraseAttention
 from metaphrase.modeling.packing import Packing, Segments, additive_mask, grid_width
 from metaphrase.ops.linear_and_dropout import apply_mask, can_join, joined_linear, random_mask
 
@@ -46,9 +46,13 @@ class Block:
     ends: list[tuple[slice, int]]
 
     @property
+    def num_heads(self) -> int:
+        return self.heads.stop - self.heads.start
+
+    @property
     def rows(self) -> int:
         """Sequences times heads."""
-        return (self.sequences.stop - self.sequences.start) * (self.heads.stop - self.heads.start)
+        return (self.sequences.stop - self.sequences.start) * self.num_heads
 
     def part(self, mask: torch.Tensor) -> torch.Tensor:
         """Return the part of a mask (sequences or 1, H or 1, queries or 1, keys) for the block."""
@@ -264,7 +268,8 @@ def _grid_gradients(
         # weights * (slope - sum(weights * slope)), in the dtype of the weights.
         slope = softmax_gradient(slope.to(weights.dtype), weights)
         if mask_gradient is not None:
-            _add_block(mask_gradient, slope, block)
+            part = block.part(mask_gradient)
+            part += slope.float().view(-1, block.num_heads, *slope.shape[1:]).sum_to_size(part.shape)
         slope = slope.to(values.dtype)
         torch.bmm(slope, keys, out=queries_gradient)
         torch.bmm(slope.transpose(1, 2), queries, out=keys_gradient)
@@ -279,12 +284,6 @@ def _weight_dtype(dtype: torch.dtype, width: int) -> torch.dtype:
     return dtype if dtype == torch.bfloat16 and width >= MIN_HALF_WIDTH else torch.float32
 
 
-def _block_mask(mask: torch.Tensor, block: Block, dtype: torch.dtype) -> torch.Tensor:
-    """Return the mask of a block, (sequences * H, query width, key width)."""
-    shape = (block.sequences.stop - block.sequences.start, block.heads.stop - block.heads.start, block.query_width, -1)
-    return block.part(mask).to(dtype).expand(shape).flatten(0, 1)
-
-
 def _weights(
     query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, block: Block, scaling: float
 ) -> torch.Tensor:
@@ -297,7 +296,9 @@ def _weights(
         for rows, end in block.ends:
             scores[rows, :, end:] = torch.finfo(scores.dtype).min
     else:
-        block_mask = _block_mask(mask, block, query.dtype)
+        # (sequences * H, query width, key width)
+        shape = (block.rows // block.num_heads, block.num_heads, block.query_width, -1)
+        block_mask = block.part(mask).to(query.dtype).expand(shape).flatten(0, 1)
         scores = torch.baddbmm(block_mask, query, key.transpose(1, 2), beta=_LOG2_E, alpha=scaling * _LOG2_E)
     return _softmax(scores).to(_weight_dtype(query.dtype, key.shape[1]))
 
@@ -313,13 +314,6 @@ def _softmax(scores: torch.Tensor) -> torch.Tensor:
     if least >= _LEAST_SUM and largest <= _LARGEST_SUM:
         return weights.mul_(sums.reciprocal_())
     return torch.softmax(scores.float().div_(_LOG2_E), dim=-1)
-
-
-def _add_block(total: torch.Tensor, slope: torch.Tensor, block: Block) -> None:
-    """Add the gradient of a block's scores to the gradient of the mask."""
-    total = block.part(total)
-    slope = slope.float().view(-1, block.heads.stop - block.heads.start, *slope.shape[1:])
-    total += slope.sum_to_size(total.shape)
 
 
 def grid_attention(

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from transformers import set_seed
 
-from metaphrase.demo.corpus import SPLITS, write_demo_corpus
-from metaphrase.demo.summaries import write_demo_summaries
+from metaphrase.demo.corpus import SPLITS, write_demo_corpus, write_demo_summaries
 from metaphrase.hub_card import draw_attention_map, renew_model_card
 from metaphrase.inference import Generator, cross_attention
 from metaphrase.scripts.console import verb_parser

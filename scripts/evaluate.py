@@ -12,8 +12,7 @@ from pathlib import Path
 from datasets import Dataset
 from transformers import set_seed
 
-from metaphrase.data.pairs import column_texts, load_pairs
-from metaphrase.data.reports import DataReport
+from metaphrase.data.pairs import DataReport, column_texts, load_pairs
 from metaphrase.evaluation.evaluate import evaluate_generator, generation_settings
 from metaphrase.evaluation.metrics import (
     DEFAULT_METRICS,

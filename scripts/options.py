@@ -5,7 +5,7 @@ import argparse
 from transformers.hf_argparser import string_to_bool
 
 from metaphrase.decoding.options import GENERATION_OPTIONS, bool_or_never, complete_sampling
-from metaphrase.decoding.searches.ensemble import ENSEMBLE_MEANS
+from metaphrase.decoding.searches.joint_search import ENSEMBLE_MEANS
 from metaphrase.inference import ENGINES
 from metaphrase.modeling.pipeline_support import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
 

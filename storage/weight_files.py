@@ -103,11 +103,8 @@ class WeightFiles:
         except SafetensorError as error:
             raise ValueError(f"A checkpoint must hold whole weights, got {folder}: {error}.") from error
         self._file_of = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
-        self.kinds = {name: self._read_kind(name) for name in sorted(self._file_of)}
-
-    def _read_kind(self, name: str) -> Kind:
-        tensor = self._file_of[name].get_slice(name)
-        return Kind(tensor.get_dtype(), tuple(tensor.get_shape()))
+        slices = {name: self._file_of[name].get_slice(name) for name in sorted(self._file_of)}
+        self.kinds = {name: Kind(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
 
     def read(self, name: str) -> torch.Tensor:
         return self._file_of[name].get_tensor(name)

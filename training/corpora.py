@@ -3,7 +3,7 @@
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import PurePath
 from typing import Any
@@ -13,14 +13,11 @@ import numpy as np
 from transformers import Seq2SeqTrainingArguments
 
 from metaphrase.data.denoising.dataset import DenoisingDataset, longest_block, make_objective, objective_tokens
-from metaphrase.data.denoising.span_corruption import MIN_BLOCK_LENGTH
+from metaphrase.data.denoising.objectives import MIN_BLOCK_LENGTH
 from metaphrase.data.encoding import encode_pairs
-from metaphrase.data.pair_stream import PairStream, TextStream
-from metaphrase.data.pairs import SPLITS, TASK_COLUMN, column_texts, data_seed, load_pairs, split_pairs
-from metaphrase.data.reports import DataReport
-from metaphrase.data.task_mixture import mixed_rows, mixing_rates
+from metaphrase.data.pairs import SPLITS, TASK_COLUMN, DataReport, column_texts, data_seed, load_pairs, split_pairs
+from metaphrase.data.streams import PairStream, TextStream, TokenBudgetStream
 from metaphrase.data.text_blocks import load_texts, text_blocks
-from metaphrase.data.token_stream import TokenBudgetStream
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.recipe.recipe import Recipe
 
@@ -391,3 +388,54 @@ def _joined(parts: dict[str, datasets.Dataset]) -> datasets.Dataset:
     return datasets.concatenate_datasets(
         [part.add_column(TASK_COLUMN, [name] * len(part)) for name, part in parts.items()]
     )
+
+
+def mixing_rates(
+    sizes: Sequence[int],
+    weights: Sequence[float],
+    mixing: str = "proportional",
+    temperature: float = 2.0,
+    limit: int | None = None,
+) -> np.ndarray:
+    """Return the share of each task among the examples of a run.
+
+    Args:
+        sizes: Training examples of each task.
+        weights: Factors on top of the sizes.
+        mixing: `proportional` to the sizes, `temperature` (to their root of that degree), or `equal`.
+        temperature: 1 is proportional. Higher values are more equal.
+        limit: Most examples that a task counts (the paper's K).
+
+    Returns:
+        Shares `(tasks,)`, whose sum is 1.
+
+    Source: Raffel et al. 2020, section 3.5.2, arXiv 1910.10683: examples-proportional mixing with a limit, temperature-scaled
+    mixing, and equal mixing.
+    """
+    counted = np.minimum(sizes, np.inf if limit is None else limit).astype(np.float64)
+    exponent = {"proportional": 1.0, "temperature": 1 / temperature, "equal": 0.0}[mixing]
+    rates = counted**exponent * np.asarray(weights, dtype=np.float64)
+    return rates / rates.sum()
+
+
+def mixed_rows(sizes: Sequence[int], rates: np.ndarray, seed: int) -> list[np.ndarray]:
+    """Return the rows of each task in an epoch: every row at least once, rows of favoured tasks more often.
+
+    The epoch is as short as possible. Random rows fill up what is not a whole number of repetitions.
+
+    Args:
+        sizes: Rows of each task.
+        rates: Shares of the tasks (see `mixing_rates`).
+        seed: Seed of the random rows.
+
+    Returns:
+        Rows of each task in ascending order, repetitions side by side.
+    """
+    length = max(size / rate for size, rate in zip(sizes, rates, strict=True))
+    generator = np.random.default_rng(seed)
+    rows = []
+    for size, rate in zip(sizes, rates, strict=True):
+        repetitions, rest = divmod(round(length * rate), size)
+        extra = generator.permutation(size)[:rest]
+        rows.append(np.sort(np.concatenate((np.tile(np.arange(size), repetitions), extra))))
+    return rows

@@ -15,8 +15,8 @@ from transformers.trainer_utils import seed_worker
 
 from metaphrase.data.collators import PackedCollator, PairCollator
 from metaphrase.data.pairs import LENGTH_COLUMNS, data_seed
+from metaphrase.data.streams import TokenBudgetStream
 from metaphrase.data.token_budget import LengthGroupedSampler, TokenBudgetSampler, WithFillers, check_beside_budget
-from metaphrase.data.token_stream import TokenBudgetStream
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.training.checkpointing.resuming import BATCHES_BY_NUMBER
 from metaphrase.training.distributed import ignore_repeated_pairs, is_data_parallel, sum_over_processes

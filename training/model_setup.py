@@ -226,10 +226,8 @@ def settle_decoding(model: PreTrainedModel, recipe: Recipe, max_length: int, lan
     Raises:
         ValueError: If the recipe has a setting of beam search but no beams, or the remaining settings are invalid.
     """
-    config, names = (
-        model.generation_config,
-        ("num_beams", "length_penalty", "no_repeat_ngram_size", "repetition_penalty"),
-    )
+    config = model.generation_config
+    names = ("num_beams", "length_penalty", "no_repeat_ngram_size", "repetition_penalty")
     options = {name: value for name in names if (value := getattr(recipe, name)) is not None}
     if recipe.generation_max_length is not None:
         # `max_new_tokens` would replace `max_length`.

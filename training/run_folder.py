@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
-from metaphrase.storage.write_lock import WriteLock
+from metaphrase.storage.folders import WriteLock
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 from metaphrase.training.checkpointing.averaging import RECIPE_NAME, is_better_lower
 from metaphrase.training.checkpointing.folders import check_whole, checkpoints_in, last_whole_checkpoint, remove_folder

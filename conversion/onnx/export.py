@@ -1,22 +1,22 @@
 """Export to ONNX: three graphs checked with onnxruntime, with configuration, tokenizers and generation settings."""
 
+import contextlib
+import logging
 import os
 import sys
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import onnx
+import onnx_ir
 import onnxruntime
 import torch
+from torch import nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from metaphrase.conversion.onnx.graphs import (
-    DECODER_NAME,
-    DECODER_WITH_PAST_NAME,
-    ENCODER_NAME,
-    refuse_unsupported,
-    write_graphs,
-)
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.folders import check_output, folder_in_one_step, write_provenance
 from metaphrase.storage.loading import load_whole
@@ -27,6 +27,19 @@ PROVENANCE_NAME = "export.json"
 TOLERANCE = 1e-4
 # Rows, longest source, tokens of the first decoding step, later steps. None equals the traced sizes.
 _SIZES = ((3, 13, 1, 5), (1, 5, 2, 3), (4, 1, 1, 2), (1, 30, 5, 2))
+# These are optimum's names.
+ENCODER_NAME = "encoder_model.onnx"
+DECODER_NAME = "decoder_model.onnx"
+DECODER_WITH_PAST_NAME = "decoder_with_past_model.onnx"
+EXTERNAL_SUFFIX = "_data"
+# An ONNX file holds at most 2 GiB; the rest is room for the graph.
+LARGEST_WEIGHTS_BYTES = 2**31 - 2**26
+# Sinusoids have no limit, but a table has. A longer text raises an error.
+SINUSOIDAL_POSITIONS = 4096
+# The frequencies of these depend on the length.
+_CHANGING_ROTATIONS = ("dynamic", "longrope")
+_TRACED_BATCH, _TRACED_SOURCE, _TRACED_TARGET = 2, 7, 3
+_BATCH, _SOURCE, _TARGET = "batch_size", "encoder_sequence_length", "decoder_sequence_length"
 
 
 def export_onnx(source: str | os.PathLike, output: str | os.PathLike, *, overwrite: bool = False) -> Path:
@@ -131,3 +144,221 @@ def _compare(name: str, actual: np.ndarray, expected: torch.Tensor) -> None:
             f"{name} must compute what the model computes, within {TOLERANCE:g} of the largest value {largest:.4g}, "
             f"got a difference of {difference:.4g}."
         )
+
+
+def refuse_unsupported(config: MetaphraseConfig) -> None:
+    """Refuse a configuration that ONNX cannot express.
+
+    Raises:
+        ValueError: If the rotation depends on the length.
+    """
+    kind = (config.rope_parameters or {}).get("rope_type")
+    if config.position_embedding_type == "rotary" and kind in _CHANGING_ROTATIONS:
+        reason = "whose frequencies change with the length"
+        raise ValueError(f"ONNX cannot express `rope_parameters` with `rope_type` {kind!r}, {reason}.")
+
+
+def past_names(layers: int) -> list[str]:
+    """Return the names of input keys and values, layer by layer: first the target's, then the source's."""
+    parts = ("decoder.key", "decoder.value", "encoder.key", "encoder.value")
+    return [f"past_key_values.{layer}.{part}" for layer in range(layers) for part in parts]
+
+
+class EncoderGraph(nn.Module):
+    """Encoder, from ids and mask (B, S) to its output (B, S, H)."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.encoder = model.get_encoder()
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        return self.encoder(input_ids=input_ids, attention_mask=attention_mask, return_dict=True).last_hidden_state
+
+
+class DecoderGraph(nn.Module):
+    """Decoding step: logits (B, T, V), then keys and values (B, heads, length, head_dim) of each layer.
+
+    The first step reads the encoder output. A later step of one token per row reads the keys and values instead, and does
+    not return the source's, which do not change.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        encoder_attention_mask: torch.Tensor,
+        input_ids: torch.Tensor,
+        source: torch.Tensor | Sequence[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:
+        is_first = isinstance(source, torch.Tensor)
+        self_cache, cross_cache = DynamicCache(), DynamicCache()
+        for index in range(0, 0 if is_first else len(source), 4):
+            self_cache.update(source[index], source[index + 1], index // 4)
+            cross_cache.update(source[index + 2], source[index + 3], index // 4)
+        output = self.model.get_decoder()(
+            input_ids=input_ids,
+            # With its keys and values cached, only the length of the encoder output is used.
+            encoder_hidden_states=source if is_first else source[0].new_zeros((*encoder_attention_mask.shape, 1)),
+            encoder_attention_mask=encoder_attention_mask,
+            past_key_values=EncoderDecoderCache(self_cache, cross_cache),
+            return_dict=True,
+        )
+        outputs = [self.model.project(output.last_hidden_state)]
+        for layer, cross_layer in zip(self_cache.layers, cross_cache.layers, strict=True):
+            outputs += [layer.keys, layer.values]
+            outputs += [cross_layer.keys, cross_layer.values] if is_first else []
+        return tuple(outputs)
+
+
+class _PositionTable(nn.Module):
+    """Positions to add to the embeddings, as a table of fixed length."""
+
+    def __init__(self, positions: nn.Module, config: MetaphraseConfig):
+        super().__init__()
+        if config.position_embedding_type == "learned":
+            table = positions.weight.detach()
+        else:
+            length = max(config.max_position_embeddings, SINUSOIDAL_POSITIONS)
+            table = positions.make_table(length + positions.offset)
+        # A slice would keep the whole table.
+        self.register_buffer("table", table[positions.offset :].clone(), persistent=False)
+
+    def forward(self, position_ids: torch.Tensor, length: int) -> torch.Tensor:
+        return nn.functional.embedding(position_ids, self.table)
+
+
+class _DistanceTable(nn.Module):
+    """T5's bias by distance. Another runtime may round its logarithm differently at the edge of a bucket."""
+
+    def __init__(self, bias: nn.Module):
+        super().__init__()
+        # From this distance on all tokens share a bucket; rounding may shift its edge by one.
+        self.reach = bias.max_distance + 1
+        distances = torch.arange(-self.reach, self.reach + 1)
+        self.register_buffer("table", bias.embedding(bias.bucket(distances)).detach().clone(), persistent=False)
+
+    def forward(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
+        distance = key_positions[:, None, :] - query_positions[:, :, None]
+        rows = distance.clamp(min=-self.reach, max=self.reach) + self.reach
+        # (batch, query, key, heads) -> (batch, heads, query, key)
+        return nn.functional.embedding(rows, self.table).permute(0, 3, 1, 2)
+
+
+@contextlib.contextmanager
+def with_tables(model: PreTrainedModel) -> Iterator[None]:
+    """Replace a model's positions by tables inside the block, so that the graph does not depend on the traced length."""
+    with contextlib.ExitStack() as originals:
+
+        def replace(owner: nn.Module, name: str, table: nn.Module) -> None:
+            originals.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, table.eval())
+
+        for stack in (model.get_encoder(), model.get_decoder()):
+            if stack.embed_positions is not None:
+                replace(stack, "embed_positions", _PositionTable(stack.embed_positions, model.config))
+            if model.config.position_embedding_type == "relative":
+                owners = [(stack, "position_bias")]
+                if not model.config.relative_attention_shared:
+                    owners = [(layer.self_attn, "relative_position_bias") for layer in stack.layers]
+                for owner, name in owners:
+                    replace(owner, name, _DistanceTable(getattr(owner, name)))
+        yield
+
+
+def write_graphs(model: PreTrainedModel, folder: Path) -> None:
+    """Write the three graphs of a model in float32 and evaluation mode.
+
+    Raises:
+        ValueError: If ONNX cannot express the model.
+    """
+    refuse_unsupported(model.config)
+    mask = torch.ones((_TRACED_BATCH, _TRACED_SOURCE), dtype=torch.long)
+    target = torch.zeros((_TRACED_BATCH, _TRACED_TARGET), dtype=torch.long)
+    encoder_output = torch.zeros(_TRACED_BATCH, _TRACED_SOURCE, model.config.hidden_size)
+    axes = {0: _BATCH, 1: _SOURCE}
+    with with_tables(model), torch.no_grad():
+        inputs = {"input_ids": (torch.zeros_like(mask), axes), "attention_mask": (mask, axes)}
+        _write(EncoderGraph(model), inputs, ["last_hidden_state"], folder / ENCODER_NAME)
+        inputs = {
+            "encoder_attention_mask": (mask, axes),
+            "input_ids": (target, {0: _BATCH, 1: _TARGET}),
+            "encoder_hidden_states": (encoder_output, axes),
+        }
+        present = [name.replace("past_key_values", "present", 1) for name in past_names(model.config.decoder_layers)]
+        _write(DecoderGraph(model), inputs, ["logits", *present], folder / DECODER_NAME)
+        write_later_step(model, folder / DECODER_WITH_PAST_NAME)
+
+
+def write_later_step(model: PreTrainedModel, path: Path) -> None:
+    """Write the graph of later decoding steps. Call it inside `with_tables` and without gradients."""
+    config = model.config
+    mask = torch.ones((_TRACED_BATCH, _TRACED_SOURCE), dtype=torch.long)
+    inputs = {
+        "encoder_attention_mask": (mask, {0: _BATCH, 1: _SOURCE}),
+        "input_ids": (torch.zeros((_TRACED_BATCH, 1), dtype=torch.long), {0: _BATCH}),
+    }
+    heads = config.num_key_value_heads or config.decoder_attention_heads
+    head_dim = config.get_head_dim(config.decoder_attention_heads)
+    names = past_names(config.decoder_layers)
+    for name in names:
+        length, axis = (_TRACED_SOURCE, _SOURCE) if ".encoder." in name else (_TRACED_TARGET, f"past_{_TARGET}")
+        inputs[name] = (torch.zeros(_TRACED_BATCH, heads, length, head_dim), {0: _BATCH, 2: axis})
+    present = [name.replace("past_key_values", "present", 1) for name in names if ".decoder." in name]
+    _write(DecoderGraph(model), inputs, ["logits", *present], path)
+
+
+def _write(
+    graph: nn.Module, inputs: dict[str, tuple[torch.Tensor, dict[int, str]]], outputs: list[str], path: Path
+) -> None:
+    """Trace a graph and write it. Each input has a traced value and named axes; axes of one name have one length."""
+    lengths = {name: torch.export.Dim(name) for _, axes in inputs.values() for name in axes.values()}
+    arguments = [value for value, _ in inputs.values()]
+    shapes = [{axis: lengths[name] for axis, name in axes.items()} for _, axes in inputs.values()]
+    if len(inputs) > 3:
+        # All keys and values are one argument.
+        arguments, shapes = [*arguments[:2], tuple(arguments[2:])], [*shapes[:2], tuple(shapes[2:])]
+    with _quiet():
+        program = torch.onnx.export(
+            graph.eval(),
+            tuple(arguments),
+            input_names=list(inputs),
+            output_names=outputs,
+            dynamic_shapes=tuple(shapes),
+            dynamo=True,
+            verbose=False,
+        )
+    traced = program.model
+    _remove_metadata(traced)
+    weights_bytes = sum(value.const_value.nbytes for value in traced.graph.initializers.values())
+    is_large = weights_bytes > LARGEST_WEIGHTS_BYTES
+    onnx_ir.save(traced, path, external_data=path.name + EXTERNAL_SUFFIX if is_large else None)
+    onnx.checker.check_model(os.fspath(path))
+
+
+def _remove_metadata(model: onnx_ir.Model) -> None:
+    """Remove each node's place in the source code, which is longer than the graph and shows this machine's paths."""
+    model.metadata_props.clear()
+    for graph in model.graphs():
+        graph.doc_string = None
+        values = [*graph.inputs, *graph.initializers.values(), *(value for node in graph for value in node.outputs)]
+        for item in (graph, *graph, *values):
+            item.metadata_props.clear()
+        for node in graph:
+            node.doc_string = None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the exporter's messages on missing libraries, on axes of equal length and on each node."""
+    levels = {"torch.onnx._internal.exporter._registration": logging.ERROR}
+    levels |= dict.fromkeys(("onnxscript", "onnx_ir"), logging.WARNING)
+    with contextlib.ExitStack() as originals, warnings.catch_warnings():
+        for name, level in levels.items():
+            log = logging.getLogger(name)
+            originals.callback(log.setLevel, log.level)
+            log.setLevel(level)
+        warnings.filterwarnings("ignore", message="# The axis name: .* will not be used")
+        warnings.filterwarnings("ignore", message=".*treespec, LeafSpec", category=FutureWarning)
+        yield

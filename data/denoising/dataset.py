@@ -10,9 +10,16 @@ import pyarrow.compute as pc
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from metaphrase.data.denoising.span_corruption import MIN_BLOCK_LENGTH, SpanCorruption
-from metaphrase.data.denoising.text_infilling import TextInfilling, full_stop_ids_of
-from metaphrase.data.denoising.ul2 import MODE_TOKENS, MixtureOfDenoisers, mode_token_ids_of, ul2_mixture
+from metaphrase.data.denoising.objectives import (
+    MIN_BLOCK_LENGTH,
+    MODE_TOKENS,
+    MixtureOfDenoisers,
+    SpanCorruption,
+    TextInfilling,
+    full_stop_ids_of,
+    mode_token_ids_of,
+    ul2_mixture,
+)
 from metaphrase.data.pairs import LENGTH_COLUMNS
 from metaphrase.tokenization import sentinel_tokens
 

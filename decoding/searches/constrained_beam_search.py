@@ -74,10 +74,8 @@ def constrained_beam_search(
     selection = ConstrainedSelection(config, automaton, prompt)
     # A first token is forced only behind the start token.
     forced = [config.forced_eos_token_id, config.forced_bos_token_id if prompt.shape[1] == 1 else None]
-    num_tokens, room = (
-        selection.num_missing,
-        config.max_length - prompt.shape[1] - sum(token is not None for token in forced),
-    )
+    num_tokens = selection.num_missing
+    room = config.max_length - prompt.shape[1] - sum(token is not None for token in forced)
     if num_tokens > room:
         raise ValueError(
             f"`max_new_tokens` must leave room for the phrases of `force_words_ids`, got {num_tokens} tokens for {room} places."

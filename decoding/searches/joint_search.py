@@ -1,22 +1,27 @@
-"""Joint search: several models read a source and write one target. Base of ensembles and speculative decoding."""
+"""Joint search: several models read a source and write one target. Base of speculative decoding, and ensembles."""
 
 import abc
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.utils import GenerateBeamEncoderDecoderOutput
 
+from metaphrase.decoding.beam_search import beam_search
+from metaphrase.decoding.beam_state import BeamState
 from metaphrase.decoding.decoder_state import DecoderState
 from metaphrase.decoding.fast_generation import (
     calls_are_plain,
     computing_dtype,
-    is_metaphrase,
     obstacle,
     prepared_projections,
 )
-from metaphrase.tokenization import TokenizerPair
+from metaphrase.decoding.sampling import sample
+
+ENSEMBLE_MEANS = ("linear", "log_linear")
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,48 +35,6 @@ class Partner:
 
     model: PreTrainedModel
     sources: Sequence[Sequence[int]]
-
-
-def check_partner(model: PreTrainedModel, partner: PreTrainedModel, name: str) -> None:
-    """Check that two models can write a target together.
-
-    Args:
-        model: The first model, whose settings are used.
-        partner: The other model.
-        name: The option that sets `partner`.
-
-    Raises:
-        ValueError: If a model is no Metaphrase model, or the two differ in special ids, vocabulary or device.
-    """
-    for candidate in (model, partner):
-        if not is_metaphrase(candidate):
-            raise ValueError(
-                f"`{name}` and the first model must both be Metaphrase models, got {type(candidate).__name__}: "
-                "convert it with `metaphrase convert`."
-            )
-    # Equal fields give the ids of targets the same meaning.
-    for field in ("decoder_vocab_size", "decoder_start_token_id", "eos_token_id"):
-        expected, actual = getattr(model.config, field), getattr(partner.config, field)
-        if actual != expected:
-            raise ValueError(f"`{field}` of `{name}` must be that of the first model, {expected}, got {actual}.")
-    if partner.device != model.device:
-        raise ValueError(f"`{name}` must be on the device of the first model, {model.device}, got {partner.device}.")
-
-
-def check_target_vocabulary(tokenizers: TokenizerPair, partner_tokenizers: TokenizerPair, name: str) -> None:
-    """Check that the target ids of two models have the same meaning.
-
-    Raises:
-        ValueError: If a token has different ids. The message names one token.
-    """
-    expected, actual = tokenizers.target.get_vocab(), partner_tokenizers.target.get_vocab()
-    different = [token for token in {**expected, **actual} if expected.get(token) != actual.get(token)]
-    if different:
-        token = min(different)
-        raise ValueError(
-            f"The target vocabulary of `{name}` must be that of the first model, got {len(different)} tokens that differ: "
-            f"{token!r} is {actual.get(token)} in place of {expected.get(token)}."
-        )
 
 
 class JointSearch(abc.ABC):
@@ -152,3 +115,82 @@ class JointSearch(abc.ABC):
             config: The prepared generation config.
             return_scores: True if scores are needed.
         """
+
+
+class EnsembleState:
+    """Decoder states of several models for the same targets."""
+
+    def __init__(self, states: Sequence[DecoderState]):
+        self.states = list(states)
+
+    def step(self, input_ids: torch.Tensor) -> list[torch.Tensor]:
+        """Return each decoder's output (rows, H) for one token of each row, shape (rows,)."""
+        return [state.step(input_ids) for state in self.states]
+
+    def spread(self, copies: int) -> None:
+        for state in self.states:
+            state.spread(copies)
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        for state in self.states:
+            state.reorder(rows)
+
+    def select_sources(self, sources: torch.Tensor) -> None:
+        for state in self.states:
+            state.select_sources(sources)
+
+
+def mean_log_probs(logits: Sequence[torch.Tensor], mean: str) -> torch.Tensor:
+    """Return the mean of several distributions.
+
+    Args:
+        logits: Logits of each model, shape (..., V).
+        mean: `linear` for the logarithm of the mean probability; `log_linear` for the normalized mean of log-probabilities.
+
+    Returns:
+        Log-probabilities in float32, shape (..., V).
+    """
+    log_probs = torch.stack([nn.functional.log_softmax(item.float(), dim=-1) for item in logits])
+    if mean == "linear":
+        return log_probs.logsumexp(dim=0) - math.log(len(logits))
+    return nn.functional.log_softmax(log_probs.mean(dim=0), dim=-1)
+
+
+class EnsembleSearch(JointSearch):
+    """Greedy search, sampling and beam search over the mean, for `generate(custom_generate=...)` of the first model.
+
+    Args:
+        ensemble_mean: `linear`, fairseq's mean, or `log_linear`; see `mean_log_probs`.
+
+    Raises:
+        ValueError: If the mean is unknown.
+
+    Source: Sutskever et al. 2014, arXiv 1409.3215.
+    """
+
+    def __init__(self, ensemble_mean: str = "linear"):
+        if ensemble_mean not in ENSEMBLE_MEANS:
+            raise ValueError(f"`ensemble_mean` must be one of {', '.join(ENSEMBLE_MEANS)}, got {ensemble_mean!r}.")
+        self.mean = ensemble_mean
+
+    def state_class(self, config: GenerationConfig) -> type[DecoderState]:
+        return BeamState if config.num_beams > 1 else DecoderState
+
+    def search(self, projections, states, prompt, processors, config, return_scores):
+        """Search as in `JointSearch`."""
+        # In beam search the processors get log-probabilities.
+        takes_logits = bool(processors) and config.num_beams == 1
+
+        def project(hidden_states: Sequence[torch.Tensor]) -> torch.Tensor:
+            logits = [head(hidden) for head, hidden in zip(projections, hidden_states, strict=True)]
+            mean = mean_log_probs(logits, self.mean)
+            if not takes_logits:
+                return mean
+            # Restore the size of logits, which matters for processors such as the repetition penalty.
+            return mean + torch.stack([item.float().logsumexp(dim=-1, keepdim=True) for item in logits]).mean(dim=0)
+
+        copies = len(prompt) // states[0].rows
+        arguments = (project, EnsembleState(states), prompt[::copies])
+        if config.num_beams > 1:
+            return beam_search(*arguments, processors, config)
+        return sample(*arguments, copies, processors, config, return_scores)

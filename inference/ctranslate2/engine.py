@@ -11,24 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from packaging.version import Version
 from transformers import GenerationConfig
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
+from metaphrase.conversion.ctranslate2 import ctranslate2
 from metaphrase.inference.ctranslate2.options import Search, translate_options
 from metaphrase.inference.engine import BatchSearch, Engine, Hypothesis, find_device
 from metaphrase.inference.source_limits import TooLongError
-
-try:
-    import ctranslate2
-except ImportError as error:
-    raise ImportError("CTranslate2 is not installed: pip install metaphrase[ctranslate2]") from error
-
-# 4.8.0 silently computes a wrong result if each layer has its own relative attention bias.
-if Version(ctranslate2.__version__) < Version("4.8.5"):
-    raise ImportError(
-        f"CTranslate2 must be at least 4.8.5, got {ctranslate2.__version__}: pip install metaphrase[ctranslate2]"
-    )
 
 _MODEL_NAME = "model.bin"
 
@@ -127,7 +116,37 @@ class CTranslate2Engine(Engine):
             translator = self._load()
         suppressed = [[self.targets[index] for index in word] for word in search.suppressed]
         options = search.options | ({"suppress_sequences": suppressed} if suppressed else {})
-        yield lambda sources: self._search(translator, sources, search, options, prefix, return_scores)
+
+        def search_batch(sources: list[Sequence[int]]) -> list[list[Hypothesis]]:
+            for source in sources:
+                if source and not 0 <= min(source) <= max(source) < len(self.sources):
+                    raise ValueError(
+                        f"`sources` must consist of ids from 0 to {len(self.sources) - 1}, got {min(source)} to {max(source)}."
+                    )
+            try:
+                results = translator.translate_batch(
+                    [[self.sources[index] for index in source] for source in sources],
+                    target_prefix=None if prefix is None else [prefix] * len(sources),
+                    end_token=[self.targets[index] for index in search.ends],
+                    # The length penalty counts the end token only if it is returned.
+                    return_end_token=True,
+                    return_scores=return_scores,
+                    # Turns off CTranslate2's silent truncation.
+                    max_input_length=0,
+                    **options,
+                )
+            except RuntimeError as error:
+                if "position encodings" not in str(error):
+                    raise
+                # Only the error tells the length of the position table, which is inside the model.
+                limit = re.search(r">= (\d+)", str(error))
+                for number, source in enumerate(sources if limit else [], start=1):
+                    if len(source) > int(limit[1]):
+                        raise TooLongError(number, len(source), int(limit[1])) from error
+                raise ValueError(f"Texts must not be longer than the exported table of positions: {error}.") from error
+            return [self._hypotheses(result, search, return_scores) for result in results]
+
+        yield search_batch
 
     def _prefix(self, search: Search) -> list[str] | None:
         """Return the tokens that targets begin with, without the start token that the folder's config states.
@@ -149,43 +168,6 @@ class CTranslate2Engine(Engine):
             )
         prefix = ([start] if self._start is None else []) + [self.targets[index] for index in search.forced]
         return prefix or None
-
-    def _search(
-        self,
-        translator: "ctranslate2.Translator",
-        sources: list[Sequence[int]],
-        search: Search,
-        options: dict[str, Any],
-        prefix: list[str] | None,
-        return_scores: bool,
-    ) -> list[list[Hypothesis]]:
-        for source in sources:
-            if source and not 0 <= min(source) <= max(source) < len(self.sources):
-                raise ValueError(
-                    f"`sources` must consist of ids from 0 to {len(self.sources) - 1}, got {min(source)} to {max(source)}."
-                )
-        try:
-            results = translator.translate_batch(
-                [[self.sources[index] for index in source] for source in sources],
-                target_prefix=None if prefix is None else [prefix] * len(sources),
-                end_token=[self.targets[index] for index in search.ends],
-                # The length penalty counts the end token only if it is returned.
-                return_end_token=True,
-                return_scores=return_scores,
-                # Turns off CTranslate2's silent truncation.
-                max_input_length=0,
-                **options,
-            )
-        except RuntimeError as error:
-            if "position encodings" not in str(error):
-                raise
-            # Only the error tells the length of the position table, which is inside the model.
-            limit = re.search(r">= (\d+)", str(error))
-            for number, source in enumerate(sources if limit else [], start=1):
-                if len(source) > int(limit[1]):
-                    raise TooLongError(number, len(source), int(limit[1])) from error
-            raise ValueError(f"Texts must not be longer than the exported table of positions: {error}.") from error
-        return [self._hypotheses(result, search, return_scores) for result in results]
 
     def _hypotheses(
         self, result: "ctranslate2.TranslationResult", search: Search, return_scores: bool

@@ -107,7 +107,8 @@ def translate_options(
     limit = beams if not is_sampling else count
     _require("num_return_sequences", settings, count <= limit, f"at most `num_beams` ({beams}) without sampling")
     longest = _most_new_tokens(settings)
-    shortest = _fewest_new_tokens(settings)
+    shortest = settings["min_new_tokens"]
+    shortest = max(0, (settings["min_length"] or 0) - 1 if shortest is None else shortest)
     if shortest > longest:
         raise ValueError(f"The fewest tokens of a target must not be above the most, got {shortest} and {longest}.")
     ends = settings["eos_token_id"]
@@ -181,12 +182,6 @@ def _most_new_tokens(settings: Mapping[str, Any]) -> int:
         return GenerationConfig._get_default_generation_params()["max_length"]
     _require("max_length", settings, settings["max_length"] >= 2, "at least 2, start token included")
     return settings["max_length"] - 1
-
-
-def _fewest_new_tokens(settings: Mapping[str, Any]) -> int:
-    if settings["min_new_tokens"] is not None:
-        return max(0, settings["min_new_tokens"])
-    return max(0, (settings["min_length"] or 0) - 1)
 
 
 def _beam_options(settings: Mapping[str, Any], longest: int, shortest: int) -> dict[str, Any]:

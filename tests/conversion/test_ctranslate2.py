@@ -14,8 +14,14 @@ from tiny_generator import SOURCES, save_generator, tiny_generator, tiny_pair
 from tiny_models import tiny_config, tiny_model
 from transformers import AutoModelForSeq2SeqLM, T5Config
 
-from metaphrase.conversion.ctranslate2.export import QUANTIZATIONS, export_ctranslate2, vocabulary
-from metaphrase.conversion.ctranslate2.spec import SINUSOIDAL_POSITIONS, find_obstacles, make_spec
+from metaphrase.conversion.ctranslate2.export import (
+    QUANTIZATIONS,
+    SINUSOIDAL_POSITIONS,
+    export_ctranslate2,
+    find_obstacles,
+    make_spec,
+    vocabulary,
+)
 from metaphrase.inference import Generator, decode
 from metaphrase.inference.ctranslate2.engine import CTranslate2Engine
 from metaphrase.inference.source_limits import TooLongError

@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from metaphrase.data.encoding import encode_pairs
 from metaphrase.data.fingerprints import tokenizer_fingerprint
-from metaphrase.data.pairs import load_pairs
-from metaphrase.data.reports import DROP_REASONS, DataReport
+from metaphrase.data.pairs import DROP_REASONS, DataReport, load_pairs
 
 
 def in_memory(*pairs: tuple[str, str]) -> datasets.Dataset:

@@ -7,8 +7,7 @@ from letter_pair import LetterPair
 from small_runs import PAIRS
 
 from metaphrase.data.fingerprints import data_fingerprint
-from metaphrase.data.pair_stream import PairStream, TextStream
-from metaphrase.data.token_stream import TokenBudgetStream
+from metaphrase.data.streams import PairStream, TextStream, TokenBudgetStream
 
 
 def dataset_of(pairs):

@@ -6,10 +6,8 @@ from letter_pair import LetterPair
 from torch.utils.data import DataLoader
 
 from metaphrase.data.encoding import encode_pairs
-from metaphrase.data.pair_stream import PairStream, TextStream
-from metaphrase.data.pairs import load_pairs
-from metaphrase.data.reports import DataReport
-from metaphrase.data.token_stream import TokenBudgetStream
+from metaphrase.data.pairs import DataReport, load_pairs
+from metaphrase.data.streams import PairStream, TextStream, TokenBudgetStream
 
 LINES = ["ab\tc", "abcd\tbcde", "", "a\tabc", "x\ty\tz", " \tb", "abcd\tbcd", "c\tcc", "d\td"]
 LIMITS = {"max_source_length": 4, "max_target_length": 4}

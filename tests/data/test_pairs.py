@@ -11,8 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from metaphrase.data import pairs as pairs_module
-from metaphrase.data.pairs import column_texts, load_pairs, split_pairs
-from metaphrase.data.reports import DataReport
+from metaphrase.data.pairs import DataReport, column_texts, load_pairs, split_pairs
 
 JSON_ROWS = b'{"source": "a", "target": "b"},{"source": %s, "target": "d"},{"source": "e", "target": "f"}'
 PAIRS = [("One house.", "Ein Haus."), ('A "quoted" word', 'Ein "Wort", so'), ("Grüße", "日本語")]

@@ -7,7 +7,7 @@ from tiny_models import CROSSED, DESIGNS, tiny_model
 
 from metaphrase.decoding.beam_state import BeamState
 from metaphrase.decoding.decoder_state import DecoderState
-from metaphrase.decoding.ragged_state import RaggedDecoderState
+from metaphrase.decoding.searches.speculative_decoding import RaggedDecoderState
 
 
 @pytest.mark.parametrize("groups", [1, 2])

@@ -1,4 +1,4 @@
-"""Tests of `decoding.ragged_state`: rows of different lengths equal rows decoded alone."""
+"""Tests of `RaggedDecoderState`: rows of different lengths equal rows decoded alone."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from decoder_states import assert_near, fill_new_tensors_with_nan, make_state, s
 from tiny_models import CROSSED, DESIGNS
 
 from metaphrase.decoding.decoder_state import DecoderState
-from metaphrase.decoding.ragged_state import RaggedDecoderState
+from metaphrase.decoding.searches.speculative_decoding import RaggedDecoderState
 
 
 @torch.inference_mode()

@@ -6,7 +6,7 @@ from other_families import other_model
 from tiny_generator import SOURCES, tiny_pair
 from transformers import MarianConfig, MarianMTModel, StoppingCriteria
 
-from metaphrase.decoding.sequence_scores import SequenceScores, totals_of_steps
+from metaphrase.decoding.fast_generation import SequenceScores, totals_of_steps
 from metaphrase.inference import Generator
 from metaphrase.inference.batches import decode, pad_sources
 

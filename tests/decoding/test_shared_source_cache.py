@@ -6,7 +6,7 @@ from tiny_models import DESIGNS, padding_mask, random_batch, random_sources, tin
 from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
 
 from metaphrase.decoding.fast_generation import SharedSourceCache
-from metaphrase.modeling.attention import fold_copies, unfold_copies
+from metaphrase.modeling.layers import fold_copies, unfold_copies
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 COPIES = 3

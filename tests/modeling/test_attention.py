@@ -1,11 +1,11 @@
-"""Tests of `metaphrase.modeling.attention`, against attention written out with loops over heads and tokens."""
+"""Tests of `metaphrase.modeling.layers`, against attention written out with loops over heads and tokens."""
 
 import pytest
 import torch
 from tiny_models import tiny_config
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from metaphrase.modeling.attention import MetaphraseAttention
+from metaphrase.modeling.layers import MetaphraseAttention
 
 
 def make_attention(heads=4, seed=0, is_causal=False, is_cross=False, dtype=torch.float32, **fields):

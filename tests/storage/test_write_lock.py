@@ -14,13 +14,13 @@ from tiny_generator import SOURCES, save_generator, tiny_generator
 
 from metaphrase.inference.line_files import NewFile, ResumedFile
 from metaphrase.scripts import generate
-from metaphrase.storage import write_lock
-from metaphrase.storage.write_lock import WriteLock
+from metaphrase.storage import folders
+from metaphrase.storage.folders import WriteLock
 from metaphrase.training.experiment import Experiment
 
 HOLD = """
 import sys, time
-from metaphrase.storage.write_lock import WriteLock
+from metaphrase.storage.folders import WriteLock
 with WriteLock(sys.argv[1], "output"):
     print("held", flush=True)
     time.sleep(600)
@@ -87,13 +87,13 @@ def test_without_locks_nothing_is_locked(place, monkeypatch):
         raise OSError(errno.ENOLCK, "no locks available")
 
     with monkeypatch.context() as patch:
-        patch.setattr(write_lock.fcntl, "flock", fail)
+        patch.setattr(folders.fcntl, "flock", fail)
         with WriteLock(place, "output"), WriteLock(place, "output"):
             pass
     # The second one is refused as soon as there are locks.
     with WriteLock(place, "output"), pytest.raises(ValueError, match=REFUSAL):
         WriteLock(place, "output")
-    monkeypatch.setattr(write_lock, "fcntl", None)
+    monkeypatch.setattr(folders, "fcntl", None)
     with WriteLock(place, "output") as first, WriteLock(place, "output") as second:
         assert first is not second
 

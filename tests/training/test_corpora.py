@@ -7,8 +7,7 @@ from small_experiments import read_log
 from small_runs import SMALL
 
 from metaphrase.data.pairs import SPLITS
-from metaphrase.demo.corpus import make_demo_corpus
-from metaphrase.demo.summaries import make_demo_summaries
+from metaphrase.demo.corpus import make_demo_corpus, make_demo_summaries
 from metaphrase.hub_card import write_model_card
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.corpora import TaskCorpus, task_recipe

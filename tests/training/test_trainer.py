@@ -11,8 +11,8 @@ from tiny_models import tiny_model
 from transformers import AutoTokenizer, DataCollatorForSeq2Seq
 
 from metaphrase.data.collators import PackedCollator, PairCollator
+from metaphrase.data.streams import TokenBudgetStream
 from metaphrase.data.token_budget import WithFillers
-from metaphrase.data.token_stream import TokenBudgetStream
 from metaphrase.evaluation.task_scores import spread
 from metaphrase.modeling import IGNORED_LABEL, sequence_loss, shift_right
 from metaphrase.tokenization import TokenizerPair, train_tokenizer

@@ -19,12 +19,8 @@ from metaphrase.training.checkpointing.folders import PROGRESS_NAME, checkpoint_
 logger = logging.getLogger(__name__)
 
 # Arguments that decide which pairs share a batch of a fixed number of pairs.
-BATCHES_BY_NUMBER = (
-    "per_device_train_batch_size",
-    "train_sampling_strategy",
-    "length_column_name",
-    "dataloader_drop_last",
-)
+BATCHES_BY_NUMBER = ("per_device_train_batch_size", "train_sampling_strategy", "length_column_name")
+BATCHES_BY_NUMBER += ("dataloader_drop_last",)
 
 # Position in the data
 

@@ -20,32 +20,7 @@ from transformers.trainer_utils import has_length
 
 from metaphrase.data.fingerprints import data_fingerprint
 from metaphrase.data.pairs import data_seed
-from metaphrase.training.checkpointing.folders import (
-    UNFINISHED_NAME,
-    check_whole,
-    checkpoint_of_step,
-    discard_surplus,
-    last_whole_checkpoint,
-    publish_checkpoint,
-    remove_unfinished,
-    set_later_aside,
-    unfinished_folder,
-)
-from metaphrase.training.checkpointing.resuming import (
-    BATCHES_BY_NUMBER,
-    announce_epoch,
-    are_equal_states,
-    best_criterion,
-    check_data,
-    choose_best_again,
-    get_random_states,
-    has_same_layout,
-    make_random_states,
-    read_progress,
-    set_best_folder,
-    set_random_states,
-    unchanged_random_states,
-)
+from metaphrase.training.checkpointing import folders, resuming
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +86,7 @@ class WholeCheckpoints:
         """Train as the parent does, from a checkpoint of `find_checkpoint`."""
         checkpoint = self.find_checkpoint(resume_from_checkpoint, trial)
         if self.args.should_save:
-            remove_unfinished(self._get_output_dir(trial))
+            folders.remove_unfinished(self._get_output_dir(trial))
         self.accelerator.wait_for_everyone()
         hook = self.model.register_load_state_dict_post_hook(_ignore_tied_weights)
         try:
@@ -128,12 +103,12 @@ class WholeCheckpoints:
         """
         if resume_from_checkpoint is True:
             run = self._get_output_dir(trial)
-            checkpoint = last_whole_checkpoint(run)
+            checkpoint = folders.last_whole_checkpoint(run)
             if checkpoint is None:
                 raise ValueError(f"`output_dir` must hold a whole checkpoint to resume from, got none in {run}.")
             return checkpoint
         if resume_from_checkpoint:
-            check_whole(resume_from_checkpoint)
+            folders.check_whole(resume_from_checkpoint)
         return resume_from_checkpoint or None
 
     # Extension points
@@ -148,7 +123,7 @@ class WholeCheckpoints:
             "num_processes": self.args.world_size,
             "gradient_accumulation_steps": self.args.gradient_accumulation_steps,
             "steps_per_epoch": self._steps_per_epoch,
-            **dict(zip(BATCHES_BY_NUMBER, by_number, strict=True)),
+            **dict(zip(resuming.BATCHES_BY_NUMBER, by_number, strict=True)),
         }
 
     def protected_checkpoints(self, run: Path) -> list[str | Path | None]:
@@ -180,14 +155,14 @@ class WholeCheckpoints:
         run, folder = Path(self._get_output_dir(trial)), Path(resume_from_checkpoint).parent
         # The run's folder may have moved, and then the stored path is wrong.
         run = run if folder.resolve() == run.resolve() else folder
-        set_best_folder(self.state, run)
-        progress = read_progress(Path(resume_from_checkpoint))
-        choose_best_again(self, run, progress)
+        resuming.set_best_folder(self.state, run)
+        progress = resuming.read_progress(Path(resume_from_checkpoint))
+        resuming.choose_best_again(self, run, progress)
         self._resumed = _Resumed(resume_from_checkpoint, progress)
         if progress is None or self.args.ignore_data_skip:
             return epoch, batches
-        check_data(progress, self._data_fingerprint)
-        if not has_same_layout(progress, self.data_layout()):
+        resuming.check_data(progress, self._data_fingerprint)
+        if not resuming.has_same_layout(progress, self.data_layout()):
             return epoch, batches
         is_done = progress["num_batches"] >= progress["batches_per_epoch"]
         if self._steps_per_epoch is None:
@@ -223,9 +198,9 @@ class WholeCheckpoints:
             self._begin_again(resumed, parts["trial"])
             if self._is_over() or resumed.is_epoch_end_due:
                 return self._end_epoch(resumed, **parts)
-        self._data_states, self._num_fetches = make_random_states(data_seed(self.args), parts["epoch"]), 0
+        self._data_states, self._num_fetches = resuming.make_random_states(data_seed(self.args), parts["epoch"]), 0
         # With several processes, a loader that skips batches does not tell the sampler.
-        announce_epoch(parts["train_dataloader"], parts["epoch"])
+        resuming.announce_epoch(parts["train_dataloader"], parts["epoch"])
         return super()._run_epoch(**parts)
 
     def _is_over(self) -> bool:
@@ -251,7 +226,7 @@ class WholeCheckpoints:
     def _begin_again(self, resumed: _Resumed, trial) -> None:
         # Not earlier: by now, whatever may refuse the checkpoint, such as a callback, has seen it.
         if self.args.should_save:
-            set_later_aside(resumed.checkpoint, self._get_output_dir(trial))
+            folders.set_later_aside(resumed.checkpoint, self._get_output_dir(trial))
         self.accelerator.wait_for_everyone()
         if (progress := resumed.progress) is None:
             return
@@ -274,7 +249,7 @@ class WholeCheckpoints:
             self._resumed = None
         best = self.state.best_model_checkpoint
         if self.args.should_save and self.args.save_total_limit == 1 and best is not None:
-            discard_surplus(self._get_output_dir(trial), 1, [best])
+            folders.discard_surplus(self._get_output_dir(trial), 1, [best])
         return super()._finalize_training(trial, num_train_samples, start_time - self._seconds_before)
 
     # Random states
@@ -283,18 +258,18 @@ class WholeCheckpoints:
         if self._is_exhausted:
             # transformers reads on from a stream that has ended, for each step that is left.
             return [], None
-        states, before = get_random_states(), self._data_states
-        set_random_states(before)
+        states, before = resuming.get_random_states(), self._data_states
+        resuming.set_random_states(before)
         try:
             batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         finally:
-            self._data_states = get_random_states()
-            set_random_states(states)
+            self._data_states = resuming.get_random_states()
+            resuming.set_random_states(states)
         self._is_exhausted = not batches
         self._num_batches += len(batches)
         self._num_fetches += 1
         # The first fetch of an epoch also shuffles and starts workers.
-        if self._num_fetches == 2 and not are_equal_states(before, self._data_states):
+        if self._num_fetches == 2 and not resuming.are_equal_states(before, self._data_states):
             logger.warning(
                 "The data set or the collator draws from the random generators of this process. A run that is resumed in the "
                 "middle of an epoch does not repeat these numbers. Derive them from seed, epoch and index."
@@ -308,7 +283,7 @@ class WholeCheckpoints:
         if self._resumed is not None:
             # `eval_on_start`: the run started before the checkpoint.
             return {}
-        with unchanged_random_states(self.args.device):
+        with resuming.unchanged_random_states(self.args.device):
             return super().evaluate(*args, **kwargs)
 
     # Saving
@@ -328,15 +303,15 @@ class WholeCheckpoints:
     # transformers 5.23.0: has no other way to write a checkpoint elsewhere. `args.output_dir` is saved with it, so it must stay.
     def _get_output_dir(self, trial):
         folder = super()._get_output_dir(trial)
-        return os.path.join(folder, UNFINISHED_NAME) if self._is_saving else folder
+        return os.path.join(folder, folders.UNFINISHED_NAME) if self._is_saving else folder
 
     # transformers 5.23.0: writes a checkpoint file by file under its name.
     def _save_checkpoint(self, model, trial):
         if not self._is_reporting:
             logger.warning("A checkpoint in the middle of a step: a run that resumes from it is not bit-identical.")
         run = Path(self._get_output_dir(trial))
-        checkpoint = checkpoint_of_step(run, self.state.global_step)
-        unfinished = unfinished_folder(checkpoint)
+        checkpoint = folders.checkpoint_of_step(run, self.state.global_step)
+        unfinished = folders.unfinished_folder(checkpoint)
         self._collect_callback_states()
         self._is_saving = True
         try:
@@ -349,18 +324,18 @@ class WholeCheckpoints:
         finally:
             self._is_saving = False
         # The parent has stored the folder it wrote to, and the states of callbacks of one class twice.
-        set_best_folder(self.state, run, checkpoint)
+        resuming.set_best_folder(self.state, run, checkpoint)
         self._collect_callback_states()
         progress = self._progress()
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             self.state.save_to_json(str(unfinished / TRAINER_STATE_NAME))
-            publish_checkpoint(checkpoint, progress)
+            folders.publish_checkpoint(checkpoint, progress)
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(checkpoint))
         if self.args.should_save:
-            discard_surplus(run, self.args.save_total_limit, [checkpoint, *self.protected_checkpoints(run)])
+            folders.discard_surplus(run, self.args.save_total_limit, [checkpoint, *self.protected_checkpoints(run)])
 
     # transformers 5.23.0: uploads in the background, from a folder that would lose its name meanwhile.
     def _push_from_checkpoint(self, checkpoint_folder):
@@ -383,7 +358,7 @@ class WholeCheckpoints:
         is_mid_step = is_reported and not self._is_reporting
         return {
             **self.data_layout(),
-            **best_criterion(self.args),
+            **resuming.best_criterion(self.args),
             "epoch": self._epoch,
             "num_batches": self._num_batches_reported if is_mid_step else self._num_batches,
             "batches_per_epoch": self._batches_per_epoch,

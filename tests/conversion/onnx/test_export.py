@@ -23,12 +23,13 @@ from tiny_models import DESIGNS, POSITIONS, padding_mask, random_batch, tiny_con
 from transformers import AutoConfig, GenerationConfig, T5Config
 
 from metaphrase.conversion.onnx import export as onnx_export
-from metaphrase.conversion.onnx import graphs as onnx_graphs
-from metaphrase.conversion.onnx.export import TOLERANCE, check_graphs, export_onnx
-from metaphrase.conversion.onnx.graphs import (
+from metaphrase.conversion.onnx.export import (
     DECODER_NAME,
     DECODER_WITH_PAST_NAME,
     ENCODER_NAME,
+    TOLERANCE,
+    check_graphs,
+    export_onnx,
     past_names,
     refuse_unsupported,
     with_tables,
@@ -235,7 +236,7 @@ def test_later_steps_of_every_position(name, tmp_path, monkeypatch):
     model = tiny_model(attn_implementation="eager", **(DESIGNS[name] | {"encoder_layers": 1, "decoder_layers": 1}))
     path, is_large = tmp_path / DECODER_WITH_PAST_NAME, name == "none"
     if is_large:
-        monkeypatch.setattr(onnx_graphs, "LARGEST_WEIGHTS_BYTES", 0)
+        monkeypatch.setattr(onnx_export, "LARGEST_WEIGHTS_BYTES", 0)
     with with_tables(model), torch.no_grad():
         write_later_step(model, path)
     assert path.with_name(path.name + "_data").exists() == is_large

@@ -20,9 +20,7 @@ from metaphrase.data.denoising.dataset import (
     objective_tokens,
     sentinel_ids_of,
 )
-from metaphrase.data.denoising.span_corruption import SpanCorruption
-from metaphrase.data.denoising.text_infilling import TextInfilling
-from metaphrase.data.denoising.ul2 import ul2_mixture
+from metaphrase.data.denoising.objectives import SpanCorruption, TextInfilling, ul2_mixture
 from metaphrase.data.token_budget import LengthGroupedSampler
 from metaphrase.tokenization import sentinel_tokens, train_tokenizer
 from metaphrase.training.checkpointing.resuming import announce_epoch

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from metaphrase.data.denoising.dataset import longest_block
-from metaphrase.data.denoising.span_corruption import SpanCorruption, random_segmentation, replace_spans
+from metaphrase.data.denoising.objectives import SpanCorruption, random_segmentation, replace_spans
 
 END = 1
 SENTINELS = tuple(range(999, 799, -1))

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from metaphrase.data.denoising.text_infilling import (
+from metaphrase.data.denoising.objectives import (
     TextInfilling,
     full_stop_ids_of,
     mask_spans,

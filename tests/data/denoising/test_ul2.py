@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from metaphrase.data.denoising.dataset import longest_block
-from metaphrase.data.denoising.ul2 import PrefixLanguageModeling, mode_token_ids_of, ul2_mixture
+from metaphrase.data.denoising.objectives import PrefixLanguageModeling, mode_token_ids_of, ul2_mixture
 from metaphrase.tokenization import train_tokenizer
 
 END = 1

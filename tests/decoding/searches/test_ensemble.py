@@ -11,7 +11,7 @@ from transformers import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
 from metaphrase.decoding.decoder_state import DecoderState
-from metaphrase.decoding.searches.ensemble import mean_log_probs
+from metaphrase.decoding.searches.joint_search import mean_log_probs
 from metaphrase.inference import EnsembleSearch, Generator, Partner, cross_attentions, decode
 from metaphrase.inference.batches import pad_sources
 from metaphrase.tokenization import TokenizerPair

@@ -11,8 +11,7 @@ from tiny_generator import SOURCES, tiny_generator, tiny_pair
 from tiny_models import DESIGNS, tiny_model
 from transformers import GenerationConfig
 
-from metaphrase.decoding.ragged_state import RaggedDecoderState
-from metaphrase.decoding.searches.speculative_decoding import _Speculation
+from metaphrase.decoding.searches.speculative_decoding import RaggedDecoderState, _Speculation
 from metaphrase.inference import Generator, Partner, SpeculativeSearch, decode
 
 ENDS = [5, 11, 17]
