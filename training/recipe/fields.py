@@ -100,6 +100,7 @@ class OwnFields:
     )
     target_lang: str | None = _tokenizer("The tokenizer's code of the target language, which starts decoding.")
     tokenizer_kind: str | None = _tokenizer(f"Kind of a new tokenizer: {', '.join(TOKENIZER_KINDS)} [byte_bpe].")
+    target_tokenizer_kind: str | None = _tokenizer("Kind of a new, separate target tokenizer [tokenizer_kind].")
     vocab_size: int | None = _tokenizer(
         "Entries of a new tokenizer [8000 where pieces are learned, else all].", minimum=1
     )
@@ -117,6 +118,7 @@ class OwnFields:
         "Fields of MetaphraseConfig that replace those of the preset (--model.hidden_size 256).", dict
     )
 
+    time_budget: str | None = _batches("Time for the whole run, with data and scores, such as 20m or 2h [no limit].")
     max_tokens_per_batch: int | None = _batches(
         "Token budget per device: source, target and padding tokens. Replaces `per_device_train_batch_size`.", minimum=2
     )
