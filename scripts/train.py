@@ -19,6 +19,7 @@ from metaphrase.training.cpu_setup import keep_few_kernels, keep_freed_memory
 from metaphrase.training.distributed import leave_processes
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.recipe.recipe import describe_fields, load_recipe
+from metaphrase.training.run_folder import with_fields_of_run
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +92,7 @@ def main(words: Sequence[str]) -> None:
     if recipe.output_dir is None:
         name = Path(arguments.recipe[0]).stem.partition(".")[0] if arguments.recipe else "train"
         recipe = recipe.replace(output_dir=f"runs/{name}", is_checked=False)
+    recipe = with_fields_of_run(recipe, Path(recipe.output_dir))
 
     keep_freed_memory()
     keep_few_kernels()

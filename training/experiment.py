@@ -45,7 +45,7 @@ from metaphrase.training.run_folder import (
     check_writable,
     checkpoint_to_resume,
     only_writer,
-    with_lengths_of_run,
+    with_fields_of_run,
 )
 from metaphrase.training.time_budget import TimeBudget, parse_seconds
 from metaphrase.training.trainer import MetaphraseTrainer, check_r_drop
@@ -107,7 +107,8 @@ class Experiment:
         self.scores = TaskScores(metrics, recipe.bleu_tokenize)
         if recipe.lora_rank is not None:
             import_peft()
-        recipe = with_lengths_of_run(recipe, self.folder)
+        if recipe.streaming:
+            recipe = with_fields_of_run(recipe, self.folder, ("max_source_length", "max_target_length"))
         if recipe.tasks:
             corpus_class = TaskCorpus
         elif recipe.objective != "pairs":

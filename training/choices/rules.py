@@ -24,6 +24,8 @@ _TEXT_NAMES = {"word": "symbols", "char": "single words", "byte_bpe": "text"}
 _VALIDATION = ("validation_file", "validation_source_file", "dataset_validation_split", "num_validation")
 _TOKENIZER = ("tokenizer_kind", "target_tokenizer_kind", "joint_vocabulary", "vocab_size", "target_vocab_size")
 _TOKENIZER += ("tokenizer_name_or_path",)
+_EVALUATION = ("eval_strategy", "eval_steps", "save_strategy", "save_steps", "load_best_model_at_end")
+_EVALUATION += ("metric_for_best_model", "early_stopping_patience", "average_last", "average_best")
 _EVALUATIONS = 12
 # Greedy tokens of one evaluation during training.
 _DECODED_TOKENS = 20_000
@@ -183,10 +185,13 @@ def choose_from_tokens(
         return math.inf if seconds is None else seconds / seconds_per_update(size)
 
     size = choose_size(tokens, wanted, possible)
-    updates = max(1, round(min(wanted, possible(size))))
     if recipe.is_open("max_steps", "num_train_epochs"):
+        updates = max(1, round(min(wanted, possible(size))))
         reason = "more bring little" if updates == wanted else "the time is up then"
         recipe.choose(f"{updates * budget / tokens.both:.0f} epochs, {reason}", max_steps=updates)
+    else:
+        epochs = math.ceil(recipe.recipe.num_train_epochs * tokens.both / budget)
+        updates = recipe.recipe.max_steps if recipe.recipe.max_steps > 0 else epochs
     if recipe.is_open("preset", "model"):
         model = {**size.fields, "dropout": dropout(updates * budget / tokens.both)}
         reason = (
@@ -203,7 +208,7 @@ def choose_from_tokens(
         label_smoothing_factor=0.1,
         max_grad_norm=1.0,
     )
-    if recipe.is_open("eval_strategy", "save_strategy"):
+    if recipe.is_open(*_EVALUATION):
         steps = max(1, updates // _EVALUATIONS)
         every = {f"{event}_steps": steps for event in ("eval", "save")} | {"logging_steps": max(1, steps // 5)}
         best = {
