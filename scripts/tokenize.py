@@ -51,7 +51,7 @@ def main(words: Sequence[str]) -> None:
         f"{', '.join(KINDS_THAT_FILL_A_VOCABULARY)}; else no limit]",
     )
     parser.add_argument("--min_frequency", type=int, help="minimum number of occurrences of a learned piece")
-    parser.add_argument("--normalization", help="Unicode normalization, nfc or nfkc [none]")
+    parser.add_argument("--normalization", help="Unicode normalization, nfc, nfd, nfkc or nfkd [none]")
     parser.add_argument("--lowercase", action="store_true", help="lowercase all text")
     parser.add_argument("--joiner", help="for pretokenized: mark at the end of a piece inside a word [@@]")
     parser.add_argument(

@@ -45,7 +45,8 @@ class TwoModeTokenizer(PreTrainedTokenizerFast):
 def test_joint_pair_is_one_object_with_one_vocabulary():
     pair = train_pair(kind="char")
     assert pair.is_joint and pair.source is pair.target
-    assert {"w", "ä"} & pair.source.get_vocab().keys() == {"ä"}
+    assert len(pair.source) == 260 + 1  # ASCII characters are bytes
+    assert "Ã¤" in pair.source.get_vocab()
     assert pair.decode_targets(pair.encode_targets(SOURCES + TARGETS)) == SOURCES + TARGETS
     assert pair.encode_sources(TARGETS) == pair.encode_targets(TARGETS)
 
@@ -99,7 +100,7 @@ def test_saving_leaves_the_tokenizers_as_they_were_and_a_subfolder_loads(tmp_pat
     pair.save_pretrained(tmp_path / "last")
     assert pair.source.init_kwargs == before
     loaded = TokenizerPair.from_pretrained(tmp_path, subfolder="last")
-    assert not loaded.is_joint and "ä" in loaded.target.get_vocab()
+    assert not loaded.is_joint and "Ã¤" in loaded.target.get_vocab()
 
 
 def test_missing_target_is_an_error_and_not_a_joint_pair(tmp_path):
@@ -108,7 +109,7 @@ def test_missing_target_is_an_error_and_not_a_joint_pair(tmp_path):
     with pytest.raises(ValueError, match="`name_or_path` must hold the target tokenizer in `target_tokenizer/`"):
         TokenizerPair.from_pretrained(tmp_path / "alone")
     pair = TokenizerPair.from_pretrained(tmp_path / "alone", tmp_path / "pair" / "target_tokenizer")
-    assert "ä" in pair.target.get_vocab()
+    assert "Ã¤" in pair.target.get_vocab()
     source = AutoTokenizer.from_pretrained(tmp_path / "alone")
     TokenizerPair(source, source).save_pretrained(tmp_path / "joint")
     assert TokenizerPair.from_pretrained(tmp_path / "joint").is_joint

@@ -107,7 +107,7 @@ class OwnFields:
     target_vocab_size: int | None = _tokenizer("Entries of a new, separate target tokenizer.", minimum=1)
     joint_vocabulary: bool | None = _tokenizer("True if one tokenizer serves both sides [true].")
     lowercase: bool = _tokenizer("Lower-case all text.", False)
-    normalization: str | None = _tokenizer("Unicode normalization: nfc or nfkc [none].")
+    normalization: str | None = _tokenizer("Unicode normalization: nfc, nfd, nfkc or nfkd [none].")
     min_frequency: int | None = _tokenizer("Minimum frequency of a learned piece.", minimum=1)
     joiner: str | None = _tokenizer("Mark of a split word in pretokenized text [@@].")
     additional_special_tokens: list[str] | None = _tokenizer("More special tokens, such as language codes.")
