@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from test_rules import PRONUNCIATIONS
+from pronunciations import PRONUNCIATIONS
 
 from metaphrase.inference import Generator
 from metaphrase.scripts import train

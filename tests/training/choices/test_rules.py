@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from pronunciations import PRONUNCIATIONS
 
 from metaphrase.demo.corpus import make_demo_corpus
 from metaphrase.training.choices.profile import CorpusProfile
@@ -19,16 +20,6 @@ from metaphrase.training.choices.rules import (
 )
 from metaphrase.training.recipe.recipe import Recipe, load_recipe
 
-SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprst" for vowel in "aeiou"]
-
-
-def words(number):
-    """Return a made-up word of its own for each number, and its letters split by spaces."""
-    word = "".join(SYLLABLES[number // len(SYLLABLES) ** place % len(SYLLABLES)] for place in range(3))
-    return word, " ".join(word.upper())
-
-
-PRONUNCIATIONS = [words(number) for number in range(4000)]
 COMMANDS = [(f"turn {side} {times}", " ".join([f"TURN_{side.upper()}"] * count)) for side in ("left", "right")
             for count, times in enumerate(("once", "twice", "thrice"), start=1)] * 500  # fmt: skip
 INFLECTIONS = [(f"{word} PAST {person}", f"{word}ed{person}") for word, _ in PRONUNCIATIONS for person in "12"]
