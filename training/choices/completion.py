@@ -18,6 +18,7 @@ from metaphrase.training.choices.rules import (
     choose_from_tokens,
     tokens_per_batch,
 )
+from metaphrase.training.cpu_setup import has_fast_bfloat16
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.planning.dry_run import dry_run
 from metaphrase.training.recipe.recipe import Recipe
@@ -55,6 +56,8 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
     corpus.load()
     sides = (corpus.splits["train"][side][:] for side in ("source", "target"))
     choose_from_text(filled, CorpusProfile.of(*sides))
+    if filled.is_open("bf16", "fp16", "use_cpu") and has_fast_bfloat16():
+        filled.choose("this machine multiplies matrices faster in bfloat16", bf16=True)
     experiment = Experiment(filled.recipe, is_dry_run)
     _, encoded = experiment.prepare()
     lengths = np.stack([np.asarray(encoded["train"][side][:]) for side in LENGTH_COLUMNS], axis=1)
