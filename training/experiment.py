@@ -211,13 +211,16 @@ class Experiment:
             return tokenizers
         names = ("vocab_size", "target_vocab_size", "lowercase", "normalization", "min_frequency", "joiner")
         options = {name: getattr(recipe, name) for name in names if getattr(recipe, name) is not None}
-        joint = recipe.joint_vocabulary if recipe.joint_vocabulary is not None else recipe.target_vocab_size is None
+        joint = recipe.joint_vocabulary
+        if joint is None:
+            joint = recipe.target_tokenizer_kind is None and recipe.target_vocab_size is None
         if special := (*self.corpus.special_tokens, *(recipe.additional_special_tokens or ())):
             options["additional_special_tokens"] = list(special)
         tokenizers = TokenizerPair.train(
             *self.corpus.sides(),
             joint=joint,
             kind=recipe.tokenizer_kind or "byte_bpe",
+            target_kind=recipe.target_tokenizer_kind,
             show_progress=not self.arguments.disable_tqdm,
             **options,
         )

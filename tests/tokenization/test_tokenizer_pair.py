@@ -61,14 +61,23 @@ def test_separate_pair_has_a_vocabulary_per_side():
     assert (sizes["vocab_size"], sizes["decoder_vocab_size"]) == (30, 40)
 
 
+def test_each_side_has_its_kind():
+    pair = train_pair(joint=False, kind="byte", target_kind="word")
+    assert len(pair.source) == 260 and len(pair.target) == 260 + 8
+    other = train_pair(joint=False, kind="word", source_kind="byte")
+    assert other.source.get_vocab() == pair.source.get_vocab() and other.target.get_vocab() == pair.target.get_vocab()
+    assert pair.decode_targets(pair.encode_targets(TARGETS)) == TARGETS
+
+
 def test_training_reads_iterators_once():
     pair = TokenizerPair.train(iter(SOURCES), iter(TARGETS), kind="char", show_progress=False)
     assert pair.source.get_vocab() == train_pair(kind="char").source.get_vocab()
 
 
-def test_training_refuses_a_size_of_one_side_and_a_string_for_texts():
-    with pytest.raises(ValueError, match="`target_vocab_size` must be left out when `joint` is true"):
-        train_pair(target_vocab_size=300)
+def test_training_refuses_options_of_one_side_and_a_string_for_texts():
+    for options in ({"target_vocab_size": 300}, {"source_kind": "char"}, {"target_kind": "char"}):
+        with pytest.raises(ValueError, match=f"`{next(iter(options))}` must be left out when `joint` is true, got "):
+            train_pair(**options)
     with pytest.raises(ValueError, match="got the single string 'abc'"):
         TokenizerPair.train("abc", ["d"], kind="char", show_progress=False)
 

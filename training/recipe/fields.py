@@ -100,7 +100,7 @@ class OwnFields:
     )
     target_lang: str | None = _tokenizer("The tokenizer's code of the target language, which starts decoding.")
     tokenizer_kind: str | None = _tokenizer(f"Kind of a new tokenizer: {', '.join(TOKENIZER_KINDS)} [byte_bpe].")
-    target_tokenizer_kind: str | None = _tokenizer("Kind of a new, separate target tokenizer [tokenizer_kind].")
+    target_tokenizer_kind: str | None = _tokenizer("Kind of a new, separate target tokenizer.")
     vocab_size: int | None = _tokenizer(
         "Entries of a new tokenizer [8000 where pieces are learned, else all].", minimum=1
     )
