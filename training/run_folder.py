@@ -99,8 +99,8 @@ def with_fields_of_run(recipe: Recipe, folder: Path, names: Sequence[str] | None
     if not resume or not path.is_file():
         return recipe
     before = load_recipe(path, is_checked=False)
-    given = {name for pair in _ALTERNATIVES if any(map(recipe.is_set, pair)) for name in pair}
-    taken = [name for name in names or before.set_names if not recipe.is_set(name) and name not in given]
+    answered = {name for pair in _ALTERNATIVES if any(map(recipe.is_set, pair)) for name in pair}
+    taken = [name for name in names or before.set_names if not recipe.is_set(name) and name not in answered]
     return recipe.replace(is_checked=False, **{name: getattr(before, name) for name in taken})
 
 
