@@ -302,10 +302,11 @@ class Experiment:
         )
 
     def _final_share(self, encoded: dict[str, datasets.Dataset]) -> float:
-        """Return the duration of the final scores relative to an evaluation, as decoded pairs by beams."""
+        """Return the duration of the final scores relative to an evaluation, which is greedy and decodes fewer pairs."""
         split, validation = self.corpus.scored_split(), len(encoded.get("validation") or ())
         decoded = min(validation, self.recipe.max_decoded_samples or validation)
-        return (self.recipe.num_beams or 1) * len(encoded[split]) / decoded if split and decoded else 0.0
+        beams = 1 if (self.recipe.num_beams or 1) == 1 else 2
+        return beams * len(encoded[split]) / decoded if split and decoded else 0.0
 
     def _write_provenance(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """Rules that fill the open fields of a recipe, each with its reason.
 
-The thresholds were measured on 18 tasks of 500 to 117,000 pairs: `benchmarks/results/choices.json`.
+docs/choices.md shows the measurements on 17 tasks of 500 to 117,000 pairs that the rules follow from.
 """
 
 import math
@@ -185,9 +185,10 @@ def choose_from_tokens(
         return math.inf if seconds is None else seconds / seconds_per_update(size)
 
     size = choose_size(tokens, wanted, possible)
+    updates = wanted
     if recipe.is_open("max_steps", "num_train_epochs"):
-        updates = max(1, round(min(wanted, possible(size))))
-        reason = "more bring little" if updates == wanted else "the time is up then"
+        share = min(1, possible(size) / wanted)
+        reason = "more bring little" if share == 1 else f"about {100 * share:.0f} % of them fit into the time"
         recipe.choose(f"{updates * budget / tokens.both:.0f} epochs, {reason}", max_steps=updates)
     else:
         epochs = math.ceil(recipe.recipe.num_train_epochs * tokens.both / budget)
@@ -200,9 +201,9 @@ def choose_from_tokens(
         recipe.choose(f"{tokens.target:,} target tokens: {reason}", preset="metaphrase-tiny", model=model)
     if recipe.is_open("learning_rate", "lr_scheduler_type", "warmup_steps"):
         schedule = {"learning_rate": size.learning_rate, "lr_scheduler_type": "cosine", "warmup_steps": updates // 10}
-        recipe.choose("best of three rates on four tasks", **schedule)
+        recipe.choose("the best of three rates on most tasks", **schedule)
     recipe.choose(
-        "small gains on most tasks",
+        "usual for Transformers of this size",
         adam_beta2=0.98,
         weight_decay=0.01,
         label_smoothing_factor=0.1,
