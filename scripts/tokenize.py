@@ -8,7 +8,7 @@ from pathlib import Path
 from metaphrase.inference.line_files import check_files
 from metaphrase.scripts.console import verb_parser
 from metaphrase.storage.folders import folder_in_one_step
-from metaphrase.tokenization import TOKENIZER_KINDS, TokenizerPair, iterate_lines, train_tokenizer
+from metaphrase.tokenization import TOKENIZER_KINDS, TokenizerPair, iterate_lines
 from metaphrase.tokenization.tokenizer_settings import DEFAULT_VOCAB_SIZE, KINDS_THAT_FILL_A_VOCABULARY
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--target_files", nargs="+", metavar="FILE", help="texts for a separate target tokenizer")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to write")
     parser.add_argument("--kind", default="byte_bpe", help=f"one of {', '.join(TOKENIZER_KINDS)} [%(default)s]")
+    parser.add_argument("--target_kind", help="kind of a separate target tokenizer, if different")
     parser.add_argument(
         "--vocab_size",
         type=int,
@@ -51,7 +52,7 @@ def main(words: Sequence[str]) -> None:
         f"{', '.join(KINDS_THAT_FILL_A_VOCABULARY)}; else no limit]",
     )
     parser.add_argument("--min_frequency", type=int, help="minimum number of occurrences of a learned piece")
-    parser.add_argument("--normalization", help="Unicode normalization, nfc or nfkc [none]")
+    parser.add_argument("--normalization", help="Unicode normalization, nfc, nfd, nfkc or nfkd [none]")
     parser.add_argument("--lowercase", action="store_true", help="lowercase all text")
     parser.add_argument("--joiner", help="for pretokenized: mark at the end of a piece inside a word [@@]")
     parser.add_argument(
@@ -65,20 +66,17 @@ def main(words: Sequence[str]) -> None:
         raise ValueError("Either `--files`, or both `--source_files` and `--target_files`, must be given.")
     output = Path(arguments.output)
     check_output(output, arguments.overwrite)
-    names = ("kind", "vocab_size", "min_frequency", "normalization", "lowercase", "joiner", "additional_special_tokens")
+    names = ("kind", "target_kind", "vocab_size", "min_frequency", "normalization", "lowercase", "joiner")
+    names += ("additional_special_tokens",)
     options = {name: getattr(arguments, name) for name in names}
     files = [*(arguments.files or ()), *(arguments.source_files or ()), *(arguments.target_files or ())]
     for name in files:
         check_files(name, None)
-    if arguments.kind == "byte":
+    if "byte" in (arguments.kind, arguments.target_kind):
         # Its training reads no text, which may be damaged or not UTF-8.
         collections.deque(iterate_lines(files), maxlen=0)
-    if is_separate:
-        sides = (iterate_lines(arguments.source_files), iterate_lines(arguments.target_files))
-        pair = TokenizerPair.train(*sides, joint=False, **options)
-    else:
-        tokenizer = train_tokenizer(iterate_lines(arguments.files), **options)
-        pair = TokenizerPair(tokenizer, tokenizer)
+    sides = (arguments.source_files, arguments.target_files) if is_separate else (arguments.files, ())
+    pair = TokenizerPair.train(*map(iterate_lines, sides), joint=not is_separate, **options)
     with folder_in_one_step(output.resolve()) as partial:
         pair.save_pretrained(partial)
     for side, tokenizer in (("source", pair.source), ("target", pair.target))[: 2 if is_separate else 1]:

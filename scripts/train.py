@@ -9,12 +9,17 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
+
+from metaphrase.data.pairs import READERS
 from metaphrase.hub_card import renew_model_card
 from metaphrase.scripts.console import run, verb_parser
+from metaphrase.training.choices.completion import complete, is_completable
 from metaphrase.training.cpu_setup import keep_few_kernels, keep_freed_memory
 from metaphrase.training.distributed import leave_processes
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.recipe.recipe import describe_fields, load_recipe
+from metaphrase.training.run_folder import with_fields_of_run
 
 logger = logging.getLogger(__name__)
 
@@ -38,35 +43,65 @@ def find_recipe(name: str) -> Path:
     raise FileNotFoundError(f"The recipe must be a file or one of {names}, got {name!r}.")
 
 
+def find_data(names: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """Return the recipe file that the words on the command line name, or None, and options for files of pairs.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If there are more than two words.
+    """
+    if len(names) > 2:
+        raise ValueError(
+            f"`metaphrase train` takes a recipe, a file of pairs or two parallel files, got {' '.join(names)}."
+        )
+    if len(names) == 2:
+        return None, ["--train_source_file", names[0], "--train_target_file", names[1]]
+    if names and Path(names[0].removesuffix(".gz")).suffix in READERS:
+        return None, ["--train_file", names[0]]
+    return (find_recipe(names[0]) if names else None), []
+
+
 def main(words: Sequence[str]) -> None:
     parser = verb_parser(
         "train",
         "Train a model by a recipe. Each field of the recipe is an option too: --field value.",
         usage="%(prog)s [-h] [--help_fields] [--resume] [--dry_run] [recipe] [--field value ...]",
     )
-    parser.add_argument("recipe", nargs="?", help="a YAML file, or the name of a recipe of the package")
+    parser.add_argument(
+        "recipe",
+        nargs="*",
+        help="a YAML file, the name of a recipe of the package, a file of pairs, or two parallel files; what a recipe "
+        "leaves open is chosen from the pairs",
+    )
     parser.add_argument("--help_fields", action="store_true", help="list all fields of a recipe and exit")
     parser.add_argument("--resume", action="store_true", help="resume from the last checkpoint in output_dir")
     parser.add_argument("--dry_run", action="store_true", help="print what the run needs, and do not train")
     own_words, overrides = [], []
     for before, word in zip((None, *words), words, strict=False):
-        # The recipe is the first word, or follows an option without a value.
-        is_recipe = not word.startswith("--") and before in (None, *OPTIONS)
-        (own_words if is_recipe or word in (*OPTIONS, "-h", "--help") else overrides).append(word)
+        # Recipe or files are the first words, or follow an option without a value.
+        is_file = not word.startswith("--") and (before in (None, *OPTIONS) or before in own_words)
+        (own_words if is_file or word in (*OPTIONS, "-h", "--help") else overrides).append(word)
     arguments = parser.parse_args(own_words)
     if arguments.help_fields:
         print(describe_fields())
         return
     if arguments.resume:
         overrides += ["--resume_from_checkpoint", "true"]
-    recipe = load_recipe(find_recipe(arguments.recipe) if arguments.recipe else None, overrides)
+    path, fields = find_data(arguments.recipe)
+    recipe = load_recipe(path, [*fields, *overrides])
     if recipe.output_dir is None:
-        name = Path(arguments.recipe).stem if arguments.recipe else "train"
+        name = Path(arguments.recipe[0]).stem.partition(".")[0] if arguments.recipe else "train"
         recipe = recipe.replace(output_dir=f"runs/{name}", is_checked=False)
+    recipe = with_fields_of_run(recipe, Path(recipe.output_dir))
 
     keep_freed_memory()
     keep_few_kernels()
-    experiment = Experiment(recipe, is_dry_run=arguments.dry_run)
+    if is_completable(recipe):
+        experiment, choices = complete(recipe, arguments.dry_run, psutil.Process().create_time())
+        for choice in choices:
+            logger.info("%s", choice)
+    else:
+        experiment = Experiment(recipe, is_dry_run=arguments.dry_run)
     is_main_process = experiment.arguments.process_index == 0
     if arguments.dry_run:
         # Imported here because training needs no estimates.

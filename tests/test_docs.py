@@ -115,10 +115,11 @@ def test_training_command_parses(command, project, monkeypatch):
     class Parsed(Exception):
         pass
 
-    def stop(recipe, **_):
+    def stop(recipe, *_, **__):
         raise Parsed(recipe.output_dir)
 
-    monkeypatch.setattr(module, "Experiment", stop)
+    for name in ("Experiment", "complete"):
+        monkeypatch.setattr(module, name, stop, raising=False)
     with pytest.raises(Parsed, match="runs/"):
         module.main(words)
 

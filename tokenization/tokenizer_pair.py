@@ -74,6 +74,9 @@ class TokenizerPair:
         target_texts: Iterable[str],
         *,
         joint: bool = True,
+        kind: str = "byte_bpe",
+        source_kind: str | None = None,
+        target_kind: str | None = None,
         vocab_size: int | None = None,
         target_vocab_size: int | None = None,
         **options: Any,
@@ -84,23 +87,28 @@ class TokenizerPair:
             source_texts: Texts of the source side.
             target_texts: Texts of the target side.
             joint: True for one tokenizer of both sides.
+            kind: Kind of both tokenizers, as for `train_tokenizer`.
+            source_kind: Kind of the source tokenizer, if different. Needs `joint=False`.
+            target_kind: Kind of the target tokenizer, if different. Needs `joint=False`.
             vocab_size: Size of the joint vocabulary, or of each of two.
             target_vocab_size: Size of the target vocabulary, if different. Needs `joint=False`.
             options: Further arguments of `train_tokenizer`, for both tokenizers.
 
         Raises:
-            ValueError: If `target_vocab_size` is given for a joint tokenizer, or `train_tokenizer` raises it.
+            ValueError: If a kind or a size of one side is given for a joint tokenizer, or `train_tokenizer` raises it.
         """
         if not joint:
             target_size = vocab_size if target_vocab_size is None else target_vocab_size
             return cls(
-                train_tokenizer(source_texts, vocab_size=vocab_size, **options),
-                train_tokenizer(target_texts, vocab_size=target_size, **options),
+                train_tokenizer(source_texts, kind=source_kind or kind, vocab_size=vocab_size, **options),
+                train_tokenizer(target_texts, kind=target_kind or kind, vocab_size=target_size, **options),
             )
-        if target_vocab_size is not None:
-            raise ValueError(f"`target_vocab_size` must be left out when `joint` is true, got {target_vocab_size}.")
+        sides = {"source_kind": source_kind, "target_kind": target_kind, "target_vocab_size": target_vocab_size}
+        for name, value in sides.items():
+            if value is not None:
+                raise ValueError(f"`{name}` must be left out when `joint` is true, got {value!r}.")
         texts = chain(checked_texts(source_texts), checked_texts(target_texts))
-        tokenizer = train_tokenizer(texts, vocab_size=vocab_size, **options)
+        tokenizer = train_tokenizer(texts, kind=kind, vocab_size=vocab_size, **options)
         return cls(tokenizer, tokenizer)
 
     @classmethod

@@ -10,6 +10,7 @@ from metaphrase.tokenization.tokenizer_settings import SpecialTokens, TokenizerS
 
 CONTINUATION_PREFIX = "##"
 SPACE_MARK = "\u2581"
+BYTE_LEVEL_SPACE = "\u0120"
 _PIECE_END = "(?: |$)"
 
 
@@ -46,7 +47,7 @@ def _register_special_tokens(tokenizer: Tokenizer, special_tokens: SpecialTokens
 def _normalizer(settings: TokenizerSettings) -> normalizers.Normalizer | None:
     steps = []
     if settings.normalization is not None:
-        steps.append({"nfc": normalizers.NFC, "nfkc": normalizers.NFKC}[settings.normalization]())
+        steps.append(getattr(normalizers, settings.normalization.upper())())
     if settings.lowercase:
         steps.append(normalizers.Lowercase())
     if settings.kind == "pretokenized":
@@ -59,11 +60,24 @@ def _normalizer(settings: TokenizerSettings) -> normalizers.Normalizer | None:
 
 def _pre_tokenizer(settings: TokenizerSettings) -> pre_tokenizers.PreTokenizer | None:
     splitter = _control_token_splitter(settings.special_tokens)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     match settings.kind:
         case "byte_bpe":
             return pre_tokenizers.Sequence([splitter, pre_tokenizers.ByteLevel(add_prefix_space=False)])
         case "byte":
-            return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+            return byte_level
+        case "char":
+            return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated"), byte_level])
+        case "word":
+            # The first word gets a space like the others. The text's own spaces are spelled in bytes by then, so that a
+            # leading space is kept beside it.
+            prefix = pre_tokenizers.Metaspace(" ", prepend_scheme="first", split=False)
+            space = pre_tokenizers.Metaspace(BYTE_LEVEL_SPACE, prepend_scheme="never", split=False)
+            # Text without a space, behind an additional token, is cut into bytes: whole, it could be a control token.
+            words = Regex(f"{BYTE_LEVEL_SPACE}[^{BYTE_LEVEL_SPACE}]*|[^{BYTE_LEVEL_SPACE}]")
+            return pre_tokenizers.Sequence(
+                [byte_level, prefix, space, pre_tokenizers.Split(words, behavior="isolated")]
+            )
         case "bpe" | "unigram":
             return pre_tokenizers.Sequence([pre_tokenizers.Metaspace(SPACE_MARK, prepend_scheme="first"), splitter])
         case "wordpiece":
@@ -83,8 +97,10 @@ def _control_token_splitter(special_tokens: SpecialTokens) -> pre_tokenizers.Pre
 
 def _decoder(settings: TokenizerSettings) -> decoders.Decoder:
     match settings.kind:
-        case "byte_bpe" | "byte":
+        case "byte_bpe" | "byte" | "char":
             return decoders.ByteLevel()
+        case "word":
+            return decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
         case "bpe" | "unigram":
             return decoders.Metaspace(SPACE_MARK, prepend_scheme="first")
         case "wordpiece":

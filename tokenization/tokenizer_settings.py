@@ -4,12 +4,13 @@ from dataclasses import dataclass, field
 
 from metaphrase.tokenization.hints import did_you_mean
 
-TOKENIZER_KINDS = ("byte_bpe", "bpe", "unigram", "wordpiece", "byte", "char", "pretokenized")
-NORMALIZATIONS = ("nfc", "nfkc")
+TOKENIZER_KINDS = ("byte_bpe", "bpe", "unigram", "wordpiece", "byte", "char", "word", "pretokenized")
+NORMALIZATIONS = ("nfc", "nfd", "nfkc", "nfkd")
 BYTE_COUNT = 256
 
 # These kinds learn pieces until the vocabulary is full.
 KINDS_THAT_FILL_A_VOCABULARY = ("byte_bpe", "bpe", "unigram", "wordpiece")
+KINDS_WITH_ALL_BYTES = ("byte_bpe", "byte", "char", "word")
 KINDS_WITHOUT_FREQUENCIES = ("unigram", "byte")
 DEFAULT_VOCAB_SIZE = 8000
 DEFAULT_MERGE_FREQUENCY = 2
@@ -31,7 +32,7 @@ class SpecialTokens:
         pad_token: Padding of batches.
         bos_token: First input of the decoder. The model adds it as it shifts labels right; no tokenizer does.
         eos_token: End of every text.
-        unk_token: Replacement of unknown text. The byte kinds have it, but never produce it.
+        unk_token: Replacement of unknown text. Kinds with all bytes have it, but never produce it.
         additional_special_tokens: More tokens, each one vocabulary entry that is never split.
 
     Raises:
@@ -82,9 +83,9 @@ class TokenizerSettings:
         kind: One of the kinds of `train_tokenizer`.
         vocab_size: Largest size of the vocabulary, with special tokens. None means 8000 for kinds that learn pieces, and
             no limit for others. Texts too small to fill it give a smaller vocabulary and a warning.
-        min_frequency: Least count of a merge, a character or a piece. None means 2 for merges, else 1. `unigram` and
-            `byte` have no such limit.
-        normalization: `"nfc"`, `"nfkc"` or None.
+        min_frequency: Least count of a merge, a character, a word or a piece. None means 2 for merges, else 1. `unigram`
+            and `byte` have no such limit.
+        normalization: `"nfc"`, `"nfd"`, `"nfkc"`, `"nfkd"` or None.
         lowercase: True to lower-case texts.
         joiner: For `pretokenized`: suffix of each piece that the next piece continues. None means `@@`.
         special_tokens: The special tokens.
@@ -119,7 +120,7 @@ class TokenizerSettings:
         self._resolve_joiner()
         if self.vocab_size is None and self.kind in KINDS_THAT_FILL_A_VOCABULARY:
             self.vocab_size = DEFAULT_VOCAB_SIZE
-        has_all_bytes = self.kind in ("byte_bpe", "byte")
+        has_all_bytes = self.kind in KINDS_WITH_ALL_BYTES
         self.require_room_for(BYTE_COUNT if has_all_bytes else 1, "bytes" if has_all_bytes else "character or piece")
 
     def _resolve_min_frequency(self) -> None:

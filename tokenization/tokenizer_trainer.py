@@ -18,6 +18,7 @@ from metaphrase.tokenization.tokenizer_pipeline import CONTINUATION_PREFIX, SPAC
 from metaphrase.tokenization.tokenizer_settings import (
     BYTE_COUNT,
     KINDS_THAT_FILL_A_VOCABULARY,
+    KINDS_WITH_ALL_BYTES,
     SpecialTokens,
     TokenizerSettings,
 )
@@ -51,7 +52,9 @@ def train_tokenizer(
       space is lost and U+2581 itself becomes a space.
     - `wordpiece`: `##` marks pieces that continue a word. White space becomes single spaces. A word that begins like a
       control token or holds `##` is split there, and a word with an unknown character is unknown as a whole.
-    - `char`: one token per character. Exact for known characters.
+    - `char`: one token per character. Another character is spelled in UTF-8 bytes. Exact; nothing is unknown.
+    - `word`: one token per word between spaces, with the space before the word, for closed sets of symbols. Another word
+      is spelled in UTF-8 bytes. Exact; nothing is unknown.
     - `pretokenized`: texts are already split into pieces, as in `an@@ trie@@ b .`, and every piece is an entry. Decoding
       joins them: `antrieb .`. Runs of spaces become one space.
 
@@ -69,7 +72,7 @@ def train_tokenizer(
 
     Raises:
         ValueError: If a setting is invalid, the texts hold no visible character, or their characters do not fit into
-            `vocab_size`.
+            `vocab_size` and the kind has no bytes.
     """
     special_tokens = special_tokens or SpecialTokens()
     additional = (*special_tokens.additional_special_tokens, *additional_special_tokens)
@@ -109,6 +112,7 @@ def _train_vocabulary(texts: Iterable[str], settings: TokenizerSettings) -> mode
         "unigram": _train_unigram,
         "wordpiece": _train_wordpiece,
         "char": _collect,
+        "word": _collect,
         "pretokenized": _collect,
     }[settings.kind]
     model = train(_training_texts(texts, settings), settings)
@@ -269,38 +273,49 @@ def byte_characters() -> list[str]:
 
 
 def _collect(texts: Iterable[str], settings: TokenizerSettings) -> models.Model:
-    """Return a vocabulary of the characters or pieces of the texts."""
-    is_char, special_tokens = settings.kind == "char", settings.special_tokens
-    noun = "characters" if is_char else "pieces"
+    """Return a vocabulary of the characters, words or pieces of the texts, in byte-level spelling but for pieces."""
+    noun = {"char": "characters", "word": "words", "pretokenized": "pieces"}[settings.kind]
+    has_all_bytes = settings.kind in KINDS_WITH_ALL_BYTES
+    first_entries = dict.fromkeys([*settings.special_tokens.tokens, *(byte_characters() if has_all_bytes else ())])
+
+    def spell(entry: str) -> str:
+        entry = f" {entry}" if settings.kind == "word" else entry
+        return entry.encode().decode("latin-1").translate(bytes_to_unicode()) if has_all_bytes else entry
+
     counts = Counter()
     for text in map(_normalizer(settings), texts):
-        counts.update(text if is_char else text.split(" "))
-    # Runs of spaces split into empty strings; special tokens already have entries.
-    for entry in ("", *special_tokens.tokens):
-        counts.pop(entry, None)
+        counts.update(text if settings.kind == "char" else text.split(" "))
+    # Runs of spaces split into empty strings.
+    for entry in [entry for entry in counts if not entry or spell(entry) in first_entries]:
+        del counts[entry]
     # Most frequent first, then in alphabetical order.
     ordered = sorted(counts, key=lambda entry: (-counts[entry], entry))
     entries = [entry for entry in ordered if counts[entry] >= settings.min_frequency]
-    _report_left_out(counts, ordered[len(entries) :], noun, f"rarer than `min_frequency` {settings.min_frequency}")
-    if settings.vocab_size is not None and not is_char:
-        limit = settings.vocab_size - len(special_tokens.tokens)
-        _report_left_out(counts, entries[limit:], noun, f"`vocab_size` {settings.vocab_size} is full")
+    fate = "spelled in bytes" if has_all_bytes else "unknown"
+    _report_left_out(
+        counts, ordered[len(entries) :], noun, fate, f"rarer than `min_frequency` {settings.min_frequency}"
+    )
+    if settings.vocab_size is not None:
+        limit = settings.vocab_size - len(first_entries)
+        _report_left_out(counts, entries[limit:], noun, fate, f"`vocab_size` {settings.vocab_size} is full")
         entries = entries[:limit]
-    vocabulary = {entry: index for index, entry in enumerate([*special_tokens.tokens, *entries])}
-    if is_char:
-        return models.BPE(vocabulary, [], unk_token=special_tokens.unk_token, fuse_unk=False)
-    return models.WordLevel(vocabulary, unk_token=special_tokens.unk_token)
+    vocabulary = {entry: index for index, entry in enumerate([*first_entries, *map(spell, entries)])}
+    if has_all_bytes:
+        # Without merges, an entry is found only as a whole.
+        return models.BPE(vocabulary, [], ignore_merges=True)
+    return models.WordLevel(vocabulary, unk_token=settings.special_tokens.unk_token)
 
 
-def _report_left_out(counts: Counter, left_out: list[str], noun: str, reason: str) -> None:
+def _report_left_out(counts: Counter, left_out: list[str], noun: str, fate: str, reason: str) -> None:
     if left_out:
         occurrences = sum(counts[entry] for entry in left_out)
         logger.warning(
-            "%d of %d different %s, %d of %d occurrences, are not in the vocabulary and will be unknown: %s.",
+            "%d of %d different %s, %d of %d occurrences, are not in the vocabulary and will be %s: %s.",
             len(left_out),
             len(counts),
             noun,
             occurrences,
             counts.total(),
+            fate,
             reason,
         )

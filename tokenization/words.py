@@ -8,14 +8,14 @@ import re
 from bisect import bisect_left, bisect_right
 from itertools import takewhile
 
+from tokenizers import decoders
 from transformers import PreTrainedTokenizerBase
 
-from metaphrase.tokenization.tokenizer_pipeline import SPACE_MARK, find_joiner
+from metaphrase.tokenization.tokenizer_pipeline import BYTE_LEVEL_SPACE, SPACE_MARK, find_joiner
 
 WordIds = list[int | None]
 
 _PIECE = re.compile(r"\S+")
-_BYTE_LEVEL_SPACE = "\u0120"
 # Decoders write this character for bytes that are no whole character.
 _REPLACEMENT = "\ufffd"
 
@@ -30,10 +30,12 @@ def readable_tokens(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[
     if backend is None or "ByteLevel" not in repr(backend.decoder):
         return tokens
     readable = []
-    for index, token in zip(ids, tokens, strict=True):
-        text = tokenizer.decode([index], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    # The whole decoder may remove the space of a first word.
+    decoder = decoders.ByteLevel()
+    for token in tokens:
+        text = decoder.decode([token])
         is_whole = text and _REPLACEMENT not in text
-        readable.append(text.replace(" ", SPACE_MARK) if is_whole else token.replace(_BYTE_LEVEL_SPACE, SPACE_MARK))
+        readable.append(text.replace(" ", SPACE_MARK) if is_whole else token.replace(BYTE_LEVEL_SPACE, SPACE_MARK))
     return readable
 
 

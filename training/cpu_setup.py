@@ -49,7 +49,7 @@ def keep_few_kernels() -> bool:
 
 
 _SIZE, _ROUNDS = 512, 7
-_SLOW = 0.9  # below measurement noise
+_SLOW, _FAST = 0.9, 1.5  # beyond measurement noise
 
 
 def speed_of_bfloat16() -> float:
@@ -66,6 +66,13 @@ def speed_of_bfloat16() -> float:
             # The minimum, since the first round makes the kernel and other processes disturb.
             seconds[dtype] = min(seconds[dtype], time.perf_counter() - start)
     return seconds[torch.float32] / seconds[torch.bfloat16]
+
+
+def has_fast_bfloat16() -> bool:
+    """Return True if this machine trains faster in bfloat16."""
+    if torch.accelerator.is_available():
+        return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    return speed_of_bfloat16() > _FAST
 
 
 def warn_of_slow_bfloat16() -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -44,8 +45,9 @@ from metaphrase.training.run_folder import (
     check_writable,
     checkpoint_to_resume,
     only_writer,
-    with_lengths_of_run,
+    with_fields_of_run,
 )
+from metaphrase.training.time_budget import TimeBudget, parse_seconds
 from metaphrase.training.trainer import MetaphraseTrainer, check_r_drop
 
 logger = logging.getLogger(__name__)
@@ -68,18 +70,21 @@ class Experiment:
     `metrics.json` with the scores on the test pairs (or on the validation pairs, if there are no others).
     """
 
-    def __init__(self, recipe: Recipe, is_dry_run: bool = False):
+    def __init__(self, recipe: Recipe, is_dry_run: bool = False, started: float | None = None):
         """Check everything that can be checked before any work is done.
 
         Args:
             recipe: The recipe of the run.
             is_dry_run: True if nothing will be written, so that the folder may hold another run.
+            started: Beginning of `time_budget`, in seconds of `time.time()`; None for now.
 
         Raises:
             ValueError: If the recipe has no training pairs or names an unknown score, or its folder holds a run or a model
                 already and is not to be resumed.
         """
         self.is_begun = False
+        self.started = time.time() if started is None else started
+        self._prepared: tuple[TokenizerPair, dict[str, datasets.Dataset]] | None = None
         check_processes()
         # Without `use_cpu`, transformers refuses bf16 where there is no accelerator.
         extra = {} if torch.accelerator.is_available() else {"dataloader_pin_memory": False, "use_cpu": True}
@@ -102,7 +107,8 @@ class Experiment:
         self.scores = TaskScores(metrics, recipe.bleu_tokenize)
         if recipe.lora_rank is not None:
             import_peft()
-        recipe = with_lengths_of_run(recipe, self.folder)
+        if recipe.streaming:
+            recipe = with_fields_of_run(recipe, self.folder, ("max_source_length", "max_target_length"))
         if recipe.tasks:
             corpus_class = TaskCorpus
         elif recipe.objective != "pairs":
@@ -138,9 +144,7 @@ class Experiment:
             checkpoint_to_resume(recipe, self.folder)
         set_seed(self.arguments.seed)
         with self.arguments.main_process_first(desc="reading the corpus"):
-            self.corpus.load()
-            tokenizers = self.make_tokenizers()
-            encoded = self.corpus.encode(tokenizers)
+            tokenizers, encoded = self.prepare()
         self._check_scored(tokenizers)
         model = self.make_model(tokenizers)
         if recipe.lora_rank is None:
@@ -165,6 +169,19 @@ class Experiment:
             result = self._evaluate(model, tokenizers)
         trainer.accelerator.wait_for_everyone()
         return result
+
+    def prepare(self) -> tuple[TokenizerPair, dict[str, datasets.Dataset]]:
+        """Read the corpus, make the tokenizers and encode all pairs. A second call returns the same."""
+        if self._prepared is None:
+            self.corpus.load()
+            tokenizers = self.make_tokenizers()
+            self._prepared = tokenizers, self.corpus.encode(tokenizers)
+        return self._prepared
+
+    def take_data(self, other: "Experiment") -> None:
+        """Take over what another experiment with the same data and tokenizers has prepared."""
+        self._prepared = other.prepare()
+        self.corpus.splits, self.corpus.reports = other.corpus.splits, other.corpus.reports
 
     def _check_scored(self, tokenizers: TokenizerPair) -> None:
         """Refuse references that the metrics cannot score."""
@@ -194,13 +211,16 @@ class Experiment:
             return tokenizers
         names = ("vocab_size", "target_vocab_size", "lowercase", "normalization", "min_frequency", "joiner")
         options = {name: getattr(recipe, name) for name in names if getattr(recipe, name) is not None}
-        joint = recipe.joint_vocabulary if recipe.joint_vocabulary is not None else recipe.target_vocab_size is None
+        joint = recipe.joint_vocabulary
+        if joint is None:
+            joint = recipe.target_tokenizer_kind is None and recipe.target_vocab_size is None
         if special := (*self.corpus.special_tokens, *(recipe.additional_special_tokens or ())):
             options["additional_special_tokens"] = list(special)
         tokenizers = TokenizerPair.train(
             *self.corpus.sides(),
             joint=joint,
             kind=recipe.tokenizer_kind or "byte_bpe",
+            target_kind=recipe.target_tokenizer_kind,
             show_progress=not self.arguments.disable_tqdm,
             **options,
         )
@@ -251,6 +271,8 @@ class Experiment:
             callbacks.append(EarlyStoppingCallback(recipe.early_stopping_patience, threshold))
         if recipe.exponential_average_decay is not None:
             callbacks.append(ExponentialAverage(recipe.exponential_average_decay, recipe.exponential_average_warmup))
+        if recipe.time_budget is not None:
+            callbacks.append(TimeBudget(self.started + parse_seconds(recipe.time_budget), self._final_share(encoded)))
         validation, sample = encoded.get("validation"), None
         if self.scores.metrics and validation is not None:
             most = recipe.max_decoded_samples
@@ -278,6 +300,13 @@ class Experiment:
             best_kept_metric=recipe.metric_for_best_model or DEFAULT_METRIC,
             generation_options={"num_beams": arguments.generation_num_beams or 1},
         )
+
+    def _final_share(self, encoded: dict[str, datasets.Dataset]) -> float:
+        """Return the duration of the final scores relative to an evaluation, which is greedy and decodes fewer pairs."""
+        split, validation = self.corpus.scored_split(), len(encoded.get("validation") or ())
+        decoded = min(validation, self.recipe.max_decoded_samples or validation)
+        beams = 1 if (self.recipe.num_beams or 1) == 1 else 2
+        return beams * len(encoded[split]) / decoded if split and decoded else 0.0
 
     def _write_provenance(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

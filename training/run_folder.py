@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -32,6 +32,9 @@ _FREE |= {"exponential_average_decay", "exponential_average_warmup"}
 _SETTLED_TRAINING = ("optim", "optim_args", "optim_target_modules", "learning_rate", "weight_decay")
 _SETTLED_TRAINING += ("adam_beta1", "adam_beta2", "adam_epsilon", "lr_scheduler_type", "lr_scheduler_kwargs")
 _SETTLED_TRAINING += ("seed", "data_seed")
+# Pairs of fields of which a run has one.
+_ALTERNATIVES = (("max_tokens_per_batch", "per_device_train_batch_size"), ("max_steps", "num_train_epochs"))
+_ALTERNATIVES += (("average_last", "average_best"),)
 # Fields that may become `skip` after a fault has ended a run.
 _FAULTS = ("malformed", "invalid_utf8")
 
@@ -81,20 +84,24 @@ def check_writable(folder: Path) -> None:
         )
 
 
-def with_lengths_of_run(recipe: Recipe, folder: Path) -> Recipe:
-    """Return the recipe of a resumed stream with the length limits of its run, where it gives none.
+def with_fields_of_run(recipe: Recipe, folder: Path, names: Sequence[str] | None = None) -> Recipe:
+    """Return the recipe of a resumed run with the fields that it leaves open as the run had them.
 
-    The run may have lowered them to its token budget. The budget may change on resuming, the limits may not.
+    The run may have chosen them, or lowered its length limits to the token budget.
+
+    Args:
+        recipe: The recipe that was given.
+        folder: Output folder of the run.
+        names: The fields to take over; None for all.
     """
     resume = recipe.resume_from_checkpoint
-    if not recipe.streaming or not resume:
-        return recipe
-    path = (folder if resume is True else Path(resume).resolve().parent) / RECIPE_NAME
-    if not path.is_file():
+    path = (folder if resume is True else Path(resume or "").resolve().parent) / RECIPE_NAME
+    if not resume or not path.is_file():
         return recipe
     before = load_recipe(path, is_checked=False)
-    names = [name for name in ("max_source_length", "max_target_length") if not recipe.is_set(name)]
-    return recipe.replace(is_checked=False, **{name: getattr(before, name) for name in names})
+    answered = {name for pair in _ALTERNATIVES if any(map(recipe.is_set, pair)) for name in pair}
+    taken = [name for name in names or before.set_names if not recipe.is_set(name) and name not in answered]
+    return recipe.replace(is_checked=False, **{name: getattr(before, name) for name in taken})
 
 
 def checkpoint_to_resume(recipe: Recipe, folder: Path) -> str | None:

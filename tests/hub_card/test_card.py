@@ -176,7 +176,7 @@ def test_card_of_a_model_with_code_of_another_kind_names_that_code_alone(full_fo
 def test_the_code_in_the_card_reads_with_one_tokenizer_and_writes_with_the_other(
     joint, recipe, prefix, tmp_path, capsys
 ):
-    generator = tiny_generator(joint, kind="byte" if joint else "char")
+    generator = tiny_generator(joint, kind="byte" if joint else None)
     folder = save_generator(generator, tmp_path / "trained")
     if recipe:
         (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")

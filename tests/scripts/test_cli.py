@@ -23,11 +23,23 @@ def test_tokenize_trains_one_tokenizer(files, tmp_path):
 
 
 def test_tokenize_trains_one_for_each_side(files, tmp_path):
-    words = ["--source_files", files[0], "--target_files", files[1], "--kind", "char", "--lowercase"]
+    words = [
+        "--source_files",
+        files[0],
+        "--target_files",
+        files[1],
+        "--kind",
+        "char",
+        "--lowercase",
+        "--target_kind",
+        "word",
+    ]
     tokenize.main([*words, "--output", str(tmp_path / "t")])
     pair = TokenizerPair.from_pretrained(tmp_path / "t")
-    assert not pair.is_joint and "ä" in pair.target.get_vocab() and "ä" not in pair.source.get_vocab()
-    assert "H" not in pair.target.get_vocab()
+    assert not pair.is_joint and len(pair.source) == 260
+    assert pair.target.tokenize("Hund läuft") == ["Ġhund", "ĠlÃ¤uft"]
+    with pytest.raises(ValueError, match="`target_kind` must be left out when `joint` is true, got 'word'"):
+        tokenize.main(["--files", *files, "--target_kind", "word", "--output", str(tmp_path / "joint")])
 
 
 @pytest.mark.parametrize("sides", [(), ("source",), ("target",), ("files", "source"), ("files", "source", "target")])

@@ -6,7 +6,7 @@ from tiny_languages import mbart_tokenizer, nllb_tokenizer
 
 from metaphrase.tokenization import TextFrame, TokenizerPair, encode_phrase, shorten, train_tokenizer
 
-KINDS = ["byte_bpe", "bpe", "unigram", "wordpiece", "byte", "char", "pretokenized"]
+KINDS = ["byte_bpe", "bpe", "unigram", "wordpiece", "byte", "char", "word", "pretokenized"]
 
 
 def tokenizer_of(kind):
@@ -51,7 +51,7 @@ def test_a_phrase_must_have_characters(phrase):
 
 def test_a_phrase_that_the_tokenizer_cannot_write_is_refused():
     with pytest.raises(ValueError, match="must be able to write a phrase, got 'Ωmega'"):
-        encode_phrase(tokenizer_of("char"), "Ωmega")
+        encode_phrase(tokenizer_of("bpe"), "Ωmega")
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,11 @@ from metaphrase.tokenization import (
     SpecialTokens,
     TokenizerPair,
     iterate_lines,
+    readable_tokens,
     sentinel_tokens,
     train_tokenizer,
 )
+from metaphrase.tokenization.tokenizer_settings import KINDS_WITH_ALL_BYTES
 
 SPLIT_SENTENCES = ["ein an@@ trie@@ b .", "an@@ a b . <unk>", "ein b@@ e@@ in ."] * 2
 
@@ -43,7 +45,6 @@ STRANGE_TEXTS = [
 SEEN_TEXTS = {
     "bpe": ["A dog", "a  b ", "kleiner  Hund: 42", "</s>", "dog</s>", "a <s> b"],
     "unigram": ["A dog", "a  b ", "kleiner  Hund: 42", "</s>", "dog</s>", "a <s> b"],
-    "char": ["A dog", " a  b ", "kleiner  Hund: 42", "</s>", "dog</s>", "a <s> b"],
     "wordpiece": ["A dog", "a b", "kleiner Hund: 42", "Gras, Gras.", "Größere Übungen"],
     "pretokenized": ["ein b .", ". . ein"],
 }
@@ -86,12 +87,14 @@ def test_one_end_and_no_beginning(kind):
     assert tokenizer(text, text)["input_ids"] == [*bare, 2, *bare, 2]
 
 
-@pytest.mark.parametrize("kind", ["byte_bpe", "byte"])
+@pytest.mark.parametrize("kind", KINDS_WITH_ALL_BYTES)
 @pytest.mark.parametrize("text", STRANGE_TEXTS)
-def test_byte_kinds_give_every_text_back(kind, text):
-    tokenizer = train(kind)
-    assert round_trip(tokenizer, text) == text
-    assert tokenizer.unk_token_id not in tokenizer(text)["input_ids"]
+def test_kinds_with_all_bytes_give_every_text_back(kind, text):
+    for texts in (None, [*SENTENCES, *filter(None, STRANGE_TEXTS)]):
+        tokenizer = train(kind, texts, additional_special_tokens=["<2de>"])
+        for changed in (text, f" {text}", f"<2de>{text}", f"{text} <2de> {text}"):
+            assert round_trip(tokenizer, changed) == changed
+            assert not {0, 1, 2, 3} & set(tokenizer(changed, add_special_tokens=False)["input_ids"])
 
 
 @pytest.mark.parametrize("kind", sorted(SEEN_TEXTS))
@@ -167,9 +170,39 @@ def test_byte_vocabulary_is_in_byte_order():
 
 
 def test_char_has_one_token_per_character():
-    tokenizer = train("char", ["ab b", "bä"])
-    assert tokenizer.convert_ids_to_tokens(range(4, len(tokenizer))) == ["b", " ", "a", "ä"]
-    assert tokenizer("äx y", add_special_tokens=False)["input_ids"] == [7, 3, 5, 3]
+    tokenizer = train("char", ["ab", "öä", "ä😀"])
+    assert [tokenizer.decode([index]) for index in range(260, len(tokenizer))] == ["ä", "ö", "😀"]
+    assert tokenizer("ä x😀", add_special_tokens=False)["input_ids"] == [260, 4 + ord(" "), 4 + ord("x"), 262]
+    assert tokenizer("中", add_special_tokens=False)["input_ids"] == [4 + byte for byte in "中".encode()]
+
+
+def test_word_has_one_token_per_word():
+    tokenizer = train("word", ["B ʁ A", "</s>  B", "<2de> B"], additional_special_tokens=["<2de>"])
+    words = ["B", "</s>", "A", "ʁ"]
+    assert [tokenizer.decode([index]) for index in range(261, len(tokenizer))] == words
+    for text, ids in [
+        ("B ʁ </s> A", [261, 264, 262, 263]),
+        ("<2de> A B", [4, 263, 261]),
+        (" A", [5 + ord(" "), 263]),
+        ("AB A", [5 + byte for byte in b" AB"] + [263]),
+        ("<2de>A", [4, 5 + ord("A")]),
+    ]:
+        assert tokenizer(text, add_special_tokens=False)["input_ids"] == ids
+        assert tokenizer.decode(ids) == text
+    assert readable_tokens(tokenizer, [4, 264, 5 + ord(" "), 5 + 0xE4]) == ["<2de>", "▁ʁ", "▁", "ä"]
+
+
+@pytest.mark.parametrize("kind", ["char", "word"])
+def test_rare_entries_are_spelled_in_bytes_and_counted(kind, caplog):
+    texts = ["ä ä ä ö ö é", "ö ü"]
+    assert len(train(kind, texts)) == 264 and not caplog.records
+    tokenizer = train(kind, texts, vocab_size=262)
+    # Equally frequent entries are in alphabetical order.
+    assert [tokenizer.decode([index]) for index in (260, 261)] == ["ä", "ö"] and len(tokenizer) == 262
+    assert "2 of 4 different " in caplog.text and ", 2 of 8 occurrences, are not" in caplog.text
+    assert "will be spelled in bytes: `vocab_size` 262 is full" in caplog.text
+    assert round_trip(tokenizer, "é ä") == "é ä"
+    assert train(kind, texts, min_frequency=3).get_vocab() == tokenizer.get_vocab()
 
 
 def test_pretokenized_looks_whole_pieces_up_and_undoes_the_joiner():
@@ -214,6 +247,10 @@ def test_normalization_and_lowercase():
     text = "E\u0301t\u00e9 \ufb01n"
     assert round_trip(train("byte", normalization="nfc"), text) == unicodedata.normalize("NFC", text)
     assert round_trip(train("byte", normalization="nfkc", lowercase=True), text) == "\u00e9t\u00e9 fin"
+    for normalization in ("nfd", "nfkd"):
+        tokenizer = train("char", ["\ud55c"], normalization=normalization)
+        # A syllable falls into its letters.
+        assert round_trip(tokenizer, "\ud55c") == "\u1112\u1161\u11ab" and len(tokenizer) == 263
     lowered = train("pretokenized", ["Ein B@@ aum"], lowercase=True)
     assert round_trip(lowered, "EIN b@@ AUM") == "ein baum"
 
@@ -258,10 +295,11 @@ def test_saved_tokenizers_load_without_metaphrase(tmp_path):
     ("settings", "message"),
     [
         ({"kind": "bytebpe"}, r"`kind` must be one of .* got 'bytebpe'. Did you mean 'byte_bpe'\?"),
-        ({"normalization": "nfd"}, r"`normalization` must be one of nfc, nfkc, got 'nfd'"),
+        ({"normalization": "nfx"}, r"`normalization` must be one of nfc, nfd, nfkc, nfkd, got 'nfx'"),
         ({"vocab_size": 0}, r"`vocab_size` must be a positive whole number, got 0"),
         ({"vocab_size": 259}, r"`vocab_size` must be at least 260 .*4 special tokens \+ 256 bytes.*got 259"),
         ({"kind": "byte", "vocab_size": 259}, r"`vocab_size` must be at least 260"),
+        ({"kind": "word", "vocab_size": 259}, r"`vocab_size` must be at least 260"),
         ({"kind": "unigram", "min_frequency": 2}, r"`min_frequency` must be left out for kind 'unigram'"),
         ({"joiner": "@@"}, r"`joiner` must be left out unless `kind` is 'pretokenized'"),
         ({"kind": "pretokenized", "joiner": "@ @"}, r"`joiner` must be one or more characters without a space"),
@@ -278,7 +316,7 @@ def test_settings_are_checked_before_any_text_is_read(settings, message):
         train_tokenizer(unreadable(), show_progress=False, **settings)
 
 
-@pytest.mark.parametrize("kind", ["bpe", "unigram", "wordpiece", "char"])
+@pytest.mark.parametrize("kind", ["bpe", "unigram", "wordpiece"])
 def test_characters_must_fit_into_the_vocabulary(kind):
     with pytest.raises(
         ValueError, match=r"`vocab_size` must be at least \d+ .*characters of the texts\), got 12\."

@@ -41,11 +41,11 @@ def test_a_recipe_becomes_a_folder_that_transformers_loads(data, tmp_path):
 
 
 def test_separate_vocabularies(data, tmp_path):
-    recipe = make_recipe(data, tmp_path / "run", joint_vocabulary="false", vocab_size=400, target_vocab_size=500)
+    recipe = make_recipe(data, tmp_path / "run", vocab_size=400, target_tokenizer_kind="word", target_vocab_size=500)
     Experiment(recipe).train()
     pair = TokenizerPair.from_pretrained(tmp_path / "run")
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "run")
-    assert not pair.is_joint
+    assert not pair.is_joint and pair.target.backend_tokenizer.model.ignore_merges
     assert model.model.encoder.embed_tokens.weight.shape[0] == len(pair.source)
     assert model.lm_head.weight.shape[0] == len(pair.target)
     assert len(pair.source) != len(pair.target)

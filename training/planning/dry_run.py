@@ -38,9 +38,8 @@ def dry_run(experiment: Experiment, devices: int | None = None) -> RunEstimate:
     if recipe.streaming:
         raise ValueError("`streaming` must be false for a dry run: the lengths of a stream are not known.")
     set_seed(arguments.seed)
-    experiment.corpus.load()
-    tokenizers = experiment.make_tokenizers()
-    train = experiment.corpus.encode(tokenizers)["train"]
+    tokenizers, encoded = experiment.prepare()
+    train = encoded["train"]
     lengths = np.stack([np.asarray(train[side][:]) for side in LENGTH_COLUMNS], axis=1)
     with torch.device("meta"):
         model = experiment.make_model(tokenizers, with_weights=False)

@@ -55,7 +55,7 @@ _PAIR_SOURCES = (*_FILES, "dataset_name", "streaming", "num_validation", "num_te
 _OF_EACH_TASK = (*_PAIR_SOURCES, "source_prefix", "source_column", "target_column", "objective")
 _OF_EACH_TASK += tuple(f"max_{split}_samples" for split in SPLITS)
 _OF_NEW_TOKENIZER = ("tokenizer_kind", "vocab_size", "target_vocab_size", "joint_vocabulary", "lowercase")
-_OF_NEW_TOKENIZER += ("normalization", "min_frequency", "joiner", "num_sentinels")
+_OF_NEW_TOKENIZER += ("target_tokenizer_kind", "normalization", "min_frequency", "joiner", "num_sentinels")
 # Pairs of one field, when it differs from its default and is not false, and fields that contradict it, with the reason.
 _CONFLICTS = (
     *((f"{split}_file", (f"{split}_source_file",), "a split comes from one place") for split in SPLITS),
@@ -76,11 +76,11 @@ _CONFLICTS = (
         for split in ("validation", "test")
     ),
     ("streaming", ("num_validation", "num_test"), "pairs cannot be taken out of a stream"),
-    ("objective", (*_PAIR_SOURCES, "target_vocab_size"), "it is learned from plain text"),
+    ("objective", (*_PAIR_SOURCES, "target_tokenizer_kind", "target_vocab_size"), "it is learned from plain text"),
     ("tasks", _OF_EACH_TASK, "each task has its own pairs, read as a whole"),
     (
         "joint_vocabulary",
-        ("target_vocab_size", "target_tokenizer_name_or_path"),
+        ("target_tokenizer_kind", "target_vocab_size", "target_tokenizer_name_or_path"),
         "a joint vocabulary has one tokenizer",
     ),
     *(

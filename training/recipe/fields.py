@@ -100,13 +100,14 @@ class OwnFields:
     )
     target_lang: str | None = _tokenizer("The tokenizer's code of the target language, which starts decoding.")
     tokenizer_kind: str | None = _tokenizer(f"Kind of a new tokenizer: {', '.join(TOKENIZER_KINDS)} [byte_bpe].")
+    target_tokenizer_kind: str | None = _tokenizer("Kind of a new, separate target tokenizer.")
     vocab_size: int | None = _tokenizer(
         "Entries of a new tokenizer [8000 where pieces are learned, else all].", minimum=1
     )
     target_vocab_size: int | None = _tokenizer("Entries of a new, separate target tokenizer.", minimum=1)
     joint_vocabulary: bool | None = _tokenizer("True if one tokenizer serves both sides [true].")
     lowercase: bool = _tokenizer("Lower-case all text.", False)
-    normalization: str | None = _tokenizer("Unicode normalization: nfc or nfkc [none].")
+    normalization: str | None = _tokenizer("Unicode normalization: nfc, nfd, nfkc or nfkd [none].")
     min_frequency: int | None = _tokenizer("Minimum frequency of a learned piece.", minimum=1)
     joiner: str | None = _tokenizer("Mark of a split word in pretokenized text [@@].")
     additional_special_tokens: list[str] | None = _tokenizer("More special tokens, such as language codes.")
@@ -117,6 +118,7 @@ class OwnFields:
         "Fields of MetaphraseConfig that replace those of the preset (--model.hidden_size 256).", dict
     )
 
+    time_budget: str | None = _batches("Time for the whole run, with data and scores, such as 20m or 2h [no limit].")
     max_tokens_per_batch: int | None = _batches(
         "Token budget per device: source, target and padding tokens. Replaces `per_device_train_batch_size`.", minimum=2
     )

@@ -31,7 +31,7 @@ from metaphrase.training.recipe.fields import (
 from metaphrase.training.recipe.parsing import ValueType, dump_yaml, fit_value, fit_words, load_yaml, parse_words
 
 # These belong to a machine or a moment, or are secret.
-NEVER_SAVED = ("data_dir", "hub_token", "resume_from_checkpoint", "local_rank")
+NEVER_SAVED = ("data_dir", "time_budget", "hub_token", "resume_from_checkpoint", "local_rank")
 # Later names in transformers, whose earlier ones raise a warning. A recipe may keep the names that all versions know.
 RENAMED = {f"gradient_checkpointing{kind}": f"{CHECKPOINTING}{kind}" for kind in ("", "_kwargs")}
 # Schedules that follow a metric.
@@ -48,12 +48,14 @@ class Recipe(OwnFields, TrainingFields):
 
     Attributes:
         set_names: Names that were set, in their order. Other fields have their default.
+        reasons: Comments of a saved recipe, each above the field that it belongs to.
 
     Raises:
         ValueError: If two fields contradict each other, or one is out of range.
     """
 
     set_names: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    reasons: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     # False for the recipe of an earlier run, which newer checks may refuse.
     is_checked: InitVar[bool] = True
 
@@ -177,7 +179,11 @@ class Recipe(OwnFields, TrainingFields):
         `data_dir`, an absolute `output_dir` and `hub_token` are left out. Data files below `data_dir` become relative. Other
         paths stay; cut them before publishing the file, as `metaphrase push` does.
         """
-        Path(path).write_text(dump_yaml(self.to_dict()), encoding="utf-8")
+        text = "".join(
+            (f"# {self.reasons[name]}\n" if name in self.reasons else "") + dump_yaml({name: value})
+            for name, value in self.to_dict().items()
+        )
+        Path(path).write_text(text, encoding="utf-8")
 
 
 _HINTS = typing.get_type_hints(Recipe)

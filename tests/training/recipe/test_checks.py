@@ -26,6 +26,7 @@ BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "metric_for_be
         ({"max_source_length": 1}, ("max_source_length",)),
         ({"vocab_size": 0}, ("vocab_size",)),
         ({"joint_vocabulary": True, "target_vocab_size": 9}, ("joint_vocabulary", "target_vocab_size")),
+        ({"joint_vocabulary": True, "target_tokenizer_kind": "word"}, ("joint_vocabulary", "target_tokenizer_kind")),
         ({"target_tokenizer_name_or_path": "x"}, ("target_tokenizer_name_or_path", "tokenizer_name_or_path")),
         ({"model_name_or_path": "x", "preset": "y"}, ("model_name_or_path", "preset")),
         ({"model_name_or_path": "x", "vocab_size": 9}, ("model_name_or_path", "vocab_size")),

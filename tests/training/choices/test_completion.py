@@ -1,0 +1,52 @@
+"""Tests of `metaphrase train` with a file of pairs and nothing else."""
+
+import json
+
+import pytest
+from pronunciations import PRONUNCIATIONS
+
+from metaphrase.inference import Generator
+from metaphrase.scripts import train
+from metaphrase.training.recipe.recipe import load_recipe
+
+SMALL = ["--model.hidden_size", "16", "--model.encoder_layers", "1", "--model.decoder_layers", "1", "--max_steps", "3"]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = "".join(f"{source}\t{target}\n" for source, target in PRONUNCIATIONS[:300])
+    (tmp_path / "pairs.tsv").write_text(text, encoding="utf-8")
+    return tmp_path
+
+
+def test_a_file_of_pairs_becomes_a_model(folder, caplog):
+    with caplog.at_level("INFO"):
+        train.main(["pairs.tsv", *SMALL, "--time_budget", "10m", "--disable_tqdm"])
+    run = folder / "runs" / "pairs"
+    recipe = load_recipe(run / "recipe.yaml")
+    assert (recipe.tokenizer_kind, recipe.target_tokenizer_kind, recipe.num_validation) == ("char", "word", 50)
+    assert recipe.max_steps == 3 and recipe.model["hidden_size"] == 16 and recipe.time_budget is None
+    assert "# sources are single words, targets symbols" in (run / "recipe.yaml").read_text(encoding="utf-8")
+    assert "sources are single words, targets symbols" in caplog.text
+    scores = json.loads((run / "metrics.json").read_text(encoding="utf-8"))
+    assert scores["data"]["split"] == "validation" and set(scores["scores"]) == {"exact_match", "wer"}
+    assert len(Generator.from_pretrained(run).generate(["bada"])) == 1
+    # What was chosen holds for the resumed run too.
+    train.main(["pairs.tsv", "--resume", "--max_steps", "4", "--disable_tqdm"])
+    state = json.loads((run / "trainer_state.json").read_text(encoding="utf-8"))
+    assert state["global_step"] == 4
+
+
+def test_two_parallel_files_are_pairs_too(folder, capsys):
+    for name, side in (("in.txt", 0), ("out.txt", 1)):
+        (folder / name).write_text("".join(f"{pair[side]}\n" for pair in PRONUNCIATIONS[:300]), encoding="utf-8")
+    train.main(["in.txt", "out.txt", *SMALL, "--dry_run"])
+    assert capsys.readouterr().out.split("pairs")[1].split()[0] == "250"
+
+
+def test_words_that_are_no_data_are_refused():
+    with pytest.raises(FileNotFoundError, match="The recipe must be a file or one of"):
+        train.find_data(["no_such_recipe"])
+    with pytest.raises(ValueError, match="takes a recipe, a file of pairs or two parallel files, got a b c"):
+        train.find_data(["a", "b", "c"])

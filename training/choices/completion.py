@@ -1,0 +1,83 @@
+"""Completion of a recipe: read the pairs, time a few updates, and fill the open fields."""
+
+import dataclasses
+import functools
+import time
+
+import numpy as np
+
+from metaphrase.data.pairs import LENGTH_COLUMNS
+from metaphrase.training.choices.profile import CorpusProfile
+from metaphrase.training.choices.rules import (
+    SIZES,
+    Choice,
+    OpenRecipe,
+    Size,
+    TokenProfile,
+    choose_from_text,
+    choose_from_tokens,
+    tokens_per_batch,
+)
+from metaphrase.training.cpu_setup import has_fast_bfloat16
+from metaphrase.training.experiment import Experiment
+from metaphrase.training.planning.dry_run import dry_run
+from metaphrase.training.recipe.recipe import Recipe
+from metaphrase.training.time_budget import parse_seconds
+
+# Share of the time for updates. The rest is for evaluations and for the scores of the finished model.
+_UPDATES_SHARE = 0.8
+
+
+def is_completable(recipe: Recipe) -> bool:
+    """Return True if open fields of a recipe can be chosen: those of a new network that learns from pairs of text."""
+    is_special = recipe.tasks or recipe.streaming or recipe.objective != "pairs"
+    return not (
+        is_special or recipe.model_name_or_path or recipe.tokenizer_name_or_path or recipe.resume_from_checkpoint
+    )
+
+
+def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = None) -> tuple[Experiment, list[Choice]]:
+    """Fill the open fields of a recipe. Fields that are given stay.
+
+    Args:
+        recipe: A recipe for which `is_completable` is true.
+        is_dry_run: True if nothing will be written.
+        started: Beginning of `time_budget`, in seconds of `time.time()`; None for now.
+
+    Returns:
+        The experiment, whose data are read and encoded, and the choices with their reasons.
+
+    Raises:
+        ValueError: If the pairs cannot be read, or fields contradict each other.
+    """
+    started = time.time() if started is None else started
+    filled = OpenRecipe(recipe)
+    corpus = Experiment(recipe, is_dry_run).corpus
+    corpus.load()
+    sides = (corpus.splits["train"][side][:] for side in ("source", "target"))
+    choose_from_text(filled, CorpusProfile.of(*sides))
+    if filled.is_open("bf16", "fp16", "use_cpu") and has_fast_bfloat16():
+        filled.choose("this machine multiplies matrices faster in bfloat16", bf16=True)
+    experiment = Experiment(filled.recipe, is_dry_run)
+    _, encoded = experiment.prepare()
+    lengths = np.stack([np.asarray(encoded["train"][side][:]) for side in LENGTH_COLUMNS], axis=1)
+    tokens = TokenProfile(len(lengths), *map(int, lengths.sum(axis=0)), int(lengths.sum(axis=1).max()))
+
+    @functools.cache
+    def seconds_per_update(size: Size) -> float:
+        sized = OpenRecipe(experiment.recipe)
+        sized.choose("", model=size.fields, preset="metaphrase-tiny", max_tokens_per_batch=tokens_per_batch(tokens))
+        timed = Experiment(sized.recipe, is_dry_run=True)
+        timed.take_data(experiment)
+        estimate = dry_run(timed)
+        return 3600 * estimate.hours / estimate.data.steps
+
+    seconds = None
+    if recipe.time_budget is not None:
+        seconds_per_update(SIZES[1])
+        seconds = _UPDATES_SHARE * (started + parse_seconds(recipe.time_budget) - time.time())
+    choose_from_tokens(filled, tokens, seconds_per_update, seconds)
+    reasons = {next(iter(choice.values)): choice.reason for choice in filled.choices}
+    final = Experiment(dataclasses.replace(filled.recipe, reasons=reasons, is_checked=True), is_dry_run, started)
+    final.take_data(experiment)
+    return final, filled.choices

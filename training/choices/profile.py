@@ -1,0 +1,77 @@
+"""Profile of training pairs: the numbers that the choices of a recipe follow from."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+# More pairs change the numbers little.
+SAMPLE_PAIRS = 50_000
+# Share of texts that are not longer than `long_characters` and `long_words`.
+_LONG = 0.999
+
+
+@dataclass(frozen=True)
+class SideProfile:
+    """Texts of one side. Words are split at white space.
+
+    Attributes:
+        mean_characters: Mean length of a text.
+        long_characters: Length that 1 text of 1,000 exceeds.
+        mean_words: Mean number of words of a text.
+        long_words: Number of words that 1 text of 1,000 exceeds.
+        alphabet: Different characters.
+        num_words: Number of different words.
+        new_words: Probability that the next word is new: the share of words that occurred once (Good 1953).
+    """
+
+    mean_characters: float
+    long_characters: int
+    mean_words: float
+    long_words: int
+    alphabet: frozenset[str]
+    num_words: int
+    new_words: float
+
+    @classmethod
+    def of(cls, texts: Sequence[str]) -> "SideProfile":
+        """Measure the texts of one side."""
+        words = [text.split() for text in texts]
+        counts = Counter(word for line in words for word in line)
+        characters, lengths = [len(text) for text in texts], [len(line) for line in words]
+        return cls(
+            mean_characters=float(np.mean(characters)),
+            long_characters=int(np.quantile(characters, _LONG)),
+            mean_words=float(np.mean(lengths)),
+            long_words=int(np.quantile(lengths, _LONG)),
+            alphabet=frozenset().union(*texts),
+            num_words=len(counts),
+            new_words=sum(count == 1 for count in counts.values()) / max(1, counts.total()),
+        )
+
+
+@dataclass(frozen=True)
+class CorpusProfile:
+    """Training pairs.
+
+    Attributes:
+        pairs: Number of pairs.
+        source: The sources.
+        target: The targets.
+        shared_characters: Share of the targets' visible characters that occur in the sources too.
+    """
+
+    pairs: int
+    source: SideProfile
+    target: SideProfile
+    shared_characters: float
+
+    @classmethod
+    def of(cls, sources: Sequence[str], targets: Sequence[str]) -> "CorpusProfile":
+        """Measure pairs; of many pairs, those at regular distances."""
+        step = -(-len(sources) // SAMPLE_PAIRS)
+        source, target = SideProfile.of(sources[::step]), SideProfile.of(targets[::step])
+        counts = Counter(character for text in targets[::step] for character in text if not character.isspace())
+        shared = sum(count for character, count in counts.items() if character in source.alphabet)
+        return cls(len(sources), source, target, shared / max(1, counts.total()))
