@@ -235,6 +235,16 @@ def draft(generator):
     return Generator(noisy(generator.model, 0.05), generator.tokenizers)
 
 
+def test_drafts_of_a_stream_are_counted_once(draft):
+    counted = []
+    for chunk_size in (1, 2):
+        # Each source has a batch of its own.
+        generator = tiny_generator(batch_size=1)
+        list(generator.generate_stream(SOURCES, chunk_size=chunk_size, assistant_model=draft))
+        counted.append((generator.num_drafted, generator.num_accepted))
+    assert counted[0] == counted[1] != (0, 0)
+
+
 def test_texts_are_those_without_an_assistant(draft):
     generator = tiny_generator()
     texts = [*SOURCES, ""]
