@@ -59,7 +59,9 @@ def test_layers_that_share_a_weight_share_the_packed_weight(quantization, all_si
     model = tiny_model()
     first, second = (layer.mlp for layer in model.get_encoder().layers)
     second.up_proj = first.up_proj
+    engine = torch.backends.quantized.engine
     quantize(model, quantization)
+    assert torch.backends.quantized.engine == engine
     assert second.up_proj is first.up_proj and type(first.up_proj) is not nn.Linear
 
 
