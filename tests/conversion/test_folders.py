@@ -74,6 +74,15 @@ def test_converted_folder_needs_no_package(bart, tmp_path):
     assert provenance == {"source": "bart", "from": "bart", "to": "metaphrase"}
 
 
+def test_the_tasks_of_a_pipeline_go_both_ways(tmp_path):
+    tasks = {"prefix": "the ", "task_specific_params": {"summarization": {"num_beams": 2}}}
+    tiny_t5(**tasks).save_pretrained(tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "again", to="t5")
+    for name in ("ours", "again"):
+        assert read(tmp_path / name / "config.json").items() >= tasks.items()
+
+
 def test_tied_weights_are_stored_once(bart, tmp_path):
     folder, _ = bart
     convert(folder, tmp_path / "ours")

@@ -1,5 +1,6 @@
 """Raw pairs: every file format, refused and counted pairs, and splits without a shared source."""
 
+import csv
 import gzip
 import json
 import os
@@ -11,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from metaphrase.data import pairs as pairs_module
+from metaphrase.data.pair_files import read_parquet
 from metaphrase.data.pairs import DataReport, column_texts, load_pairs, split_pairs
 
 JSON_ROWS = b'{"source": "a", "target": "b"},{"source": %s, "target": "d"},{"source": "e", "target": "f"}'
@@ -109,6 +111,11 @@ def test_parquet_with_invalid_utf8_and_nulls(tmp_path, load):
     pq.write_table(pa.table({"source": ["a", None], "target": ["1", "2"]}), tmp_path / "null.parquet")
     with pytest.raises(ValueError, match="row 1 must hold a text 'source'"):
         load(file="null.parquet")
+    # More rows than are read at a time.
+    column = ["a"] * 2**16 + [None]
+    pq.write_table(pa.table({"source": column, "target": column}), tmp_path / "long.parquet")
+    *_, last = read_parquet(str(tmp_path / "long.parquet"), (None, None))
+    assert "row 65536 must hold a text 'source'" in last.message
 
 
 @pytest.mark.parametrize("is_nested", [False, True])
@@ -227,12 +234,13 @@ def test_blank_lines_of_tsv_and_parallel_text_count(tmp_path, load):
 
 
 def test_csv_of_any_fields_but_broken_quotes(tmp_path, load):
-    document = "word " * 50_000
+    document, limit = "word " * 50_000, csv.field_size_limit()
     write(tmp_path, "a.csv", f'source,target\nNA,null\n"a\r\nb",""\n{document},x\n')
     assert as_tuples(load(file="a.csv")) == [("NA", "null"), ("a\r\nb", ""), (document, "x")]
     write(tmp_path, "broken.csv", 'source,target\na,b\n"c,d\ne,f\n')
     with pytest.raises(ValueError, match="RFC 4180"):
         load(file="broken.csv", malformed="skip")
+    assert csv.field_size_limit() == limit
 
 
 @pytest.mark.parametrize(

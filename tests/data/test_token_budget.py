@@ -1,6 +1,7 @@
 """Batches within a token budget, and batches of similar length."""
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,8 @@ def test_batches_are_as_large_as_the_budget_allows_and_no_larger():
     lengths = np.array([[3, 2], [3, 3], [5, 2], [1, 1]])
     assert cut_into_batches(range(4), lengths, 12) == [[0, 1], [2], [3]]
     assert cut_into_batches(range(4), lengths, 11) == [[0], [1], [2], [3]]
+    # A long pair does not widen the batches behind its own.
+    assert cut_into_batches([2, 3, 0], lengths, 12) == [[2], [3, 0]]
 
 
 @pytest.mark.parametrize("processes", [1, 3])
@@ -139,6 +142,10 @@ def test_a_filler_is_the_same_pair_without_labels():
     filled = WithFillers(pairs)
     assert [filled[0], filled[1]] == pairs and len(filled) == 2
     assert filled[3] == {"input_ids": [7, 2], "labels": [-100, -100]}
+    filled.set_epoch(1)
+    epochs = []
+    WithFillers(SimpleNamespace(set_epoch=epochs.append)).set_epoch(3)
+    assert epochs == [3]
 
 
 def test_lengths_are_rounded_up_as_the_collator_pads():

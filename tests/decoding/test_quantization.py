@@ -54,6 +54,17 @@ def levels(request, monkeypatch):
     return levels
 
 
+@pytest.mark.parametrize("quantization", ["int8", "float16"])
+def test_layers_that_share_a_weight_share_the_packed_weight(quantization, all_sizes):
+    model = tiny_model()
+    first, second = (layer.mlp for layer in model.get_encoder().layers)
+    second.up_proj = first.up_proj
+    engine = torch.backends.quantized.engine
+    quantize(model, quantization)
+    assert torch.backends.quantized.engine == engine
+    assert second.up_proj is first.up_proj and type(first.up_proj) is not nn.Linear
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(3,), (2, 4), (0,)])
 def test_int8_is_a_product_of_rounded_weights_and_states(shape, bias, levels):

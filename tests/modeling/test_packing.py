@@ -9,6 +9,7 @@ from packed_rows import TARGETS, assert_close, gradients, packed, ragged_pairs
 from tiny_models import DESIGNS, tiny_model
 
 from metaphrase.modeling import IGNORED_LABEL, compat, packing, stacks
+from metaphrase.modeling.acceleration import acceleration
 from metaphrase.modeling.packing import Packing, Segments, choose_kernel
 from metaphrase.ops import grid_attention
 from metaphrase.ops import linear_and_dropout as fused_linear
@@ -38,6 +39,17 @@ def test_packed_rows_have_the_loss_the_logits_and_the_gradients_of_padded_ones(d
     assert_close(actual_gradients, expected_gradients)
 
 
+@pytest.mark.parametrize("design", ["sinusoidal", "relative"])
+def test_without_the_operators_packed_rows_give_the_same(design, monkeypatch):
+    """A copy of the network on the Hub has no kernels for packed rows but its own."""
+    model = tiny_model(**DESIGNS[design] | {"initializer_range": 0.2})
+    expected, expected_gradients = gradients(model, packed(model.config))
+    monkeypatch.setattr(acceleration, "packed_kernels", {})
+    output, actual_gradients = gradients(model, packed(model.config))
+    torch.testing.assert_close(output.logits, expected.logits, rtol=1e-4, atol=1e-4)
+    assert_close(actual_gradients, expected_gradients)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("design", DESIGNS)
 def test_packed_flex_attention_gives_the_logits_of_padded_rows(design, uncompiled_flex):
@@ -48,6 +60,12 @@ def test_packed_flex_attention_gives_the_logits_of_padded_rows(design, uncompile
     actual = model(**packed(model.config)).logits[0]
     rows = [expected[row, :length] for row, length in enumerate(TARGETS)]
     torch.testing.assert_close(actual, torch.cat(rows), rtol=1e-5, atol=1e-4)
+
+
+def test_flex_attention_refuses_the_dropout_that_it_cannot_compute():
+    model = tiny_model(attn_implementation="flex_attention", attention_dropout=0.1).train()
+    with pytest.raises(ValueError, match="`attention_dropout` must be 0 to train with flex_attention"):
+        model(**packed(model.config))
 
 
 def attend_by_offsets(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, scale=None):
@@ -291,6 +309,7 @@ def test_bfloat16_stays_close_in_narrow_and_in_wide_grids(longest, kept_bytes, m
         ({"source_lengths": torch.tensor([5, 1, 19])}, "add up to the 33 tokens"),
         ({"source_lengths": torch.tensor([5, 1, 19, 8, 0])}, "at least 1"),
         ({"longest_source": 18}, "must be 19, got 18"),
+        ({"longest_source": 20}, "must be 19, got 20"),
         ({"target_lengths": torch.tensor([3, 27])}, "as many sources as targets, got 4 sources and 2 targets"),
         ({"target_lengths": None}, "must be given together"),
         ({"target_lengths": torch.tensor([3, 40, 2, 8])}, r"add up to the 30 tokens of the row, got \[3, 40, 2, 8\]"),

@@ -39,6 +39,15 @@ def test_evaluate_writes_scores_and_predictions(cli_model, files, tmp_path):
     assert result["data"]["name"] == "test.en"
 
 
+def test_a_prefix_stands_before_each_source_once(cli_model, files, tmp_path):
+    words = [cli_model, "--device", "cpu", "--source", files[0], "--target", files[1], "--source_prefix", "the "]
+    evaluate.main([*words, "--output", str(tmp_path / "m.json"), "--predictions", str(tmp_path / "p.txt")])
+    once, twice = ([prefix + text for text in SOURCES] for prefix in ("the ", "the the "))
+    assert targets_of(once) != targets_of(twice)
+    predictions = (tmp_path / "p.txt").read_text(encoding="utf-8").split("\n")[:-1]
+    assert predictions == as_lines(targets_of(once))
+
+
 def test_evaluate_of_an_ensemble(cli_model, other_cli_model, files, tmp_path):
     words = [cli_model, "--device", "cpu", "--source", files[0], "--target", files[1]]
     evaluate.main([*words, "--ensemble", other_cli_model, "--output", str(tmp_path / "m.json")])

@@ -324,6 +324,8 @@ def test_characters_must_fit_into_the_vocabulary(kind):
         train(kind, vocab_size=12)
     needed = int(str(caught.value).split("at least ")[1].split()[0])
     assert len(train(kind, vocab_size=needed)) == needed
+    with pytest.raises(ValueError, match=f"must be at least {needed} "):
+        train(kind, vocab_size=needed - 1)
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,14 @@ def test_each_evaluation_is_of_the_same_noise(pairs, tmp_path):
     assert losses == [make_trainer(tiny_bart(), NewInEachEpoch(pairs), tmp_path).evaluate()["eval_loss"]] * 3
 
 
+def test_pairs_above_the_budget_are_evaluated_too(model, pairs, tmp_path):
+    trainer = make_trainer(model, pairs, tmp_path, max_tokens_per_batch=40, prediction_loss_only=True)
+    losses = []
+    for trainer.max_tokens_per_batch in (40, 5):
+        losses.append(trainer.evaluate(with_lengths(pairs))["eval_loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
 @pytest.mark.parametrize("decodes", [True, False])
 def test_a_budget_bounds_what_is_evaluated_too(decodes, model, pairs, tmp_path, monkeypatch):
     """Whether it is decoded as well or not: without `compute_metrics`, the loss alone is asked for, and no logits."""

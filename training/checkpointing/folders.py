@@ -90,6 +90,8 @@ def _damage(name: str, path: Path) -> str | None:
             zipfile.ZipFile(path).close()
         elif path.suffix == ".json":
             content = json.loads(path.read_text(encoding="utf-8"))
+            if name == PROGRESS_NAME:
+                content["files"].items()
             if path.name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
                 shards = sorted(set(content["weight_map"].values()))
                 lost = [shard for shard in shards if not (path.parent / shard).is_file()]

@@ -100,6 +100,17 @@ def test_a_wide_beam_finds_the_best_of_all_targets(phrases, length_penalty):
     assert is_forced
 
 
+def test_a_source_is_searched_as_if_it_were_alone():
+    """Sources leave the batch at different steps."""
+    model = search_model("sinusoidal")
+    inputs, options = search_sources(model, batch=8), {"num_beams": 3, "max_new_tokens": 20, "early_stopping": True}
+    found = constrained(model, inputs, [[7, 8], [20]], **options)
+    for index, row in enumerate(found.sequences.tolist()):
+        alone = constrained(model, one_of(inputs, index), [[7, 8], [20]], **options)
+        assert until_end(row) == until_end(alone.sequences[0].tolist())
+        torch.testing.assert_close(found.sequences_scores[index], alone.sequences_scores[0], atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["sinusoidal", "marian"])
 def test_what_must_not_occur_does_not(name):
     model = search_model(name)
@@ -121,6 +132,16 @@ def test_phrases_find_room_beside_what_other_settings_force(forced):
         assert meets(until_end(row), phrases)
         assert row[1] == 8 or "forced_bos_token_id" not in forced
         assert row[9] == 4 or "forced_eos_token_id" not in forced
+
+
+def test_a_narrow_beam_leaves_a_forced_end_its_place():
+    """Hypotheses that no longer have room take no place in the beam."""
+    model = search_model("sinusoidal")
+    options = {"forced_eos_token_id": 4, "max_new_tokens": 3}
+    narrow, wide = (
+        constrained(model, search_sources(model), [[7], [20]], num_beams=beams, **options) for beams in (2, 20)
+    )
+    assert narrow.sequences.tolist() == wide.sequences.tolist()
 
 
 def text_of(row, special):

@@ -128,6 +128,9 @@ def test_a_model_that_drafts_for_itself_is_always_right(monkeypatch):
     assert search.num_accepted == search.num_drafted == 9
     # Three rounds: the draft model reads the prompt, later what it has not read of the last round; then the target model.
     assert widths == [1, 1, 1, 4, 2, 1, 1, 4, 2, 1, 1, 4]
+    # What is drafted behind an end is not part of the target.
+    [[ended]], search = speculate(model, model, TEXTS[:1], max_new_tokens=12, eos_token_id=list(range(2, 30)))
+    assert search.num_accepted == len(ended.ids) < search.num_drafted
 
 
 @pytest.mark.parametrize("copies", [1, 2])
@@ -232,6 +235,16 @@ def generator():
 @pytest.fixture(scope="module")
 def draft(generator):
     return Generator(noisy(generator.model, 0.05), generator.tokenizers)
+
+
+def test_drafts_of_a_stream_are_counted_once(draft):
+    counted = []
+    for chunk_size in (1, 2):
+        # Each source has a batch of its own.
+        generator = tiny_generator(batch_size=1)
+        list(generator.generate_stream(SOURCES, chunk_size=chunk_size, assistant_model=draft))
+        counted.append((generator.num_drafted, generator.num_accepted))
+    assert counted[0] == counted[1] != (0, 0)
 
 
 def test_texts_are_those_without_an_assistant(draft):

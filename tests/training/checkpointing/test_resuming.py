@@ -89,6 +89,16 @@ def test_where_no_checkpoint_has_a_score_there_is_no_best_yet(tmp_path, caplog):
     assert "by that, no checkpoint is known to be the best so far" in caplog.text
 
 
+def test_a_score_that_is_not_a_number_is_not_the_best(tmp_path):
+    train(tmp_path, "loss", False)
+    path = tmp_path / "checkpoint-3" / "trainer_state.json"
+    state = read(path)
+    next(entry for entry in state["log_history"] if "eval_score" in entry)["eval_score"] = float("nan")
+    path.write_text(json.dumps(state))
+    trainer = train(tmp_path, "score", True, resume=True, max_steps=4)
+    assert best_of(trainer) == (25.0, 4, str(tmp_path / "checkpoint-4"))
+
+
 def test_a_schedule_that_follows_the_metric_keeps_it(data, tmp_path):
     fields = {"max_steps": 1, "save_steps": 1, "eval_steps": 1, "lr_scheduler_type": "reduce_lr_on_plateau"}
     fields |= {"metric_for_best_model": "eval_loss", "test_file": None}

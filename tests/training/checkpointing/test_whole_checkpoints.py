@@ -51,6 +51,8 @@ def test_files_of_another_size_or_without_a_list_are_named(run):
     (run / "checkpoint-1" / "progress.json").write_text(json.dumps(listed))
     said = ["spiece.model has 4 bytes in place of 5", "merges.txt has 0 bytes in place of 4"]
     assert what_is_missing(run / "checkpoint-1") == said
+    (run / "checkpoint-2" / "progress.json").write_text("{}")
+    assert what_is_missing(run / "checkpoint-2") == ["progress.json is cut short or damaged"]
 
 
 def test_settings_may_be_edited_and_files_added(run):
