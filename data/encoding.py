@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import datasets
 import numpy as np
@@ -48,6 +48,9 @@ class PairEncoder:
     empty: Empty = "skip"
 
     def __post_init__(self) -> None:
+        for name, policies in (("too_long", get_args(TooLong)), ("empty", get_args(Empty))):
+            if getattr(self, name) not in policies:
+                raise ValueError(f"`{name}` must be one of {', '.join(policies)}, got {getattr(self, name)!r}.")
         self.limits = self.max_source_length, self.max_target_length
         # The ids around every source and every target.
         self.frames = TextFrame.of(self.tokenizers.encode_sources), TextFrame.of(self.tokenizers.encode_targets)
