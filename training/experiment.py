@@ -83,7 +83,6 @@ class Experiment:
                 already and is not to be resumed.
         """
         self.is_begun = False
-        self.started = time.time() if started is None else started
         self._prepared: tuple[TokenizerPair, dict[str, datasets.Dataset]] | None = None
         check_processes()
         # Without `use_cpu`, transformers refuses bf16 where there is no accelerator.
@@ -91,6 +90,12 @@ class Experiment:
         if recipe.use_cpu or "use_cpu" in extra:
             meet_on_cpu(recipe.ddp_timeout, recipe.ddp_backend)
         self.arguments: Seq2SeqTrainingArguments = recipe.training_arguments(**extra)
+        if recipe.time_budget is not None:
+            self.deadline = (time.time() if started is None else started) + parse_seconds(recipe.time_budget)
+            if self.arguments.world_size > 1:
+                raise ValueError(
+                    "`time_budget` must be left out with several processes, whose clocks differ. Give `max_steps`."
+                )
         # The arguments are pickled with each checkpoint.
         self.arguments.hub_token = None
         self.folder = Path(self.arguments.output_dir)
@@ -272,7 +277,7 @@ class Experiment:
         if recipe.exponential_average_decay is not None:
             callbacks.append(ExponentialAverage(recipe.exponential_average_decay, recipe.exponential_average_warmup))
         if recipe.time_budget is not None:
-            callbacks.append(TimeBudget(self.started + parse_seconds(recipe.time_budget), self._final_share(encoded)))
+            callbacks.append(TimeBudget(self.deadline, self._final_share(encoded)))
         validation, sample = encoded.get("validation"), None
         if self.scores.metrics and validation is not None:
             most = recipe.max_decoded_samples

@@ -22,7 +22,6 @@ from metaphrase.training.cpu_setup import has_fast_bfloat16
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.planning.dry_run import dry_run
 from metaphrase.training.recipe.recipe import Recipe
-from metaphrase.training.time_budget import parse_seconds
 
 # Share of the time for updates. The rest is for evaluations and for the scores of the finished model.
 _UPDATES_SHARE = 0.8
@@ -54,11 +53,10 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
     filled = OpenRecipe(recipe)
     corpus = Experiment(recipe, is_dry_run).corpus
     corpus.load()
-    sides = (corpus.splits["train"][side][:] for side in ("source", "target"))
-    choose_from_text(filled, CorpusProfile.of(*sides))
+    choose_from_text(filled, CorpusProfile.of(corpus.splits["train"]))
     if filled.is_open("bf16", "fp16", "use_cpu") and has_fast_bfloat16():
         filled.choose("this machine multiplies matrices faster in bfloat16", bf16=True)
-    experiment = Experiment(filled.recipe, is_dry_run)
+    experiment = Experiment(filled.recipe, is_dry_run, started)
     _, encoded = experiment.prepare()
     lengths = np.stack([np.asarray(encoded["train"][side][:]) for side in LENGTH_COLUMNS], axis=1)
     tokens = TokenProfile(len(lengths), *map(int, lengths.sum(axis=0)), int(lengths.sum(axis=1).max()))
@@ -75,7 +73,7 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
     seconds = None
     if recipe.time_budget is not None:
         seconds_per_update(SIZES[1])
-        seconds = _UPDATES_SHARE * (started + parse_seconds(recipe.time_budget) - time.time())
+        seconds = _UPDATES_SHARE * (experiment.deadline - time.time())
     choose_from_tokens(filled, tokens, seconds_per_update, seconds)
     reasons = {next(iter(choice.values)): choice.reason for choice in filled.choices}
     final = Experiment(dataclasses.replace(filled.recipe, reasons=reasons, is_checked=True), is_dry_run, started)

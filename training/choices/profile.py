@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from datasets import Dataset
+
+from metaphrase.data.pairs import SIDES
 
 # More pairs change the numbers little.
 SAMPLE_PAIRS = 50_000
@@ -68,10 +71,10 @@ class CorpusProfile:
     shared_characters: float
 
     @classmethod
-    def of(cls, sources: Sequence[str], targets: Sequence[str]) -> "CorpusProfile":
-        """Measure pairs; of many pairs, those at regular distances."""
-        step = -(-len(sources) // SAMPLE_PAIRS)
-        source, target = SideProfile.of(sources[::step]), SideProfile.of(targets[::step])
-        counts = Counter(character for text in targets[::step] for character in text if not character.isspace())
+    def of(cls, train: Dataset) -> "CorpusProfile":
+        """Measure training pairs; of many pairs, those at regular distances."""
+        sample = train.select(range(0, len(train), -(-len(train) // SAMPLE_PAIRS)))
+        source, target = (SideProfile.of(sample[side][:]) for side in SIDES)
+        counts = Counter(character for text in sample["target"][:] for character in text if not character.isspace())
         shared = sum(count for character, count in counts.items() if character in source.alphabet)
-        return cls(len(sources), source, target, shared / max(1, counts.total()))
+        return cls(len(train), source, target, shared / max(1, counts.total()))

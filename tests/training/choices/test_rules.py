@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from datasets import Dataset
 from pronunciations import PRONUNCIATIONS
 
 from metaphrase.demo.corpus import make_demo_corpus
@@ -26,7 +27,7 @@ INFLECTIONS = [(f"{word} PAST {person}", f"{word}ed{person}") for word, _ in PRO
 
 
 def profile(pairs):
-    return CorpusProfile.of(*zip(*pairs, strict=True))
+    return CorpusProfile.of(Dataset.from_dict(dict(zip(("source", "target"), zip(*pairs, strict=True), strict=True))))
 
 
 def chosen_from_text(pairs, **fields):
