@@ -22,6 +22,7 @@ class SideProfile:
     Attributes:
         mean_characters: Mean length of a text.
         long_characters: Length that 1 text of 1,000 exceeds.
+        long_bytes: The same in bytes of UTF-8.
         mean_words: Mean number of words of a text.
         long_words: Number of words that 1 text of 1,000 exceeds.
         alphabet: Different characters.
@@ -31,6 +32,7 @@ class SideProfile:
 
     mean_characters: float
     long_characters: int
+    long_bytes: int
     mean_words: float
     long_words: int
     alphabet: frozenset[str]
@@ -46,6 +48,7 @@ class SideProfile:
         return cls(
             mean_characters=float(np.mean(characters)),
             long_characters=int(np.quantile(characters, _LONG)),
+            long_bytes=int(np.quantile([len(text.encode()) for text in texts], _LONG)),
             mean_words=float(np.mean(lengths)),
             long_words=int(np.quantile(lengths, _LONG)),
             alphabet=frozenset().union(*texts),

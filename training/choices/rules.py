@@ -19,7 +19,7 @@ _MANY_NEW_WORDS = 0.2
 _SHORT_TEXT = 30
 # Share of the targets' characters that the sources have too. Languages of one script share nearly all.
 _SHARED_SCRIPT = 0.9
-_CHARACTERS_PER_PIECE = 2.5
+_BYTES_PER_PIECE = 2.5
 _TEXT_NAMES = {"word": "symbols", "char": "single words", "byte_bpe": "text"}
 _VALIDATION = ("validation_file", "validation_source_file", "dataset_validation_split", "num_validation")
 _TOKENIZER = ("tokenizer_kind", "target_tokenizer_kind", "joint_vocabulary", "vocab_size", "target_vocab_size")
@@ -88,8 +88,8 @@ def choose_from_text(recipe: OpenRecipe, profile: CorpusProfile) -> None:
         reason = f"sources are {_TEXT_NAMES[kinds[0]]}, targets {_TEXT_NAMES[kinds[1]]}"
         shared = f"{100 * profile.shared_characters:.0f} % of the targets' characters occur in the sources"
         recipe.choose(f"{reason}; {shared}", **values)
-    limits = max_length(source, kinds[0]), max_length(target, kinds[1])
-    recipe.choose("999 of 1,000 texts are shorter", max_source_length=limits[0], max_target_length=limits[1])
+        limits = max_length(source, kinds[0]), max_length(target, kinds[1])
+        recipe.choose("999 of 1,000 texts are shorter", max_source_length=limits[0], max_target_length=limits[1])
     scores = {"word": ["exact_match", "wer"], "char": ["exact_match", "cer"]}.get(
         kinds[1], ["bleu", "chrf", "exact_match"]
     )
@@ -114,8 +114,9 @@ def vocabulary_size(profile: CorpusProfile) -> int:
 
 def max_length(side: SideProfile, kind: str) -> int:
     """Return a limit in tokens that hardly any text exceeds, a multiple of 16 up to 1,024."""
-    pieces = side.long_characters / (_CHARACTERS_PER_PIECE if kind == "byte_bpe" else 1)
-    tokens = side.long_words if kind == "word" else pieces
+    tokens = {"word": side.long_words, "char": side.long_characters, "byte_bpe": side.long_bytes / _BYTES_PER_PIECE}[
+        kind
+    ]
     return min(1024, 16 * math.ceil((1.2 * tokens + 8) / 16))
 
 

@@ -57,10 +57,17 @@ def test_text_gets_one_vocabulary_of_pieces():
     assert recipe.metrics[0] == "bleu" and 32 <= recipe.max_source_length <= 96
 
 
+def test_scripts_of_several_bytes_have_longer_limits():
+    texts = ["".join(chr(0x4E00 + (17 * row + column) % 900) for column in range(40)) for row in range(600)]
+    recipe = chosen_from_text([(text, text[::-1]) for text in texts])
+    assert recipe.tokenizer_kind == "byte_bpe" and recipe.max_source_length >= 60
+
+
 def test_given_fields_stay():
     recipe = chosen_from_text(COMMANDS, tokenizer_kind="byte", num_validation=7, max_source_length=9)
     assert (recipe.tokenizer_kind, recipe.num_validation, recipe.max_source_length) == ("byte", 7, 9)
-    assert recipe.joint_vocabulary is None
+    # Limits in tokens of another tokenizer are not guessed.
+    assert recipe.joint_vocabulary is None and recipe.max_target_length == Recipe().max_target_length
 
 
 @pytest.mark.parametrize(("pairs", "size"), [(10, 2), (100, 20), (500, 50), (8000, 400), (119_000, 1000)])
