@@ -196,9 +196,8 @@ def choose_from_tokens(
         updates = recipe.recipe.max_steps if recipe.recipe.max_steps > 0 else epochs
     if recipe.is_open("preset", "model"):
         model = {**size.fields, "dropout": dropout(updates * budget / tokens.both)}
-        reason = (
-            "more would not train it better" if possible(size) > wanted / 2 else "the time allows no larger network"
-        )
+        is_largest = tokens.target <= size.max_target_tokens
+        reason = "more would not train it better" if is_largest else "the time allows no larger network"
         recipe.choose(f"{tokens.target:,} target tokens: {reason}", preset="metaphrase-tiny", model=model)
     if recipe.is_open("learning_rate", "lr_scheduler_type", "warmup_steps"):
         schedule = {"learning_rate": size.learning_rate, "lr_scheduler_type": "cosine", "warmup_steps": updates // 10}
