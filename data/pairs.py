@@ -347,15 +347,8 @@ def split_pairs(
             f"`num_validation` and `num_test` must be at least 0 and leave some of the {len(dataset)} pairs for training, "
             f"got {num_validation} and {num_test}."
         )
-    groups: dict[str, list[int]] = defaultdict(list)
-    for row, source in enumerate(column_texts(dataset, "source")):
-        groups[source.strip()].append(row)
     sizes = {"validation": num_validation, "test": num_test}
-    splits: dict[str, list[int]] = {"train": [], "validation": [], "test": []}
-    for source in sorted(groups, key=lambda source: hashlib.blake2b(f"{seed}\t{source}".encode()).digest()):
-        rows = groups[source]
-        split = next((name for name, size in sizes.items() if len(splits[name]) + len(rows) <= size), "train")
-        splits[split].extend(rows)
+    splits = _rows_of_splits(dataset, sizes, seed)
     for name, size in sizes.items():
         if len(splits[name]) != size:
             raise ValueError(
@@ -363,3 +356,21 @@ def split_pairs(
                 f"{len(splits[name])} is possible."
             )
     return datasets.DatasetDict({name: dataset.select(sorted(rows)) for name, rows in splits.items() if rows})
+
+
+def possible_validation(dataset: datasets.Dataset, most: int, num_test: int = 0, seed: int = 42) -> int:
+    """Return the largest `num_validation` up to `most` with which `split_pairs` succeeds."""
+    return len(_rows_of_splits(dataset, {"validation": most, "test": num_test}, seed)["validation"])
+
+
+def _rows_of_splits(dataset: datasets.Dataset, sizes: dict[str, int], seed: int) -> dict[str, list[int]]:
+    """Return the rows of each split, with at most `sizes` rows. All other rows are for training."""
+    groups: dict[str, list[int]] = defaultdict(list)
+    for row, source in enumerate(column_texts(dataset, "source")):
+        groups[source.strip()].append(row)
+    splits: dict[str, list[int]] = {"train": [], "validation": [], "test": []}
+    for source in sorted(groups, key=lambda source: hashlib.blake2b(f"{seed}\t{source}".encode()).digest()):
+        rows = groups[source]
+        split = next((name for name, size in sizes.items() if len(splits[name]) + len(rows) <= size), "train")
+        splits[split].extend(rows)
+    return splits

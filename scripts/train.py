@@ -98,7 +98,7 @@ def main(words: Sequence[str]) -> None:
     keep_few_kernels()
     if is_completable(recipe):
         experiment, choices = complete(recipe, arguments.dry_run, psutil.Process().create_time())
-        for choice in choices:
+        for choice in choices if experiment.arguments.process_index == 0 else ():
             logger.info("%s", choice)
     else:
         experiment = Experiment(recipe, is_dry_run=arguments.dry_run)

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from metaphrase.data.pairs import LENGTH_COLUMNS
+from metaphrase.data.pairs import LENGTH_COLUMNS, possible_validation
 from metaphrase.training.choices.profile import CorpusProfile
 from metaphrase.training.choices.rules import (
     SIZES,
@@ -51,13 +51,20 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
     """
     started = time.time() if started is None else started
     filled = OpenRecipe(recipe)
-    corpus = Experiment(recipe, is_dry_run).corpus
-    corpus.load()
-    choose_from_text(filled, CorpusProfile.of(corpus.splits["train"]))
+    first = Experiment(recipe, is_dry_run)
+    with first.arguments.main_process_first(desc="reading the corpus"):
+        first.corpus.load()
+    train = first.corpus.splits["train"]
+    choose_from_text(filled, CorpusProfile.of(train))
+    if not recipe.is_set("num_validation") and filled.recipe.num_validation:
+        # Pairs with the same source stay together.
+        size = possible_validation(train, filled.recipe.num_validation, recipe.num_test, recipe.seed)
+        filled.recipe = filled.recipe.replace(is_checked=False, num_validation=size)
     if filled.is_open("bf16", "fp16", "use_cpu") and has_fast_bfloat16():
         filled.choose("this machine multiplies matrices faster in bfloat16", bf16=True)
     experiment = Experiment(filled.recipe, is_dry_run, started)
-    _, encoded = experiment.prepare()
+    with experiment.arguments.main_process_first(desc="encoding the corpus"):
+        _, encoded = experiment.prepare()
     lengths = np.stack([np.asarray(encoded["train"][side][:]) for side in LENGTH_COLUMNS], axis=1)
     tokens = TokenProfile(len(lengths), *map(int, lengths.sum(axis=0)), int(lengths.sum(axis=1).max()))
 

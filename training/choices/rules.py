@@ -209,7 +209,8 @@ def choose_from_tokens(
         label_smoothing_factor=0.1,
         max_grad_norm=1.0,
     )
-    if recipe.is_open(*_EVALUATION):
+    has_validation = any(getattr(recipe.recipe, name) for name in _VALIDATION)
+    if has_validation and recipe.is_open(*_EVALUATION):
         steps = max(1, updates // _EVALUATIONS)
         every = {f"{event}_steps": steps for event in ("eval", "save")} | {"logging_steps": max(1, steps // 5)}
         best = {

@@ -38,6 +38,23 @@ def test_a_file_of_pairs_becomes_a_model(folder, caplog):
     assert state["global_step"] == 4
 
 
+@pytest.mark.parametrize(
+    ("lines", "size"),
+    [
+        (["a\tb", "c\td", "e\tf"], 0),
+        # One of two sources would be more than a fifth of the pairs.
+        ([f"{source}\tt{number}" for number in range(60) for source in "xy"], 0),
+        ([f"x{number // 10}\tt{number}" for number in range(210)], 40),
+    ],
+    ids=["three pairs", "two sources", "groups of ten"],
+)
+def test_pairs_of_one_source_stay_together(lines, size, folder):
+    (folder / "few.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    train.main(["few.tsv", *SMALL, "--disable_tqdm"])
+    assert load_recipe(folder / "runs" / "few" / "recipe.yaml").num_validation == size
+    assert (folder / "runs" / "few" / "model.safetensors").is_file()
+
+
 def test_two_parallel_files_are_pairs_too(folder, capsys):
     for name, side in (("in.txt", 0), ("out.txt", 1)):
         (folder / name).write_text("".join(f"{pair[side]}\n" for pair in PRONUNCIATIONS[:300]), encoding="utf-8")
