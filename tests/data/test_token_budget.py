@@ -113,7 +113,7 @@ def test_fewer_pairs_than_processes_are_refused():
 
 def test_splitting_halves_the_largest():
     assert split_to_count([[1, 2, 3, 4], [5]], 3) == [[1, 2], [3, 4], [5]]
-    # Of equals the first, and the halves in the place of the whole.
+    # The first of equals is split, and its halves take its place.
     assert split_to_count([[1, 2], [3, 4, 5], [6, 7, 8]], 5) == [[1, 2], [3], [4, 5], [6], [7, 8]]
     assert split_to_count([[1, 2], [3, 4, 5], [6, 7, 8]], 6) == [[1], [2], [3], [4, 5], [6], [7, 8]]
 

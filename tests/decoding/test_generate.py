@@ -318,7 +318,7 @@ def test_the_default_type_of_new_tensors_changes_nothing(beams):
     model = tiny_model()
     inputs, options = random_sources(model.config), {"num_beams": beams, "do_sample": False, "max_new_tokens": 6}
     expected = model.generate(**inputs, **options)
-    # As in a process whose first search this is.
+    # Act like a process before its first search.
     decoder_state._unread_operand.cache_clear()
     torch.set_default_dtype(torch.float64)
     try:

@@ -210,7 +210,7 @@ def test_hooked_head_is_called(beams):
 
 
 def test_head_that_becomes_contiguous_is_copied():
-    # As after a move from a GPU: the parameter is the same, and its memory is another.
+    # A move from a GPU keeps the parameter and gives it other memory.
     model, states = tiny_model(tie_word_embeddings=False), torch.randn(3, 32)
     weight = model.lm_head.weight
     weight.data = weight.data.t().contiguous().t()

@@ -10,7 +10,7 @@ from metaphrase.decoding.searches.speculative_decoding import RaggedDecoderState
 
 
 @torch.inference_mode()
-def walk(model, encoder_output, mask, copies=1, turns=6, seed=0):
+def assert_rows_equal_rows_alone(model, encoder_output, mask, copies=1, turns=6, seed=0):
     """Let rows read blocks of random tokens and forget some of them. The second source leaves after four blocks.
 
     The output of each block is compared with forward passes over each row alone.
@@ -44,20 +44,22 @@ def walk(model, encoder_output, mask, copies=1, turns=6, seed=0):
 @pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize("design", DESIGNS)
 def test_rows_are_as_if_alone(design, copies):
-    walk(*setting(**DESIGNS[design])[:3], copies)
+    assert_rows_equal_rows_alone(*setting(**DESIGNS[design])[:3], copies)
 
 
 @pytest.mark.parametrize("groups", [2, 4])
 @pytest.mark.parametrize("design", ["relative_per_layer-rmsnorm-pre", "rotary-layernorm-post", "none-rmsnorm-pre"])
 def test_groups_of_heads(design, groups):
-    walk(*setting("right", **CROSSED[design], num_key_value_heads=4 // groups)[:3], turns=8, seed=1)
+    assert_rows_equal_rows_alone(
+        *setting("right", **CROSSED[design], num_key_value_heads=4 // groups)[:3], turns=8, seed=1
+    )
 
 
 @pytest.mark.parametrize("design", ["sinusoidal", "alibi", "rotary"])
 def test_unwritten_entries_may_be_nan(design, monkeypatch):
     model, encoder_output, mask, _ = setting(**DESIGNS[design])
     fill_new_tensors_with_nan(monkeypatch)
-    walk(model, encoder_output, mask, turns=10, seed=2)
+    assert_rows_equal_rows_alone(model, encoder_output, mask, turns=10, seed=2)
 
 
 @pytest.mark.parametrize("design", DESIGNS)

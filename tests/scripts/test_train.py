@@ -114,6 +114,6 @@ def test_help_is_short_and_the_fields_have_a_list_of_their_own(capsys):
     with pytest.raises(SystemExit):
         train.main(["--help"])
     assert len(capsys.readouterr().out.splitlines()) < 20
-    # As a file, whose folder must not hide the modules `evaluate` and `tokenize`.
+    # Run as a file, the script must still find the modules `evaluate` and `tokenize`.
     listed = subprocess.run([sys.executable, train.__file__, "--help_fields"], capture_output=True, text=True)
     assert "--max_tokens_per_batch" in listed.stdout and "--learning_rate [5e-05]" in listed.stdout, listed.stderr

@@ -88,7 +88,7 @@ def num_gloo_threads():
 @pytest.fixture
 def group():
     """A process that has a group of its own, with the threads that one of several has: their number before that."""
-    # Of what other tests have left behind.
+    # Free the groups of earlier tests.
     gc.collect()
     before = num_gloo_threads()
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)

@@ -167,7 +167,7 @@ def test_two_processes_with_shared_weights_train_as_one(fields, data, tmp_path):
     )
     assert_same(actual, expected)
     assert sum(actual.held) == sum(expected.held) and max(actual.held) < 0.52 * sum(actual.held)
-    # What was saved is what one process saves: the class, its code, and each tied weight once.
+    # Several processes save the same files as one: the class, its code, and each tied weight once.
     assert len({tuple(sorted(path.name for path in folder.iterdir())) for folder in folders}) == 1
     assert len({(folder / "config.json").read_text() for folder in folders}) == 1
 

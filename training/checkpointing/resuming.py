@@ -115,7 +115,7 @@ def choose_best_again(trainer: Trainer, run: Path, progress: dict[str, Any] | No
     scores = {path: score for path, score in logged if path.is_dir() and trainer.is_loaded_as_scored(path)}
     state.best_metric = state.best_global_step = state.best_model_checkpoint = None
     if scores:
-        # Of equals the first, as a Trainer chooses.
+        # The first of equal scores, as a Trainer chooses.
         best = (max if is_greater_better else min)(scores, key=scores.get)
         state.best_global_step, state.best_metric, state.best_model_checkpoint = step_of(best), scores[best], str(best)
     for callback in trainer.callback_handler.callbacks:

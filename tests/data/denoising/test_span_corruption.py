@@ -49,7 +49,7 @@ def test_the_papers_example():
     assert " ".join(text[index] for index in target.tolist()) == "<X> for inviting <Y> last </s>"
 
 
-# Of the last setting, a block has as many spans as kept tokens can part.
+# In the last setting, a block has as many spans as its kept tokens can separate.
 @pytest.mark.parametrize(("density", "mean"), [*SETTINGS, (0.8, 1.0)])
 @pytest.mark.parametrize("length", [2, 3, 20, 129])
 @pytest.mark.parametrize("anywhere", [False, True])

@@ -128,7 +128,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(monkeypatch):
     assert search.num_accepted == search.num_drafted == 9
     # Three rounds: the draft model reads the prompt, later what it has not read of the last round; then the target model.
     assert widths == [1, 1, 1, 4, 2, 1, 1, 4, 2, 1, 1, 4]
-    # What is drafted behind an end is not part of the target.
+    # Tokens that are drafted behind an end are not part of the target.
     [[ended]], search = speculate(model, model, TEXTS[:1], max_new_tokens=12, eos_token_id=list(range(2, 30)))
     assert search.num_accepted == len(ended.ids) < search.num_drafted
 
