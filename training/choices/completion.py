@@ -7,7 +7,7 @@ import time
 import numpy as np
 
 from metaphrase.data.pairs import LENGTH_COLUMNS, possible_validation
-from metaphrase.training.choices.profile import CorpusProfile
+from metaphrase.data.profile import CorpusProfile
 from metaphrase.training.choices.rules import (
     SIZES,
     Choice,

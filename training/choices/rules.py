@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from metaphrase.training.choices.profile import CorpusProfile, SideProfile
+from metaphrase.data.profile import CorpusProfile, SideProfile
 from metaphrase.training.recipe.recipe import Recipe
 
 # Symbols are words of a closed set, such as phonemes or commands: the next word of unseen text is hardly ever new.

@@ -6,8 +6,8 @@ import pytest
 from datasets import Dataset
 from pronunciations import PRONUNCIATIONS
 
+from metaphrase.data.profile import CorpusProfile
 from metaphrase.demo.corpus import make_demo_corpus
-from metaphrase.training.choices.profile import CorpusProfile
 from metaphrase.training.choices.rules import (
     SIZES,
     OpenRecipe,
