@@ -1,5 +1,6 @@
 """Profile of training pairs: the numbers that the choices of a recipe follow from."""
 
+import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from metaphrase.data.pairs import SIDES
 
 # More pairs change the numbers little.
 SAMPLE_PAIRS = 50_000
-# Share of texts that are not longer than `long_characters` and `long_words`.
+# Share of texts that are not longer than `long_letters` and `long_words`.
 _LONG = 0.999
 
 
@@ -21,21 +22,25 @@ class SideProfile:
 
     Attributes:
         mean_characters: Mean length of a text.
-        long_characters: Length that 1 text of 1,000 exceeds.
+        long_letters: Length that 1 text of 1,000 exceeds, in characters that Unicode has taken apart (NFD).
         long_bytes: The same in bytes of UTF-8.
         mean_words: Mean number of words of a text.
         long_words: Number of words that 1 text of 1,000 exceeds.
         alphabet: Different characters.
+        num_letters: Number of different characters that Unicode has taken apart.
+        is_decomposed: True if no text has a character that Unicode can take apart.
         num_words: Number of different words.
         new_words: Probability that the next word is new: the share of words that occurred once (Good 1953).
     """
 
     mean_characters: float
-    long_characters: int
+    long_letters: int
     long_bytes: int
     mean_words: float
     long_words: int
     alphabet: frozenset[str]
+    num_letters: int
+    is_decomposed: bool
     num_words: int
     new_words: float
 
@@ -44,14 +49,17 @@ class SideProfile:
         """Measure the texts of one side."""
         words = [text.split() for text in texts]
         counts = Counter(word for line in words for word in line)
+        letters = [unicodedata.normalize("NFD", text) for text in texts]
         characters, lengths = [len(text) for text in texts], [len(line) for line in words]
         return cls(
             mean_characters=float(np.mean(characters)),
-            long_characters=int(np.quantile(characters, _LONG)),
+            long_letters=int(np.quantile([len(text) for text in letters], _LONG)),
             long_bytes=int(np.quantile([len(text.encode()) for text in texts], _LONG)),
             mean_words=float(np.mean(lengths)),
             long_words=int(np.quantile(lengths, _LONG)),
             alphabet=frozenset().union(*texts),
+            num_letters=len(frozenset().union(*letters)),
+            is_decomposed=letters == list(texts),
             num_words=len(counts),
             new_words=sum(count == 1 for count in counts.values()) / max(1, counts.total()),
         )

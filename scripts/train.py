@@ -9,7 +9,9 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+import datasets
 import psutil
+from transformers.utils import logging as transformers_logging
 
 from metaphrase.data.pairs import READERS
 from metaphrase.hub_card import renew_model_card
@@ -94,12 +96,17 @@ def main(words: Sequence[str]) -> None:
         recipe = recipe.replace(output_dir=f"runs/{name}", is_checked=False)
     recipe = with_fields_of_run(recipe, Path(recipe.output_dir))
 
+    # One bar for each checkpoint says nothing.
+    transformers_logging.disable_progress_bar()
+    if recipe.disable_tqdm:
+        datasets.disable_progress_bars()
     keep_freed_memory()
     keep_few_kernels()
     if is_completable(recipe):
         experiment, choices = complete(recipe, arguments.dry_run, psutil.Process().create_time())
-        for choice in choices if experiment.arguments.process_index == 0 else ():
-            logger.info("%s", choice)
+        if choices and experiment.arguments.process_index == 0:
+            lines = "".join(f"\n  {choice}" for choice in choices)
+            logger.info("Chosen from the pairs and this machine, to be saved in recipe.yaml:%s", lines)
     else:
         experiment = Experiment(recipe, is_dry_run=arguments.dry_run)
     is_main_process = experiment.arguments.process_index == 0

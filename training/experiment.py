@@ -1,6 +1,7 @@
 """Run of a recipe, from raw pairs to a folder with a trained and scored model."""
 
 import contextlib
+import dataclasses
 import json
 import logging
 import time
@@ -26,7 +27,9 @@ from metaphrase.training.adapters import ALL_LINEAR, add_lora, import_peft
 from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC, RECIPE_NAME
 from metaphrase.training.corpora import PairCorpus, StreamedPairCorpus, TaskCorpus, TextCorpus
 from metaphrase.training.cpu_setup import warn_of_slow_bfloat16
+from metaphrase.training.decoding_choice import choice_cost, choose_decoding
 from metaphrase.training.distributed import check_devices, check_processes, meet_on_cpu
+from metaphrase.training.early_end import EndOnInterrupt, TimeBudget, parse_seconds
 from metaphrase.training.exponential_average import ExponentialAverage
 from metaphrase.training.final_weights import average_run, check_averaged, save_final
 from metaphrase.training.model_setup import (
@@ -47,7 +50,6 @@ from metaphrase.training.run_folder import (
     only_writer,
     with_fields_of_run,
 )
-from metaphrase.training.time_budget import TimeBudget, parse_seconds
 from metaphrase.training.trainer import MetaphraseTrainer, check_r_drop
 
 logger = logging.getLogger(__name__)
@@ -163,17 +165,28 @@ class Experiment:
             beginning = TrainerCallback()
             beginning.on_train_begin = lambda *_, **__: self._write_provenance()
             trainer.add_callback(beginning)
-        trainer.train(resume_from_checkpoint=self.checkpoint)
+        with self._ending_on_interrupt(trainer):
+            trainer.train(resume_from_checkpoint=self.checkpoint)
         average_run(recipe, trainer, self.folder)
         model = save_final(trainer, tokenizers, self.folder)
         trainer.save_state()
         result = {}
         if trainer.is_world_process_zero():
+            if recipe.choose_decoding and trainer.score is not None:
+                self._choose_decoding(model, tokenizers, trainer.score)
             # Again, since the counts of a stream are final now.
             self._write_provenance()
             result = self._evaluate(model, tokenizers)
         trainer.accelerator.wait_for_everyone()
         return result
+
+    def _ending_on_interrupt(self, trainer: MetaphraseTrainer) -> contextlib.AbstractContextManager[None]:
+        if self.arguments.world_size > 1 or self.arguments.dataloader_num_workers:
+            # Each process gets the signal, and would end after another update. Workers end at once.
+            return contextlib.nullcontext()
+        callback = EndOnInterrupt()
+        trainer.add_callback(callback)
+        return callback.listening()
 
     def prepare(self) -> tuple[TokenizerPair, dict[str, datasets.Dataset]]:
         """Read the corpus, make the tokenizers and encode all pairs. A second call returns the same."""
@@ -273,7 +286,10 @@ class Experiment:
         callbacks = []
         if recipe.early_stopping_patience is not None:
             threshold = recipe.early_stopping_threshold or 0.0
-            callbacks.append(EarlyStoppingCallback(recipe.early_stopping_patience, threshold))
+            stopping = EarlyStoppingCallback(recipe.early_stopping_patience, threshold)
+            # It would warn if the best weights are averaged, not loaded. The recipe was checked before.
+            stopping.on_train_begin = lambda *_, **__: None
+            callbacks.append(stopping)
         if recipe.exponential_average_decay is not None:
             callbacks.append(ExponentialAverage(recipe.exponential_average_decay, recipe.exponential_average_warmup))
         if recipe.time_budget is not None:
@@ -306,12 +322,45 @@ class Experiment:
             generation_options={"num_beams": arguments.generation_num_beams or 1},
         )
 
+    def _choose_decoding(self, model: PreTrainedModel, tokenizers: TokenizerPair, sample: ValidationSample) -> None:
+        """Set the beams and the length penalty that the recipe leaves open, in the saved model and in the recipe."""
+        recipe = self.recipe
+        if recipe.is_set("num_beams") or recipe.is_set("length_penalty"):
+            return
+        generator = Generator(model.eval(), tokenizers, **self._decoding_sizes())
+        pairs = sample.sources, sample.references
+        values, reason = choose_decoding(generator, *pairs, self.scores, self._is_in_time)
+        logger.info("%s: %s", ", ".join(f"{name} {value}" for name, value in values.items()), reason)
+        for name, value in values.items():
+            setattr(model.generation_config, name, value)
+        model.generation_config.save_pretrained(self.folder)
+        self.recipe = dataclasses.replace(
+            recipe.replace(is_checked=False, **values),
+            reasons={**recipe.reasons, "num_beams": reason},
+            is_checked=False,
+        )
+
+    def _is_in_time(self, seconds: float) -> bool:
+        """Return True if the scores of the finished model are still in time after a search of this duration."""
+        if self.recipe.time_budget is None:
+            return True
+        split, most = self.corpus.scored_split(), self.recipe.max_decoded_samples
+        pairs = len(self.corpus.splits[split])
+        return time.time() + seconds * (1 + pairs / min(most or pairs, pairs)) < self.deadline
+
+    def _decoding_sizes(self) -> dict[str, int | None]:
+        return {"batch_size": self.arguments.per_device_eval_batch_size, "max_source_length": self.corpus.longest}
+
     def _final_share(self, encoded: dict[str, datasets.Dataset]) -> float:
         """Return the duration of the final scores relative to an evaluation, which is greedy and decodes fewer pairs."""
         split, validation = self.corpus.scored_split(), len(encoded.get("validation") or ())
         decoded = min(validation, self.recipe.max_decoded_samples or validation)
-        beams = 1 if (self.recipe.num_beams or 1) == 1 else 2
-        return beams * len(encoded[split]) / decoded if split and decoded else 0.0
+        if not split or not decoded:
+            return 0.0
+        is_chosen = self.recipe.choose_decoding and not self.recipe.is_set("num_beams")
+        beams = 2 if is_chosen or (self.recipe.num_beams or 1) > 1 else 1
+        choice = choice_cost(self.scores.metrics[0]) if is_chosen and self.scores.metrics else 0
+        return beams * len(encoded[split]) / decoded + choice
 
     def _write_provenance(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -330,8 +379,7 @@ class Experiment:
                 renamed = earlier.rename(earlier.with_name("metrics_of_earlier_weights.json"))
                 logger.warning("Scores of an earlier run were moved to %s.", renamed)
             return {}
-        sizes = {"batch_size": self.arguments.per_device_eval_batch_size, "max_source_length": corpus.longest}
-        generator = Generator(model.eval(), tokenizers, **sizes)
+        generator = Generator(model.eval(), tokenizers, **self._decoding_sizes())
         targets = corpus.splits[split]["target"][:]
         references = tokenizers.as_decoded(targets)
         result, predictions = evaluate_generator(

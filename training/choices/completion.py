@@ -1,22 +1,28 @@
 """Completion of a recipe: read the pairs, time a few updates, and fill the open fields."""
 
+import contextlib
 import dataclasses
 import functools
 import time
+from pathlib import Path
 
 import numpy as np
+import psutil
+import torch
 
 from metaphrase.data.pairs import LENGTH_COLUMNS, possible_validation
 from metaphrase.data.profile import CorpusProfile
 from metaphrase.training.choices.rules import (
+    BATCHES,
     SIZES,
     Choice,
     OpenRecipe,
+    Pace,
     Size,
     TokenProfile,
     choose_from_text,
     choose_from_tokens,
-    tokens_per_batch,
+    tokens_per_update,
 )
 from metaphrase.training.cpu_setup import has_fast_bfloat16
 from metaphrase.training.experiment import Experiment
@@ -25,6 +31,8 @@ from metaphrase.training.recipe.recipe import Recipe
 
 # Share of the time for updates. The rest is for evaluations and for the scores of the finished model.
 _UPDATES_SHARE = 0.8
+# Memory of a process relative to its tensors: see the note of `estimate_run`.
+_HEAP = 1.8
 
 
 def is_completable(recipe: Recipe) -> bool:
@@ -69,20 +77,44 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
     tokens = TokenProfile(len(lengths), *map(int, lengths.sum(axis=0)), int(lengths.sum(axis=1).max()))
 
     @functools.cache
-    def seconds_per_update(size: Size) -> float:
-        sized = OpenRecipe(experiment.recipe)
-        sized.choose("", model=size.fields, preset="metaphrase-tiny", max_tokens_per_batch=tokens_per_batch(tokens))
-        timed = Experiment(sized.recipe, is_dry_run=True)
-        timed.take_data(experiment)
-        estimate = dry_run(timed)
-        return 3600 * estimate.hours / estimate.data.steps
+    def pace_of(size: Size) -> Pace:
+        return _measure(experiment, size, tokens)
 
     seconds = None
     if recipe.time_budget is not None:
-        seconds_per_update(SIZES[1])
+        pace_of(SIZES[1])
         seconds = _UPDATES_SHARE * (experiment.deadline - time.time())
-    choose_from_tokens(filled, tokens, seconds_per_update, seconds)
+    choose_from_tokens(filled, tokens, pace_of, seconds)
     reasons = {next(iter(choice.values)): choice.reason for choice in filled.choices}
     final = Experiment(dataclasses.replace(filled.recipe, reasons=reasons, is_checked=True), is_dry_run, started)
     final.take_data(experiment)
     return final, filled.choices
+
+
+def _measure(experiment: Experiment, size: Size, tokens: TokenProfile) -> Pace:
+    """Time a few batches of a network, as large as memory holds."""
+    budget, batches = tokens_per_update(experiment.recipe, tokens), 1
+    while True:
+        sized = OpenRecipe(experiment.recipe)
+        is_smallest = not sized.is_open(*BATCHES) or budget // (2 * batches) < tokens.longest
+        sized.choose("", model=size.fields, preset="metaphrase-tiny", max_tokens_per_batch=budget // batches)
+        timed = Experiment(sized.recipe, is_dry_run=True)
+        timed.take_data(experiment)
+        if is_smallest or _HEAP * dry_run(timed, devices=1).peak <= free_memory():
+            break
+        batches *= 2
+    estimate = dry_run(timed)
+    hours = estimate.hours or 0.0
+    return Pace(batches * 3600 * hours / estimate.data.steps, batches)
+
+
+def free_memory() -> int:
+    """Return the bytes that training may take, on the accelerator or else in main memory."""
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[0]
+    free = psutil.virtual_memory().available
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        # A container may have less than the machine.
+        with contextlib.suppress(OSError, ValueError):
+            free = min(free, int(Path(limit).read_text()))
+    return free

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from metaphrase.data.profile import CorpusProfile, SideProfile
+from metaphrase.modeling import MetaphraseConfig
 from metaphrase.training.recipe.recipe import Recipe
 
 # Symbols are words of a closed set, such as phonemes or commands: the next word of unseen text is hardly ever new.
@@ -24,9 +25,13 @@ _TEXT_NAMES = {"word": "symbols", "char": "single words", "byte_bpe": "text"}
 _VALIDATION = ("validation_file", "validation_source_file", "dataset_validation_split", "num_validation")
 _TOKENIZER = ("tokenizer_kind", "target_tokenizer_kind", "joint_vocabulary", "vocab_size", "target_vocab_size")
 _TOKENIZER += ("tokenizer_name_or_path",)
+BATCHES = ("max_tokens_per_batch", "per_device_train_batch_size", "gradient_accumulation_steps")
 _EVALUATION = ("eval_strategy", "eval_steps", "save_strategy", "save_steps", "load_best_model_at_end")
 _EVALUATION += ("metric_for_best_model", "early_stopping_patience", "average_last", "average_best")
 _EVALUATIONS = 12
+# Evaluations without a better score. The learning rate falls until the end, so that a score may rest in the middle of a run.
+_PATIENCE = 6
+_AVERAGED = 3
 # Greedy tokens of one evaluation during training.
 _DECODED_TOKENS = 20_000
 
@@ -39,8 +44,17 @@ class Choice:
     reason: str
 
     def __str__(self) -> str:
-        shown = ", ".join(f"{name} {value}" for name, value in self.values.items())
-        return f"{shown}: {self.reason}"
+        values = dict(self.values)
+        if model := values.pop("model", None):
+            values["preset"] = f"{values['preset']} with " + ", ".join(
+                f"{name} {value}" for name, value in model.items()
+            )
+        shown = ", ".join(f"{name} {_shown(value)}" for name, value in values.items())
+        return f"{shown} ({self.reason})"
+
+
+def _shown(value: Any) -> str:
+    return " ".join(value) if isinstance(value, list) else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 class OpenRecipe:
@@ -88,6 +102,9 @@ def choose_from_text(recipe: OpenRecipe, profile: CorpusProfile) -> None:
         reason = f"sources are {_TEXT_NAMES[kinds[0]]}, targets {_TEXT_NAMES[kinds[1]]}"
         shared = f"{100 * profile.shared_characters:.0f} % of the targets' characters occur in the sources"
         recipe.choose(f"{reason}; {shared}", **values)
+        if kinds[0] == "char" and is_spelled_by_syllables(profile):
+            letters = f"{len(source.alphabet):,} characters consist of {source.num_letters} letters"
+            recipe.choose(f"the sources' {letters}", normalization="nfd")
         limits = max_length(source, kinds[0]), max_length(target, kinds[1])
         recipe.choose("999 of 1,000 texts are shorter", max_source_length=limits[0], max_target_length=limits[1])
     scores = {"word": ["exact_match", "wer"], "char": ["exact_match", "cer"]}.get(
@@ -106,6 +123,14 @@ def side_kind(side: SideProfile, other: SideProfile) -> str:
     return "word" if is_closed else "byte_bpe"
 
 
+def is_spelled_by_syllables(profile: CorpusProfile) -> bool:
+    """Return True if a source character stands for several letters, as in Hangul, and Unicode can take it apart.
+
+    Targets must stay as they are, since they are compared with the references.
+    """
+    return profile.source.num_letters * 4 <= len(profile.source.alphabet) and profile.target.is_decomposed
+
+
 def vocabulary_size(profile: CorpusProfile) -> int:
     """Return the entries of a vocabulary of pieces: they grow with the square root of the text, from 1,000 to 32,000."""
     characters = profile.pairs * (profile.source.mean_characters + profile.target.mean_characters)
@@ -114,9 +139,7 @@ def vocabulary_size(profile: CorpusProfile) -> int:
 
 def max_length(side: SideProfile, kind: str) -> int:
     """Return a limit in tokens that hardly any text exceeds, a multiple of 16 up to 1,024."""
-    tokens = {"word": side.long_words, "char": side.long_characters, "byte_bpe": side.long_bytes / _BYTES_PER_PIECE}[
-        kind
-    ]
+    tokens = {"word": side.long_words, "char": side.long_letters, "byte_bpe": side.long_bytes / _BYTES_PER_PIECE}[kind]
     return min(1024, 16 * math.ceil((1.2 * tokens + 8) / 16))
 
 
@@ -157,51 +180,69 @@ class Size:
         stacks = {f"{stack}_{name}": value for stack in ("encoder", "decoder") for name, value in fields.items()}
         return {"hidden_size": self.width, **stacks}
 
-    @property
-    def learning_rate(self) -> float:
-        """Peak of the learning rate. At a width of 256, twice of it lost 3 to 24 points of exact match."""
-        return round(2e-3 * (256 / self.width) ** 0.75, 5)
-
 
 SIZES = (Size(128, 2, 60_000), Size(256, 3, 2_000_000), Size(384, 4, 10_000_000), Size(512, 6, math.inf))
 
 
+@dataclass(frozen=True)
+class Pace:
+    """Speed of a network on this machine.
+
+    Attributes:
+        seconds: Time of an update; 0 if it is unknown.
+        batches: Number of batches that an update is split into, so that one fits into memory.
+    """
+
+    seconds: float
+    batches: int = 1
+
+
 def choose_from_tokens(
-    recipe: OpenRecipe, tokens: TokenProfile, seconds_per_update: Callable[[Size], float], seconds: float | None
+    recipe: OpenRecipe, tokens: TokenProfile, pace_of: Callable[[Size], Pace], seconds: float | None
 ) -> None:
     """Choose network, batches, optimizer, length of the run, and evaluation.
 
     Args:
         recipe: The recipe, with the choices from text.
         tokens: Tokens of one epoch.
-        seconds_per_update: Returns the time of an update with this budget, on this machine.
+        pace_of: Returns the speed of a network with this budget, on this machine.
         seconds: Time for training; None if there is no limit.
     """
-    budget = tokens_per_batch(tokens)
-    if recipe.is_open("per_device_train_batch_size"):
-        recipe.choose(f"an epoch has {tokens.both:,} tokens", max_tokens_per_batch=budget)
+    budget = tokens_per_update(recipe.recipe, tokens)
     wanted = useful_updates(tokens, budget)
 
     def possible(size: Size) -> float:
-        return math.inf if seconds is None else seconds / seconds_per_update(size)
+        return math.inf if seconds is None else seconds / max(1e-9, pace_of(size).seconds)
 
     size = choose_size(tokens, wanted, possible)
+    pace = pace_of(size)
+    if recipe.is_open(*BATCHES):
+        batch = {"max_tokens_per_batch": budget // pace.batches}
+        if pace.batches > 1:
+            batch["gradient_accumulation_steps"] = pace.batches
+        held = ", and memory holds no more in one batch" if pace.batches > 1 else ""
+        recipe.choose(f"an epoch has {tokens.both:,} tokens{held}", **batch)
     updates = wanted
     if recipe.is_open("max_steps", "num_train_epochs"):
-        share = min(1, possible(size) / wanted)
-        reason = "more bring little" if share == 1 else f"about {100 * share:.0f} % of them fit into the time"
-        recipe.choose(f"{updates * budget / tokens.both:.0f} epochs, {reason}", max_steps=updates)
+        share, epochs = min(1, possible(size) / wanted), updates * budget / tokens.both
+        reason = f"{epochs:.0f} epochs, after which little is gained"
+        if share < 1:
+            reason = f"{reason}; about {100 * share:.0f} % of them fit into the time"
+        elif pace.seconds:
+            reason = f"{reason}; about {duration(updates * pace.seconds)} on this machine"
+        recipe.choose(reason, max_steps=updates)
     else:
         epochs = math.ceil(recipe.recipe.num_train_epochs * tokens.both / budget)
         updates = recipe.recipe.max_steps if recipe.recipe.max_steps > 0 else epochs
     if recipe.is_open("preset", "model"):
         model = {**size.fields, "dropout": dropout(updates * budget / tokens.both)}
         is_largest = tokens.target <= size.max_target_tokens
-        reason = "more would not train it better" if is_largest else "the time allows no larger network"
-        recipe.choose(f"{tokens.target:,} target tokens: {reason}", preset="metaphrase-tiny", model=model)
+        reason = "no larger network learns more from" if is_largest else "the time allows no larger network for"
+        recipe.choose(f"{reason} {tokens.target:,} target tokens", preset="metaphrase-tiny", model=model)
     if recipe.is_open("learning_rate", "lr_scheduler_type", "warmup_steps"):
-        schedule = {"learning_rate": size.learning_rate, "lr_scheduler_type": "cosine", "warmup_steps": updates // 10}
-        recipe.choose("the best of three rates on most tasks", **schedule)
+        width = MetaphraseConfig.from_preset(recipe.recipe.preset, **recipe.recipe.model).hidden_size
+        schedule = {"learning_rate": learning_rate(width), "lr_scheduler_type": "cosine", "warmup_steps": updates // 10}
+        recipe.choose(f"0.002 was the best of three rates at width 256, and this network is {width} wide", **schedule)
     recipe.choose(
         "usual for Transformers of this size",
         adam_beta2=0.98,
@@ -209,23 +250,54 @@ def choose_from_tokens(
         label_smoothing_factor=0.1,
         max_grad_norm=1.0,
     )
-    has_validation = any(getattr(recipe.recipe, name) for name in _VALIDATION)
-    if has_validation and recipe.is_open(*_EVALUATION):
+    _choose_evaluation(recipe, tokens, updates)
+
+
+def _choose_evaluation(recipe: OpenRecipe, tokens: TokenProfile, updates: int) -> None:
+    """Choose when the model is evaluated and saved, which of its weights stay, and how it decodes."""
+    if not any(getattr(recipe.recipe, name) for name in _VALIDATION):
+        recipe.choose("there are no validation pairs to compare beams on", num_beams=4)
+        return
+    if recipe.is_open(*_EVALUATION):
         steps = max(1, updates // _EVALUATIONS)
         every = {f"{event}_steps": steps for event in ("eval", "save")} | {"logging_steps": max(1, steps // 5)}
-        best = {
-            "load_best_model_at_end": True,
-            "metric_for_best_model": recipe.recipe.metrics[0],
-            "save_total_limit": 2,
-        }
         decoded = max(50, min(500, _DECODED_TOKENS * tokens.pairs // tokens.target))
         strategies = {"eval_strategy": "steps", "save_strategy": "steps", "max_decoded_samples": decoded}
-        recipe.choose(f"{_EVALUATIONS} times", **strategies, **every, **best, per_device_eval_batch_size=64)
-    recipe.choose("beams gain 0 to 2 BLEU over greedy search", num_beams=4)
+        recipe.choose(f"{_EVALUATIONS} evaluations in the run", **strategies, **every, per_device_eval_batch_size=64)
+        # An error rate tells weights apart that are exactly right equally often.
+        metrics = recipe.recipe.metrics or ["bleu"]
+        metric = next((name for name in ("wer", "cer") if name in metrics), metrics[0])
+        if recipe.is_open("save_total_limit") or recipe.recipe.save_total_limit >= _AVERAGED:
+            checkpoints = {"average_best": _AVERAGED, "save_total_limit": _AVERAGED + 1}
+        else:
+            checkpoints = {"load_best_model_at_end": True}
+        recipe.choose(
+            "the mean of the best weights is rarely worse than the best", metric_for_best_model=metric, **checkpoints
+        )
+        recipe.choose(
+            f"a run ends if its score is no better for {_PATIENCE} evaluations", early_stopping_patience=_PATIENCE
+        )
+    if recipe.is_open("num_beams", "length_penalty"):
+        recipe.choose("greedy search and beams are compared when training has ended", choose_decoding=True)
+
+
+def tokens_per_update(recipe: Recipe, tokens: TokenProfile) -> int:
+    """Return the tokens of an update: those of the recipe's batches, or else of `tokens_per_batch`."""
+    if recipe.max_tokens_per_batch is not None:
+        return recipe.max_tokens_per_batch * recipe.gradient_accumulation_steps
+    if recipe.is_set("per_device_train_batch_size"):
+        pairs = recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps
+        return max(1, pairs * tokens.both // tokens.pairs)
+    return tokens_per_batch(tokens)
+
+
+def duration(seconds: float) -> str:
+    """Return a time for a reader, such as `12 minutes`."""
+    return f"{seconds / 60:,.0f} minutes" if seconds < 5400 else f"{seconds / 3600:,.1f} hours"
 
 
 def tokens_per_batch(tokens: TokenProfile) -> int:
-    """Return the budget of a batch: about 30 batches an epoch, within 1,024 and 4,096 tokens, or more for much text."""
+    """Return the budget of an update: about 30 batches an epoch, within 1,024 and 4,096 tokens, or more for much text."""
     most = 4096 if tokens.both < 2e6 else 8192 if tokens.both < 2e7 else 16384
     return max(2 ** math.ceil(math.log2(tokens.longest)), min(most, max(1024, 2 ** round(math.log2(tokens.both / 30)))))
 
@@ -243,6 +315,11 @@ def choose_size(tokens: TokenProfile, updates: int, possible_updates: Callable[[
     largest = next(index for index, size in enumerate(SIZES) if tokens.target <= size.max_target_tokens)
     fitting = [size for size in SIZES[: largest + 1] if possible_updates(size) >= updates / 2]
     return fitting[-1] if fitting else SIZES[0]
+
+
+def learning_rate(width: int) -> float:
+    """Return the peak of the learning rate. At a width of 256, twice of it lost 3 to 24 points of exact match."""
+    return round(2e-3 * (256 / width) ** 0.75, 5)
 
 
 def dropout(epochs: float) -> float:

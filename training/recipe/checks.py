@@ -229,8 +229,12 @@ def check_evaluated(recipe: "Recipe") -> None:
         has_any = any(fields.get(name) for fields in recipe.tasks.values() for name in _VALIDATION)
     else:
         has_any = any(getattr(recipe, name) for name in (*_VALIDATION, "validation_text_file"))
+    names = "`validation_text_file`" if recipe.objective != "pairs" else "`validation_file` or `num_validation`"
+    if recipe.choose_decoding and not (has_any and recipe.objective == "pairs"):
+        raise ValueError(
+            "`choose_decoding` must come with `validation_file` or `num_validation`, got no pairs to choose on."
+        )
     if strategy != "no" and not has_any:
-        names = "`validation_text_file`" if recipe.objective != "pairs" else "`validation_file` or `num_validation`"
         raise ValueError(f"`eval_strategy` must come with {names}, got {strategy} and nothing to evaluate.")
 
 

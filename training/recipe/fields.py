@@ -153,6 +153,9 @@ class OwnFields:
         "Beams of the finished model. `generation_num_beams` holds during training.", minimum=1
     )
     length_penalty: float | None = _evaluation("Exponent of the length that divides beam scores.")
+    choose_decoding: bool = _evaluation(
+        "Compare beams and length penalties on the validation pairs when training has ended, and choose.", False
+    )
     no_repeat_ngram_size: int | None = _evaluation("Length of n-grams that may not repeat.", minimum=0)
     repetition_penalty: float | None = _evaluation("Penalty of tokens that were generated before.")
     max_decoded_samples: int | None = _evaluation(

@@ -1,6 +1,7 @@
 """Tests of the rules that choose open fields: sensible choices for tasks of different kinds, and reasons for each."""
 
 import math
+import unicodedata
 
 import pytest
 from datasets import Dataset
@@ -11,11 +12,13 @@ from metaphrase.demo.corpus import make_demo_corpus
 from metaphrase.training.choices.rules import (
     SIZES,
     OpenRecipe,
+    Pace,
     TokenProfile,
     choose_from_text,
     choose_from_tokens,
     choose_size,
     dropout,
+    learning_rate,
     tokens_per_batch,
     useful_updates,
 )
@@ -98,29 +101,74 @@ def test_size_follows_from_target_tokens(task):
 def test_little_time_means_a_small_network():
     tokens, _ = TASKS["29,000 sentences"]
     recipe = OpenRecipe(Recipe(metrics=["bleu"]))
-    choose_from_tokens(recipe, tokens, lambda size: size.width**2 / 1e5, 300.0)
+    choose_from_tokens(recipe, tokens, lambda size: Pace(size.width**2 / 1e5), 300.0)
     assert recipe.recipe.model["hidden_size"] == 128
     reasons = " ".join(choice.reason for choice in recipe.choices)
-    assert "the time allows no larger network" in reasons and "% of them fit into the time" in reasons
+    assert "the time allows no larger network for" in reasons and "% of them fit into the time" in reasons
     unlimited = OpenRecipe(Recipe(metrics=["bleu"]))
-    choose_from_tokens(unlimited, tokens, lambda size: math.inf, None)
+    choose_from_tokens(unlimited, tokens, lambda size: Pace(0.5), None)
     assert unlimited.recipe.model["hidden_size"] == 256 and unlimited.recipe.max_steps == recipe.recipe.max_steps
 
 
 def test_every_choice_is_a_field_that_a_saved_recipe_holds(tmp_path):
     recipe = OpenRecipe(Recipe(train_file="pairs.tsv"))
     choose_from_text(recipe, profile(PRONUNCIATIONS))
-    choose_from_tokens(recipe, TASKS["8,000 pronunciations"][0], lambda size: 1.0, None)
+    choose_from_tokens(recipe, TASKS["8,000 pronunciations"][0], lambda size: Pace(1.0), None)
     recipe.recipe.save(tmp_path / "recipe.yaml")
     again = load_recipe(tmp_path / "recipe.yaml")
     assert again == recipe.recipe
     # Nothing is left to choose.
-    choose_from_tokens(second := OpenRecipe(again), TASKS["29,000 sentences"][0], lambda size: 1.0, None)
+    choose_from_tokens(second := OpenRecipe(again), TASKS["29,000 sentences"][0], lambda size: Pace(1.0), None)
     assert not second.choices
     assert all(choice.reason for choice in recipe.choices)
 
 
 def test_rates_and_dropout_fall_as_they_should():
-    rates = [size.learning_rate for size in SIZES]
+    rates = [learning_rate(size.width) for size in SIZES]
     assert rates == sorted(rates, reverse=True) and rates[1] == 2e-3
     assert [dropout(epochs) for epochs in (84, 18, 7)] == [0.3, 0.2, 0.1]
+
+
+def evaluation_of(**fields):
+    recipe = OpenRecipe(Recipe(train_file="pairs.tsv", **fields))
+    tokens = TASKS["8,000 pronunciations"][0]
+    choose_from_tokens(recipe, tokens, lambda size: Pace(1.0), None)
+    return recipe.recipe
+
+
+def test_the_best_weights_and_the_beams_are_chosen_on_validation_pairs():
+    recipe = evaluation_of(num_validation=50, metrics=["exact_match", "wer"])
+    assert recipe.metric_for_best_model == "wer" and recipe.average_best == 3 and recipe.save_total_limit == 4
+    assert recipe.choose_decoding and recipe.num_beams is None and recipe.early_stopping_patience
+    assert 11 <= recipe.max_steps / recipe.eval_steps < 13
+    recipe = evaluation_of(num_validation=50, metrics=["bleu"], save_total_limit=1, num_beams=2)
+    assert recipe.metric_for_best_model == "bleu" and recipe.average_best is None and recipe.load_best_model_at_end
+    assert not recipe.choose_decoding
+    without = evaluation_of(metrics=["bleu"])
+    assert without.num_beams == 4 and without.average_best is None and not without.choose_decoding
+
+
+def test_a_batch_that_memory_does_not_hold_is_split():
+    recipe = OpenRecipe(Recipe(train_file="pairs.tsv"))
+    choose_from_tokens(recipe, TASKS["29,000 sentences"][0], lambda size: Pace(1.0, batches=4), None)
+    assert (recipe.recipe.max_tokens_per_batch, recipe.recipe.gradient_accumulation_steps) == (1024, 4)
+
+
+@pytest.mark.parametrize(
+    "batches", [{"max_tokens_per_batch": 4096}, {"max_tokens_per_batch": 512, "gradient_accumulation_steps": 8}]
+)
+def test_the_length_of_the_run_follows_from_given_batches(batches):
+    recipe = evaluation_of(**batches)
+    assert recipe.max_steps == useful_updates(TASKS["8,000 pronunciations"][0], 4096)
+
+
+SYLLABLES = [chr(0xAC00 + 28 * number) for number in range(399)]
+
+
+def test_syllables_of_hangul_are_spelled_by_their_letters():
+    words = [SYLLABLES[number % 399] + SYLLABLES[7 * number % 399] for number in range(1000)]
+    pairs = [(word, " ".join(unicodedata.normalize("NFD", word))) for word in words]
+    assert chosen_from_text(pairs).normalization == "nfd"
+    # Texts of targets are compared with the references, so they stay as they are.
+    assert chosen_from_text([(word, word[::-1]) for word in words]).normalization is None
+    assert chosen_from_text(PRONUNCIATIONS).normalization is None

@@ -1,10 +1,17 @@
-"""Time budget of a run: training ends in time, with a learning rate that has decayed by then."""
+"""Ends of a run before its last update: in time, with a learning rate that has decayed by then, or by Ctrl-C."""
 
+import contextlib
+import logging
 import re
+import signal
+import threading
 import time
+from collections.abc import Iterator
 
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainingArguments
+
+logger = logging.getLogger(__name__)
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -56,4 +63,45 @@ class TimeBudget(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.progress >= 1:
-            control.should_training_stop = control.should_evaluate = control.should_save = True
+            _end(args, control)
+
+
+class EndOnInterrupt(TrainerCallback):
+    """Callback that ends training after the update in which Ctrl-C was pressed, so that the model is finished and scored.
+
+    The last update is evaluated and saved, and a resumed run goes on from there.
+    """
+
+    is_interrupted = False
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Receive Ctrl-C within this context; the second one is an interrupt as usual."""
+        if threading.current_thread() is not threading.main_thread():
+            # Python allows handlers in the main thread alone.
+            yield
+            return
+        before = signal.signal(signal.SIGINT, self._receive)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _receive(self, number: int, frame) -> None:
+        self.is_interrupted = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        logger.warning(
+            "Training ends after this update. Then the model is saved and scored. Press Ctrl-C again to end at once; the "
+            "checkpoints stay, and --resume goes on from the last one."
+        )
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.is_interrupted:
+            _end(args, control)
+
+
+def _end(args: TrainingArguments, control: TrainerControl) -> None:
+    """End training after this update, and evaluate and save it if the run does so."""
+    control.should_training_stop = True
+    control.should_evaluate = args.eval_strategy != "no"
+    control.should_save = args.save_strategy != "no"

@@ -1,0 +1,77 @@
+"""Tests of the choice of beams and length penalty on validation pairs."""
+
+import json
+
+import pytest
+from small_experiments import make_recipe
+
+from metaphrase.evaluation.task_scores import TaskScores
+from metaphrase.inference import Generator
+from metaphrase.training.decoding_choice import choose_decoding
+from metaphrase.training.experiment import Experiment
+from metaphrase.training.recipe.recipe import load_recipe
+
+GREEDY, BEAMS = {"num_beams": 1}, {"num_beams": 4, "length_penalty": 1.0}
+SHORT, LONG = {**BEAMS, "length_penalty": 0.6}, {**BEAMS, "length_penalty": 1.5}
+
+
+class Writer:
+    """A generator that writes `right` wrong-free texts of ten, by setting."""
+
+    def __init__(self, right):
+        self.right, self.asked = right, []
+
+    def generate(self, sources, show_progress, **setting):
+        self.asked.append(setting)
+        right = self.right[len(self.asked) - 1]
+        return [source if row < right else "no" for row, source in enumerate(sources)]
+
+
+SOURCES = [f"the number {row} of ten sentences" for row in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("metric", "right", "chosen", "tried"),
+    [
+        ("bleu", [5, 6, 8, 7], SHORT, 4),
+        ("bleu", [5, 6, 6, 9], LONG, 4),
+        ("bleu", [5, 6, 6, 6], BEAMS, 4),
+        # Beams that bring nothing only cost time.
+        ("bleu", [5, 5], GREEDY, 2),
+        ("exact_match", [5, 6], BEAMS, 2),
+        ("wer", [6, 5], GREEDY, 2),
+        ("wer", [5, 6], BEAMS, 2),
+    ],
+)
+def test_the_best_setting_is_chosen(metric, right, chosen, tried):
+    writer = Writer(right)
+    values, reason = choose_decoding(writer, SOURCES, SOURCES, TaskScores([metric]))
+    assert values == chosen and len(writer.asked) == tried
+    assert f"{metric} of 10 validation pairs" in reason and "with greedy search" in reason
+
+
+def test_a_search_that_takes_too_long_is_left_out():
+    writer = Writer([5, 6, 7, 8])
+    values, _ = choose_decoding(writer, SOURCES, SOURCES, TaskScores(["bleu"]), lambda seconds: len(writer.asked) < 2)
+    assert values == BEAMS and len(writer.asked) == 2
+
+
+@pytest.mark.parametrize("given", [{}, {"num_beams": 2}], ids=["open", "given"])
+def test_the_finished_model_decodes_as_chosen(data, tmp_path, given, monkeypatch):
+    monkeypatch.setattr("metaphrase.training.experiment.choose_decoding", lambda *_: (SHORT, "as the test wants"))
+    run = tmp_path / "run"
+    Experiment(make_recipe(data, run, choose_decoding=True, **given)).train()
+    recipe, expected = load_recipe(run / "recipe.yaml"), given or SHORT
+    assert recipe.num_beams == expected["num_beams"] and recipe.length_penalty == expected.get("length_penalty")
+    config = json.loads((run / "generation_config.json").read_text(encoding="utf-8"))
+    assert config["num_beams"] == expected["num_beams"]
+    assert Generator.from_pretrained(run).model.generation_config.num_beams == expected["num_beams"]
+    metrics = json.loads((run / "metrics.json").read_text(encoding="utf-8"))
+    assert metrics["generation"]["num_beams"] == expected["num_beams"]
+    assert ("# as the test wants" in (run / "recipe.yaml").read_text(encoding="utf-8")) is not bool(given)
+
+
+def test_it_needs_validation_pairs(data, tmp_path):
+    fields = {"validation_file": None, "eval_strategy": "no", "choose_decoding": True, "save_strategy": "no"}
+    with pytest.raises(ValueError, match="`choose_decoding` must come with `validation_file` or `num_validation`"):
+        Experiment(make_recipe(data, tmp_path / "run", **fields))

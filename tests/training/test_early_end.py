@@ -1,0 +1,90 @@
+"""Tests of early ends: the time budget lowers the learning rate by the clock, and Ctrl-C leaves a finished model."""
+
+import signal
+import time
+
+import pytest
+import torch
+from small_experiments import make_recipe, weights
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, get_scheduler
+
+from metaphrase.inference import Generator
+from metaphrase.training.checkpointing.folders import checkpoints_in
+from metaphrase.training.early_end import EndOnInterrupt, TimeBudget, parse_seconds
+from metaphrase.training.experiment import Experiment
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("20m", 1200), ("1.5h", 5400), ("2d", 172_800)])
+def test_durations(text, seconds):
+    assert parse_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["20", "m", "0m", "-5m", "1h30m", "nan"])
+def test_durations_that_are_none_are_refused(text):
+    with pytest.raises(ValueError, match="`time_budget` must be a number above 0 with one of s, m, h or d"):
+        parse_seconds(text)
+
+
+def test_training_ends_in_time_with_a_low_rate(tmp_path, monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr(time, "time", lambda: clock[0])
+    budget, control, state = TimeBudget(1100.0, final_share=2.0), TrainerControl(), TrainerState(max_steps=100)
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, eval_strategy="steps")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=100)
+    budget.on_train_begin(arguments, state, control, lr_scheduler=scheduler)
+    # Half of the time is over after one step: the rate is that of the 50th step.
+    clock[0] += 50
+    scheduler.step()
+    assert scheduler.get_last_lr() == [pytest.approx(0.5)]
+    budget.on_step_end(arguments, state, control)
+    assert not control.should_training_stop
+    # Final scores take twice the evaluation: 80 of 100 seconds remain for training.
+    budget.on_evaluate(arguments, state, control, metrics={"eval_runtime": 10.0})
+    clock[0] += 31
+    budget.on_step_end(arguments, state, control)
+    assert control.should_training_stop and control.should_evaluate and control.should_save
+    scheduler.step()
+    assert scheduler.get_last_lr() == [pytest.approx(0.0)]
+
+
+def press_ctrl_c_at(step, monkeypatch):
+    """Send the signal of Ctrl-C to this process after an update."""
+
+    class Keyboard(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == step:
+                signal.raise_signal(signal.SIGINT)
+
+    make_trainer = Experiment._make_trainer
+
+    def with_keyboard(*args):
+        trainer = make_trainer(*args)
+        trainer.add_callback(Keyboard())
+        return trainer
+
+    monkeypatch.setattr(Experiment, "_make_trainer", with_keyboard)
+
+
+def test_ctrl_c_leaves_a_finished_model(data, tmp_path, monkeypatch, caplog):
+    fields = {"max_steps": 6, "average_best": 2, "metric_for_best_model": "loss"}
+    Experiment(make_recipe(data, tmp_path / "whole", **fields)).train()
+    before = signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patch:
+        press_ctrl_c_at(3, patch)
+        result = Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    # The update in which the key was pressed is the last, and it is evaluated.
+    assert result["scores"] and "Training ends after this update" in caplog.text
+    assert [path.name for path in checkpoints_in(tmp_path / "run")] == ["checkpoint-3", "checkpoint-4"]
+    assert Generator.from_pretrained(tmp_path / "run").generate(["The cat is black."])
+    assert signal.getsignal(signal.SIGINT) is before
+    # A resumed run goes on from there. Its averaged checkpoints are others, so the last ones are compared.
+    Experiment(make_recipe(data, tmp_path / "run", **fields, resume_from_checkpoint=True)).train()
+    last = [weights(tmp_path / run / "checkpoint-6") for run in ("whole", "run")]
+    assert all(torch.equal(last[0][name], last[1][name]) for name in last[0])
+
+
+def test_the_second_ctrl_c_ends_at_once(data, tmp_path):
+    with pytest.raises(KeyboardInterrupt), EndOnInterrupt().listening():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
