@@ -267,7 +267,7 @@ def _choose_evaluation(recipe: OpenRecipe, tokens: TokenProfile, updates: int) -
         # An error rate tells weights apart that are exactly right equally often.
         metrics = recipe.recipe.metrics or ["bleu"]
         metric = next((name for name in ("wer", "cer") if name in metrics), metrics[0])
-        if recipe.is_open("save_total_limit") or recipe.recipe.save_total_limit >= _AVERAGED:
+        if recipe.is_open("save_total_limit") or (recipe.recipe.save_total_limit or _AVERAGED) >= _AVERAGED:
             checkpoints = {"average_best": _AVERAGED, "save_total_limit": _AVERAGED + 1}
         else:
             checkpoints = {"load_best_model_at_end": True}
