@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import logging
 import time
 from pathlib import Path
 
@@ -29,10 +30,14 @@ from metaphrase.training.experiment import Experiment
 from metaphrase.training.planning.dry_run import dry_run
 from metaphrase.training.recipe.recipe import Recipe
 
+logger = logging.getLogger(__name__)
+
 # Share of the time for updates. The rest is for evaluations and for the scores of the finished model.
 _UPDATES_SHARE = 0.8
 # Memory of a process relative to its tensors: see the note of `estimate_run`.
 _HEAP = 1.8
+# In hours.
+_LONG_RUN = 24
 
 
 def is_completable(recipe: Recipe) -> bool:
@@ -84,7 +89,13 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
     if recipe.time_budget is not None:
         pace_of(SIZES[1])
         seconds = _UPDATES_SHARE * (experiment.deadline - time.time())
-    choose_from_tokens(filled, tokens, pace_of, seconds)
+    hours = choose_from_tokens(filled, tokens, pace_of, seconds) / 3600
+    if seconds is None and hours > _LONG_RUN:
+        logger.warning(
+            "This run takes about %.1f hours on this machine. To get the best model of a shorter time, give it: "
+            "--time_budget 8h.",
+            hours,
+        )
     reasons = {next(iter(choice.values)): choice.reason for choice in filled.choices}
     final = Experiment(dataclasses.replace(filled.recipe, reasons=reasons, is_checked=True), is_dry_run, started)
     final.take_data(experiment)

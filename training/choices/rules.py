@@ -199,7 +199,7 @@ class Pace:
 
 def choose_from_tokens(
     recipe: OpenRecipe, tokens: TokenProfile, pace_of: Callable[[Size], Pace], seconds: float | None
-) -> None:
+) -> float:
     """Choose network, batches, optimizer, length of the run, and evaluation.
 
     Args:
@@ -207,6 +207,9 @@ def choose_from_tokens(
         tokens: Tokens of one epoch.
         pace_of: Returns the speed of a network with this budget, on this machine.
         seconds: Time for training; None if there is no limit.
+
+    Returns:
+        Seconds of all updates; 0 if the speed is unknown.
     """
     budget = tokens_per_update(recipe.recipe, tokens)
     wanted = useful_updates(tokens, budget)
@@ -251,6 +254,7 @@ def choose_from_tokens(
         max_grad_norm=1.0,
     )
     _choose_evaluation(recipe, tokens, updates)
+    return updates * pace.seconds
 
 
 def _choose_evaluation(recipe: OpenRecipe, tokens: TokenProfile, updates: int) -> None:

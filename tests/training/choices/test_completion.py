@@ -2,11 +2,13 @@
 
 import json
 
+import psutil
 import pytest
 from pronunciations import PRONUNCIATIONS
 
 from metaphrase.inference import Generator
 from metaphrase.scripts import train
+from metaphrase.training.choices import completion
 from metaphrase.training.recipe.recipe import load_recipe
 
 SMALL = ["--model.hidden_size", "16", "--model.encoder_layers", "1", "--model.decoder_layers", "1", "--max_steps", "3"]
@@ -53,6 +55,31 @@ def test_pairs_of_one_source_stay_together(lines, size, folder):
     train.main(["few.tsv", *SMALL, "--disable_tqdm"])
     assert load_recipe(folder / "runs" / "few" / "recipe.yaml").num_validation == size
     assert (folder / "runs" / "few" / "model.safetensors").is_file()
+
+
+def test_a_batch_that_memory_does_not_hold_is_split(folder, monkeypatch):
+    monkeypatch.setattr(completion, "free_memory", lambda: 0)
+    train.main(["pairs.tsv", *SMALL, "--disable_tqdm"])
+    recipe = load_recipe(folder / "runs" / "pairs" / "recipe.yaml")
+    budget = recipe.max_tokens_per_batch * recipe.gradient_accumulation_steps
+    assert recipe.gradient_accumulation_steps > 1 and budget == 1024
+    # Batches that were given stay.
+    train.main(["pairs.tsv", *SMALL, "--max_tokens_per_batch", "512", "--output_dir", "given", "--disable_tqdm"])
+    recipe = load_recipe(folder / "given" / "recipe.yaml")
+    assert (recipe.max_tokens_per_batch, recipe.gradient_accumulation_steps) == (512, 1)
+
+
+def test_free_memory_is_that_of_the_container(monkeypatch):
+    assert 2**20 < completion.free_memory() <= psutil.virtual_memory().total
+    monkeypatch.setattr(completion.Path, "read_text", lambda *_: "1234567")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert completion.free_memory() == 1234567
+
+
+def test_a_run_of_days_is_said_beforehand(folder, monkeypatch, caplog):
+    monkeypatch.setattr(completion, "_measure", lambda *_: completion.Pace(1e5))
+    train.main(["pairs.tsv", *SMALL, "--disable_tqdm"])
+    assert "takes about 83.3 hours on this machine" in caplog.text and "--time_budget" in caplog.text
 
 
 def test_two_parallel_files_are_pairs_too(folder, capsys):
