@@ -42,7 +42,7 @@ from metaphrase.training.model_setup import (
 )
 from metaphrase.training.optimizer import freeze
 from metaphrase.training.recipe.checks import check_evaluated
-from metaphrase.training.recipe.recipe import Recipe
+from metaphrase.training.recipe.recipe import Recipe, load_recipe
 from metaphrase.training.run_folder import (
     DATA_REPORT_NAME,
     check_writable,
@@ -366,7 +366,10 @@ class Experiment:
         self.folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps({split: report.to_dict() for split, report in self.corpus.reports.items()}, indent=2)
         (self.folder / DATA_REPORT_NAME).write_text(text + "\n", encoding="utf-8")
-        self.recipe.save(self.folder / RECIPE_NAME)
+        path = self.folder / RECIPE_NAME
+        # The file of a resumed run may have comments.
+        if not path.is_file() or load_recipe(path, is_checked=False).to_dict() != self.recipe.to_dict():
+            self.recipe.save(path)
 
     def _evaluate(self, model: PreTrainedModel, tokenizers: TokenizerPair) -> dict:
         corpus, split = self.corpus, self.corpus.scored_split()

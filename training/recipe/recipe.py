@@ -159,7 +159,9 @@ class Recipe(OwnFields, TrainingFields):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values that were set, as flat keys, without those that belong to this machine."""
-        names = dict.fromkeys((*OWN_FIELDS, *self.set_names, *TRAINING_FIELDS))
+        # Fields that were chosen together stay together, below their reason.
+        first = self.set_names if self.reasons else ()
+        names = dict.fromkeys((*first, *OWN_FIELDS, *self.set_names, *TRAINING_FIELDS))
         saved = [name for name in names if self.is_set(name) and name not in NEVER_SAVED]
         values = {name: copy.deepcopy(getattr(self, name)) for name in saved}
         if Path(str(values.get("output_dir") or "")).is_absolute():
@@ -180,7 +182,7 @@ class Recipe(OwnFields, TrainingFields):
         paths stay; cut them before publishing the file, as `metaphrase push` does.
         """
         text = "".join(
-            (f"# {self.reasons[name]}\n" if name in self.reasons else "") + dump_yaml({name: value})
+            (f"\n# {self.reasons[name]}\n" if name in self.reasons else "") + dump_yaml({name: value})
             for name, value in self.to_dict().items()
         )
         Path(path).write_text(text, encoding="utf-8")

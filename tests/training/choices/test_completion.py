@@ -34,7 +34,10 @@ def test_a_file_of_pairs_becomes_a_model(folder, caplog):
     scores = json.loads((run / "metrics.json").read_text(encoding="utf-8"))
     assert scores["data"]["split"] == "validation" and set(scores["scores"]) == {"exact_match", "wer"}
     assert len(Generator.from_pretrained(run).generate(["bada"])) == 1
-    # The resumed run takes over the choices.
+    # The resumed run takes over the choices, and their reasons stay.
+    written = (run / "recipe.yaml").read_text(encoding="utf-8")
+    train.main(["pairs.tsv", "--resume", "--disable_tqdm"])
+    assert (run / "recipe.yaml").read_text(encoding="utf-8") == written
     train.main(["pairs.tsv", "--resume", "--max_steps", "4", "--disable_tqdm"])
     state = json.loads((run / "trainer_state.json").read_text(encoding="utf-8"))
     assert state["global_step"] == 4
