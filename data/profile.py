@@ -21,6 +21,7 @@ class SideProfile:
     """Texts of one side. Words are split at white space.
 
     Attributes:
+        repetitions: Mean number of times that a text occurs.
         mean_characters: Mean length of a text.
         long_letters: Length that 1 text of 1,000 exceeds, in characters that Unicode has taken apart (NFD).
         long_bytes: The same in bytes of UTF-8.
@@ -33,6 +34,7 @@ class SideProfile:
         new_words: Probability that the next word is new: the share of words that occurred once (Good 1953).
     """
 
+    repetitions: float
     mean_characters: float
     long_letters: int
     long_bytes: int
@@ -52,6 +54,7 @@ class SideProfile:
         letters = [unicodedata.normalize("NFD", text) for text in texts]
         characters, lengths = [len(text) for text in texts], [len(line) for line in words]
         return cls(
+            repetitions=len(texts) / len(set(texts)),
             mean_characters=float(np.mean(characters)),
             long_letters=int(np.quantile([len(text) for text in letters], _LONG)),
             long_bytes=int(np.quantile([len(text.encode()) for text in texts], _LONG)),

@@ -18,10 +18,20 @@ _MAX_NEW_SYMBOLS, _MAX_SYMBOLS = 1e-3, 1000
 _MANY_NEW_WORDS = 0.2
 # In characters. Entries of a dictionary are shorter.
 _SHORT_TEXT = 30
+# In words, as the mean of a side.
+_SINGLE = 1.5
 # Share of the targets' characters that the sources have too. Languages of one script share nearly all.
 _SHARED_SCRIPT = 0.9
 _BYTES_PER_PIECE = 2.5
-_TEXT_NAMES = {"word": "symbols", "char": "single words", "byte_bpe": "text"}
+# In tokens. Attention takes time and memory with the square of the length.
+_LONGEST = 1024
+_TEXT_NAMES = {"word": "symbols", "char": "short strings", "byte_bpe": "text"}
+# A text is a label if each occurs so often.
+_LABEL_REPETITIONS = 20
+# A script with more letters writes words by signs of their own, as Chinese does. Longer texts are sentences, not words.
+_MANY_LETTERS, _LOGOGRAPHIC_SENTENCE = 500, 8
+# Scripts with more characters between two spaces put none between words.
+_LONG_WORD = 12
 _VALIDATION = ("validation_file", "validation_source_file", "dataset_validation_split", "num_validation")
 _TOKENIZER = ("tokenizer_kind", "target_tokenizer_kind", "joint_vocabulary", "vocab_size", "target_vocab_size")
 _TOKENIZER += ("tokenizer_name_or_path",)
@@ -106,21 +116,41 @@ def choose_from_text(recipe: OpenRecipe, profile: CorpusProfile) -> None:
             letters = f"{len(source.alphabet):,} characters consist of {source.num_letters} letters"
             recipe.choose(f"the sources' {letters}", normalization="nfd")
         limits = max_length(source, kinds[0]), max_length(target, kinds[1])
-        recipe.choose("999 of 1,000 texts are shorter", max_source_length=limits[0], max_target_length=limits[1])
+        shown = {"max_source_length": min(_LONGEST, limits[0]), "max_target_length": min(_LONGEST, limits[1])}
+        recipe.choose(
+            "999 of 1,000 texts are shorter" if max(limits) <= _LONGEST else "the longest that is usual", **shown
+        )
+        if limits[0] > _LONGEST >= limits[1]:
+            recipe.choose("some sources are longer, and their beginnings are read", too_long="truncate")
     scores = {"word": ["exact_match", "wer"], "char": ["exact_match", "cer"]}.get(
         kinds[1], ["bleu", "chrf", "exact_match"]
     )
     recipe.choose(f"targets are {_TEXT_NAMES[kinds[1]]}", metrics=scores)
+    if kinds[1] == "byte_bpe" and (tokenize := bleu_tokenize(target)):
+        recipe.choose("targets have no spaces between words", bleu_tokenize=tokenize)
 
 
 def side_kind(side: SideProfile, other: SideProfile) -> str:
-    """Return the kind of tokenizer for one side: `word` for symbols, `char` for single words, `byte_bpe` for text."""
-    is_short = side.mean_characters <= _SHORT_TEXT
-    is_built = other.new_words > _MANY_NEW_WORDS and len(side.alphabet & other.alphabet) > len(other.alphabet) / 2
-    if is_short and (side.mean_words < 1.5 or (is_built and side.num_words > 2 * len(side.alphabet))):
-        return "char"
+    """Return the kind of tokenizer for one side: `word` for symbols, `char` for short strings, `byte_bpe` for text."""
     is_closed = side.new_words < _MAX_NEW_SYMBOLS and side.num_words <= _MAX_SYMBOLS
+    is_single, is_sentence = side.mean_words < _SINGLE, side.num_letters > _MANY_LETTERS
+    if is_closed and is_single and side.repetitions >= _LABEL_REPETITIONS:
+        return "word"
+    if side.mean_characters <= (_LOGOGRAPHIC_SENTENCE if is_sentence else _SHORT_TEXT):
+        is_built = other.mean_words < _SINGLE and other.new_words > _MANY_NEW_WORDS
+        is_built = is_built and len(side.alphabet & other.alphabet) > len(other.alphabet) / 2
+        if is_single or (is_built and side.num_words > 2 * len(side.alphabet)):
+            return "char"
     return "word" if is_closed else "byte_bpe"
+
+
+def bleu_tokenize(target: SideProfile) -> str | None:
+    """Return sacreBLEU's tokenizer for text without spaces between words; None for its default."""
+    if target.mean_characters <= _LONG_WORD * target.mean_words:
+        return None
+    has_kana = any("\u3040" <= character <= "\u30ff" for character in target.alphabet)
+    has_han = any("\u4e00" <= character <= "\u9fff" for character in target.alphabet)
+    return "zh" if has_han and not has_kana else "char"
 
 
 def is_spelled_by_syllables(profile: CorpusProfile) -> bool:
@@ -138,9 +168,9 @@ def vocabulary_size(profile: CorpusProfile) -> int:
 
 
 def max_length(side: SideProfile, kind: str) -> int:
-    """Return a limit in tokens that hardly any text exceeds, a multiple of 16 up to 1,024."""
+    """Return a limit in tokens that hardly any text exceeds, a multiple of 16."""
     tokens = {"word": side.long_words, "char": side.long_letters, "byte_bpe": side.long_bytes / _BYTES_PER_PIECE}[kind]
-    return min(1024, 16 * math.ceil((1.2 * tokens + 8) / 16))
+    return 16 * math.ceil((1.2 * tokens + 8) / 16)
 
 
 # Choices from tokens and from the speed of the machine

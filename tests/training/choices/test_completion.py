@@ -29,8 +29,8 @@ def test_a_file_of_pairs_becomes_a_model(folder, caplog):
     recipe = load_recipe(run / "recipe.yaml")
     assert (recipe.tokenizer_kind, recipe.target_tokenizer_kind, recipe.num_validation) == ("char", "word", 50)
     assert recipe.max_steps == 3 and recipe.model["hidden_size"] == 16 and recipe.time_budget is None
-    assert "# sources are single words, targets symbols" in (run / "recipe.yaml").read_text(encoding="utf-8")
-    assert "sources are single words, targets symbols" in caplog.text
+    assert "# sources are short strings, targets symbols" in (run / "recipe.yaml").read_text(encoding="utf-8")
+    assert "sources are short strings, targets symbols" in caplog.text
     scores = json.loads((run / "metrics.json").read_text(encoding="utf-8"))
     assert scores["data"]["split"] == "validation" and set(scores["scores"]) == {"exact_match", "wer"}
     assert len(Generator.from_pretrained(run).generate(["bada"])) == 1

@@ -28,6 +28,11 @@ COMMANDS = [(f"turn {side} {times}", " ".join([f"TURN_{side.upper()}"] * count))
             for count, times in enumerate(("once", "twice", "thrice"), start=1)] * 500  # fmt: skip
 INFLECTIONS = [(f"{word} PAST {person}", f"{word}ed{person}") for word, _ in PRONUNCIATIONS for person in "12"]
 
+DATES = [(f"{day} March {year}", f"{year}-03-{day:02d}") for year in range(1900, 1950) for day in range(1, 31)]
+SENTENCES = [pair[0] for pair in make_demo_corpus(num_train=600, num_validation=0, num_test=1)["train"]]
+LABELS = [(sentence, "past" if len(sentence) % 2 else "present") for sentence in SENTENCES]
+HAN = ["".join(chr(0x4E00 + (17 * row + column * column) % 900) for column in range(15)) for row in range(600)]
+
 
 def profile(pairs):
     return CorpusProfile.of(Dataset.from_dict(dict(zip(("source", "target"), zip(*pairs, strict=True), strict=True))))
@@ -45,19 +50,46 @@ def chosen_from_text(pairs, **fields):
         (PRONUNCIATIONS, ("char", "word"), False, ["exact_match", "wer"]),
         (COMMANDS, ("word", "word"), False, ["exact_match", "wer"]),
         (INFLECTIONS, ("char", "char"), True, ["exact_match", "cer"]),
+        (DATES, ("char", "char"), False, ["exact_match", "cer"]),
+        (LABELS, ("byte_bpe", "word"), False, ["exact_match", "wer"]),
     ],
-    ids=["pronunciation", "commands", "inflection"],
+    ids=["pronunciation", "commands", "inflection", "dates", "labels"],
 )
 def test_tokenizers_and_scores_fit_the_texts(pairs, kinds, is_joint, metrics):
     recipe = chosen_from_text(pairs)
     assert (recipe.tokenizer_kind, recipe.target_tokenizer_kind or recipe.tokenizer_kind) == kinds
-    assert recipe.joint_vocabulary is is_joint and recipe.vocab_size is None and recipe.metrics == metrics
+    assert recipe.joint_vocabulary is is_joint and recipe.metrics == metrics
+    assert (recipe.vocab_size is None) is ("byte_bpe" not in kinds)
 
 
 def test_text_gets_one_vocabulary_of_pieces():
     recipe = chosen_from_text(make_demo_corpus(num_train=2000, num_validation=0, num_test=1)["train"])
     assert (recipe.tokenizer_kind, recipe.joint_vocabulary, recipe.vocab_size) == ("byte_bpe", True, 1000)
     assert recipe.metrics[0] == "bleu" and 32 <= recipe.max_source_length <= 96
+
+
+@pytest.mark.parametrize("pairs", [40, 500])
+def test_few_short_sentences_are_text(pairs):
+    words = " ".join(SENTENCES).split()
+    short = [" ".join(words[4 * row : 4 * row + 4]) for row in range(pairs)]
+    recipe = chosen_from_text([(text, text.upper()) for text in short])
+    assert recipe.tokenizer_kind == "byte_bpe" and recipe.target_tokenizer_kind is None
+
+
+def test_text_without_spaces_is_scored_by_characters():
+    assert chosen_from_text(list(zip(SENTENCES, HAN, strict=True))).bleu_tokenize == "zh"
+    kana = [chr(0x3042) + text for text in HAN]
+    recipe = chosen_from_text(list(zip(SENTENCES, kana, strict=True)))
+    assert recipe.bleu_tokenize == "char" and recipe.metrics[0] == "bleu"
+    assert chosen_from_text(list(zip(HAN, SENTENCES, strict=True))).bleu_tokenize is None
+    # Words of such a script are spelled by their characters.
+    assert chosen_from_text([(text[:3], text[:3][::-1]) for text in HAN]).tokenizer_kind == "char"
+
+
+def test_long_documents_are_cut():
+    recipe = chosen_from_text([(" ".join(SENTENCES[row:] + SENTENCES[:row]), SENTENCES[row]) for row in range(20)])
+    assert (recipe.too_long, recipe.max_source_length) == ("truncate", 1024)
+    assert chosen_from_text([(text, text) for text in SENTENCES]).too_long == "skip"
 
 
 def test_scripts_of_several_bytes_have_longer_limits():
