@@ -16,7 +16,8 @@ from metaphrase.training.experiment import Experiment
 from metaphrase.training.planning.batches import BatchShape, plan_batches, training_flops
 from metaphrase.training.planning.estimate import RunEstimate, estimate_run
 
-TIMED_STEPS = 3
+# Steps to time, fewer if they take longer than this.
+TIMED_STEPS, TIMED_SECONDS = 12, 4.0
 # Larger models are not made for a timing.
 MAX_TIMED_PARAMETERS = 300_000_000
 
@@ -101,15 +102,20 @@ def measure_flops_per_second(
 
     Args:
         model: Model on its training device.
-        batches: At least two batches on that device, with labels, as the trainer will form them. The first one warms up.
+        batches: At least two batches on that device, with labels, as the trainer will form them. The first one warms up,
+            and after `TIMED_SECONDS` the rest is left out.
         is_checkpointed: True if the model computes layers again in the backward pass.
         bf16: True to compute under autocast to bfloat16.
     """
     model.train()
     kind, rates = model.device.type, []
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=0.0, weight_decay=0.0)
+    # The optimizer of a Trainer by default.
+    optimizer = torch.optim.AdamW(weights, lr=0.0, weight_decay=0.0, fused=True)
+    total = 0.0
     for batch in batches:
+        if len(rates) > 3 and total > TIMED_SECONDS:
+            break
         start = _now(kind)
         with torch.autocast(kind, dtype=torch.bfloat16, enabled=bf16):
             loss = model(**batch).loss
@@ -117,6 +123,7 @@ def measure_flops_per_second(
         optimizer.step()
         optimizer.zero_grad()
         seconds = _now(kind) - start
+        total += seconds
         rates.append(training_flops(model, [BatchShape.of_tensors(batch)], is_checkpointed) / seconds)
     return statistics.median(rates[1:])
 
