@@ -360,7 +360,8 @@ class Experiment:
         is_chosen = self.recipe.choose_decoding and not self.recipe.is_set("num_beams")
         beams = 2 if is_chosen or (self.recipe.num_beams or 1) > 1 else 1
         choice = choice_cost(self.scores.metrics[0]) if is_chosen and self.scores.metrics else 0
-        return beams * len(encoded[split]) / decoded + choice
+        # The mean of checkpoints is evaluated once.
+        return beams * len(encoded[split]) / decoded + choice + (self.recipe.average_best is not None)
 
     def _write_provenance(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 """Final weights of a run: the mean of checkpoints, or an adapter merged into its model."""
 
 import logging
+import math
 import shutil
 from pathlib import Path
 
@@ -9,7 +10,13 @@ from transformers import PreTrainedModel
 
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.adapters import is_adapted, merge_lora
-from metaphrase.training.checkpointing.averaging import average_checkpoints, select_checkpoints
+from metaphrase.training.checkpointing.averaging import (
+    DEFAULT_METRIC,
+    average_checkpoints,
+    scores_in,
+    select_checkpoints,
+)
+from metaphrase.training.checkpointing.folders import step_of
 from metaphrase.training.checkpointing.sharding import load_whole_weights
 from metaphrase.training.recipe.recipe import Recipe
 from metaphrase.training.trainer import MetaphraseTrainer
@@ -34,6 +41,8 @@ def check_averaged(recipe: Recipe, trainer: MetaphraseTrainer) -> None:
 def average_run(recipe: Recipe, trainer: MetaphraseTrainer, run: Path) -> None:
     """Load the mean of the checkpoints that the recipe selects into the model. All processes must call it.
 
+    Where the mean of the best scores worse than the best of them, because they are too different, the best is loaded.
+
     Args:
         recipe: Without `average_last` and `average_best`, nothing is done.
         trainer: The trainer after training.
@@ -41,9 +50,9 @@ def average_run(recipe: Recipe, trainer: MetaphraseTrainer, run: Path) -> None:
     """
     if recipe.average_last is None and recipe.average_best is None:
         return
-    metric = None if recipe.average_best is None else recipe.metric_for_best_model
+    metric = None if recipe.average_best is None else recipe.metric_for_best_model or DEFAULT_METRIC
     average = run / "average"
-    folders = [average]
+    folders: list[Path | None] = [average]
     if trainer.is_world_process_zero():
         numbers = {"last": recipe.average_last, "best": recipe.average_best}
         # A log file in the folder may belong to another run.
@@ -52,7 +61,9 @@ def average_run(recipe: Recipe, trainer: MetaphraseTrainer, run: Path) -> None:
             # A run that ended early may have fewer checkpoints. A single one is its own mean.
             folders = select_checkpoints(run, **numbers, metric=metric, log_history=log, or_fewer=True)
             if len(folders) > 1:
-                folders = [average_checkpoints(folders, average, overwrite=True)]
+                # The best is the last one.
+                best = [folders[-1]] if metric is not None else []
+                folders = [average_checkpoints(folders, average, overwrite=True), *best]
         except Exception as error:
             # On any error: the trained weights are in no file yet, and the other processes wait for the broadcast.
             folders = [None]
@@ -60,13 +71,33 @@ def average_run(recipe: Recipe, trainer: MetaphraseTrainer, run: Path) -> None:
                 "There is no mean of checkpoints: %s The finished model has the weights of step %d, the last one.",
                 *(error, trainer.state.global_step),
             )
+    folders = [*folders, None][:2]
     broadcast_object_list(folders)
     if folders[0] is not None:
         load_whole_weights(trainer.model, folders[0])
+    if folders[1] is not None and _is_worse(trainer, metric, step_of(folders[1])):
+        load_whole_weights(trainer.model, folders[1])
     trainer.accelerator.wait_for_everyone()
     if trainer.is_world_process_zero() and average.exists():
         # `save_model` writes the mean to the folder of the run.
         shutil.rmtree(average)
+
+
+def _is_worse(trainer: MetaphraseTrainer, metric: str, step: int) -> bool:
+    """Return True if the model scores worse on the validation pairs than it did at a step. All processes must call it."""
+    arguments = trainer.args
+    is_loss_alone, arguments.prediction_loss_only = arguments.prediction_loss_only, not trainer.decodes
+    # Unlike `evaluate`, it leaves the log of the run alone.
+    metrics = trainer.predict(trainer.eval_dataset, metric_key_prefix="eval").metrics
+    arguments.prediction_loss_only = is_loss_alone
+    now = scores_in([{**metrics, "step": step}], metric).get(step, -math.inf)
+    before = scores_in(trainer.state.log_history, metric)[step]
+    if now < before:
+        logger.info(
+            "The mean of the best checkpoints scores %g in %s, and the best of them %g: the best is the finished model.",
+            *(abs(now), metric, abs(before)),
+        )
+    return now < before
 
 
 def save_final(trainer: MetaphraseTrainer, tokenizers: TokenizerPair, run: Path) -> PreTrainedModel:

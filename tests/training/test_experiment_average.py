@@ -5,9 +5,10 @@ import logging
 
 import pytest
 import torch
-from small_experiments import make_recipe, weights
+from small_experiments import make_recipe, read_log, weights
 
 from metaphrase.evaluation.task_scores import ValidationSample
+from metaphrase.training import final_weights
 from metaphrase.training.experiment import Experiment
 
 
@@ -17,6 +18,27 @@ def assert_mean(run, steps):
     for name, tensor in weights(run).items():
         torch.testing.assert_close(tensor, sum(checkpoint[name] for checkpoint in kept) / len(kept), msg=name)
         assert tensor.ndim == 1 or len(kept) == 1 or not torch.equal(kept[0][name], kept[1][name])
+
+
+@pytest.fixture(autouse=True)
+def mean_is_best(request, monkeypatch):
+    """The mean of a few steps of training is often worse than the last one."""
+    if "worse" not in request.node.name:
+        monkeypatch.setattr(final_weights, "_is_worse", lambda *_: False)
+
+
+@pytest.mark.parametrize("score", [5.0, 95.0])
+def test_a_mean_that_is_worse_than_the_best_is_left(data, tmp_path, monkeypatch, score, caplog):
+    scores = iter([80.0, 90.0, score])
+    monkeypatch.setattr(ValidationSample, "__call__", lambda *_: {"bleu": next(scores)})
+    fields = {"average_best": 2, "metric_for_best_model": "bleu", "learning_rate": 1e-2}
+    with caplog.at_level(logging.INFO):
+        Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    is_left = score == 5.0
+    assert_mean(tmp_path / "run", (6,) if is_left else (3, 6))
+    assert ("The mean of the best checkpoints scores 5 in bleu, and the best of them 90" in caplog.text) is is_left
+    # It is no evaluation of the run.
+    assert [entry["eval_bleu"] for entry in read_log(tmp_path / "run", "eval_bleu")] == [80.0, 90.0]
 
 
 @pytest.mark.parametrize("choice", ["last", "best"])
