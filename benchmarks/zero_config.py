@@ -11,6 +11,7 @@ generated. Models and logs stay in a temporary folder.
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -69,8 +70,8 @@ def run_verb(words: list[str], log: Path, core: int | None) -> tuple[float, list
         start = time.perf_counter()
         subprocess.run(command, stdout=stream, stderr=stream, env=environment, check=True)
         minutes = round((time.perf_counter() - start) / 60, 2)
-    lines = log.read_text(encoding="utf-8").splitlines()
-    return minutes, [line.partition(" ")[2] for line in lines if line.startswith(("WARNING ", "ERROR "))]
+    # A progress bar may stand before a warning.
+    return minutes, re.findall("WARNING (.*)", log.read_text(encoding="utf-8"))
 
 
 def train(job: str, seed: int, folder: Path, files: dict[str, list[Path]], arguments: argparse.Namespace) -> dict:
@@ -90,43 +91,43 @@ def train(job: str, seed: int, folder: Path, files: dict[str, list[Path]], argum
     state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
     recipe = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
     fields = {name: value for name, value in recipe.items() if not name.endswith(("_file", "_dir"))}
-    scores = read_scores(job, metrics, folder / "test_predictions.txt", files)
+    scores = read_scores(job, metrics, folder / "test_predictions.txt", files.get("test", []))
     result = {"minutes": minutes, "updates": state["global_step"], "scores": scores, "warnings": warnings}
+    systematic = files["train"][0].with_name("test_systematic.tsv")
+    if systematic.is_file():
+        result["systematic"] = evaluate(job, [folder], "systematic", [systematic], arguments.core)["scores"]
     return result | {"data": metrics["data"], "fields": fields}
 
 
-def score_ensemble(job: str, folders: list[Path], files: dict[str, list[Path]], core: int | None) -> dict:
-    """Return scores of an ensemble, with time and warnings."""
-    paths = [folders[0].with_name(f"{folders[0].name}_ensemble.{suffix}") for suffix in ("json", "txt", "log")]
-    names = ["--file"] if len(files["test"]) == 1 else ["--source", "--target"]
+def evaluate(job: str, folders: list[Path], name: str, test: list[Path], core: int | None) -> dict:
+    """Return scores of a model, or of an ensemble of models, on test pairs, with time and warnings."""
+    paths = [folders[0].with_name(f"{folders[0].name}_{name}.{suffix}") for suffix in ("json", "txt", "log")]
+    options = ["--file"] if len(test) == 1 else ["--source", "--target"]
     metrics = json.loads((folders[0] / "metrics.json").read_text(encoding="utf-8"))["scores"]
-    words = ["evaluate", str(folders[0]), "--ensemble", *map(str, folders[1:]), "--metrics", *metrics]
+    words = ["evaluate", str(folders[0]), "--metrics", *metrics]
     words += ["--output", str(paths[0]), "--predictions", str(paths[1])]
-    for name, path in zip(names, files["test"], strict=True):
-        words += [name, str(path)]
+    for option, path in zip(options, test, strict=True):
+        words += [option, str(path)]
+    if folders[1:]:
+        words += ["--ensemble", *map(str, folders[1:])]
     minutes, warnings = run_verb(words, paths[2], core)
-    scores = read_scores(job, json.loads(paths[0].read_text(encoding="utf-8")), paths[1], files)
+    scores = read_scores(job, json.loads(paths[0].read_text(encoding="utf-8")), paths[1], test)
     return {"minutes": minutes, "scores": scores, "warnings": warnings}
 
 
-def read_scores(job: str, metrics: dict, predictions: Path, files: dict[str, list[Path]]) -> dict[str, float]:
+def read_scores(job: str, metrics: dict, predictions: Path, test: list[Path]) -> dict[str, float]:
     """Return the scores of the test pairs, with the error rate of whole targets."""
     scores = {name: round(score["score"], 2) for name, score in metrics["scores"].items()}
     if "exact_match" in scores:
         scores["error_rate"] = round(100 - scores["exact_match"], 2)
     if job in TOKENIZED:
-        texts, references = (path.read_text("utf-8").split("\n")[:-1] for path in (predictions, files["test"][1]))
+        texts, references = (path.read_text("utf-8").split("\n")[:-1] for path in (predictions, test[1]))
         bleu = BLEU(tokenize="none", force=True).corpus_score(texts, [references])
         scores["bleu_of_tokens"] = round(bleu.score, 2)
     return scores
 
 
-def read_entries(output: Path) -> list[dict]:
-    """Return the entries of the output file."""
-    return json.loads(output.read_text(encoding="utf-8")) if output.is_file() else []
-
-
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--jobs", nargs="+", choices=(*JOBS, *GENERATED), default=list(JOBS), help="[%(default)s]")
     parser.add_argument("--data_dir", type=Path, help="folder of the public corpora")
@@ -135,38 +136,39 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="%(default)s")
     parser.add_argument("--ensemble", action="store_true", help="also score an ensemble of all seeds")
     parser.add_argument("--core", type=int, help="processor core to pin to")
-    parser.add_argument(
-        "--folder", type=Path, default=Path(tempfile.gettempdir(), "metaphrase_tasks"), help="%(default)s"
-    )
-    output = Path(__file__).parent / "results" / "tasks.json"
+    folder, output = Path(tempfile.gettempdir(), "metaphrase_tasks"), Path(__file__).parent / "results" / "tasks.json"
+    parser.add_argument("--folder", type=Path, default=folder, help="folder for models and logs [%(default)s]")
     parser.add_argument("--output", type=Path, default=output, help="JSON file [%(default)s]")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     recipe = "zero_config" if arguments.recipe is None else Path(arguments.recipe).stem
-    is_failed = False
     for job in arguments.jobs:
         files = find_files(job, arguments.data_dir, arguments.folder / "data")
-        prefix = arguments.folder / f"{job}_{recipe}_{arguments.time_budget}"
-        folders = {seed: prefix.with_name(f"{prefix.name}_{seed}") for seed in arguments.seeds}
+        names = {seed: f"{job}_{recipe}_{arguments.time_budget}_{seed}" for seed in arguments.seeds}
+        folders = {seed: arguments.folder / name for seed, name in names.items()}
         for seed in (*arguments.seeds, *([arguments.seeds] if arguments.ensemble else [])):
             key = {"task": job, "recipe": recipe, "time_budget": arguments.time_budget, "seed": seed}
             if any(key.items() <= entry.items() for entry in read_entries(arguments.output)):
                 continue
             machine = describe_machine(1)
-            try:
-                if isinstance(seed, list):
-                    result = score_ensemble(job, list(folders.values()), files, arguments.core)
-                else:
-                    result = train(job, seed, folders[seed], files, arguments)
-            except subprocess.CalledProcessError as error:
-                is_failed = True
-                print(f"{key}: status {error.returncode}, see the log in {arguments.folder}", flush=True)
-                continue
+            if isinstance(seed, list):
+                result = evaluate(job, list(folders.values()), "ensemble", files["test"], arguments.core)
+            else:
+                result = train(job, seed, folders[seed], files, arguments)
+            # Another command may have written meanwhile.
             entries = [*read_entries(arguments.output), key | result | {"machine": machine}]
             lines = ",\n".join(json.dumps(entry, ensure_ascii=False) for entry in entries)
             arguments.output.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
             print(key, result["minutes"], result["scores"], result["warnings"], flush=True)
-    sys.exit(is_failed)
+
+
+def read_entries(output: Path) -> list[dict]:
+    """Return the entries of the output file."""
+    return json.loads(output.read_text(encoding="utf-8")) if output.is_file() else []
 
 
 if __name__ == "__main__":
