@@ -37,12 +37,15 @@ TRAINING = ("train", "demo")
 def template(tmp_path_factory):
     """A folder with the files that the pages assume: trained models in runs/, a recipe, texts."""
     folder = tmp_path_factory.mktemp("project")
-    for name in ("demo", "demo_seed_2", "demo_small", "text_to_text"):
+    for name in ("demo", "demo_seed_2", "demo_small", "text_to_text", "g2p_1", "g2p_2", "g2p_3", "commands"):
         # More layers would make the ONNX export as slow as all other commands together.
         save_generator(tiny_generator(layers=1), folder / "runs" / name)
     paths = write_demo_corpus(folder / "runs" / "demo" / "data", num_train=2000, num_validation=20, num_test=20)
     first_lines = paths["test"].read_text(encoding="utf-8").splitlines(keepends=True)[:3]
     paths["test"].write_text("".join(first_lines), encoding="utf-8")
+    for name in ("data/g2p_2021/fre_test.tsv", "runs/tasks/commands/test_systematic.tsv"):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text("".join(first_lines), encoding="utf-8")
     for step in range(5):
         save_generator(tiny_generator(), folder / "runs" / "multi30k" / f"checkpoint-{step + 1}")
     for side in ("en", "de"):
