@@ -32,6 +32,8 @@ _LABEL_REPETITIONS = 20
 _MANY_LETTERS, _LOGOGRAPHIC_SENTENCE = 500, 8
 # Scripts with more characters between two spaces put none between words.
 _LONG_WORD = 12
+# From Thai on.
+_EASTERN = "\u0e00"
 _VALIDATION = ("validation_file", "validation_source_file", "dataset_validation_split", "num_validation")
 _TOKENIZER = ("tokenizer_kind", "target_tokenizer_kind", "joint_vocabulary", "vocab_size", "target_vocab_size")
 _TOKENIZER += ("tokenizer_name_or_path",)
@@ -146,7 +148,9 @@ def side_kind(side: SideProfile, other: SideProfile) -> str:
 
 def bleu_tokenize(target: SideProfile) -> str | None:
     """Return sacreBLEU's tokenizer for text without spaces between words; None for its default."""
-    if target.mean_characters <= _LONG_WORD * target.mean_words:
+    # Code has long words too.
+    num_eastern = sum(character >= _EASTERN for character in target.alphabet)
+    if target.mean_characters <= _LONG_WORD * target.mean_words or 2 * num_eastern < len(target.alphabet):
         return None
     has_kana = any("\u3040" <= character <= "\u30ff" for character in target.alphabet)
     has_han = any("\u4e00" <= character <= "\u9fff" for character in target.alphabet)

@@ -82,6 +82,8 @@ def test_text_without_spaces_is_scored_by_characters():
     recipe = chosen_from_text(list(zip(SENTENCES, kana, strict=True)))
     assert recipe.bleu_tokenize == "char" and recipe.metrics[0] == "bleu"
     assert chosen_from_text(list(zip(HAN, SENTENCES, strict=True))).bleu_tokenize is None
+    code = [f"publicvoid{text.replace(' ', '')}(intvalue){{return value;}}" for text in SENTENCES]
+    assert chosen_from_text(list(zip(SENTENCES, code, strict=True))).bleu_tokenize is None
     # Words of such a script are spelled by their characters.
     assert chosen_from_text([(text[:3], text[:3][::-1]) for text in HAN]).tokenizer_kind == "char"
 
