@@ -45,7 +45,7 @@ _EVALUATIONS = 12
 _PATIENCE = 6
 _AVERAGED = 3
 # Greedy tokens of one evaluation during training.
-_DECODED_TOKENS = 20_000
+_DECODED_TOKENS = 10_000
 
 
 @dataclass(frozen=True)
