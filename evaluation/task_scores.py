@@ -60,7 +60,12 @@ class ValidationSample:
 
     Attributes:
         rows: Ascending rows of the validation pairs.
+        exact: Share of the last outputs that equal their reference; None before an evaluation.
+        unfinished: Share of the last outputs without an end.
     """
+
+    exact: float | None = None
+    unfinished = 0.0
 
     def __init__(
         self, pairs: datasets.Dataset, most: int | None, has_tasks: bool, tokenizers: TokenizerPair, scores: TaskScores
@@ -99,6 +104,8 @@ class ValidationSample:
         texts = self.tokenizers.decode_targets(decoded)
         # As a generator does, which skips empty sources.
         texts = [text if source.strip() else "" for text, source in zip(texts, self.sources, strict=True)]
+        self.exact = sum(map(str.__eq__, texts, self.references)) / len(texts)
+        self.unfinished = sum(ids[-1:] != [self.tokenizers.target.eos_token_id] for ids in decoded) / len(decoded)
         values = {name: result["score"] for name, result in self.scores.compute(texts, self.references).items()}
         for task, part in self.scores.compute_by_task(texts, self.references, self.tasks).items():
             values |= {f"{task}_{name}": result["score"] for name, result in part["scores"].items()}

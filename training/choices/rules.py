@@ -11,8 +11,6 @@ from typing import Any
 from metaphrase.data.profile import CorpusProfile, SideProfile
 from metaphrase.training.recipe.recipe import Recipe
 
-# Symbols are words of a closed set, such as phonemes or commands: the next word of unseen text is hardly ever new.
-_MAX_NEW_SYMBOLS, _MAX_SYMBOLS = 1e-3, 1000
 # Share of new words on a side whose words are built from words of the other side, as in inflection.
 _MANY_NEW_WORDS = 0.2
 # In characters. Entries of a dictionary are shorter.
@@ -102,8 +100,7 @@ def side_kind(side: SideProfile, other: SideProfile) -> str:
     is_built = other.new_words > _MANY_NEW_WORDS and len(side.alphabet & other.alphabet) > len(other.alphabet) / 2
     if is_short and (side.mean_words < 1.5 or (is_built and side.num_words > 2 * len(side.alphabet))):
         return "char"
-    is_closed = side.new_words < _MAX_NEW_SYMBOLS and side.num_words <= _MAX_SYMBOLS
-    return "word" if is_closed else "byte_bpe"
+    return "word" if side.is_closed else "byte_bpe"
 
 
 def vocabulary_size(profile: CorpusProfile) -> int:
