@@ -194,7 +194,8 @@ class Experiment:
         if self._prepared is None:
             self.corpus.load()
             tokenizers = self.make_tokenizers()
-            self._prepared = tokenizers, encoded = tokenizers, self.corpus.encode(tokenizers)
+            encoded = self.corpus.encode(tokenizers)
+            self._prepared = tokenizers, encoded
             if self.arguments.process_index == 0:
                 warn(data_alerts(self.corpus, tokenizers, encoded["train"]))
         return self._prepared

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from datasets import Dataset
 from small_experiments import make_recipe, train
 from small_trainers import make_trainer
 from tiny_models import tiny_model
@@ -13,6 +14,7 @@ from transformers import TrainerState, TrainingArguments
 
 from metaphrase.data.profile import SideProfile
 from metaphrase.demo.corpus import make_demo_corpus
+from metaphrase.evaluation.task_scores import TaskScores, ValidationSample
 from metaphrase.training.alerts import (
     TrainingAlerts,
     frequency_loss,
@@ -141,6 +143,16 @@ def test_references_beyond_the_limit_are_named(data, tmp_path, caplog):
     assert "8 of 8 outputs met the length limit (2) before their end, and 8 references are longer." in caplog.text
     assert "run away" not in caplog.text
     assert caplog.text.count("The validation pairs are never scored") == 1
+
+
+def test_a_sample_counts_outputs_that_run_away(generator):
+    tokenizers, texts = generator.tokenizers, ["one word", "two words", "three words", "four words"]
+    pairs = Dataset.from_dict({"source": texts, "target": texts})
+    sample = ValidationSample(pairs, None, False, tokenizers, TaskScores(["exact_match"]))
+    labels = tokenizers.encode_targets(texts)
+    # Right, without an end and long, without an end but shorter than the reference, and wrong.
+    sample([labels[0], labels[1][:-1] * 2, labels[2][:1], labels[0]], labels)
+    assert (sample.exact, sample.unfinished) == (0.25, 0.25)
 
 
 @pytest.mark.parametrize(("rate", "falls"), [(1e-9, False), (1e-2, True)])
