@@ -12,6 +12,8 @@ from metaphrase.data.pairs import SIDES
 
 # More pairs change the numbers little.
 SAMPLE_PAIRS = 50_000
+# Words of a closed set are symbols, such as phonemes or commands: the next word of unseen text is hardly ever new.
+_MAX_NEW_SYMBOLS, _MAX_SYMBOLS = 1e-3, 1000
 # Share of texts that are not longer than `long_letters` and `long_words`.
 _LONG = 0.999
 
@@ -45,6 +47,11 @@ class SideProfile:
     is_decomposed: bool
     num_words: int
     new_words: float
+
+    @property
+    def is_closed(self) -> bool:
+        """True if the words are symbols of a closed set."""
+        return self.new_words < _MAX_NEW_SYMBOLS and self.num_words <= _MAX_SYMBOLS
 
     @classmethod
     def of(cls, texts: Sequence[str]) -> "SideProfile":

@@ -60,7 +60,12 @@ class ValidationSample:
 
     Attributes:
         rows: Ascending rows of the validation pairs.
+        exact: Share of the last outputs that equal their reference; None before an evaluation.
+        unfinished: Share of the last outputs that are as long as their reference, or longer, and have no end.
     """
+
+    exact: float | None = None
+    unfinished = 0.0
 
     def __init__(
         self, pairs: datasets.Dataset, most: int | None, has_tasks: bool, tokenizers: TokenizerPair, scores: TaskScores
@@ -94,11 +99,15 @@ class ValidationSample:
 
         Args:
             decoded: Token ids that the model generated for each pair.
-            labels: Not read, because the references are the original texts.
+            labels: Only their lengths are read, because the references are the original texts.
         """
         texts = self.tokenizers.decode_targets(decoded)
         # As a generator does, which skips empty sources.
         texts = [text if source.strip() else "" for text, source in zip(texts, self.sources, strict=True)]
+        self.exact = sum(map(str.__eq__, texts, self.references)) / len(texts)
+        eos, rows = self.tokenizers.target.eos_token_id, zip(decoded, labels, strict=True)
+        # A limit below the length of the reference would cut a perfect output.
+        self.unfinished = sum(ids[-1:] != [eos] and len(ids) >= len(label) for ids, label in rows) / len(decoded)
         values = {name: result["score"] for name, result in self.scores.compute(texts, self.references).items()}
         for task, part in self.scores.compute_by_task(texts, self.references, self.tasks).items():
             values |= {f"{task}_{name}": result["score"] for name, result in part["scores"].items()}

@@ -24,6 +24,19 @@ from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGenera
 from metaphrase.storage.loading import naming, refuse_missing_folder
 from metaphrase.tokenization import TokenizerPair, set_languages
 from metaphrase.training.adapters import ALL_LINEAR, add_lora, import_peft
+from metaphrase.training.alerts import (
+    TrainingAlerts,
+    count_ids,
+    count_long_references,
+    data_alerts,
+    frequency_loss,
+    length_limit,
+    run_alerts,
+    score_alerts,
+    target_profile,
+    unfinished_alerts,
+    warn,
+)
 from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC, RECIPE_NAME
 from metaphrase.training.corpora import PairCorpus, StreamedPairCorpus, TaskCorpus, TextCorpus
 from metaphrase.training.cpu_setup import warn_of_slow_bfloat16
@@ -159,6 +172,7 @@ class Experiment:
         trainer = self._make_trainer(model, tokenizers, encoded)
         check_averaged(recipe, trainer)
         if trainer.is_world_process_zero():
+            warn(run_alerts(recipe, self.arguments, self.corpus, encoded, model))
             if self.arguments.bf16 and self.arguments.device.type == "cpu":
                 warn_of_slow_bfloat16()
             # When a checkpoint to resume from was loaded, not refused.
@@ -193,7 +207,10 @@ class Experiment:
         if self._prepared is None:
             self.corpus.load()
             tokenizers = self.make_tokenizers()
-            self._prepared = tokenizers, self.corpus.encode(tokenizers)
+            encoded = self.corpus.encode(tokenizers)
+            self._prepared = tokenizers, encoded
+            if self.arguments.process_index == 0:
+                warn(data_alerts(self.corpus, tokenizers, encoded["train"]))
         return self._prepared
 
     def take_data(self, other: "Experiment") -> None:
@@ -301,6 +318,7 @@ class Experiment:
             is_decoded = arguments.predict_with_generate and not arguments.prediction_loss_only
             if is_decoded and (arguments.eval_strategy != "no" or arguments.eval_on_start):
                 sample.check(f"validation targets{f' of `max_decoded_samples` {most}' if most is not None else ''}")
+        callbacks.append(self._training_alerts(tokenizers, encoded["train"], sample))
         return MetaphraseTrainer(
             model=model,
             args=arguments,
@@ -351,6 +369,16 @@ class Experiment:
     def _decoding_sizes(self) -> dict[str, int | None]:
         return {"batch_size": self.arguments.per_device_eval_batch_size, "max_source_length": self.corpus.longest}
 
+    def _training_alerts(
+        self, tokenizers: TokenizerPair, train: datasets.Dataset, sample: ValidationSample | None
+    ) -> TrainingAlerts:
+        least = None
+        # R-Drop adds to the loss, and a stream has no frequencies before it is read.
+        if not self.recipe.r_drop_alpha and hasattr(train, "__len__"):
+            smoothing = self.arguments.label_smoothing_factor
+            least = frequency_loss(count_ids(train, "labels"), len(tokenizers.target), smoothing)
+        return TrainingAlerts(self.scores.metrics, sample, target_profile(self.corpus), least)
+
     def _final_share(self, encoded: dict[str, datasets.Dataset]) -> float:
         """Return the duration of the final scores relative to an evaluation, which is greedy and decodes fewer pairs."""
         split, validation = self.corpus.scored_split(), len(encoded.get("validation") or ())
@@ -397,13 +425,11 @@ class Experiment:
             show_progress=None,
             on_decoded=lambda texts: (self.folder / f"{split}_predictions.txt").write_text(as_lines(texts), "utf-8"),
         )
-        if result["num_unfinished"]:
-            # `max_length` counts the start token.
-            limit = model.generation_config.max_new_tokens or model.generation_config.max_length
-            logger.warning(
-                "%d of %d targets met the length limit, %d tokens, before their end: raise `generation_max_length`.",
-                *(result["num_unfinished"], result["num_examples"], limit),
-            )
+        limit, outputs = length_limit(model), len(predictions)
+        long_references = count_long_references(self._prepared[1], limit).get(split, 0)
+        warn(unfinished_alerts(result["num_unfinished"], outputs, long_references, limit))
+        bleu, exact = result["scores"].get("bleu"), 100 * sum(map(str.__eq__, predictions, references)) / outputs
+        warn(score_alerts(bleu and bleu["score"], exact, target_profile(corpus)))
         result["data"] = {"name": corpus.data_name(split), "split": split, **corpus.sizes()}
         if self.recipe.tasks:
             tasks = corpus.splits[split][TASK_COLUMN][:]

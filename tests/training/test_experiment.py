@@ -231,12 +231,6 @@ def test_no_token_of_the_hub_lies_in_a_checkpoint(data, tmp_path):
     assert not any(b"hf_verysecret" in path.read_bytes() for path in files)
 
 
-def test_targets_without_an_end_are_told_when_they_are_scored(data, tmp_path, caplog):
-    fields = {"max_steps": 1, "save_strategy": "no", "eval_strategy": "no", "generation_max_length": 2}
-    train(data, tmp_path / "run", **fields)
-    assert "8 of 8 targets met the length limit, 2 tokens, before their end" in caplog.text
-
-
 def test_an_experiment_is_carried_out_once(data, tmp_path):
     experiment = Experiment(make_recipe(data, tmp_path, max_steps=1, save_steps=1, eval_steps=1))
     experiment.train()

@@ -12,8 +12,6 @@ from metaphrase.data.profile import CorpusProfile, SideProfile
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.training.recipe.recipe import Recipe
 
-# Symbols are words of a closed set, such as phonemes or commands: the next word of unseen text is hardly ever new.
-_MAX_NEW_SYMBOLS, _MAX_SYMBOLS = 1e-3, 1000
 # Share of new words on a side whose words are built from words of the other side, as in inflection.
 _MANY_NEW_WORDS = 0.2
 # In characters. Entries of a dictionary are shorter.
@@ -134,16 +132,15 @@ def choose_from_text(recipe: OpenRecipe, profile: CorpusProfile) -> None:
 
 def side_kind(side: SideProfile, other: SideProfile) -> str:
     """Return the kind of tokenizer for one side: `word` for symbols, `char` for short strings, `byte_bpe` for text."""
-    is_closed = side.new_words < _MAX_NEW_SYMBOLS and side.num_words <= _MAX_SYMBOLS
     is_single, is_sentence = side.mean_words < _SINGLE, side.num_letters > _MANY_LETTERS
-    if is_closed and is_single and side.repetitions >= _LABEL_REPETITIONS:
+    if side.is_closed and is_single and side.repetitions >= _LABEL_REPETITIONS:
         return "word"
     if side.mean_characters <= (_LOGOGRAPHIC_SENTENCE if is_sentence else _SHORT_TEXT):
         is_built = other.mean_words < _SINGLE and other.new_words > _MANY_NEW_WORDS
         is_built = is_built and len(side.alphabet & other.alphabet) > len(other.alphabet) / 2
         if is_single or (is_built and side.num_words > 2 * len(side.alphabet)):
             return "char"
-    return "word" if is_closed else "byte_bpe"
+    return "word" if side.is_closed else "byte_bpe"
 
 
 def bleu_tokenize(target: SideProfile) -> str | None:
