@@ -157,10 +157,10 @@ class Size:
         stacks = {f"{stack}_{name}": value for stack in ("encoder", "decoder") for name, value in fields.items()}
         return {"hidden_size": self.width, **stacks}
 
-    @property
-    def learning_rate(self) -> float:
-        """Peak of the learning rate. At a width of 256, twice of it lost 3 to 24 points of exact match."""
-        return round(2e-3 * (256 / self.width) ** 0.75, 5)
+
+def learning_rate(width: int) -> float:
+    """Return the peak of the learning rate. At a width of 256, twice of it lost 3 to 24 points of exact match."""
+    return round(2e-3 * (256 / width) ** 0.75, 5)
 
 
 SIZES = (Size(128, 2, 60_000), Size(256, 3, 2_000_000), Size(384, 4, 10_000_000), Size(512, 6, math.inf))
@@ -200,7 +200,11 @@ def choose_from_tokens(
         reason = "more would not train it better" if is_largest else "the time allows no larger network"
         recipe.choose(f"{tokens.target:,} target tokens: {reason}", preset="metaphrase-tiny", model=model)
     if recipe.is_open("learning_rate", "lr_scheduler_type", "warmup_steps"):
-        schedule = {"learning_rate": size.learning_rate, "lr_scheduler_type": "cosine", "warmup_steps": updates // 10}
+        schedule = {
+            "learning_rate": learning_rate(size.width),
+            "lr_scheduler_type": "cosine",
+            "warmup_steps": updates // 10,
+        }
         recipe.choose("the best of three rates on most tasks", **schedule)
     recipe.choose(
         "usual for Transformers of this size",

@@ -16,6 +16,7 @@ from metaphrase.training.choices.rules import (
     choose_from_tokens,
     choose_size,
     dropout,
+    learning_rate,
     tokens_per_batch,
     useful_updates,
 )
@@ -121,6 +122,6 @@ def test_every_choice_is_a_field_that_a_saved_recipe_holds(tmp_path):
 
 
 def test_rates_and_dropout_fall_as_they_should():
-    rates = [size.learning_rate for size in SIZES]
+    rates = [learning_rate(size.width) for size in SIZES]
     assert rates == sorted(rates, reverse=True) and rates[1] == 2e-3
     assert [dropout(epochs) for epochs in (84, 18, 7)] == [0.3, 0.2, 0.1]
