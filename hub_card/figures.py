@@ -310,12 +310,15 @@ def draw_trials(
         panel.set_xlabel(name, color=TEXT_COLOR, fontsize=9)
         if name in log_names:
             panel.set_xscale("log")
-        elif name == "trial":
-            panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+        elif is_number and len(numbers := {row[name] for row in rows}) <= 4:
+            panel.set_xticks(sorted(numbers))
+        elif is_number:
+            panel.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=(1, 2, 5, 10), integer=name == "trial"))
+        panel.margins(x=0.08 if is_number else 0.25)
         panel.grid(axis="y", color="#DDDDDD", linewidth=0.7)
         panel.spines[["top", "right"]].set_visible(False)
         panel.tick_params(colors=TEXT_COLOR, labelsize=8, color="#999999")
     for panel in grid[:, 0]:
-        panel.set_ylabel(metric, color=TEXT_COLOR, fontsize=9)
+        panel.set_ylabel(SCORE_LABELS.get(metric, metric), color=TEXT_COLOR, fontsize=9)
     figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside upper left", ncols=3, fontsize=9, frameon=False)
     return _save(figure, path)

@@ -3,6 +3,7 @@
 import struct
 import sys
 from importlib.machinery import ModuleSpec
+from itertools import chain, repeat
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -64,17 +65,19 @@ def stand_in(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["trackio", "wandb", "mlflow"])
-def test_other_trackers_get_the_same_under_the_name_of_the_folder(name, stand_in, data, tmp_path):
+def test_other_trackers_get_the_same_under_the_name_of_the_folder(name, stand_in, data, tmp_path, monkeypatch):
     module = stand_in(name)
     if name == "mlflow":
         module.utils.validation.MAX_PARAM_VAL_LENGTH = module.utils.validation.MAX_PARAMS_TAGS_PER_BATCH = 100
-        module.active_run.return_value = None
+        module.active_run.side_effect = chain([None], repeat(MagicMock()))
         begin, logged = module.start_run, module.log_metrics
     else:
         module.run = None
         begin, logged = module.init, module.log
     if name == "wandb":
         module.init.side_effect = lambda **_: setattr(module, "run", MagicMock())
+        for part in ("sdk", "sdk.lib", "sdk.lib.config_util"):
+            monkeypatch.setitem(sys.modules, f"wandb.{part}", MagicMock(ConfigError=KeyError))
     train(data, tmp_path / "my_run", **FIELDS, report_to=name)
     [call] = begin.call_args_list
     assert call.kwargs["run_name" if name == "mlflow" else "name"] == "my_run"
@@ -90,6 +93,6 @@ def test_a_given_name_stays(data, tmp_path):
 def test_a_tracker_that_is_not_installed_is_refused(data, tmp_path, monkeypatch):
     monkeypatch.setattr(integration_utils, "is_trackio_available", lambda: False)
     with pytest.raises(
-        ValueError, match=r"`report_to` must name what is installed, got trackio: .* pip install trackio"
+        ValueError, match=r"`report_to` must name what is installed, got trackio: .*pip install trackio"
     ):
         train(data, tmp_path / "run", **FIELDS, report_to="trackio")

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedConfig, PrinterCallback, ProgressCallback, Trainer, TrainerCallback, set_seed
 
-from metaphrase.evaluation.metrics import DEFAULT_METRICS
-from metaphrase.training.checkpointing.averaging import RECIPE_NAME, is_better_lower
+from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC, RECIPE_NAME, is_better_lower
 from metaphrase.training.choices.completion import complete, is_completable
 from metaphrase.training.choices.search_space import rounded, search_space, usual_rate, with_values
 from metaphrase.training.experiment import Experiment
@@ -71,11 +70,12 @@ def _empty_model() -> torch.nn.Module:
     return model
 
 
-class _LastEvaluation(TrainerCallback):
-    """Callback that evaluates after the last update. That score is the trial's."""
+class _TrialEnd(TrainerCallback):
+    """Callback that evaluates after the last update, for the score of the trial, and saves nothing."""
 
     def on_step_end(self, args, state, control, **kwargs):
         control.should_evaluate |= state.global_step >= state.max_steps
+        control.should_save = False
 
 
 class Tuning:
@@ -160,7 +160,7 @@ class Tuning:
         self.experiment.check_scored(tokenizers)
         self.space = search_space(recipe)
         decodes = recipe.predict_with_generate and not recipe.prediction_loss_only
-        metric = recipe.metric_for_best_model or ((recipe.metrics or DEFAULT_METRICS)[0] if decodes else "loss")
+        metric = recipe.metric_for_best_model or ((recipe.metrics or [DEFAULT_METRIC])[0] if decodes else "loss")
         self.metric = metric.removeprefix("eval_")
         if not self.is_resumed:
             recipe.save(self.folder / START_NAME)
@@ -222,7 +222,7 @@ class Tuning:
         set_seed(experiment.arguments.seed)
         trainer = experiment.make_trainer(experiment.make_model(tokenizers), tokenizers, encoded)
         trainer.add_callback(TimeBudget(min(self.deadline, time.time() + self.seconds), final_share=1.0))
-        trainer.add_callback(_LastEvaluation())
+        trainer.add_callback(_TrialEnd())
         for printer in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(printer)
         return trainer
@@ -252,6 +252,7 @@ class Tuning:
         rows = []
         for trial in self._trials("COMPLETE", "PRUNED", "FAIL"):
             score = trial.value if trial.value is not None else trial.intermediate_values.get(trial.last_step)
+            score = None if score is None else float(f"{score:.5g}")
             seconds = round(trial.duration.total_seconds(), 1) if trial.duration else None
             row = {"trial": trial.number, "state": trial.state.name.lower(), self.metric: score, "seconds": seconds}
             rows.append(row | dict.fromkeys(self.space) | rounded(trial.params))

@@ -116,7 +116,7 @@ def test_trials_differ_and_the_best_recipe_is_complete(data, tmp_path):
     assert [row["trial"] for row in rows] == [0, 1, 2]
     # The first trial is the recipe as it stands.
     assert rows[0]["learning_rate"] == 0.01 and rows[0]["label_smoothing_factor"] == 0.1
-    assert result.study.best_value == min(row["loss"] for row in rows if row["state"] == "complete")
+    assert result.best_rows[0]["loss"] == pytest.approx(result.study.best_value, rel=1e-4)
     with (tmp_path / "run" / "trials.tsv").open(encoding="utf-8") as file:
         table = list(csv.DictReader(file, delimiter="\t"))
     assert [float(row["loss"]) for row in table] == [row["loss"] for row in rows]
@@ -144,6 +144,12 @@ def test_trials_are_shortened_to_fit_into_the_time(data, tmp_path, monkeypatch):
     assert [max(trial.intermediate_values) for trial in result.study.trials] == [2, 2]
     assert result._trial_recipe({}).warmup_steps == 1
     assert load_recipe(tmp_path / "run" / "recipe.yaml").max_steps == 4
+
+
+def test_a_slow_trial_ends_by_the_clock_and_leaves_no_checkpoint(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(Tuning, "_plan", lambda self: {"share": 1.0, "updates": 4, "seconds": 0.0})
+    [trial] = search(data, tmp_path / "run", 1).study.trials
+    assert list(trial.intermediate_values) == [1] and not list((tmp_path / "run").rglob("checkpoint-*"))
 
 
 def test_no_trial_begins_that_would_end_too_late(data, tmp_path, monkeypatch):
