@@ -34,6 +34,8 @@ _DECODED_SAMPLES = 500
 _UPDATES_SHARE = 0.8
 _MIN_UPDATES = 100
 _MAX_FAILURES = 5
+# Share of a trial that the end of the time may cut off.
+_MAX_CUT = 0.2
 # Seconds at the end for the table and the picture.
 _WRITING_SECONDS = 5.0
 # A trial keeps no checkpoints and ends by its own clock.
@@ -211,12 +213,18 @@ class Tuning:
         self._write()
         complete = self._trials("COMPLETE")
         longest = max((done.duration.total_seconds() for done in complete), default=self.seconds)
-        if time.time() + 2 * longest > self.deadline or len(self._trials("FAIL")) - len(complete) > _MAX_FAILURES:
-            # Another trial after this one would be cut short, or fail.
+        if (
+            time.time() + (2 - _MAX_CUT) * longest > self.deadline
+            or len(self._trials("FAIL")) - len(complete) > _MAX_FAILURES
+        ):
+            # Another trial after this one would be cut, or fail.
             trial.study.stop()
         for name, item in self.space.items():
             item.suggest(name, trial)
-        experiment = Experiment(self._trial_recipe(rounded(trial.params)), is_dry_run=True)
+        recipe = self._trial_recipe(rounded(trial.params))
+        # Trackers would take all trials for one run.
+        recipe = recipe.replace(is_checked=False, run_name=f"{self.folder.name}-trial-{trial.number}")
+        experiment = Experiment(recipe, is_dry_run=True)
         experiment.take_data(self.experiment)
         tokenizers, encoded = experiment.prepare()
         set_seed(experiment.arguments.seed)
