@@ -96,9 +96,10 @@ def usual_rate(recipe: Recipe) -> float:
     return recipe.learning_rate if recipe.model_name_or_path else learning_rate(_config(recipe).hidden_size)
 
 
-def rounded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a trial with three digits, as they are used."""
-    return {name: float(f"{value:.3g}") if isinstance(value, float) else value for name, value in values.items()}
+def rounded(values: Mapping[str, Any], space: Mapping[str, SearchRange]) -> dict[str, Any]:
+    """Return the values of a trial as they are used: with three digits, but for the recipe's own."""
+    is_new = {name: isinstance(value, float) and value != space[name].start for name, value in values.items()}
+    return {name: float(f"{value:.3g}") if is_new[name] else value for name, value in values.items()}
 
 
 def with_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:

@@ -116,7 +116,10 @@ class Tuning:
             recipe = _as_started(recipe, self.folder / START_NAME)
         else:
             raise ValueError(f"`output_dir` must not hold another search, got {self.folder}. Pass --resume to go on.")
-        self.recipe, self.space, self.num_logged = recipe, search_space(recipe), 0
+        self.recipe, self.num_logged = recipe, 0
+        if not is_completable(recipe) or "max_tokens_per_batch" not in recipe.search:
+            # The start of this field may be open.
+            search_space(recipe)
 
     def run(self) -> None:
         """Run trials until the time is over.
@@ -221,7 +224,7 @@ class Tuning:
             trial.study.stop()
         for name, item in self.space.items():
             item.suggest(name, trial)
-        recipe = self._trial_recipe(rounded(trial.params))
+        recipe = self._trial_recipe(rounded(trial.params, self.space))
         # Trackers would take all trials for one run.
         recipe = recipe.replace(is_checked=False, run_name=f"{self.folder.name}-trial-{trial.number}")
         experiment = Experiment(recipe, is_dry_run=True)
@@ -263,7 +266,7 @@ class Tuning:
             score = None if score is None else float(f"{score:.5g}")
             seconds = round(trial.duration.total_seconds(), 1) if trial.duration else None
             row = {"trial": trial.number, "state": trial.state.name.lower(), self.metric: score, "seconds": seconds}
-            rows.append(row | dict.fromkeys(self.space) | rounded(trial.params))
+            rows.append(row | dict.fromkeys(self.space) | rounded(trial.params, self.space))
         return rows
 
     @property

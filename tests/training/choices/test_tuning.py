@@ -10,7 +10,7 @@ from small_experiments import make_recipe
 
 from metaphrase.scripts import tune
 from metaphrase.training.choices import tuning
-from metaphrase.training.choices.search_space import search_space, with_values
+from metaphrase.training.choices.search_space import SearchRange, rounded, search_space, with_values
 from metaphrase.training.choices.tuning import Tuning
 from metaphrase.training.recipe.recipe import Recipe, load_recipe
 
@@ -59,7 +59,9 @@ def test_whole_numbers_stay_whole_and_others_have_three_digits():
         "model.hidden_size": optuna.distributions.IntDistribution,
         "weight_decay": optuna.distributions.FloatDistribution,
     }
-    assert tuning.rounded({"a": 0.123456, "b": 12345, "c": "x"}) == {"a": 0.123, "b": 12345, "c": "x"}
+    values = {"model.hidden_size": 1234, "weight_decay": 0.123456}
+    assert rounded(values, space) == {"model.hidden_size": 1234, "weight_decay": 0.123}
+    assert rounded(values, {**space, "weight_decay": SearchRange(0.123456)}) == values
 
 
 def test_values_with_a_dot_set_one_key():
