@@ -138,7 +138,6 @@ class Tuning:
                         lambda trial: {},
                         lambda metrics: metrics[f"eval_{self.metric}"],
                         n_trials=trials,
-                        gc_after_trial=True,
                         catch=(ValueError, torch.OutOfMemoryError),
                         load_if_exists=True,
                         **options,
@@ -174,8 +173,9 @@ class Tuning:
         """Make or load the study, and return arguments of `optuna.create_study`."""
         optuna = _import_optuna()
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        options = {"study_name": "tune", "storage": f"sqlite:///{(self.folder / STUDY_NAME).absolute()}"}
-        options["direction"] = "minimize" if is_better_lower(self.metric) else "maximize"
+        storage = optuna.storages.RDBStorage(f"sqlite:///{(self.folder / STUDY_NAME).absolute()}")
+        direction = "minimize" if is_better_lower(self.metric) else "maximize"
+        options = {"study_name": "tune", "storage": storage, "direction": direction}
         self.study = study = optuna.create_study(load_if_exists=True, **options)
         for trial in self._trials("RUNNING"):
             # Its process was killed.
