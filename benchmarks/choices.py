@@ -158,11 +158,11 @@ class MeasuredExperiment(Experiment):
         self.sizes["vocabulary"] = [len(tokenizers.source), len(tokenizers.target)]
         return model
 
-    def _make_trainer(self, model: PreTrainedModel, tokenizers: TokenizerPair, encoded: dict):
+    def make_trainer(self, model: PreTrainedModel, tokenizers: TokenizerPair, encoded: dict):
         train = encoded["train"]
         self.sizes["pairs"] = len(train)
         self.sizes["tokens"] = [int(sum(train[f"{side}_length"][:])) for side in ("source", "target")]
-        trainer = super()._make_trainer(model, tokenizers, encoded)
+        trainer = super().make_trainer(model, tokenizers, encoded)
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(self.clock)
         return trainer

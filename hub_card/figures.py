@@ -270,3 +270,55 @@ def _place_title(figure: Figure, panel, title: str) -> None:
         color=TEXT_COLOR,
         parse_math=False,
     )
+
+
+def draw_trials(
+    rows: Sequence[Mapping[str, Any]],
+    best: Mapping[str, Any],
+    metric: str,
+    path: str | os.PathLike,
+    log_names: Sequence[str] = (),
+) -> Path:
+    """Draw the scores of a search: by trial, and against each searched field. Trials without a score are left out.
+
+    Args:
+        rows: Trials with `trial`, `state`, `seconds`, the score under the name of the metric, and the fields.
+        best: The best of the rows.
+        metric: Name of the score.
+        path: The PNG file to write.
+        log_names: Fields with a logarithmic axis.
+    """
+    rows = [row for row in rows if is_finite(row[metric])]
+    names = ["trial", *(name for name in best if name not in ("trial", "state", "seconds", metric))]
+    columns = min(3, len(names))
+    lines = math.ceil(len(names) / columns)
+    figure = Figure(figsize=(3.2 * columns, 2.6 * lines + 0.3), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(lines, columns, sharey=True, squeeze=False)
+    styles = {"complete": {"color": TRAIN_COLOR}, "pruned": {"color": "#999999", "facecolor": "none"}}
+    for panel in grid.flat[len(names) :]:
+        panel.set_visible(False)
+    for name, panel in zip(names, grid.flat, strict=False):
+        is_number = all(is_finite(row[name]) for row in rows)
+        for state, style in styles.items():
+            points = [
+                (row[name] if is_number else str(row[name]), row[metric]) for row in rows if row["state"] == state
+            ]
+            panel.scatter(*zip(*points, strict=True) if points else ([], []), s=26, label=state, zorder=3, **style)
+        star = {"marker": "*", "s": 150, "color": BEST_COLOR, "edgecolor": "white", "label": "best", "zorder": 5}
+        panel.scatter([best[name] if is_number else str(best[name])], [best[metric]], **star)
+        panel.set_xlabel(name, color=TEXT_COLOR, fontsize=9)
+        if name in log_names:
+            panel.set_xscale("log")
+        elif is_number and len(numbers := {row[name] for row in rows}) <= 4:
+            panel.set_xticks(sorted(numbers))
+        elif is_number:
+            panel.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=(1, 2, 5, 10), integer=name == "trial"))
+        panel.margins(x=0.08 if is_number else 0.25)
+        panel.grid(axis="y", color="#DDDDDD", linewidth=0.7)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.tick_params(colors=TEXT_COLOR, labelsize=8, color="#999999")
+    for panel in grid[:, 0]:
+        panel.set_ylabel(SCORE_LABELS.get(metric, metric), color=TEXT_COLOR, fontsize=9)
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside upper left", ncols=3, fontsize=9, frameon=False)
+    return _save(figure, path)

@@ -11,6 +11,7 @@ VERBS = {
     "demo": "train and show a small model on a generated corpus",
     "tokenize": "train a tokenizer",
     "train": "train a model by a recipe",
+    "tune": "search for a better recipe",
     "evaluate": "score a model on a test set",
     "generate": "translate, summarize, ...: one target line for each source line",
     "convert": "convert weights of T5, BART, Marian and others, and back",

@@ -43,7 +43,7 @@ def run(main: Callable[[Sequence[str]], None], verb: str, words: Sequence[str] |
         # The reader of standard output, such as `head`, has closed it.
         sys.stderr.close()
     except KeyboardInterrupt:
-        hint = " Use --resume to go on from the last checkpoint, if there is one." if verb == "train" else ""
+        hint = " Use --resume to go on from the last checkpoint, if there is one." if verb in ("train", "tune") else ""
         print(f"\nmetaphrase {verb}: interrupted.{hint}", file=sys.stderr)
         if os.environ.get("METAPHRASE_DEBUG"):
             raise

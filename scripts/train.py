@@ -63,6 +63,22 @@ def find_data(names: Sequence[str]) -> tuple[Path | None, list[str]]:
     return (find_recipe(names[0]) if names else None), []
 
 
+def split_words(words: Sequence[str], flags: Sequence[str], options: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+    """Return the words of a verb itself, and those that set fields of a recipe.
+
+    Args:
+        words: The command line.
+        flags: Options of the verb without a value.
+        options: Options of the verb with one value.
+    """
+    verb_words, overrides = [], []
+    for before, word in zip((None, *words), words, strict=False):
+        # Recipe or files are the first words, or follow another word of the verb.
+        is_value = not word.startswith("-") and (before in (None, *flags, *options) or before in verb_words)
+        (verb_words if is_value or word in (*flags, *options, "-h", "--help") else overrides).append(word)
+    return verb_words, overrides
+
+
 def main(words: Sequence[str]) -> None:
     parser = verb_parser(
         "train",
@@ -78,12 +94,8 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--help_fields", action="store_true", help="list all fields of a recipe and exit")
     parser.add_argument("--resume", action="store_true", help="resume from the last checkpoint in output_dir")
     parser.add_argument("--dry_run", action="store_true", help="print what the run needs, and do not train")
-    own_words, overrides = [], []
-    for before, word in zip((None, *words), words, strict=False):
-        # Recipe or files are the first words, or follow an option without a value.
-        is_file = not word.startswith("--") and (before in (None, *OPTIONS) or before in own_words)
-        (own_words if is_file or word in (*OPTIONS, "-h", "--help") else overrides).append(word)
-    arguments = parser.parse_args(own_words)
+    stated, overrides = split_words(words, OPTIONS)
+    arguments = parser.parse_args(stated)
     if arguments.help_fields:
         print(describe_fields())
         return

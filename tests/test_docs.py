@@ -30,7 +30,7 @@ COMMANDS = [
     if line.startswith("metaphrase ")
 ]
 # Commands that train take too long: only their arguments are tested.
-TRAINING = ("train", "demo")
+TRAINING = ("train", "tune", "demo")
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,9 @@ def template(tmp_path_factory):
     T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(folder / "models" / "t5-small")
     convert(folder / "models" / "t5-small", folder / "runs" / "my-t5")
     recipe = next(text for language, text in BLOCKS if language == "yaml")
-    (folder / "my_recipe.yaml").write_text(recipe, encoding="utf-8")
+    (folder / "runs" / "search").mkdir()
+    for path in ("my_recipe.yaml", "runs/search/recipe.yaml"):
+        (folder / path).write_text(recipe, encoding="utf-8")
     return folder
 
 
@@ -121,7 +123,7 @@ def test_training_command_parses(command, project, monkeypatch):
     def stop(recipe, *_, **__):
         raise Parsed(recipe.output_dir)
 
-    for name in ("Experiment", "complete"):
+    for name in ("Experiment", "complete", "Tuning"):
         monkeypatch.setattr(module, name, stop, raising=False)
     with pytest.raises(Parsed, match="runs/"):
         module.main(words)

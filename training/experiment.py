@@ -165,11 +165,11 @@ class Experiment:
         set_seed(self.arguments.seed)
         with self.arguments.main_process_first(desc="reading the corpus"):
             tokenizers, encoded = self.prepare()
-        self._check_scored(tokenizers)
+        self.check_scored(tokenizers)
         model = self.make_model(tokenizers)
         if recipe.lora_rank is None:
             logger.info("The model has %s parameters.", f"{model.num_parameters():,}")
-        trainer = self._make_trainer(model, tokenizers, encoded)
+        trainer = self.make_trainer(model, tokenizers, encoded)
         check_averaged(recipe, trainer)
         if trainer.is_world_process_zero():
             warn(run_alerts(recipe, self.arguments, self.corpus, encoded, model))
@@ -218,7 +218,7 @@ class Experiment:
         self._prepared = other.prepare()
         self.corpus.splits, self.corpus.reports = other.corpus.splits, other.corpus.reports
 
-    def _check_scored(self, tokenizers: TokenizerPair) -> None:
+    def check_scored(self, tokenizers: TokenizerPair) -> None:
         """Refuse references that the metrics cannot score."""
         split = self.corpus.scored_split()
         if split is not None:
@@ -296,9 +296,10 @@ class Experiment:
             model = add_lora(model, recipe.lora_rank, recipe.lora_alpha, recipe.lora_dropout, targets)
         return model
 
-    def _make_trainer(
+    def make_trainer(
         self, model: PreTrainedModel, tokenizers: TokenizerPair, encoded: dict[str, datasets.Dataset]
     ) -> MetaphraseTrainer:
+        """Return the trainer of a model on what `prepare` returns."""
         recipe, arguments = self.recipe, self.arguments
         callbacks = []
         if recipe.early_stopping_patience is not None:

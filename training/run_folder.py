@@ -21,7 +21,7 @@ DATA_REPORT_NAME = "data_report.json"
 _MODEL_NAMES = ("model.safetensors", "pytorch_model.bin", "adapter_config.json", "config.json")
 _MODEL_NAMES += ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 # Own fields that a resumed run may change. The others decide network, tokenizer, data, optimizer, or what is trained.
-_FREE_GROUPS = ("batches", "evaluation")
+_FREE_GROUPS = ("batches", "evaluation", "search")
 _FREE = {"data_dir", "pairs_in_buffer", "source_language", "target_language", "validation_text_file"}
 _FREE |= {f"{split}{kind}" for split in ("validation", "test") for kind in ("_file", "_source_file", "_target_file")}
 _FREE |= {"max_validation_samples", "max_test_samples", "dataset_validation_split", "dataset_test_split"}

@@ -10,7 +10,7 @@ import torch
 from figure_files import LOG, png_size
 
 from metaphrase.hub_card import figures
-from metaphrase.hub_card.figures import best_entry, draw_attention_map, draw_training_curve
+from metaphrase.hub_card.figures import best_entry, draw_attention_map, draw_training_curve, draw_trials
 
 
 def test_training_curve_shows_all_steps_whatever_the_last_one_with_a_score(tmp_path, monkeypatch):
@@ -46,6 +46,22 @@ def test_a_long_noisy_log_is_drawn(tmp_path):
     noise = np.random.default_rng(0).normal(3, 0.1, 400)
     log = [{"step": step, "loss": float(loss)} for step, loss in enumerate(noise)]
     assert png_size(draw_training_curve(log, tmp_path / "curve.png"))[0] == 8 * figures.DOTS_PER_INCH
+
+
+def test_trials_are_drawn_against_each_field(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(figures, "_save", lambda figure, path: drawn.append(figure) or path)
+    columns = ("trial", "state", "bleu", "seconds", "learning_rate", "optim")
+    table = [(0, "complete", 9.0, 1.0, 1e-3, "adamw_torch"), (1, "pruned", 2.0, 1.0, 1e-2, "adafactor")]
+    table += [(2, "fail", None, None, None, None), (3, "complete", 12.0, 1.0, 3e-3, "adafactor")]
+    rows = [dict(zip(columns, values, strict=True)) for values in table]
+    draw_trials(rows, rows[3], "bleu", tmp_path / "trials.png", log_names=["learning_rate"])
+    panels = drawn[0].axes
+    assert [panel.get_xlabel() for panel in panels] == ["trial", "learning_rate", "optim"]
+    assert [panel.get_xscale() for panel in panels] == ["linear", "log", "linear"]
+    complete, pruned, best = panels[1].collections
+    assert complete.get_offsets().tolist() == [[1e-3, 9.0], [3e-3, 12.0]]
+    assert pruned.get_offsets().tolist() == [[1e-2, 2.0]] and best.get_offsets().tolist() == [[3e-3, 12.0]]
 
 
 def test_attention_map_grows_with_its_tokens(tmp_path):

@@ -56,14 +56,14 @@ def press_ctrl_c_at(step, monkeypatch):
             if state.global_step == step:
                 signal.raise_signal(signal.SIGINT)
 
-    make_trainer = Experiment._make_trainer
+    make_trainer = Experiment.make_trainer
 
     def with_keyboard(*args):
         trainer = make_trainer(*args)
         trainer.add_callback(Keyboard())
         return trainer
 
-    monkeypatch.setattr(Experiment, "_make_trainer", with_keyboard)
+    monkeypatch.setattr(Experiment, "make_trainer", with_keyboard)
 
 
 def test_ctrl_c_leaves_a_finished_model(data, tmp_path, monkeypatch, caplog):

@@ -21,8 +21,9 @@ def _field(group: str, text: str, default: Any = None, minimum: float | None = N
     return field(**value, metadata={"group": group, "help": text, "minimum": minimum})
 
 
-_data, _tasks, _tokenizer, _model, _batches, _technique, _evaluation = (
-    partial(_field, group) for group in ("data", "tasks", "tokenizer", "model", "batches", "technique", "evaluation")
+_GROUPS = ("data", "tasks", "tokenizer", "model", "batches", "technique", "evaluation", "search")
+_data, _tasks, _tokenizer, _model, _batches, _technique, _evaluation, _search = (
+    partial(_field, group) for group in _GROUPS
 )
 
 
@@ -165,6 +166,10 @@ class OwnFields:
         "Evaluations without a better score before training stops.", minimum=1
     )
     early_stopping_threshold: float | None = _evaluation("Minimum change that counts as better.", minimum=0)
+
+    search: dict[str, Any] = _search(
+        "Values that `metaphrase tune` tries, by field: a list, or {low: 1e-4, high: 1e-2, log: true}.", dict
+    )
 
 
 # All differences from transformers' own defaults.

@@ -38,8 +38,8 @@ RENAMED = {f"gradient_checkpointing{kind}": f"{CHECKPOINTING}{kind}" for kind in
 METRIC_SCHEDULES = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 # Uploads are done by `metaphrase push`, not by a run.
 _UPLOAD_PREFIXES = ("push_to_hub", "hub_")
-# The keys of this mapping are names of model parts, which have dots.
-_PARTS_PREFIX = "learning_rate_factors."
+# The keys of these mappings are names of model parts or of fields, which have dots.
+_DOTTED_PREFIXES = ("learning_rate_factors.", "search.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +143,9 @@ class Recipe(OwnFields, TrainingFields):
         arguments = {**TRAINING_DEFAULTS, **values, **overrides}
         if not arguments.get("output_dir"):
             raise ValueError("`output_dir` must be given, got none. Pass --output_dir FOLDER.")
+        if arguments.get("run_name") is None:
+            # Trackers would name runs at random, and a resumed run anew.
+            arguments["run_name"] = Path(arguments["output_dir"]).name
         for name, later in RENAMED.items():
             if arguments.get(later) is None and name in arguments:
                 arguments[later] = arguments.pop(name)
@@ -215,7 +218,7 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = (), is_check
     values = {} if path is None else _read_file(Path(path))
     where = "the command line"
     for option, words in _split_options(overrides):
-        name, *keys = option.split(".", maxsplit=1 if option.startswith(_PARTS_PREFIX) else -1)
+        name, *keys = option.split(".", maxsplit=1 if option.startswith(_DOTTED_PREFIXES) else -1)
         value_type = _type_of(name, where)
         if not keys:
             is_unset = words == ["null"] and name in OWN_FIELDS

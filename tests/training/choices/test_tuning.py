@@ -1,0 +1,239 @@
+"""Tests of the search for a better recipe: its space, its trials, resumption, and the files that it leaves."""
+
+import csv
+import sys
+import time
+
+import pytest
+from pronunciations import PRONUNCIATIONS
+from small_experiments import make_recipe
+
+from metaphrase.scripts import tune
+from metaphrase.training.choices import tuning
+from metaphrase.training.choices.search_space import SearchRange, rounded, search_space, with_values
+from metaphrase.training.choices.tuning import Tuning
+from metaphrase.training.recipe.recipe import Recipe, load_recipe
+
+optuna = pytest.importorskip("optuna", reason="The search needs optuna: pip install metaphrase[tune].")
+
+# A trial of four steps takes about 0.1 seconds.
+FIELDS = {"max_steps": 4, "vocab_size": None, "tokenizer_kind": "char", "metric_for_best_model": "loss"}
+FIELDS |= {"predict_with_generate": "false", "learning_rate": 0.01, "test_file": None}
+RANGE = {"low": 1e-4, "high": 1e-2, "log": True}
+
+
+def search(data, folder, trials, is_resumed=False, **fields):
+    fields = {**FIELDS, "time_budget": "1h", "search.learning_rate": "[0.0, 0.001]", **fields}
+    result = Tuning(make_recipe(data, folder, **fields), trials, is_resumed, time.time())
+    result.run()
+    return result
+
+
+def space_of(**search):
+    return search_space(Recipe(set_names=("search",), search=search, learning_rate=1e-3))
+
+
+@pytest.fixture
+def data(data, monkeypatch):
+    """The pairs, for recipes that count as complete: the choice of open fields takes longer than a search."""
+    monkeypatch.setattr(tuning, "is_completable", lambda recipe: False)
+    return data
+
+
+# Search space
+
+
+def test_a_range_holds_the_value_of_the_recipe():
+    space = space_of(learning_rate={"low": 1e-2, "high": 1e-1, "log": True}, label_smoothing_factor=[0.1, 0.2])
+    assert (space["learning_rate"].low, space["learning_rate"].high, space["learning_rate"].is_log) == (1e-3, 0.1, True)
+    assert space["label_smoothing_factor"].values == (0.0, 0.1, 0.2)
+
+
+def test_whole_numbers_stay_whole_and_others_have_three_digits():
+    trial = optuna.trial.FixedTrial({"model.hidden_size": 256, "weight_decay": 0})
+    space = space_of(**{"model.hidden_size": {"low": 128, "high": 512}, "weight_decay": {"low": 0, "high": 1}})
+    for name, item in space.items():
+        item.suggest(name, trial)
+    kinds = {name: type(distribution) for name, distribution in trial.distributions.items()}
+    assert kinds == {
+        "model.hidden_size": optuna.distributions.IntDistribution,
+        "weight_decay": optuna.distributions.FloatDistribution,
+    }
+    values = {"model.hidden_size": 1234, "weight_decay": 0.123456}
+    assert rounded(values, space) == {"model.hidden_size": 1234, "weight_decay": 0.123}
+    assert rounded(values, {**space, "weight_decay": SearchRange(0.123456)}) == values
+
+
+def test_values_with_a_dot_set_one_key():
+    recipe = Recipe(model={"hidden_size": 64})
+    changed = with_values(recipe, {"model.dropout": 0.2, "learning_rate": 0.1})
+    assert changed.model == {"hidden_size": 64, "dropout": 0.2} and changed.learning_rate == 0.1
+    assert recipe.model == {"hidden_size": 64}
+
+
+def test_the_default_search_is_around_the_rule():
+    space = search_space(Recipe(preset="metaphrase-tiny", model={"hidden_size": 256}, max_tokens_per_batch=1024))
+    rate = space["learning_rate"]
+    # The rule's rate is 2e-3 at this width; the default of transformers lies below the range, which is extended.
+    assert rate.low == 5e-5 and rate.high == pytest.approx(2e-3 * 30**0.5) and rate.start == 5e-5
+    assert space["max_tokens_per_batch"].values == (512, 1024, 2048)
+    assert set(space) == {"learning_rate", "label_smoothing_factor", "model.dropout", "max_tokens_per_batch"}
+
+
+@pytest.mark.parametrize(
+    ("search", "message"),
+    [
+        ({"learning_rat": RANGE}, "got `learning_rat` in `search`. Did you mean 'learning_rate'"),
+        ({"model.dropuot": [0.1]}, "`dropuot` is not a field of MetaphraseConfig. Did you mean 'dropout'"),
+        ({"vocab_size": [500]}, "`search` must name fields that may differ between trials, got `vocab_size`"),
+        ({"max_steps": [5]}, "may differ between trials, got `max_steps`"),
+        ({"seed": [5]}, "may differ between trials, got `seed`"),
+        ({"eval_steps": [5]}, "may differ between trials, got `eval_steps`"),
+        ({"model": {"dropout": [0.1]}}, "`search` must name one value, such as learning_rate or model.dropout"),
+        (
+            {"learning_rate": 0.1},
+            "`search.learning_rate` must be a list of values or {low: 1e-4, high: 1e-2, log: true}",
+        ),
+        ({"learning_rate": {"low": 2, "high": 1}}, "`search.learning_rate` must be a list"),
+        ({"learning_rate": {"low": 1, "high": 2, "step": 1}}, "`search.learning_rate` must be a list"),
+        ({"learning_rate": []}, "`search.learning_rate` must be a list"),
+        ({"label_smoothing_factor": {**RANGE}}, "`label_smoothing_factor` and .* must be above 0 with log, got 0.0"),
+        ({"label_smoothing_factor": [0.1, 1.5]}, "`label_smoothing_factor` must be at least 0 and below 1, got 1.5"),
+        ({"learning_rate": ["much"]}, "`learning_rate` must be float, got 'much'"),
+        ({"exponential_average_decay": {"low": 0.1, "high": 0.9}}, "must be a number to be searched .* got None"),
+        ({"model.hidden_size": [30]}, "hidden_size"),
+    ],
+)
+def test_a_search_that_cannot_be_is_refused(search, message):
+    with pytest.raises(ValueError, match=message):
+        space_of(**search)
+
+
+# Trials
+
+
+def test_trials_differ_and_the_best_recipe_is_complete(data, tmp_path):
+    result = search(data, tmp_path / "run", 3, **{"search.label_smoothing_factor": "{low: 0.0, high: 0.3}"})
+    rows = result.rows
+    assert [row["trial"] for row in rows] == [0, 1, 2]
+    # The first trial is the recipe as it stands.
+    assert rows[0]["learning_rate"] == 0.01 and rows[0]["label_smoothing_factor"] == 0.1
+    assert result.best_rows[0]["loss"] == pytest.approx(result.study.best_value, rel=1e-4)
+    with (tmp_path / "run" / "trials.tsv").open(encoding="utf-8") as file:
+        table = list(csv.DictReader(file, delimiter="\t"))
+    assert [float(row["loss"]) for row in table] == [row["loss"] for row in rows]
+    best = load_recipe(tmp_path / "run" / "recipe.yaml")
+    assert best.learning_rate == result.best_rows[0]["learning_rate"]
+    assert best.max_steps == 4 and best.eval_steps == 3
+    assert "Trial" in (tmp_path / "run" / "recipe.yaml").read_text(encoding="utf-8").splitlines()[0]
+    assert not list((tmp_path / "run").rglob("checkpoint-*")) and not list((tmp_path / "run").rglob("*.safetensors"))
+
+
+def test_bad_trials_are_pruned(data, tmp_path):
+    result = search(data, tmp_path / "run", 5, max_steps=5)
+    states = {(row["learning_rate"], row["state"]) for row in result.rows}
+    # Pruning begins after two complete trials. Other rates than the first train worse or not at all.
+    assert {state for _, state in states} == {"complete", "pruned"} and (0.01, "pruned") not in states
+    assert result.best_rows[0]["learning_rate"] == 0.01
+
+
+def test_trials_are_shortened_to_fit_into_the_time(data, tmp_path, monkeypatch):
+    result = Tuning(
+        make_recipe(data, tmp_path / "run", **FIELDS, time_budget="1h", warmup_steps=2), 2, False, time.time()
+    )
+    monkeypatch.setattr(Tuning, "_plan", lambda self: {"share": 0.5, "updates": 2, "seconds": 600.0})
+    result.run()
+    assert [max(trial.intermediate_values) for trial in result.study.trials] == [2, 2]
+    assert result._trial_recipe({}).warmup_steps == 1
+    assert load_recipe(tmp_path / "run" / "recipe.yaml").max_steps == 4
+
+
+def test_a_slow_trial_ends_by_the_clock_and_leaves_no_checkpoint(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(Tuning, "_plan", lambda self: {"share": 1.0, "updates": 4, "seconds": 0.0})
+    [trial] = search(data, tmp_path / "run", 1).study.trials
+    assert list(trial.intermediate_values) == [1] and not list((tmp_path / "run").rglob("checkpoint-*"))
+
+
+def test_no_trial_begins_that_would_end_too_late(data, tmp_path, monkeypatch):
+    # One trial of 40 minutes fits, and another would not.
+    monkeypatch.setattr(Tuning, "_plan", lambda self: {"share": 1.0, "updates": 4, "seconds": 2400.0})
+    assert len(search(data, tmp_path / "run", None).rows) == 1
+
+
+def test_a_killed_search_is_resumed(data, tmp_path):
+    folder = tmp_path / "run"
+    search(data, folder, 1)
+    # A process that is killed leaves a trial that runs.
+    optuna.load_study(study_name="tune", storage=f"sqlite:///{folder / 'study.db'}").ask()
+    with pytest.raises(ValueError, match=r"`output_dir` must not hold another search, got .* Pass --resume"):
+        search(data, folder, 2)
+    with pytest.raises(ValueError, match=r"`learning_rate` must stay as it was in .* got 0.02"):
+        search(data, folder, 2, is_resumed=True, learning_rate=0.02)
+    rows = search(data, folder, 2, is_resumed=True).rows
+    assert [row["state"] for row in rows] == ["complete", "fail", "complete"]
+
+
+def test_a_search_whose_first_trial_was_killed_begins_with_it_again(data, tmp_path, monkeypatch):
+    make_trainer = Tuning._make_trainer
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Tuning, "_make_trainer", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        search(data, tmp_path / "run", 1)
+    monkeypatch.setattr(Tuning, "_make_trainer", make_trainer)
+    rows = search(data, tmp_path / "run", 1, is_resumed=True).rows
+    assert [(row["state"], row["learning_rate"]) for row in rows] == [("fail", None), ("complete", 0.01)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "trials", "message"),
+    [
+        (
+            {"streaming": "true", "max_tokens_per_batch": 64, "per_device_train_batch_size": None},
+            1,
+            "`streaming`, `tasks`",
+        ),
+        ({}, 0, "`trials` must be at least 1, got 0"),
+        ({"validation_file": None, "eval_strategy": "no", "num_validation": 0}, 1, "to compare trials, got neither"),
+        ({"model.hidden_size": 15}, 1, "hidden_size"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused(fields, trials, message, data, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        search(data, tmp_path / "run", trials, **fields)
+
+
+def test_optuna_must_be_installed(data, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(ImportError, match=r"needs optuna: pip install metaphrase\[tune\]"):
+        search(data, tmp_path / "run", 1)
+
+
+# Command line
+
+
+def test_a_file_of_pairs_is_tuned(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = "".join(f"{source}\t{target}\n" for source, target in PRONUNCIATIONS[:300])
+    (tmp_path / "pairs.tsv").write_text(text, encoding="utf-8")
+    sizes = [
+        "--model.hidden_size",
+        "16",
+        "--model.encoder_layers",
+        "1",
+        "--model.decoder_layers",
+        "1",
+        "--max_steps",
+        "2",
+    ]
+    tune.main(["pairs.tsv", "--trials", "2", *sizes, "--time_budget", "1h"])
+    lines = capsys.readouterr().out.splitlines()
+    fields = ["learning_rate", "label_smoothing_factor", "model.dropout", "max_tokens_per_batch"]
+    assert lines[0].split() == ["trial", "state", "wer", "seconds", *fields]
+    assert len(lines) == 6 and lines[-1] == "metaphrase train runs/pairs_tune/recipe.yaml"
+    folder = tmp_path / "runs" / "pairs_tune"
+    best = load_recipe(folder / "recipe.yaml")
+    assert best.tokenizer_kind == "char" and best.output_dir == "runs/pairs_tune/best" and best.time_budget is None
+    assert (folder / "trials.png").read_bytes().startswith(b"\x89PNG")
