@@ -13,6 +13,7 @@ import torch
 
 from metaphrase.data.pairs import LENGTH_COLUMNS, possible_validation
 from metaphrase.data.profile import CorpusProfile
+from metaphrase.training.choices.dataset import choose_dataset
 from metaphrase.training.choices.rules import (
     BATCHES,
     SIZES,
@@ -64,7 +65,8 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
     """
     started = time.time() if started is None else started
     filled = OpenRecipe(recipe)
-    first = Experiment(recipe, is_dry_run)
+    choose_dataset(filled)
+    first = Experiment(filled.recipe, is_dry_run)
     with first.arguments.main_process_first(desc="reading the corpus"):
         first.corpus.load()
     train = first.corpus.splits["train"]
