@@ -6,6 +6,7 @@ if __name__ == "__main__" and not __package__:  # Run as a file: its folder must
     sys.path.pop(0)
 
 import logging
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 RECIPES = Path(__file__).parent / "recipes"
 # Options without a value; all others are fields of the recipe.
 OPTIONS = ("--resume", "--dry_run", "--help_fields")
+# Not the path of a recipe.
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(?<!\.yaml)(?<!\.yml)")
 
 
 def find_recipe(name: str) -> Path:
@@ -42,11 +45,15 @@ def find_recipe(name: str) -> Path:
     if path.name == name and packaged.is_file():
         return packaged
     names = ", ".join(sorted(path.stem for path in RECIPES.glob("*.yaml")))
-    raise FileNotFoundError(f"The recipe must be a file or one of {names}, got {name!r}.")
+    raise FileNotFoundError(
+        f"The recipe must be a file or one of {names}, got {name!r}. A data set must be a folder, or OWNER/NAME on the Hub."
+    )
 
 
 def find_data(names: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Return the recipe file that the words on the command line name, or None, and options for files of pairs.
+    """Return the recipe file that the words on the command line name, or None, and options for files or a data set.
+
+    A data set is a folder, or a name with its owner: a single word is a recipe.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -54,12 +61,15 @@ def find_data(names: Sequence[str]) -> tuple[Path | None, list[str]]:
     """
     if len(names) > 2:
         raise ValueError(
-            f"`metaphrase train` takes a recipe, a file of pairs or two parallel files, got {' '.join(names)}."
+            f"`metaphrase train` takes a recipe, a file of pairs, two parallel files or a data set, got {' '.join(names)}."
         )
     if len(names) == 2:
         return None, ["--train_source_file", names[0], "--train_target_file", names[1]]
     if names and Path(names[0].removesuffix(".gz")).suffix in READERS:
         return None, ["--train_file", names[0]]
+    is_recipe = names and (Path(names[0]).is_file() or (RECIPES / f"{names[0]}.yaml").is_file())
+    if names and not is_recipe and (Path(names[0]).is_dir() or _HUB_NAME.fullmatch(names[0])):
+        return None, ["--dataset_name", names[0]]
     return (find_recipe(names[0]) if names else None), []
 
 
@@ -88,8 +98,8 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument(
         "recipe",
         nargs="*",
-        help="a YAML file, the name of a recipe of the package, a file of pairs, or two parallel files; what a recipe "
-        "leaves open is chosen from the pairs",
+        help="a YAML file, the name of a recipe of the package, a file of pairs, two parallel files, or a data set: a folder "
+        "or OWNER/NAME on the Hub; what a recipe leaves open is chosen from the pairs",
     )
     parser.add_argument("--help_fields", action="store_true", help="list all fields of a recipe and exit")
     parser.add_argument("--resume", action="store_true", help="resume from the last checkpoint in output_dir")

@@ -13,6 +13,8 @@ import torch
 
 from metaphrase.data.pairs import LENGTH_COLUMNS, possible_validation
 from metaphrase.data.profile import CorpusProfile
+from metaphrase.training.choices.dataset import choose_dataset
+from metaphrase.training.choices.finetuning import choose_finetuning, choose_limits
 from metaphrase.training.choices.rules import (
     BATCHES,
     SIZES,
@@ -41,11 +43,9 @@ _LONG_RUN = 24
 
 
 def is_completable(recipe: Recipe) -> bool:
-    """Return True if open fields of a recipe can be chosen: those of a new network that learns from pairs of text."""
+    """Return True if open fields of a recipe can be chosen: those of a network that learns from pairs of text."""
     is_special = recipe.tasks or recipe.streaming or recipe.objective != "pairs"
-    return not (
-        is_special or recipe.model_name_or_path or recipe.tokenizer_name_or_path or recipe.resume_from_checkpoint
-    )
+    return not (is_special or recipe.tokenizer_name_or_path or recipe.resume_from_checkpoint)
 
 
 def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = None) -> tuple[Experiment, list[Choice]]:
@@ -64,11 +64,15 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
     """
     started = time.time() if started is None else started
     filled = OpenRecipe(recipe)
-    first = Experiment(recipe, is_dry_run)
+    choose_dataset(filled)
+    first = Experiment(filled.recipe, is_dry_run)
     with first.arguments.main_process_first(desc="reading the corpus"):
         first.corpus.load()
     train = first.corpus.splits["train"]
-    choose_from_text(filled, CorpusProfile.of(train))
+    profile, is_base = CorpusProfile.of(train), recipe.model_name_or_path is not None
+    if is_base:
+        choose_limits(filled, first, profile)
+    choose_from_text(filled, profile)
     if not recipe.is_set("num_validation") and filled.recipe.num_validation:
         # Pairs with the same source stay together.
         size = possible_validation(train, filled.recipe.num_validation, recipe.num_test, recipe.seed)
@@ -87,9 +91,13 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
 
     seconds = None
     if recipe.time_budget is not None:
-        pace_of(SIZES[1])
+        if not is_base:
+            pace_of(SIZES[1])
         seconds = _UPDATES_SHARE * (experiment.deadline - time.time())
-    hours = choose_from_tokens(filled, tokens, pace_of, seconds) / 3600
+    if is_base:
+        hours = choose_finetuning(filled, experiment, tokens, seconds, free_memory() / _HEAP) / 3600
+    else:
+        hours = choose_from_tokens(filled, tokens, pace_of, seconds) / 3600
     if seconds is None and hours > _LONG_RUN:
         logger.warning(
             "This run takes about %.1f hours on this machine. To get the best model of a shorter time, give it: "

@@ -34,7 +34,7 @@ _LONG_WORD = 12
 _EASTERN = "\u0e00"
 _VALIDATION = ("validation_file", "validation_source_file", "dataset_validation_split", "num_validation")
 _TOKENIZER = ("tokenizer_kind", "target_tokenizer_kind", "joint_vocabulary", "vocab_size", "target_vocab_size")
-_TOKENIZER += ("tokenizer_name_or_path",)
+_TOKENIZER += ("tokenizer_name_or_path", "model_name_or_path")
 BATCHES = ("max_tokens_per_batch", "per_device_train_batch_size", "gradient_accumulation_steps")
 _EVALUATION = ("eval_strategy", "eval_steps", "save_strategy", "save_steps", "load_best_model_at_end")
 _EVALUATION += ("metric_for_best_model", "early_stopping_patience", "average_last", "average_best")
@@ -284,11 +284,11 @@ def choose_from_tokens(
         label_smoothing_factor=0.1,
         max_grad_norm=1.0,
     )
-    _choose_evaluation(recipe, tokens, updates)
+    choose_evaluation(recipe, tokens, updates)
     return updates * pace.seconds
 
 
-def _choose_evaluation(recipe: OpenRecipe, tokens: TokenProfile, updates: int) -> None:
+def choose_evaluation(recipe: OpenRecipe, tokens: TokenProfile, updates: int) -> None:
     """Choose when the model is evaluated and saved, which of its weights stay, and how it decodes."""
     if not any(getattr(recipe.recipe, name) for name in _VALIDATION):
         recipe.choose("there are no validation pairs to compare beams on", num_beams=4)
@@ -302,7 +302,9 @@ def _choose_evaluation(recipe: OpenRecipe, tokens: TokenProfile, updates: int) -
         # An error rate tells weights apart that are exactly right equally often.
         metrics = recipe.recipe.metrics or ["bleu"]
         metric = next((name for name in ("wer", "cer") if name in metrics), metrics[0])
-        if recipe.is_open("save_total_limit") or (recipe.recipe.save_total_limit or _AVERAGED) >= _AVERAGED:
+        is_kept = recipe.is_open("save_total_limit") or (recipe.recipe.save_total_limit or _AVERAGED) >= _AVERAGED
+        # A checkpoint of an adapter holds no weights to average.
+        if is_kept and recipe.recipe.lora_rank is None:
             checkpoints = {"average_best": _AVERAGED, "save_total_limit": _AVERAGED + 1}
         else:
             checkpoints = {"load_best_model_at_end": True}

@@ -95,5 +95,7 @@ def test_two_parallel_files_are_pairs_too(folder, capsys):
 def test_words_that_are_no_data_are_refused():
     with pytest.raises(FileNotFoundError, match="The recipe must be a file or one of"):
         train.find_data(["no_such_recipe"])
-    with pytest.raises(ValueError, match="takes a recipe, a file of pairs or two parallel files, got a b c"):
+    with pytest.raises(
+        ValueError, match="takes a recipe, a file of pairs, two parallel files or a data set, got a b c"
+    ):
         train.find_data(["a", "b", "c"])

@@ -1,0 +1,162 @@
+"""Tests of the choices for fine-tuning: rates by family and size, batches by memory, limits by the model's positions."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from other_families import other_model
+from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator, tiny_pair
+
+from metaphrase.conversion import convert
+from metaphrase.inference import Generator
+from metaphrase.scripts import train
+from metaphrase.training.choices import completion, finetuning
+from metaphrase.training.choices.completion import complete
+from metaphrase.training.choices.finetuning import RULES, family_of, finetuning_updates
+from metaphrase.training.choices.rules import TokenProfile
+from metaphrase.training.model_setup import longest_sequence
+from metaphrase.training.recipe.recipe import Recipe, load_recipe
+
+PAIRS = [(f"{source} {noun}", target) for noun in ("dog", "cat", "house", "tree") * 10
+         for source, target in zip(SOURCES, TARGETS, strict=True)]  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = "".join(f"{source}\t{target}\n" for source, target in PAIRS)
+    (tmp_path / "pairs.tsv").write_text(text, encoding="utf-8")
+    return tmp_path
+
+
+def save_base(family, folder, **decoding):
+    model = other_model(family)
+    for name, value in decoding.items():
+        setattr(model.generation_config, name, value)
+    model.save_pretrained(folder)
+    tiny_pair().save_pretrained(folder)
+    return str(folder)
+
+
+def completed(folder, base, **fields):
+    fields |= {"train_file": "pairs.tsv", "output_dir": "run", "use_cpu": True, "model_name_or_path": base}
+    recipe = Recipe.from_mapping(fields, "the test")
+    experiment, choices = complete(recipe, is_dry_run=True)
+    return experiment.recipe, " ".join(map(str, choices))
+
+
+def test_a_base_is_fine_tuned_without_a_recipe_and_resumed(folder):
+    base = save_generator(tiny_generator(kind="byte", layers=1), folder / "base")
+    words = ["--model_name_or_path", str(base), "--max_steps", "3", "--disable_tqdm", "--use_cpu"]
+    words += ["--generation_max_length", "9"]
+    train.main(["pairs.tsv", *words])
+    run = folder / "runs" / "pairs"
+    recipe = load_recipe(run / "recipe.yaml")
+    assert recipe.num_validation > 0 and recipe.average_best and recipe.metrics
+    assert recipe.learning_rate > 2e-4 and not recipe.is_set("tokenizer_kind") and not recipe.is_set("preset")
+    assert "# a metaphrase of width" in (run / "recipe.yaml").read_text(encoding="utf-8")
+    assert len(Generator.from_pretrained(run).generate(["a cat"])) == 1
+    train.main(["pairs.tsv", *words, "--resume", "--max_steps", "4"])
+    again = load_recipe(run / "recipe.yaml")
+    assert json.loads((run / "trainer_state.json").read_text(encoding="utf-8"))["global_step"] == 4
+    for name in ("learning_rate", "warmup_steps", "max_source_length", "max_tokens_per_batch", "num_validation"):
+        assert getattr(again, name) == getattr(recipe, name), name
+
+
+@pytest.mark.parametrize(
+    ("family", "smoothing", "bounds"),
+    [("t5", 0.0, (3e-4, 2e-3)), ("bart", 0.1, (3e-5, 2e-4)), ("marian", 0.1, (1e-4, 1e-3))],
+)
+def test_rates_follow_the_family_also_of_a_converted_model(family, smoothing, bounds, folder):
+    theirs = save_base(family, folder / "theirs", num_beams=3)
+    recipe, text = completed(folder, theirs)
+    assert bounds[0] < recipe.learning_rate < bounds[1] and recipe.label_smoothing_factor == smoothing
+    assert recipe.num_beams == 3 and "the base model has them" in text
+    assert recipe.max_source_length % 16 == 0 and 32 <= recipe.max_source_length <= 64
+    convert(theirs, folder / "ours")
+    ours, _ = completed(folder, str(folder / "ours"))
+    for name in ("learning_rate", "label_smoothing_factor", "weight_decay", "num_beams"):
+        assert getattr(ours, name) == getattr(recipe, name), name
+
+
+def test_given_fields_stay(folder):
+    given = {"learning_rate": 1.0, "num_train_epochs": 2.0, "max_source_length": 40, "num_validation": 10}
+    given |= {"per_device_train_batch_size": 4, "label_smoothing_factor": 0.3, "eval_strategy": "no"}
+    recipe, _ = completed(folder, save_base("t5", folder / "base"), **given)
+    assert {name: getattr(recipe, name) for name in given} == given
+    assert recipe.max_tokens_per_batch is None and recipe.max_steps == -1
+
+
+def test_texts_beyond_the_positions_are_truncated(folder):
+    long = "a cat " * 30
+    lines = [f"{long}{source}\t{target} {number:04}\n" for number, (source, target) in enumerate(PAIRS)]
+    (folder / "pairs.tsv").write_text("".join(lines), encoding="utf-8")
+    recipe, text = completed(folder, save_base("bart", folder / "base"))
+    assert recipe.max_source_length == longest_sequence(recipe) == 64 and recipe.too_long == "truncate"
+    assert recipe.metrics == ["rouge", "chrf"] and "50.0 % of the texts have more than 64 tokens" in text
+
+
+def test_memory_decides_on_batches_and_adapters(folder, monkeypatch, caplog):
+    base = save_base("bart", folder / "base")
+    peaks, peak_memory = [], finetuning.peak_memory
+
+    def recorded_peak(*arguments):
+        peaks.append(peak_memory(*arguments))
+        return peaks[-1]
+
+    monkeypatch.setattr(finetuning, "peak_memory", recorded_peak)
+    full, _ = completed(folder, base)
+    assert full.max_tokens_per_batch == 1024 and full.lora_rank is None and len(peaks) == 1
+    monkeypatch.setattr(completion, "free_memory", lambda: completion._HEAP * (peaks[0] - 1))
+    small, text = completed(folder, base)
+    assert small.max_tokens_per_batch < 1024 and small.lora_rank is None
+    assert (
+        small.max_tokens_per_batch * small.gradient_accumulation_steps == 1024
+        and "memory holds no more in one batch" in text
+    )
+    assert peaks[-1] < 0.8 * peaks[0]
+    monkeypatch.setattr(completion, "free_memory", lambda: 2**29)
+
+    def needed(counts):
+        return 2**30 if counts.trainable == counts.total else 2**20
+
+    monkeypatch.setattr(finetuning, "peak_memory", lambda estimate, config: needed(estimate.parameters))
+    adapted, text = completed(folder, base)
+    assert adapted.lora_rank == 16 and "training all weights takes 1.0 GiB" in text
+    assert adapted.load_best_model_at_end and adapted.average_best is None
+    assert adapted.learning_rate == min(1e-3, 10 * full.learning_rate)
+    monkeypatch.setattr(finetuning, "peak_memory", lambda estimate, config: 2**40)
+    completed(folder, base)
+    assert "Training takes about 1024.0 GiB" in caplog.text
+
+
+def test_time_shortens_the_run(folder, monkeypatch):
+    base = save_base("t5", folder / "base")
+    unlimited, _ = completed(folder, base)
+    slow = SimpleNamespace(hours=1.0, data=SimpleNamespace(steps=10))
+    estimate = finetuning._estimate
+    monkeypatch.setattr(
+        finetuning, "_estimate", lambda *args, devices=1, **fields: estimate(*args, **fields) if devices else slow
+    )
+    recipe, text = completed(folder, base, time_budget="1h")
+    assert 1 <= recipe.max_steps < 10 < unlimited.max_steps and "% of them fit into the time" in text
+
+
+@pytest.mark.parametrize(
+    ("pairs", "epochs"), [(50, (20, 31)), (1000, (9, 11)), (16_000, (4.5, 5.5)), (200_000, (2.9, 3.1))]
+)
+def test_few_pairs_are_repeated_more_often(pairs, epochs):
+    tokens = TokenProfile(pairs, 15 * pairs, 15 * pairs, 60)
+    assert epochs[0] <= finetuning_updates(tokens, 1024) * 1024 / tokens.both <= epochs[1]
+
+
+def test_wider_models_have_lower_rates():
+    for rule in RULES.values():
+        rates = [rule.learning_rate(width) for width in (16, 512, 768, 1024, 4096)]
+        assert rates == sorted(rates, reverse=True)
+        assert np.isclose(rule.learning_rate(rule.width), rule.rate) and rates[0] <= 4 * rule.rate
+
+
+def test_own_models_have_their_own_rate():
+    assert family_of(tiny_generator().model.config) == "metaphrase"
