@@ -36,6 +36,7 @@ def test_a_recipe_becomes_a_folder_that_transformers_loads(data, tmp_path):
 
     tokenizer, model = AutoTokenizer.from_pretrained(output), AutoModelForSeq2SeqLM.from_pretrained(output)
     assert model.generation_config.max_length == 12
+    assert tokenizer.model_max_length == model.config.max_position_embeddings
     texts = ["The cat is black.", "He sleeps."]
     outputs = model.generate(**tokenizer(texts, return_tensors="pt", padding=True))
     expected = Generator.from_pretrained(output).generate(texts)
@@ -245,6 +246,9 @@ def test_a_run_holds_no_token_of_the_hub_and_no_file_that_could_run_code(data, t
 
 def test_an_experiment_is_carried_out_once(data, tmp_path):
     experiment = Experiment(make_recipe(data, tmp_path, max_steps=1, save_steps=1, eval_steps=1))
+    start = f"Experiment({str(tmp_path)!r}, "
+    assert repr(experiment).startswith(f"{start}starts from the beginning, Recipe(data_dir={str(data)!r}, ")
     experiment.train()
+    assert repr(experiment).startswith(f"{start}begun, Recipe(")
     with pytest.raises(ValueError, match="must be carried out once"):
         experiment.train()
