@@ -103,7 +103,8 @@ def search(
         stopping_criteria: Criteria of length and end of sequence, and the caller's own.
         generation_config: As `generate()` prepares it.
         return_scores: None returns what transformers' loops return. True and False return `sequences`, with
-            `sequences_scores` `(rows)` if True: scores of beams as transformers computes them, else sums of log-probabilities.
+            `sequences_scores` `(rows)` if True: scores of beams as transformers computes them, else sums of log-probabilities
+            as `sample` computes them.
         **model_kwargs: From `generate()`, `encoder_outputs` among them.
 
     Returns:
@@ -132,6 +133,8 @@ def search(
     chosen = SequenceScores()
     if return_scores is not None:
         config.return_dict_in_generate, config.output_scores = True, return_scores
+    if return_scores and config.do_sample and config.num_beams == 1:
+        logits_processor = chosen.behind(logits_processor)
     criteria = StoppingCriteriaList([*stopping_criteria, *([chosen] if return_scores else [])])
     with _compiled_steps(model, config, model_kwargs):
         output = loop(model, input_ids, logits_processor, criteria, config, **model_kwargs)
@@ -302,7 +305,7 @@ class SequenceScores(StoppingCriteria):
     """A criterion that never stops. It reads the scores of each step when the tokens are selected, and then empties them.
 
     With `output_scores` transformers' loops store the scores of all tokens and steps. Without, they do not return the scores of
-    beams, which they sum up themselves.
+    beams, which they sum up themselves. For samples, it reads the logits before other processors change them.
     """
 
     def __init__(self, empties: bool = True):
@@ -313,13 +316,32 @@ class SequenceScores(StoppingCriteria):
         self._num_read = 0
         # One tensor (rows,) per step.
         self._log_probs: list[torch.Tensor] = []
+        # Of this step, for samples.
+        self._logits: torch.Tensor | None = None
+
+    def sample(
+        self, model: GenerationMixin, input_ids: torch.LongTensor, logits_processor: LogitsProcessorList, **kwargs
+    ):
+        """Sample by the model's own loop, for `generate(custom_generate=...)` with this criterion."""
+        return model._sample(input_ids, self.behind(logits_processor), **kwargs)
+
+    def behind(self, processors: LogitsProcessorList) -> LogitsProcessorList:
+        """Return the processors behind one that reads the logits."""
+
+        def read(input_ids: torch.LongTensor, logits: torch.Tensor) -> torch.Tensor:
+            # A caller's own processor may change them in place.
+            self._logits = logits.clone()
+            return logits
+
+        return LogitsProcessorList([read, *processors])
 
     def __call__(self, input_ids: torch.LongTensor, scores: tuple[torch.Tensor, ...], **kwargs) -> torch.BoolTensor:
         """Read the scores of the new tokens: one per step, or several in speculative decoding."""
         for column, step in zip(range(self._num_read - len(scores), 0), scores[self._num_read :], strict=True):
             # In beam search the scores have more rows than the hypotheses.
             if len(step) == len(input_ids):
-                self._log_probs.append(_log_probs(step, input_ids[:, column]))
+                scores_of_model = step if self._logits is None else self._logits
+                self._log_probs.append(_log_probs(scores_of_model, input_ids[:, column]))
             if self._empties:
                 step.set_()
         self._num_read = len(scores)

@@ -93,9 +93,10 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cut
 
 
 def complete_sampling(options: dict) -> dict:
-    """Set `do_sample` if an option needs it."""
-    names = [name for name in _SAMPLING if name != "top_k" or "penalty_alpha" not in options]
-    if "do_sample" not in options and any(name in options for name in names):
+    """Set `do_sample` if an option needs it and the caller has set neither it nor a loop."""
+    chosen = {name for name, value in options.items() if value is not None}
+    names = [name for name in _SAMPLING if name != "top_k" or "penalty_alpha" not in chosen]
+    if not chosen & {"do_sample", "custom_generate"} and chosen.intersection(names):
         return {**options, "do_sample": True}
     return options
 

@@ -34,8 +34,8 @@ def sample(
         shorten: Returns shortlists from the decoder's output. Only greedy search of one target without scores uses them.
 
     Returns:
-        Ids (sources * copies, length), padded behind their ends, and the sums of log-probabilities of the processed scores,
-        (sources * copies,).
+        Ids (sources * copies, length), padded behind their ends, and the sums of their log-probabilities, (sources * copies,):
+        of samples under the model itself, of greedy search after the processors.
     """
     ends, prompt_length = config._eos_token_tensor, prompt.shape[1]
     padding = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
@@ -56,14 +56,16 @@ def sample(
         shortlist = None if shorten is None else shorten(hidden_states)
         tokens = None if shortlist is None else _best_of(shortlist, processors, ids)
         if tokens is None:
-            scores = project(hidden_states).float()
+            logits = project(hidden_states).float()
             if length == prompt_length:
                 state.spread(copies)
-                scores = scores.repeat_interleave(copies, dim=0)
-            scores = process(processors, ids, scores)
+                logits = logits.repeat_interleave(copies, dim=0)
+            scores = process(processors, ids, logits)
             tokens = draw(scores) if config.do_sample else scores.argmax(dim=-1)
         if totals is not None:
-            log_probs = nn.functional.log_softmax(scores, dim=-1).take_along_dim(tokens[:, None], dim=1)[:, 0]
+            # The distribution that samples are drawn from may be cut to a single token, with a score of 0.
+            scored = logits if config.do_sample else scores
+            log_probs = nn.functional.log_softmax(scored, dim=-1).take_along_dim(tokens[:, None], dim=1)[:, 0]
             totals[rows] += log_probs.masked_fill(is_ended, 0.0)
         if ends is not None:
             # With one target per source, targets that have ended are no longer in the batch.

@@ -12,6 +12,7 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from huggingface_hub.utils import validate_repo_id
 from transformers.dynamic_module_utils import get_relative_import_files
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from metaphrase.hub_card.card import FIGURE_NAME
@@ -20,6 +21,7 @@ from metaphrase.storage.folders import read_fields
 from metaphrase.storage.weight_files import weight_names
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 from metaphrase.training.checkpointing.averaging import PROVENANCE_NAME, RECIPE_NAME
+from metaphrase.training.checkpointing.folders import ARGUMENTS_NAME, EXPONENTIAL_AVERAGE_NAME
 from metaphrase.training.recipe.parsing import dump_yaml
 
 logger = logging.getLogger(__name__)
@@ -40,8 +42,7 @@ REASONS = {
     "checkpoint-*": "a checkpoint of the training run",
     "runs": "logs of the training run",
     **dict.fromkeys(("*.bin", "*.pt", "*.pth", "*.pkl"), "not safetensors: can run code when it is loaded"),
-    "exponential_average.safetensors": "a state of the training run",
-    "trainer_state.json": "a state of the training run",
+    **dict.fromkeys((EXPONENTIAL_AVERAGE_NAME, TRAINER_STATE_NAME, ARGUMENTS_NAME), "a state of the training run"),
     "*.py": "not code of the model",
     "*.png": "not a picture of the card",
     "*": "not a file of the model",

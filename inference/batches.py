@@ -176,6 +176,13 @@ def _is_assisted(model: PreTrainedModel, options: dict) -> bool:
     )
 
 
+def _is_sampled_alone(model: PreTrainedModel, options: dict) -> bool:
+    """Return True for plain sampling. Its loop gets no streamer as a `custom_generate`."""
+    settings = resolve_settings(model, options)
+    is_plain = (settings.get("num_beams") or 1) == 1 and options.get("streamer") is None
+    return bool(settings.get("do_sample")) and is_plain and not _is_assisted(model, options)
+
+
 def _search_options(
     model: PreTrainedModel, search: Callable | None, return_scores: bool, generation_kwargs: dict
 ) -> dict:
@@ -201,6 +208,8 @@ def _generate(
         criteria = generation_kwargs.get("stopping_criteria") or []
         step_scores = SequenceScores(empties=not criteria)
         generation_kwargs = {**generation_kwargs, "stopping_criteria": StoppingCriteriaList([*criteria, step_scores])}
+        if _is_sampled_alone(model, generation_kwargs):
+            generation_kwargs["custom_generate"] = step_scores.sample
     # With sharded weights, `generate()` would otherwise wait for the batches of other processes.
     output = model.generate(**inputs, **{"synced_gpus": False} | generation_kwargs)
     eos_token_ids = generation_kwargs.get("eos_token_id", model.generation_config.eos_token_id)

@@ -16,7 +16,8 @@ class Hypothesis:
 
     Attributes:
         ids: Token ids without start token and padding. The last one is the end of sequence if the model wrote it.
-        score: Length-normalized score of beam search, else the sum of log-probabilities. `None` without `return_scores`.
+        score: Length-normalized score of beam search, else the sum of log-probabilities. Those of samples are the model's own,
+            without temperature, `top_p` and the like. `None` without `return_scores`.
         is_finished: True if the model wrote the end of sequence within the length limit. An end that `forced_eos_token_id` put
             there does not count.
     """

@@ -78,6 +78,26 @@ class Generator(StreamDecoder):
         for number, member in enumerate(self.members, start=2):
             check_partner(self, member, f"model {number} of the ensemble")
 
+    def __repr__(self) -> str:
+        model, settings = self.model, self.model.generation_config
+        facts = [type(model).__name__]
+        if isinstance(model, PreTrainedModel):
+            facts += [
+                f"{model.num_parameters():,} parameters",
+                f"{str(model.dtype).removeprefix('torch.')} on {model.device}",
+            ]
+        pair = self.tokenizers
+        sizes = [
+            f"{len(tokenizer):,}" for tokenizer in ([pair.source] if pair.is_joint else [pair.source, pair.target])
+        ]
+        facts.append(f"vocabulary {' and '.join(sizes)}")
+        beams = settings.num_beams or 1
+        facts.append(f"{beams} beams" if beams > 1 else "sampling" if settings.do_sample else "greedy search")
+        if self.members:
+            facts.append(f"ensemble of {1 + len(self.members)} models")
+        name = getattr(model, "name_or_path", "")
+        return f"Generator({', '.join([repr(name)] * bool(name) + facts)})"
+
     @classmethod
     def from_pretrained(
         cls,
@@ -143,6 +163,7 @@ class Generator(StreamDecoder):
 
         Options beside those of `decode`:
 
+        - `temperature`, `top_k`, `top_p` and the like: sample, unless `do_sample` is False.
         - `must_contain`: phrases that every target contains. An item may be a list of phrases, of which one is enough.
         - `never_contain`: phrases that no target contains.
         - `assistant_model`: a smaller Metaphrase model with the same vocabulary, or a generator of one. It drafts
@@ -177,6 +198,8 @@ class Generator(StreamDecoder):
         **generation_kwargs,
     ) -> list[list[ScoredText]]:
         """Return `num_return_sequences` targets for each source. Beam search ranks them, best first.
+
+        The score of a sample is its log-probability under the model. Temperature, `top_p` and the like do not change the score.
 
         Args:
             texts: Sources.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from metaphrase.decoding.fast_generation import is_metaphrase
-from metaphrase.decoding.options import plain_options
+from metaphrase.decoding.options import complete_sampling, plain_options
 from metaphrase.decoding.searches.constrained_beam_search import encode_phrases
 from metaphrase.decoding.searches.joint_search import EnsembleSearch, Partner
 from metaphrase.decoding.searches.speculative_decoding import DEFAULT_NUM_ASSISTANT_TOKENS, SpeculativeSearch
@@ -57,7 +57,7 @@ class Run:
         Raises:
             ValueError: If an assistant does not fit, or as `read_text_options` and `encode_phrases` do.
         """
-        options = plain_options(read_text_options(options, num_texts))
+        options = plain_options(read_text_options(complete_sampling(dict(options)), num_texts))
         partners, joint_search = generator.members, generator.ensemble if generator.members else None
         if options.get("assistant_model") is not None:
             partners, joint_search = _read_assistant(generator, options)

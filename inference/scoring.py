@@ -16,6 +16,8 @@ from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts
 if TYPE_CHECKING:
     from metaphrase.inference.generator import Generator
 
+MAX_TOKENS_SHOWN = 12
+
 
 @dataclass(frozen=True)
 class ForcedScore:
@@ -30,6 +32,12 @@ class ForcedScore:
     ids: list[int]
     tokens: list[str]
     log_probabilities: list[float]
+
+    def __repr__(self) -> str:
+        tokens = [f"{token} {value:.2f}" for token, value in zip(self.tokens, self.log_probabilities, strict=True)]
+        more = [f"and {len(tokens) - MAX_TOKENS_SHOWN} more"] if len(tokens) > MAX_TOKENS_SHOWN else []
+        shown = ", ".join(tokens[:MAX_TOKENS_SHOWN] + more)
+        return f"ForcedScore(total={self.total:.3f}, mean={self.mean:.3f}, tokens: {shown})"
 
     @property
     def total(self) -> float:

@@ -111,7 +111,7 @@ class Experiment:
                 raise ValueError(
                     "`time_budget` must be left out with several processes, whose clocks differ. Give `max_steps`."
                 )
-        # The arguments are pickled with each checkpoint.
+        # The arguments are saved with each checkpoint.
         self.arguments.hub_token = None
         self.folder = Path(self.arguments.output_dir)
         check_writable(self.folder)
@@ -142,6 +142,10 @@ class Experiment:
         check_parts_of_model(recipe)
         self.is_unchecked = is_dry_run and not recipe.resume_from_checkpoint
         self.checkpoint = None if self.is_unchecked else checkpoint_to_resume(recipe, self.folder)
+
+    def __repr__(self) -> str:
+        state = f"resumes from {self.checkpoint}" if self.checkpoint else "starts from the beginning"
+        return f"Experiment({str(self.folder)!r}, {'begun' if self.is_begun else state}, {self.recipe!r})"
 
     def train(self) -> dict:
         """Train, save and score the model, and return the content of `metrics.json`.
@@ -284,6 +288,8 @@ class Experiment:
             fields = {**tokenizers.config_fields(), **separate, **recipe.model}
             config = MetaphraseConfig.from_preset(recipe.preset, **fields)
             model = MetaphraseForConditionalGeneration(config)
+        if (positions := getattr(model.config, "max_position_embeddings", None)) is not None:
+            tokenizers.declare_max_length(positions)
         # By default, generate() stops at 20 tokens.
         limit = recipe.generation_max_length or self.corpus.max_target_length + 1
         settle_decoding(model, recipe, limit, languages)

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,7 +17,7 @@ from metaphrase.modeling import IGNORED_LABEL, sequence_loss
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.adapters import is_adapted
 from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC, is_better_lower, scores_in
-from metaphrase.training.checkpointing.folders import checkpoints_in, step_of
+from metaphrase.training.checkpointing.folders import ARGUMENTS_NAME, checkpoints_in, step_of
 from metaphrase.training.checkpointing.sharding import (
     as_plain_class,
     gather_model,
@@ -312,17 +313,26 @@ class MetaphraseTrainer(EvaluationMixin, DataLoadersMixin, WholeCheckpoints, Seq
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    # transformers 5.23.0: saves tied weights of a gathered state twice, and the class and code of a sharded model.
+    # transformers 5.24.0: writes the arguments as a pickle, and saves tied weights of a gathered state twice.
     def _save(self, output_dir=None, state_dict=None):
+        folder = output_dir or self.args.output_dir
         if state_dict is not None:
             tied = self.model.all_tied_weights_keys
             state_dict = {name: weight for name, weight in state_dict.items() if name not in tied}
-        with as_plain_class(self.model):
-            super()._save(output_dir, state_dict)
+        # If the model was sharded when it was loaded, all processes gather its weights.
+        if self.args.should_save or getattr(self, "is_distributed_loading_by_transformers", False):
+            model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+            with as_plain_class(model):
+                model.save_pretrained(folder, state_dict=state_dict, is_main_process=self.args.should_save)
         if self.args.should_save:
-            self._save_beside_weights(output_dir or self.args.output_dir, not is_adapted(self.model))
+            processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            if processor is not None:
+                processor.save_pretrained(folder)
+            self._save_beside_weights(folder, not is_adapted(self.model))
 
     def _save_beside_weights(self, folder: str, has_generation_config: bool) -> None:
+        arguments = json.dumps(self.args.to_dict(), indent=2, default=str)
+        (Path(folder) / ARGUMENTS_NAME).write_text(arguments + "\n", encoding="utf-8")
         # peft saves the adapter alone.
         if not has_generation_config:
             self.model.generation_config.save_pretrained(folder)

@@ -224,10 +224,11 @@ class _Speculation:
         hidden_states = self.state.read(torch.cat((block, drafted), dim=1))[:, -1 - width :]
         positions = self.lengths[:, None] + torch.arange(width + 1, device=self.ids.device)
         # The draft is already in `ids`, where processors read it.
-        scores = self._process(positions.flatten(), self.project(hidden_states).float().flatten(0, 1))
-        scores = scores.unflatten(0, positions.shape)
+        logits = self.project(hidden_states).float()
+        scores = self._process(positions.flatten(), logits.flatten(0, 1)).unflatten(0, positions.shape)
         tokens, accepted = self._choose(scores, drafted, draft_probs)
-        self._add(tokens, accepted, positions, scores)
+        # As in `sample`, the score of samples is that of the model itself.
+        self._add(tokens, accepted, positions, logits if self.config.do_sample else scores)
 
     def _columns(self, starts: torch.Tensor, width: int) -> torch.Tensor:
         """Return `width` ids of each row from its start on, shape (rows, width)."""

@@ -105,9 +105,7 @@ class CTranslate2Engine(Engine):
     @contextlib.contextmanager
     def searching(self, generation_kwargs: Mapping[str, Any], return_scores: bool) -> Iterator[BatchSearch]:
         """See `Engine`. `translate_options` lists the options that mean something else in CTranslate2."""
-        search = translate_options(
-            self.generation_config, generation_kwargs, vocab_size=len(self.targets), return_scores=return_scores
-        )
+        search = translate_options(self.generation_config, generation_kwargs, vocab_size=len(self.targets))
         prefix = self._prefix(search)
         translator = self.translator
         if search.is_sampling:

@@ -70,9 +70,7 @@ class Search:
     is_sampling: bool
 
 
-def translate_options(
-    config: GenerationConfig, options: Mapping[str, Any], *, vocab_size: int, return_scores: bool
-) -> Search:
+def translate_options(config: GenerationConfig, options: Mapping[str, Any], *, vocab_size: int) -> Search:
     """Translate options of `generate()` into those of CTranslate2.
 
     Some options differ slightly:
@@ -93,7 +91,6 @@ def translate_options(
         config: Generation config of the model.
         options: Options of the call, which override `config`.
         vocab_size: Entries of the target vocabulary.
-        return_scores: True if hypotheses carry their score.
 
     Raises:
         ValueError: If CTranslate2 does not support an option, or a value is out of range.
@@ -134,7 +131,7 @@ def translate_options(
         _require("eos_token_id", settings, len(ends) == 1, "one id with `num_beams` above 1 for CTranslate2")
         translated |= _beam_options(settings, longest, shortest)
     if is_sampling:
-        translated |= _sampling_options(settings, vocab_size, return_scores)
+        translated |= _sampling_options(settings, vocab_size)
     forced = [] if settings["forced_bos_token_id"] is None else [settings["forced_bos_token_id"]]
     return Search(translated, settings["decoder_start_token_id"], forced, ends, suppressed, forced_end, is_sampling)
 
@@ -235,16 +232,10 @@ def _patience(settings: Mapping[str, Any], penalty: float, longest: int) -> floa
     )
 
 
-def _sampling_options(settings: Mapping[str, Any], vocab_size: int, return_scores: bool) -> dict[str, Any]:
+def _sampling_options(settings: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
     temperature, top_p = float(settings["temperature"]), float(settings["top_p"])
     top_k = min(settings["top_k"], vocab_size)
     _require("temperature", settings, temperature > 0, "above 0")
     _require("top_p", settings, 0 < top_p <= 1, "above 0 and at most 1 for CTranslate2")
     _require("top_k", settings, top_k >= 0, "at least 0")
-    if return_scores and (temperature != 1 or 0 < top_k < vocab_size or top_p != 1):
-        raise ValueError(
-            "`temperature`, `top_k` and `top_p` must be 1, 0 and 1 for scores of samples, because CTranslate2 returns scores of "
-            f"the whole distribution, got {temperature}, {top_k} and {top_p}. In Python, set `return_scores` to False. The "
-            "command line needs scores to write several targets of a source."
-        )
     return {"sampling_temperature": temperature, "sampling_topk": top_k, "sampling_topp": top_p}

@@ -27,11 +27,18 @@ def kept_scores(model, sources, options):
     if "decoder_input_ids" in options:
         options = {"decoder_input_ids": torch.tensor(options["decoder_input_ids"]).expand(len(sources), -1)}
     output = model.generate(
-        **pad_sources(sources, model), **options, **LIMITS, return_dict_in_generate=True, output_scores=True
+        **pad_sources(sources, model),
+        **options,
+        **LIMITS,
+        return_dict_in_generate=True,
+        output_scores=True,
+        output_logits=True,
     )
     if options.get("num_beams", 1) > 1:
         return output.sequences_scores.tolist()
-    transitions = model.compute_transition_scores(output.sequences, output.scores, normalize_logits=True)
+    # Samples are scored by the whole distribution.
+    steps = output.logits if options.get("do_sample") else output.scores
+    transitions = model.compute_transition_scores(output.sequences, steps, normalize_logits=True)
     totals = []
     for row, ids in zip(transitions.tolist(), output.sequences[:, -transitions.shape[1] :].tolist(), strict=True):
         totals.append(sum(row[: ids.index(22) + 1 if 22 in ids else None]))

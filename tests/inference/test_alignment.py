@@ -166,6 +166,14 @@ def test_other_tokens_stay_as_they_are(kind, expected):
     assert readable_tokens(tokenizer, tokenizer("a cat")["input_ids"])[: len(expected)] == expected
 
 
+def test_repr_shows_both_texts_and_the_sizes(generator):
+    [attention] = cross_attentions(generator, ["a cat"], ["der Hund " * 9], keep_heads=True)
+    rows, columns = attention.weights.shape
+    assert repr(attention) == (
+        f"AttentionMap('a cat' -> '{'der Hund ' * 6}der...', {rows} target tokens x {columns} source tokens, 2 layers x 4 heads)"
+    )
+
+
 def test_texts_may_come_from_an_iterator():
     expected, found = (cross_attentions(tiny_generator(), f(SOURCES[:2]), f(TARGETS[:2])) for f in (list, iter))
     assert all(np.array_equal(one.weights, other.weights) for one, other in zip(found, expected, strict=True))

@@ -51,6 +51,44 @@ def test_n_best_is_as_many_as_asked_for_best_first(generator, are_configured):
     assert [candidates[0].text for candidates in results] == expected
 
 
+@pytest.mark.parametrize("members", [0, 1])
+def test_options_of_sampling_sample_as_on_the_command_line(members):
+    generator = tiny_generator(members=[tiny_generator(seed=1) for _ in range(members)])
+    options = {"num_return_sequences": 3}
+    torch.manual_seed(3)
+    samples = generator.generate_n_best(SOURCES, top_p=0.8, **options)
+    torch.manual_seed(3)
+    assert generator.generate_n_best(SOURCES, top_p=0.8, do_sample=True, **options) == samples
+    assert any(len({sample.text for sample in row}) == 3 for row in samples)
+    greedy = generator.generate_n_best(SOURCES, top_p=0.8, do_sample=False)
+    assert greedy == generator.generate_n_best(SOURCES, top_p=None)
+
+
+def test_repr_states_model_size_place_vocabulary_and_search(tmp_path):
+    saved = save_generator(tiny_generator(joint=False), tmp_path / "model")
+    generator = Generator.from_pretrained([saved, saved], device="cpu")
+    generator.model.generation_config.num_beams = 4
+    number, sizes = (
+        generator.model.num_parameters(),
+        [len(t) for t in (generator.tokenizers.source, generator.tokenizers.target)],
+    )
+    assert repr(generator) == (
+        f"Generator({str(saved)!r}, MetaphraseForConditionalGeneration, {number:,} parameters, float32 on cpu, "
+        f"vocabulary {sizes[0]} and {sizes[1]}, 4 beams, ensemble of 2 models)"
+    )
+    assert repr(generator.members[0]).endswith(", greedy search)")
+
+
+def test_scores_of_samples_are_log_probabilities_under_the_model(generator, sources):
+    # Only the most probable token is left, whose probability would then be 1.
+    options = {"do_sample": True, "top_p": 1e-6}
+    for assistant in (None, tiny_generator(seed=1)):
+        _, hypotheses = generator.search(SOURCES, True, {**options, "assistant_model": assistant}, False)
+        forced = generator.score(SOURCES, [sample.ids for [sample] in hypotheses])
+        assert [sample.score for [sample] in hypotheses] == pytest.approx([score.total for score in forced], abs=1e-4)
+        assert max(score.total for score in forced) < -0.1
+
+
 def test_generate_and_evaluate_write_one_target_whatever_the_models_own_settings_say(generator):
     greedy, beams = generator.generate(SOURCES), generator.generate(SOURCES, num_beams=3)
     generator.model.generation_config.update(num_beams=3, num_return_sequences=3)

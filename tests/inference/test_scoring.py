@@ -7,7 +7,7 @@ from tiny_generator import SOURCES, TARGETS, tiny_generator
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import MBartTokenizer, PreTrainedTokenizerFast
 
-from metaphrase.inference import Generator, cross_attentions, decode
+from metaphrase.inference import ForcedScore, Generator, cross_attentions, decode
 from metaphrase.inference import scoring as forced_decoding_module
 from metaphrase.tokenization import TokenizerPair
 
@@ -69,6 +69,13 @@ def test_batched_is_alone_in_order(family, sizes, monkeypatch):
         for score in (batched[index], everything[index]):
             assert score.ids == alone.ids
             assert score.log_probabilities == pytest.approx(alone.log_probabilities, abs=TOLERANCE)
+
+
+def test_repr_shows_the_first_tokens_with_their_log_probabilities():
+    assert repr(ForcedScore([5, 2], ["Haus", "</s>"], [-0.25, -1.5])) == (
+        "ForcedScore(total=-1.750, mean=-0.875, tokens: Haus -0.25, </s> -1.50)"
+    )
+    assert repr(ForcedScore([5] * 50, ["a"] * 50, [-0.5] * 50)).endswith("a -0.50, and 38 more)")
 
 
 def test_mean_is_the_score_of_beam_search(generator):

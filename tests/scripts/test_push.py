@@ -33,8 +33,9 @@ FORBIDDEN = {
     "runs/events.json": "logs",
     "evaluate_mine.py": "not code of the model",
     "outputs.png": "not a picture of the card",
-    # It names folders of this machine.
+    # They name folders of this machine.
     "trainer_state.json": "a state of the training run",
+    "training_args.json": "a state of the training run",
 }
 
 

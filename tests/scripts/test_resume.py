@@ -10,6 +10,7 @@ import torch
 from killed_runs import CASES, Server
 from safetensors import torch as safetensors_torch
 from small_runs import is_whole
+from transformers.trainer_pt_utils import safe_globals
 
 from metaphrase.training.checkpointing.folders import checkpoints_in
 
@@ -79,14 +80,17 @@ def assert_same_run(whole, resumed):
             for content in pair:
                 # Files that hold times or paths differ in size.
                 content.pop("files", None)
+                # An argument of the resumed run alone.
+                content.pop("resume_from_checkpoint", None)
             assert_same(*pair, name)
         elif first.name == "exponential_average.safetensors":
             # Its notes come in any order.
             assert_same(*(safetensors_torch.load_file(path) for path in (first, second)), name)
         elif first.suffix in (".pt", ".pth"):
-            assert_same(*(torch.load(path, weights_only=False) for path in (first, second)), name)
-        # The network's code is not of the run, the other two say where it lies.
-        elif first.suffix != ".py" and first.name not in ("training_args.bin", "recipe.yaml"):
+            with safe_globals():
+                assert_same(*(torch.load(path, weights_only=True) for path in (first, second)), name)
+        # The network's code is not of the run, and the recipe names its folder.
+        elif first.suffix != ".py" and first.name != "recipe.yaml":
             assert first.read_bytes() == second.read_bytes(), name
 
 

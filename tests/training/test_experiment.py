@@ -5,8 +5,10 @@ import logging
 
 import datasets
 import pytest
+import torch
 from small_experiments import ONE_STEP, make_recipe, read_log, train
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, Seq2SeqTrainingArguments
+from transformers.trainer_pt_utils import safe_globals
 
 from metaphrase.evaluation import evaluate as evaluation
 from metaphrase.evaluation import metrics
@@ -34,6 +36,7 @@ def test_a_recipe_becomes_a_folder_that_transformers_loads(data, tmp_path):
 
     tokenizer, model = AutoTokenizer.from_pretrained(output), AutoModelForSeq2SeqLM.from_pretrained(output)
     assert model.generation_config.max_length == 12
+    assert tokenizer.model_max_length == model.config.max_position_embeddings
     texts = ["The cat is black.", "He sleeps."]
     outputs = model.generate(**tokenizer(texts, return_tensors="pt", padding=True))
     expected = Generator.from_pretrained(output).generate(texts)
@@ -224,15 +227,28 @@ def test_techniques_of_training_act(data, tmp_path):
         train(data, tmp_path / "refused", **{"r_drop_alpha": 3, "model.dropout": 0})
 
 
-def test_no_token_of_the_hub_lies_in_a_checkpoint(data, tmp_path):
+def test_a_run_holds_no_token_of_the_hub_and_no_file_that_could_run_code(data, tmp_path):
     train(data, tmp_path / "run", **ONE_STEP, hub_token="hf_verysecret")
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
-    assert any(path.name == "training_args.bin" for path in files)
+    [checkpoint] = (tmp_path / "run").glob("checkpoint-*")
+    for folder in (checkpoint.parent, checkpoint):
+        assert json.loads((folder / "training_args.json").read_text())["max_steps"] == 1
+    pickles = [path for path in files if path.suffix in (".bin", ".pkl", ".pt", ".pth")]
+    assert {(path.name, path.parent) for path in pickles} == {
+        (name, checkpoint) for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth")
+    }
+    for path in pickles:
+        # As a Trainer loads them.
+        with safe_globals():
+            torch.load(path, weights_only=True)
     assert not any(b"hf_verysecret" in path.read_bytes() for path in files)
 
 
 def test_an_experiment_is_carried_out_once(data, tmp_path):
     experiment = Experiment(make_recipe(data, tmp_path, max_steps=1, save_steps=1, eval_steps=1))
+    start = f"Experiment({str(tmp_path)!r}, "
+    assert repr(experiment).startswith(f"{start}starts from the beginning, Recipe(data_dir={str(data)!r}, ")
     experiment.train()
+    assert repr(experiment).startswith(f"{start}begun, Recipe(")
     with pytest.raises(ValueError, match="must be carried out once"):
         experiment.train()

@@ -21,7 +21,13 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 from metaphrase.storage.folders import check_output, folder_in_one_step, read_json, write_json
 from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, write_weights
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.training.checkpointing.folders import EXPONENTIAL_AVERAGE_NAME, PROGRESS_NAME, checkpoints_in, step_of
+from metaphrase.training.checkpointing.folders import (
+    ARGUMENTS_NAME,
+    EXPONENTIAL_AVERAGE_NAME,
+    PROGRESS_NAME,
+    checkpoints_in,
+    step_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +38,7 @@ RECIPE_NAME = "recipe.yaml"
 PROVENANCE_NAME = "average.json"
 # Files of a single checkpoint that are wrong for the mean: weights, the trainer's state, pickled files, results.
 LEFT_OUT = ("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", TRAINER_STATE_NAME, PROGRESS_NAME)
-LEFT_OUT += (PROVENANCE_NAME, "metrics.json", "*_predictions.txt", "README.md", ".*")
+LEFT_OUT += (ARGUMENTS_NAME, PROVENANCE_NAME, "metrics.json", "*_predictions.txt", "README.md", ".*")
 # Fields of a configuration that do not describe the model.
 _UNIMPORTANT = ("_name_or_path", "transformers_version")
 

@@ -63,6 +63,13 @@ class Recipe(OwnFields, TrainingFields):
         if is_checked:
             check_recipe(self)
 
+    def __repr__(self) -> str:
+        names = [name for name in (*OWN_FIELDS, *TRAINING_FIELDS) if self.is_set(name)]
+        # The token of the Hub is secret.
+        values = {name: "..." if name == "hub_token" else getattr(self, name) for name in names}
+        shown = [f"{name}={getattr(value, 'value', value)!r}" for name, value in values.items()]
+        return f"Recipe({', '.join(shown)})"
+
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], where: str) -> "Recipe":
         """Make a recipe from flat keys and values.

@@ -206,7 +206,6 @@ REFUSED = {
     "`temperature` must be above 0": {"do_sample": True, "temperature": 0.0},
     "`top_p` must be above 0": {"do_sample": True, "top_p": 0.0},
     "`top_k` must be at least 0": {"do_sample": True, "top_k": -1},
-    "`temperature`, `top_k` and `top_p` must be 1, 0 and 1 for scores": {"do_sample": True, "temperature": 2.0},
 }
 
 
@@ -223,15 +222,13 @@ def test_every_setting_of_transformers_is_understood_or_refused_or_has_no_effect
         if name.startswith("_") or name in options_module._UNDERSTOOD | options_module._WITHOUT_EFFECT:
             continue
         with pytest.raises(ValueError, match=f"CTranslate2 does not support .*`{name}` 'odd'"):
-            translate_options(
-                GenerationConfig(eos_token_id=2), {name: "odd", "do_sample": True}, vocab_size=9, return_scores=False
-            )
+            translate_options(GenerationConfig(eos_token_id=2), {name: "odd", "do_sample": True}, vocab_size=9)
 
 
 def test_an_exponent_of_zero_is_no_leave_to_stop_early():
     """With exactly 0 CTranslate2 stops at the first end of its best beam, with fewer to choose from."""
     given = BEAMS | {"length_penalty": 0.0, "eos_token_id": 2}
-    search = translate_options(GenerationConfig(), given, vocab_size=9, return_scores=False)
+    search = translate_options(GenerationConfig(), given, vocab_size=9)
     assert 0 < search.options["length_penalty"] < 1e-20 and search.options["patience"] == 1
 
 
@@ -289,9 +286,10 @@ def test_sampling_follows_the_seed_of_torch(models):
     assert samples[1] == samples[3] != samples[0]
 
 
-def test_scores_of_samples_are_sums_of_log_probabilities(models):
+@pytest.mark.parametrize("options", [{"top_k": 0}, {"temperature": 2.0, "top_k": 5, "top_p": 0.7}], ids=str)
+def test_scores_of_samples_are_log_probabilities_under_the_model(models, options):
     model, engine, sources = models
-    [[sample], *_] = decode(engine, sources, do_sample=True, top_k=0, return_scores=True)
+    [[sample], *_] = decode(engine, sources, do_sample=True, return_scores=True, **options)
     ids = torch.tensor([[model.config.decoder_start_token_id, *sample.ids]])
     with torch.no_grad():
         logits = model(input_ids=torch.tensor(sources[:1]), decoder_input_ids=ids[:, :-1]).logits

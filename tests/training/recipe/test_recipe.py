@@ -26,6 +26,13 @@ def values_of(recipe, names):
     return {name: getattr(recipe, name) for name in names}
 
 
+def test_repr_shows_the_fields_that_were_set_and_no_token():
+    recipe = load_recipe(
+        None, ["--eval_strategy", "steps", "--preset", "metaphrase-tiny", "--hub_token", "hf_verysecret"]
+    )
+    assert repr(recipe) == "Recipe(preset='metaphrase-tiny', eval_strategy='steps', hub_token='...')"
+
+
 def test_values_of_a_file_have_the_type_of_their_field(recipe_file):
     recipe = load_recipe(
         recipe_file(
