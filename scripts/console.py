@@ -135,6 +135,8 @@ def run(main: Callable[[Sequence[str]], None], verb: str, words: Sequence[str] |
     is_verbose = "--verbose" in words or bool(os.environ.get("METAPHRASE_DEBUG"))
     level = logging.WARNING if "--quiet" in words else logging.INFO
     logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
+    # This library prints its messages itself.
+    logging.getLogger("huggingface_hub").propagate = False
     for name in () if is_verbose else _CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)
     try:

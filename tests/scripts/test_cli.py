@@ -2,9 +2,11 @@
 
 import gzip
 import sys
+from unittest.mock import Mock
 
 import pytest
 from cli_texts import contents, damaged
+from huggingface_hub.errors import RepositoryNotFoundError
 from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
 
 import metaphrase
@@ -118,6 +120,29 @@ def test_a_model_that_is_not_there_is_one_line(monkeypatch, tmp_path, capsys):
         said = capsys.readouterr().err
         assert said.startswith("metaphrase generate: error: ") and said.count("\n") == 1
         assert f"must be a folder that exists, or a name on the Hub, got '{name}'{end}" in said
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ConnectionError("no network"), "the Hub cannot be reached (no network)"),
+        (RepositoryNotFoundError("not there", response=Mock()), "not there"),
+    ],
+    ids=["no network", "no model"],
+)
+def test_the_hub_is_asked_once_for_a_model_that_cannot_be_loaded(error, reason, monkeypatch, capsys):
+    calls = []
+
+    def fail(url, **options):
+        calls.append(url)
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("metaphrase.storage.loading.get_hf_file_metadata", fail)
+    assert run_command(monkeypatch, "generate", "some/model") == 2
+    said = capsys.readouterr().err
+    assert said.startswith("metaphrase generate: error: ") and said.count("\n") == 1 and reason in said
+    assert len(calls) == 1 and calls[0].endswith("/some/model/resolve/main/config.json")
 
 
 def test_an_interruption_is_one_line(capsys):
