@@ -1,12 +1,16 @@
 """`metaphrase VERB ...`: run a verb with the rest of the command line."""
 
+# PYTHON_ARGCOMPLETE_OK
+
 import importlib
+import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 
 import metaphrase
 from metaphrase.scripts.console import nearest, paint, run
-from metaphrase.scripts.parsers import parse
+from metaphrase.scripts.parsers import complete, parse
 
 VERBS = {
     "demo": "train and show a small model on a generated corpus",
@@ -34,6 +38,9 @@ def usage() -> str:
 
 
 def main() -> int:
+    # A shell sets this variable when the user types a tab.
+    if "_ARGCOMPLETE" in os.environ and importlib.util.find_spec("argcomplete"):
+        complete(VERBS)
     words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage())

@@ -4,7 +4,7 @@ import argparse
 import ast
 import functools
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from metaphrase.scripts.console import VerbParser, nearest, verb_parser
@@ -56,6 +56,21 @@ def parse(verb: str, words: Sequence[str]) -> tuple[argparse.Namespace, list[str
             hint = nearest(name, recipe_fields()) or " Fields of the network go below `model`."
             raise ValueError(f"Every field must be one that a recipe has, got `{name}` in the command line.{hint}")
     return arguments, overrides
+
+
+def complete(verbs: Iterable[str]) -> None:
+    """Answer a shell that completes a command line, and exit. The package argcomplete does this by the parsers."""
+    import argcomplete
+
+    parser = argparse.ArgumentParser(prog="metaphrase", add_help=False)
+    subparsers = parser.add_subparsers()
+    for verb in verbs:
+        options = make_parser(verb)
+        for name in recipe_fields() if verb in RECIPE_VERBS else ():
+            if f"--{name}" not in options._option_string_actions:
+                options.add_argument(f"--{name}")
+        subparsers.add_parser(verb, parents=[options], add_help=False)
+    argcomplete.autocomplete(parser)
 
 
 def split_words(words: Sequence[str], parser: VerbParser) -> tuple[list[str], list[str]]:

@@ -1,6 +1,7 @@
 """Tests of `import metaphrase`: it registers the models, plugs in the fast code, and leaves the command line quick."""
 
 import importlib.metadata
+import os
 import subprocess
 import sys
 
@@ -85,6 +86,25 @@ print("loaded:", *sys.modules)
     errors = done.stderr.splitlines()
     assert len(errors) == 3 + len(VERBS) and all(": error: " in line for line in errors)
     assert errors[-1].endswith(f"`input` must be a file that exists, got '{tmp_path / 'none'}'.")
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("metaphrase gen", ["generate"]),
+        ("metaphrase generate --num_bea", ["--num_beams", "--num_beam_groups"]),
+        ("metaphrase train demo --learning_rate_f", ["--learning_rate_factors"]),
+        ("metaphrase export model out --format o", ["onnx"]),
+    ],
+)
+def test_shell_completes_verbs_options_and_fields(line, expected, tmp_path):
+    pytest.importorskip("argcomplete")
+    variables = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_IFS": "|"}
+    variables |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "answer")}
+    command = [sys.executable, "-m", "metaphrase.scripts"]
+    subprocess.run(command, env=os.environ | variables, capture_output=True, timeout=60)
+    answer = (tmp_path / "answer").read_text(encoding="utf-8")
+    assert sorted(word.strip() for word in answer.split("|")) == sorted(expected)
 
 
 def test_package_runs_as_a_module():
