@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig
-from transformers.hf_argparser import string_to_bool
 
 from metaphrase.modeling.pipeline_support import generation_settings, override_lengths
 
@@ -47,42 +46,13 @@ def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def bool_or_never(word: str) -> bool | str:
-    """Parse a value of `early_stopping`."""
-    return word if word == "never" else string_to_bool(word)
-
-
-# For each option of command line and recipe its type and its help text.
-GENERATION_OPTIONS: dict[str, tuple[Callable, str]] = {
-    "max_length": (int, "maximum tokens of a target"),
-    "max_new_tokens": (int, "maximum tokens of a target, without the start token"),
-    "min_length": (int, "minimum tokens of a target"),
-    "min_new_tokens": (int, "minimum tokens of a target, without the start token"),
-    "num_beams": (int, "beam size; 1 is greedy search or sampling"),
-    "length_penalty": (float, "exponent of the length that divides the score of a beam"),
-    "num_beam_groups": (int, "number of beam groups for diverse beam search"),
-    "diversity_penalty": (float, "penalty of diverse beam search for a token that another group chose in this step"),
-    "early_stopping": (
-        bool_or_never,
-        "stop a sentence at num_beams finished candidates; never: stop when no better candidate is possible",
-    ),
-    "do_sample": (bool, "sample instead of taking the most probable token"),
-    "temperature": (float, "divide the logits by this value before sampling"),
-    "top_k": (int, "sample from the k most probable tokens; number of candidates in contrastive search"),
-    "top_p": (float, "sample from the most probable tokens with this total probability (nucleus sampling)"),
-    "min_p": (float, "sample from tokens with at least this share of the highest probability"),
-    "typical_p": (float, "sample from the most typical tokens with this total probability"),
-    "epsilon_cutoff": (float, "sample from tokens with at least this probability"),
-    "eta_cutoff": (float, "as epsilon_cutoff, with a lower threshold for a flat distribution"),
-    "top_h": (float, "sample from the most probable tokens with at most this share of the entropy"),
-    "penalty_alpha": (float, "weight of the degeneration penalty in contrastive search; needs top_k"),
-    "repetition_penalty": (float, "divide the scores of earlier tokens by this value"),
-    "no_repeat_ngram_size": (int, "forbid to repeat an n-gram of this size"),
-    "renormalize_logits": (bool, "normalize the probabilities after the other options have changed them"),
-    "forced_bos_token_id": (int, "id of the first token of every target, such as a language"),
-    "forced_eos_token_id": (int, "id of the last token of a target at the length limit"),
-    "num_return_sequences": (int, "number of targets for each source"),
-}
+# Options of the command line.
+GENERATION_OPTIONS = (
+    *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "length_penalty", "num_beam_groups"),
+    *("diversity_penalty", "early_stopping", "do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p"),
+    *("epsilon_cutoff", "eta_cutoff", "top_h", "penalty_alpha", "repetition_penalty", "no_repeat_ngram_size"),
+    *("renormalize_logits", "forced_bos_token_id", "forced_eos_token_id", "num_return_sequences"),
+)
 _RANGES: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
     (("num_beams", "num_return_sequences"), lambda value: value >= 1, "at least 1"),
     (("top_p", "typical_p"), lambda value: 0 < value <= 1, "above 0 and at most 1"),

@@ -92,7 +92,7 @@ def evaluate_generator(
         metrics: Names of scores (see `metaphrase.evaluation.metrics`).
         metric_options: Options of each metric.
         generation_options: Arguments of `generate()`, over the generation config of the model.
-        show_progress: True for a progress bar; None for one on a terminal only.
+        show_progress: True for a bar, or lines without a terminal; None for a bar on a terminal only.
         on_decoded: Called with the decoded texts before scoring, so that an error in scoring loses no text.
 
     Returns:

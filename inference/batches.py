@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerationMode
 
@@ -16,6 +15,7 @@ from metaphrase.decoding.options import GENERATION_OPTIONS, plain_options
 from metaphrase.decoding.searches.choose import choose_search
 from metaphrase.decoding.searches.joint_search import Partner
 from metaphrase.inference.engine import BatchSearch, Engine, Hypothesis
+from metaphrase.inference.progress import progress_bar
 from metaphrase.inference.source_limits import numbering
 from metaphrase.inference.text_options import (
     FUNCTION_OPTION,
@@ -64,7 +64,7 @@ def decode(
             (`encoder_repetition_penalty`, `encoder_no_repeat_ngram_size`).
         max_tokens_per_batch: Most source tokens in a batch, padding included.
         return_scores: True if hypotheses carry their score.
-        show_progress: True for a progress bar; `None` shows it on a terminal only.
+        show_progress: As for `progress_bar`.
         on_batch: Called after each batch with the number of its sources, for the caller's progress bar.
         partners: Other models that take part, each with its own ids of the sources.
         search: The search of all models: an `EnsembleSearch` or a `SpeculativeSearch`.
@@ -82,7 +82,6 @@ def decode(
     results: list[list[Hypothesis] | None] = [None] * len(sources)
     sources_of_models = [sources, *(partner.sources for partner in partners)]
     lengths = [max(map(len, ids)) for ids in zip(*sources_of_models, strict=True)]
-    bar = tqdm(total=len(sources), unit="sentence", disable=None if show_progress is None else not show_progress)
     if isinstance(model, Engine):
         searching = model.searching(options, return_scores)
     else:
@@ -95,7 +94,7 @@ def decode(
             # transformers' assisted loop takes one source. A source alone has no padding.
             batch_size = 1
         searching = _searching(models, search, return_scores, options)
-    with searching as search_batch, bar:
+    with searching as search_batch, progress_bar(len(sources), "sentence", show_progress) as bar:
         for batch in batches_by_length(lengths, batch_size, max_tokens_per_batch):
             batch_options = options_of_texts(text_options, batch, copies) if text_options else {}
             with numbering([index + 1 for index in batch]):

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import torch
-from tqdm.auto import tqdm
 
+from metaphrase.inference.progress import ProgressBar, progress_bar
 from metaphrase.inference.run import ScoredText
 from metaphrase.inference.source_limits import numbering
 from metaphrase.inference.text_options import options_of_texts, read_text_options
@@ -107,7 +107,7 @@ class StreamDecoder(abc.ABC):
             lines: Sources; iterated in the other thread.
             chunk_size: Sources that are decoded together.
             return_scores: True if candidates carry their score.
-            show_progress: True for a progress bar over the stream; `None` shows it on a terminal only.
+            show_progress: As for `progress_bar`, over the stream.
             seed: Seed of the stream. The random numbers of a chunk depend only on the seed and the chunk's number, so that a
                 stopped stream can be resumed. Chunk 0 has those of `torch.manual_seed(seed)`.
             first_chunk: Number of the first chunk in `lines`, for a resumed stream.
@@ -124,12 +124,11 @@ class StreamDecoder(abc.ABC):
             raise ValueError(f"`seed` must be a whole number from 0 to 2**64 - 1, got {seed!r}.")
         options = {"seed": seed, "return_scores": return_scores, "risk": risk}
         options |= read_text_options(generation_kwargs, None)
-        is_hidden = None if show_progress is None else not show_progress
-        with tqdm(total=total, initial=first_chunk * chunk_size, unit="line", disable=is_hidden) as bar:
+        with progress_bar(total, "line", show_progress, initial=first_chunk * chunk_size) as bar:
             yield from self.decode_chunks(read_chunks(lines, chunk_size, first_chunk), bar, **options)
 
     @abc.abstractmethod
-    def decode_chunks(self, chunks: Iterator[Chunk], bar: tqdm, **options) -> Iterator[list[ScoredText]]:
+    def decode_chunks(self, chunks: Iterator[Chunk], bar: ProgressBar, **options) -> Iterator[list[ScoredText]]:
         """Yield the candidates of each source; `options` are those of `decode_chunk`."""
 
 

@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 import metaphrase.modeling  # noqa: F401 (registers the models with the Auto classes)
@@ -14,6 +13,7 @@ from metaphrase.decoding.searches.joint_search import EnsembleSearch
 from metaphrase.inference.chunks import Chunk, PreparedChunks, StreamDecoder, decode_chunk
 from metaphrase.inference.engine import Engine, Hypothesis, default_device, find_device
 from metaphrase.inference.minimum_bayes_risk import decode_by_risk
+from metaphrase.inference.progress import ProgressBar
 from metaphrase.inference.run import EncodedSources, Run, ScoredText, check_partner, check_single, nonblank
 from metaphrase.inference.scoring import ForcedScore, encode_forced, read_texts, score_targets
 from metaphrase.inference.source_limits import check_source_length, count_cut
@@ -173,7 +173,7 @@ class Generator(StreamDecoder):
 
         Args:
             texts: Sources.
-            show_progress: True for a progress bar; `None` shows it on a terminal only.
+            show_progress: True for a bar, or lines without a terminal; `None` for a bar on a terminal only.
             **generation_kwargs: As above; `num_return_sequences` must be 1.
 
         Raises:
@@ -204,7 +204,7 @@ class Generator(StreamDecoder):
         Args:
             texts: Sources.
             return_scores: True if targets carry their score.
-            show_progress: True for a progress bar; `None` shows it on a terminal only.
+            show_progress: True for a bar, or lines without a terminal; `None` for a bar on a terminal only.
             **generation_kwargs: As for `generate()`.
 
         Raises:
@@ -238,7 +238,7 @@ class Generator(StreamDecoder):
             num_references: Additional samples as pseudo-references. By default the candidates are the pseudo-references.
             utility: `chrf` or `bleu`, of a candidate against a pseudo-reference.
             reference_options: Options for the pseudo-references. The default is `generation_kwargs`.
-            show_progress: True for a progress bar; `None` shows it on a terminal only.
+            show_progress: True for a bar, or lines without a terminal; `None` for a bar on a terminal only.
             **generation_kwargs: As for `generate()`, for the candidates.
 
         Returns:
@@ -264,7 +264,7 @@ class Generator(StreamDecoder):
             self.num_truncated -= (self.num_truncated - num_truncated) // 2
         return [ScoredText(text, expected_utility) for text, expected_utility in chosen]
 
-    def decode_chunks(self, chunks: Iterator[Chunk], bar: tqdm, **options) -> Iterator[list[ScoredText]]:
+    def decode_chunks(self, chunks: Iterator[Chunk], bar: ProgressBar, **options) -> Iterator[list[ScoredText]]:
         """See `StreamDecoder`."""
         if options["risk"] is not None:
             for chunk in chunks:
@@ -307,7 +307,7 @@ class Generator(StreamDecoder):
         Args:
             sources: Source texts without `source_prefix`.
             targets: One for each source: a text, or token ids without the start token, such as `Hypothesis.ids`.
-            show_progress: True for a progress bar; `None` shows it on a terminal only.
+            show_progress: True for a bar, or lines without a terminal; `None` for a bar on a terminal only.
 
         Returns:
             One score for each pair, in order.

@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 from metaphrase.inference.chunks import COUNTERS, Chunk, PreparedChunks, StreamDecoder, decode_chunk
 from metaphrase.inference.engine import default_device, find_device
 from metaphrase.inference.generator import Generator
+from metaphrase.inference.progress import ProgressBar
 from metaphrase.inference.run import ScoredText
 
 
@@ -106,7 +107,7 @@ class GeneratorPool(StreamDecoder):
         with self._naming_deaths():
             return self._executor.submit(_num_targets, generation_kwargs).result()
 
-    def decode_chunks(self, chunks: Iterator[Chunk], bar: tqdm, **options) -> Iterator[list[ScoredText]]:
+    def decode_chunks(self, chunks: Iterator[Chunk], bar: ProgressBar, **options) -> Iterator[list[ScoredText]]:
         """See `StreamDecoder`."""
         prepared = PreparedChunks(
             chunks, lambda chunk: self._executor.submit(_decode, chunk, options), ahead=self.num_processes

@@ -74,8 +74,8 @@ def check_files(
 
 
 def count_lines(path: str | None) -> int | None:
-    """Return the number of lines for a progress bar on a terminal; `None` without terminal or for a pipe."""
-    if path is None or not Path(path).is_file() or not sys.stderr.isatty():
+    """Return the number of lines, for progress; `None` for a pipe or standard input."""
+    if path is None or not Path(path).is_file():
         return None
     return sum(1 for _ in read_bytes(path))
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from metaphrase.inference.batches import pad_sources
+from metaphrase.inference.progress import progress_bar
 from metaphrase.inference.source_limits import TooLongError
 from metaphrase.modeling.pipeline_support import batches_by_length, evaluating, longest_source, longest_target
 from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts
@@ -82,7 +82,7 @@ def forced_batches(
         sources: Ids of each source, with end of sequence.
         targets: Ids of each target, without the start token.
         max_tokens_per_batch: Most tokens of either side in a batch, padding included.
-        show_progress: True for a progress bar; `None` shows it on a terminal only.
+        show_progress: As for `progress_bar`.
         start: As for `forced_inputs`.
 
     Raises:
@@ -90,7 +90,7 @@ def forced_batches(
     """
     _check_pairs(generator.model, sources, targets)
     lengths = [max(len(source), len(target)) for source, target in zip(sources, targets, strict=True)]
-    with tqdm(total=len(sources), unit="pair", disable=None if show_progress is None else not show_progress) as bar:
+    with progress_bar(len(sources), "pair", show_progress) as bar:
         for batch in batches_by_length(lengths, generator.batch_size, max_tokens_per_batch):
             sides = ([rows[index] for index in batch] for rows in (sources, targets))
             yield batch, forced_inputs(generator.model, *sides, start)

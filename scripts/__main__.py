@@ -1,11 +1,16 @@
 """`metaphrase VERB ...`: run a verb with the rest of the command line."""
 
-import difflib
+# PYTHON_ARGCOMPLETE_OK
+
 import importlib
+import importlib.util
+import os
 import sys
+from collections.abc import Sequence
 
 import metaphrase
-from metaphrase.scripts.console import run
+from metaphrase.scripts.console import nearest, paint, run
+from metaphrase.scripts.parsers import complete, parse
 
 VERBS = {
     "demo": "train and show a small model on a generated corpus",
@@ -27,24 +32,35 @@ def usage() -> str:
     lines = [f"  {verb:<{width}}  {text}" for verb, text in VERBS.items()]
     notes = (
         "metaphrase VERB --help lists the options of a verb.",
-        "Set METAPHRASE_DEBUG=1 in the environment for tracebacks.",
+        "metaphrase --version prints the version.",
     )
     return "usage: metaphrase VERB ...\n\n" + "\n".join(lines) + "\n\n" + "\n".join(notes)
 
 
 def main() -> int:
+    # A shell sets this variable when the user types a tab.
+    if "_ARGCOMPLETE" in os.environ and importlib.util.find_spec("argcomplete"):
+        complete(VERBS)
     words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage())
         return 0 if words else 2
+    if words[0] in ("-V", "--version"):
+        print(f"metaphrase {metaphrase.__version__}")
+        return 0
     verb, rest = words[0], words[1:]
     if verb not in VERBS:
-        nearest = difflib.get_close_matches(verb, VERBS, n=1)
-        hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-        print(f"metaphrase: error: a verb must be one of {', '.join(VERBS)}, got {verb!r}.{hint}", file=sys.stderr)
+        hint = nearest(verb, [*VERBS, "--help", "--version"])
+        text = f"a verb must be one of {', '.join(VERBS)}, got {verb!r}.{hint}"
+        print(f"metaphrase: {paint('error:', '31')} {text}", file=sys.stderr)
         return 2
-    metaphrase.install()
-    return run(importlib.import_module(f"metaphrase.scripts.{verb}").main, verb, rest)
+
+    def run_verb(words: Sequence[str]) -> None:
+        # Help, and an error in the command line, must not wait for the imports of the verb.
+        parse(verb, words)
+        importlib.import_module(f"metaphrase.scripts.{verb}").main(words)
+
+    return run(run_verb, verb, rest)
 
 
 if __name__ == "__main__":

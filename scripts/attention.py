@@ -8,17 +8,16 @@ from pathlib import Path
 from transformers import set_seed
 
 from metaphrase.hub_card import draw_attention_map, write_attention_page
-from metaphrase.hub_card.attention_page import MAX_SENTENCES, MAX_WEIGHT_BYTES, check_sentences, describe_choice
+from metaphrase.hub_card.attention_page import check_sentences, describe_choice
 from metaphrase.inference import AttentionMap, Generator, cross_attentions, format_pharaoh, word_alignment
 from metaphrase.inference.line_files import check_files, open_output, read_lines
 from metaphrase.inference.source_limits import numbering
-from metaphrase.scripts.console import verb_parser, warn_of_lengths
+from metaphrase.scripts.console import warn_of_lengths
 from metaphrase.scripts.options import (
-    add_generation_options,
-    add_model_options,
     chosen_generation_options,
     chosen_loading_options,
 )
+from metaphrase.scripts.parsers import parse
 
 logger = logging.getLogger(__name__)
 
@@ -26,32 +25,6 @@ SUFFIXES = {".png": "png", ".html": "html", ".htm": "html", ".align": "pharaoh",
 # A word alignment goes to standard output by default.
 DEFAULT_OUTPUTS = {"png": "attention.png", "html": "attention.html", "pharaoh": None}
 SENTENCES_AT_A_TIME = 1024
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = verb_parser(
-        "attention",
-        "Show the cross-attention of sources and targets: the mean over all layers and heads, or of one layer or "
-        "head. png is a picture of one sentence, html an interactive page of several sentences, pharaoh a word alignment with "
-        "one line of links `source word-target word` for each sentence.",
-    )
-    add_model_options(parser)
-    parser.add_argument("--source", action="append", metavar="TEXT", help="source text; may be given several times")
-    parser.add_argument("--target", action="append", metavar="TEXT", help="target text for each --source [generated]")
-    text = "file with one source in each line [standard input, without --source]"
-    parser.add_argument("--input", metavar="FILE", help=text)
-    parser.add_argument("--target_input", metavar="FILE", help="file with one target in each line [generated]")
-    parser.add_argument("--layer", type=int, help="decoder layer to show; -1 is the last [mean of all layers]")
-    parser.add_argument("--head", type=int, help="head of that layer [mean of all heads]")
-    parser.add_argument(
-        "--output",
-        metavar="FILE",
-        help=f"file to write: .png, .html (at most {MAX_SENTENCES} sentences and {MAX_WEIGHT_BYTES:,} bytes of weights), "
-        ".align or .txt [attention.png, attention.html, or standard output for pharaoh]",
-    )
-    parser.add_argument("--format", choices=list(DEFAULT_OUTPUTS), help="format [by the suffix of the output, or png]")
-    add_generation_options(parser)
-    return parser
 
 
 def choose_format(output: str | None, name: str | None) -> str:
@@ -88,7 +61,7 @@ def read_pairs(arguments: argparse.Namespace) -> tuple[list[str], list[str] | No
 
 
 def main(words: Sequence[str]) -> None:
-    arguments = make_parser().parse_args(words)
+    arguments, _ = parse("attention", words)
     form = choose_format(arguments.output, arguments.format)
     output = arguments.output or DEFAULT_OUTPUTS[form]
     for name in ("input", "target_input"):

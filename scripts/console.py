@@ -1,30 +1,124 @@
-"""Run a verb from a terminal: logging, errors, exit status."""
+"""Run a verb from a terminal: parsers that answer in one line or one screen, logging, errors, exit status.
+
+Help and errors must come at once, so that this file imports no other room and no heavy library at its top.
+"""
 
 import argparse
+import difflib
+import itertools
 import logging
 import os
+import shutil
 import sys
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
-
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 
 if TYPE_CHECKING:
     from metaphrase.inference import Generator, GeneratorPool
 
 logger = logging.getLogger(__name__)
 
+MAX_HELP_LINES = 40
+_COMMON_GROUP = "options of all verbs"
+# Their messages tell users of the command nothing.
+_CHATTY = ("httpx", "huggingface_hub", "datasets", "matplotlib", "fsspec", "absl")
 
-def verb_parser(verb: str, description: str, **options) -> argparse.ArgumentParser:
-    """Return an empty parser for the words of a verb."""
-    return argparse.ArgumentParser(prog=f"metaphrase {verb}", description=description, allow_abbrev=False, **options)
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return " Did you mean 'x'?" with the known word most like `word`; an empty text if none is similar.
+
+    The room `tokenization` has such a function too, but importing the room takes seconds.
+    """
+    matches = difflib.get_close_matches(word, list(known), n=1)
+    return f" Did you mean {matches[0]!r}?" if matches else ""
+
+
+def paint(text: str, code: str) -> str:
+    """Color a text for standard error, if that is a terminal and the user has not set NO_COLOR."""
+    is_plain = not sys.stderr.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return text if is_plain else f"\033[{code}m{text}\033[0m"
+
+
+class _Help(argparse.Action):
+    def __init__(self, option_strings, dest, help=None):
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        parser.print_help() if option_string != "--help_all" else print(parser.full_help(), end="")
+        parser.exit()
+
+
+class VerbParser(argparse.ArgumentParser):
+    """Parser whose errors are one line, and whose `--help` fits a screen.
+
+    Groups of options that do not fit are named by `--help` and explained by `--help_all`.
+    """
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: {paint('error:', '31')} {message}\n")
+
+    def parse_args(self, args: Sequence[str], namespace=None):
+        # argparse would first complain of a required option, whose name may be mistyped.
+        for word in itertools.takewhile(lambda word: word != "--", args):
+            name = word.partition("=")[0]
+            if name.startswith("--") and " " not in name and name not in self._option_string_actions:
+                hint = nearest(name, self._option_string_actions) or f" See `{self.prog} --help`."
+                self.error(f"unknown option {name}.{hint}")
+        arguments, extra = self.parse_known_args(args, namespace)
+        if extra:
+            self.error(f"unknown argument {extra[0]!r}. See `{self.prog} --help`.")
+        return arguments
+
+    def full_help(self) -> str:
+        """Return the help texts of all options."""
+        return self._explain(self._ordered_groups())
+
+    def format_help(self) -> str:
+        text, groups = self.full_help(), self._ordered_groups()
+        if text.count("\n") <= MAX_HELP_LINES:
+            return text
+        lines = [f"\nmore options, explained by `{self.prog} --help_all`:"]
+        for group in groups[2:]:
+            names = " ".join(action.option_strings[0] for action in group._group_actions)
+            width = shutil.get_terminal_size().columns - 2
+            lines.append(textwrap.fill(f"{group.title}: {names}", width, initial_indent="  ", subsequent_indent="    "))
+        return self._explain(groups[:2]) + "\n".join(lines) + "\n"
+
+    def _ordered_groups(self) -> list[argparse._ArgumentGroup]:
+        """Return the groups, positional arguments and the verb's own options first, options of all verbs last."""
+        return sorted(self._action_groups, key=lambda group: group.title == _COMMON_GROUP)
+
+    def _explain(self, groups: Sequence[argparse._ArgumentGroup]) -> str:
+        formatter = self._get_formatter()
+        required = [action for action in self._actions if action.required]
+        words = [(*action.option_strings[:1], formatter._format_args(action, action.dest)) for action in required]
+        formatter.add_usage(self.usage or " ".join(["%(prog)s [option ...]", *itertools.chain(*words)]), [], [])
+        formatter.add_text(self.description)
+        for group in groups:
+            formatter.start_section(group.title)
+            formatter.add_text(group.description)
+            formatter.add_arguments(group._group_actions)
+            formatter.end_section()
+        return formatter.format_help()
+
+
+def verb_parser(verb: str, description: str, **options) -> VerbParser:
+    """Return a parser with the options that all verbs have."""
+    parser = VerbParser(
+        prog=f"metaphrase {verb}", description=description, allow_abbrev=False, add_help=False, **options
+    )
+    group = parser.add_argument_group(_COMMON_GROUP)
+    group.add_argument("-h", "--help", action=_Help, help="show the most used options and exit")
+    group.add_argument("--help_all", action=_Help, help="show all options and exit")
+    group.add_argument("--quiet", action="store_true", help="print only warnings, errors and results")
+    text = "print messages of libraries, and tracebacks of errors; METAPHRASE_DEBUG=1 does the same"
+    group.add_argument("--verbose", action="store_true", help=text)
+    return parser
 
 
 def run(main: Callable[[Sequence[str]], None], verb: str, words: Sequence[str] | None = None) -> int:
     """Run a verb. Progress goes to standard error. An expected error is printed as one line without traceback.
-
-    With METAPHRASE_DEBUG set in the environment, the traceback is printed too.
 
     Args:
         main: The verb's function of the words after its name.
@@ -34,29 +128,47 @@ def run(main: Callable[[Sequence[str]], None], verb: str, words: Sequence[str] |
     Returns:
         The exit status: 0, 2 after an error, or 130 after an interruption.
     """
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    for chatty in ("httpx", "huggingface_hub", "datasets", "matplotlib", "fsspec", "absl"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
+    words = sys.argv[1:] if words is None else words
+    if "--quiet" in words or not sys.stderr.isatty():
+        # For libraries that are not imported yet. Our own progress is lines of the log.
+        os.environ.setdefault("TQDM_DISABLE", "1")
+    is_verbose = "--verbose" in words or bool(os.environ.get("METAPHRASE_DEBUG"))
+    level = logging.WARNING if "--quiet" in words else logging.INFO
+    logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
+    # This library prints its messages itself.
+    logging.getLogger("huggingface_hub").propagate = False
+    for name in () if is_verbose else _CHATTY:
+        logging.getLogger(name).setLevel(logging.WARNING)
     try:
-        main(sys.argv[1:] if words is None else words)
+        main(words)
     except BrokenPipeError:
         # The reader of standard output, such as `head`, has closed it.
         sys.stderr.close()
-    except KeyboardInterrupt:
-        hint = " Use --resume to go on from the last checkpoint, if there is one." if verb in ("train", "tune") else ""
-        print(f"\nmetaphrase {verb}: interrupted.{hint}", file=sys.stderr)
-        if os.environ.get("METAPHRASE_DEBUG"):
+    except KeyboardInterrupt as interrupt:
+        # A verb that can be resumed says how.
+        print(" ".join([f"\nmetaphrase {verb}: interrupted.", *interrupt.args]), file=sys.stderr)
+        if is_verbose:
             raise
         return 130
-    except (ValueError, OSError, ImportError, EOFError, SafetensorError, StrictDataclassError) as error:
-        # EOFError: a truncated .gz file. OSError: also a missing model and errors of the Hub, with messages of many lines.
-        # StrictDataclassError: a config field of the wrong type, again with many lines.
-        text = " ".join(str(error).split()) if isinstance(error, OSError | StrictDataclassError) else error
-        print(f"metaphrase {verb}: error: {text}", file=sys.stderr)
-        if os.environ.get("METAPHRASE_DEBUG"):
+    except Exception as error:
+        if not _is_expected(error):
+            raise
+        # OSError: also a missing model and errors of the Hub, with messages of many lines. Other errors of many lines come from
+        # the configuration, for a field of the wrong type.
+        text = error if isinstance(error, ValueError | ImportError) else " ".join(str(error).split())
+        print(f"metaphrase {verb}: {paint('error:', '31')} {text}", file=sys.stderr)
+        if is_verbose:
             raise
         return 2
     return 0
+
+
+def _is_expected(error: Exception) -> bool:
+    """Return True for an error that a user can cause. EOFError: a truncated .gz file."""
+    # By name, because importing the classes of other libraries takes time.
+    names = {kind.__name__ for kind in type(error).__mro__}
+    is_builtin = isinstance(error, ValueError | OSError | ImportError | EOFError)
+    return is_builtin or not names.isdisjoint(("SafetensorError", "StrictDataclassError"))
 
 
 def check_dependents(arguments: argparse.Namespace, **needs: str) -> None:

@@ -14,8 +14,8 @@ from transformers import set_seed
 from metaphrase.demo.corpus import SPLITS, write_demo_corpus, write_demo_summaries
 from metaphrase.hub_card import draw_attention_map, renew_model_card
 from metaphrase.inference import Generator, cross_attention
-from metaphrase.scripts.console import verb_parser
-from metaphrase.scripts.train import RECIPES
+from metaphrase.scripts.parsers import parse
+from metaphrase.scripts.train import RECIPES, limit_bars, naming_checkpoint, next_steps
 from metaphrase.training.checkpointing.folders import checkpoints_in, discard_checkpoint, last_whole_checkpoint
 from metaphrase.training.cpu_setup import keep_few_kernels, keep_freed_memory
 from metaphrase.training.experiment import Experiment
@@ -37,22 +37,11 @@ MARKER_TEXT = "`metaphrase demo` made this folder. It replaces data, checkpoints
 
 
 def main(words: Sequence[str]) -> None:
-    parser = verb_parser(
-        "demo", "Train and show a small English-German model. Recipe fields are options too: --num_train_epochs 2."
-    )
-    parser.add_argument(
-        "--output_dir",
-        "--output-dir",
-        default="runs/demo",
-        help="new folder for the run, or that of an earlier demo, which is replaced [%(default)s]",
-    )
-    parser.add_argument("--num_train", type=int, default=30000, help="number of training pairs [%(default)s]")
-    parser.add_argument("--resume", action="store_true", help="resume a stopped run from its last checkpoint")
     start = time.monotonic()
     if "WORLD_SIZE" not in os.environ:
         # Several GPUs gain nothing with a model of this size.
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
-    arguments, overrides = parser.parse_known_args(words)
+    arguments, overrides = parse("demo", words)
     folder = Path(arguments.output_dir)
     data = folder / "data"
     is_resumed = arguments.resume and last_whole_checkpoint(folder) is not None
@@ -68,7 +57,9 @@ def main(words: Sequence[str]) -> None:
     keep_freed_memory()
     keep_few_kernels()
     recipe = load_recipe(source, fields)
-    result = Experiment(recipe).train()
+    limit_bars(recipe)
+    with naming_checkpoint(folder):
+        result = Experiment(recipe).train()
     card = renew_model_card(folder)
     generator = Generator.from_pretrained(folder)
     show_translations(generator, tests[:NUM_SAMPLES])
@@ -84,7 +75,7 @@ def main(words: Sequence[str]) -> None:
     print(f"Training curve: {folder / 'training_curve.png'}")
     print(f"Attention:      {picture}")
     print(f"Model card:     {card}")
-    print(f"Took {time.monotonic() - start:.0f} seconds.")
+    print(f"Took {time.monotonic() - start:.0f} seconds.\n{next_steps(folder)}")
 
 
 def check_run(source: Path, fields: Sequence[str]) -> None:

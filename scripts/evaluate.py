@@ -15,7 +15,6 @@ from transformers import set_seed
 from metaphrase.data.pairs import DataReport, column_texts, load_pairs
 from metaphrase.evaluation.evaluate import evaluate_generator, generation_settings
 from metaphrase.evaluation.metrics import (
-    DEFAULT_METRICS,
     METRICS,
     check_metrics,
     check_writable,
@@ -27,58 +26,17 @@ from metaphrase.evaluation.metrics import (
 from metaphrase.inference import ENGINES, Generator
 from metaphrase.inference.line_files import NewFile, OutputStream, as_lines, check_files
 from metaphrase.inference.source_limits import check_source_length
-from metaphrase.scripts.console import check_dependents, verb_parser, warn_of_lengths
+from metaphrase.scripts.console import check_dependents, warn_of_lengths
 from metaphrase.scripts.options import (
-    add_ensemble_options,
-    add_generation_options,
-    add_model_options,
     chosen_generation_options,
     chosen_loading_options,
     chosen_models,
     given_options,
 )
+from metaphrase.scripts.parsers import parse
 from metaphrase.tokenization import join_pieces
 
 logger = logging.getLogger(__name__)
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = verb_parser(
-        "evaluate", "Decode a test set, score it, and write metrics.json with the signature of every score."
-    )
-    add_model_options(parser)
-    add_ensemble_options(parser)
-    parser.add_argument("--source", metavar="FILE", help="file with one source in each line")
-    parser.add_argument("--target", metavar="FILE", help="file with one reference in each line")
-    text = "sources and references in one .tsv, .csv, .jsonl or .parquet file"
-    parser.add_argument("--file", metavar="FILE", help=text)
-    text = "column of sources in --file: a name, or a number from 0 in a .tsv file"
-    parser.add_argument("--source_column", type=column, help=text)
-    parser.add_argument("--target_column", type=column, help="column of references in --file")
-    for name, rows in (("malformed", "lines without a pair"), ("invalid_utf8", "pairs that are not UTF-8")):
-        text = f"how to treat {rows} [%(default)s]"
-        parser.add_argument(f"--{name}", choices=("error", "skip"), default="error", help=text)
-    text = f"scores: {', '.join(METRICS)} [bleu chrf]"
-    parser.add_argument("--metrics", nargs="+", default=list(DEFAULT_METRICS), help=text)
-    parser.add_argument("--bleu_tokenize", help="sacreBLEU's tokenizer [13a]; none for tokenized text")
-    parser.add_argument("--lowercase", action="store_true", help="ignore case, as sacreBLEU's -lc")
-    text = "mark that joins subwords of the references, such as @@ [that of the tokenizer]"
-    parser.add_argument("--joiner", help=text)
-    parser.add_argument(
-        "--output",
-        metavar="FILE",
-        help="file to write, or folder for metrics.json; an existing file is replaced [metrics.json in the model's folder; in "
-        "this folder if the model's has scores of training, other pairs or other settings, and for an ensemble, another engine "
-        "or dtype, or max_source_length]",
-    )
-    parser.add_argument("--predictions", metavar="FILE", help="file to write the decoded targets to")
-    add_generation_options(parser)
-    return parser
-
-
-def column(word: str) -> str | int:
-    """Parse a column: a number or a name."""
-    return int(word) if word.isascii() and word.isdecimal() else word
 
 
 def metric_options(arguments: argparse.Namespace) -> dict[str, dict]:
@@ -178,7 +136,7 @@ def describe(arguments: argparse.Namespace, pairs: Dataset, report: DataReport) 
 
 
 def main(words: Sequence[str]) -> None:
-    arguments = make_parser().parse_args(words)
+    arguments, _ = parse("evaluate", words)
     check_dependents(arguments, source_column="file", target_column="file", ensemble_mean="ensemble")
     check_metrics(arguments.metrics, arguments.bleu_tokenize)
     score_options, generation_options = metric_options(arguments), chosen_generation_options(arguments)
@@ -222,6 +180,7 @@ def main(words: Sequence[str]) -> None:
             metrics=arguments.metrics,
             metric_options=score_options,
             generation_options=generation_options,
+            show_progress=not arguments.quiet,
             # Written before scoring, because decoding takes the longest.
             on_decoded=None if file is None else lambda texts: file.write(as_lines(texts)),
         )

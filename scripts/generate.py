@@ -4,8 +4,10 @@ import argparse
 import contextlib
 import itertools
 import logging
+import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from transformers import set_seed
 
@@ -19,59 +21,16 @@ from metaphrase.inference.line_files import (
     open_output,
     read_lines,
 )
-from metaphrase.inference.minimum_bayes_risk import UTILITIES
-from metaphrase.scripts.console import check_dependents, verb_parser, warn_of_lengths
+from metaphrase.scripts.console import check_dependents, warn_of_lengths
 from metaphrase.scripts.options import (
-    add_ensemble_options,
-    add_generation_options,
-    add_model_options,
     chosen_generation_options,
     chosen_loading_options,
     chosen_models,
     given_options,
 )
+from metaphrase.scripts.parsers import parse
 
 logger = logging.getLogger(__name__)
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = verb_parser("generate", "Write one target line for each source line, in the same order.")
-    add_model_options(parser)
-    add_ensemble_options(parser)
-    parser.add_argument("--input", metavar="FILE", help="file with one source in each line, UTF-8 [standard input]")
-    text = "file to write; an existing file is replaced [standard output]"
-    parser.add_argument("--output", metavar="FILE", help=text)
-    text = "resume a stopped run of the same command; start from scratch if there is no output yet"
-    parser.add_argument("--resume", action="store_true", default=None, help=text)
-    text = "sources that are sorted and decoded together [%(default)s]"
-    parser.add_argument("--chunk_size", "--window", type=int, default=4096, help=text)
-    parser.add_argument(
-        "--num_processes",
-        type=int,
-        default=1,
-        help="processes that decode chunks in parallel [%(default)s]; they share the cores of a CPU, or take the "
-        "accelerators in turn",
-    )
-    text = "write `index ||| target ||| score` for every target; implied by num_return_sequences above 1"
-    parser.add_argument("--n_best", action="store_true", help=text)
-    add_generation_options(parser)
-    group = parser.add_argument_group("speculative and minimum Bayes risk decoding")
-    text = "smaller model that drafts tokens for the model to check: same output, less time"
-    group.add_argument("--assistant_model", metavar="MODEL", help=text)
-    for name, text in (
-        ("num_assistant_tokens", "tokens in a draft"),
-        ("mbr_candidates", "number of samples for minimum Bayes risk decoding"),
-        ("mbr_references", "number of pseudo-references [the candidates themselves]"),
-    ):
-        group.add_argument(f"--{name}", type=int, metavar="INT", help=text)
-    text = "similarity of a candidate and a pseudo-reference [chrf]"
-    group.add_argument("--mbr_utility", choices=list(UTILITIES), help=text)
-    group = parser.add_argument_group("phrases")
-    text = "phrase that every target contains; of several phrases one is enough; may be given several times"
-    group.add_argument("--must_contain", action="append", nargs="+", metavar="PHRASE", help=text)
-    text = "phrases that no target contains"
-    group.add_argument("--never_contain", action="extend", nargs="+", metavar="PHRASE", help=text)
-    return parser
 
 
 @contextlib.contextmanager
@@ -89,7 +48,7 @@ def load(arguments: argparse.Namespace, options: dict) -> Iterator[Generator | G
 
 
 def main(words: Sequence[str]) -> None:
-    arguments = make_parser().parse_args(words)
+    arguments, _ = parse("generate", words)
     for name in ("chunk_size", "num_processes"):
         if getattr(arguments, name) < 1:
             raise ValueError(f"`{name}` must be at least 1, got {getattr(arguments, name)}.")
@@ -98,6 +57,8 @@ def main(words: Sequence[str]) -> None:
     check_files(arguments.input, arguments.output)
     if arguments.resume:
         check_regular(arguments.output)
+    elif not arguments.overwrite:
+        refuse_existing(arguments.output)
     options = chosen_generation_options(arguments)
     options |= given_options(arguments, ("must_contain", "never_contain", "num_assistant_tokens"))
     n_best = arguments.n_best or options.get("num_return_sequences", 1) > 1
@@ -105,8 +66,29 @@ def main(words: Sequence[str]) -> None:
         # Override the model's own setting: one line out for each line in.
         options.setdefault("num_return_sequences", 1)
     set_seed(arguments.seed)
-    with load(arguments, options) as generator:
-        write(generator, arguments, options, n_best)
+    if arguments.input is None and sys.stdin is not None and sys.stdin.isatty():
+        logger.info("Reading sources from the terminal. Ctrl-D ends them. To read a file, set --input.")
+    try:
+        with load(arguments, options) as generator:
+            write(generator, arguments, options, n_best)
+    except KeyboardInterrupt:
+        if arguments.output is None or not is_filled(arguments.output):
+            raise
+        raise KeyboardInterrupt(f"{arguments.output} is incomplete. The same command with --resume goes on.") from None
+
+
+def is_filled(path: str) -> bool:
+    """Return True if a file exists and is not empty."""
+    return Path(path).is_file() and Path(path).stat().st_size > 0
+
+
+def refuse_existing(path: str | None) -> None:
+    """Raise `ValueError` for an output that would be lost."""
+    if path is not None and is_filled(path):
+        raise ValueError(
+            f"`output` must be a new file, got {path!r}, which is not empty. Pass --overwrite to replace the file, or --resume "
+            "to go on with a stopped run."
+        )
 
 
 def write(generator: Generator | GeneratorPool, arguments: argparse.Namespace, options: dict, n_best: bool) -> None:
@@ -130,7 +112,7 @@ def write(generator: Generator | GeneratorPool, arguments: argparse.Namespace, o
         results = generator.generate_stream(
             itertools.islice(read_lines(arguments.input), first, None),
             risk=risk,
-            show_progress=None,
+            show_progress=not arguments.quiet,
             chunk_size=arguments.chunk_size,
             first_chunk=first // arguments.chunk_size,
             total=count_lines(arguments.input),

@@ -1,55 +1,121 @@
-"""Options of the command line that several verbs share: model and loading, generation."""
+"""Options of the command line that several verbs share: model and loading, generation.
+
+Help and errors must come at once, so that this file imports no other room, torch or transformers at its top. A test compares the
+names and defaults with those of the rooms.
+"""
 
 import argparse
+from collections.abc import Callable
+from pathlib import Path
 
-from transformers.hf_argparser import string_to_bool
-
-from metaphrase.decoding.options import GENERATION_OPTIONS, bool_or_never, complete_sampling
-from metaphrase.decoding.searches.joint_search import ENSEMBLE_MEANS
-from metaphrase.inference import ENGINES
-from metaphrase.modeling.pipeline_support import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
-
+ENGINES = ("torch", "ctranslate2")
+ENSEMBLE_MEANS = ("linear", "log_linear")
+DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH = 64, 8192
 _LOADING_OPTIONS = {
     *("source_prefix", "max_source_length", "source_lang", "target_lang", "device", "dtype", "trust_remote_code"),
     *("ensemble_mean", "batch_size", "max_tokens_per_batch", "engine"),
 }
 
 
+def parse_bool(word: str) -> bool:
+    """Parse a truth value."""
+    values = dict.fromkeys(("yes", "true", "t", "y", "1"), True) | dict.fromkeys(("no", "false", "f", "n", "0"), False)
+    if word.lower() not in values:
+        raise argparse.ArgumentTypeError(f"the value must be true or false, got {word!r}")
+    return values[word.lower()]
+
+
+def parse_bool_or_never(word: str) -> bool | str:
+    """Parse a value of `early_stopping`."""
+    return word if word == "never" else parse_bool(word)
+
+
+def input_file(name: str) -> Callable[[str], str]:
+    """Return a parser of the path of a file to read, for the option of this name.
+
+    Raises:
+        OSError: By the parser, if there is no such file.
+    """
+
+    def check(word: str) -> str:
+        if not Path(word).exists():
+            raise FileNotFoundError(f"`{name}` must be a file that exists, got {word!r}.")
+        if Path(word).is_dir():
+            raise IsADirectoryError(f"`{name}` must be a file, got the folder {word!r}.")
+        return word
+
+    return check
+
+
+# For each option its type and its help text.
+GENERATION_OPTIONS: dict[str, tuple[Callable, str]] = {
+    "max_length": (int, "maximum tokens of a target"),
+    "max_new_tokens": (int, "maximum tokens of a target, without the start token"),
+    "min_length": (int, "minimum tokens of a target"),
+    "min_new_tokens": (int, "minimum tokens of a target, without the start token"),
+    "num_beams": (int, "beam size; 1 is greedy search or sampling"),
+    "length_penalty": (float, "exponent of the length that divides the score of a beam"),
+    "num_beam_groups": (int, "number of beam groups for diverse beam search"),
+    "diversity_penalty": (float, "penalty of diverse beam search for a token that another group chose in this step"),
+    "early_stopping": (
+        parse_bool_or_never,
+        "stop a sentence at num_beams finished candidates; never: stop when no better candidate is possible",
+    ),
+    "do_sample": (bool, "sample instead of taking the most probable token"),
+    "temperature": (float, "divide the logits by this value before sampling"),
+    "top_k": (int, "sample from the k most probable tokens; number of candidates in contrastive search"),
+    "top_p": (float, "sample from the most probable tokens with this total probability (nucleus sampling)"),
+    "min_p": (float, "sample from tokens with at least this share of the highest probability"),
+    "typical_p": (float, "sample from the most typical tokens with this total probability"),
+    "epsilon_cutoff": (float, "sample from tokens with at least this probability"),
+    "eta_cutoff": (float, "as epsilon_cutoff, with a lower threshold for a flat distribution"),
+    "top_h": (float, "sample from the most probable tokens with at most this share of the entropy"),
+    "penalty_alpha": (float, "weight of the degeneration penalty in contrastive search; needs top_k"),
+    "repetition_penalty": (float, "divide the scores of earlier tokens by this value"),
+    "no_repeat_ngram_size": (int, "forbid to repeat an n-gram of this size"),
+    "renormalize_logits": (bool, "normalize the probabilities after the other options have changed them"),
+    "forced_bos_token_id": (int, "id of the first token of every target, such as a language"),
+    "forced_eos_token_id": (int, "id of the last token of a target at the length limit"),
+    "num_return_sequences": (int, "number of targets for each source"),
+}
+
+
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add the model, its device and type, languages, prefix and maximum length of sources, and the seed."""
+    """Add the model, its languages and prefix, and a group for loading."""
     parser.add_argument("model", help="folder or Hub id of any encoder-decoder model")
     for side in ("source", "target"):
-        text = f"language code of the {side} for a multilingual model (mBART, M2M100, NLLB), such as eng_Latn"
+        text = f"{side} language of a multilingual model, such as eng_Latn"
         parser.add_argument(f"--{side}_lang", metavar="CODE", help=text)
-    parser.add_argument("--source_prefix", default="", help="text before every source, such as 'summarize: '")
     parser.add_argument(
-        "--max_source_length",
-        type=int,
-        metavar="INT",
-        help="maximum tokens of a source, end of sequence included; longer sources are truncated and counted [no limit]",
+        "--source_prefix", default="", metavar="TEXT", help="text before every source, such as 'summarize: '"
     )
-    parser.add_argument("--device", help="device to run on [the accelerator if there is one]")
+    group = parser.add_argument_group("loading")
+    group.add_argument("--device", help="device to run on [the accelerator if there is one]")
     text = "type of the weights [%(default)s: as saved]; int8 and float16 are faster on a CPU"
-    parser.add_argument("--dtype", default="auto", help=text)
+    group.add_argument("--dtype", default="auto", help=text)
+    text = "maximum tokens of a source, end of sequence included; longer sources are truncated and counted [no limit]"
+    group.add_argument("--max_source_length", type=int, metavar="INT", help=text)
     text = "run code that comes with the model or its tokenizer"
-    parser.add_argument("--trust_remote_code", action="store_true", help=text)
-    parser.add_argument("--seed", type=int, default=42, help="random seed for sampling [%(default)s]")
+    group.add_argument("--trust_remote_code", action="store_true", help=text)
+    group.add_argument("--seed", type=int, default=42, help="random seed for sampling [%(default)s]")
 
 
-def add_ensemble_options(parser: argparse.ArgumentParser) -> None:
-    """Add the other models of an ensemble, sizes of batches and the engine."""
-    parser.add_argument("--ensemble", nargs="+", metavar="MODEL", help="more models for an ensemble with the first")
+def add_batch_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add a group with the other models of an ensemble, sizes of batches and the engine."""
+    group = parser.add_argument_group("ensemble, batches and engine")
+    group.add_argument("--ensemble", nargs="+", metavar="MODEL", help="more models for an ensemble with the first")
     text = "mean of probabilities or of log-probabilities [linear]"
-    parser.add_argument("--ensemble_mean", choices=ENSEMBLE_MEANS, help=text)
+    group.add_argument("--ensemble_mean", choices=ENSEMBLE_MEANS, help=text)
     for name, default, text in (
         ("batch_size", DEFAULT_BATCH_SIZE, "maximum sources in a batch"),
         ("max_tokens_per_batch", DEFAULT_MAX_TOKENS_PER_BATCH, "maximum source tokens in a batch, padding included"),
     ):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} [%(default)s]")
+        group.add_argument(f"--{name}", type=int, default=default, help=f"{text} [%(default)s]")
     text = (
         "library that decodes [%(default)s]; ctranslate2 takes an exported folder, or converts a Metaphrase model first"
     )
-    parser.add_argument("--engine", default=ENGINES[0], choices=ENGINES, help=text)
+    group.add_argument("--engine", default=ENGINES[0], choices=ENGINES, help=text)
+    return group
 
 
 def chosen_models(arguments: argparse.Namespace) -> list[str]:
@@ -68,8 +134,8 @@ def add_generation_options(parser: argparse.ArgumentParser) -> None:
         "generation", "names and meanings are those of transformers' generate(); defaults are those of the model"
     )
     for name, (kind, text) in GENERATION_OPTIONS.items():
-        if kind in (bool, bool_or_never):
-            convert, metavar = (string_to_bool, "BOOL") if kind is bool else (kind, "BOOL|never")
+        if kind in (bool, parse_bool_or_never):
+            convert, metavar = (parse_bool, "BOOL") if kind is bool else (kind, "BOOL|never")
             group.add_argument(f"--{name}", type=convert, nargs="?", const=True, metavar=metavar, help=text)
         else:
             group.add_argument(f"--{name}", type=kind, metavar=kind.__name__.upper(), help=text)
@@ -77,6 +143,8 @@ def add_generation_options(parser: argparse.ArgumentParser) -> None:
 
 def chosen_generation_options(arguments: argparse.Namespace) -> dict:
     """Return the generation options given on the command line."""
+    from metaphrase.decoding.options import complete_sampling
+
     return complete_sampling(given_options(arguments, GENERATION_OPTIONS))
 
 

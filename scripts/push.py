@@ -9,8 +9,8 @@ from pathlib import Path
 from metaphrase.hub_card import Facts, write_model_card
 from metaphrase.hub_card.card import is_own_card, read_facts
 from metaphrase.hub_card.upload import CARD, check_folder, check_repo_id, select_files, upload
-from metaphrase.scripts.console import verb_parser
 from metaphrase.scripts.options import given_options
+from metaphrase.scripts.parsers import parse
 
 logger = logging.getLogger(__name__)
 
@@ -54,25 +54,7 @@ def rehearse(folder: Path, arguments: argparse.Namespace, facts: Facts) -> None:
 
 
 def main(words: Sequence[str]) -> None:
-    parser = verb_parser(
-        "push",
-        "Upload a trained folder to the Hub: model, code, tokenizers, card, licence, recipe, scores and "
-        "predictions, and no other files. Absolute paths in the recipe are cut to their last part.",
-    )
-    parser.add_argument("folder", help="folder with a trained model")
-    parser.add_argument("repo_id", help="user/name or organization/name; created if it does not exist")
-    parser.add_argument(
-        "--private", action="store_true", help="create a private repository; an existing public one is an error"
-    )
-    parser.add_argument("--dry_run", "--dry-run", action="store_true", help="only list what would be uploaded, offline")
-    parser.add_argument("--commit_message", default="Upload the model", metavar="TEXT", help="[%(default)s]")
-    parser.add_argument("--revision", metavar="BRANCH", help="branch to upload to, created if it does not exist [main]")
-    parser.add_argument("--token", help="access token [HF_TOKEN, or that of `hf auth login`]")
-    parser.add_argument("--overwrite_card", action="store_true", help="replace your own README.md by a model card")
-    parser.add_argument("--license", metavar="NAME", help="licence of the weights for the card, such as apache-2.0")
-    parser.add_argument("--base_model", metavar="NAME", help="model that this one was fine-tuned from, for the card")
-    parser.add_argument("--datasets", nargs="+", metavar="NAME", help="training data, for the card")
-    arguments = parser.parse_args(words)
+    arguments, _ = parse("push", words)
     check_repo_id(arguments.repo_id)
     if not arguments.commit_message.strip():
         raise ValueError(f"`commit_message` must not be empty, got {arguments.commit_message!r}.")

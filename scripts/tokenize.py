@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from metaphrase.inference.line_files import check_files
-from metaphrase.scripts.console import verb_parser
+from metaphrase.scripts.parsers import parse
 from metaphrase.storage.folders import folder_in_one_step
-from metaphrase.tokenization import TOKENIZER_KINDS, TokenizerPair, iterate_lines
-from metaphrase.tokenization.tokenizer_settings import DEFAULT_VOCAB_SIZE, KINDS_THAT_FILL_A_VOCABULARY
+from metaphrase.tokenization import TokenizerPair, iterate_lines
 
 logger = logging.getLogger(__name__)
 
@@ -36,30 +35,7 @@ def check_output(output: Path, overwrite: bool) -> None:
 
 
 def main(words: Sequence[str]) -> None:
-    parser = verb_parser(
-        "tokenize", "Train a tokenizer for AutoTokenizer on text files (.gz or not) with one text in each line."
-    )
-    parser.add_argument("--files", nargs="+", metavar="FILE", help="texts for a joint tokenizer of both sides")
-    parser.add_argument("--source_files", nargs="+", metavar="FILE", help="texts for a separate source tokenizer")
-    parser.add_argument("--target_files", nargs="+", metavar="FILE", help="texts for a separate target tokenizer")
-    parser.add_argument("--output", required=True, metavar="DIR", help="folder to write")
-    parser.add_argument("--kind", default="byte_bpe", help=f"one of {', '.join(TOKENIZER_KINDS)} [%(default)s]")
-    parser.add_argument("--target_kind", help="kind of a separate target tokenizer, if different")
-    parser.add_argument(
-        "--vocab_size",
-        type=int,
-        help=f"maximum entries, special tokens included [{DEFAULT_VOCAB_SIZE} for "
-        f"{', '.join(KINDS_THAT_FILL_A_VOCABULARY)}; else no limit]",
-    )
-    parser.add_argument("--min_frequency", type=int, help="minimum number of occurrences of a learned piece")
-    parser.add_argument("--normalization", help="Unicode normalization, nfc, nfd, nfkc or nfkd [none]")
-    parser.add_argument("--lowercase", action="store_true", help="lowercase all text")
-    parser.add_argument("--joiner", help="for pretokenized: mark at the end of a piece inside a word [@@]")
-    parser.add_argument(
-        "--additional_special_tokens", nargs="+", default=[], metavar="TOKEN", help="such as language codes"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing tokenizer")
-    arguments = parser.parse_args(words)
+    arguments, _ = parse("tokenize", words)
     has_files = [files is not None for files in (arguments.files, arguments.source_files, arguments.target_files)]
     is_separate = has_files == [False, True, True]
     if not is_separate and has_files != [True, False, False]:

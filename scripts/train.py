@@ -5,9 +5,11 @@ import sys
 if __name__ == "__main__" and not __package__:  # Run as a file: its folder must not hide `evaluate` or `tokenize`.
     sys.path.pop(0)
 
+import contextlib
 import logging
 import re
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import datasets
@@ -16,19 +18,20 @@ from transformers.utils import logging as transformers_logging
 
 from metaphrase.data.pairs import READERS
 from metaphrase.hub_card import renew_model_card
-from metaphrase.scripts.console import run, verb_parser
+from metaphrase.inference.progress import has_bar
+from metaphrase.scripts.console import run
+from metaphrase.scripts.parsers import parse
+from metaphrase.training.checkpointing.folders import last_whole_checkpoint
 from metaphrase.training.choices.completion import complete, is_completable
 from metaphrase.training.cpu_setup import keep_few_kernels, keep_freed_memory
 from metaphrase.training.distributed import leave_processes
 from metaphrase.training.experiment import Experiment
-from metaphrase.training.recipe.recipe import describe_fields, load_recipe
+from metaphrase.training.recipe.recipe import Recipe, describe_fields, load_recipe
 from metaphrase.training.run_folder import with_fields_of_run
 
 logger = logging.getLogger(__name__)
 
 RECIPES = Path(__file__).parent / "recipes"
-# Options without a value; all others are fields of the recipe.
-OPTIONS = ("--resume", "--dry_run", "--help_fields")
 # Not the path of a recipe.
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(?<!\.yaml)(?<!\.yml)")
 
@@ -73,39 +76,41 @@ def find_data(names: Sequence[str]) -> tuple[Path | None, list[str]]:
     return (find_recipe(names[0]) if names else None), []
 
 
-def split_words(words: Sequence[str], flags: Sequence[str], options: Sequence[str] = ()) -> tuple[list[str], list[str]]:
-    """Return the words of a verb itself, and those that set fields of a recipe.
+def limit_bars(recipe: Recipe) -> None:
+    """Hide bars that say nothing, and all bars of libraries where no terminal can show them."""
+    # There would be a bar for each checkpoint that is loaded.
+    transformers_logging.disable_progress_bar()
+    if recipe.disable_tqdm or not has_bar():
+        datasets.disable_progress_bars()
 
-    Args:
-        words: The command line.
-        flags: Options of the verb without a value.
-        options: Options of the verb with one value.
-    """
-    verb_words, overrides = [], []
-    for before, word in zip((None, *words), words, strict=False):
-        # Recipe or files are the first words, or follow another word of the verb.
-        is_value = not word.startswith("-") and (before in (None, *flags, *options) or before in verb_words)
-        (verb_words if is_value or word in (*flags, *options, "-h", "--help") else overrides).append(word)
-    return verb_words, overrides
+
+@contextlib.contextmanager
+def naming_checkpoint(folder: Path) -> Iterator[None]:
+    """Add to an interruption the checkpoint that the run can be resumed from."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        checkpoint = last_whole_checkpoint(folder)
+        hint = "There is no checkpoint yet to go on from."
+        if checkpoint is not None:
+            hint = f"The same command with --resume goes on from {checkpoint}."
+        raise KeyboardInterrupt(hint) from None
+
+
+def next_steps(folder: Path, objective: str = "pairs") -> str:
+    """Return the commands that a user of a finished model needs next."""
+    name = shlex.quote(str(folder))
+    commands = [
+        f"metaphrase generate {name} --input FILE --output FILE",
+        f"metaphrase evaluate {name} --source FILE --target FILE",
+    ]
+    if objective != "pairs":
+        commands = [f"metaphrase train PAIRS.tsv --model_name_or_path {name}"]
+    return "\n  ".join(["Next:", *commands, f"metaphrase push {name} USER/NAME"])
 
 
 def main(words: Sequence[str]) -> None:
-    parser = verb_parser(
-        "train",
-        "Train a model by a recipe. Each field of the recipe is an option too: --field value.",
-        usage="%(prog)s [-h] [--help_fields] [--resume] [--dry_run] [recipe] [--field value ...]",
-    )
-    parser.add_argument(
-        "recipe",
-        nargs="*",
-        help="a YAML file, the name of a recipe of the package, a file of pairs, two parallel files, or a data set: a folder "
-        "or OWNER/NAME on the Hub; what a recipe leaves open is chosen from the pairs",
-    )
-    parser.add_argument("--help_fields", action="store_true", help="list all fields of a recipe and exit")
-    parser.add_argument("--resume", action="store_true", help="resume from the last checkpoint in output_dir")
-    parser.add_argument("--dry_run", action="store_true", help="print what the run needs, and do not train")
-    stated, overrides = split_words(words, OPTIONS)
-    arguments = parser.parse_args(stated)
+    arguments, overrides = parse("train", words)
     if arguments.help_fields:
         print(describe_fields())
         return
@@ -118,10 +123,7 @@ def main(words: Sequence[str]) -> None:
         recipe = recipe.replace(output_dir=f"runs/{name}", is_checked=False)
     recipe = with_fields_of_run(recipe, Path(recipe.output_dir))
 
-    # One bar for each checkpoint says nothing.
-    transformers_logging.disable_progress_bar()
-    if recipe.disable_tqdm:
-        datasets.disable_progress_bars()
+    limit_bars(recipe)
     keep_freed_memory()
     keep_few_kernels()
     if is_completable(recipe):
@@ -141,12 +143,13 @@ def main(words: Sequence[str]) -> None:
             print(estimate)
         leave_processes()
         return
-    result = experiment.train()
+    with naming_checkpoint(experiment.folder):
+        result = experiment.train()
     if is_main_process:
         for name, score in result.get("scores", {}).items():
             logger.info("%s on %s: %.2f  %s", name, result["data"]["split"], score["score"], score["signature"])
-        logger.info("The model lies in %s", experiment.folder)
         renew_model_card(experiment.folder)
+        logger.info("The model lies in %s\n%s", experiment.folder, next_steps(experiment.folder, recipe.objective))
     leave_processes()
 
 

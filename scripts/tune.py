@@ -7,8 +7,8 @@ from pathlib import Path
 import psutil
 
 from metaphrase.hub_card.figures import draw_trials
-from metaphrase.scripts.console import verb_parser
-from metaphrase.scripts.train import find_data, split_words
+from metaphrase.scripts.parsers import parse
+from metaphrase.scripts.train import find_data, limit_bars
 from metaphrase.training.checkpointing.averaging import RECIPE_NAME
 from metaphrase.training.choices.tuning import BEST_NAME, Tuning
 from metaphrase.training.cpu_setup import keep_few_kernels, keep_freed_memory
@@ -18,16 +18,7 @@ _SHOWN_ROWS = 5
 
 
 def main(words: Sequence[str]) -> None:
-    parser = verb_parser(
-        "tune",
-        "Search for better values of the fields that a recipe lists in `search`. Each field is an option too.",
-        usage="%(prog)s [-h] [--time_budget 30m] [--trials N] [--resume] [recipe] [--field value ...]",
-    )
-    parser.add_argument("recipe", nargs="*", help="a recipe or files of pairs, as for `metaphrase train`")
-    parser.add_argument("--trials", type=int, help="maximum number of trials [all that fit into the time budget]")
-    parser.add_argument("--resume", action="store_true", help="resume the search in output_dir")
-    stated, overrides = split_words(words, flags=("--resume",), options=("--trials",))
-    arguments = parser.parse_args(stated)
+    arguments, overrides = parse("tune", words)
     path, fields = find_data(arguments.recipe)
     recipe = load_recipe(path, [*fields, *overrides])
     name = Path(arguments.recipe[0]).stem.partition(".")[0] if arguments.recipe else "train"
@@ -35,10 +26,14 @@ def main(words: Sequence[str]) -> None:
     defaults = {name: value for name, value in defaults.items() if getattr(recipe, name) is None}
     recipe = recipe.replace(is_checked=False, **defaults)
 
+    limit_bars(recipe)
     keep_freed_memory()
     keep_few_kernels()
     tuning = Tuning(recipe, arguments.trials, arguments.resume, psutil.Process().create_time())
-    tuning.run()
+    try:
+        tuning.run()
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("The same command with --resume goes on with the search.") from None
     log_names = [name for name, values in tuning.space.items() if values.is_log]
     draw_trials(tuning.rows, tuning.best_rows[0], tuning.metric, tuning.folder / "trials.png", log_names)
     rows = [{name: str(value) for name, value in row.items()} for row in tuning.best_rows[:_SHOWN_ROWS]]

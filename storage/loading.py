@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from safetensors import SafetensorError
 from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers.utils import CONFIG_NAME
 
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.weight_files import listed, weight_names
@@ -51,18 +54,35 @@ def load_whole(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **op
 
 
 def refuse_missing_folder(name_or_path: str | os.PathLike, field: str) -> None:
-    """Refuse a missing path that can be no Hub id. Asking the Hub for it takes a minute without a network.
+    """Refuse a missing path that can be no Hub id, and an id that cannot be loaded.
+
+    transformers would ask the Hub for several files, and for each of them six times, which takes minutes without a network.
 
     Args:
         name_or_path: Folder or Hub id; `runs/model` may be either.
         field: The option's name, for the error.
 
     Raises:
-        FileNotFoundError: If the folder does not exist.
+        FileNotFoundError: If the folder does not exist, and the Hub has no such model or cannot be reached.
     """
     text, path = os.fspath(name_or_path), Path(name_or_path)
-    if (text.startswith((".", "/", "~")) or len(path.parts) > 2) and not path.exists():
+    if path.exists():
+        return
+    if text.startswith((".", "/", "~")) or len(path.parts) > 2:
         raise FileNotFoundError(f"{_describe_missing(name_or_path, field)}.")
+    if constants.HF_HUB_OFFLINE or try_to_load_from_cache(text, CONFIG_NAME) is not None:
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(text, CONFIG_NAME))
+    except RepositoryNotFoundError as error:
+        raise FileNotFoundError(f"{_describe_missing(name_or_path, field)}: {error}") from error
+    except HfHubHTTPError:
+        # The Hub knows the model. transformers repeats a request that the Hub could not answer.
+        return
+    except Exception as error:
+        # Each version of huggingface_hub has its own errors for a missing network.
+        reason = f"the Hub cannot be reached ({error})"
+        raise FileNotFoundError(f"{_describe_missing(name_or_path, field)}: {reason}.") from error
 
 
 @contextlib.contextmanager

@@ -1,14 +1,30 @@
 """Tests of `import metaphrase`: it registers the models, plugs in the fast code, and leaves the command line quick."""
 
 import importlib.metadata
+import os
 import subprocess
 import sys
+
+import pytest
 
 import metaphrase
 from metaphrase.decoding import fast_generation, prepacked_weights
 from metaphrase.modeling import MetaphraseForConditionalGeneration
 from metaphrase.modeling.acceleration import acceleration
 from metaphrase.ops import linear_and_dropout
+from metaphrase.scripts.__main__ import VERBS
+
+HEAVY = {
+    "torch",
+    "transformers",
+    "datasets",
+    "tokenizers",
+    "huggingface_hub",
+    "numpy",
+    "matplotlib",
+    "sacrebleu",
+    "tqdm",
+}
 
 
 def run(code):
@@ -37,12 +53,60 @@ def test_a_second_call_of_install_changes_nothing():
     assert vars(acceleration) == before
 
 
-def test_command_prints_its_help_without_torch():
-    code = (
-        "import sys; sys.argv = ['/usr/bin/metaphrase', '--help']\n"
-        "from metaphrase.scripts.__main__ import main\n"
-        "assert main() == 0 and 'torch' not in sys.modules"
-    )
+@pytest.mark.parametrize("room", ["decoding", "ops", "modeling", "tokenization", "inference"])
+def test_any_room_may_be_imported_first(room):
+    code = f"import metaphrase.{room}; from metaphrase.modeling.acceleration import acceleration as a; "
+    done = run(code + "print(a.linear.__module__, a.encoding.__module__)")
+    assert done.stdout.split() == [linear_and_dropout.__name__, prepacked_weights.__name__], done.stderr
+
+
+def test_import_loads_nothing_heavy():
+    """Seconds depend on the machine, so that modules are counted."""
+    code = "import metaphrase, sys; print(*sys.modules)"
+    assert not HEAVY & set(run(code).stdout.split())
+
+
+def test_command_answers_before_anything_heavy_is_loaded(tmp_path):
+    lines = [[], ["--help"], ["--version"], ["genrate"], ["train", "demo", "--num_train_epochss", "3"]]
+    lines += [[verb, word] for verb in VERBS for word in ("--help", "--help_all", "--no_such_option")]
+    lines += [["generate", "model", "--input", str(tmp_path / "none")]]
+    code = f"""
+import sys
+from metaphrase.scripts.__main__ import main
+for words in {lines}:
+    sys.argv = ["metaphrase", *words]
+    try:
+        main()
+    except SystemExit:
+        pass
+print("loaded:", *sys.modules)
+"""
     done = run(code)
-    assert done.returncode == 0, done.stderr
-    assert "usage: metaphrase VERB" in done.stdout
+    assert not HEAVY & set(done.stdout.partition("loaded:")[2].split()), done.stderr
+    errors = done.stderr.splitlines()
+    assert len(errors) == 3 + len(VERBS) and all(": error: " in line for line in errors)
+    assert errors[-1].endswith(f"`input` must be a file that exists, got '{tmp_path / 'none'}'.")
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("metaphrase gen", ["generate"]),
+        ("metaphrase generate --num_bea", ["--num_beams", "--num_beam_groups"]),
+        ("metaphrase train demo --learning_rate_f", ["--learning_rate_factors"]),
+        ("metaphrase export model out --format o", ["onnx"]),
+    ],
+)
+def test_shell_completes_verbs_options_and_fields(line, expected, tmp_path):
+    pytest.importorskip("argcomplete")
+    variables = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_IFS": "|"}
+    variables |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "answer")}
+    command = [sys.executable, "-m", "metaphrase.scripts"]
+    subprocess.run(command, env=os.environ | variables, capture_output=True, timeout=60)
+    answer = (tmp_path / "answer").read_text(encoding="utf-8")
+    assert sorted(word.strip() for word in answer.split("|")) == sorted(expected)
+
+
+def test_package_runs_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "metaphrase", "--version"], capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"metaphrase {metaphrase.__version__}\n"

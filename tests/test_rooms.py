@@ -12,7 +12,8 @@ MAX_FILES_PER_FOLDER, MAX_LINES_PER_FILE = 20, 450
 LIBRARIES_OF_MODELING = {"torch", "transformers", "huggingface_hub"}
 # A sub-room without a row belongs to its parent: `data.denoising` to `data`.
 MAY_IMPORT = {
-    "metaphrase": "modeling ops decoding",
+    # scripts: for `python -m metaphrase`.
+    "metaphrase": "modeling ops decoding scripts",
     "modeling": "",
     "demo": "",
     "storage": "modeling",

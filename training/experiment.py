@@ -20,6 +20,7 @@ from metaphrase.evaluation.metrics import DEFAULT_METRICS, check_metrics, write_
 from metaphrase.evaluation.task_scores import TaskScores, ValidationSample
 from metaphrase.inference import Generator
 from metaphrase.inference.line_files import as_lines
+from metaphrase.inference.progress import has_bar
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.storage.loading import naming, refuse_missing_folder
 from metaphrase.tokenization import TokenizerPair, set_languages
@@ -54,6 +55,7 @@ from metaphrase.training.model_setup import (
     settle_decoding,
 )
 from metaphrase.training.optimizer import freeze
+from metaphrase.training.progress import without_bars
 from metaphrase.training.recipe.checks import check_evaluated
 from metaphrase.training.recipe.recipe import Recipe, load_recipe
 from metaphrase.training.run_folder import (
@@ -260,7 +262,7 @@ class Experiment:
             joint=joint,
             kind=recipe.tokenizer_kind or "byte_bpe",
             target_kind=recipe.target_tokenizer_kind,
-            show_progress=not self.arguments.disable_tqdm,
+            show_progress=not self.arguments.disable_tqdm and has_bar(),
             **options,
         )
         sizes = sorted({len(tokenizers.source), len(tokenizers.target)})
@@ -326,7 +328,7 @@ class Experiment:
             if is_decoded and (arguments.eval_strategy != "no" or arguments.eval_on_start):
                 sample.check(f"validation targets{f' of `max_decoded_samples` {most}' if most is not None else ''}")
         callbacks.append(self._training_alerts(tokenizers, encoded["train"], sample))
-        return MetaphraseTrainer(
+        trainer = MetaphraseTrainer(
             model=model,
             args=arguments,
             tokenizers=tokenizers,
@@ -346,6 +348,7 @@ class Experiment:
             best_kept_metric=recipe.metric_for_best_model or DEFAULT_METRIC,
             generation_options={"num_beams": arguments.generation_num_beams or 1},
         )
+        return without_bars(trainer)
 
     def _choose_decoding(self, model: PreTrainedModel, tokenizers: TokenizerPair, sample: ValidationSample) -> None:
         """Set the beams and the length penalty that the recipe leaves open, in the saved model and in the recipe."""
@@ -429,7 +432,7 @@ class Experiment:
             references=references,
             metrics=self.scores.metrics,
             metric_options=self.scores.options,
-            show_progress=None,
+            show_progress=not self.arguments.disable_tqdm,
             on_decoded=lambda texts: (self.folder / f"{split}_predictions.txt").write_text(as_lines(texts), "utf-8"),
         )
         limit, outputs = length_limit(model), len(predictions)

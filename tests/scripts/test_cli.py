@@ -2,11 +2,14 @@
 
 import gzip
 import sys
+from unittest.mock import Mock
 
 import pytest
 from cli_texts import contents, damaged
+from huggingface_hub.errors import RepositoryNotFoundError
 from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
 
+import metaphrase
 from metaphrase.scripts import __main__ as command_line
 from metaphrase.scripts import attention, console, evaluate, generate, tokenize
 from metaphrase.tokenization import TOKENIZER_KINDS, TokenizerPair, train_tokenizer
@@ -119,12 +122,35 @@ def test_a_model_that_is_not_there_is_one_line(monkeypatch, tmp_path, capsys):
         assert f"must be a folder that exists, or a name on the Hub, got '{name}'{end}" in said
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ConnectionError("no network"), "the Hub cannot be reached (no network)"),
+        (RepositoryNotFoundError("not there", response=Mock()), "not there"),
+    ],
+    ids=["no network", "no model"],
+)
+def test_the_hub_is_asked_once_for_a_model_that_cannot_be_loaded(error, reason, monkeypatch, capsys):
+    calls = []
+
+    def fail(url, **options):
+        calls.append(url)
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("metaphrase.storage.loading.get_hf_file_metadata", fail)
+    assert run_command(monkeypatch, "generate", "some/model") == 2
+    said = capsys.readouterr().err
+    assert said.startswith("metaphrase generate: error: ") and said.count("\n") == 1 and reason in said
+    assert len(calls) == 1 and calls[0].endswith("/some/model/resolve/main/config.json")
+
+
 def test_an_interruption_is_one_line(capsys):
     def interrupted(words):
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(*words)
 
-    assert console.run(interrupted, "train", []) == 130
-    assert capsys.readouterr().err.strip().startswith("metaphrase train: interrupted. Use --resume to go on")
+    assert console.run(interrupted, "train", ["Use --resume."]) == 130
+    assert capsys.readouterr().err.strip() == "metaphrase train: interrupted. Use --resume."
     assert console.run(interrupted, "generate", []) == 130
     assert capsys.readouterr().err.strip() == "metaphrase generate: interrupted."
 
@@ -136,14 +162,19 @@ def test_unknown_verbs_and_no_verb(monkeypatch, capsys):
     assert "Did you mean" not in capsys.readouterr().err
     assert run_command(monkeypatch) == 2
     assert run_command(monkeypatch, "--help") == 0
-    said = capsys.readouterr().out
+    assert run_command(monkeypatch, "--version") == 0
+    said, _, version = capsys.readouterr().out.rstrip().rpartition("\n")
+    assert version == f"metaphrase {metaphrase.__version__}"
     assert said.startswith("usage: metaphrase VERB") and all(f"  {verb} " in said for verb in command_line.VERBS)
 
 
 @pytest.mark.parametrize("script", [attention, evaluate, generate, tokenize])
 def test_unknown_and_shortened_options_are_refused(script, capsys):
-    for words in (["model", "--no_such_option"], ["--outpu", "x"]):
+    verb = script.__name__.rpartition(".")[2]
+    for words, hint in ((["model", "--xyzzy"], f" See `metaphrase {verb} --help`."), (["--outpu", "x"], None)):
         with pytest.raises(SystemExit) as stopped:
             script.main(words)
         assert stopped.value.code == 2
-    assert "usage: metaphrase" in capsys.readouterr().err
+        hint = hint or " Did you mean '--output'?"
+        name = next(word for word in words if word.startswith("--"))
+        assert capsys.readouterr().err == f"metaphrase {verb}: error: unknown option {name}.{hint}\n"

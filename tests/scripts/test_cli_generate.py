@@ -12,7 +12,7 @@ import torch
 from cli_texts import ODD_LINES, as_lines, targets_of
 from tiny_generator import SOURCES, diverged_generator, save_generator, tiny_generator
 
-from metaphrase.inference import Generator
+from metaphrase.inference import Generator, ScoredText
 from metaphrase.scripts import generate
 from metaphrase.scripts.console import run
 
@@ -166,9 +166,36 @@ def test_mistakes_do_not_empty_the_output(cli_model, tmp_path):
     written.write_text("a cat\n", encoding="utf-8")
     with pytest.raises(ValueError, match="`output` must be another file than `input`"):
         generate.main([cli_model, "--input", str(written), "--output", str(written)])
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match="`input` must be a file that exists, got"):
         generate.main([cli_model, "--input", str(tmp_path / "none"), "--output", str(written)])
+    (tmp_path / "in").write_text("a cat\n", encoding="utf-8")
+    with pytest.raises(
+        ValueError, match=r"`output` must be a new file, got .* Pass --overwrite to replace the file, or --r"
+    ):
+        generate.main([cli_model, "--input", str(tmp_path / "in"), "--output", str(written)])
     assert written.read_text(encoding="utf-8") == "a cat\n"
+
+
+def test_an_output_is_replaced_with_overwrite(cli_model, tmp_path):
+    (tmp_path / "in").write_text("\n".join(SOURCES), encoding="utf-8")
+    (tmp_path / "out").write_text("old\n", encoding="utf-8")
+    files = ["--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]
+    generate.main([cli_model, "--device", "cpu", *files, "--overwrite"])
+    assert (tmp_path / "out").read_text(encoding="utf-8").splitlines() == as_lines(targets_of(SOURCES))
+
+
+@pytest.mark.parametrize("num_lines", [0, 1])
+def test_an_interruption_names_resume_if_there_is_an_output(num_lines, cli_model, tmp_path, monkeypatch, capsys):
+    def interrupted(*arguments, **options):
+        yield from [[ScoredText("ein", 0.0)]] * num_lines
+        raise KeyboardInterrupt
+
+    (tmp_path / "in").write_text("a cat\na dog\n", encoding="utf-8")
+    monkeypatch.setattr(Generator, "generate_stream", interrupted)
+    files = ["--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]
+    assert run(generate.main, "generate", [cli_model, "--device", "cpu", *files]) == 130
+    hint = f" {tmp_path / 'out'} is incomplete. The same command with --resume goes on." if num_lines else ""
+    assert capsys.readouterr().err.endswith(f"metaphrase generate: interrupted.{hint}\n")
 
 
 @pytest.mark.parametrize(
@@ -190,6 +217,7 @@ def test_options_that_do_not_fit_do_not_empty_the_output(cli_model, tmp_path, wo
     source.write_text("a cat\n", encoding="utf-8")
     written.write_text("an older target\n", encoding="utf-8")
     files = ["--input", str(source), "--output", str(written)]
+    files += [] if "--resume" in words else ["--overwrite"]
     assert run(generate.main, "generate", [cli_model, "--device", "cpu", *files, *words]) == 2
     assert written.read_text(encoding="utf-8") == "an older target\n"
 

@@ -5,8 +5,24 @@ import argparse
 import pytest
 from transformers import GenerationConfig
 
+from metaphrase.conversion.folders import DEFAULT_SHARD_SIZE, FAMILIES
 from metaphrase.decoding.options import GENERATION_OPTIONS, complete_sampling
+from metaphrase.decoding.searches.joint_search import ENSEMBLE_MEANS
+from metaphrase.evaluation.metrics import DEFAULT_METRICS, METRICS
+from metaphrase.hub_card.attention_page import MAX_SENTENCES, MAX_WEIGHT_BYTES
+from metaphrase.inference import ENGINES
+from metaphrase.inference.minimum_bayes_risk import UTILITIES
+from metaphrase.modeling.pipeline_support import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
+from metaphrase.scripts import options, parsers
+from metaphrase.scripts.__main__ import VERBS
+from metaphrase.scripts.attention import DEFAULT_OUTPUTS
+from metaphrase.scripts.console import MAX_HELP_LINES
+from metaphrase.scripts.export import FORMATS
 from metaphrase.scripts.options import add_generation_options, chosen_generation_options
+from metaphrase.scripts.parsers import make_parser, recipe_fields
+from metaphrase.tokenization.tokenizer_settings import DEFAULT_VOCAB_SIZE, KINDS_THAT_FILL_A_VOCABULARY, TOKENIZER_KINDS
+from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC
+from metaphrase.training.recipe.fields import OWN_FIELDS, TRAINING_FIELDS
 
 
 def chosen(*words):
@@ -16,7 +32,36 @@ def chosen(*words):
 
 
 def test_every_option_is_one_of_transformers():
-    assert GENERATION_OPTIONS.keys() <= vars(GenerationConfig()).keys()
+    assert set(GENERATION_OPTIONS) <= vars(GenerationConfig()).keys()
+
+
+def test_names_and_defaults_are_those_of_the_rooms():
+    """The parsers repeat them, because importing the rooms takes seconds."""
+    assert tuple(options.GENERATION_OPTIONS) == GENERATION_OPTIONS
+    assert (options.ENGINES, options.ENSEMBLE_MEANS) == (ENGINES, ENSEMBLE_MEANS)
+    sizes = (options.DEFAULT_BATCH_SIZE, options.DEFAULT_MAX_TOKENS_PER_BATCH)
+    assert sizes == (DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH)
+    assert (tuple(METRICS), tuple(UTILITIES)) == (parsers.METRICS, parsers.UTILITIES)
+    assert (tuple(FAMILIES), TOKENIZER_KINDS) == (parsers.FAMILIES, parsers.TOKENIZER_KINDS)
+    assert set(recipe_fields()) == {*OWN_FIELDS, *TRAINING_FIELDS}
+    assert make_parser("evaluate").get_default("metrics") == list(DEFAULT_METRICS)
+    assert make_parser("convert").get_default("max_shard_size") == DEFAULT_SHARD_SIZE
+    texts = {verb: " ".join(make_parser(verb).full_help().split()) for verb in VERBS}
+    assert f"[{DEFAULT_VOCAB_SIZE} for {', '.join(KINDS_THAT_FILL_A_VOCABULARY)}; else no limit]" in texts["tokenize"]
+    assert f"at most {MAX_SENTENCES} sentences and {MAX_WEIGHT_BYTES:,} bytes" in texts["attention"]
+    assert f"{{{','.join(DEFAULT_OUTPUTS)}}}" in texts["attention"] and f"{{{','.join(FORMATS)}}}" in texts["export"]
+    assert f"[{DEFAULT_METRIC}]" in texts["average"]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_fits_a_screen_and_names_all_options(verb, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    parser = make_parser(verb)
+    short, full = parser.format_help(), parser.full_help()
+    assert len(short.splitlines()) <= MAX_HELP_LINES
+    for action in parser._actions:
+        assert (action.option_strings or [action.metavar or action.dest])[0] in short
+        assert action.help is None or action.help.split("%")[0].split()[0] in full
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,362 @@
+"""Options of each verb. This file imports no heavy library, so that help and errors come at once."""
+
+import argparse
+import ast
+import functools
+import importlib.util
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from metaphrase.scripts.console import VerbParser, nearest, verb_parser
+from metaphrase.scripts.options import (
+    add_batch_options,
+    add_generation_options,
+    add_model_options,
+    input_file,
+)
+
+# Verbs that take fields of a recipe as options.
+RECIPE_VERBS = ("train", "tune", "demo")
+METRICS = ("bleu", "chrf", "chrf++", "ter", "rouge", "exact_match", "wer", "cer")
+UTILITIES = ("chrf", "bleu")
+TOKENIZER_KINDS = ("byte_bpe", "bpe", "unigram", "wordpiece", "byte", "char", "word", "pretokenized")
+FAMILIES = ("t5", "mt5", "umt5", "bart", "mbart", "plbart", "pegasus", "marian", "m2m_100", "fsmt")
+
+
+def make_parser(verb: str) -> VerbParser:
+    """Return the parser of a verb."""
+    return globals()[f"_{verb}_parser"]()
+
+
+def parse(verb: str, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Parse the command line of a verb.
+
+    Args:
+        verb: Name of the verb.
+        words: Words after the verb.
+
+    Returns:
+        Options of the verb, and the words that set fields of a recipe.
+
+    Raises:
+        SystemExit: After an error in the options of the verb, or its help.
+        ValueError: If a word names no field of a recipe.
+        OSError: If an input file does not exist.
+    """
+    parser, overrides = make_parser(verb), []
+    if verb == "demo":
+        arguments, overrides = parser.parse_known_args(words)
+    else:
+        if verb in RECIPE_VERBS:
+            words, overrides = split_words(words, parser)
+        arguments = parser.parse_args(words)
+    for word in overrides:
+        name = word.removeprefix("--").partition("=")[0].partition(".")[0].replace("-", "_")
+        if word.startswith("--") and not {name, name.removeprefix("no_")} & set(recipe_fields()):
+            hint = nearest(name, recipe_fields()) or " Fields of the network go below `model`."
+            raise ValueError(f"Every field must be one that a recipe has, got `{name}` in the command line.{hint}")
+    return arguments, overrides
+
+
+def complete(verbs: Iterable[str]) -> None:
+    """Answer a shell that completes a command line, and exit. The package argcomplete does this by the parsers."""
+    import argcomplete
+
+    parser = argparse.ArgumentParser(prog="metaphrase", add_help=False)
+    subparsers = parser.add_subparsers()
+    for verb in verbs:
+        options = make_parser(verb)
+        for name in recipe_fields() if verb in RECIPE_VERBS else ():
+            if f"--{name}" not in options._option_string_actions:
+                options.add_argument(f"--{name}")
+        subparsers.add_parser(verb, parents=[options], add_help=False)
+    argcomplete.autocomplete(parser)
+
+
+def split_words(words: Sequence[str], parser: VerbParser) -> tuple[list[str], list[str]]:
+    """Return the words of a verb itself, and those that set fields of a recipe."""
+    actions = {name: action for action in parser._actions for name in action.option_strings}
+    verb_words, overrides = [], []
+    for before, word in zip((None, *words), words, strict=False):
+        # Recipe or files are the first words, or follow another word of the verb.
+        is_value = not word.startswith("-") and (before in (None, *actions) or before in verb_words)
+        (verb_words if is_value or word in actions else overrides).append(word)
+    return verb_words, overrides
+
+
+@functools.cache
+def recipe_fields() -> tuple[str, ...]:
+    """Return the names of all fields of a recipe.
+
+    The names are read from the sources of the classes: importing the classes takes seconds.
+    """
+    library, rooms = Path(importlib.util.find_spec("transformers").origin).parent, Path(__file__).parents[1]
+    files = {
+        rooms / "training" / "recipe" / "fields.py": "OwnFields",
+        library / "training_args.py": "TrainingArguments",
+        library / "training_args_seq2seq.py": "Seq2SeqTrainingArguments",
+    }
+    names = []
+    for path, class_name in files.items():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        [body] = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name]
+        names += [node.target.id for node in body if isinstance(node, ast.AnnAssign)]
+    return tuple(dict.fromkeys(names))
+
+
+def _generate_parser() -> VerbParser:
+    parser = verb_parser("generate", "Write one target line for each source line, in the same order.")
+    text = "file with one source in each line, UTF-8 [standard input]"
+    parser.add_argument("--input", type=input_file("input"), metavar="FILE", help=text)
+    parser.add_argument("--output", metavar="FILE", help="file to write [standard output]")
+    existing = parser.add_mutually_exclusive_group()
+    existing.add_argument("--overwrite", action="store_true", help="replace an existing output")
+    text = "resume a stopped run of the same command; start from scratch if there is no output yet"
+    existing.add_argument("--resume", action="store_true", default=None, help=text)
+    text = "write `index ||| target ||| score` for every target; implied by num_return_sequences above 1"
+    parser.add_argument("--n_best", action="store_true", help=text)
+    add_model_options(parser)
+    group = add_batch_options(parser)
+    text = "sources that are sorted and decoded together [%(default)s]"
+    group.add_argument("--chunk_size", "--window", type=int, default=4096, help=text)
+    group.add_argument(
+        "--num_processes",
+        type=int,
+        default=1,
+        help="processes that decode chunks in parallel [%(default)s]; they share the cores of a CPU, or take the "
+        "accelerators in turn",
+    )
+    add_generation_options(parser)
+    group = parser.add_argument_group("speculative and minimum Bayes risk decoding")
+    text = "smaller model that drafts tokens for the model to check: same output, less time"
+    group.add_argument("--assistant_model", metavar="MODEL", help=text)
+    for name, text in (
+        ("num_assistant_tokens", "tokens in a draft"),
+        ("mbr_candidates", "number of samples for minimum Bayes risk decoding"),
+        ("mbr_references", "number of pseudo-references [the candidates themselves]"),
+    ):
+        group.add_argument(f"--{name}", type=int, metavar="INT", help=text)
+    text = "similarity of a candidate and a pseudo-reference [chrf]"
+    group.add_argument("--mbr_utility", choices=UTILITIES, help=text)
+    group = parser.add_argument_group("phrases")
+    text = "phrase that every target contains; of several phrases one is enough; may be given several times"
+    group.add_argument("--must_contain", action="append", nargs="+", metavar="PHRASE", help=text)
+    text = "phrases that no target contains"
+    group.add_argument("--never_contain", action="extend", nargs="+", metavar="PHRASE", help=text)
+    return parser
+
+
+def _evaluate_parser() -> VerbParser:
+    parser = verb_parser(
+        "evaluate", "Decode a test set, score it, and write metrics.json with the signature of every score."
+    )
+    text = "file with one source in each line"
+    parser.add_argument("--source", type=input_file("source"), metavar="FILE", help=text)
+    text = "file with one reference in each line"
+    parser.add_argument("--target", type=input_file("target"), metavar="FILE", help=text)
+    text = "sources and references in one .tsv, .csv, .jsonl or .parquet file"
+    parser.add_argument("--file", type=input_file("file"), metavar="FILE", help=text)
+    text = f"scores: {', '.join(METRICS)} [bleu chrf]"
+    parser.add_argument("--metrics", nargs="+", metavar="NAME", default=["bleu", "chrf"], help=text)
+    text = "file to write, or folder for metrics.json; an existing file is replaced [metrics.json beside the model, or in this "
+    text += "folder if that file has scores of training, other pairs or other settings]"
+    parser.add_argument("--output", metavar="FILE", help=text)
+    parser.add_argument("--predictions", metavar="FILE", help="file to write the decoded targets to")
+    add_model_options(parser)
+    group = parser.add_argument_group("pairs and scores")
+    text = "column of sources in --file: a name, or a number from 0 in a .tsv file"
+    group.add_argument("--source_column", type=column, metavar="COLUMN", help=text)
+    group.add_argument("--target_column", type=column, metavar="COLUMN", help="column of references in --file")
+    for name, rows in (("malformed", "lines without a pair"), ("invalid_utf8", "pairs that are not UTF-8")):
+        text = f"how to treat {rows} [%(default)s]"
+        group.add_argument(f"--{name}", choices=("error", "skip"), default="error", help=text)
+    group.add_argument("--bleu_tokenize", help="sacreBLEU's tokenizer [13a]; none for tokenized text")
+    group.add_argument("--lowercase", action="store_true", help="ignore case, as sacreBLEU's -lc")
+    text = "mark that joins subwords of the references, such as @@ [that of the tokenizer]"
+    group.add_argument("--joiner", help=text)
+    add_batch_options(parser)
+    add_generation_options(parser)
+    return parser
+
+
+def column(word: str) -> str | int:
+    """Parse a column: a number or a name."""
+    return int(word) if word.isascii() and word.isdecimal() else word
+
+
+def _attention_parser() -> VerbParser:
+    parser = verb_parser(
+        "attention",
+        "Show the cross-attention of sources and targets: the mean over all layers and heads, or of one layer or "
+        "head. png is a picture of one sentence, html an interactive page of several sentences, pharaoh a word alignment with "
+        "one line of links `source word-target word` for each sentence.",
+    )
+    parser.add_argument("--source", action="append", metavar="TEXT", help="source text; may be given several times")
+    parser.add_argument("--target", action="append", metavar="TEXT", help="target text for each --source [generated]")
+    text = "file with one source in each line [standard input, without --source]"
+    parser.add_argument("--input", type=input_file("input"), metavar="FILE", help=text)
+    text = "file with one target in each line [generated]"
+    parser.add_argument("--target_input", type=input_file("target_input"), metavar="FILE", help=text)
+    parser.add_argument("--layer", type=int, help="decoder layer to show; -1 is the last [mean of all layers]")
+    parser.add_argument("--head", type=int, help="head of that layer [mean of all heads]")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help="file to write: .png, .html (at most 500 sentences and 8,000,000 bytes of weights), "
+        ".align or .txt [attention.png, attention.html, or standard output for pharaoh]",
+    )
+    text = "format [by the suffix of the output, or png]"
+    parser.add_argument("--format", choices=("png", "html", "pharaoh"), help=text)
+    add_model_options(parser)
+    add_generation_options(parser)
+    return parser
+
+
+def _average_parser() -> VerbParser:
+    parser = verb_parser(
+        "average", "Average the weights of several checkpoints. Tokenizers and settings are those of the last one."
+    )
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="folder of a run, or the checkpoints to average")
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder to write the model to")
+    parser.add_argument("--last", type=int, metavar="N", help="average the last N checkpoints of a run")
+    parser.add_argument("--best", type=int, metavar="N", help="average the N checkpoints of a run with the best metric")
+    parser.add_argument("--metric", help="metric for --best, as the trainer logs it [eval_bleu]")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing average")
+    return parser
+
+
+def _convert_parser() -> VerbParser:
+    parser = verb_parser(
+        "convert",
+        "Convert a checkpoint of a known family to a Metaphrase model that computes the same. With --to, convert a "
+        "Metaphrase model to a family, whose models need no code of Metaphrase. Tokenizers and generation settings are "
+        f"copied. Families: {', '.join(FAMILIES)}.",
+    )
+    parser.add_argument("source", metavar="SOURCE", help="folder or Hub id, with weights in safetensors")
+    parser.add_argument("output", metavar="OUTPUT", help="folder to write")
+    parser.add_argument("--to", metavar="FAMILY", help="family to convert a Metaphrase model to")
+    parser.add_argument("--revision", help="branch, tag or commit on the Hub")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing conversion")
+    parser.add_argument(
+        "--max_shard_size",
+        default="5GB",
+        metavar="SIZE",
+        help="maximum size of a file of weights, such as 500MB [%(default)s]",
+    )
+    return parser
+
+
+def _export_parser() -> VerbParser:
+    parser = verb_parser(
+        "export",
+        "Export a Metaphrase model with tokenizers and generation settings. "
+        "A model that the format does not support is an error.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="folder or Hub id of a Metaphrase model")
+    parser.add_argument("output", metavar="DIR", help="folder to write")
+    parser.add_argument("--format", required=True, choices=("ctranslate2", "onnx"), help="format to write")
+    parser.add_argument(
+        "--quantization",
+        metavar="TYPE",
+        help="type of CTranslate2's weights: float32, float16, bfloat16, int16, int8, int8_float32, int8_float16 or "
+        "int8_bfloat16 [as saved]; ONNX is always float32",
+    )
+    # --force is the name in CTranslate2's converters.
+    parser.add_argument("--overwrite", "--force", action="store_true", help="replace an existing export")
+    return parser
+
+
+def _push_parser() -> VerbParser:
+    parser = verb_parser(
+        "push",
+        "Upload a trained folder to the Hub: model, code, tokenizers, card, licence, recipe, scores and "
+        "predictions, and no other files. Absolute paths in the recipe are cut to their last part.",
+    )
+    parser.add_argument("folder", help="folder with a trained model")
+    parser.add_argument("repo_id", help="user/name or organization/name; created if it does not exist")
+    parser.add_argument(
+        "--private", action="store_true", help="create a private repository; an existing public one is an error"
+    )
+    parser.add_argument("--dry_run", "--dry-run", action="store_true", help="only list what would be uploaded, offline")
+    parser.add_argument("--commit_message", default="Upload the model", metavar="TEXT", help="[%(default)s]")
+    parser.add_argument("--revision", metavar="BRANCH", help="branch to upload to, created if it does not exist [main]")
+    parser.add_argument("--token", help="access token [HF_TOKEN, or that of `hf auth login`]")
+    parser.add_argument("--overwrite_card", action="store_true", help="replace your own README.md by a model card")
+    parser.add_argument("--license", metavar="NAME", help="licence of the weights for the card, such as apache-2.0")
+    parser.add_argument("--base_model", metavar="NAME", help="model that this one was fine-tuned from, for the card")
+    parser.add_argument("--datasets", nargs="+", metavar="NAME", help="training data, for the card")
+    return parser
+
+
+def _tokenize_parser() -> VerbParser:
+    parser = verb_parser(
+        "tokenize", "Train a tokenizer for AutoTokenizer on text files (.gz or not) with one text in each line."
+    )
+    for name, text in (
+        ("files", "texts for a joint tokenizer of both sides"),
+        ("source_files", "texts for a separate source tokenizer"),
+        ("target_files", "texts for a separate target tokenizer"),
+    ):
+        parser.add_argument(f"--{name}", nargs="+", type=input_file(name), metavar="FILE", help=text)
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder to write")
+    parser.add_argument("--kind", default="byte_bpe", help=f"one of {', '.join(TOKENIZER_KINDS)} [%(default)s]")
+    parser.add_argument("--target_kind", help="kind of a separate target tokenizer, if different")
+    parser.add_argument(
+        "--vocab_size",
+        type=int,
+        help="maximum entries, special tokens included [8000 for byte_bpe, bpe, unigram, wordpiece; else no limit]",
+    )
+    parser.add_argument("--min_frequency", type=int, help="minimum number of occurrences of a learned piece")
+    parser.add_argument("--normalization", help="Unicode normalization, nfc, nfd, nfkc or nfkd [none]")
+    parser.add_argument("--lowercase", action="store_true", help="lowercase all text")
+    parser.add_argument("--joiner", help="for pretokenized: mark at the end of a piece inside a word [@@]")
+    parser.add_argument(
+        "--additional_special_tokens", nargs="+", default=[], metavar="TOKEN", help="such as language codes"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing tokenizer")
+    return parser
+
+
+def _train_parser() -> VerbParser:
+    parser = verb_parser(
+        "train",
+        "Train a model by a recipe. Each field of the recipe is an option too: --field value.",
+        usage="%(prog)s [recipe] [option ...] [--field value ...]",
+    )
+    parser.add_argument(
+        "recipe",
+        nargs="*",
+        help="a YAML file, the name of a recipe of the package, a file of pairs, two parallel files, or a data set: a folder "
+        "or OWNER/NAME on the Hub; what a recipe leaves open is chosen from the pairs",
+    )
+    parser.add_argument("--help_fields", action="store_true", help="list all fields of a recipe and exit")
+    parser.add_argument("--resume", action="store_true", help="resume from the last checkpoint in output_dir")
+    parser.add_argument("--dry_run", action="store_true", help="print what the run needs, and do not train")
+    return parser
+
+
+def _tune_parser() -> VerbParser:
+    parser = verb_parser(
+        "tune",
+        "Search for better values of the fields that a recipe lists in `search`. Each field is an option too.",
+        usage="%(prog)s [recipe] [--time_budget 30m] [option ...] [--field value ...]",
+    )
+    parser.add_argument("recipe", nargs="*", help="a recipe or files of pairs, as for `metaphrase train`")
+    parser.add_argument("--trials", type=int, help="maximum number of trials [all that fit into the time budget]")
+    parser.add_argument("--resume", action="store_true", help="resume the search in output_dir")
+    return parser
+
+
+def _demo_parser() -> VerbParser:
+    parser = verb_parser(
+        "demo", "Train and show a small English-German model. Recipe fields are options too: --num_train_epochs 2."
+    )
+    parser.add_argument(
+        "--output_dir",
+        "--output-dir",
+        default="runs/demo",
+        help="new folder for the run, or that of an earlier demo, which is replaced [%(default)s]",
+    )
+    parser.add_argument("--num_train", type=int, default=30000, help="number of training pairs [%(default)s]")
+    parser.add_argument("--resume", action="store_true", help="resume a stopped run from its last checkpoint")
+    return parser
