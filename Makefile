@@ -4,7 +4,7 @@ BIN := .venv/bin
 # One thread per test process: the suite runs one process per core.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: demo test test-slow lint format bench clean
+.PHONY: demo test test-slow lint format docs bench clean
 
 demo: .venv/installed
 	$(BIN)/metaphrase demo $(ARGS)
@@ -22,6 +22,10 @@ lint: .venv/installed
 format: .venv/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Warnings are errors. -E reads every page again, since the code that tables are made from may have changed.
+docs: .venv/installed
+	$(BIN)/python -m sphinx -EW --keep-going -q docs build/docs
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/training.py $(ARGS)

@@ -277,7 +277,7 @@ def format_pharaoh(links: Iterable[Link]) -> str:
 def alignment_error_rate(
     predicted: Iterable[Collection[Link]], sure: Iterable[Collection[Link]], possible: Iterable[Collection[Link]]
 ) -> float:
-    """Return the alignment error rate of a corpus, 0 at best: 1 - (|A & S| + |A & P|) / (|A| + |S|).
+    """Return the alignment error rate of a corpus, 0 at best: `1 - (|A & S| + |A & P|) / (|A| + |S|)`.
 
     Args:
         predicted: Links of each sentence (A).

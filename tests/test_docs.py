@@ -3,32 +3,33 @@
 import importlib
 import io
 import re
+import runpy
 import shlex
 import shutil
+import subprocess
 import sys
 
 import pytest
 import yaml
-from source_files import ROOT
-from tiny_generator import save_generator, tiny_generator
-from transformers import T5Config, T5ForConditionalGeneration
+from source_files import ROOT, SOURCES
+from tiny_generator import save_generator, tiny_generator, tiny_pair
+from transformers import MarianConfig, MarianMTModel, T5Config, T5ForConditionalGeneration
 
 from metaphrase.conversion import convert
 from metaphrase.conversion.ctranslate2.export import export_ctranslate2
 from metaphrase.demo.corpus import write_demo_corpus
 from metaphrase.scripts.__main__ import VERBS
+from metaphrase.training.recipe.fields import OWN_FIELDS
 from metaphrase.training.recipe.recipe import load_recipe
 
-PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
+PATHS = (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "benchmarks" / "README.md")
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PATHS}
+REFERENCE = runpy.run_path(str(ROOT / "docs" / "reference.py"))
 BLOCKS = [block for page in PAGES.values() for block in re.findall(r"```(\w+)\n(.*?)```", page, flags=re.DOTALL)]
-CODE = [text for language, text in BLOCKS if language == "python"]
-COMMANDS = [
-    line.partition("  #")[0].strip()
-    for language, text in BLOCKS
-    if language == "bash"
-    for line in text.splitlines()
-    if line.startswith("metaphrase ")
-]
+CODE = list(dict.fromkeys(text for language, text in BLOCKS if language == "python"))
+LINES = (line for language, text in BLOCKS if language == "bash" for line in text.splitlines())
+# Each command once, also if several pages show it.
+COMMANDS = list(dict.fromkeys(line.partition("  #")[0].strip() for line in LINES if line.startswith("metaphrase ")))
 # Commands that train take too long: only their arguments are tested.
 TRAINING = ("train", "tune", "demo")
 
@@ -54,6 +55,11 @@ def template(tmp_path_factory):
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 37}
     T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(folder / "models" / "t5-small")
     convert(folder / "models" / "t5-small", folder / "runs" / "my-t5")
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 64, "pad_token_id": 0}
+    sizes |= {f"{side}_{size}": 2 for side in ("encoder", "decoder") for size in ("attention_heads", "ffn_dim")}
+    MarianMTModel(MarianConfig(**sizes, decoder_start_token_id=0)).save_pretrained(folder / "models" / "opus-mt-en-de")
+    convert(folder / "models" / "opus-mt-en-de", folder / "runs" / "pairs")
+    tiny_pair().source.save_pretrained(folder / "runs" / "pairs")
     recipe = next(text for language, text in BLOCKS if language == "yaml")
     (folder / "runs" / "search").mkdir()
     for path in ("my_recipe.yaml", "runs/search/recipe.yaml"):
@@ -80,7 +86,9 @@ def test_pages_have_code_and_commands():
 @pytest.mark.parametrize("name", PAGES)
 def test_links_and_paths_lead_somewhere(name):
     page = PAGES[name]
-    folder = ROOT if name == "README.md" else ROOT / "docs"
+    folder = (ROOT / name).parent
+    for path in re.findall(r'(?:src|srcset)="([^"]*)"', page):
+        assert (folder / path).is_file(), path
     for path, heading in re.findall(r"\]\((?!http)([^)#\s]*)#?([^)\s]*)\)", page):
         assert (folder / path).exists(), path
         text = (folder / path).read_text(encoding="utf-8") if path and heading else page
@@ -115,6 +123,9 @@ def test_command_runs(command, project, monkeypatch, capsys):
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.split()[1] in TRAINING])
 def test_training_command_parses(command, project, monkeypatch):
     verb, *words = shlex.split(command)[1:]
+    if verb == "demo":
+        # No demo has made this folder, so it would be refused.
+        shutil.rmtree(project / "runs" / "demo")
     module = importlib.import_module(f"metaphrase.scripts.{verb}")
 
     class Parsed(Exception):
@@ -129,8 +140,11 @@ def test_training_command_parses(command, project, monkeypatch):
         module.main(words)
 
 
-def test_recipe_of_the_readme_loads(project):
-    assert load_recipe(project / "my_recipe.yaml").preset == "metaphrase-small"
+@pytest.mark.parametrize("text", [text for language, text in BLOCKS if language == "yaml"])
+def test_recipe_of_a_page_loads(text, tmp_path):
+    (tmp_path / "recipe.yaml").write_text(text, encoding="utf-8")
+    recipe = load_recipe(tmp_path / "recipe.yaml")
+    assert all(getattr(recipe, name) is not None for name in yaml.safe_load(text))
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "scripts" / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
@@ -147,3 +161,38 @@ def test_every_verb_prints_its_help(capsys):
             importlib.import_module(f"metaphrase.scripts.{verb}").main(["--help"])
         assert stop.value.code == 0
         assert f"metaphrase {verb}" in capsys.readouterr().out
+
+
+def test_readme_is_short():
+    text = PAGES["README.md"]
+    assert len(text.encode()) <= 10240 and len(text.split()) <= 1200
+
+
+def test_messages_of_troubleshooting_are_in_the_code():
+    source = re.sub(r'"\s*\n\s*f?"', "", "".join(SOURCES.values()))
+    messages = re.findall(r"^\| `(.+?)` \|", PAGES["docs/troubleshooting.md"], re.MULTILINE)
+    assert len(messages) > 30
+    assert [message for message in messages if message not in source] == []
+
+
+@pytest.mark.parametrize("name", REFERENCE["TEXTS"])
+def test_every_text_made_from_the_code_has_a_page(name):
+    assert sum(f"<!-- {name} -->" in page for page in PAGES.values()) == 1
+    assert REFERENCE["TEXTS"][name]().strip()
+
+
+def test_reference_has_all_fields_verbs_and_presets():
+    fields, commands = REFERENCE["recipe_fields"](), REFERENCE["commands"]()
+    assert [name for name in OWN_FIELDS if f"| `{name}` |" not in fields] == []
+    assert re.findall(r"^## metaphrase (\w+)$", commands, re.MULTILINE) == list(VERBS)
+    assert "| `--num_beams INT` |" in commands
+    # `|` would end a cell.
+    for text in (fields, commands):
+        assert {len(re.findall(r"(?<!\\)\|", line)) for line in text.splitlines() if line.startswith("|")} <= {3}
+
+
+@pytest.mark.slow
+def test_site_builds_without_warnings(tmp_path):
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", str(ROOT / "docs"), str(tmp_path)]
+    subprocess.run(command, check=True, timeout=600)
+    assert "max_tokens_per_batch" in (tmp_path / "recipe.html").read_text(encoding="utf-8")
