@@ -1,4 +1,4 @@
-"""`metaphrase attention MODEL`: show cross-attention as a picture, a page or a word alignment."""
+"""`metaphrase attention MODEL`: show cross-attention as a picture or a word alignment."""
 
 import argparse
 import logging
@@ -7,8 +7,7 @@ from pathlib import Path
 
 from transformers import set_seed
 
-from metaphrase.hub_card import draw_attention_map, write_attention_page
-from metaphrase.hub_card.attention_page import MAX_SENTENCES, MAX_WEIGHT_BYTES, check_sentences, describe_choice
+from metaphrase.hub_card import draw_attention_map
 from metaphrase.inference import AttentionMap, Generator, cross_attentions, format_pharaoh, word_alignment
 from metaphrase.inference.line_files import check_files, open_output, read_lines
 from metaphrase.inference.source_limits import numbering
@@ -22,18 +21,20 @@ from metaphrase.scripts.options import (
 
 logger = logging.getLogger(__name__)
 
-SUFFIXES = {".png": "png", ".html": "html", ".htm": "html", ".align": "pharaoh", ".txt": "pharaoh"}
+SUFFIXES = {".png": "png", ".align": "pharaoh", ".txt": "pharaoh"}
 # A word alignment goes to standard output by default.
-DEFAULT_OUTPUTS = {"png": "attention.png", "html": "attention.html", "pharaoh": None}
+DEFAULT_OUTPUTS = {"png": "attention.png", "pharaoh": None}
+# Models of few layers align best with their last layer, see `word_alignment`.
+DEFAULT_LAYER = -1
 SENTENCES_AT_A_TIME = 1024
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = verb_parser(
         "attention",
-        "Show the cross-attention of sources and targets: the mean over all layers and heads, or of one layer or "
-        "head. png is a picture of one sentence, html an interactive page of several sentences, pharaoh a word alignment with "
-        "one line of links `source word-target word` for each sentence.",
+        "Show the cross-attention of sources and targets: of one layer or head, or the mean over all. png is a picture of one "
+        "sentence, pharaoh a word alignment with one line of links `source word-target word` for each sentence. "
+        "`metaphrase explain` writes a page with all kinds of attention.",
     )
     add_model_options(parser)
     parser.add_argument("--source", action="append", metavar="TEXT", help="source text; may be given several times")
@@ -41,17 +42,19 @@ def make_parser() -> argparse.ArgumentParser:
     text = "file with one source in each line [standard input, without --source]"
     parser.add_argument("--input", metavar="FILE", help=text)
     parser.add_argument("--target_input", metavar="FILE", help="file with one target in each line [generated]")
-    parser.add_argument("--layer", type=int, help="decoder layer to show; -1 is the last [mean of all layers]")
+    text = "decoder layer to show; -1 is the last, mean is the mean of all layers [%(default)s]"
+    parser.add_argument("--layer", type=layer_or_mean, default=DEFAULT_LAYER, metavar="INT|mean", help=text)
     parser.add_argument("--head", type=int, help="head of that layer [mean of all heads]")
-    parser.add_argument(
-        "--output",
-        metavar="FILE",
-        help=f"file to write: .png, .html (at most {MAX_SENTENCES} sentences and {MAX_WEIGHT_BYTES:,} bytes of weights), "
-        ".align or .txt [attention.png, attention.html, or standard output for pharaoh]",
-    )
+    text = "file to write: .png, .align or .txt [attention.png, or standard output for pharaoh]"
+    parser.add_argument("--output", metavar="FILE", help=text)
     parser.add_argument("--format", choices=list(DEFAULT_OUTPUTS), help="format [by the suffix of the output, or png]")
     add_generation_options(parser)
     return parser
+
+
+def layer_or_mean(word: str) -> int | None:
+    """Parse a value of `layer`; `None` is the mean."""
+    return None if word == "mean" else int(word)
 
 
 def choose_format(output: str | None, name: str | None) -> str:
@@ -96,9 +99,7 @@ def main(words: Sequence[str]) -> None:
     sources, targets = read_pairs(arguments)
     nonblank = [index for index, source in enumerate(sources) if source.strip()]
     if form == "png" and len(nonblank) != 1:
-        raise ValueError(f"A picture must show one sentence, got {len(nonblank)}. Write an .html page for several.")
-    if form == "html":
-        check_sentences(len(nonblank))
+        raise ValueError(f"A picture must show one sentence, got {len(nonblank)}. Write a word alignment for several.")
     set_seed(arguments.seed)
     generator = Generator.from_pretrained(arguments.model, **chosen_loading_options(arguments))
     choice = {"layer": arguments.layer, "head": arguments.head}
@@ -106,22 +107,25 @@ def main(words: Sequence[str]) -> None:
     if form == "pharaoh":
         write_links(generator, sources, targets, output, options)
     else:
-        maps = compute_maps(generator, sources, targets, nonblank, keep_heads=form == "html", **options)
-        if form == "html":
-            write_attention_page(maps, output, title=f"Cross-attention of {arguments.model}", **choice)
-        else:
-            [attention] = maps
-            tokens = attention.source_tokens, attention.target_tokens
-            draw_attention_map(
-                attention.weights, *tokens, output, title=f"Cross-attention: {describe_choice(**choice)}"
-            )
-            logger.info("Target: %s", attention.target)
+        [attention] = compute_maps(generator, sources, targets, nonblank, **options)
+        tokens = attention.source_tokens, attention.target_tokens
+        title = f"Cross-attention: {describe_choice(**choice)}"
+        draw_attention_map(attention.weights, *tokens, output, title=title)
+        logger.info("Target: %s", attention.target)
     if len(nonblank) < len(sources):
         effect = "have an empty line" if form == "pharaoh" else "are left out"
         logger.warning("%d of %d sources are empty and %s.", len(sources) - len(nonblank), len(sources), effect)
     warn_of_lengths(generator, len(nonblank))
     if output is not None:
         logger.info("Written to %s", output)
+
+
+def describe_choice(layer: int | None, head: int | None) -> str:
+    """Describe the weights that `cross_attention` returns for a layer and a head."""
+    if layer is None:
+        return "mean over all layers and heads"
+    name = "last layer" if layer == -1 else f"layer {layer}"
+    return f"{name}, " + ("mean over its heads" if head is None else f"head {head}")
 
 
 def compute_maps(
