@@ -12,6 +12,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.font_manager import fontManager
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 # Uses matplotlib's object interface with one backend, and so leaves pyplot's global state alone.
@@ -204,6 +205,8 @@ def draw_attention_map(
 ) -> Path:
     """Draw one sentence's attention weights as a heat map: source tokens on top, target tokens at the left.
 
+    A frame marks the largest weight of each row.
+
     The picture grows with the number of tokens. A character that no installed font holds becomes an empty box.
 
     Args:
@@ -237,6 +240,10 @@ def draw_attention_map(
     panel = figure.add_axes((0, 0, 1, 1))
     image = panel.imshow(weights, cmap="Blues", vmin=0, vmax=max(float(weights.max()), 1e-9), aspect="auto")
     _label_tokens(panel, source_tokens, target_tokens, font_size=min(10.0, cell * 72 * 0.55))
+    for row, column in enumerate(weights.argmax(axis=1)):
+        panel.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, edgecolor=BEST_COLOR, linewidth=1.2))
+    note = "Frame: the largest weight of the row. The attention of a target token adds up to 1."
+    panel.annotate(note, (0, 0), (0, -6), "axes fraction", "offset points", va="top", fontsize=8, color=TEXT_COLOR)
     bar_height = max(1.6, min(height, 4.0))
     bar = figure.add_axes((1 + 0.2 / width, 1 - bar_height / height, 0.14 / width, bar_height / height))
     figure.colorbar(image, cax=bar, label="attention weight").outline.set_visible(False)

@@ -18,6 +18,7 @@ from metaphrase.inference.alignment import (
 )
 from metaphrase.inference.batches import decode
 from metaphrase.inference.engine import Engine, Hypothesis
+from metaphrase.inference.explanation import Explanation, explain
 from metaphrase.inference.generator import ENGINES, Generator
 from metaphrase.inference.generator_pool import GeneratorPool
 from metaphrase.inference.minimum_bayes_risk import expected_utilities
@@ -25,9 +26,9 @@ from metaphrase.inference.pipelines import SummarizationPipeline, Text2TextGener
 from metaphrase.inference.run import ScoredText
 from metaphrase.inference.scoring import ForcedScore
 
-__all__ = ["ENGINES", "GENERATION_OPTIONS", "QUANTIZATIONS", "AttentionMap", "Engine", "EnsembleSearch"]
+__all__ = ["ENGINES", "GENERATION_OPTIONS", "QUANTIZATIONS", "AttentionMap", "Engine", "EnsembleSearch", "Explanation"]
 __all__ += ["ForcedScore", "Generator", "GeneratorPool", "Hypothesis", "Partner", "ScoredText", "SpeculativeSearch"]
 __all__ += ["SummarizationPipeline", "Text2TextGenerationPipeline", "TranslationPipeline", "alignment_error_rate"]
 __all__ += ["complete_sampling", "constrained_beam_search", "contrastive_search", "cross_attention"]
 __all__ += ["cross_attentions", "decode", "diverse_beam_search", "expected_utilities", "format_pharaoh", "quantize"]
-__all__ += ["word_alignment", "word_weights"]
+__all__ += ["explain", "word_alignment", "word_weights"]

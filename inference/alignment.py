@@ -39,8 +39,10 @@ class AttentionMap:
 
     Attributes:
         weights: `(target, source)` in float32. Row i sums to 1 and is the attention while predicting target token i.
-        source_tokens: One for each column, in a readable form.
-        target_tokens: One for each row, with the end of sequence.
+        source_ids: Ids of the source tokens, one for each column.
+        target_ids: Ids of the target tokens, one for each row, with the end of sequence.
+        source_tokens: The source tokens in a readable form.
+        target_tokens: The target tokens in a readable form.
         source: The source text without `source_prefix`.
         target: The target text.
         source_words: The words of the source text.
@@ -52,6 +54,8 @@ class AttentionMap:
     """
 
     weights: np.ndarray
+    source_ids: list[int]
+    target_ids: list[int]
     source_tokens: list[str]
     target_tokens: list[str]
     source: str
@@ -158,6 +162,8 @@ def cross_attentions(
             target_words, target_word_ids = find_words(tokenizers.target, target_texts[index], ids[1])
             maps[index] = AttentionMap(
                 weights=_choose(heads, layer, head),
+                source_ids=ids[0],
+                target_ids=ids[1],
                 source_tokens=readable_tokens(tokenizers.source, ids[0]),
                 target_tokens=readable_tokens(tokenizers.target, ids[1]),
                 source=sources[index],
@@ -173,7 +179,7 @@ def cross_attentions(
 
 def _weights_of_layers(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     """Return the weights `(batch, heads, target, source)` of each decoder layer in float32. Row i predicts target token i."""
-    with _showing_attention(model), torch.inference_mode():
+    with showing_attention(model), torch.inference_mode():
         output = model(**inputs, output_attentions=True, use_cache=False, return_dict=True)
     layers = getattr(output, "cross_attentions", None)
     if not layers or any(weights is None for weights in layers):
@@ -184,7 +190,7 @@ def _weights_of_layers(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) 
 
 
 @contextlib.contextmanager
-def _showing_attention(model: PreTrainedModel) -> Iterator[None]:
+def showing_attention(model: PreTrainedModel) -> Iterator[None]:
     """Use evaluation mode and the eager kernel, which alone returns weights, inside this context."""
     kernels = _kernels(model.config)
     with evaluating([model]):

@@ -21,7 +21,8 @@ VERBS = {
     "generate": "translate, summarize, ...: one target line for each source line",
     "convert": "convert weights of T5, BART, Marian and others, and back",
     "export": "export a model to CTranslate2 or ONNX",
-    "attention": "show cross-attention: picture, page or word alignment",
+    "attention": "show cross-attention: picture or word alignment",
+    "explain": "show what each stage of a model computes for a pair: page or text",
     "average": "average the weights of several checkpoints",
     "push": "upload a model to the Hub",
 }

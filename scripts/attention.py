@@ -1,4 +1,4 @@
-"""`metaphrase attention MODEL`: show cross-attention as a picture, a page or a word alignment."""
+"""`metaphrase attention MODEL`: show cross-attention as a picture or a word alignment."""
 
 import argparse
 import logging
@@ -7,8 +7,7 @@ from pathlib import Path
 
 from transformers import set_seed
 
-from metaphrase.hub_card import draw_attention_map, write_attention_page
-from metaphrase.hub_card.attention_page import check_sentences, describe_choice
+from metaphrase.hub_card import draw_attention_map
 from metaphrase.inference import AttentionMap, Generator, cross_attentions, format_pharaoh, word_alignment
 from metaphrase.inference.line_files import check_files, open_output, read_lines
 from metaphrase.inference.source_limits import numbering
@@ -21,9 +20,9 @@ from metaphrase.scripts.parsers import parse
 
 logger = logging.getLogger(__name__)
 
-SUFFIXES = {".png": "png", ".html": "html", ".htm": "html", ".align": "pharaoh", ".txt": "pharaoh"}
+SUFFIXES = {".png": "png", ".align": "pharaoh", ".txt": "pharaoh"}
 # A word alignment goes to standard output by default.
-DEFAULT_OUTPUTS = {"png": "attention.png", "html": "attention.html", "pharaoh": None}
+DEFAULT_OUTPUTS = {"png": "attention.png", "pharaoh": None}
 SENTENCES_AT_A_TIME = 1024
 
 
@@ -69,9 +68,7 @@ def main(words: Sequence[str]) -> None:
     sources, targets = read_pairs(arguments)
     nonblank = [index for index, source in enumerate(sources) if source.strip()]
     if form == "png" and len(nonblank) != 1:
-        raise ValueError(f"A picture must show one sentence, got {len(nonblank)}. Write an .html page for several.")
-    if form == "html":
-        check_sentences(len(nonblank))
+        raise ValueError(f"A picture must show one sentence, got {len(nonblank)}. Write a word alignment for several.")
     set_seed(arguments.seed)
     generator = Generator.from_pretrained(arguments.model, **chosen_loading_options(arguments))
     choice = {"layer": arguments.layer, "head": arguments.head}
@@ -79,22 +76,25 @@ def main(words: Sequence[str]) -> None:
     if form == "pharaoh":
         write_links(generator, sources, targets, output, options)
     else:
-        maps = compute_maps(generator, sources, targets, nonblank, keep_heads=form == "html", **options)
-        if form == "html":
-            write_attention_page(maps, output, title=f"Cross-attention of {arguments.model}", **choice)
-        else:
-            [attention] = maps
-            tokens = attention.source_tokens, attention.target_tokens
-            draw_attention_map(
-                attention.weights, *tokens, output, title=f"Cross-attention: {describe_choice(**choice)}"
-            )
-            logger.info("Target: %s", attention.target)
+        [attention] = compute_maps(generator, sources, targets, nonblank, **options)
+        tokens = attention.source_tokens, attention.target_tokens
+        title = f"Cross-attention: {describe_choice(**choice)}"
+        draw_attention_map(attention.weights, *tokens, output, title=title)
+        logger.info("Target: %s", attention.target)
     if len(nonblank) < len(sources):
         effect = "have an empty line" if form == "pharaoh" else "are left out"
         logger.warning("%d of %d sources are empty and %s.", len(sources) - len(nonblank), len(sources), effect)
     warn_of_lengths(generator, len(nonblank))
     if output is not None:
         logger.info("Written to %s", output)
+
+
+def describe_choice(layer: int | None, head: int | None) -> str:
+    """Describe the weights that `cross_attention` returns for a layer and a head."""
+    if layer is None:
+        return "mean over all layers and heads"
+    name = "last layer" if layer == -1 else f"layer {layer}"
+    return f"{name}, " + ("mean over its heads" if head is None else f"head {head}")
 
 
 def compute_maps(

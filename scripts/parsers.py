@@ -187,9 +187,9 @@ def column(word: str) -> str | int:
 def _attention_parser() -> VerbParser:
     parser = verb_parser(
         "attention",
-        "Show the cross-attention of sources and targets: the mean over all layers and heads, or of one layer or "
-        "head. png is a picture of one sentence, html an interactive page of several sentences, pharaoh a word alignment with "
-        "one line of links `source word-target word` for each sentence.",
+        "Show the cross-attention of sources and targets: of one layer or head, or the mean over all. png is a picture of one "
+        "sentence, pharaoh a word alignment with one line of links `source word-target word` for each sentence. "
+        "`metaphrase explain` writes a page with all kinds of attention.",
     )
     parser.add_argument("--source", action="append", metavar="TEXT", help="source text; may be given several times")
     parser.add_argument("--target", action="append", metavar="TEXT", help="target text for each --source [generated]")
@@ -197,19 +197,22 @@ def _attention_parser() -> VerbParser:
     parser.add_argument("--input", type=input_file("input"), metavar="FILE", help=text)
     text = "file with one target in each line [generated]"
     parser.add_argument("--target_input", type=input_file("target_input"), metavar="FILE", help=text)
-    parser.add_argument("--layer", type=int, help="decoder layer to show; -1 is the last [mean of all layers]")
+    text = "decoder layer to show; -1 is the last, mean is the mean of all layers [%(default)s]"
+    # Models of few layers align best with their last layer, see `word_alignment`.
+    parser.add_argument("--layer", type=layer_or_mean, default=-1, metavar="INT|mean", help=text)
     parser.add_argument("--head", type=int, help="head of that layer [mean of all heads]")
-    parser.add_argument(
-        "--output",
-        metavar="FILE",
-        help="file to write: .png, .html (at most 500 sentences and 8,000,000 bytes of weights), "
-        ".align or .txt [attention.png, attention.html, or standard output for pharaoh]",
-    )
+    text = "file to write: .png, .align or .txt [attention.png, or standard output for pharaoh]"
+    parser.add_argument("--output", metavar="FILE", help=text)
     text = "format [by the suffix of the output, or png]"
-    parser.add_argument("--format", choices=("png", "html", "pharaoh"), help=text)
+    parser.add_argument("--format", choices=("png", "pharaoh"), help=text)
     add_model_options(parser)
     add_generation_options(parser)
     return parser
+
+
+def layer_or_mean(word: str) -> int | None:
+    """Parse a value of `layer`; `None` is the mean."""
+    return None if word == "mean" else int(word)
 
 
 def _average_parser() -> VerbParser:
@@ -243,6 +246,23 @@ def _convert_parser() -> VerbParser:
         metavar="SIZE",
         help="maximum size of a file of weights, such as 500MB [%(default)s]",
     )
+    return parser
+
+
+def _explain_parser() -> VerbParser:
+    parser = verb_parser(
+        "explain",
+        "Show what each stage of an encoder-decoder computes for a pair: tokens, shapes, position encodings, masks, attention, "
+        "teacher forcing, and the next tokens of greedy search, beam search, top-k and top-p. The page is one HTML file.",
+    )
+    text = "source text; may be given several times, for a page of at most 50 pairs"
+    parser.add_argument("--source", action="append", metavar="TEXT", required=True, help=text)
+    parser.add_argument("--target", action="append", metavar="TEXT", help="target text for each --source [generated]")
+    text = "HTML file to write [explanation.html, or none with --text]"
+    parser.add_argument("--output", metavar="FILE", help=text)
+    parser.add_argument("--text", action="store_true", help="write the explanation as text to standard output")
+    add_model_options(parser)
+    add_generation_options(parser)
     return parser
 
 

@@ -289,6 +289,24 @@ class TrainingAlerts(TrainerCallback):
         self.unfinished: list[float] = []
         self.topics: set[str] = set()
 
+    @classmethod
+    def of_run(
+        cls,
+        corpus: PairCorpus,
+        arguments: Any,
+        metrics: Sequence[str],
+        tokenizers: TokenizerPair,
+        train: Any,
+        sample: ValidationSample | None,
+    ) -> "TrainingAlerts":
+        """Return the callback for a loaded corpus, its training arguments and its encoded training pairs."""
+        loss = None
+        # R-Drop adds to the loss, and a stream has no frequencies before it is read.
+        if not corpus.recipe.r_drop_alpha and hasattr(train, "__len__"):
+            counts = count_ids(train, "labels")
+            loss = frequency_loss(counts, len(tokenizers.target), arguments.label_smoothing_factor)
+        return cls(metrics, sample, target_profile(corpus), loss)
+
     def _warn(self, state: Any, topic: str, alerts: Iterable[str]) -> None:
         alerts = list(alerts)
         if alerts and topic not in self.topics and state.is_world_process_zero:

@@ -27,14 +27,11 @@ from metaphrase.tokenization import TokenizerPair, set_languages
 from metaphrase.training.adapters import ALL_LINEAR, add_lora, import_peft
 from metaphrase.training.alerts import (
     TrainingAlerts,
-    count_ids,
     count_long_references,
     data_alerts,
-    frequency_loss,
     length_limit,
     run_alerts,
     score_alerts,
-    target_profile,
     unfinished_alerts,
     warn,
 )
@@ -327,7 +324,9 @@ class Experiment:
             is_decoded = arguments.predict_with_generate and not arguments.prediction_loss_only
             if is_decoded and (arguments.eval_strategy != "no" or arguments.eval_on_start):
                 sample.check(f"validation targets{f' of `max_decoded_samples` {most}' if most is not None else ''}")
-        callbacks.append(self._training_alerts(tokenizers, encoded["train"], sample))
+        callbacks.append(
+            TrainingAlerts.of_run(self.corpus, arguments, self.scores.metrics, tokenizers, encoded["train"], sample)
+        )
         trainer = MetaphraseTrainer(
             model=model,
             args=arguments,
@@ -378,16 +377,6 @@ class Experiment:
 
     def _decoding_sizes(self) -> dict[str, int | None]:
         return {"batch_size": self.arguments.per_device_eval_batch_size, "max_source_length": self.corpus.longest}
-
-    def _training_alerts(
-        self, tokenizers: TokenizerPair, train: datasets.Dataset, sample: ValidationSample | None
-    ) -> TrainingAlerts:
-        least = None
-        # R-Drop adds to the loss, and a stream has no frequencies before it is read.
-        if not self.recipe.r_drop_alpha and hasattr(train, "__len__"):
-            smoothing = self.arguments.label_smoothing_factor
-            least = frequency_loss(count_ids(train, "labels"), len(tokenizers.target), smoothing)
-        return TrainingAlerts(self.scores.metrics, sample, target_profile(self.corpus), least)
 
     def _final_share(self, encoded: dict[str, datasets.Dataset]) -> float:
         """Return the duration of the final scores relative to an evaluation, which is greedy and decodes fewer pairs."""

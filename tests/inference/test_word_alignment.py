@@ -31,6 +31,8 @@ def attention(weights=WEIGHTS, **fields):
     return AttentionMap(
         **{
             "weights": weights,
+            "source_ids": [3, 4, 5, 2],
+            "target_ids": [6, 7, 8, 9, 2],
             "source_tokens": ["▁the", "▁ca", "t", "</s>"],
             "target_tokens": ["▁die", "▁Kat", "ze", "▁da", "</s>"],
             "source": "the cat",

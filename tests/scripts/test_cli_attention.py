@@ -17,7 +17,7 @@ from metaphrase.scripts.console import run
 def test_attention_draws_a_picture(cli_model, tmp_path, caplog):
     caplog.set_level("INFO")
     pictures = {}
-    for name, words in {"all": [], "last": ["--layer", "-1"], "head": ["--layer", "0", "--head", "1"]}.items():
+    for name, words in {"all": ["--layer", "mean"], "last": [], "head": ["--layer", "0", "--head", "1"]}.items():
         path = tmp_path / f"{name}.png"
         words += ["--source", "the cat", "--target", "die $x$", "--output", str(path)]
         attention.main([cli_model, "--device", "cpu", *words])
@@ -34,25 +34,13 @@ def test_attention_generates_a_target(cli_model, tmp_path, caplog):
     assert "are unfinished at the length limit" in caplog.text
 
 
-def test_attention_writes_a_page_of_several_sentences(cli_model, tmp_path, caplog):
-    source, page = tmp_path / "source.txt", tmp_path / "page.html"
-    source.write_text("the cat <b>\n\ntwo dogs\n", encoding="utf-8")
-    words = [cli_model, "--device", "cpu", "--input", str(source), "--max_new_tokens", "4", "--layer", "1"]
-    attention.main([*words, "--output", str(page)])
-    text = page.read_text(encoding="utf-8")
-    assert text.count("<section") == 2 and "&lt;b&gt;</button>" in text and "<b>" not in text.split("<main>")[0]
-    assert "1 of 3 sources are empty and are left out" in caplog.text
-    again = tmp_path / "again"
-    attention.main([*words, "--format", "html", "--output", str(again)])
-    assert again.read_text(encoding="utf-8") == text
-
-
 def test_attention_writes_links(cli_model, tmp_path, monkeypatch, capsys, caplog):
     caplog.set_level("INFO")
     files = {"source": [*SOURCES[:2], "", SOURCES[2]], "target": [*TARGETS[:2], "", TARGETS[2]]}
     for name, lines in files.items():
         (tmp_path / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    words = [cli_model, "--device", "cpu", "--layer", "-1", "--target_input", str(tmp_path / "target")]
+    # The last layer is the default.
+    words = [cli_model, "--device", "cpu", "--target_input", str(tmp_path / "target")]
     attention.main([*words, "--input", str(tmp_path / "source"), "--output", str(tmp_path / "words.align")])
     maps = cross_attentions(
         tiny_generator(kind="byte"), *([*side[:2], side[2]] for side in (SOURCES, TARGETS)), layer=-1
@@ -74,13 +62,12 @@ def test_attention_writes_links(cli_model, tmp_path, monkeypatch, capsys, caplog
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--source", "a", "--output", "x.pdf"], "`output` must end in one of .png, .html, .htm, .align, .txt without"),
+        (["--source", "a", "--output", "x.pdf"], "`output` must end in one of .png, .align, .txt without"),
         (["--source", "the cat", "--layer", "2"], "`layer` must be from -2 to 1, got 2"),
         (["--source", "a", "--source", "b"], "A picture must show one sentence, got 2"),
         (["--input", "in.txt", "--output", "in.txt"], "`output` must be another file than `input`, got "),
         (["--target_input", "in.txt", "--output", "in.txt"], "`output` must be another file than `target_input`, got "),
         (["--source", " "], "A picture must show one sentence, got 0"),
-        (["--source", " ", "--format", "html"], "A page must show 1 to 500 sentences, got 0"),
         (["--source", "a", "--input", __file__], "`source` must be given as text or as a file, got both: 'a' and "),
         (["--source", "a", "--target", "b", "--target_input", __file__], "`target` must be given as text or as a file"),
         (
@@ -99,7 +86,13 @@ def test_attention_refuses(cli_model, words, message, tmp_path, monkeypatch, cap
 
 
 @pytest.mark.parametrize(
-    "words", [["--layer", "9"], ["--layer", "0", "--head", "9"], ["--head", "0"], ["--target", "b", "--num_beams", "2"]]
+    "words",
+    [
+        ["--layer", "9"],
+        ["--layer", "0", "--head", "9"],
+        ["--layer", "mean", "--head", "0"],
+        ["--target", "b", "--num_beams", "2"],
+    ],
 )
 def test_a_choice_that_does_not_fit_leaves_the_links_of_an_older_run(cli_model, tmp_path, words, monkeypatch):
     monkeypatch.setattr("metaphrase.inference.generator.Generator.search", lambda *_: pytest.fail("targets were made"))

@@ -9,7 +9,7 @@ from metaphrase.conversion.folders import DEFAULT_SHARD_SIZE, FAMILIES
 from metaphrase.decoding.options import GENERATION_OPTIONS, complete_sampling
 from metaphrase.decoding.searches.joint_search import ENSEMBLE_MEANS
 from metaphrase.evaluation.metrics import DEFAULT_METRICS, METRICS
-from metaphrase.hub_card.attention_page import MAX_SENTENCES, MAX_WEIGHT_BYTES
+from metaphrase.hub_card.explanation_page import MAX_PAIRS
 from metaphrase.inference import ENGINES
 from metaphrase.inference.minimum_bayes_risk import UTILITIES
 from metaphrase.modeling.pipeline_support import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
@@ -48,7 +48,7 @@ def test_names_and_defaults_are_those_of_the_rooms():
     assert make_parser("convert").get_default("max_shard_size") == DEFAULT_SHARD_SIZE
     texts = {verb: " ".join(make_parser(verb).full_help().split()) for verb in VERBS}
     assert f"[{DEFAULT_VOCAB_SIZE} for {', '.join(KINDS_THAT_FILL_A_VOCABULARY)}; else no limit]" in texts["tokenize"]
-    assert f"at most {MAX_SENTENCES} sentences and {MAX_WEIGHT_BYTES:,} bytes" in texts["attention"]
+    assert f"at most {MAX_PAIRS} pairs" in texts["explain"]
     assert f"{{{','.join(DEFAULT_OUTPUTS)}}}" in texts["attention"] and f"{{{','.join(FORMATS)}}}" in texts["export"]
     assert f"[{DEFAULT_METRIC}]" in texts["average"]
 

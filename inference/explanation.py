@@ -1,0 +1,348 @@
+"""Explanation of one pair: what each stage of the model computes for its tokens.
+
+Numbers come from plain forward passes of the model, with the eager attention kernel.
+"""
+
+import contextlib
+import itertools
+import re
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from metaphrase.inference.alignment import AttentionMap, cross_attention, showing_attention
+from metaphrase.inference.generator import Generator
+from metaphrase.inference.next_tokens import BeamTree, Step, describe_steps, record_beam_search, search_ids
+from metaphrase.inference.scoring import forced_inputs
+from metaphrase.modeling.pipeline_support import evaluating, longest_source
+from metaphrase.tokenization import readable_tokens
+from metaphrase.tokenization.tokenizer_pipeline import SPACE_MARK
+
+# For each kind of attention the field of the model's output.
+ATTENTIONS = {"encoder": "encoder_attentions", "decoder": "decoder_attentions", "cross": "cross_attentions"}
+# Padding that the masks show, as in a batch with a longer source.
+MASK_PADDING = 2
+# Masks add the smallest number of a type to a score, or minus infinity. The smallest float16 is -65504.
+MASKED_SCORE = -3e4
+_POSITIONS = re.compile(r"position|relative_attention_bias|rotary|alibi", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens of one sequence, and the words that they form.
+
+    Attributes:
+        ids: Token ids.
+        tokens: The tokens in a readable form.
+        words: Words of the text. A special token is a word, and so is punctuation at an end of a word.
+        word_ids: Index of the word of each token.
+    """
+
+    ids: list[int]
+    tokens: list[str]
+    words: list[str]
+    word_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A module of the model that ran: its name, its class and the shape of its output."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class PositionMap:
+    """Position encoding that a module returned.
+
+    Attributes:
+        name: Name of the module.
+        kind: `added` to the embeddings, `rotary` (cosines that rotate queries and keys), or `bias` of the attention scores.
+        values: `(1, length, features)` in float32; for a bias `(heads, query, key)`.
+    """
+
+    name: str
+    kind: str
+    values: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Explanation:
+    """Stages of one pair in a model. T is the number of target tokens, S that of source tokens.
+
+    Attributes:
+        source: The source text.
+        target: The target text.
+        is_generated: True if the model wrote the target.
+        source_tokens: S tokens that the encoder reads.
+        decoder_tokens: T tokens that the decoder reads: the start token, then the target without its last token.
+        target_tokens: T labels.
+        stages: Modules in the order in which they returned. Of several layers only the first is listed.
+        positions: Position encodings.
+        masks: For each kind of attention True where a query may read a key, `(query, key)`. As keys the source has some padding
+            tokens more, if the model has positions for them.
+        attentions: For each kind of attention the weights `(layers, heads, query, key)` in float32. Rows sum to 1.
+        probabilities: Probability of each label, `(T,)`.
+        ranks: Rank of each label among all tokens, from 1, `(T,)`.
+        paths: Next tokens along `target`, `greedy` and `beam`. A path equal to an earlier one is left out.
+        beam_tree: Hypotheses of beam search.
+        notes: Stages that this model does not show, one sentence each.
+    """
+
+    source: str
+    target: str
+    is_generated: bool
+    source_tokens: Tokens
+    decoder_tokens: Tokens
+    target_tokens: Tokens
+    stages: list[Stage]
+    positions: list[PositionMap]
+    masks: dict[str, np.ndarray]
+    attentions: dict[str, np.ndarray]
+    probabilities: np.ndarray
+    ranks: np.ndarray
+    paths: dict[str, list[Step]]
+    beam_tree: BeamTree
+    notes: list[str]
+
+    @property
+    def loss(self) -> float:
+        """Mean negative log-probability of a label, in nats."""
+        return float(-np.log(np.maximum(self.probabilities, 1e-38)).mean())
+
+
+def explain(
+    generator: Generator, source: str, target: str | None = None, *, seed: int = 42, **generation_kwargs
+) -> Explanation:
+    """Explain one pair by forward passes, a greedy search and a beam search.
+
+    Args:
+        generator: Model and tokenizers. The model keeps its mode and its attention kernel.
+        source: The source text.
+        target: The target text. By default the model generates the target with the generation options.
+        seed: Seed of the tokens that are drawn with top-k and top-p.
+        **generation_kwargs: As for `generate()`. The searches use the lengths, penalties and forced tokens.
+
+    Raises:
+        ValueError: As `cross_attention`.
+    """
+    model, tokenizer = generator.model, generator.tokenizers.target
+    attention = cross_attention(generator, source, target, **(generation_kwargs if target is None else {}))
+    sides = attention.source_ids, attention.target_ids
+    inputs = forced_inputs(model, *([ids] for ids in sides), generation_kwargs.get("decoder_start_token_id"))
+    with showing_attention(model), torch.inference_mode():
+        with _recording_modules(model) as (stages, positions):
+            output = model(**inputs, output_attentions=True, use_cache=False, return_dict=True)
+        weights = _attention_weights(output, *map(len, sides))
+        masks = _find_masks(model, inputs, *map(len, sides))
+        probabilities, ranks = _score_labels(output.logits[0].float(), sides[1])
+    tree = record_beam_search(generator, sides[0], generation_kwargs)
+    paths = {"target": sides[1], "greedy": search_ids(generator, sides[0], generation_kwargs), "beam": tree.best_ids}
+    start, steps = int(inputs["decoder_input_ids"][0, 0]), {}
+    for index, (name, ids) in enumerate(paths.items()):
+        if ids and ids not in list(paths.values())[:index]:
+            logits = _path_logits(model, sides[0], ids, start)
+            steps[name] = describe_steps(generator, logits, ids, tree.best_ids, seed, generation_kwargs)
+    decoder_ids = inputs["decoder_input_ids"][0].tolist()
+    missing = [name for name in ATTENTIONS if name not in weights]
+    notes = [f"{name.capitalize()} attention: the model returns no weights for each query and key." for name in missing]
+    if not positions:
+        notes.append("Position encodings: no module of the model returns any.")
+    return Explanation(
+        source=source,
+        target=attention.target,
+        is_generated=target is None,
+        source_tokens=_describe_tokens(attention, "source"),
+        decoder_tokens=_describe_inputs(attention, decoder_ids, readable_tokens(tokenizer, decoder_ids)),
+        target_tokens=_describe_tokens(attention, "target"),
+        stages=stages,
+        positions=positions,
+        masks=masks,
+        attentions=weights,
+        probabilities=probabilities,
+        ranks=ranks,
+        paths=steps,
+        beam_tree=tree,
+        notes=notes,
+    )
+
+
+def _describe_tokens(attention: AttentionMap, side: str) -> Tokens:
+    tokens = getattr(attention, f"{side}_tokens")
+    grouped = group_words(tokens, getattr(attention, f"{side}_words"), getattr(attention, f"{side}_word_ids"))
+    return Tokens(getattr(attention, f"{side}_ids"), tokens, *grouped)
+
+
+def _describe_inputs(attention: AttentionMap, ids: list[int], tokens: list[str]) -> Tokens:
+    """Describe the decoder's input. Its words are those of the target, one token later."""
+    word_ids = attention.target_word_ids
+    word_ids = None if word_ids is None else [None, *word_ids[:-1]]
+    return Tokens(ids, tokens, *group_words(tokens, attention.target_words, word_ids))
+
+
+def group_words(tokens: list[str], words: list[str], word_ids: list[int | None] | None) -> tuple[list[str], list[int]]:
+    """Group tokens to words so that each token belongs to one.
+
+    Args:
+        tokens: Readable tokens.
+        words: Words between white space.
+        word_ids: Index of the word of each token, `None` for special tokens; `None` as a whole if the words are unknown.
+
+    Returns:
+        The words, and the index of each token's word. Special tokens are words. Punctuation at an end of a word is a word, if it
+        has tokens of its own. Without `word_ids` each token is a word.
+    """
+    if word_ids is None:
+        return tokens, list(range(len(tokens)))
+    labels: list[str] = []
+    groups: list[int] = []
+    for word, run in itertools.groupby(range(len(tokens)), key=word_ids.__getitem__):
+        run = list(run)
+        if word is None:
+            parts = [([index], tokens[index]) for index in run]
+        else:
+            inner = [index for index in run if not _is_punctuation(tokens[index])] or run
+            before, after = ([i for i in run if i < inner[0]], [i for i in run if i > inner[-1]])
+            prefix, suffix = ("".join(_bare(tokens[index]) for index in side) for side in (before, after))
+            core = list(range(inner[0], inner[-1] + 1)), words[word].removeprefix(prefix).removesuffix(suffix)
+            single = [[([index], _bare(tokens[index])) for index in side] for side in (before, after)]
+            parts = [*single[0], core, *single[1]]
+        for part, label in parts:
+            groups += [len(labels)] * len(part)
+            labels.append(label)
+    return labels, groups
+
+
+def _bare(token: str) -> str:
+    return token.replace(SPACE_MARK, "")
+
+
+def _is_punctuation(token: str) -> bool:
+    text = _bare(token)
+    return bool(text) and all(unicodedata.category(character)[0] == "P" for character in text)
+
+
+@contextlib.contextmanager
+def _recording_modules(model: PreTrainedModel) -> Iterator[tuple[list[Stage], list[PositionMap]]]:
+    """Record output shapes and position encodings of all modules inside this context, but of the first layers only."""
+    stages: list[Stage] = []
+    positions: list[PositionMap] = []
+
+    def record(name: str):
+        def hook(module: nn.Module, _, output) -> None:
+            shape = _shape_of(output)
+            if shape is not None and not isinstance(module, nn.Dropout):
+                stages.append(Stage(name, type(module).__name__, shape))
+            if _POSITIONS.search(name.rpartition(".")[2]):
+                positions.extend(_read_positions(name, output))
+
+        return hook
+
+    handles = []
+    try:
+        for name, module in model.named_modules():
+            layer = next((part for part in name.split(".") if part.isdigit()), "0")
+            if name and layer == "0":
+                handles.append(module.register_forward_hook(record(name)))
+        yield stages, positions
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _shape_of(output) -> tuple[int, ...] | None:
+    if isinstance(output, dict):
+        output = tuple(output.values())
+    while isinstance(output, tuple | list) and output:
+        output = output[0]
+    return tuple(output.shape) if isinstance(output, torch.Tensor) else None
+
+
+def _read_positions(name: str, output) -> list[PositionMap]:
+    """Return the position encoding in a module's output, if it has a known shape."""
+    is_rotary = isinstance(output, tuple)
+    # Cosines show the same angles as the sines that follow them.
+    values = output[0] if is_rotary else output
+    if not isinstance(values, torch.Tensor):
+        return []
+    values = values.detach().float().cpu()
+    if values.ndim == 4 and len(values) == 1:
+        return [PositionMap(name, "bias", values[0].numpy())]
+    if values.ndim == 3 and "bias" in name.rpartition(".")[2]:
+        # (query, key, heads) -> (heads, query, key)
+        return [PositionMap(name, "bias", values.permute(2, 0, 1).numpy())]
+    if values.ndim == 2:
+        values = values[None]
+    if values.ndim != 3 or len(values) != 1:
+        return []
+    return [PositionMap(name, "rotary" if is_rotary else "added", values.numpy())]
+
+
+def _attention_weights(output, num_source: int, num_target: int) -> dict[str, np.ndarray]:
+    """Return the weights of each kind whose layers all have the shape `(1, heads, query, key)`."""
+    sizes = {"encoder": (num_source,) * 2, "decoder": (num_target,) * 2, "cross": (num_target, num_source)}
+    weights = {}
+    for name, field in ATTENTIONS.items():
+        layers = getattr(output, field, None) or [None]
+        shapes = {getattr(layer, "shape", None) for layer in layers}
+        shape = shapes.pop()
+        if not shapes and shape is not None and len(shape) == 4 and tuple(shape[2:]) == sizes[name]:
+            weights[name] = torch.cat([layer.float().cpu() for layer in layers]).numpy()
+    return weights
+
+
+class _ScoreRecorder(TorchFunctionMode):
+    """Record where any attention score is not masked, by the shape `(query, key)` of the scores."""
+
+    def __init__(self):
+        super().__init__()
+        self.masks: dict[tuple[int, int], torch.Tensor] = {}
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__name__", "") == "softmax" and args and args[0].ndim >= 3:
+            scores = args[0].flatten(end_dim=-3)
+            mask = (scores > MASKED_SCORE).any(dim=0)
+            self.masks[tuple(mask.shape)] = self.masks.get(tuple(mask.shape), False) | mask
+        return function(*args, **(kwargs or {}))
+
+
+def _find_masks(
+    model: PreTrainedModel, inputs: dict[str, torch.Tensor], num_source: int, num_target: int
+) -> dict[str, np.ndarray]:
+    """Return the masks of a pass with padding, by the scores that enter the softmax."""
+    limit = longest_source(model)
+    # Shapes tell the kinds of attention apart, if source and target differ in length.
+    num_padding = MASK_PADDING + (num_source + MASK_PADDING == num_target)
+    num_padding = num_padding if limit is None else max(0, min(num_padding, limit - num_source))
+    width = num_source + num_padding
+    padding = {"input_ids": model.config.pad_token_id or 0, "attention_mask": 0}
+    padded = {name: nn.functional.pad(inputs[name], (0, num_padding), value=value) for name, value in padding.items()}
+    with _ScoreRecorder() as recorder:
+        model(**{**inputs, **padded}, output_attentions=True, use_cache=False, return_dict=True)
+    shapes = {"encoder": (width, width), "decoder": (num_target, num_target), "cross": (num_target, width)}
+    masks = {name: recorder.masks[shape].cpu().numpy() for name, shape in shapes.items() if shape in recorder.masks}
+    # Rows of padding say nothing: no one reads them.
+    return {name: mask[:num_source] if name == "encoder" else mask for name, mask in masks.items()}
+
+
+def _path_logits(model: PreTrainedModel, source: list[int], path: list[int], start: int) -> torch.Tensor:
+    """Return the logits `(path, vocab)` of a pass over a path, in float32."""
+    with evaluating([model]), torch.inference_mode():
+        inputs = forced_inputs(model, [source], [path], start)
+        return model(**inputs, use_cache=False, return_dict=True).logits[0].float()
+
+
+def _score_labels(logits: torch.Tensor, ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the probability and the rank of each label. Tokens of equal logits share the best rank."""
+    labels = torch.tensor(ids, device=logits.device)[:, None]
+    probabilities = logits.softmax(dim=-1).gather(1, labels)[:, 0]
+    ranks = 1 + (logits > logits.gather(1, labels)).sum(dim=-1)
+    return probabilities.cpu().numpy(), ranks.cpu().numpy()

@@ -1,0 +1,254 @@
+"""Explanation page: one file that loads no other, inert texts, the numbers of the model, and clicks in Chromium."""
+
+import base64
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from other_families import generator_of
+from tiny_generator import SOURCES, TARGETS, tiny_generator
+
+from metaphrase.hub_card import write_explanation_page
+from metaphrase.hub_card.explanation_page import MAX_PAIRS
+from metaphrase.inference import explain
+
+EVIL = """</script><script>window.hacked=1</script> <b id="x">&amp; 'q' "q" <!-- {{data}} \\u003c $& שלום \u202e 👩‍💻 \x07"""
+LONG = "a " * 255 + "b"
+OPTIONS = {"max_new_tokens": 5, "num_beams": 3}
+
+
+class Page(HTMLParser):
+    """Tags and scripts of a page, as a browser finds them."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.scripts, self.title = [], [], ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_data(self, text):
+        if self.tags and self.tags[-1][0] == "script":
+            self.scripts[-1] += text
+        if self.tags and self.tags[-1][0] == "title":
+            self.title += text
+
+
+@pytest.fixture(scope="module")
+def shown():
+    generator = tiny_generator(kind="byte")
+    pairs = [(SOURCES[3], TARGETS[3]), (EVIL, EVIL)]
+    return [explain(generator, *pair, **OPTIONS) for pair in pairs]
+
+
+@pytest.fixture(scope="module")
+def path(shown, tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "new" / "page.html"
+    assert write_explanation_page(shown, path, title=EVIL) == path
+    return path
+
+
+def data_of(path):
+    return json.loads(Page(path.read_text(encoding="utf-8")).scripts[0])
+
+
+def unpack(packed):
+    return np.frombuffer(base64.b64decode(packed["bytes"]), dtype=np.uint8).reshape(packed["shape"])
+
+
+def test_page_stands_alone_and_texts_are_inert(path):
+    text = path.read_bytes().decode("utf-8")
+    page = Page(text)
+    assert not re.search(
+        r"https?:(?!//www.w3.org/2000/svg)|@import|url\(|\bfetch\b|XMLHttp|innerHTML|<link|<iframe|<img", text
+    )
+    for tag, attributes in page.tags:
+        assert not {"src", "srcset", "action", "style"} & attributes.keys(), (tag, attributes)
+        assert attributes.get("href", "#")[0] == "#" and not any(name.startswith("on") for name in attributes)
+    assert len(page.scripts) == 2 and "hacked" not in page.scripts[1] and "<" not in page.scripts[0]
+    assert page.title.strip() == EVIL.replace("\x07", "\\x07") and not re.search(r"\{\{(title|script)\}\}", text)
+    assert json.loads(page.scripts[0])["pairs"][1]["source"] == EVIL
+
+
+def test_data_are_those_of_the_explanation(shown, path):
+    for pair, explanation in zip(data_of(path)["pairs"], shown, strict=True):
+        for name, weights in explanation.attentions.items():
+            np.testing.assert_allclose(unpack(pair["attentions"][name]) / 255, weights, atol=0.002)
+            np.testing.assert_array_equal(unpack(pair["masks"][name])[0, 0] > 0, explanation.masks[name])
+        for packed, item in zip(pair["positions"], explanation.positions, strict=True):
+            values = (unpack(packed) - 128.0) / 127 * packed["largest"]
+            np.testing.assert_allclose(values, item.values, atol=packed["largest"] / 250)
+        assert pair["ranks"] == explanation.ranks.tolist() and pair["loss"] == explanation.loss
+        assert len(pair["beam"]["nodes"]) == len(explanation.beam_tree.nodes)
+
+
+def test_reduction_above_the_size_limit_is_named(shown, tmp_path, caplog):
+    path = tmp_path / "page.html"
+    sizes = {"heads": 8, "layers": 2, "mean": 1}
+    cells = {name: weights[0, 0].size for name, weights in shown[0].attentions.items()}
+    limits = {detail: sum(4 * -(-count * size // 3) for size in cells.values()) for detail, count in sizes.items()}
+    for detail, limit in limits.items():
+        write_explanation_page(shown[:1], path, max_weight_bytes=limit)
+        data = data_of(path)
+        assert data["detail"] == detail and bool(data["note"]) == (detail != "heads")
+        layers, heads, *_ = data["pairs"][0]["attentions"]["cross"]["shape"]
+        assert layers * heads == sizes[detail]
+    assert f"All heads would exceed {limits['layers']:,} bytes: the page shows the mean of each layer." in caplog.text
+    with pytest.raises(ValueError, match=r"at most 10 bytes of attention weights in one page, got"):
+        write_explanation_page(shown[:1], path, max_weight_bytes=10)
+
+
+@pytest.mark.parametrize("count", [0, MAX_PAIRS + 1])
+def test_number_of_pairs_is_limited(shown, tmp_path, count):
+    with pytest.raises(ValueError, match=f"must show 1 to {MAX_PAIRS} pairs, got {count}"):
+        write_explanation_page(shown[:1] * count, tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
+    names = ("chromium", "chromium-browser", "google-chrome")
+    binary, driver = next(filter(None, map(shutil.which, names)), None), shutil.which("chromedriver")
+    if binary is None or driver is None:
+        pytest.skip("needs chromium and chromedriver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = binary
+    for flag in ("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "window-size=1100,900"):
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    running = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    yield running
+    running.quit()
+
+
+def texts(browser, selector):
+    """Return the texts of all elements, white space as it is."""
+    return browser.execute_script(
+        "return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent)", selector
+    )
+
+
+def one(browser, selector):
+    [element] = browser.find_elements("css selector", selector)
+    return element
+
+
+def choose(browser, name, value):
+    one(browser, f"#{name} option[value='{value}']").click()
+
+
+def open_page(browser, path):
+    browser.get(path.as_uri())
+    assert browser.get_log("browser") == []
+
+
+def test_clicks_show_the_numbers_of_the_model(browser, shown, path):
+    open_page(browser, path)
+    first = shown[0]
+    assert texts(browser, "#stages tbody tr td:nth-child(3)") == [" × ".join(map(str, s.shape)) for s in first.stages]
+    assert texts(browser, "#labels tbody tr td:nth-child(5)")[:-1] == [str(rank) for rank in first.ranks]
+    choose(browser, "unit", "tokens")
+    for kind, layer, head in [("cross", 1, None), ("encoder", 0, 2), ("decoder", 1, 3)]:
+        choose(browser, "kind", kind)
+        choose(browser, "layer", layer)
+        if head is not None:
+            choose(browser, "head", head)
+        weights = first.attentions[kind][layer]
+        row = (weights.mean(axis=0) if head is None else weights[head])[2]
+        button = browser.find_elements("css selector", "#queries button")[2]
+        button.click()
+        assert button.get_attribute("aria-pressed") == "true"
+        percents = browser.execute_script(
+            "return [...document.querySelectorAll('#keys button')].map((e) => parseFloat(e.style.getPropertyValue('--weight')))"
+        )
+        np.testing.assert_allclose(percents, row, atol=0.004)
+        best = first.source_tokens if kind != "decoder" else first.decoder_tokens
+        assert one(browser, "#reading").text.split(" ← ")[1].startswith(best.tokens[row.argmax()])
+        button.click()
+        assert button.get_attribute("aria-pressed") == "false"
+
+
+def test_words_of_a_row_add_up_to_one(browser, shown, path):
+    open_page(browser, path)
+    words = shown[0].source_tokens.words
+    assert texts(browser, "#keys button") == words and words[-1] == "</s>"
+    weights = shown[0].attentions["cross"][-1].mean(axis=0)
+    sources, targets = (np.array(side.word_ids) for side in (shown[0].source_tokens, shown[0].target_tokens))
+    browser.find_elements("css selector", "#queries button")[1].click()
+    given = browser.execute_script("return shares")
+    np.testing.assert_allclose(np.sum(given, axis=1), 1, atol=0.02)
+    expected = [
+        [weights[targets == t][:, sources == s].sum(1).mean() for s in range(len(words))] for t in range(len(given))
+    ]
+    np.testing.assert_allclose(given, expected, atol=0.02)
+
+
+def test_keys_move_between_tokens_and_cells(browser, shown, path):
+    open_page(browser, path)
+    keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
+    first = browser.find_elements("css selector", "#queries button")[0]
+    first.send_keys(keys.ARROW_RIGHT)
+    assert browser.switch_to.active_element.text == shown[0].target_tokens.words[1]
+    assert one(browser, "#reading").text.startswith(shown[0].target_tokens.words[1] + " ←")
+    canvas = one(browser, "#attention-map canvas")
+    canvas.send_keys(keys.ARROW_RIGHT, keys.ARROW_RIGHT, keys.ARROW_DOWN)
+    words = shown[0].target_tokens.words[1], shown[0].source_tokens.words[1]
+    assert one(browser, "#attention-map .reading").text.startswith(f"{words[0]} ← {words[1]}: ")
+
+
+def test_steps_and_tree(browser, shown, path):
+    open_page(browser, path)
+    first = shown[0]
+    one(browser, "#next").click()
+    step = first.paths["target"][1]
+    assert texts(browser, "#candidates tbody tr td:nth-child(2)") == [str(index) for index in step.ids]
+    shares = [float(text.split(" %")[0]) for text in texts(browser, "#candidates tbody tr td:nth-child(3)")]
+    np.testing.assert_allclose(shares, 100 * np.array(step.probabilities), rtol=0.01)
+    cut = [text.startswith("cut") for text in texts(browser, "#candidates tbody tr td:nth-child(6)")]
+    assert cut == [share == 0 for share in step.top_k.probabilities]
+    nodes = first.beam_tree.nodes
+    assert len(texts(browser, ".node")) == len(nodes)
+    best = next(node for node in nodes if node.rank == 1)
+    assert f"result 1 with score {best.score:.4f}" in one(browser, "#hypothesis").text
+    index = next(index for index, node in enumerate(nodes) if node.state == "pruned")
+    one(browser, f".node[data-node='{index}'] rect").click()
+    assert f"log-probability {nodes[index].total:.4f}, pruned" in one(browser, "#hypothesis").text
+    choose(browser, "path", "beam")
+    assert texts(browser, "#candidates tr.chosen td:nth-child(2)") == [str(first.paths["beam"][0].choice)]
+
+
+def test_hostile_text_is_inert(browser, shown, path):
+    open_page(browser, path)
+    choose(browser, "pair", 1)
+    tokens = texts(browser, "#token-lists .tokens:first-child .token")
+    ids = [str(index) for index in shown[1].source_tokens.ids]
+    assert tokens == [
+        re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda match: f"\\u{ord(match[0]):04x}", token) + index
+        for token, index in zip(shown[1].source_tokens.tokens, ids, strict=True)
+    ]
+    assert browser.execute_script("return [window.hacked ?? null, document.querySelectorAll('#x').length]") == [None, 0]
+    assert browser.get_log("browser") == []
+
+
+@pytest.mark.parametrize("width", [390, 1100])
+def test_long_pair_fits_the_width(browser, tmp_path, width):
+    generator = generator_of("t5")
+    path = write_explanation_page([explain(generator, LONG, LONG, max_new_tokens=2)], tmp_path / "page.html")
+    size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        open_page(browser, path)
+        assert len(texts(browser, "#queries button")) > 250 and len(texts(browser, "#labels tbody tr")) >= 512
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+        browser.find_elements("css selector", "#queries button")[250].click()
+        assert " ← " in one(browser, "#reading").text
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

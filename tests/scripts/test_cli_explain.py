@@ -1,0 +1,70 @@
+"""The command line: `metaphrase explain` on tiny models."""
+
+import re
+
+import pytest
+from cli_texts import targets_of
+from tiny_generator import SOURCES
+
+from metaphrase.inference import Generator, explain
+from metaphrase.scripts import explain as verb
+from metaphrase.scripts.console import run
+
+
+def test_explain_writes_a_page_of_several_pairs(cli_model, tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.chdir(tmp_path)
+    words = [cli_model, "--device", "cpu", "--source", "the <b> cat", "--source", "two dogs", "--max_new_tokens", "3"]
+    verb.main(words)
+    text = (tmp_path / "explanation.html").read_text(encoding="utf-8")
+    assert "the \\u003cb\\u003e cat" in text and "two dogs" in text and "Written to explanation.html" in caplog.text
+    assert "2 targets of 2 sources are unfinished" in caplog.text
+    verb.main([*words, "--output", str(tmp_path / "again.html")])
+    assert (tmp_path / "again.html").read_text(encoding="utf-8") == text
+
+
+def test_explain_writes_text(cli_model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["--device", "cpu", "--source", "the \x1b[31m cat", "--target", "die Katze", "--max_new_tokens", "3"]
+    verb.main([cli_model, *words, "--text"])
+    text = capsys.readouterr().out
+    assert not list(tmp_path.iterdir()) and "\x1b" not in text
+    heads = [
+        "TOKENS",
+        "SHAPES",
+        "POSITION ENCODINGS",
+        "MASKS",
+        "ATTENTION",
+        "TEACHER FORCING",
+        "NEXT TOKENS",
+        "BEAM SEARCH",
+    ]
+    assert re.findall(r"^([A-Z]{4,}(?: [A-Z]+)?)\b", text, re.MULTILINE) == heads
+    generator = Generator.from_pretrained(cli_model, device="cpu")
+    shown = explain(generator, "the \x1b[31m cat", "die Katze", max_new_tokens=3)
+    assert f"mean loss {shown.loss:.4f} nats" in text
+    nodes = shown.beam_tree.nodes
+    assert sum(line.endswith("pruned") for line in text.splitlines()) == sum(node.state == "pruned" for node in nodes)
+    assert all(f"result {node.rank} with score {node.score:.4f}" in text for node in nodes if node.rank)
+
+
+def test_explain_generates_the_target(cli_model, capsys):
+    verb.main([cli_model, "--device", "cpu", "--source", SOURCES[0], "--text", "--max_new_tokens", "3"])
+    tokens = re.search(r"target \(generated\): (.*)", capsys.readouterr().out)[1].split("  ")
+    assert len(tokens) == 3 and targets_of(SOURCES[:1], max_new_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--source", "a", "--source", "b", "--target", "c"],
+            "`source` and `target` must be equally many, got 2 and 1",
+        ),
+        (["--source", " "], "`sources` must not be empty or white space, got ' ' in number 1"),
+        (["--source", "a"] * 51, "A page must show 1 to 50 pairs, got 51"),
+    ],
+)
+def test_explain_refuses(cli_model, words, message, capsys):
+    assert run(verb.main, "explain", [cli_model, "--device", "cpu", *words]) == 2
+    assert f"metaphrase explain: error: {message}" in capsys.readouterr().err
