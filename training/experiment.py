@@ -32,6 +32,7 @@ from metaphrase.training.alerts import (
     length_limit,
     run_alerts,
     score_alerts,
+    target_profile,
     unfinished_alerts,
     warn,
 )
