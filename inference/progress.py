@@ -10,8 +10,8 @@ from tqdm.auto import tqdm
 
 logger = logging.getLogger(__name__)
 
-# Least distance of two lines: in percent, in seconds, and in seconds if the total is unknown.
-_PERCENT, _SECONDS, _SECONDS_WITHOUT_TOTAL = 5, 5, 30
+# Distance of two lines: at least these seconds, and either this share or many seconds. The first line comes early.
+_PERCENT, _SECONDS, _FIRST_SECONDS, _MANY_SECONDS = 5, 5, 30, 600
 
 
 def has_bar() -> bool:
@@ -37,6 +37,7 @@ class ProgressLines(contextlib.AbstractContextManager):
         self.total, self.unit, self.done = total, unit, initial
         self._first = self._last_done = initial
         self._start = self._last_time = time.monotonic()
+        self._most_seconds = _FIRST_SECONDS
 
     def __exit__(self, *exception: object) -> None:
         """Leave the last line to the caller, who knows more."""
@@ -50,10 +51,12 @@ class ProgressLines(contextlib.AbstractContextManager):
         """
         self.done += count
         now = time.monotonic()
-        step, seconds = (self.total * _PERCENT / 100, _SECONDS) if self.total else (0, _SECONDS_WITHOUT_TOTAL)
-        if self.done - self._last_done < step or now - self._last_time < seconds:
+        seconds = now - self._last_time
+        is_far = bool(self.total) and 100 * (self.done - self._last_done) >= _PERCENT * self.total
+        if seconds < (_SECONDS if is_far else self._most_seconds):
             return
         self._last_done, self._last_time = self.done, now
+        self._most_seconds = _MANY_SECONDS if self.total else _FIRST_SECONDS
         parts = [f"{self.unit} {self.done}"]
         if self.total:
             left = (now - self._start) / (self.done - self._first) * (self.total - self.done)

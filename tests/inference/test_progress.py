@@ -20,16 +20,25 @@ def test_a_line_comes_every_few_percent_and_seconds(clock, caplog):
     caplog.set_level("INFO")
     lines = ProgressLines(1000, "line", initial=500)
     for _ in range(100):
-        clock[0] += 6
+        clock[0] += 2
         lines.update(5, "loss 1.5")
     assert len(caplog.messages) == 10 and lines.done == 1000
-    assert caplog.messages[0] == " 55 %  line 550/1000  9 min left  loss 1.5"
+    assert caplog.messages[0] == " 55 %  line 550/1000  3 min left  loss 1.5"
     caplog.clear()
     lines = ProgressLines(1000, "line")
     for _ in range(100):
         clock[0] += 0.5
         lines.update(10)
     assert len(caplog.messages) == 10 and caplog.messages[-1] == "100 %  line 1000/1000  0 s left"
+
+
+def test_slow_work_has_a_first_line_soon(clock, caplog):
+    caplog.set_level("INFO")
+    lines = ProgressLines(10_000, "line")
+    for _ in range(65):
+        clock[0] += 10
+        lines.update(1)
+    assert [line.split()[3] for line in caplog.messages] == ["3/10000", "63/10000"]
 
 
 def test_an_unknown_total_has_a_line_every_half_minute(clock, caplog):

@@ -155,6 +155,35 @@ def test_an_interruption_is_one_line(capsys):
     assert capsys.readouterr().err.strip() == "metaphrase generate: interrupted."
 
 
+def test_color_is_for_terminals_of_users_who_want_it(monkeypatch):
+    for name in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert console.paint("error:", "31") == "\033[31merror:\033[0m"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert console.paint("error:", "31") == "error:"
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
+    assert console.paint("error:", "31") == "error:"
+
+
+@pytest.mark.parametrize(("words", "level"), [([], "INFO"), (["--quiet"], "WARNING"), (["--verbose"], "INFO")])
+def test_quiet_and_verbose(words, level, monkeypatch, capsys):
+    def fail(words):
+        raise ValueError("`x` must be y.")
+
+    levels = []
+    monkeypatch.setattr(console.logging, "basicConfig", lambda level, **options: levels.append(level))
+    if "--verbose" in words:
+        # Then the traceback follows.
+        with pytest.raises(ValueError):
+            console.run(fail, "train", words)
+    else:
+        assert console.run(fail, "train", words) == 2
+    assert capsys.readouterr().err == "metaphrase train: error: `x` must be y.\n"
+    assert levels == [getattr(console.logging, level)]
+
+
 def test_unknown_verbs_and_no_verb(monkeypatch, capsys):
     assert run_command(monkeypatch, "genrate") == 2
     assert "got 'genrate'. Did you mean 'generate'?" in capsys.readouterr().err
