@@ -6,7 +6,7 @@ import re
 import tokenize
 from itertools import groupby
 
-from source_files import SOURCES
+from source_files import ROOT, SOURCES
 
 # Lower each number when the tree has fewer.
 MAX_SHARE_OF_WEAK_OPENINGS = 0.001
@@ -83,6 +83,13 @@ def test_docstrings_open_with_a_verb_or_a_noun():
 def test_sentences_are_short():
     texts = [(file, *text) for file, tree in TREES.items() for text in (*strings(tree), *comments(SOURCES[file]))]
     check([(file, line, long) for file, line, text in texts for long in long_sentences(text)], MAX_LONG_SENTENCES)
+
+
+def test_sentences_of_pages_are_short():
+    pages = {path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
+    # Code, tables, headings, HTML and the targets of links are no sentences.
+    texts = {path: re.sub(r"(?s:```.*?```)|^[|#<].*$|\]\(.*?\)", "", text, flags=re.M) for path, text in pages.items()}
+    check([(path.name, 0, long) for path, text in texts.items() for long in long_sentences(text)], 0)
 
 
 def test_names_say_what_they_hold():
