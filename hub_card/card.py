@@ -83,7 +83,7 @@ def write_model_card(
     facts = _complete(facts or Facts(), trained, repo_id)
     data = _metadata(trained, facts)
     trust = TRUST if trained.has_own_code else ""
-    imports, remark = sections.describe_code(trained)
+    model_id = f'"{repo_id}"' if repo_id else '"path/to/this/folder"'
     body = Template(TEMPLATE_PATH.read_text(encoding="utf-8")).substitute(
         title=plain(facts.title),
         marker=MARKER,
@@ -92,11 +92,10 @@ def write_model_card(
         target_language=_language(facts.target_language),
         parameters=UNKNOWN if trained.num_parameters is None else number(trained.num_parameters),
         license=plain(facts.license) if facts.license else f"{UNKNOWN}; ask the owner before you use the weights",
-        model_id=f'"{repo_id}"' if repo_id else '"path/to/this/folder"',
+        model_id=model_id,
         target_tokenizer=LOAD_TARGET_TOKENIZER % trust if trained.has_target_tokenizer else "",
         trust=trust,
-        imports=imports,
-        code=remark,
+        code=sections.describe_code(trained, model_id),
         # A JSON string is a Python string, too.
         source=json.dumps(f"{trained.source_prefix}Your text here.", ensure_ascii=False),
         decoder="target_tokenizer" if trained.has_target_tokenizer else "tokenizer",
@@ -104,6 +103,8 @@ def write_model_card(
         training_data=sections.describe_training_data(trained),
         training_procedure=sections.describe_training_procedure(trained),
         curves=_draw_curves(trained, facts.title),
+        # After the picture is drawn.
+        files=sections.describe_files(trained),
         architecture=sections.describe_architecture(trained),
         limits=sections.describe_limits(trained, facts),
     )
@@ -207,13 +208,16 @@ def _choose_task(task: str | None, source_language: str | None, target_language:
 
 
 def _metadata(trained: TrainedFolder, facts: Facts) -> ModelCardData:
+    recipe, data = trained.recipe or {}, (trained.metrics or {}).get("data") or {}
     languages = dict.fromkeys((facts.source_language, facts.target_language))
     codes = [language for language in languages if language and LANGUAGE_CODE.fullmatch(language)]
     results = [
         EvalResult(
             task_type=facts.task,
-            dataset_type=facts.datasets[0] if facts.datasets else trained.data_name or UNKNOWN,
+            # A name on the Hub. A file has none.
+            dataset_type=facts.datasets[0] if facts.datasets else recipe.get("dataset_name") or "custom",
             dataset_name=trained.data_name or UNKNOWN,
+            dataset_split=data.get("split"),
             metric_type="chrf" if name == "chrf++" else name,
             metric_value=round(value, 4),
             metric_name=label,
@@ -254,5 +258,6 @@ def _summarise(trained: TrainedFolder, facts: Facts) -> str:
 def _draw_curves(trained: TrainedFolder, title: str) -> str:
     if not has_training_curve(trained.log_history):
         return "Unknown: there is no `trainer_state.json` with a loss or a score in its log."
-    draw_training_curve(trained.log_history, trained.path / FIGURE_NAME, title=title)
+    smoothing = (trained.recipe or {}).get("label_smoothing_factor") or 0.0
+    draw_training_curve(trained.log_history, trained.path / FIGURE_NAME, title=title, label_smoothing=smoothing)
     return f"![Loss and score against the optimizer step]({FIGURE_NAME})"

@@ -78,7 +78,10 @@ def best_entry(log_history: Sequence[Mapping[str, Any]]) -> tuple[str, float, fl
 
 
 def draw_training_curve(
-    log_history: Sequence[Mapping[str, Any]], path: str | os.PathLike, title: str | None = None
+    log_history: Sequence[Mapping[str, Any]],
+    path: str | os.PathLike,
+    title: str | None = None,
+    label_smoothing: float = 0.0,
 ) -> Path:
     """Draw training and evaluation loss against the step, and a logged score below.
 
@@ -86,6 +89,7 @@ def draw_training_curve(
         log_history: Entries of a Trainer's state, with `step` and any of `loss`, `eval_loss`, `eval_bleu` and the like.
         path: The PNG file to write.
         title: A line above the picture.
+        label_smoothing: Label smoothing of the training loss. The evaluation loss has none.
 
     Raises:
         ValueError: If no entry holds a step with a finite loss or score.
@@ -103,7 +107,7 @@ def draw_training_curve(
     panels = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
     best = best_entry(log_history)
     if has_loss:
-        _draw_losses(panels[0], log_history, best)
+        _draw_losses(panels[0], log_history, best, label_smoothing)
     if score_name is not None:
         label = SCORE_LABELS[score_name]
         style = {"color": SCORE_COLOR, "linewidth": 1.6, "marker": "o", "markersize": 4}
@@ -116,21 +120,28 @@ def draw_training_curve(
     return _save(figure, path)
 
 
-def _draw_losses(panel, log_history: Sequence[Mapping[str, Any]], best: tuple[str, float, float] | None) -> None:
+def _draw_losses(
+    panel,
+    log_history: Sequence[Mapping[str, Any]],
+    best: tuple[str, float, float] | None,
+    label_smoothing: float,
+) -> None:
+    # Smoothing raises the loss, so that the two curves do not compare.
+    smoothed, plain = (f" (label smoothing {label_smoothing:g})", " (no smoothing)") if label_smoothing else ("", "")
     steps, values = _series(log_history, "loss")
     width = 2 * (len(values) // 80) + 1  # odd, so that a mean is centred on a step
     if len(values) and width > 1:
         panel.plot(steps, values, color=TRAIN_COLOR, alpha=0.25, linewidth=0.8)
         half = width // 2
         means = [values[max(0, index - half) : index + half + 1].mean() for index in range(len(values))]
-        label = f"training, mean of {width} neighbouring logs"
+        label = f"training, mean of {width} neighbouring logs{smoothed}"
         panel.plot(steps, means, color=TRAIN_COLOR, linewidth=1.8, label=label)
     elif len(values):
         marker = "." if len(values) < 25 else None
-        panel.plot(steps, values, color=TRAIN_COLOR, linewidth=1.8, marker=marker, label="training")
+        panel.plot(steps, values, color=TRAIN_COLOR, linewidth=1.8, marker=marker, label=f"training{smoothed}")
     steps, values = _series(log_history, "eval_loss")
     if len(values):
-        panel.plot(steps, values, color=EVAL_COLOR, linewidth=1.6, marker="o", markersize=4, label="evaluation")
+        panel.plot(steps, values, color=EVAL_COLOR, linewidth=1.6, marker="o", markersize=4, label=f"evaluation{plain}")
     if best is not None and best[0] == "eval_loss":
         _mark_best(panel, best, "loss")
     panel.set_ylabel("loss (nats per target token)")

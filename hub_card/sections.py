@@ -1,5 +1,6 @@
 """Sections of a model card in Markdown. A fact that the folder does not tell is called unknown."""
 
+import fnmatch
 import html
 import re
 from collections.abc import Iterable, Sequence
@@ -8,6 +9,7 @@ from typing import Any
 from metaphrase.hub_card.facts import Facts, TrainedFolder
 from metaphrase.hub_card.figures import LOWER_IS_BETTER, SCORE_LABELS
 from metaphrase.modeling import MetaphraseConfig
+from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 
 # (row, names of the field in different families, True to show the row when unknown)
 ARCHITECTURE_ROWS = (
@@ -34,11 +36,34 @@ ARCHITECTURE_ROWS = (
     ("Dropout", ("dropout",), False),
     ("Stored as", ("dtype", "torch_dtype"), False),
 )
+# (purpose, names of files and folders, True if `metaphrase push` uploads them)
+FILE_ROWS = (
+    ("Model", ("config.json", "generation_config.json", "*.safetensors", "*.index.json", "*.py"), True),
+    ("Tokenizers", ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.spm", f"{TARGET_SUBFOLDER}/"), True),
+    ("Scores and outputs", ("metrics.json", "*_predictions.txt", "training_curve.png"), True),
+    ("How the model was trained", ("recipe.yaml", "average.json", "data_report.json"), True),
+    ("Log and arguments of the run", ("trainer_state.json", "training_args.json", "runs/", "tune/"), False),
+    ("Checkpoints, only to resume the run", ("checkpoint-*/", "_abandoned-*/"), False),
+    ("LoRA adapter before it was merged", ("adapter/",), False),
+    ("Training data", ("data/",), False),
+)
 UNKNOWN = "unknown"
-IMPORT = "import metaphrase  # optional: pip install metaphrase\n"
-IMPORT_REMARK = """\
-`import metaphrase` provides the fast model classes. Without this import, `trust_remote_code=True` runs the copy of the model \
-code that is stored beside the weights, with the same results at transformers' speed."""
+TWO_WAYS = """\
+There are two ways to load the model. Both write the same tokens.
+
+| | `trust_remote_code=True`, as above | `import metaphrase`, as below |
+|---|---|---|
+| Code that runs | the `.py` files beside the weights; read them first | the installed package, nothing from here |
+| Needs | transformers | transformers and `pip install metaphrase` |
+| Speed | that of transformers' loops | faster, most of all on a CPU |
+
+```python
+import metaphrase
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained({model_id})
+model = AutoModelForSeq2SeqLM.from_pretrained({model_id})
+```"""
 OWN_CODE = "`trust_remote_code=True` runs the model code that is stored beside the weights."
 
 
@@ -51,13 +76,24 @@ def score_values(scores: dict[str, dict[str, Any]]) -> list[tuple[str, str, floa
     ]
 
 
-def describe_code(folder: TrainedFolder) -> tuple[str, str]:
-    """Return the import line of a Metaphrase model, and a remark on the code beside the weights; both may be empty."""
+def describe_code(folder: TrainedFolder, model_id: str) -> str:
+    """Return a remark on the code beside the weights, empty if there is none. `model_id` is a Python string."""
     if not folder.has_own_code:
-        return "", ""
-    if folder.config.get("model_type") == MetaphraseConfig.model_type:
-        return IMPORT, f"\n{IMPORT_REMARK}\n"
-    return "", f"\n{OWN_CODE}\n"
+        return ""
+    is_own = folder.config.get("model_type") == MetaphraseConfig.model_type
+    return f"\n{TWO_WAYS.format(model_id=model_id) if is_own else OWN_CODE}\n"
+
+
+def describe_files(folder: TrainedFolder) -> str:
+    """Return the table of files in the folder, by purpose."""
+    names = [path.name + "/" * path.is_dir() for path in folder.path.iterdir()]
+    rows = []
+    for purpose, patterns, is_uploaded in FILE_ROWS:
+        matches = {pattern: fnmatch.filter(names, pattern) for pattern in patterns}
+        shown = [pattern if len(matching) > 1 else matching[0] for pattern, matching in matches.items() if matching]
+        if shown:
+            rows.append((purpose, ", ".join(map(code, shown)), "yes" if is_uploaded else "no"))
+    return table(("Purpose", "Files", "Uploaded by `metaphrase push`"), rows) if rows else f"{UNKNOWN.title()}."
 
 
 def describe_scores(folder: TrainedFolder) -> str:

@@ -84,10 +84,11 @@ def section(card, heading):
 
 
 def code_in(text):
-    """Return the only block of code, which must be Python."""
-    [block] = [block.split("```", 1)[0] for block in text.split("```python\n")[1:]]
-    compile(block, "card", "exec")
-    return block
+    """Return the first block of code. All must be Python."""
+    blocks = [block.split("```", 1)[0] for block in text.split("```python\n")[1:]]
+    for block in blocks:
+        compile(block, "card", "exec")
+    return blocks[0]
 
 
 def test_metadata_of_a_full_folder(full_folder):
@@ -103,6 +104,10 @@ def test_metadata_of_a_full_folder(full_folder):
     bleu = data.eval_results[0]
     assert bleu.metric_args == {"signature": SIGNATURE}
     assert (bleu.dataset_name, bleu.task_type) == ("Multi30k | <test>", "translation")
+    # A name on the Hub, not that of a file.
+    assert bleu.dataset_type == "custom"
+    card = ModelCard.load(write_model_card(full_folder, Facts(datasets=["me/pairs"])))
+    assert card.data.eval_results[0].dataset_type == "me/pairs"
 
 
 def test_sections_of_a_full_folder(full_folder):
@@ -134,9 +139,22 @@ def test_sections_of_a_full_folder(full_folder):
 def test_the_code_in_the_card_is_python_and_loads_the_repository(full_folder):
     text = ModelCard.load(write_model_card(full_folder, repo_id="me/tiny")).text
     block = code_in(text)
-    assert 'model_id = "me/tiny"' in block and "trust_remote_code=True" in block
-    assert block.startswith("import metaphrase ")
-    assert "with the same results at transformers' speed.\n\n## Scores" in text
+    assert 'model_id = "me/tiny"' in block and block.count("trust_remote_code=True") == 2
+    other = text.split("```python\n")[2].split("```")[0]
+    assert other.startswith("import metaphrase\n") and "trust_remote_code" not in other
+    assert 'AutoModelForSeq2SeqLM.from_pretrained("me/tiny")\n' in other
+    assert "| Needs | transformers | transformers and `pip install metaphrase` |" in text
+
+
+def test_files_are_listed_by_purpose(full_folder):
+    (full_folder / "checkpoint-2").mkdir()
+    (full_folder / "checkpoint-4").mkdir()
+    (full_folder / "notes.txt").write_text("mine")
+    files = section(ModelCard.load(write_model_card(full_folder)), "Files")
+    assert "| Model | `config.json`, `*.safetensors`, `model.safetensors.index.json` | yes |" in files
+    assert "| Scores and outputs | `metrics.json`, `training_curve.png` | yes |" in files
+    assert "| Checkpoints, only to resume the run | `checkpoint-*/` | no |" in files
+    assert "notes" not in files
 
 
 @pytest.mark.parametrize("joint", [True, False])

@@ -23,6 +23,17 @@ def test_training_curve_shows_all_steps_whatever_the_last_one_with_a_score(tmp_p
     assert limits == [[(0, pytest.approx(51))] * 2, [(0, pytest.approx(61.2))] * 2]
 
 
+@pytest.mark.parametrize(
+    ("smoothing", "notes"), [(0.0, ("", "")), (0.1, (" (label smoothing 0.1)", " (no smoothing)"))]
+)
+def test_training_curve_tells_a_smoothed_loss_from_a_plain_one(smoothing, notes, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(figures, "_save", lambda figure, path, **options: drawn.append(figure) or path)
+    draw_training_curve(LOG, tmp_path / "curve.png", label_smoothing=smoothing)
+    labels = [text.get_text() for text in drawn[0].axes[0].get_legend().get_texts()]
+    assert labels[:2] == [f"training{notes[0]}", f"evaluation{notes[1]}"]
+
+
 def test_best_entry_follows_the_score_and_its_direction():
     assert best_entry(LOG) == ("eval_bleu", 20, 9)
     assert best_entry([{"step": 1, "eval_wer": 9.0}, {"step": 2, "eval_wer": 4.0}]) == ("eval_wer", 2, 4)
