@@ -40,7 +40,7 @@ ARCHITECTURE_ROWS = (
 FILE_ROWS = (
     ("Model", ("config.json", "generation_config.json", "*.safetensors", "*.index.json", "*.py"), True),
     ("Tokenizers", ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.spm", f"{TARGET_SUBFOLDER}/"), True),
-    ("Scores and outputs", ("metrics.json", "*_predictions.txt", "*.png"), True),
+    ("Scores and outputs", ("metrics.json", "*_predictions.txt", "training_curve.png"), True),
     ("How the model was trained", ("recipe.yaml", "average.json", "data_report.json"), True),
     ("Log and arguments of the run", ("trainer_state.json", "training_args.json", "runs/", "tune/"), False),
     ("Checkpoints, only to resume the run", ("checkpoint-*/", "_abandoned-*/"), False),
