@@ -288,7 +288,7 @@ def test_a_mere_name_is_that_of_a_recipe_of_the_package(tmp_path, monkeypatch):
     (tmp_path / "demo").mkdir()
     assert find_recipe("demo").parent.name == "recipes"
     for name in ("confgis/demo.yaml", "demo.yaml", "./lost", "runs/demo"):
-        with pytest.raises(FileNotFoundError, match=f"must be a file or one of demo, .*, got '{name}'"):
+        with pytest.raises(FileNotFoundError, match=f"must be a file or one of .*, demo, .*, got '{name}'"):
             find_recipe(name)
     (tmp_path / "demo.yaml").write_text("seed: 1\n")
     assert find_recipe("demo.yaml") == Path("demo.yaml")
