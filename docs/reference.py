@@ -9,10 +9,10 @@ import tomllib
 import types
 import typing
 from pathlib import Path
-from unittest import mock
 
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.scripts.__main__ import VERBS
+from metaphrase.scripts.parsers import make_parser
 from metaphrase.training.recipe.fields import OWN_FIELDS, TRAINING_DEFAULTS
 
 ROOT = Path(__file__).parents[1]
@@ -74,24 +74,6 @@ def training_defaults() -> str:
     return table(["field", "default"], [[f"`{name}`", f"`{value}`"] for name, value in TRAINING_DEFAULTS.items()])
 
 
-class _ParserMade(Exception):
-    """The parser of a verb, thrown out of its `main`."""
-
-
-def verb_parser(verb: str) -> argparse.ArgumentParser:
-    """Return the parser of a verb. Verbs build it in `main`, so `main` is stopped where it would read the words."""
-
-    def stop(parser, *_, **__):
-        raise _ParserMade(parser)
-
-    with mock.patch.object(argparse.ArgumentParser, "parse_known_args", stop):
-        try:
-            importlib.import_module(f"metaphrase.scripts.{verb}").main([])
-        except _ParserMade as made:
-            return made.args[0]
-    raise ValueError(f"A verb must read its words by argparse, got {verb}.")
-
-
 def _option(parser: argparse.ArgumentParser, action: argparse.Action) -> list[str]:
     value = "" if action.nargs == 0 else f" {action.metavar or action.dest.upper()}"
     if action.choices:
@@ -106,15 +88,13 @@ def commands() -> str:
     """Return a heading, a description and tables of options for each verb."""
     text = []
     for verb in VERBS:
-        parser = verb_parser(verb)
+        parser = make_parser(verb)
         text.append(f"## metaphrase {verb}\n\n{html.escape(parser.description, False)}")
         for group in parser._action_groups:
-            actions = [action for action in group._group_actions if not isinstance(action, argparse._HelpAction)]
-            actions = [action for action in actions if action.help not in (None, argparse.SUPPRESS)]
-            if actions:
-                title = {"positional arguments": "arguments"}.get(group.title, group.title)
-                rows = [_option(parser, action) for action in actions]
-                text.append(table([title, "meaning"], rows))
+            # The text of the page describes the options of all verbs.
+            if group._group_actions and group.title != "options of all verbs":
+                rows = [_option(parser, action) for action in group._group_actions]
+                text.append(table([group.title, "meaning"], rows))
     return "\n\n".join(text)
 
 
