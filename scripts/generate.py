@@ -68,23 +68,13 @@ def main(words: Sequence[str]) -> None:
     set_seed(arguments.seed)
     if arguments.input is None and sys.stdin is not None and sys.stdin.isatty():
         logger.info("Reading sources from the terminal. Ctrl-D ends them. To read a file, set --input.")
-    try:
-        with load(arguments, options) as generator:
-            write(generator, arguments, options, n_best)
-    except KeyboardInterrupt:
-        if arguments.output is None or not is_filled(arguments.output):
-            raise
-        raise KeyboardInterrupt(f"{arguments.output} is incomplete. The same command with --resume goes on.") from None
-
-
-def is_filled(path: str) -> bool:
-    """Return True if a file exists and is not empty."""
-    return Path(path).is_file() and Path(path).stat().st_size > 0
+    with load(arguments, options) as generator:
+        write(generator, arguments, options, n_best)
 
 
 def refuse_existing(path: str | None) -> None:
     """Raise `ValueError` for an output that would be lost."""
-    if path is not None and is_filled(path):
+    if path is not None and Path(path).is_file() and Path(path).stat().st_size:
         raise ValueError(
             f"`output` must be a new file, got {path!r}, which is not empty. Pass --overwrite to replace the file, or --resume "
             "to go on with a stopped run."
@@ -120,9 +110,15 @@ def write(generator: Generator | GeneratorPool, arguments: argparse.Namespace, o
             seed=arguments.seed,
             **options,
         )
-        for index, candidates in enumerate(results, start=first):
-            output.write(format_targets(index, candidates, n_best))
-            count += 1
+        try:
+            for index, candidates in enumerate(results, start=first):
+                output.write(format_targets(index, candidates, n_best))
+                count += 1
+        except KeyboardInterrupt:
+            if arguments.output is None or not first + count:
+                raise
+            hint = f"{arguments.output} ends with source {first + count}. Use --resume to go on."
+            raise KeyboardInterrupt(hint) from None
         output.finish()
     seconds = time.perf_counter() - started
     logger.info("%d lines in %.1f seconds, %.1f lines per second.", count, seconds, count / seconds)

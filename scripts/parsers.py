@@ -1,4 +1,7 @@
-"""Options of each verb. This file imports no heavy library, so that help and errors come at once."""
+"""Options of each verb. This file imports no heavy library, so that help and errors come at once.
+
+The function `_VERB` adds the options of a verb. Its docstring is the description in the help.
+"""
 
 import argparse
 import ast
@@ -25,7 +28,10 @@ FAMILIES = ("t5", "mt5", "umt5", "bart", "mbart", "plbart", "pegasus", "marian",
 
 def make_parser(verb: str) -> VerbParser:
     """Return the parser of a verb."""
-    return globals()[f"_{verb}_parser"]()
+    add_options = globals()[f"_{verb}"]
+    parser = verb_parser(verb, add_options.__doc__)
+    add_options(parser)
+    return parser
 
 
 def parse(verb: str, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -104,8 +110,8 @@ def recipe_fields() -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _generate_parser() -> VerbParser:
-    parser = verb_parser("generate", "Write one target line for each source line, in the same order.")
+def _generate(parser: VerbParser) -> None:
+    """Write one target line for each source line, in the same order."""
     text = "file with one source in each line, UTF-8 [standard input]"
     parser.add_argument("--input", type=input_file("input"), metavar="FILE", help=text)
     parser.add_argument("--output", metavar="FILE", help="file to write [standard output]")
@@ -119,13 +125,9 @@ def _generate_parser() -> VerbParser:
     group = add_batch_options(parser)
     text = "sources that are sorted and decoded together [%(default)s]"
     group.add_argument("--chunk_size", "--window", type=int, default=4096, help=text)
-    group.add_argument(
-        "--num_processes",
-        type=int,
-        default=1,
-        help="processes that decode chunks in parallel [%(default)s]; they share the cores of a CPU, or take the "
-        "accelerators in turn",
-    )
+    text = "processes that decode chunks in parallel [%(default)s]; they share the cores of a CPU, or take the "
+    text += "accelerators in turn"
+    group.add_argument("--num_processes", type=int, default=1, help=text)
     add_generation_options(parser)
     group = parser.add_argument_group("speculative and minimum Bayes risk decoding")
     text = "smaller model that drafts tokens for the model to check: same output, less time"
@@ -143,13 +145,10 @@ def _generate_parser() -> VerbParser:
     group.add_argument("--must_contain", action="append", nargs="+", metavar="PHRASE", help=text)
     text = "phrases that no target contains"
     group.add_argument("--never_contain", action="extend", nargs="+", metavar="PHRASE", help=text)
-    return parser
 
 
-def _evaluate_parser() -> VerbParser:
-    parser = verb_parser(
-        "evaluate", "Decode a test set, score it, and write metrics.json with the signature of every score."
-    )
+def _evaluate(parser: VerbParser) -> None:
+    """Decode a test set, score it, and write metrics.json with the signature of every score."""
     text = "file with one source in each line"
     parser.add_argument("--source", type=input_file("source"), metavar="FILE", help=text)
     text = "file with one reference in each line"
@@ -176,7 +175,6 @@ def _evaluate_parser() -> VerbParser:
     group.add_argument("--joiner", help=text)
     add_batch_options(parser)
     add_generation_options(parser)
-    return parser
 
 
 def column(word: str) -> str | int:
@@ -184,13 +182,10 @@ def column(word: str) -> str | int:
     return int(word) if word.isascii() and word.isdecimal() else word
 
 
-def _attention_parser() -> VerbParser:
-    parser = verb_parser(
-        "attention",
-        "Show the cross-attention of sources and targets: of one layer or head, or the mean over all. png is a picture of one "
-        "sentence, pharaoh a word alignment with one line of links `source word-target word` for each sentence. "
-        "`metaphrase explain` writes a page with all kinds of attention.",
-    )
+def _attention(parser: VerbParser) -> None:
+    """Show the cross-attention of sources and targets: of one layer or head, or the mean over all. png is a picture of
+    one sentence, pharaoh a word alignment with one line of links `source word-target word` for each sentence.
+    `metaphrase explain` writes a page with all kinds of attention."""
     parser.add_argument("--source", action="append", metavar="TEXT", help="source text; may be given several times")
     parser.add_argument("--target", action="append", metavar="TEXT", help="target text for each --source [generated]")
     text = "file with one source in each line [standard input, without --source]"
@@ -207,7 +202,6 @@ def _attention_parser() -> VerbParser:
     parser.add_argument("--format", choices=("png", "pharaoh"), help=text)
     add_model_options(parser)
     add_generation_options(parser)
-    return parser
 
 
 def layer_or_mean(word: str) -> int | None:
@@ -215,46 +209,34 @@ def layer_or_mean(word: str) -> int | None:
     return None if word == "mean" else int(word)
 
 
-def _average_parser() -> VerbParser:
-    parser = verb_parser(
-        "average", "Average the weights of several checkpoints. Tokenizers and settings are those of the last one."
-    )
+def _average(parser: VerbParser) -> None:
+    """Average the weights of several checkpoints. Tokenizers and settings are those of the last one."""
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="folder of a run, or the checkpoints to average")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to write the model to")
     parser.add_argument("--last", type=int, metavar="N", help="average the last N checkpoints of a run")
     parser.add_argument("--best", type=int, metavar="N", help="average the N checkpoints of a run with the best metric")
     parser.add_argument("--metric", help="metric for --best, as the trainer logs it [eval_bleu]")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing average")
-    return parser
 
 
-def _convert_parser() -> VerbParser:
-    parser = verb_parser(
-        "convert",
-        "Convert a checkpoint of a known family to a Metaphrase model that computes the same. With --to, convert a "
-        "Metaphrase model to a family, whose models need no code of Metaphrase. Tokenizers and generation settings are "
-        f"copied. Families: {', '.join(FAMILIES)}.",
-    )
+def _convert(parser: VerbParser) -> None:
+    """Convert a checkpoint of a known family to a Metaphrase model that computes the same. With --to, convert a
+    Metaphrase model to a family, whose models need no code of Metaphrase. Tokenizers and generation settings are
+    copied."""
     parser.add_argument("source", metavar="SOURCE", help="folder or Hub id, with weights in safetensors")
     parser.add_argument("output", metavar="OUTPUT", help="folder to write")
-    parser.add_argument("--to", metavar="FAMILY", help="family to convert a Metaphrase model to")
+    text = f"family to convert a Metaphrase model to: {', '.join(FAMILIES)}"
+    parser.add_argument("--to", metavar="FAMILY", help=text)
     parser.add_argument("--revision", help="branch, tag or commit on the Hub")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing conversion")
-    parser.add_argument(
-        "--max_shard_size",
-        default="5GB",
-        metavar="SIZE",
-        help="maximum size of a file of weights, such as 500MB [%(default)s]",
-    )
-    return parser
+    text = "maximum size of a file of weights, such as 500MB [%(default)s]"
+    parser.add_argument("--max_shard_size", default="5GB", metavar="SIZE", help=text)
 
 
-def _explain_parser() -> VerbParser:
-    parser = verb_parser(
-        "explain",
-        "Show what each stage of an encoder-decoder computes for a pair: tokens, shapes, position encodings, masks, attention, "
-        "teacher forcing, and the next tokens of greedy search, beam search, top-k and top-p. The page is one HTML file.",
-    )
+def _explain(parser: VerbParser) -> None:
+    """Show what each stage of an encoder-decoder computes for a pair: tokens, shapes, position encodings, masks,
+    attention, teacher forcing, and the next tokens of greedy search, beam search, top-k and top-p. The page is one
+    HTML file."""
     text = "source text; may be given several times, for a page of at most 50 pairs"
     parser.add_argument("--source", action="append", metavar="TEXT", required=True, help=text)
     parser.add_argument("--target", action="append", metavar="TEXT", help="target text for each --source [generated]")
@@ -263,40 +245,28 @@ def _explain_parser() -> VerbParser:
     parser.add_argument("--text", action="store_true", help="write the explanation as text to standard output")
     add_model_options(parser)
     add_generation_options(parser)
-    return parser
 
 
-def _export_parser() -> VerbParser:
-    parser = verb_parser(
-        "export",
-        "Export a Metaphrase model with tokenizers and generation settings. "
-        "A model that the format does not support is an error.",
-    )
+def _export(parser: VerbParser) -> None:
+    """Export a Metaphrase model with tokenizers and generation settings. A model that the format does not support is an
+    error."""
     parser.add_argument("model", metavar="MODEL", help="folder or Hub id of a Metaphrase model")
     parser.add_argument("output", metavar="DIR", help="folder to write")
     parser.add_argument("--format", required=True, choices=("ctranslate2", "onnx"), help="format to write")
-    parser.add_argument(
-        "--quantization",
-        metavar="TYPE",
-        help="type of CTranslate2's weights: float32, float16, bfloat16, int16, int8, int8_float32, int8_float16 or "
-        "int8_bfloat16 [as saved]; ONNX is always float32",
-    )
+    text = "type of CTranslate2's weights: float32, float16, bfloat16, int16, int8, int8_float32, int8_float16 or "
+    text += "int8_bfloat16 [as saved]; ONNX is always float32"
+    parser.add_argument("--quantization", metavar="TYPE", help=text)
     # --force is the name in CTranslate2's converters.
     parser.add_argument("--overwrite", "--force", action="store_true", help="replace an existing export")
-    return parser
 
 
-def _push_parser() -> VerbParser:
-    parser = verb_parser(
-        "push",
-        "Upload a trained folder to the Hub: model, code, tokenizers, card, licence, recipe, scores and "
-        "predictions, and no other files. Absolute paths in the recipe are cut to their last part.",
-    )
+def _push(parser: VerbParser) -> None:
+    """Upload a trained folder to the Hub: model, code, tokenizers, card, licence, recipe, scores and predictions, and no
+    other files. Absolute paths in the recipe are cut to their last part."""
     parser.add_argument("folder", help="folder with a trained model")
     parser.add_argument("repo_id", help="user/name or organization/name; created if it does not exist")
-    parser.add_argument(
-        "--private", action="store_true", help="create a private repository; an existing public one is an error"
-    )
+    text = "create a private repository; an existing public one is an error"
+    parser.add_argument("--private", action="store_true", help=text)
     parser.add_argument("--dry_run", "--dry-run", action="store_true", help="only list what would be uploaded, offline")
     parser.add_argument("--commit_message", default="Upload the model", metavar="TEXT", help="[%(default)s]")
     parser.add_argument("--revision", metavar="BRANCH", help="branch to upload to, created if it does not exist [main]")
@@ -305,13 +275,10 @@ def _push_parser() -> VerbParser:
     parser.add_argument("--license", metavar="NAME", help="licence of the weights for the card, such as apache-2.0")
     parser.add_argument("--base_model", metavar="NAME", help="model that this one was fine-tuned from, for the card")
     parser.add_argument("--datasets", nargs="+", metavar="NAME", help="training data, for the card")
-    return parser
 
 
-def _tokenize_parser() -> VerbParser:
-    parser = verb_parser(
-        "tokenize", "Train a tokenizer for AutoTokenizer on text files (.gz or not) with one text in each line."
-    )
+def _tokenize(parser: VerbParser) -> None:
+    """Train a tokenizer for AutoTokenizer on text files (.gz or not) with one text in each line."""
     for name, text in (
         ("files", "texts for a joint tokenizer of both sides"),
         ("source_files", "texts for a separate source tokenizer"),
@@ -321,62 +288,39 @@ def _tokenize_parser() -> VerbParser:
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to write")
     parser.add_argument("--kind", default="byte_bpe", help=f"one of {', '.join(TOKENIZER_KINDS)} [%(default)s]")
     parser.add_argument("--target_kind", help="kind of a separate target tokenizer, if different")
-    parser.add_argument(
-        "--vocab_size",
-        type=int,
-        help="maximum entries, special tokens included [8000 for byte_bpe, bpe, unigram, wordpiece; else no limit]",
-    )
+    text = "maximum entries, special tokens included [8000 for byte_bpe, bpe, unigram, wordpiece; else no limit]"
+    parser.add_argument("--vocab_size", type=int, help=text)
     parser.add_argument("--min_frequency", type=int, help="minimum number of occurrences of a learned piece")
     parser.add_argument("--normalization", help="Unicode normalization, nfc, nfd, nfkc or nfkd [none]")
     parser.add_argument("--lowercase", action="store_true", help="lowercase all text")
     parser.add_argument("--joiner", help="for pretokenized: mark at the end of a piece inside a word [@@]")
-    parser.add_argument(
-        "--additional_special_tokens", nargs="+", default=[], metavar="TOKEN", help="such as language codes"
-    )
+    text = "such as language codes"
+    parser.add_argument("--additional_special_tokens", nargs="+", default=[], metavar="TOKEN", help=text)
     parser.add_argument("--overwrite", action="store_true", help="replace an existing tokenizer")
-    return parser
 
 
-def _train_parser() -> VerbParser:
-    parser = verb_parser(
-        "train",
-        "Train a model by a recipe. Each field of the recipe is an option too: --field value.",
-        usage="%(prog)s [recipe] [option ...] [--field value ...]",
-    )
-    parser.add_argument(
-        "recipe",
-        nargs="*",
-        help="a YAML file, the name of a recipe of the package, a file of pairs, two parallel files, or a data set: a folder "
-        "or OWNER/NAME on the Hub; what a recipe leaves open is chosen from the pairs",
-    )
+def _train(parser: VerbParser) -> None:
+    """Train a model by a recipe. Each field of the recipe is an option too: --field value."""
+    parser.usage = "%(prog)s [recipe] [option ...] [--field value ...]"
+    text = "a YAML file, the name of a recipe of the package, a file of pairs, two parallel files, or a data set: a "
+    text += "folder or OWNER/NAME on the Hub; what a recipe leaves open is chosen from the pairs"
+    parser.add_argument("recipe", nargs="*", help=text)
     parser.add_argument("--help_fields", action="store_true", help="list all fields of a recipe and exit")
     parser.add_argument("--resume", action="store_true", help="resume from the last checkpoint in output_dir")
     parser.add_argument("--dry_run", action="store_true", help="print what the run needs, and do not train")
-    return parser
 
 
-def _tune_parser() -> VerbParser:
-    parser = verb_parser(
-        "tune",
-        "Search for better values of the fields that a recipe lists in `search`. Each field is an option too.",
-        usage="%(prog)s [recipe] [--time_budget 30m] [option ...] [--field value ...]",
-    )
+def _tune(parser: VerbParser) -> None:
+    """Search for better values of the fields that a recipe lists in `search`. Each field is an option too."""
+    parser.usage = "%(prog)s [recipe] [--time_budget 30m] [option ...] [--field value ...]"
     parser.add_argument("recipe", nargs="*", help="a recipe or files of pairs, as for `metaphrase train`")
     parser.add_argument("--trials", type=int, help="maximum number of trials [all that fit into the time budget]")
     parser.add_argument("--resume", action="store_true", help="resume the search in output_dir")
-    return parser
 
 
-def _demo_parser() -> VerbParser:
-    parser = verb_parser(
-        "demo", "Train and show a small English-German model. Recipe fields are options too: --num_train_epochs 2."
-    )
-    parser.add_argument(
-        "--output_dir",
-        "--output-dir",
-        default="runs/demo",
-        help="new folder for the run, or that of an earlier demo, which is replaced [%(default)s]",
-    )
+def _demo(parser: VerbParser) -> None:
+    """Train and show a small English-German model. Recipe fields are options too: --num_train_epochs 2."""
+    text = "new folder for the run, or that of an earlier demo, which is replaced [%(default)s]"
+    parser.add_argument("--output_dir", "--output-dir", default="runs/demo", help=text)
     parser.add_argument("--num_train", type=int, default=30000, help="number of training pairs [%(default)s]")
     parser.add_argument("--resume", action="store_true", help="resume a stopped run from its last checkpoint")
-    return parser

@@ -194,7 +194,7 @@ def test_an_interruption_names_resume_if_there_is_an_output(num_lines, cli_model
     monkeypatch.setattr(Generator, "generate_stream", interrupted)
     files = ["--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]
     assert run(generate.main, "generate", [cli_model, "--device", "cpu", *files]) == 130
-    hint = f" {tmp_path / 'out'} is incomplete. The same command with --resume goes on." if num_lines else ""
+    hint = f" {tmp_path / 'out'} ends with source 1. Use --resume to go on." if num_lines else ""
     assert capsys.readouterr().err.endswith(f"metaphrase generate: interrupted.{hint}\n")
 
 
