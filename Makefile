@@ -31,9 +31,9 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/training.py $(ARGS)
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv .editable build dist *.egg-info .pytest_cache .ruff_cache
 
-.venv/installed: pyproject.toml constraints.txt
+.venv/installed: pyproject.toml setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@

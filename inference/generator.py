@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 import metaphrase.modeling  # noqa: F401 (registers the models with the Auto classes)
 from metaphrase.decoding.options import check_ranges, plain_options
-from metaphrase.decoding.quantization import quantization_of, quantize
+from metaphrase.decoding.quantization import PackedLinear, quantization_of, quantize
 from metaphrase.decoding.searches.joint_search import EnsembleSearch
 from metaphrase.inference.chunks import Chunk, PreparedChunks, StreamDecoder, decode_chunk
 from metaphrase.inference.engine import Engine, Hypothesis, default_device, find_device
@@ -82,10 +82,10 @@ class Generator(StreamDecoder):
         model, settings = self.model, self.model.generation_config
         facts = [type(model).__name__]
         if isinstance(model, PreTrainedModel):
-            facts += [
-                f"{model.num_parameters():,} parameters",
-                f"{str(model.dtype).removeprefix('torch.')} on {model.device}",
-            ]
+            packed = next((layer for layer in model.modules() if isinstance(layer, PackedLinear)), None)
+            weights = f"{model.num_parameters():,} parameters, {str(model.dtype).removeprefix('torch.')}"
+            # Packed weights are no parameters.
+            facts.append(f"{weights if packed is None else type(packed).__name__} on {model.device}")
         pair = self.tokenizers
         sizes = [
             f"{len(tokenizer):,}" for tokenizer in ([pair.source] if pair.is_joint else [pair.source, pair.target])

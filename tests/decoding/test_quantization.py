@@ -54,6 +54,12 @@ def levels(request, monkeypatch):
     return levels
 
 
+def test_repr_of_a_generator_names_the_quantized_layers(all_sizes):
+    generator = tiny_generator()
+    quantize(generator.model, "int8")
+    assert "Int8Linear on cpu, vocabulary" in repr(generator) and "parameters" not in repr(generator)
+
+
 @pytest.mark.parametrize("quantization", ["int8", "float16"])
 def test_layers_that_share_a_weight_share_the_packed_weight(quantization, all_sizes):
     model = tiny_model()

@@ -1,0 +1,151 @@
+"""Tests of the distribution: an sdist is whole, and wheel and editable install work for Python and for type checkers."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+from pathlib import Path
+
+import pytest
+from source_files import ROOT
+
+pytestmark = pytest.mark.slow
+
+USER_SCRIPT = """
+from metaphrase.inference import Generator
+from metaphrase.modeling import MetaphraseConfig
+from metaphrase.training.recipe.recipe import load_recipe
+
+config: MetaphraseConfig = MetaphraseConfig(hidden_size=64)
+texts: list[str] = Generator.from_pretrained("folder").generate(["A cat."], num_beams=4)
+load_recipe(None).save("recipe.yaml")
+"""
+# Each line has a fault that is seen only where the types of the package are known.
+FAULTS = """
+from metaphrase.inference import Generator
+from metaphrase.modeling import lost_name
+number: int = Generator.from_pretrained("folder").generate(["A cat."])
+"""
+CHECKERS = {
+    # Types of other libraries are not checked: reading torch takes mypy a minute.
+    "mypy": ["mypy", "--no-incremental", "--ignore-missing-imports", "--follow-imports=silent", "--python-executable"],
+    "pyright": ["pyright", "--level=error", "--pythonpath"],
+}
+
+
+def run(*command, **options):
+    # Nothing of the environment of these tests may help the new one.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, timeout=1200, env=environment, **options
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def build(kind, tree, output):
+    """Build by the hook of PEP 517 or 660 in a tree of sources, without a network."""
+    output.mkdir(exist_ok=True)
+    run(sys.executable, "-c", f"from setuptools import build_meta; build_meta.build_{kind}({str(output)!r})", cwd=tree)
+    [file] = [path for path in output.iterdir() if path.suffix in (".whl", ".gz")]
+    return file
+
+
+def install(wheel, folder):
+    """Return the Python of a new environment with a wheel and, behind it, the libraries of this environment."""
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    run(python, "-m", "pip", "install", "--no-deps", "--no-index", wheel)
+    site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+    # A path in a .pth file is searched, and the .pth files in that path are not read.
+    libraries = [path for path in sys.path if path.endswith("site-packages")]
+    Path(site, "libraries.pth").write_text("\n".join([sysconfig.get_path("purelib"), *libraries]) + "\n")
+    return python
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory):
+    """An sdist of the files that git would commit."""
+    folder = tmp_path_factory.mktemp("sdist")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    if listed.returncode:
+        pytest.skip("needs a git repository")
+    names = {name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()}
+    for name in names:
+        (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, folder / "tree" / name)
+    return build("sdist", folder / "tree", folder / "dist"), names
+
+
+@pytest.fixture(scope="module")
+def pythons(sdist, tmp_path_factory):
+    """Python of an environment with the wheel of the sdist, and of one with an editable install."""
+    folder = tmp_path_factory.mktemp("environments")
+    trees = {}
+    for kind in ("wheel", "editable"):
+        with tarfile.open(sdist[0]) as archive:
+            archive.extractall(folder / kind, filter="data")
+        [trees[kind]] = (folder / kind).iterdir()
+    return {
+        kind: install(build(kind, tree, folder / f"{kind}_dist"), folder / f"{kind}_venv")
+        for kind, tree in trees.items()
+    }
+
+
+def test_sdist_holds_every_file_of_the_repository(sdist):
+    path, names = sdist
+    with tarfile.open(path) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    assert names - inside == set()
+
+
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_a_clean_environment_imports_the_installed_package(kind, pythons, tmp_path):
+    code = "import json, metaphrase, metaphrase.training.recipe.recipe as r; print(json.dumps([metaphrase.__file__, r.__file__]))"
+    package, recipe = map(Path, json.loads(run(pythons[kind], "-c", code, cwd=tmp_path)))
+    assert pythons[kind].parents[1 if kind == "wheel" else 2] in package.parents
+    assert recipe.relative_to(package.parent) == Path("training/recipe/recipe.py")
+    assert (package.parent / "py.typed").is_file()
+
+
+def test_an_editable_install_sees_a_new_file(pythons, tmp_path):
+    code = "import metaphrase; print(metaphrase.__file__)"
+    tree = Path(run(pythons["editable"], "-c", code, cwd=tmp_path).strip()).parents[2]
+    (tree / "storage" / "new_module.py").write_text("ANSWER = 42\n")
+    # In the repository itself, `metaphrase/` without its rooms comes first on the path.
+    for folder in (tmp_path, tree):
+        code = "from metaphrase.storage.new_module import ANSWER; print(ANSWER)"
+        assert run(pythons["editable"], "-c", code, cwd=folder) == "42\n"
+
+
+@pytest.mark.parametrize("checker", CHECKERS)
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_type_checkers_resolve_the_package(kind, checker, pythons, tmp_path):
+    search_path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    program = shutil.which(checker, path=search_path) or shutil.which(f"based{checker}", path=search_path)
+    if program is None:
+        pytest.skip(f"{checker} is not installed")
+    command = [program, *CHECKERS[checker][1:], pythons[kind]]
+    script, wrong = tmp_path / "script.py", tmp_path / "wrong.py"
+    script.write_text(USER_SCRIPT)
+    run(*command, script, cwd=tmp_path)
+    wrong.write_text(FAULTS)
+    done = subprocess.run([*map(str, command), str(wrong)], cwd=tmp_path, capture_output=True, text=True, timeout=1200)
+    assert "lost_name" in done.stdout and "list[str]" in done.stdout
+    assert done.returncode == 1
+
+
+def test_wheel_runs_the_demo(pythons, tmp_path):
+    options = ["--output_dir", "run", "--num_train", "300", "--max_steps", "2", "--eval_strategy", "no"]
+    options += ["--max_validation_samples", "8", "--max_test_samples", "8"]
+    said = run(pythons["wheel"], "-m", "metaphrase.scripts", "demo", *options, cwd=tmp_path)
+    assert "exact match" in said and (tmp_path / "run" / "model.safetensors").is_file()
