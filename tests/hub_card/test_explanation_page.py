@@ -221,6 +221,9 @@ def test_steps_and_tree(browser, shown, path):
     index = next(index for index, node in enumerate(nodes) if node.state == "pruned")
     one(browser, f".node[data-node='{index}'] rect").click()
     assert f"log-probability {nodes[index].total:.4f}, pruned" in one(browser, "#hypothesis").text
+    keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
+    browser.switch_to.active_element.send_keys(keys.ARROW_UP)
+    assert f"log-probability {nodes[index - 1].total:.4f}, " in one(browser, "#hypothesis").text
     choose(browser, "path", "beam")
     assert texts(browser, "#candidates tr.chosen td:nth-child(2)") == [str(first.paths["beam"][0].choice)]
 
