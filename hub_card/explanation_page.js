@@ -65,6 +65,7 @@ function drawMap(figure, values, rowNames, columnNames, describe, legend, isShar
     Object.assign(context, { font: font + "px system-ui, sans-serif", textAlign: align, fillStyle: color("--text") });
     context.fillText(text, x, y);
   };
+  const strongest = isShare ? values.flat().reduce((most, value) => Math.max(most, value), 1e-9) : 1;
   context.scale(scale, scale);
   context.textBaseline = "middle";
   names[0].forEach((name, y) => write(name, left - 5, top + (y + 0.5) * height, "right", Math.min(12, height - 2)));
@@ -79,7 +80,7 @@ function drawMap(figure, values, rowNames, columnNames, describe, legend, isShar
     const best = isShare && gap ? Math.max(...row) : NaN;
     row.forEach((value, x) => {
       const box = [left + x * size, top + y * height, size - gap, height - gap];
-      for (const style of [color("--panel"), colors[Math.round(64 * Math.max(-1, Math.min(1, value)))]]) {
+      for (const style of [color("--panel"), colors[Math.round((64 * Math.max(-1, Math.min(1, value))) / strongest)]]) {
         context.fillStyle = style;
         context.fillRect(...box);
       }
@@ -114,7 +115,7 @@ function drawMap(figure, values, rowNames, columnNames, describe, legend, isShar
   scroll.className = "scroll";
   scroll.append(canvas, frame);
   figure.replaceChildren(reading, scroll);
-  element("figcaption", legend, figure);
+  element("figcaption", legend + (isShare ? " The strongest color is " + percent(strongest) + "." : ""), figure);
 }
 
 function showTokens() {
@@ -329,7 +330,7 @@ function showTree() {
   });
   nodes.forEach((node, index) => {
     const [x, y] = spots[index];
-    const group = svg("g", root, { class: "node " + node.state, "data-node": index, tabindex: 0, role: "button", transform: `translate(${x} ${y})` });
+    const group = svg("g", root, { class: "node " + node.state, "data-node": index, tabindex: -1, role: "button", transform: `translate(${x} ${y})` });
     svg("rect", group, { width: 110, height: 26, rx: 5 });
     const mark = node.rank ? "#" + node.rank : { kept: "", finished: "✓", pruned: "✗", open: "…" }[node.state];
     const token = Array.from(shown(node.token)), most = mark ? 7 : 9;
@@ -341,16 +342,31 @@ function showTree() {
   at("beam-text").textContent =
     `Each column is a step with the best candidates of ${num_beams} beams. The number is the sum of log-probabilities. ` +
     "Dashed and ✗: pruned. #1, #2, ...: results by score, the sum divided by a power of the length. ✓: finished, but not among the results. …: open when the search ended.";
-  pick(best ? nodes.indexOf(best) : null);
+  pick(best ? nodes.indexOf(best) : nodes.length ? 0 : null);
 }
 
 function pick(index) {
   const path = new Set(chain(index).map(String)), node = pair.beam.nodes[index];
-  for (const part of at("tree").querySelectorAll("[data-node]")) part.classList.toggle("path", path.has(part.dataset.node));
+  for (const part of at("tree").querySelectorAll("[data-node]")) {
+    part.classList.toggle("path", path.has(part.dataset.node));
+    if (part.matches(".node")) part.setAttribute("tabindex", Number(part.dataset.node) === index ? 0 : -1);
+  }
   if (!node) return (at("hypothesis").textContent = "");
   const tokens = chain(index).map((step) => pair.beam.nodes[step].token).join(" ");
   const result = node.rank ? `, result ${node.rank} with score ${node.score.toFixed(4)}` : "";
   at("hypothesis").textContent = shown(`${tokens}: log-probability ${node.total.toFixed(4)}, ${STATES[node.state]}${result}.`);
+}
+
+// Up and down within the candidates, left to the hypothesis before, right to its best continuation.
+function climb(event) {
+  const { nodes } = pair.beam, index = Number(nodeOf(event)?.dataset.node);
+  const next = {
+    ArrowUp: index - 1, ArrowDown: index + 1, ArrowLeft: nodes[index]?.parent,
+    ArrowRight: nodes.findIndex((node) => node.parent === index),
+  }[event.key];
+  if (!nodes[next]) return;
+  event.preventDefault();
+  at("tree").querySelector(`.node[data-node="${next}"]`).focus();
 }
 
 function layerOptions() {
@@ -404,6 +420,7 @@ for (const id of ["queries", "keys"]) {
 }
 const nodeOf = (event) => event.target.closest(".node");
 at("tree").addEventListener("click", (event) => nodeOf(event) && pick(Number(nodeOf(event).dataset.node)));
+at("tree").addEventListener("keydown", climb);
 at("tree").addEventListener("focusin", (event) => nodeOf(event) && pick(Number(nodeOf(event).dataset.node)));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 showPair();

@@ -323,6 +323,9 @@ def _find_masks(
     num_padding = MASK_PADDING + (num_source + MASK_PADDING == num_target)
     num_padding = num_padding if limit is None else max(0, min(num_padding, limit - num_source))
     width = num_source + num_padding
+    if width == num_target > 1:
+        # The model has no more positions: leave out the last target token.
+        inputs, num_target = inputs | {"decoder_input_ids": inputs["decoder_input_ids"][:, :-1]}, num_target - 1
     padding = {"input_ids": model.config.pad_token_id or 0, "attention_mask": 0}
     padded = {name: nn.functional.pad(inputs[name], (0, num_padding), value=value) for name, value in padding.items()}
     with _ScoreRecorder() as recorder:

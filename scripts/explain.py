@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_OUTPUT = "explanation.html"
 SHADES = " ░▒▓█"
+MAX_ROWS, MAX_COLUMNS = 24, 100
+_CUT = f"; the first {MAX_ROWS} rows and {MAX_COLUMNS} columns"
 
 
 def main(words: Sequence[str]) -> None:
@@ -69,23 +71,21 @@ def _shapes(explanation: Explanation) -> Iterator[str]:
 
 
 def _positions(explanation: Explanation) -> Iterator[str]:
-    yield f"POSITION ENCODINGS: magnitudes from '{SHADES[0]}' (0) to '{SHADES[-1]}' (the largest)"
+    yield f"POSITION ENCODINGS: magnitudes from '{SHADES[0]}' (0) to '{SHADES[-1]}' (the largest){_CUT}"
     for item in explanation.positions:
         largest = float(np.abs(item.values).max()) or 1.0
-        yield (
-            f"{item.name} ({item.kind}), head 0, largest {largest:.3g}"
-            if item.kind == "bias"
-            else f"{item.name} ({item.kind})"
-        )
-        for row in item.values[0][:24, :100]:
+        yield f"{item.name} ({item.kind}{' of head 0' if item.kind == 'bias' else ''}), largest {largest:.3g}"
+        for row in item.values[0][:MAX_ROWS, :MAX_COLUMNS]:
             yield "  " + "".join(SHADES[round(abs(value) / largest * (len(SHADES) - 1))] for value in row.tolist())
 
 
 def _masks(explanation: Explanation) -> Iterator[str]:
-    yield "MASKS: rows are queries, columns are keys; # may read, . may not"
+    yield f"MASKS: rows are queries, columns are keys; # may read, . may not{_CUT}"
     for name, mask in explanation.masks.items():
         yield f"{name}:"
-        yield from ("  " + "".join(".#"[cell] for cell in row) for row in mask[:24, :100].astype(int).tolist())
+        yield from (
+            "  " + "".join(".#"[cell] for cell in row) for row in mask[:MAX_ROWS, :MAX_COLUMNS].astype(int).tolist()
+        )
 
 
 def _attention(explanation: Explanation) -> Iterator[str]:
@@ -105,26 +105,21 @@ def _attention(explanation: Explanation) -> Iterator[str]:
 
 def _labels(explanation: Explanation) -> Iterator[str]:
     yield f"TEACHER FORCING: decoder input -> label, probability and rank; mean loss {explanation.loss:.4f} nats"
-    rows = zip(
-        explanation.decoder_tokens.tokens,
-        explanation.target_tokens.tokens,
-        explanation.probabilities,
-        explanation.ranks,
-        strict=True,
-    )
+    sides = explanation.decoder_tokens.tokens, explanation.target_tokens.tokens
+    rows = zip(*sides, explanation.probabilities, explanation.ranks, strict=True)
     yield from (f"  {token} -> {label}  {100 * value:.2f} %  rank {rank}" for token, label, value, rank in rows)
     yield "  (padding) -> -100  ignored"
 
 
 def _steps(explanation: Explanation) -> Iterator[str]:
-    yield "NEXT TOKENS: the ten most probable at each step; * is the token on the path, k and p remain with top-k and top-p"
+    yield "NEXT TOKENS: the most probable at each step; * on the path, b of beam search, k and p remain with top-k and top-p"
     for name, steps in explanation.paths.items():
         yield f"path {name}:"
         for number, step in enumerate(steps, start=1):
             shown = []
             for index, (token, share) in enumerate(zip(step.tokens, step.probabilities, strict=True)):
-                marks = "*" * (step.ids[index] == step.choice) + "k" * (step.top_k.probabilities[index] > 0)
-                marks += "p" * (step.top_p.probabilities[index] > 0)
+                marks = "*" * (step.ids[index] == step.choice) + "b" * (step.ids[index] == step.beam_choice)
+                marks += "k" * (step.top_k.probabilities[index] > 0) + "p" * (step.top_p.probabilities[index] > 0)
                 shown.append(f"{token} {100 * share:.1f} %" + (f" [{marks}]" if marks else ""))
             yield f"  {number}: " + ", ".join(shown)
             yield f"     top-k draws {step.top_k.token}, top-p draws {step.top_p.token}"

@@ -221,6 +221,9 @@ def test_steps_and_tree(browser, shown, path):
     index = next(index for index, node in enumerate(nodes) if node.state == "pruned")
     one(browser, f".node[data-node='{index}'] rect").click()
     assert f"log-probability {nodes[index].total:.4f}, pruned" in one(browser, "#hypothesis").text
+    keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
+    browser.switch_to.active_element.send_keys(keys.ARROW_UP)
+    assert f"log-probability {nodes[index - 1].total:.4f}, " in one(browser, "#hypothesis").text
     choose(browser, "path", "beam")
     assert texts(browser, "#candidates tr.chosen td:nth-child(2)") == [str(first.paths["beam"][0].choice)]
 
@@ -238,17 +241,15 @@ def test_hostile_text_is_inert(browser, shown, path):
     assert browser.get_log("browser") == []
 
 
-@pytest.mark.parametrize("width", [390, 1100])
-def test_long_pair_fits_the_width(browser, tmp_path, width):
-    generator = generator_of("t5")
-    path = write_explanation_page([explain(generator, LONG, LONG, max_new_tokens=2)], tmp_path / "page.html")
-    size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    try:
+def test_long_pair_fits_the_width(browser, tmp_path):
+    shown = explain(generator_of("t5"), LONG, LONG, max_new_tokens=2)
+    path = write_explanation_page([shown], tmp_path / "page.html")
+    for width in (390, 1100):
+        size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         open_page(browser, path)
         assert len(texts(browser, "#queries button")) > 250 and len(texts(browser, "#labels tbody tr")) >= 512
         assert browser.execute_script("return document.documentElement.scrollWidth") <= width
         browser.find_elements("css selector", "#queries button")[250].click()
         assert " ← " in one(browser, "#reading").text
-    finally:
-        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

@@ -101,6 +101,14 @@ def test_masks_hide_padding_and_later_tokens(family):
     assert (shown.masks["decoder"] == np.tri(targets, dtype=bool)).all()
 
 
+def test_masks_at_the_largest_length_keep_kinds_apart():
+    generator = generator_of("bart")
+    limit = generator.model.config.max_position_embeddings
+    shown = explain(generator, "a" * (limit - 1), "b" * (limit - 1), max_new_tokens=2)
+    assert len(shown.source_tokens.ids) == len(shown.target_tokens.ids) == limit
+    assert shown.masks["encoder"].all() and (shown.masks["decoder"] == np.tri(limit - 1, dtype=bool)).all()
+
+
 def test_positions_are_those_of_the_modules():
     kinds = {}
     for family in ("metaphrase", "t5", "bart", "marian"):
