@@ -151,7 +151,9 @@ def test_random_numbers_belong_to_the_chunk(generator):
     assert len(states) == 12
 
 
-def test_one_progress_bar_for_the_whole(generator, capsys):
+def test_one_progress_bar_for_the_whole(generator, monkeypatch, capsys):
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     list(generator.generate_stream([*SOURCES, "", " "], chunk_size=2, show_progress=True, total=7))
     said = capsys.readouterr().err
     assert "7/7" in said and "line/s" in said and said.count("100%") == 1

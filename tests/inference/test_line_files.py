@@ -43,7 +43,7 @@ def words(model, tmp_path):
 
 
 def whole_output(words, path):
-    generate.main([*words, "--output", str(path)])
+    generate.main([*words, "--output", str(path), "--overwrite"])
     return path.read_bytes()
 
 
@@ -68,7 +68,7 @@ def test_runs_that_were_killed_end_as_one_that_was_not(words, search, tmp_path, 
     assert output.read_bytes() == whole
 
 
-def test_a_whole_output_stays_as_it_is_and_an_output_without_resume_begins_anew(words, tmp_path, caplog):
+def test_a_whole_output_stays_as_it_is_and_an_output_with_overwrite_begins_anew(words, tmp_path, caplog):
     output = tmp_path / "out"
     whole = whole_output(words, output)
     before = output.stat().st_mtime_ns

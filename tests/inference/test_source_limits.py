@@ -142,7 +142,7 @@ def test_the_command_names_the_line_among_empty_ones(generator, tmp_path, capsys
     source.write_text("".join(f"{text}\n" for text in TEXTS), encoding="utf-8")
     output.write_text("older\n", encoding="utf-8")
     words = [folder, "--device", "cpu", "--input", str(source), "--output", str(output)]
-    for verb, more in ((generate, []), (attention, ["--format", "pharaoh"])):
+    for verb, more in ((generate, ["--overwrite"]), (attention, ["--format", "pharaoh"])):
         assert run(verb.main, "verb", [*words, *more]) == 2
         assert "got 181 in number 5 (in a file: line 5)" in capsys.readouterr().err
     assert output.read_text(encoding="utf-8") == "older\n"
