@@ -111,7 +111,7 @@ def test_an_output_that_is_being_written_is_left_alone(resume, tmp_path):
     model = str(save_generator(tiny_generator(kind="byte"), tmp_path / "model"))
     (tmp_path / "in").write_text("".join(line + "\n" for line in SOURCES), encoding="utf-8")
     words = [model, "--device", "cpu", "--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]
-    words += ["--resume"] * resume
+    words += ["--resume" if resume else "--overwrite"]
     options = {"num_targets": 1, "with_scores": False, "chunk_size": 5}
     with NewFile(tmp_path / "out") if not resume else ResumedFile(tmp_path / "out", **options) as first:
         first.write("a line\n")

@@ -2,6 +2,7 @@
 
 import struct
 import sys
+import time
 from importlib.machinery import ModuleSpec
 from itertools import chain, repeat
 from pathlib import Path
@@ -45,6 +46,8 @@ def test_tensorboard_gets_all_of_a_resumed_run_without_set_up(data, tmp_path):
     pytest.importorskip("tensorboardX", reason="The writer of TensorBoard's files is not installed.")
     folder = tmp_path / "run"
     train(data, folder, **FIELDS | {"max_steps": 2}, report_to="tensorboard")
+    # Names of the files hold the second.
+    time.sleep(1)
     train(data, folder, **FIELDS, report_to="tensorboard", resume_from_checkpoint="true")
     values = scalars(folder)
     assert values.keys() >= LOGGED
