@@ -146,6 +146,7 @@ def test_type_checkers_resolve_the_package(kind, checker, pythons, tmp_path):
 
 def test_wheel_runs_the_demo(pythons, tmp_path):
     options = ["--output_dir", "run", "--num_train", "300", "--max_steps", "2", "--eval_strategy", "no"]
+    options += ["--load_best_model_at_end", "false"]
     options += ["--max_validation_samples", "8", "--max_test_samples", "8"]
     said = run(pythons["wheel"], "-m", "metaphrase.scripts", "demo", *options, cwd=tmp_path)
     assert "exact match" in said and (tmp_path / "run" / "model.safetensors").is_file()

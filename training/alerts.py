@@ -218,7 +218,8 @@ def rate_alerts(recipe: Recipe, arguments: Any, width: int) -> Iterator[str]:
 def length_limit(model: Any) -> int:
     """Return the maximum tokens of an output, end of sequence included."""
     config = model.generation_config
-    return config.max_new_tokens or config.max_length - 1
+    # Without both, `generate()` ends at 20 tokens.
+    return config.max_new_tokens or (config.max_length or 21) - 1
 
 
 def count_long_references(encoded: Mapping, limit: int) -> dict[str, int]:

@@ -217,6 +217,8 @@ def test_adapters_are_merged_as_by_one_process(way, data, tmp_path):
     fields = {"model_name_or_path": tmp_path / "base", "lora_rank": 4, "learning_rate": 3e-2}
     expected = carry_out(data, tmp_path / "one", None, fields)
     assert_same(carry_out(data, tmp_path / "two", way, fields), expected)
+    settings = [json.loads((tmp_path / run / "generation_config.json").read_text()) for run in ("one", "two")]
+    assert settings[0] == settings[1]
 
 
 @pytest.mark.slow

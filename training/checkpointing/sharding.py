@@ -85,7 +85,9 @@ def gather_model(model: PreTrainedModel) -> PreTrainedModel:
     with torch.random.fork_rng():
         whole = _new_model(model).to(model.device)
     whole.load_state_dict(state)
-    whole.generation_config = model.generation_config
+    # peft drops its wrapper when the adapter is merged.
+    base = whole.get_base_model() if is_adapted(whole) else whole
+    base.generation_config = model.generation_config
     return whole
 
 
