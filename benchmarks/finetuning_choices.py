@@ -32,7 +32,7 @@ SIZES = {
     "captions": (1000, 200, 400),
     "summaries": (1000, 200, 400),
 }
-# Of the T5, which begins with random weights.
+# Training of the T5, which begins with random weights.
 BASE = {"optim": "adafactor", "optim_args": "scale_parameter=true", "learning_rate": 1e-2, "warmup_steps": 100}
 BASE |= {"max_tokens_per_batch": 4096, "num_train_epochs": 3}
 TASKS = {"t5": ("long", "captions"), "metaphrase": ("summaries", "captions")}

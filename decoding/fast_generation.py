@@ -316,7 +316,7 @@ class SequenceScores(StoppingCriteria):
         self._num_read = 0
         # One tensor (rows,) per step.
         self._log_probs: list[torch.Tensor] = []
-        # Of this step, for samples.
+        # Logits of this step, which samples are scored by.
         self._logits: torch.Tensor | None = None
 
     def sample(

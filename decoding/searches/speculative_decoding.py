@@ -227,7 +227,7 @@ class _Speculation:
         logits = self.project(hidden_states).float()
         scores = self._process(positions.flatten(), logits.flatten(0, 1)).unflatten(0, positions.shape)
         tokens, accepted = self._choose(scores, drafted, draft_probs)
-        # As in `sample`, the score of samples is that of the model itself.
+        # Samples are scored by the model itself, as in `sample`.
         self._add(tokens, accepted, positions, logits if self.config.do_sample else scores)
 
     def _columns(self, starts: torch.Tensor, width: int) -> torch.Tensor:

@@ -238,7 +238,7 @@ def test_a_run_holds_no_token_of_the_hub_and_no_file_that_could_run_code(data, t
         (name, checkpoint) for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth")
     }
     for path in pickles:
-        # As a Trainer loads them.
+        # A Trainer loads them in this way.
         with safe_globals():
             torch.load(path, weights_only=True)
     assert not any(b"hf_verysecret" in path.read_bytes() for path in files)
