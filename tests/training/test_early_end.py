@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from small_experiments import make_recipe, weights
+from small_experiments import ONE_STEP, make_recipe, weights
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, get_scheduler
 
 from metaphrase.inference import Generator
@@ -88,3 +88,30 @@ def test_the_second_ctrl_c_ends_at_once(data, tmp_path):
     with pytest.raises(KeyboardInterrupt), EndOnInterrupt().listening():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
+
+
+def test_time_ends_a_run_without_validation_pairs_too(data, tmp_path):
+    fields = ONE_STEP | {"max_steps": 50, "time_budget": "1s", "metrics": "exact_match"}
+    Experiment(make_recipe(data, tmp_path / "run", **fields), started=time.time() - 1).train()
+    assert [path.name for path in checkpoints_in(tmp_path / "run")] == ["checkpoint-1"]
+
+
+def test_time_is_reserved_for_what_follows_training(data, tmp_path):
+    shares = []
+    for number, fields in enumerate(
+        (
+            {},
+            {"num_beams": 4},
+            {"choose_decoding": True},
+            {"choose_decoding": True, "num_beams": 4},
+            {"average_best": 2, "metric_for_best_model": "loss"},
+        )
+    ):
+        fields |= {"max_decoded_samples": 4, "metrics": "bleu", "time_budget": "1h"}
+        experiment = Experiment(make_recipe(data, tmp_path / str(number), **fields))
+        shares.append(experiment._final_share(experiment.prepare()[1]))
+    # There are 8 test pairs. Greedy search and four with beams choose the decoding.
+    assert shares == [2, 4, 4 + 7, 4, 2 + 1]
+    # The scores of 8 pairs take twice the time of 4.
+    experiment.deadline = time.time() + 30
+    assert experiment._is_in_time(9) and not experiment._is_in_time(11)

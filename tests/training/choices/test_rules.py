@@ -72,7 +72,7 @@ def test_text_gets_one_vocabulary_of_pieces():
 def test_few_short_sentences_are_text(pairs):
     words = " ".join(SENTENCES).split()
     short = [" ".join(words[4 * row : 4 * row + 4]) for row in range(pairs)]
-    recipe = chosen_from_text([(text, text.upper()) for text in short])
+    recipe = chosen_from_text([(text, text[::-1]) for text in short])
     assert recipe.tokenizer_kind == "byte_bpe" and recipe.target_tokenizer_kind is None
 
 
@@ -92,6 +92,9 @@ def test_long_documents_are_cut():
     recipe = chosen_from_text([(" ".join(SENTENCES[row:] + SENTENCES[:row]), SENTENCES[row]) for row in range(20)])
     assert (recipe.too_long, recipe.max_source_length) == ("truncate", 1024)
     assert chosen_from_text([(text, text) for text in SENTENCES]).too_long == "skip"
+    # A target that is cut would teach the model not to end.
+    documents = [" ".join(SENTENCES[row:] + SENTENCES[:row]) for row in range(20)]
+    assert chosen_from_text([(text, text) for text in documents]).too_long == "skip"
 
 
 def test_scripts_of_several_bytes_have_longer_limits():
@@ -206,3 +209,6 @@ def test_syllables_of_hangul_are_spelled_by_their_letters():
     # Texts of targets are compared with the references, so they stay as they are.
     assert chosen_from_text([(word, word[::-1]) for word in words]).normalization is None
     assert chosen_from_text(PRONUNCIATIONS).normalization is None
+    # Sentences are read in pieces.
+    sentences = [" ".join(words[row : row + 20]) for row in range(500)]
+    assert chosen_from_text([(text, "a b c " * 20) for text in sentences]).normalization is None

@@ -292,3 +292,11 @@ def test_a_mere_name_is_that_of_a_recipe_of_the_package(tmp_path, monkeypatch):
             find_recipe(name)
     (tmp_path / "demo.yaml").write_text("seed: 1\n")
     assert find_recipe("demo.yaml") == Path("demo.yaml")
+
+
+def test_fields_that_were_chosen_together_are_saved_below_their_reason(tmp_path):
+    recipe = Recipe(train_file="pairs.tsv").replace(learning_rate=1e-3, vocab_size=900, warmup_steps=10)
+    dataclasses.replace(recipe, reasons={"learning_rate": "both belong together"}).save(tmp_path / "recipe.yaml")
+    lines = (tmp_path / "recipe.yaml").read_text(encoding="utf-8").splitlines()
+    start = lines.index("# both belong together")
+    assert lines[start + 1 : start + 3] == ["learning_rate: 0.001", "vocab_size: 900"]
