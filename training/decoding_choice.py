@@ -54,6 +54,8 @@ def choose_decoding(
         duration = (_BEAMS_COST if len(tried) == 1 else 1.0) * (time.perf_counter() - start)
         if len(tried) == 2 and tried[1][0] <= tried[0][0]:
             break  # Beams bring nothing.
+    if not tried:
+        return settings[0], "there is no time to compare beams"
     # The first of equals: it is the faster one.
     best = max(tried, key=lambda pair: pair[0])[1]
     shown = ", ".join(f"{sign * score:.2f} with {_shown(setting)}" for score, setting in tried)

@@ -56,6 +56,11 @@ def test_a_search_that_takes_too_long_is_left_out():
     assert values == BEAMS and len(writer.asked) == 2
 
 
+def test_without_time_search_is_greedy():
+    values, reason = choose_decoding(Writer([]), SOURCES, SOURCES, TaskScores(["bleu"]), lambda seconds: False)
+    assert values == GREEDY and reason == "there is no time to compare beams"
+
+
 @pytest.mark.parametrize("given", [{}, {"num_beams": 2}], ids=["open", "given"])
 def test_the_finished_model_decodes_as_chosen(data, tmp_path, given, monkeypatch):
     monkeypatch.setattr("metaphrase.training.experiment.choose_decoding", lambda *_: (SHORT, "as the test wants"))
