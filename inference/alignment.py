@@ -136,7 +136,7 @@ def cross_attentions(
     if targets is None:
         # `search` counts truncated sources.
         options = {**generation_kwargs, "num_return_sequences": 1}
-        _, hypotheses = generator.search(sources, False, options, show_progress)
+        hypotheses = generator.search(sources, False, options, show_progress)
         target_ids = [best.ids for [best] in hypotheses]
         target_texts = tokenizers.decode_targets(target_ids)
         find_words = words_of_decoded

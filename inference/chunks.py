@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from metaphrase.inference.generator import Generator
 
 Prepared = TypeVar("Prepared")
-COUNTERS = ("num_unfinished", "num_truncated", "num_drafted", "num_accepted")
+COUNTERS = ("num_unfinished", "num_truncated", "num_cut", "num_drafted", "num_accepted")
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,12 @@ class StreamDecoder(abc.ABC):
     Attributes:
         num_unfinished: Hypotheses that met the length limit before their end of sequence.
         num_truncated: Sources that were truncated.
+        num_cut: Sentences of whole texts that were too long and were cut into parts.
         num_drafted: Tokens that draft models proposed.
         num_accepted: Proposed tokens that became part of a target.
     """
 
-    num_unfinished = num_truncated = num_drafted = num_accepted = 0
+    num_unfinished = num_truncated = num_cut = num_drafted = num_accepted = 0
 
     def count(self, counts: Mapping[str, int]) -> None:
         """Add to the counters, by name."""
@@ -95,6 +96,7 @@ class StreamDecoder(abc.ABC):
         first_chunk: int = 0,
         total: int | None = None,
         risk: Mapping[str, Any] | None = None,
+        split_sentences: bool | str = False,
         **generation_kwargs,
     ) -> Iterator[list[ScoredText]]:
         """Yield the candidates of each source of a stream of any length, in order and in bounded memory.
@@ -113,6 +115,7 @@ class StreamDecoder(abc.ABC):
             first_chunk: Number of the first chunk in `lines`, for a resumed stream.
             total: Sources of the whole stream, for the progress bar.
             risk: Arguments of `generate_mbr()`, if its choice is to be the only candidate.
+            split_sentences: As for `generate_n_best()`.
             **generation_kwargs: As for `generate_n_best()`.
 
         Raises:
@@ -122,7 +125,11 @@ class StreamDecoder(abc.ABC):
         lines = checked_texts(lines, "lines")
         if seed is not None and not (isinstance(seed, int) and 0 <= seed < 1 << 64):
             raise ValueError(f"`seed` must be a whole number from 0 to 2**64 - 1, got {seed!r}.")
-        options = {"seed": seed, "return_scores": return_scores, "risk": risk}
+        if risk is not None and split_sentences:
+            raise ValueError(
+                "`split_sentences` must be left out for minimum Bayes risk decoding, which compares whole texts."
+            )
+        options = {"seed": seed, "return_scores": return_scores, "risk": risk, "split_sentences": split_sentences}
         options |= read_text_options(generation_kwargs, None)
         with progress_bar(total, "line", show_progress, initial=first_chunk * chunk_size) as bar:
             yield from self.decode_chunks(read_chunks(lines, chunk_size, first_chunk), bar, **options)
@@ -139,6 +146,7 @@ def decode_chunk(
     seed: int | None,
     return_scores: bool,
     risk: Mapping[str, Any] | None,
+    split_sentences: bool | str,
     **options,
 ) -> list[list[ScoredText]]:
     """Return the candidates of each source of one chunk. The arguments are those of `generate_stream`."""
@@ -146,7 +154,9 @@ def decode_chunk(
     options = options_of_texts(options, chunk.indices)
     with chunk.numbering():
         if risk is None:
-            return generator.generate_n_best(chunk.texts, return_scores=return_scores, **options)
+            return generator.generate_n_best(
+                chunk.texts, return_scores=return_scores, split_sentences=split_sentences, **options
+            )
         if risk.get("reference_options"):
             risk = {**risk, "reference_options": options_of_texts(risk["reference_options"], chunk.indices)}
         return [[chosen] for chosen in generator.generate_mbr(chunk.texts, **risk, **options)]

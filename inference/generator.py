@@ -14,7 +14,7 @@ from metaphrase.inference.chunks import Chunk, PreparedChunks, StreamDecoder, de
 from metaphrase.inference.engine import Engine, Hypothesis, default_device, find_device
 from metaphrase.inference.minimum_bayes_risk import decode_by_risk
 from metaphrase.inference.progress import ProgressBar
-from metaphrase.inference.run import EncodedSources, Run, ScoredText, check_partner, check_single, nonblank
+from metaphrase.inference.run import EncodedSources, Run, ScoredText, check_partner, check_single
 from metaphrase.inference.scoring import ForcedScore, encode_forced, read_texts, score_targets
 from metaphrase.inference.source_limits import check_source_length, count_cut
 from metaphrase.modeling.pipeline_support import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
@@ -158,8 +158,18 @@ class Generator(StreamDecoder):
             kwargs["members"] = [cls(*part, **member_kwargs) for part in rest]
         return cls(*first, **kwargs)
 
-    def generate(self, texts: Iterable[str], *, show_progress: bool | None = False, **generation_kwargs) -> list[str]:
+    def generate(
+        self,
+        texts: Iterable[str],
+        *,
+        split_sentences: bool | str = False,
+        show_progress: bool | None = False,
+        **generation_kwargs,
+    ) -> list[str]:
         """Return the best target for each source.
+
+        With `split_sentences`, each sentence of a source is decoded alone. Line breaks, indentation and list marks stay as they
+        are. A sentence that is too long is cut between clauses, and counted in `num_cut`.
 
         Options beside those of `decode`:
 
@@ -173,6 +183,8 @@ class Generator(StreamDecoder):
 
         Args:
             texts: Sources.
+            split_sentences: True to split sources into sentences; or a code of their language, such as de. True means the
+                language of a multilingual tokenizer, or else English.
             show_progress: True for a bar, or lines without a terminal; `None` for a bar on a terminal only.
             **generation_kwargs: As above; `num_return_sequences` must be 1.
 
@@ -186,7 +198,7 @@ class Generator(StreamDecoder):
             raise ValueError(f"`num_return_sequences` must be 1 for `generate`, got {count}: use `generate_n_best`.")
         # Overrides the model's own setting.
         options = {**generation_kwargs, "num_return_sequences": 1}
-        candidates = self._generate(list(checked_texts(texts)), False, options, show_progress)
+        candidates = self._generate(list(checked_texts(texts)), False, options, show_progress, split_sentences)
         return [scored[0].text for scored in candidates]
 
     def generate_n_best(
@@ -194,6 +206,7 @@ class Generator(StreamDecoder):
         texts: Iterable[str],
         *,
         return_scores: bool = True,
+        split_sentences: bool | str = False,
         show_progress: bool | None = False,
         **generation_kwargs,
     ) -> list[list[ScoredText]]:
@@ -204,13 +217,16 @@ class Generator(StreamDecoder):
         Args:
             texts: Sources.
             return_scores: True if targets carry their score.
+            split_sentences: As for `generate()`. Target i of a source has target i of each sentence; its score is their mean.
             show_progress: True for a bar, or lines without a terminal; `None` for a bar on a terminal only.
             **generation_kwargs: As for `generate()`.
 
         Raises:
             ValueError: As `generate()`, except for `num_return_sequences`.
         """
-        return self._generate(list(checked_texts(texts)), return_scores, generation_kwargs, show_progress)
+        return self._generate(
+            list(checked_texts(texts)), return_scores, generation_kwargs, show_progress, split_sentences
+        )
 
     def generate_mbr(
         self,
@@ -272,21 +288,24 @@ class Generator(StreamDecoder):
                 bar.update(len(chunk.texts))
             return
         seed, return_scores, _ = (options.pop(name) for name in ("seed", "return_scores", "risk"))
+        split_sentences = options.pop("split_sentences")
         run = Run.of(self, options)
 
         def encode(chunk: Chunk) -> EncodedSources:
             with chunk.numbering():
-                return run.encode(chunk.texts)
+                return run.encode(chunk.texts, split_sentences)
 
         with PreparedChunks(chunks, encode) as prepared_chunks:
             for chunk, sources in prepared_chunks:
                 chunk.seed(seed)
-                indices = [chunk.indices[index] for index in nonblank(chunk.texts)]
-                hypotheses, counts = run.search(sources, indices, return_scores, on_batch=bar.update)
+                indices = [chunk.indices[index] for index in sources.indices()]
+                # The bar counts texts.
+                on_batch = None if split_sentences else bar.update
+                hypotheses, counts = run.search(sources, indices, return_scores, on_batch=on_batch)
                 self.count(counts)
                 with prepared_chunks.alone():
-                    candidates = run.decode_texts(chunk.texts, hypotheses, return_scores)
-                    bar.update(len(chunk.texts) - len(hypotheses))
+                    candidates = run.decode_texts(sources.documents, hypotheses, return_scores)
+                    bar.update(len(chunk.texts) - (len(hypotheses) if on_batch else 0))
                     yield from candidates
                     del hypotheses, candidates
 
@@ -327,18 +346,30 @@ class Generator(StreamDecoder):
 
     def search(
         self, texts: list[str], return_scores: bool, generation_kwargs: dict, show_progress: bool | None
-    ) -> tuple[Run, list[list[Hypothesis]]]:
-        """Decode texts, of which blank ones are left out, and count. Returns the run and the hypotheses."""
+    ) -> list[list[Hypothesis]]:
+        """Decode texts, of which blank ones are left out, and count. Returns the hypotheses."""
         run = Run.of(self, generation_kwargs, len(texts))
-        hypotheses, counts = run.search(run.encode(texts), nonblank(texts), return_scores, show_progress=show_progress)
+        return self._search(run, run.encode(texts), return_scores, show_progress)
+
+    def _search(
+        self, run: Run, sources: EncodedSources, return_scores: bool, show_progress: bool | None
+    ) -> list[list[Hypothesis]]:
+        hypotheses, counts = run.search(sources, sources.indices(), return_scores, show_progress=show_progress)
         self.count(counts)
-        return run, hypotheses
+        return hypotheses
 
     def _generate(
-        self, texts: list[str], return_scores: bool, generation_kwargs: dict, show_progress: bool | None
+        self,
+        texts: list[str],
+        return_scores: bool,
+        generation_kwargs: dict,
+        show_progress: bool | None,
+        split_sentences: bool | str = False,
     ) -> list[list[ScoredText]]:
-        run, hypotheses = self.search(texts, return_scores, generation_kwargs, show_progress)
-        return run.decode_texts(texts, hypotheses, return_scores)
+        run = Run.of(self, generation_kwargs, len(texts))
+        sources = run.encode(texts, split_sentences)
+        hypotheses = self._search(run, sources, return_scores, show_progress)
+        return run.decode_texts(sources.documents, hypotheses, return_scores)
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of sources as the model reads them."""

@@ -1,6 +1,7 @@
 """State of one `generate()` call, shared by all its chunks."""
 
 import copy
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,15 +13,33 @@ from metaphrase.decoding.searches.constrained_beam_search import encode_phrases
 from metaphrase.decoding.searches.joint_search import EnsembleSearch, Partner
 from metaphrase.decoding.searches.speculative_decoding import DEFAULT_NUM_ASSISTANT_TOKENS, SpeculativeSearch
 from metaphrase.inference.batches import decode
+from metaphrase.inference.documents import Document, SentenceSplitter, whole
 from metaphrase.inference.engine import Engine, Hypothesis
 from metaphrase.inference.source_limits import check_sources, count_cut, cut_to_positions, numbering
 from metaphrase.inference.text_options import options_of_texts, read_text_options
+from metaphrase.modeling.pipeline_support import longest_source
 
 if TYPE_CHECKING:
     from metaphrase.inference.generator import Generator
 
-# For each generator of a run the ids of each source, and the number of truncated sources.
-EncodedSources = tuple[list[list[list[int]]], int]
+
+@dataclass(frozen=True)
+class EncodedSources:
+    """Sources as the models read them.
+
+    Attributes:
+        ids: For each generator of a run the ids of each sentence.
+        documents: For each text its sentences and its layout.
+        counts: Amounts to add to the counters of the caller.
+    """
+
+    ids: list[list[list[int]]]
+    documents: list[Document]
+    counts: dict[str, int]
+
+    def indices(self) -> list[int]:
+        """Return for each sentence the index of its text."""
+        return [index for index, document in enumerate(self.documents) for _ in document.sentences]
 
 
 @dataclass(frozen=True)
@@ -64,24 +83,41 @@ class Run:
         config = generator.model.generation_config
         return cls([generator, *partners], joint_search, encode_phrases(generator.tokenizers.target, config, options))
 
-    def encode(self, texts: list[str]) -> EncodedSources:
-        """Return the ids of the texts that are not blank.
+    def encode(self, texts: list[str], split_sentences: bool | str = False) -> EncodedSources:
+        """Return the ids of the texts that are not blank, or of their sentences.
 
         Raises:
             TooLongError: If a source has more tokens than a model has positions.
         """
-        indices = nonblank(texts)
-        uncut = [generator.encode_uncut([texts[index] for index in indices]) for generator in self.generators]
+        documents, counts = whole(texts), {}
+        if split_sentences:
+            splitter = SentenceSplitter(_find_language(self.generators[0], split_sentences), self._find_long)
+            documents, counts = splitter.split(texts), {"num_cut": splitter.num_cut}
+        sentences = [sentence for document in documents for sentence in document.sentences]
+        uncut = [generator.encode_uncut(sentences) for generator in self.generators]
         sources = [generator.truncate(ids) for generator, ids in zip(self.generators, uncut, strict=True)]
         # Compare tuples of all models' ids, so that a source counts once.
-        num_truncated = count_cut(*(list(zip(*ids, strict=True)) for ids in (uncut, sources)))
+        counts["num_truncated"] = count_cut(*(list(zip(*ids, strict=True)) for ids in (uncut, sources)))
         if isinstance(self.joint_search, SpeculativeSearch):
             # A draft model may read only the beginning: its drafts change the time, never the result.
             first, *drafts = sources
             sources = [first, *map(cut_to_positions, self.generators[1:], drafts)]
+        encoded = EncodedSources(sources, documents, counts)
+        numbers = [index + 1 for index in encoded.indices()]
         for generator, ids in zip(self.generators, sources, strict=True):
-            check_sources(generator.model, ids, [index + 1 for index in indices])
-        return sources, num_truncated
+            check_sources(generator.model, ids, numbers)
+        return encoded
+
+    def _find_long(self, texts: list[str]) -> list[bool]:
+        """Return True for each text that a model cannot read as a whole."""
+        is_long = [False] * len(texts)
+        for generator in self.generators:
+            limits = [generator.max_source_length, longest_source(generator.model)]
+            limit = min((limit for limit in limits if limit is not None), default=None)
+            if limit is not None:
+                lengths = map(len, generator.encode_uncut(texts))
+                is_long = [flag or length > limit for flag, length in zip(is_long, lengths, strict=True)]
+        return is_long
 
     def search(
         self,
@@ -96,18 +132,18 @@ class Run:
 
         Args:
             sources: From `encode`.
-            indices: Index of each source in the call.
+            indices: Index of each sentence's text in the call.
             return_scores: True if hypotheses carry their score.
             show_progress: As for `decode`.
             on_batch: As for `decode`.
 
         Returns:
-            The hypotheses of each source, and the amounts to add to the counters of the caller.
+            The hypotheses of each sentence, and the amounts to add to the counters of the caller.
         """
         generator, *partners = self.generators
         # A copy, because the search counts its drafts.
         joint_search = copy.copy(self.joint_search)
-        (ids, *partner_ids), num_truncated = sources
+        ids, *partner_ids = sources.ids
         with numbering([index + 1 for index in indices]):
             hypotheses = decode(
                 generator.model,
@@ -122,7 +158,7 @@ class Run:
                 **options_of_texts(self.options, indices),
             )
         counts = Counter(
-            num_truncated=num_truncated,
+            **sources.counts,
             num_unfinished=sum(not hypothesis.is_finished for row in hypotheses for hypothesis in row),
         )
         if isinstance(joint_search, SpeculativeSearch):
@@ -130,21 +166,34 @@ class Run:
         return hypotheses, counts
 
     def decode_texts(
-        self, texts: list[str], hypotheses: list[list[Hypothesis]], return_scores: bool
+        self, documents: list[Document], hypotheses: list[list[Hypothesis]], return_scores: bool
     ) -> list[list[ScoredText]]:
-        """Return target texts for all sources. A blank source has empty ones."""
-        generator = self.generators[0]
+        """Return target texts for all sources. A blank source has empty ones.
+
+        The score of a text is the mean of its sentences.
+        """
+        generator, rows = self.generators[0], iter(hypotheses)
         num_targets = generator.num_targets(**self.options)
-        results = [[ScoredText("", 0.0 if return_scores else None)] * num_targets for _ in texts]
-        for index, candidates in zip(nonblank(texts), hypotheses, strict=True):
-            decoded = generator.tokenizers.decode_targets([candidate.ids for candidate in candidates])
-            results[index] = [ScoredText(text, c.score) for text, c in zip(decoded, candidates, strict=True)]
+        results = []
+        for document in documents:
+            # Candidate i of a text has candidate i of each sentence.
+            candidates = list(zip(*(next(rows) for _ in document.sentences), strict=True)) or [()] * num_targets
+            texts = [
+                document.join(generator.tokenizers.decode_targets([part.ids for part in row])) for row in candidates
+            ]
+            scores = [
+                sum(part.score for part in row) / max(len(row), 1) if return_scores else None for row in candidates
+            ]
+            results.append([ScoredText(*pair) for pair in zip(texts, scores, strict=True)])
         return results
 
 
-def nonblank(texts: list[str]) -> list[int]:
-    """Return the indices of the texts that are not empty or white space."""
-    return [index for index, text in enumerate(texts) if text.strip()]
+def _find_language(generator: "Generator", split_sentences: bool | str) -> str:
+    """Return the language to split: the given one, or that of a multilingual tokenizer, or English."""
+    if isinstance(split_sentences, str):
+        return split_sentences
+    # Codes such as eng_Latn and en_XX begin with the language.
+    return re.split("[_-]", getattr(generator.tokenizers.source, "src_lang", None) or "en")[0]
 
 
 def is_single(generator: "Generator") -> bool:

@@ -187,3 +187,5 @@ def warn_of_lengths(generator: "Generator | GeneratorPool", num_sources: int) ->
     if generator.num_truncated:
         text = "%d of %d sources had more than max_source_length tokens and were truncated."
         logger.warning(text, generator.num_truncated, num_sources)
+    if generator.num_cut:
+        logger.warning("%d sentences were too long and were cut between clauses.", generator.num_cut)

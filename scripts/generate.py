@@ -107,6 +107,7 @@ def write(generator: Generator | GeneratorPool, arguments: argparse.Namespace, o
             first_chunk=first // arguments.chunk_size,
             total=count_lines(arguments.input),
             return_scores=n_best,
+            split_sentences=arguments.split_sentences,
             seed=arguments.seed,
             **options,
         )

@@ -128,6 +128,9 @@ def _generate(parser: VerbParser) -> None:
     text = "processes that decode chunks in parallel [%(default)s]; they share the cores of a CPU, or take the "
     text += "accelerators in turn"
     group.add_argument("--num_processes", type=int, default=1, help=text)
+    text = "decode each sentence of a line alone, and keep the layout between them; LANG is the language of the lines, such "
+    text += "as de [that of a multilingual tokenizer, or English]"
+    group.add_argument("--split_sentences", nargs="?", const=True, default=False, metavar="LANG", help=text)
     add_generation_options(parser)
     group = parser.add_argument_group("speculative and minimum Bayes risk decoding")
     text = "smaller model that drafts tokens for the model to check: same output, less time"
