@@ -99,11 +99,11 @@ class SentenceSplitter:
         """Cut a text near its middle, and each part again while it is too long."""
         if len(text) < 2:
             return [text]
-        places = ([match.end() for match in cut.finditer(text)] for cut in _CUTS)
         third, middle = len(text) // 3, len(text) // 2
-        inside = ([place for place in row if third <= place <= len(text) - third] for row in places)
-        place = next((min(row, key=lambda place: abs(place - middle)) for row in inside if row), middle)
-        parts = [text[:place], text[place:]]
+        offsets = ([match.end() for match in pattern.finditer(text)] for pattern in _CUTS)
+        inside = ([offset for offset in row if third <= offset <= len(text) - third] for row in offsets)
+        cut = next((min(row, key=lambda offset: abs(offset - middle)) for row in inside if row), middle)
+        parts = [text[:cut], text[cut:]]
         return [
             piece
             for part, is_long in zip(parts, self.find_long(parts), strict=True)
