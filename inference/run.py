@@ -13,10 +13,10 @@ from metaphrase.decoding.searches.constrained_beam_search import encode_phrases
 from metaphrase.decoding.searches.joint_search import EnsembleSearch, Partner
 from metaphrase.decoding.searches.speculative_decoding import DEFAULT_NUM_ASSISTANT_TOKENS, SpeculativeSearch
 from metaphrase.inference.batches import decode
-from metaphrase.inference.documents import Document, SentenceSplitter, whole
 from metaphrase.inference.engine import Engine, Hypothesis
 from metaphrase.inference.source_limits import check_sources, count_cut, cut_to_positions, numbering
 from metaphrase.inference.text_options import options_of_texts, read_text_options
+from metaphrase.inference.texts.documents import Document, SentenceSplitter, whole
 from metaphrase.modeling.pipeline_support import longest_source
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Run:
         """
         documents, counts = whole(texts), {}
         if split_sentences:
-            splitter = SentenceSplitter(_find_language(self.generators[0], split_sentences), self._find_long)
+            splitter = make_splitter(self.generators, split_sentences)
             documents, counts = splitter.split(texts), {"num_cut": splitter.num_cut}
         sentences = [sentence for document in documents for sentence in document.sentences]
         uncut = [generator.encode_uncut(sentences) for generator in self.generators]
@@ -107,17 +107,6 @@ class Run:
         for generator, ids in zip(self.generators, sources, strict=True):
             check_sources(generator.model, ids, numbers)
         return encoded
-
-    def _find_long(self, texts: list[str]) -> list[bool]:
-        """Return True for each text that a model cannot read as a whole."""
-        is_long = [False] * len(texts)
-        for generator in self.generators:
-            limits = [generator.max_source_length, longest_source(generator.model)]
-            limit = min((limit for limit in limits if limit is not None), default=None)
-            if limit is not None:
-                lengths = map(len, generator.encode_uncut(texts))
-                is_long = [flag or length > limit for flag, length in zip(is_long, lengths, strict=True)]
-        return is_long
 
     def search(
         self,
@@ -188,12 +177,29 @@ class Run:
         return results
 
 
-def _find_language(generator: "Generator", split_sentences: bool | str) -> str:
-    """Return the language to split: the given one, or that of a multilingual tokenizer, or English."""
-    if isinstance(split_sentences, str):
-        return split_sentences
-    # Codes such as eng_Latn and en_XX begin with the language.
-    return re.split("[_-]", getattr(generator.tokenizers.source, "src_lang", None) or "en")[0]
+def make_splitter(generators: Sequence["Generator"], split_sentences: bool | str) -> SentenceSplitter:
+    """Return a splitter for sources of generators.
+
+    Args:
+        generators: Readers of the sentences.
+        split_sentences: A language; True for that of a multilingual tokenizer, or else English.
+    """
+    language = split_sentences
+    if not isinstance(language, str):
+        # Codes such as eng_Latn and en_XX begin with the language.
+        language = re.split("[_-]", getattr(generators[0].tokenizers.source, "src_lang", None) or "en")[0]
+
+    def find_long(texts: list[str]) -> list[bool]:
+        is_long = [False] * len(texts)
+        for generator in generators:
+            limits = [generator.max_source_length, longest_source(generator.model)]
+            limit = min((limit for limit in limits if limit is not None), default=None)
+            if limit is not None:
+                lengths = map(len, generator.encode_uncut(texts))
+                is_long = [flag or length > limit for flag, length in zip(is_long, lengths, strict=True)]
+        return is_long
+
+    return SentenceSplitter(language, find_long)
 
 
 def is_single(generator: "Generator") -> bool:

@@ -24,7 +24,8 @@ MAY_IMPORT = {
     "conversion.ctranslate2": "conversion tokenization storage modeling",
     "decoding": "modeling",
     "decoding.searches": "decoding tokenization modeling",
-    "inference": "decoding decoding.searches conversion.ctranslate2 tokenization storage modeling",
+    "inference.texts": "",
+    "inference": "inference.texts decoding decoding.searches conversion.ctranslate2 tokenization storage modeling",
     "evaluation": "inference data tokenization storage modeling",
     "training": "training.adapters training.recipe training.checkpointing "
     "evaluation inference data tokenization storage modeling",

@@ -5,7 +5,13 @@ from metaphrase.tokenization.texts import checked_texts, iterate_lines, join_pie
 from metaphrase.tokenization.tokenizer_pair import TokenizerPair, check_target_language, set_languages
 from metaphrase.tokenization.tokenizer_settings import TOKENIZER_KINDS, SpecialTokens, sentinel_tokens
 from metaphrase.tokenization.tokenizer_trainer import train_tokenizer
-from metaphrase.tokenization.words import readable_tokens, words_of_decoded, words_of_source, words_of_target
+from metaphrase.tokenization.words import (
+    readable_tokens,
+    word_ids_by_offsets,
+    words_of_decoded,
+    words_of_source,
+    words_of_target,
+)
 
 __all__ = [
     "TOKENIZER_KINDS",
@@ -22,6 +28,7 @@ __all__ = [
     "set_languages",
     "shorten",
     "train_tokenizer",
+    "word_ids_by_offsets",
     "words_of_decoded",
     "words_of_source",
     "words_of_target",

@@ -58,7 +58,7 @@ def words_of_source(
     words, pieces = _split(text, find_joiner(tokenizer))
     word_ids = None
     if tokenizer.is_fast:
-        word_ids = _ids_by_offsets(tokenizer, prefix + text, ids, argument, len(prefix), pieces)
+        word_ids = word_ids_by_offsets(tokenizer, prefix + text, ids, argument, len(prefix), pieces)
     if word_ids is None:
         word_ids = _ids_without_offsets(tokenizer, ids, len((prefix + text).split()), len(words))
     return words, word_ids
@@ -98,7 +98,7 @@ def _split(text: str, joiner: str | None) -> tuple[list[str], list[tuple[int, in
     return words, pieces
 
 
-def _ids_by_offsets(
+def word_ids_by_offsets(
     tokenizer: PreTrainedTokenizerBase,
     text: str,
     ids: list[int],

@@ -58,9 +58,15 @@ class SentenceSplitter:
         self.find_long = find_long
         self.num_cut = 0
 
-    def split(self, texts: Sequence[str]) -> list[Document]:
-        """Return the parts of each text. `Document.join` of the sentences returns the text, character by character."""
-        documents = [_join_parts(self._find_parts(text)) for text in texts]
+    def split(self, texts: Sequence[str], has_lines: bool = True) -> list[Document]:
+        """Return the parts of each text. `Document.join` of the sentences returns the text, character by character.
+
+        Args:
+            texts: Texts of any length.
+            has_lines: False if a line break is a space, and no mark of a list begins a line.
+        """
+        find_parts = self._find_parts if has_lines else self._find_sentences
+        documents = [_join_parts(find_parts(text)) for text in texts]
         long = self.find_long([sentence for document in documents for sentence in document.sentences])
         self.num_cut += sum(long)
         flags = iter(long)

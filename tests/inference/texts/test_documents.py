@@ -1,32 +1,15 @@
 """Tests of whole texts: nothing vanishes, layout stays, long sentences are cut at the best place."""
 
-import contextlib
 import random
 
 import pytest
-from tiny_generator import tiny_generator, tiny_pair
-from transformers import GenerationConfig
+from identity_engine import identity_generator
+from tiny_generator import tiny_generator
 
-from metaphrase.inference import Engine, Generator, Hypothesis
-from metaphrase.inference.documents import SentenceSplitter
+from metaphrase.inference.texts.documents import SentenceSplitter
 from metaphrase.scripts import generate
 
 PAGE = "# Title\r\n\r\n  - One. Two?\n\t* (see 3)\n> A quote!  With  spaces.\n\n1. First;\tsecond\n---\n   \nLast"
-
-
-class Identity(Engine):
-    """An engine whose targets are the sources."""
-
-    generation_config = GenerationConfig(num_return_sequences=1)
-
-    @contextlib.contextmanager
-    def searching(self, generation_kwargs, return_scores):
-        count = generation_kwargs.get("num_return_sequences", 1)
-        yield lambda sources: [[Hypothesis(list(ids), -1.0 * len(ids), True)] * count for ids in sources]
-
-
-def identity(**options) -> Generator:
-    return Generator(Identity(), tiny_pair(kind="byte_bpe"), **options)
 
 
 def splitter(limit: int = 10**9) -> SentenceSplitter:
@@ -89,7 +72,7 @@ def test_a_long_sentence_is_cut_at_the_best_place(text, parts):
 
 
 def test_an_identity_model_returns_the_texts():
-    generator = identity(max_source_length=16)
+    generator = identity_generator(max_source_length=16)
     texts = random_texts(200)
     plain = [text if text.strip() else "" for text in texts]
     targets = generator.generate(texts, split_sentences=True)
@@ -110,7 +93,7 @@ def test_candidates_of_a_text_join_those_of_its_sentences():
 
 
 def test_without_splitting_a_text_is_one_sentence():
-    assert identity().generate([" the cat.  a dog. ", " "]) == [" the cat.  a dog. ", ""]
+    assert identity_generator().generate([" the cat.  a dog. ", " "]) == [" the cat.  a dog. ", ""]
 
 
 def test_risk_of_whole_texts_is_refused():
@@ -119,7 +102,9 @@ def test_risk_of_whole_texts_is_refused():
 
 
 def test_command_splits_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr(generate.Generator, "from_pretrained", lambda *_, **__: identity(max_source_length=12))
+    monkeypatch.setattr(
+        generate.Generator, "from_pretrained", lambda *_, **__: identity_generator(max_source_length=12)
+    )
     text = "the cat. the dog\n\n\t- two dogs and the small cat run; the dog\n"
     (tmp_path / "in.txt").write_text(text, encoding="utf-8")
     words = ["model", "--input", str(tmp_path / "in.txt"), "--output", str(tmp_path / "out.txt")]

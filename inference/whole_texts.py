@@ -1,0 +1,182 @@
+"""Decode whole texts, HTML and XML: sentences one by one, with layout, tags and terms in their places."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from metaphrase.inference.alignment import AttentionMap, cross_attentions
+from metaphrase.inference.engine import Engine
+from metaphrase.inference.run import make_splitter
+from metaphrase.inference.texts.documents import whole
+from metaphrase.inference.texts.markup import MarkedText, parse_markup
+from metaphrase.inference.texts.placement import Links, Sentence, find_words
+from metaphrase.inference.texts.plan import TextPlan
+from metaphrase.inference.texts.terms import Terms, find_loop
+from metaphrase.tokenization import checked_texts, word_ids_by_offsets
+
+if TYPE_CHECKING:
+    from metaphrase.inference.generator import Generator
+
+# A line break of markup is a space.
+_SPACES = re.compile(r"[ \t\r\n\f]+")
+FORMATS = ("text", "html", "xml")
+
+
+class TextDecoder:
+    """Decodes whole texts with a generator.
+
+    Attributes:
+        counts: `num_cut` sentences that were too long and were cut into parts; `num_forced` sentences that were decoded again so
+            that they contain their terms; `num_placed` terms and kept parts that still were missing, and were put in place of
+            the words aligned to them; `num_loops` sentences that repeated themselves and were decoded again;
+            `num_looping` of these that still do.
+    """
+
+    def __init__(
+        self,
+        generator: "Generator",
+        *,
+        text_format: str = "text",
+        split_sentences: bool | str = True,
+        terms: Terms | None = None,
+        aligner: "Generator | None" = None,
+    ):
+        """Join the parts.
+
+        Args:
+            generator: Decodes the sentences.
+            text_format: `text`, `html` or `xml`.
+            split_sentences: As for `Generator.generate()`.
+            terms: Parts that targets keep, and terms with a given translation.
+            aligner: A generator with one torch model, for word alignment. The default is `generator` if it has one.
+
+        Raises:
+            ValueError: If the format is unknown.
+        """
+        if text_format not in FORMATS:
+            raise ValueError(f"`text_format` must be one of {', '.join(FORMATS)}, got {text_format!r}.")
+        self.generator = generator
+        self.text_format = text_format
+        self.split_sentences = split_sentences
+        self.terms = Terms() if terms is None else terms
+        self.aligner = generator if aligner is None else aligner
+        self.counts: Counter[str] = Counter()
+
+    def decode(self, texts: Iterable[str], **options: Any) -> list[str]:
+        """Return the target of each text; the options are those of `Generator.generate()`."""
+        pages = [self._parse(text) for text in checked_texts(texts)]
+        marked = [part for page in pages for part in page if isinstance(part, MarkedText)]
+        plans = iter(self._plan(marked))
+        plans_of_pages = [[next(plans) if isinstance(part, MarkedText) else part for part in page] for page in pages]
+        chosen = [plan for page in plans_of_pages for plan in page if isinstance(plan, TextPlan)]
+        rows = iter(
+            self._decode_sentences([(plan, sentence) for plan in chosen for sentence in plan.sentences], options)
+        )
+        return [
+            "".join(plan if isinstance(plan, str) else plan.join([next(rows) for _ in plan.sentences]) for plan in page)
+            for page in plans_of_pages
+        ]
+
+    def _parse(self, text: str) -> list[str | MarkedText]:
+        if self.text_format == "text":
+            return [MarkedText(text, is_markup=False)]
+        return parse_markup(text, is_html=self.text_format == "html")
+
+    def _plan(self, marked: Sequence[MarkedText]) -> list[TextPlan]:
+        """Split texts into sentences, each with its tags, atoms and terms."""
+        texts = [part.text for part in marked]
+        if self.split_sentences:
+            splitter = make_splitter([self.generator], self.split_sentences)
+            documents = splitter.split(texts, has_lines=self.text_format == "text")
+            self.counts["num_cut"] += splitter.num_cut
+        else:
+            documents = whole(texts)
+        return [TextPlan.of(part, document, self.terms) for part, document in zip(marked, documents, strict=True)]
+
+    def _decode_sentences(self, planned: list[tuple[TextPlan, Sentence]], options: dict[str, Any]) -> list[str]:
+        sources = [sentence.text for _, sentence in planned]
+        if self.text_format != "text":
+            sources = [_SPACES.sub(" ", source) for source in sources]
+        targets = self.generator.generate(sources, **options)
+        for index, (_, sentence) in enumerate(planned):
+            targets[index] = self._mend(sentence, sources[index], targets[index], options)
+        aligned = [
+            index
+            for index, (_, sentence) in enumerate(planned)
+            if targets[index].strip() and (sentence.elements or _needs_links(sentence, targets[index]))
+        ]
+        links = dict(
+            zip(aligned, self._align([planned[i][1] for i in aligned], [targets[i] for i in aligned]), strict=True)
+        )
+        rendered = []
+        for index, (plan, sentence) in enumerate(planned):
+            text, num_placed = sentence.render(targets[index], links.get(index, _NO_LINKS), plan.marked.escape)
+            self.counts["num_placed"] += num_placed
+            rendered.append(text)
+        return rendered
+
+    def _mend(self, sentence: Sentence, source: str, target: str, options: dict[str, Any]) -> str:
+        """Decode a sentence again if its target repeats itself or lacks terms."""
+        if find_loop(source, target):
+            self.counts["num_loops"] += 1
+            [other] = self.generator.generate([source], **{**options, "no_repeat_ngram_size": 3})
+            target = target if find_loop(source, other) else other
+            self.counts["num_looping"] += find_loop(source, target) is not None
+        _, missing = sentence.find_atoms(target)
+        if missing and not isinstance(self.generator.model, Engine) and not options.get("do_sample"):
+            phrases = [atom.expected for atom in sentence.atoms if atom.expected]
+            beams = max(4, options.get("num_beams") or self.generator.model.generation_config.num_beams or 1)
+            [other] = self.generator.generate([source], **{**options, "must_contain": phrases, "num_beams": beams})
+            if len(sentence.find_atoms(other)[1]) < len(missing) and not find_loop(source, other):
+                self.counts["num_forced"] += 1
+                return other
+        return target
+
+    def _align(self, sentences: Sequence[Sentence], targets: Sequence[str]) -> list[Links]:
+        """Return the alignment of words of each sentence and its target."""
+        if not sentences:
+            return []
+        texts = [sentence.text for sentence in sentences]
+        layers = self.aligner.model.config.get_text_config(decoder=True).num_hidden_layers
+        # The next-to-last of many layers aligns best (Garg et al. 2019), the last of few.
+        maps = cross_attentions(self.aligner, texts, targets, layer=-2 if layers > 3 else -1)
+        return [_find_links(self.aligner, attention) for attention in maps]
+
+
+_NO_LINKS = Links([], [], [])
+
+
+def _needs_links(sentence: Sentence, target: str) -> bool:
+    return bool(sentence.find_atoms(target)[1]) or any(not atom.expected for atom in sentence.atoms)
+
+
+def _find_links(aligner: "Generator", attention: AttentionMap) -> Links:
+    words = [find_words(text) for text in (attention.source, attention.target)]
+    pair = aligner.tokenizers
+    sides = (
+        (pair.source, aligner.source_prefix, attention.source, attention.source_ids, "text"),
+        (pair.target, "", attention.target, attention.target_ids, "text_target"),
+    )
+    members = []
+    for (tokenizer, prefix, text, ids, argument), spans in zip(sides, words, strict=True):
+        pieces = [(start, index) for index, (start, _) in enumerate(spans)]
+        found = (
+            word_ids_by_offsets(tokenizer, prefix + text, ids, argument, len(prefix), pieces)
+            if tokenizer.is_fast
+            else None
+        )
+        if found is None:
+            return _diagonal(*words)
+        members.append(np.array([[word == column for column in range(len(spans))] for word in found], dtype=np.float32))
+    weights = members[1].T @ attention.weights @ members[0]
+    best = [int(row.argmax()) if row.any() else None for row in weights]
+    return Links(*words, best)
+
+
+def _diagonal(source: list[tuple[int, int]], target: list[tuple[int, int]]) -> Links:
+    """Link words at the same part of both texts, for a tokenizer without offsets."""
+    best = [min(index * len(source) // max(len(target), 1), len(source) - 1) for index in range(len(target))]
+    return Links(source, target, best if source else [None] * len(target))

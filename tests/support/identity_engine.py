@@ -1,0 +1,33 @@
+"""A generator whose targets are its sources, or a change of them."""
+
+import contextlib
+from collections.abc import Callable
+
+from tiny_generator import tiny_pair
+from transformers import GenerationConfig
+
+from metaphrase.inference import Engine, Generator, Hypothesis
+
+
+class IdentityEngine(Engine):
+    """An engine that writes the ids of the source, changed by a function of texts."""
+
+    def __init__(self, change: Callable[[str], str] | None = None):
+        self.generation_config = GenerationConfig(num_return_sequences=1)
+        self.change = change
+
+    @contextlib.contextmanager
+    def searching(self, generation_kwargs, return_scores):
+        count = generation_kwargs.get("num_return_sequences", 1)
+        yield lambda sources: [[Hypothesis(self._target(ids), -1.0 * len(ids), True)] * count for ids in sources]
+
+    def _target(self, ids: list[int]) -> list[int]:
+        if self.change is None:
+            return list(ids)
+        pair = tiny_pair(kind="byte_bpe")
+        [text] = pair.decode_targets([ids])
+        return pair.encode_targets([self.change(text)])[0]
+
+
+def identity_generator(change: Callable[[str], str] | None = None, **options) -> Generator:
+    return Generator(IdentityEngine(change), tiny_pair(kind="byte_bpe"), **options)
