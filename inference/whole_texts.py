@@ -29,10 +29,10 @@ class TextDecoder:
     """Decodes whole texts with a generator.
 
     Attributes:
-        counts: `num_cut` sentences that were too long and were cut into parts; `num_forced` sentences that were decoded again so
-            that they contain their terms; `num_placed` terms and kept parts that still were missing, and were put in place of
-            the words aligned to them; `num_loops` sentences that repeated themselves and were decoded again;
-            `num_looping` of these that still do.
+        counts: `num_sentences` sentences; `num_cut` that were too long and were cut into parts; `num_forced` that were decoded
+            again so that they contain their terms; `num_placed` terms and kept parts that still were missing, and took the place
+            of the words aligned to them; `num_loops` sentences that repeated themselves and were decoded again; `num_looping` of
+            these that still do.
     """
 
     def __init__(
@@ -101,6 +101,7 @@ class TextDecoder:
         if self.text_format != "text":
             sources = [_SPACES.sub(" ", source) for source in sources]
         targets = self.generator.generate(sources, **options)
+        self.counts["num_sentences"] += len(sources)
         for index, (_, sentence) in enumerate(planned):
             targets[index] = self._mend(sentence, sources[index], targets[index], options)
         aligned = [
@@ -125,15 +126,29 @@ class TextDecoder:
             [other] = self.generator.generate([source], **{**options, "no_repeat_ngram_size": 3})
             target = target if find_loop(source, other) else other
             self.counts["num_looping"] += find_loop(source, target) is not None
+        return self._force(sentence, source, target, options)
+
+    def _force(self, sentence: Sentence, source: str, target: str, options: dict[str, Any]) -> str:
+        """Decode a sentence again with its terms, if some are missing. Returns the better target."""
         _, missing = sentence.find_atoms(target)
-        if missing and not isinstance(self.generator.model, Engine) and not options.get("do_sample"):
-            phrases = [atom.expected for atom in sentence.atoms if atom.expected]
-            beams = max(4, options.get("num_beams") or self.generator.model.generation_config.num_beams or 1)
+        if not missing or isinstance(self.generator.model, Engine) or options.get("do_sample"):
+            return target
+        phrases = [atom.expected for atom in sentence.atoms if atom.expected]
+        beams = max(4, options.get("num_beams") or self.generator.model.generation_config.num_beams or 1)
+        try:
             [other] = self.generator.generate([source], **{**options, "must_contain": phrases, "num_beams": beams})
-            if len(sentence.find_atoms(other)[1]) < len(missing) and not find_loop(source, other):
-                self.counts["num_forced"] += 1
-                return other
-        return target
+        except ValueError:
+            # The tokenizer cannot write a phrase, or the options do not go together.
+            return target
+        # A model that does not know a term adds it to a full sentence. Then the alignment finds a better place.
+        growth = sum(
+            _count_words(atom.expected) - _count_words(sentence.text[atom.start : atom.end]) for atom in missing
+        )
+        is_longer = _count_words(other) > _count_words(target) + max(growth, 0)
+        if is_longer or len(sentence.find_atoms(other)[1]) == len(missing) or find_loop(source, other):
+            return target
+        self.counts["num_forced"] += 1
+        return other
 
     def _align(self, sentences: Sequence[Sentence], targets: Sequence[str]) -> list[Links]:
         """Return the alignment of words of each sentence and its target."""
@@ -147,6 +162,10 @@ class TextDecoder:
 
 
 _NO_LINKS = Links([], [], [])
+
+
+def _count_words(text: str) -> int:
+    return len(find_words(text))
 
 
 def _needs_links(sentence: Sentence, target: str) -> bool:
@@ -163,17 +182,25 @@ def _find_links(aligner: "Generator", attention: AttentionMap) -> Links:
     members = []
     for (tokenizer, prefix, text, ids, argument), spans in zip(sides, words, strict=True):
         pieces = [(start, index) for index, (start, _) in enumerate(spans)]
-        found = (
+        word_ids = (
             word_ids_by_offsets(tokenizer, prefix + text, ids, argument, len(prefix), pieces)
             if tokenizer.is_fast
             else None
         )
-        if found is None:
+        if word_ids is None:
             return _diagonal(*words)
-        members.append(np.array([[word == column for column in range(len(spans))] for word in found], dtype=np.float32))
+        members.append(
+            np.array([[word == column for column in range(len(spans))] for word in word_ids], dtype=np.float32)
+        )
     weights = members[1].T @ attention.weights @ members[0]
     best = [int(row.argmax()) if row.any() else None for row in weights]
-    return Links(*words, best)
+    # Attention of a mark often goes to the word before it. Only a mark belongs to a mark.
+    is_mark = [
+        [not text[start:end].isalnum() for start, end in spans]
+        for (_, _, text, *_), spans in zip(sides, words, strict=True)
+    ]
+    links = [None if i is None or is_mark[0][i] != mark else i for i, mark in zip(best, is_mark[1], strict=True)]
+    return Links(*words, links)
 
 
 def _diagonal(source: list[tuple[int, int]], target: list[tuple[int, int]]) -> Links:

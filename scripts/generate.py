@@ -21,6 +21,8 @@ from metaphrase.inference.line_files import (
     open_output,
     read_lines,
 )
+from metaphrase.inference.texts.terms import Terms, read_glossary
+from metaphrase.inference.whole_texts import TextDecoder
 from metaphrase.scripts.console import check_dependents, warn_of_lengths
 from metaphrase.scripts.options import (
     chosen_generation_options,
@@ -68,8 +70,63 @@ def main(words: Sequence[str]) -> None:
     set_seed(arguments.seed)
     if arguments.input is None and sys.stdin is not None and sys.stdin.isatty():
         logger.info("Reading sources from the terminal. Ctrl-D ends them. To read a file, set --input.")
+    needs_texts = arguments.format != "text" or arguments.keep or arguments.glossary is not None
+    if needs_texts:
+        check_whole_texts(arguments, n_best)
     with load(arguments, options) as generator:
-        write(generator, arguments, options, n_best)
+        if needs_texts:
+            write_texts(generator, arguments, options)
+        else:
+            write(generator, arguments, options, n_best)
+
+
+def check_whole_texts(arguments: argparse.Namespace, n_best: bool) -> None:
+    """Raise `ValueError` for options that do not go together with markup and terms."""
+    refused = {"ensemble": arguments.ensemble, "n_best": n_best, "mbr_candidates": arguments.mbr_candidates}
+    refused |= {"resume": arguments.resume, "num_processes": arguments.num_processes > 1}
+    refused["engine"] = arguments.engine != "torch"
+    if names := [name for name, value in refused.items() if value]:
+        raise ValueError(
+            f"`{names[0]}` must be left out with --format, --keep and --glossary, which need one torch model."
+        )
+
+
+def write_texts(generator: Generator, arguments: argparse.Namespace, options: dict) -> None:
+    """Decode a page, or lines with terms, into the output, and log counts."""
+    glossary = None if arguments.glossary is None else read_glossary(arguments.glossary)
+    is_page = arguments.format != "text"
+    split_sentences = arguments.split_sentences or is_page
+    decoder = TextDecoder(
+        generator,
+        text_format=arguments.format,
+        split_sentences=split_sentences,
+        terms=Terms(arguments.keep, glossary),
+    )
+    lines = read_lines(arguments.input)
+    with open_output(arguments.output) as output:
+        for chunk in (
+            [["\n".join(lines)]] if is_page else iter(lambda: list(itertools.islice(lines, arguments.chunk_size)), [])
+        ):
+            for text in decoder.decode(chunk, **options):
+                output.write(text + "\n")
+        output.finish()
+    warn_of_lengths(generator, decoder.counts["num_sentences"])
+    report_texts(decoder)
+
+
+def report_texts(decoder: TextDecoder) -> None:
+    """Log the counts of a decoder of whole texts."""
+    counts = decoder.counts
+    logger.info("%d sentences.", counts["num_sentences"])
+    for name, text in (
+        ("num_cut", "%d sentences were too long and were cut between clauses."),
+        ("num_forced", "%d sentences were decoded again, so that they contain their terms."),
+        ("num_placed", "%d terms were missing and took the place of the words aligned to them."),
+        ("num_loops", "%d sentences repeated themselves and were decoded again."),
+        ("num_looping", "%d of these still do."),
+    ):
+        if counts[name]:
+            logger.warning(text, counts[name])
 
 
 def refuse_existing(path: str | None) -> None:

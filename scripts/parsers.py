@@ -23,6 +23,8 @@ RECIPE_VERBS = ("train", "tune", "demo")
 METRICS = ("bleu", "chrf", "chrf++", "ter", "rouge", "exact_match", "wer", "cer")
 UTILITIES = ("chrf", "bleu")
 TOKENIZER_KINDS = ("byte_bpe", "bpe", "unigram", "wordpiece", "byte", "char", "word", "pretokenized")
+TEXT_FORMATS = ("text", "html", "xml")
+KEPT_PATTERNS = ("url", "email", "placeholder", "number")
 FAMILIES = ("t5", "mt5", "umt5", "bart", "mbart", "plbart", "pegasus", "marian", "m2m_100", "fsmt")
 
 
@@ -128,9 +130,16 @@ def _generate(parser: VerbParser) -> None:
     text = "processes that decode chunks in parallel [%(default)s]; they share the cores of a CPU, or take the "
     text += "accelerators in turn"
     group.add_argument("--num_processes", type=int, default=1, help=text)
+    group = parser.add_argument_group("whole texts")
     text = "decode each sentence of a line alone, and keep the layout between them; LANG is the language of the lines, such "
     text += "as de [that of a multilingual tokenizer, or English]"
     group.add_argument("--split_sentences", nargs="?", const=True, default=False, metavar="LANG", help=text)
+    text = "format of the input [%(default)s]; html and xml are read as a whole, and tags return to their words"
+    group.add_argument("--format", choices=TEXT_FORMATS, default="text", help=text)
+    text = f"parts that every target keeps: {', '.join(KEPT_PATTERNS)}, or a regular expression"
+    group.add_argument("--keep", nargs="+", default=[], metavar="NAME", help=text)
+    text = "file with a source term, a tab and a target term on each line; targets contain the target terms"
+    group.add_argument("--glossary", type=input_file("glossary"), metavar="FILE", help=text)
     add_generation_options(parser)
     group = parser.add_argument_group("speculative and minimum Bayes risk decoding")
     text = "smaller model that drafts tokens for the model to check: same output, less time"

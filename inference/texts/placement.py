@@ -33,7 +33,10 @@ class Links:
     best: list[int | None]
 
     def find(self, start: int, end: int) -> Span | None:
-        """Return the offsets of the target words that belong to a part of the source, from the first to the last."""
+        """Return the offsets of the target words that belong to a part of the source: one run of words.
+
+        The run has the most words of the part, less those of other parts. So a word far away does not stretch it.
+        """
         return self._span_of({index for index, word in enumerate(self.source) if word[0] < end and word[1] > start})
 
     def find_gap(self, offset: int) -> int:
@@ -51,8 +54,15 @@ class Links:
         return 0
 
     def _span_of(self, indices: set[int]) -> Span | None:
-        spans = [word for word, best in zip(self.target, self.best, strict=True) if best in indices]
-        return (min(spans)[0], max(spans)[1]) if spans else None
+        best, best_sum, start, total = None, 0.0, 0, 0.0
+        for position, index in enumerate(self.best):
+            if total <= 0:
+                start, total = position, 0.0
+            # A word without a link weighs little.
+            total += 1 if index in indices else -0.01 if index is None else -1
+            if total > best_sum:
+                best, best_sum = (self.target[start][0], self.target[position][1]), total
+        return best
 
 
 @dataclass
@@ -72,21 +82,20 @@ class Sentence:
 
     def find_atoms(self, target: str) -> tuple[dict[Atom, Span], list[Atom]]:
         """Return where a target has the expected text of atoms, and the atoms whose text it lacks."""
-        found, missing, taken = {}, [], []
+        spans, missing = {}, []
         for atom in sorted(self.atoms, key=lambda atom: -len(atom.expected)):
             if not atom.expected:
                 continue
             # A term is no part of a longer word.
             before, after = ("(?<!\\w)", "(?!\\w)") if atom.ignore_case else ("", "")
             flags = re.IGNORECASE if atom.ignore_case else 0
-            spans = (match.span() for match in re.finditer(before + re.escape(atom.expected) + after, target, flags))
-            span = next((span for span in spans if not _overlaps(span, taken)), None)
+            matches = (match.span() for match in re.finditer(before + re.escape(atom.expected) + after, target, flags))
+            span = next((span for span in matches if not _overlaps(span, spans.values())), None)
             if span is None:
                 missing.append(atom)
             else:
-                found[atom] = span
-                taken.append(span)
-        return found, missing
+                spans[atom] = span
+        return spans, missing
 
     def render(self, target: str, links: Links, escape: Callable[[str], str]) -> tuple[str, int]:
         """Return the target with all tags and atoms, and the number of atoms that the alignment had to place.
@@ -111,8 +120,8 @@ class Sentence:
         return "".join(_Renderer(self, target, links, escape, spans).render_part(None, 0, len(target))), len(missing)
 
 
-def _overlaps(span: Span, others: Iterable[Span]) -> bool:
-    return any(span[0] < other[1] and other[0] < span[1] for other in others)
+def _overlaps(span: Span, taken: Iterable[Span]) -> bool:
+    return any(span[0] < end and start < span[1] for start, end in taken)
 
 
 def _snap(offset: int, spans: Iterable[Span], before: bool = False) -> int:
@@ -154,8 +163,8 @@ class _Renderer:
         span = self.links.find(element.start, element.end) or (self.links.find_gap(element.start),) * 2
         inner = [self.spans[atom] for atom in self.atoms if _is_inside(atom, element)]
         first, last = min([span[0], *(other[0] for other in inner)]), max([span[1], *(other[1] for other in inner)])
-        others = [self.spans[atom] for atom in self.atoms]
-        first, last = _snap(first, others, before=True), _snap(last, others)
+        atoms = [self.spans[atom] for atom in self.atoms]
+        first, last = _snap(first, atoms, before=True), _snap(last, atoms)
         first = min(max(first, start), end) if element.opening else start
         return first, min(max(last, first), end) if element.closing else end
 

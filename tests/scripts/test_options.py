@@ -12,6 +12,8 @@ from metaphrase.evaluation.metrics import DEFAULT_METRICS, METRICS
 from metaphrase.hub_card.explanation_page import MAX_PAIRS
 from metaphrase.inference import ENGINES
 from metaphrase.inference.minimum_bayes_risk import UTILITIES
+from metaphrase.inference.texts.terms import PATTERNS
+from metaphrase.inference.whole_texts import FORMATS as TEXT_FORMATS
 from metaphrase.modeling.pipeline_support import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
 from metaphrase.scripts import options, parsers
 from metaphrase.scripts.__main__ import VERBS
@@ -42,6 +44,7 @@ def test_names_and_defaults_are_those_of_the_rooms():
     sizes = (options.DEFAULT_BATCH_SIZE, options.DEFAULT_MAX_TOKENS_PER_BATCH)
     assert sizes == (DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH)
     assert (tuple(METRICS), tuple(UTILITIES)) == (parsers.METRICS, parsers.UTILITIES)
+    assert (TEXT_FORMATS, tuple(PATTERNS)) == (parsers.TEXT_FORMATS, parsers.KEPT_PATTERNS)
     assert (tuple(FAMILIES), TOKENIZER_KINDS) == (parsers.FAMILIES, parsers.TOKENIZER_KINDS)
     assert set(recipe_fields()) == {*OWN_FIELDS, *TRAINING_FIELDS}
     assert make_parser("evaluate").get_default("metrics") == list(DEFAULT_METRICS)

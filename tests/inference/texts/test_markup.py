@@ -111,6 +111,12 @@ def test_tags_follow_their_words(monkeypatch):
     assert output == "<p>five four<img> <b><i>three</i> two</b> one</p>"
 
 
+def test_a_word_far_away_does_not_stretch_an_element():
+    words = [(0, 1), (2, 3), (4, 5), (6, 7), (8, 9)]
+    links = Links(words, words, [1, 1, 0, 4, 1])
+    assert links.find(2, 3) == (0, 3) and links.find(0, 1) == (4, 5) and links.find(4, 5) is None
+
+
 def test_an_element_goes_on_in_the_next_sentence(monkeypatch):
     monkeypatch.setattr(TextDecoder, "_align", align_by(lambda index, count: index))
     page = "<p>One is <b>two. Three</b> is four.</p>"

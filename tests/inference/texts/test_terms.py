@@ -1,0 +1,132 @@
+"""Tests of terms: what a target must keep or name, and outputs that repeat themselves."""
+
+import pytest
+from identity_engine import identity_generator
+from tiny_generator import tiny_generator
+
+from metaphrase.inference.texts.placement import Links, find_words
+from metaphrase.inference.texts.terms import Phrase, Terms, find_loop, read_glossary
+from metaphrase.inference.whole_texts import TextDecoder
+from metaphrase.scripts import generate
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "kept"),
+    [
+        ("url", "See https://a.b/c?d=1, or (www.x.org/y).", ["https://a.b/c?d=1", "www.x.org/y"]),
+        ("email", "Ask a.b+c@d-e.org.", ["a.b+c@d-e.org"]),
+        ("placeholder", "Hi {name}, {{x}} of %d or %(n)s: ${HOME}", ["{name}", "{{x}}", "%d", "%(n)s", "${HOME}"]),
+        ("number", "3,141.5 on 12/31", ["3,141.5", "12/31"]),
+        (r"[A-Z]{2,}\d", "AB1 c2", ["AB1"]),
+    ],
+)
+def test_patterns(name, text, kept):
+    phrases = Terms([name]).find(text)
+    assert [phrase.expected for phrase in phrases] == kept
+    assert all(text[phrase.start : phrase.end] == phrase.expected for phrase in phrases)
+
+
+def test_longest_term_wins_and_lower_case_finds_any_case():
+    terms = Terms(glossary={"cat": "Katze", "black cat": "Panther", "US": "USA"})
+    assert terms.find("Black Cat, cats, cat, us, US") == [
+        Phrase(0, 9, "Panther", ignore_case=True),
+        Phrase(17, 20, "Katze", ignore_case=True),
+        Phrase(26, 28, "USA", ignore_case=True),
+    ]
+
+
+def test_patterns_come_before_terms():
+    assert [p.expected for p in Terms(["url"], {"cat": "Katze"}).find("www.cat.org cat")] == ["www.cat.org", "Katze"]
+
+
+@pytest.mark.parametrize("options", [{"keep": ["("]}, {"glossary": {"a": " "}}])
+def test_wrong_terms_are_refused(options):
+    with pytest.raises(ValueError, match=r"`(keep|glossary)` must"):
+        Terms(**options)
+
+
+def test_glossary_file(tmp_path):
+    path = tmp_path / "terms.tsv"
+    path.write_text("cat\tKatze\n\nblack cat\tPanther\n", encoding="utf-8")
+    assert read_glossary(path) == {"cat": "Katze", "black cat": "Panther"}
+    path.write_text("cat\tKatze\ndog\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="line 2"):
+        read_glossary(path)
+
+
+@pytest.mark.parametrize(
+    ("target", "part"),
+    [
+        ("the cat the cat the cat the cat the", "the cat"),
+        ("nonononononono yes", "no"),
+        ("a b c d e f", None),
+        ("very very very good", None),
+        ("........", None),
+    ],
+)
+def test_loops(target, part):
+    found = find_loop("a source", target)
+    assert (found is None) == (part is None) and (part is None or found.strip() in part * 2)
+
+
+def test_a_loop_of_the_source_is_no_error():
+    assert find_loop("ha ha ha ha ha ha ha", "ha ha ha ha ha ha ha") is None
+
+
+def test_kept_part_that_is_missing_takes_the_place_of_its_words(monkeypatch):
+    def align(self, sentences, targets):
+        pairs = [(find_words(s.text), find_words(t)) for s, t in zip(sentences, targets, strict=True)]
+        return [Links(source, target, list(range(len(target)))) for source, target in pairs]
+
+    monkeypatch.setattr(TextDecoder, "_align", align)
+    generator = identity_generator(lambda text: text.replace("{name}", "{Name}").replace("Cat", "Hund"))
+    decoder = TextDecoder(generator, terms=Terms(["placeholder"], {"cat": "Katze"}))
+    assert decoder.decode(["the Cat of {name} runs"]) == ["the Katze of {name} runs"]
+    assert decoder.counts["num_placed"] == 2
+
+
+def test_terms_are_forced_in_decoding():
+    decoder = TextDecoder(tiny_generator(), terms=Terms(["H[a-z]+"]))
+    [target] = decoder.decode(["the Hund runs"], max_new_tokens=20)
+    assert "Hund" in target and decoder.counts["num_forced"] == 1 and decoder.counts["num_placed"] == 0
+
+
+def test_alignment_of_a_model_places_tags():
+    page = "<p>the <b>small dog</b> runs<br>a cat</p>"
+    [output] = TextDecoder(tiny_generator(), text_format="html").decode([page])
+    assert output.startswith("<p>") and output.count("<b>") == output.count("</b>") == output.count("<br>") == 1
+
+
+def test_loops_are_decoded_again_and_counted():
+    decoder = TextDecoder(identity_generator(lambda text: "so so " * 10))
+    decoder.decode(["a cat"])
+    assert decoder.counts["num_loops"] == decoder.counts["num_looping"] == 1
+
+
+def test_unknown_format_is_refused():
+    with pytest.raises(ValueError, match="text_format"):
+        TextDecoder(identity_generator(), text_format="pdf")
+
+
+def run_generate(monkeypatch, folder, text, *words):
+    monkeypatch.setattr(generate.Generator, "from_pretrained", lambda *_, **__: tiny_generator())
+    (folder / "in").write_text(text, encoding="utf-8")
+    generate.main(["model", "--input", str(folder / "in"), "--output", str(folder / "out"), *words])
+    return (folder / "out").read_text(encoding="utf-8")
+
+
+def test_command_reads_a_page(monkeypatch, tmp_path):
+    output = run_generate(monkeypatch, tmp_path, "<p>\n  the <b>cat</b></p>\n<pre>stays\n</pre>\n", "--format", "html")
+    assert output.startswith("<p>\n  ") and output.endswith("</p>\n<pre>stays\n</pre>\n") and "<b>" in output
+
+
+def test_command_keeps_terms_in_lines(monkeypatch, tmp_path, caplog):
+    (tmp_path / "terms.tsv").write_text("cat\tHund\n", encoding="utf-8")
+    words = ("--glossary", str(tmp_path / "terms.tsv"), "--keep", "number")
+    lines = run_generate(monkeypatch, tmp_path, "the cat\n\na 7 dog\n", *words).splitlines()
+    assert len(lines) == 3 and "Hund" in lines[0] and lines[1] == "" and "7" in lines[2]
+
+
+def test_command_refuses_what_it_cannot_align(monkeypatch, tmp_path):
+    with pytest.raises(ValueError, match="num_processes"):
+        run_generate(monkeypatch, tmp_path, "the cat\n", "--format", "html", "--num_processes", "2")
