@@ -25,10 +25,19 @@ from metaphrase.inference.minimum_bayes_risk import expected_utilities
 from metaphrase.inference.pipelines import SummarizationPipeline, Text2TextGenerationPipeline, TranslationPipeline
 from metaphrase.inference.run import ScoredText
 from metaphrase.inference.scoring import ForcedScore
+from metaphrase.inference.texts.terms import Terms
+from metaphrase.inference.whole_texts import TextDecoder
 
 __all__ = ["ENGINES", "GENERATION_OPTIONS", "QUANTIZATIONS", "AttentionMap", "Engine", "EnsembleSearch", "Explanation"]
 __all__ += ["ForcedScore", "Generator", "GeneratorPool", "Hypothesis", "Partner", "ScoredText", "SpeculativeSearch"]
-__all__ += ["SummarizationPipeline", "Text2TextGenerationPipeline", "TranslationPipeline", "alignment_error_rate"]
+__all__ += [
+    "SummarizationPipeline",
+    "Terms",
+    "Text2TextGenerationPipeline",
+    "TextDecoder",
+    "TranslationPipeline",
+    "alignment_error_rate",
+]
 __all__ += ["complete_sampling", "constrained_beam_search", "contrastive_search", "cross_attention"]
 __all__ += ["cross_attentions", "decode", "diverse_beam_search", "expected_utilities", "format_pharaoh", "quantize"]
 __all__ += ["explain", "word_alignment", "word_weights"]

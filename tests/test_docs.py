@@ -52,6 +52,8 @@ def template(tmp_path_factory):
     for side in ("en", "de"):
         (folder / f"train.{side}").write_text("the cat sleeps\neine Katze schläft\n", encoding="utf-8")
     (folder / "input.txt").write_text("the cat sleeps\na dog\n", encoding="utf-8")
+    (folder / "page.html").write_text("<p>the <b>cat</b></p>\n<p>a dog</p>\n", encoding="utf-8")
+    (folder / "terms.tsv").write_text("cat\tHund\n", encoding="utf-8")
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 37}
     T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(folder / "models" / "t5-small")
     convert(folder / "models" / "t5-small", folder / "runs" / "my-t5")
