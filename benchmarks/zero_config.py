@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -57,8 +58,8 @@ def find_files(job: str, data_dir: Path | None, folder: Path) -> dict[str, list[
     return dict(zip(SPLITS, files, strict=False))
 
 
-def run_verb(words: list[str], log: Path, core: int | None) -> tuple[float, list[str]]:
-    """Run a verb and return its minutes and warnings.
+def run_verb(words: list[str], log: Path, core: int | None) -> tuple[dict[str, float], list[str]]:
+    """Run a verb and return its minutes, by the clock and of the processor, and its warnings.
 
     Raises:
         subprocess.CalledProcessError: If the verb fails.
@@ -67,9 +68,11 @@ def run_verb(words: list[str], log: Path, core: int | None) -> tuple[float, list
     with tempfile.TemporaryDirectory(prefix="cache_") as cache, log.open("w", encoding="utf-8") as stream:
         environment = os.environ | ENVIRONMENT | {"HF_DATASETS_CACHE": cache}
         command = [*pinned, sys.executable, "-c", COMMAND, *words]
-        start = time.perf_counter()
+        start, usage = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(command, stdout=stream, stderr=stream, env=environment, check=True)
-        minutes = round((time.perf_counter() - start) / 60, 2)
+        seconds, used = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+        used = used.ru_utime + used.ru_stime - usage.ru_utime - usage.ru_stime
+        minutes = {"minutes": round(seconds / 60, 2), "processor_minutes": round(used / 60, 2)}
     # A progress bar may stand before a warning.
     return minutes, re.findall("WARNING (.*)", log.read_text(encoding="utf-8"))
 
@@ -92,7 +95,7 @@ def train(job: str, seed: int, folder: Path, files: dict[str, list[Path]], argum
     recipe = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
     fields = {name: value for name, value in recipe.items() if not name.endswith(("_file", "_dir"))}
     scores = read_scores(job, metrics, folder / "test_predictions.txt", files.get("test", []))
-    result = {"minutes": minutes, "updates": state["global_step"], "scores": scores, "warnings": warnings}
+    result = minutes | {"updates": state["global_step"], "scores": scores, "warnings": warnings}
     systematic = files["train"][0].with_name("test_systematic.tsv")
     if systematic.is_file():
         result["systematic"] = evaluate(job, [folder], "systematic", [systematic], arguments.core)["scores"]
@@ -112,7 +115,7 @@ def evaluate(job: str, folders: list[Path], name: str, test: list[Path], core: i
         words += ["--ensemble", *map(str, folders[1:])]
     minutes, warnings = run_verb(words, paths[2], core)
     scores = read_scores(job, json.loads(paths[0].read_text(encoding="utf-8")), paths[1], test)
-    return {"minutes": minutes, "scores": scores, "warnings": warnings}
+    return minutes | {"scores": scores, "warnings": warnings}
 
 
 def read_scores(job: str, metrics: dict, predictions: Path, test: list[Path]) -> dict[str, float]:
