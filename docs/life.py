@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import life_images
+from images import THEMES
 from matplotlib.figure import Figure
 
 DOCS = Path(__file__).resolve().parent
@@ -41,7 +42,7 @@ def renew(text: str, namespace: dict) -> str:
 
 def draw(name: str, function: Callable, namespace: dict) -> None:
     """Draw the picture of a page from the variables of its code, for light and dark pages."""
-    for theme_name, theme in life_images.THEMES.items():
+    for theme_name, theme in THEMES.items():
         figure = Figure(facecolor=theme["page"], layout="constrained")
         function(figure, theme, namespace)
         figure.savefig(DOCS / "images" / f"life_{name}_{theme_name}.png", dpi=100)

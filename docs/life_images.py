@@ -1,9 +1,6 @@
 """Pictures of the pages in docs/life/. `draw_NAME` draws that of the page NAME, from the variables of its code."""
 
-from images import THEMES
 from matplotlib.colors import LinearSegmentedColormap
-
-__all__ = ["THEMES"]
 
 
 def set_colors(panel, theme: dict) -> None:
