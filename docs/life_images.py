@@ -13,11 +13,10 @@ def set_colors(panel, theme: dict) -> None:
         axis.label.set_color(theme["text"])
 
 
-def draw_table(panel, values, rows: list[str], columns: list[str], theme: dict, title: str = "") -> None:
+def draw_table(panel, values, rows: list[str], columns: list[str], theme: dict) -> None:
     """Draw positive values as a table of colored cells. The largest value has the strongest color."""
     colors = LinearSegmentedColormap.from_list(theme["page"], [theme["page"], theme["loss"]])
     panel.imshow(values, cmap=colors, vmin=0)
-    panel.set_title(title, fontsize=10)
     panel.set_xticks(range(len(columns)), columns, rotation=45, ha="left", rotation_mode="anchor")
     panel.set_yticks(range(len(rows)), rows)
     panel.set_xticks([column + 0.5 for column in range(len(columns) - 1)], minor=True)
@@ -35,13 +34,13 @@ def draw_embeddings(figure, theme: dict, page: dict) -> None:
 
 
 def draw_positions(figure, theme: dict, page: dict) -> None:
-    figure.set_size_inches(8.6, 2.8)
+    figure.set_size_inches(7.2, 2.5)
     buckets = page["relative"].bucket(page["torch"].arange(24)[None] - page["torch"].arange(24)[:, None])
     frequencies = page["model"].model.encoder.rotary_emb.inv_freq
     tables = {
         "sinusoidal table": (page["table"][:40, :64], "entry", "position"),
         "buckets of T5": (buckets, "key", "query"),
-        "cosine of rotary angles": ((page["torch"].arange(40)[:, None] * frequencies).cos(), "pair", "distance"),
+        "rotary cosines": ((page["torch"].arange(40)[:, None] * frequencies).cos(), "pair", "distance"),
     }
     for panel, (title, (values, columns, rows)) in zip(figure.subplots(1, 3), tables.items(), strict=True):
         panel.imshow(values, cmap="viridis", aspect="auto", interpolation="nearest")
@@ -50,16 +49,16 @@ def draw_positions(figure, theme: dict, page: dict) -> None:
 
 
 def draw_self_attention(figure, theme: dict, page: dict) -> None:
-    figure.set_size_inches(10, 3)
+    figure.set_size_inches(6, 6)
     tokens = readable(page["tokenizer"], page["ids"][0])
-    for head, panel in enumerate(figure.subplots(1, 4)):
+    for head, panel in enumerate(figure.subplots(2, 2).flat):
         weights = page["output"].attentions[-1][0, head]
         draw_table(panel, weights, tokens, tokens, theme)
         panel.set_xlabel(f"head {head}", fontsize=10)
 
 
 def draw_padding(figure, theme: dict, page: dict) -> None:
-    figure.set_size_inches(9, 4.2)
+    figure.set_size_inches(7.2, 3.6)
     tokens = readable(page["tokenizer"], page["batch"].input_ids[0])
     for title, panel in zip(("masked", "unmasked"), figure.subplots(1, 2), strict=True):
         draw_table(panel, page[title].attentions[0][0].mean(dim=0), tokens, tokens, theme)
@@ -67,7 +66,7 @@ def draw_padding(figure, theme: dict, page: dict) -> None:
 
 
 def draw_causal(figure, theme: dict, page: dict) -> None:
-    figure.set_size_inches(10, 3.2)
+    figure.set_size_inches(7.2, 2.6)
     tokenizer, pair = page["tokenizer"], page["pair"]
     source = [*readable(tokenizer, pair.input_ids[0]), "<pad>", "<pad>"]
     target = readable(tokenizer, page["decoder_ids"][0])
