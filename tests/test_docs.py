@@ -24,6 +24,8 @@ from metaphrase.training.recipe.recipe import load_recipe
 
 PATHS = (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "benchmarks" / "README.md")
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PATHS}
+# tests/test_life.py runs the code of these pages.
+LIFE = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in ROOT.glob("docs/life/*.md")}
 REFERENCE = runpy.run_path(str(ROOT / "docs" / "reference.py"))
 BLOCKS = [block for page in PAGES.values() for block in re.findall(r"```(\w+)\n(.*?)```", page, flags=re.DOTALL)]
 CODE = list(dict.fromkeys(text for language, text in BLOCKS if language == "python"))
@@ -85,9 +87,9 @@ def test_pages_have_code_and_commands():
     assert {command.split()[1] for command in COMMANDS} >= verbs and len(CODE) >= 3
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", [*PAGES, *sorted(LIFE)])
 def test_links_and_paths_lead_somewhere(name):
-    page = PAGES[name]
+    page = (PAGES | LIFE)[name]
     folder = (ROOT / name).parent
     for path in re.findall(r'(?:src|srcset)="([^"]*)"', page):
         assert (folder / path).is_file(), path

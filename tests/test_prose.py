@@ -86,7 +86,9 @@ def test_sentences_are_short():
 
 
 def test_sentences_of_pages_are_short():
-    pages = {path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
+    pages = {
+        path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")))
+    }
     # Code, tables, headings, HTML and the targets of links are no sentences.
     texts = {path: re.sub(r"(?s:```.*?```)|^[|#<].*$|\]\(.*?\)", "", text, flags=re.M) for path, text in pages.items()}
     check([(path.name, 0, long) for path, text in texts.items() for long in long_sentences(text)], 0)
