@@ -117,7 +117,7 @@ def browser():
     webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
     from selenium.webdriver.common.keys import Keys
 
-    names = ("chromium", "chromium-browser", "google-chrome")
+    names = ("google-chrome", "chromium", "chromium-browser")
     binary, driver = next(filter(None, map(shutil.which, names)), None), shutil.which("chromedriver")
     if binary is None or driver is None:
         pytest.skip("needs chromium and chromedriver")
