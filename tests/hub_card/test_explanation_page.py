@@ -258,7 +258,7 @@ def test_map_shows_the_weights_and_follows_the_pointer(theme, browser, shown, pa
     colors = browser.execute_script(
         """const [canvas, points] = arguments, {width, height} = canvas;
         const {data} = canvas.getContext("2d").getImageData(0, 0, width, height);
-        return points.map(([x, y]) => [...data.slice(4 * (y * width + x)).slice(0, 3)])""",
+        return points.map(([x, y]) => [0, 1, 2].map((part) => data[4 * (y * width + x) + part]))""",
         canvas,
         points,
     )
