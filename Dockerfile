@@ -1,5 +1,6 @@
 # Trains the English-German demo on a CPU:
 #   docker build --tag metaphrase .
+#   mkdir -p runs    # else docker makes it, and only root may write there
 #   docker run --rm --volume "$PWD/runs:/home/user/runs" metaphrase
 FROM python:3.11-slim
 

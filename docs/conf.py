@@ -15,6 +15,7 @@ version = release = metaphrase.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 html_theme = "furo"
 html_title = f"Metaphrase {release}"
+html_static_path = html_css_files = ["site.css"]
 html_copy_source = html_show_copyright = False
 # Docstrings write names of code in single backticks.
 default_role = "code"

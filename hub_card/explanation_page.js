@@ -4,9 +4,11 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const at = (id) => document.getElementById(id);
 let pair, pinned = null;
 
-// Control characters and halves of surrogate pairs become visible.
+// Control characters, marks of direction and halves of surrogate pairs become visible.
 const escapes = (character) => "\\u" + character.charCodeAt(0).toString(16).padStart(4, "0");
-const shown = (text) => text.replace(/[\p{Cc}\p{Cs}]/gu, escapes);
+const shown = (text) => text.replace(/[\p{Cc}\p{Cs}\p{Bidi_Control}]/gu, escapes);
+// A token inside a line of text: its direction does not reach the numbers beside it.
+const inline = (text) => "\u2068" + shown(text) + "\u2069";
 const percent = (share) => (share > 0 && share < 0.01 ? "< 1 %" : Math.round(100 * share) + " %");
 const precise = (share) => (100 * share).toPrecision(3) + " %";
 
@@ -58,11 +60,9 @@ function drawMap(figure, values, rowNames, columnNames, describe, legend, isShar
   canvas.tabIndex = 0;
   canvas.setAttribute("role", "img");
   canvas.setAttribute("aria-label", rows + " rows, " + columns + " columns. Move with the arrow keys.");
-  const gap = size >= 8 && height >= 8 ? 1 : 0, colors = {};
-  for (let level = -64; level <= 64; level++)
-    colors[level] = "rgb(" + color(level < 0 ? "--low" : "--high") + " / " + (Math.abs(level) / 64) * 0.85 + ")";
-  const write = (text, x, y, align, font) => {
-    Object.assign(context, { font: font + "px system-ui, sans-serif", textAlign: align, fillStyle: color("--text") });
+  const hasGaps = size >= 8 && height >= 8;
+  const write = (text, x, y, align, font, ink = "--text") => {
+    Object.assign(context, { font: font + "px system-ui, sans-serif", textAlign: align, fillStyle: color(ink) });
     context.fillText(text, x, y);
   };
   const strongest = isShare ? values.flat().reduce((most, value) => Math.max(most, value), 1e-9) : 1;
@@ -76,17 +76,33 @@ function drawMap(figure, values, rowNames, columnNames, describe, legend, isShar
     write(name, 0, 0, "left", Math.min(12, size - 2));
     context.restore();
   });
-  values.forEach((row, y) => {
-    const best = isShare && gap ? Math.max(...row) : NaN;
+  // One pixel for each cell, enlarged: drawing 512 x 512 rectangles takes seconds.
+  const image = new ImageData(columns, rows);
+  const [low, high] = ["--low", "--high"].map((name) => color(name).split(" ").map(Number));
+  values.flat().forEach((value, index) => {
+    const tint = value < 0 ? low : high;
+    for (let part = 0; part < 3; part++) image.data[4 * index + part] = tint[part];
+    image.data[4 * index + 3] = (255 * 0.85 * Math.abs(value)) / strongest;
+  });
+  const pixels = document.createElement("canvas");
+  Object.assign(pixels, { width: columns, height: rows }).getContext("2d").putImageData(image, 0, 0);
+  const area = [left, top, columns * size, rows * height];
+  context.fillStyle = color("--panel");
+  context.fillRect(...area);
+  context.imageSmoothingEnabled = false;
+  context.drawImage(pixels, ...area);
+  if (hasGaps) {
+    for (let x = 1; x <= columns; x++) context.clearRect(left + x * size - 1, top, 1, area[3]);
+    for (let y = 1; y <= rows; y++) context.clearRect(left, top + y * height - 1, area[2], 1);
+  }
+  if (hasGaps && isShare) values.forEach((row, y) => {
+    const best = Math.max(...row);
     row.forEach((value, x) => {
-      const box = [left + x * size, top + y * height, size - gap, height - gap];
-      for (const style of [color("--panel"), colors[Math.round((64 * Math.max(-1, Math.min(1, value))) / strongest)]]) {
-        context.fillStyle = style;
-        context.fillRect(...box);
-      }
-      if (isShare && size >= 18 && value >= 0.05) write(Math.round(100 * value), box[0] + size / 2, box[1] + height / 2, "center", 10);
+      const [x0, y0] = [left + x * size, top + y * height];
+      if (size >= 18 && value >= 0.05)
+        write(Math.round(100 * value), x0 + (size - 1) / 2, y0 + (height - 1) / 2, "center", 10, value > 0.6 * strongest ? "--ground" : "--text");
       context.strokeStyle = color("--text");
-      if (value === best) context.strokeRect(box[0] + 0.5, box[1] + 0.5, box[2] - 1, box[3] - 1);
+      if (value === best) context.strokeRect(x0 + 0.5, y0 + 0.5, size - 2, height - 2);
     });
   });
   const reading = document.createElement("p");
@@ -100,7 +116,7 @@ function drawMap(figure, values, rowNames, columnNames, describe, legend, isShar
     frame.hidden = false;
     const place = { left: left + column * size - 1, top: top + row * height - 1, width: size + 1, height: height + 1 };
     for (const name in place) frame.style.setProperty(name, place[name] + "px");
-    reading.textContent = shown(describe(row, column, values[row][column]));
+    reading.textContent = describe(row, column, values[row][column]);
   }
   const locate = (event) => point(Math.floor((event.offsetY - top) / height), Math.floor((event.offsetX - left) / size));
   canvas.addEventListener("pointermove", (event) => event.pointerType === "mouse" && locate(event));
@@ -133,7 +149,8 @@ function showStages() {
   body.replaceChildren();
   for (const stage of pair.stages) {
     const row = body.insertRow();
-    element("td", stage.name, row);
+    const parts = stage.name.split(/(?<=\.)/).flatMap((part) => [shown(part), document.createElement("wbr")]);
+    element("td", "", row).append(...parts);
     element("td", stage.kind, row);
     element("td", stage.shape.join(" × "), row);
   }
@@ -181,7 +198,7 @@ function showMasks() {
   kinds.forEach((kind, index) => {
     const [rows, columns] = sidesOf(kind), packed = pair.masks[kind], names = [...columns.tokens];
     while (names.length < packed.shape[3]) names.push("(padding)");
-    const describe = (row, column, value) => rows.tokens[row] + (value ? " reads " : " must not read ") + names[column];
+    const describe = (row, column, value) => inline(rows.tokens[row]) + (value ? " reads " : " must not read ") + inline(names[column]);
     drawMap(figures[index], unpack(packed, [0]), rows.tokens, names, describe, KINDS[kind][0]);
   });
 }
@@ -223,7 +240,7 @@ function showAttention() {
   });
   point(null);
   const [rows, columns] = sides.map((side) => side[unit]);
-  const describe = (row, column, share) => rows[row] + " ← " + columns[column] + ": " + percent(share);
+  const describe = (row, column, share) => inline(rows[row]) + " ← " + inline(columns[column]) + ": " + percent(share);
   const legend = "Color and number: share in percent, from 5 %. Frame: largest share of the row. Each row adds up to 100 %, up to rounding.";
   drawMap(at("attention-map"), shares, rows, columns, describe, legend, true);
 }
@@ -246,10 +263,11 @@ function point(button) {
     if (weight >= 0.01) others[place].dataset.percent = percent(weight);
   });
   const best = weights.map((_, place) => place).sort((a, b) => weights[b] - weights[a]).slice(0, 4).filter((place) => weights[place] >= 0.01);
-  const said = best.map((place) => others[place].textContent + " " + percent(weights[place]));
+  const said = best.map((place) => inline(others[place].textContent) + " " + percent(weights[place]));
   const rest = 1 - best.reduce((sum, place) => sum + weights[place], 0);
   if (isQuery && rest >= 0.005) said.push("others " + percent(rest));
-  at("reading").textContent = button.textContent + (isQuery ? " ← " : " → ") + said.join(", ");
+  if (!said.length) said.push("less than 1 % of each");
+  at("reading").textContent = inline(button.textContent) + (isQuery ? " ← " : " → ") + said.join(", ");
 }
 
 function walk(event) {
@@ -287,7 +305,8 @@ function showStep() {
   at("next").disabled = index >= steps.length - 1;
   body.replaceChildren();
   if (!step) return;
-  at("prefix").textContent = shown("Step " + (index + 1) + " of " + steps.length + ", after: " + [pair.decoder_tokens.tokens[0], ...steps.slice(0, index).map((s) => s.token)].join(" "));
+  const tokens = [pair.decoder_tokens.tokens[0], ...steps.slice(0, index).map((s) => s.token)];
+  at("prefix").textContent = "Step " + (index + 1) + " of " + steps.length + ", after: " + tokens.map(inline).join(" ");
   let sum = 0;
   step.ids.forEach((id, place) => {
     const row = body.insertRow(), probability = step.probabilities[place];
@@ -304,7 +323,8 @@ function showStep() {
     }
   });
   const cuts = [["Top-k", step.top_k], ["top-p", step.top_p]];
-  at("drawn").textContent = shown(cuts.map(([name, cut]) => name + " keeps " + cut.size + " and draws " + cut.token).join("; ") + ". The path takes " + step.token + ".");
+  const draws = cuts.map(([name, cut]) => name + " keeps " + cut.size + " and draws " + inline(cut.token));
+  at("drawn").textContent = draws.join("; ") + ". The path takes " + inline(step.token) + ".";
 }
 
 const STATES = { kept: "kept for the next step", finished: "finished", pruned: "pruned", open: "still open when the search ended" };
@@ -318,25 +338,25 @@ function showTree() {
     parent.append(made);
     return made;
   };
-  const ranks = {}, spots = [];
-  nodes.forEach((node) => { ranks[node.step] = (ranks[node.step] ?? -1) + 1; spots.push([node.step * 150 + 4, ranks[node.step] * 32 + 4]); });
-  const width = Math.max(0, ...spots.map(([x]) => x)) + 116, height = Math.max(0, ...spots.map(([, y]) => y)) + 32;
+  const ranks = {}, spots = [], wide = 124;
+  nodes.forEach((node) => { ranks[node.step] = (ranks[node.step] ?? -1) + 1; spots.push([node.step * (wide + 40) + 4, ranks[node.step] * 32 + 4]); });
+  const width = Math.max(0, ...spots.map(([x]) => x)) + wide + 6, height = Math.max(0, ...spots.map(([, y]) => y)) + 32;
   const root = svg("svg", at("tree"), { width, height, role: "group", "aria-label": "tree of hypotheses" });
   at("tree").replaceChildren(root);
   nodes.forEach((node, index) => {
     if (node.parent === null) return;
     const [x, y] = spots[index], [left, above] = spots[node.parent];
-    svg("path", root, { class: "edge", "data-node": index, d: `M${left + 110} ${above + 13}C${left + 130} ${above + 13} ${x - 20} ${y + 13} ${x} ${y + 13}` });
+    svg("path", root, { class: "edge", "data-node": index, d: `M${left + wide} ${above + 13}C${left + wide + 20} ${above + 13} ${x - 20} ${y + 13} ${x} ${y + 13}` });
   });
   nodes.forEach((node, index) => {
     const [x, y] = spots[index];
     const group = svg("g", root, { class: "node " + node.state, "data-node": index, tabindex: -1, role: "button", transform: `translate(${x} ${y})` });
-    svg("rect", group, { width: 110, height: 26, rx: 5 });
+    svg("rect", group, { width: wide, height: 26, rx: 5 });
     const mark = node.rank ? "#" + node.rank : { kept: "", finished: "✓", pruned: "✗", open: "…" }[node.state];
     const token = Array.from(shown(node.token)), most = mark ? 7 : 9;
     const text = token.length > most ? token.slice(0, most - 1).join("") + "…" : token.join("");
     svg("text", group, { x: 6, y: 17 }, text);
-    svg("text", group, { x: 104, y: 17, "text-anchor": "end", direction: "ltr" }, (mark ? mark + " " : "") + node.total.toFixed(1));
+    svg("text", group, { x: wide - 6, y: 17, "text-anchor": "end", direction: "ltr" }, (mark ? mark + " " : "") + node.total.toFixed(1));
   });
   const best = nodes.find((node) => node.rank === 1);
   at("beam-text").textContent =
@@ -352,9 +372,9 @@ function pick(index) {
     if (part.matches(".node")) part.setAttribute("tabindex", Number(part.dataset.node) === index ? 0 : -1);
   }
   if (!node) return (at("hypothesis").textContent = "");
-  const tokens = chain(index).map((step) => pair.beam.nodes[step].token).join(" ");
+  const tokens = chain(index).map((step) => inline(pair.beam.nodes[step].token)).join(" ");
   const result = node.rank ? `, result ${node.rank} with score ${node.score.toFixed(4)}` : "";
-  at("hypothesis").textContent = shown(`${tokens}: log-probability ${node.total.toFixed(4)}, ${STATES[node.state]}${result}.`);
+  at("hypothesis").textContent = `${tokens}: log-probability ${node.total.toFixed(4)}, ${STATES[node.state]}${result}.`;
 }
 
 // Up and down within the candidates, left to the hypothesis before, right to its best continuation.

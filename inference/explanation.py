@@ -209,7 +209,9 @@ def group_words(tokens: list[str], words: list[str], word_ids: list[int | None] 
         if word is None:
             parts = [([index], tokens[index]) for index in run]
         else:
-            inner = [index for index in run if not _is_punctuation(tokens[index])] or run
+            # A byte of a letter can look like punctuation, but the word does not contain it.
+            marks = {index for index in run if _is_punctuation(tokens[index]) and _bare(tokens[index]) in words[word]}
+            inner = [index for index in run if index not in marks] or run
             before, after = ([i for i in run if i < inner[0]], [i for i in run if i > inner[-1]])
             prefix, suffix = ("".join(_bare(tokens[index]) for index in side) for side in (before, after))
             core = list(range(inner[0], inner[-1] + 1)), words[word].removeprefix(prefix).removesuffix(suffix)

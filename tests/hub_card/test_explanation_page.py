@@ -115,7 +115,9 @@ def test_number_of_pairs_is_limited(shown, tmp_path, count):
 @pytest.fixture(scope="module")
 def browser():
     webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
-    names = ("chromium", "chromium-browser", "google-chrome")
+    from selenium.webdriver.common.keys import Keys
+
+    names = ("google-chrome", "chromium", "chromium-browser")
     binary, driver = next(filter(None, map(shutil.which, names)), None), shutil.which("chromedriver")
     if binary is None or driver is None:
         pytest.skip("needs chromium and chromedriver")
@@ -125,6 +127,8 @@ def browser():
         options.add_argument(f"--{flag}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     running = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    running.keys = Keys
+    running.pointer = webdriver.ActionChains(running)
     yield running
     running.quit()
 
@@ -139,6 +143,15 @@ def texts(browser, selector):
 def one(browser, selector):
     [element] = browser.find_elements("css selector", selector)
     return element
+
+
+def line(browser, selector):
+    """Return the text of an element without the marks that keep the direction of a token from the rest of the line."""
+    return re.sub("[\u2068\u2069]", "", one(browser, selector).text)
+
+
+def visible(text):
+    return re.sub(r"[\x00-\x1f\x7f-\x9f\u202e]", lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def choose(browser, name, value):
@@ -171,7 +184,7 @@ def test_clicks_show_the_numbers_of_the_model(browser, shown, path):
         )
         np.testing.assert_allclose(percents, row, atol=0.004)
         best = first.source_tokens if kind != "decoder" else first.decoder_tokens
-        assert one(browser, "#reading").text.split(" ← ")[1].startswith(best.tokens[row.argmax()])
+        assert line(browser, "#reading").split(" ← ")[1].startswith(best.tokens[row.argmax()])
         button.click()
         assert button.get_attribute("aria-pressed") == "false"
 
@@ -193,15 +206,15 @@ def test_words_of_a_row_add_up_to_one(browser, shown, path):
 
 def test_keys_move_between_tokens_and_cells(browser, shown, path):
     open_page(browser, path)
-    keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
+    keys = browser.keys
     first = browser.find_elements("css selector", "#queries button")[0]
     first.send_keys(keys.ARROW_RIGHT)
     assert browser.switch_to.active_element.text == shown[0].target_tokens.words[1]
-    assert one(browser, "#reading").text.startswith(shown[0].target_tokens.words[1] + " ←")
+    assert line(browser, "#reading").startswith(shown[0].target_tokens.words[1] + " ←")
     canvas = one(browser, "#attention-map canvas")
     canvas.send_keys(keys.ARROW_RIGHT, keys.ARROW_RIGHT, keys.ARROW_DOWN)
     words = shown[0].target_tokens.words[1], shown[0].source_tokens.words[1]
-    assert one(browser, "#attention-map .reading").text.startswith(f"{words[0]} ← {words[1]}: ")
+    assert line(browser, "#attention-map .reading").startswith(f"{words[0]} ← {words[1]}: ")
 
 
 def test_steps_and_tree(browser, shown, path):
@@ -221,22 +234,66 @@ def test_steps_and_tree(browser, shown, path):
     index = next(index for index, node in enumerate(nodes) if node.state == "pruned")
     one(browser, f".node[data-node='{index}'] rect").click()
     assert f"log-probability {nodes[index].total:.4f}, pruned" in one(browser, "#hypothesis").text
-    keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
+    keys = browser.keys
     browser.switch_to.active_element.send_keys(keys.ARROW_UP)
     assert f"log-probability {nodes[index - 1].total:.4f}, " in one(browser, "#hypothesis").text
     choose(browser, "path", "beam")
     assert texts(browser, "#candidates tr.chosen td:nth-child(2)") == [str(first.paths["beam"][0].choice)]
 
 
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_map_shows_the_weights_and_follows_the_pointer(theme, browser, shown, path):
+    open_page(browser, path)
+    choose(browser, "unit", "tokens")
+    media = {"features": [{"name": "prefers-color-scheme", "value": theme}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    canvas = one(browser, "#attention-map canvas")
+    canvas.send_keys(browser.keys.ARROW_RIGHT)
+    left, top, size, panel, high = browser.execute_script("""
+        const cell = document.querySelector("#attention-map i").style, style = getComputedStyle(document.documentElement);
+        const colors = ["--panel", "--high"].map((name) => style.getPropertyValue(name).trim());
+        return [cell.left, cell.top, cell.width].map((length) => parseInt(length)).concat(colors)""")
+    weights = shown[0].attentions["cross"][-1].mean(axis=0)
+    points = [[left + 5 + x * (size - 1), top + 5 + y * (size - 1)] for y, x in np.ndindex(*weights.shape)]
+    colors = browser.execute_script(
+        """const [canvas, points] = arguments, {width, height} = canvas;
+        const {data} = canvas.getContext("2d").getImageData(0, 0, width, height);
+        return points.map(([x, y]) => [0, 1, 2].map((part) => data[4 * (y * width + x) + part]))""",
+        canvas,
+        points,
+    )
+    panel, high = np.array(list(bytes.fromhex(panel[1:]))), np.array(list(map(int, high.split())))
+    assert (panel.max() < 128) == (theme == "dark")
+    share = 0.85 * weights.reshape(-1, 1) / weights.max()
+    np.testing.assert_allclose(colors, panel * (1 - share) + high * share, atol=3)
+    row, column = 3, 1
+    x, y = browser.execute_script(
+        "arguments[0].scrollIntoView(); const box = arguments[0].getBoundingClientRect(); return [box.x, box.y]", canvas
+    )
+    cell = points[row * weights.shape[1] + column]
+    browser.pointer.w3c_actions.pointer_action.move_to_location(int(x) + cell[0], int(y) + cell[1])
+    browser.pointer.click().perform()
+    names = shown[0].target_tokens.tokens[row], shown[0].source_tokens.tokens[column]
+    assert line(browser, "#attention-map .reading").startswith(f"{names[0]} ← {names[1]}: ")
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
 def test_hostile_text_is_inert(browser, shown, path):
     open_page(browser, path)
     choose(browser, "pair", 1)
+    hostile = shown[1]
+    assert one(browser, "h1").text.startswith("</script><script>window.hacked=1</script> <b")
     tokens = texts(browser, "#token-lists .tokens:first-child .token")
-    ids = [str(index) for index in shown[1].source_tokens.ids]
-    assert tokens == [
-        re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda match: f"\\u{ord(match[0]):04x}", token) + index
-        for token, index in zip(shown[1].source_tokens.tokens, ids, strict=True)
-    ]
+    ids = [str(index) for index in hostile.source_tokens.ids]
+    assert tokens == [visible(token) + index for token, index in zip(hostile.source_tokens.tokens, ids, strict=True)]
+    words = list(map(visible, hostile.source_tokens.words))
+    assert texts(browser, "#keys button") == words
+    for word in ("</script><script>window.hacked=1</script>", "שלום", "\\u202e", "👩‍💻"):
+        browser.find_elements("css selector", "#keys button")[words.index(word)].click()
+        assert line(browser, "#reading").startswith(f"{word} → ")
+        # The direction of the word ends with it.
+        assert f"\u2068{word}\u2069 → " in texts(browser, "#reading")[0]
+    assert "\u202e" not in "".join(texts(browser, "main"))
     assert browser.execute_script("return [window.hacked ?? null, document.querySelectorAll('#x').length]") == [None, 0]
     assert browser.get_log("browser") == []
 
@@ -244,12 +301,13 @@ def test_hostile_text_is_inert(browser, shown, path):
 def test_long_pair_fits_the_width(browser, tmp_path):
     shown = explain(generator_of("t5"), LONG, LONG, max_new_tokens=2)
     path = write_explanation_page([shown], tmp_path / "page.html")
-    for width in (390, 1100):
+    for width, query in ((390, 250), (1100, 251)):
         size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        open_page(browser, path)
-        assert len(texts(browser, "#queries button")) > 250 and len(texts(browser, "#labels tbody tr")) >= 512
+        if width == 390:
+            open_page(browser, path)
         assert browser.execute_script("return document.documentElement.scrollWidth") <= width
-        browser.find_elements("css selector", "#queries button")[250].click()
+        assert len(texts(browser, "#queries button")) > 250 and len(texts(browser, "#labels tbody tr")) >= 512
+        browser.find_elements("css selector", "#queries button")[query].click()
         assert " ← " in one(browser, "#reading").text
     browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
