@@ -140,7 +140,7 @@ def test_type_checkers_resolve_the_package(kind, checker, pythons, tmp_path):
     search_path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     program = shutil.which(checker, path=search_path) or shutil.which(f"based{checker}", path=search_path)
     if program is None:
-        pytest.skip(f"{checker} is not installed")
+        pytest.skip(f"{checker} is not installed: the extra `typing` has pyright")
     command = [program, *CHECKERS[checker], pythons[kind]]
     (tmp_path / "mypy.ini").write_text(MYPY_SETTINGS)
     script, wrong = tmp_path / "script.py", tmp_path / "wrong.py"
