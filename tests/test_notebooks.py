@@ -2,7 +2,6 @@
 
 import ast
 import json
-import os
 import re
 
 import pytest
@@ -42,6 +41,6 @@ def test_notebook_runs(path, tmp_path, monkeypatch):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     # A cell that fails is an error. The kernel works in an empty folder, without a model in runs/demo.
-    NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(tmp_path)}}).execute(env=dict(os.environ))
+    NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == NUM_PICTURES[path.stem]
