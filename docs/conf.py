@@ -1,5 +1,6 @@
 """Settings of the documentation site: `make docs` builds it into build/docs."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ project = "Metaphrase"
 author = "The Metaphrase developers"
 version = release = metaphrase.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+source_suffix = {".md": "markdown", ".ipynb": "markdown"}
 html_theme = "furo"
 html_title = f"Metaphrase {release}"
 html_static_path = html_css_files = ["site.css"]
@@ -28,6 +30,16 @@ myst_heading_anchors = 3
 copybutton_prompt_text = "$ "
 
 
+def read_notebook(app, name, source):
+    """Turn a notebook into a page: its text and code, and a link to the file after the title."""
+    path = app.env.doc2path(name)
+    if path.suffix == ".ipynb":
+        cells = [("".join(cell["source"]), cell["cell_type"]) for cell in json.loads(source[0])["cells"]]
+        parts = [text if kind == "markdown" else f"```python\n{text}\n```" for text, kind in cells]
+        parts.insert(1, f"{{download}}`Download this notebook <{path.name}>`")
+        source[0] = "\n\n".join(parts)
+
+
 def insert_reference(app, name, source):
     """Fill the marks of a page, such as `<!-- recipe_fields -->`, with text made from the code and from `benchmarks/`."""
     for mark, make in reference.TEXTS.items():
@@ -39,4 +51,5 @@ def insert_reference(app, name, source):
 
 
 def setup(app):
+    app.connect("source-read", read_notebook)
     app.connect("source-read", insert_reference)

@@ -31,6 +31,8 @@ API = {
     "metaphrase.inference": "Generate, score and align",
     "metaphrase.training.experiment": "Train",
     "metaphrase.training.recipe.recipe": "Recipes",
+    "metaphrase.training.choices.completion": "Choose settings",
+    "metaphrase.evaluation.evaluate": "Evaluate",
     "metaphrase.tokenization": "Tokenizers",
     "metaphrase.conversion": "Conversion",
     "metaphrase.hub_card": "Model card and pictures",
@@ -39,6 +41,8 @@ API = {
 PUBLIC = {
     "metaphrase.training.experiment": ["Experiment"],
     "metaphrase.training.recipe.recipe": ["Recipe", "load_recipe"],
+    "metaphrase.training.choices.completion": ["complete"],
+    "metaphrase.evaluation.evaluate": ["evaluate_generator"],
 }
 
 

@@ -73,13 +73,15 @@ def progress_bar(total: int | None, unit: str, show_progress: bool | None, initi
     Args:
         total: As for `ProgressLines`.
         unit: As for `ProgressLines`.
-        show_progress: True for a bar, or for lines where no bar can be; `None` for a bar or nothing; False for nothing.
+        show_progress: True for a bar, or for lines where no bar can be; `None` for a bar that vanishes at its end, or nothing;
+            False for nothing.
         initial: As for `ProgressLines`.
     """
     if show_progress and not has_bar():
         return ProgressLines(total, unit, initial)
     is_shown = has_bar() if show_progress is None else show_progress
-    return tqdm(total=total, initial=initial, unit=unit, disable=not is_shown)
+    # A run evaluates many times: bars that stay would fill a notebook.
+    return tqdm(total=total, initial=initial, unit=unit, disable=not is_shown, leave=bool(show_progress))
 
 
 def _duration(seconds: float) -> str:

@@ -13,11 +13,22 @@ import pytest
 import yaml
 from source_files import ROOT, SOURCES
 from tiny_generator import save_generator, tiny_generator, tiny_pair
-from transformers import MarianConfig, MarianMTModel, T5Config, T5ForConditionalGeneration
+from tiny_languages import nllb_tokenizer
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    M2M100Config,
+    M2M100ForConditionalGeneration,
+    MarianConfig,
+    MarianMTModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from metaphrase.conversion import convert
 from metaphrase.conversion.ctranslate2.export import export_ctranslate2
 from metaphrase.demo.corpus import write_demo_corpus
+from metaphrase.inference import Generator
 from metaphrase.scripts.__main__ import VERBS
 from metaphrase.training.recipe.fields import OWN_FIELDS
 from metaphrase.training.recipe.recipe import load_recipe
@@ -64,6 +75,13 @@ def template(tmp_path_factory):
     MarianMTModel(MarianConfig(**sizes, decoder_start_token_id=0)).save_pretrained(folder / "models" / "opus-mt-en-de")
     convert(folder / "models" / "opus-mt-en-de", folder / "runs" / "pairs")
     tiny_pair().source.save_pretrained(folder / "runs" / "pairs")
+    for name, codes in {"nllb-200-distilled-600M": [], "nllb-tyv": ["tyv_Cyrl"], "rus-tyv": ["tyv_Cyrl"]}.items():
+        tokenizer = nllb_tokenizer(["rus_Cyrl", "kir_Cyrl", *codes])
+        tokenizer.save_pretrained(folder / "models" / name)
+        config = M2M100Config(**sizes | {"pad_token_id": 1, "vocab_size": len(tokenizer)}, max_position_embeddings=64)
+        M2M100ForConditionalGeneration(config).save_pretrained(folder / "models" / name)
+    convert(folder / "models" / "rus-tyv", folder / "runs" / "rus-tyv")
+    (folder / "tuvan.tsv").write_text("a cat\ta дөө\nno dolphin\tno öö\n" * 4, encoding="utf-8")
     recipe = next(text for language, text in BLOCKS if language == "yaml")
     (folder / "runs" / "search").mkdir()
     for path in ("my_recipe.yaml", "runs/search/recipe.yaml"):
@@ -119,9 +137,42 @@ def test_command_runs(command, project, monkeypatch, capsys):
     if "--engine" in rest:
         # The pages make this folder with the command before.
         export_ctranslate2(project / "runs" / "demo", project / rest[0])
+    if verb == "convert":
+        # Code of a page that reads this folder needs it without the command.
+        shutil.rmtree(project / rest[1], ignore_errors=True)
     importlib.import_module(f"metaphrase.scripts.{verb}").main(rest)
     if target:
         assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_new_language_becomes_a_model_that_writes_it(project, capsys):
+    """All steps of docs/nllb.md, one after the other."""
+    check, code, letters, _ = re.findall(r"```python\n(.*?)```", PAGES["docs/nllb.md"], flags=re.DOTALL)
+    exec(compile(check, "page", "exec"), {})
+    assert "['д', 'ө', 'ö']" in capsys.readouterr().out
+    exec(compile(code, "page", "exec"), {})
+    exec(compile(letters.replace('["ᠠ", "ᠡ"]', '["д", "ө", "ö"]'), "page", "exec"), {})
+    tokenizer = AutoTokenizer.from_pretrained("models/nllb-tyv", tgt_lang="tyv_Cyrl")
+    new, related = tokenizer.convert_tokens_to_ids(["tyv_Cyrl", "kir_Cyrl"])
+    ids = tokenizer(text_target="a дөө").input_ids
+    assert ids[0] == new and tokenizer.unk_token_id not in ids
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "a дөө"
+    old, model = (
+        AutoModelForSeq2SeqLM.from_pretrained(f"models/{name}") for name in ("nllb-200-distilled-600M", "nllb-tyv")
+    )
+    rows, old_rows = (network.get_input_embeddings().weight for network in (model, old))
+    assert rows[new].equal(old_rows[related]) and rows[: len(old_rows)].equal(old_rows)
+    assert len(rows) == len(tokenizer) and model.get_output_embeddings().weight is rows
+
+    convert("models/nllb-tyv", "runs/nllb-tyv")
+    words = "tuvan.tsv --model_name_or_path runs/nllb-tyv --source_lang rus_Cyrl --target_lang tyv_Cyrl --use_cpu"
+    words += " --output_dir runs/trained --max_steps 2 --learning_rate 0.1 --per_device_train_batch_size 4"
+    importlib.import_module("metaphrase.scripts.train").main(words.split())
+    generator = Generator.from_pretrained("runs/trained", device="cpu")
+    assert generator.model.generation_config.forced_bos_token_id == new
+    assert not generator.model.get_input_embeddings().weight[new].equal(rows[new])
+    assert generator.tokenizers.encode_sources(["a"])[0][0] == tokenizer.convert_tokens_to_ids("rus_Cyrl")
+    assert len(generator.generate(["a cat"], max_new_tokens=4)) == 1
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.split()[1] in TRAINING])

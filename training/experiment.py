@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,7 +54,7 @@ from metaphrase.training.model_setup import (
     settle_decoding,
 )
 from metaphrase.training.optimizer import freeze
-from metaphrase.training.progress import without_bars
+from metaphrase.training.progress import without_bars, without_weight_bars
 from metaphrase.training.recipe.checks import check_evaluated
 from metaphrase.training.recipe.recipe import Recipe, load_recipe
 from metaphrase.training.run_folder import (
@@ -157,7 +158,8 @@ class Experiment:
         if self.is_begun:
             raise ValueError("An experiment must be carried out once, got another call of `train`: make a new one.")
         self.is_begun = True
-        with only_writer(self.folder) if self.arguments.process_index == 0 else contextlib.nullcontext():
+        lock = only_writer(self.folder) if self.arguments.process_index == 0 else contextlib.nullcontext()
+        with lock, without_weight_bars():
             return self._train()
 
     def _train(self) -> dict:
@@ -260,7 +262,8 @@ class Experiment:
             joint=joint,
             kind=recipe.tokenizer_kind or "byte_bpe",
             target_kind=recipe.target_tokenizer_kind,
-            show_progress=not self.arguments.disable_tqdm and has_bar(),
+            # In a notebook, the bar of this library is a few empty lines.
+            show_progress=not self.arguments.disable_tqdm and has_bar() and sys.stderr.isatty(),
             **options,
         )
         sizes = sorted({len(tokenizers.source), len(tokenizers.target)})

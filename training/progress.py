@@ -1,9 +1,12 @@
 """Progress of training in lines of the log, where there is no terminal for the bar of transformers."""
 
+import contextlib
 import logging
+from collections.abc import Iterator
 
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.utils import logging as transformers_logging
 
 from metaphrase.inference.progress import ProgressLines, has_bar
 
@@ -44,3 +47,15 @@ def without_bars(trainer: Trainer) -> Trainer:
             trainer.remove_callback(callback)
         trainer.add_callback(ProgressLog)
     return trainer
+
+
+@contextlib.contextmanager
+def without_weight_bars() -> Iterator[None]:
+    """Hide transformers' bars for loading and saving weights, since each checkpoint would show two."""
+    is_enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            transformers_logging.enable_progress_bar()

@@ -63,3 +63,5 @@ def test_bars_are_for_terminals(is_terminal, variables, expected, monkeypatch):
     for show_progress, shown in zip((True, None, False), expected, strict=True):
         bar = progress_bar(10, "line", show_progress)
         assert isinstance(bar, ProgressLines) if shown == "lines" else bar.disable is not shown
+        # Only a bar that the caller wants stays on the screen.
+        assert shown is not True or bar.leave is (show_progress is True)

@@ -6,10 +6,10 @@ LETTERS = "▁abcdehilnoprst"
 CODES = {"nllb": ["eng_Latn", "deu_Latn", "ron_Latn"], "mbart": ["en_XX", "de_DE", "ro_RO"]}
 
 
-def nllb_tokenizer():
+def nllb_tokenizer(codes=CODES["nllb"]):
     tokens = ["<s>", "<pad>", "</s>", "<unk>", *LETTERS]
     return NllbTokenizer(
-        vocab={token: index for index, token in enumerate(tokens)}, merges=[], extra_special_tokens=CODES["nllb"]
+        vocab={token: index for index, token in enumerate(tokens)}, merges=[], extra_special_tokens=list(codes)
     )
 
 

@@ -93,7 +93,8 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
     if recipe.time_budget is not None:
         if not is_base:
             pace_of(SIZES[1])
-        seconds = _UPDATES_SHARE * (experiment.deadline - time.time())
+        # Reading long files may have used up all the time.
+        seconds = _UPDATES_SHARE * max(0.0, experiment.deadline - time.time())
     if is_base:
         hours = choose_finetuning(filled, experiment, tokens, seconds, free_memory() / _HEAP) / 3600
     else:

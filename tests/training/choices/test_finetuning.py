@@ -141,6 +141,8 @@ def test_time_shortens_the_run(folder, monkeypatch):
     )
     recipe, text = completed(folder, base, time_budget="1h")
     assert 1 <= recipe.max_steps < 10 < unlimited.max_steps and "% of them fit into the time" in text
+    recipe, text = completed(folder, base, time_budget="0.001s")
+    assert recipe.max_steps == 1 and "; 0 % of them fit into the time" in text
 
 
 @pytest.mark.parametrize(
