@@ -1,6 +1,8 @@
-"""Progress of training in lines of the log, where there is no terminal for the bar of transformers."""
+"""Progress of training: a bar with plain lines on a terminal, lines of the log elsewhere."""
 
 import logging
+import sys
+from collections.abc import Mapping
 
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -23,24 +25,49 @@ class ProgressLog(TrainerCallback):
         self.lines = ProgressLines(state.max_steps, "update", initial=state.global_step)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if "loss" in (logs or {}):
-            self.note = f"loss {float(logs['loss']):.3g}"
+        self.note = _note(logs) or self.note
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
             self.lines.update(state.global_step - self.lines.done, self.note)
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-        scores = {name.removeprefix("eval_"): value for name, value in (metrics or {}).items()}
-        texts = [f"{name} {value:.4g}" for name, value in scores.items() if not name.endswith(_OTHER_VALUES)]
         if state.is_world_process_zero:
-            logger.info("update %d: %s", state.global_step, ", ".join(texts))
+            logger.info("%s", _line(state.global_step, metrics))
 
 
-def without_bars(trainer: Trainer) -> Trainer:
-    """Return the trainer with lines in place of transformers' bars, unless a terminal or a notebook can show bars."""
+class ProgressBars(ProgressCallback):
+    """Bars of transformers. Instead of its dictionaries, the bar shows the loss, and each evaluation writes a line."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if self.training_bar is not None and _note(logs):
+            self.training_bar.set_postfix_str(_note(logs))
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        super().on_evaluate(args, state, control, **kwargs)
+        if self.training_bar is not None:
+            self.training_bar.write(_line(state.global_step, metrics), file=sys.stderr)
+
+
+def _note(logs: Mapping | None) -> str:
+    return f"loss {float(logs['loss']):.3g}" if "loss" in (logs or {}) else ""
+
+
+def _line(step: int, metrics: Mapping | None) -> str:
+    scores = {name.removeprefix("eval_"): value for name, value in (metrics or {}).items()}
+    texts = [f"{name} {value:.4g}" for name, value in scores.items() if not name.endswith(_OTHER_VALUES)]
+    return f"update {step}, validation: {', '.join(texts)}"
+
+
+def with_plain_lines(trainer: Trainer) -> Trainer:
+    """Return the trainer with plain lines in place of transformers' dictionaries, and of bars that cannot be shown.
+
+    A notebook keeps the table of transformers.
+    """
     if trainer.args.disable_tqdm or not has_bar():
         for callback in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(callback)
         trainer.add_callback(ProgressLog)
+    elif trainer.pop_callback(ProgressCallback):
+        trainer.add_callback(ProgressBars)
     return trainer

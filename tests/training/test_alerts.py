@@ -221,6 +221,9 @@ def test_scores_that_stay_at_zero(caplog):
     exact = [(step, {"exact_match": 0.0}) for step in (300, 600, 900)]
     assert replay(exact, caplog, 1200, ["exact_match"]) == []
     assert len(replay(exact, caplog, 1200, ["exact_match"], targets=SYMBOLS)) == 1
+    # Nearly right comes before right.
+    assert replay(exact, caplog, 2000, ["exact_match"], targets=SYMBOLS) == []
+    assert replay([(step // 10, scores) for step, scores in exact], caplog, 120, ["exact_match"], targets=SYMBOLS) == []
     # BLEU of single words is 0, and would choose no checkpoint.
     words = SideProfile.of(["ging", "lief", "kam"] * 100)
     right = [(step, {"exact_match": 90.0, "bleu": 0.0}) for step in (300, 600, 900)]
