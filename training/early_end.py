@@ -60,8 +60,8 @@ class TimeBudget(TrainerCallback):
         used = self.seconds - (self.deadline - self.start)
         if 2 * used > self.seconds and state.is_world_process_zero:
             logger.warning(
-                "`time_budget` is short: %.0f of its %.0f seconds have passed before the first update. The run will end late, "
-                "with a poor model. Set `time_budget` to %.0fs or more.",
+                "`time_budget` is short: %.0f of its %.0f seconds have passed before the first update. The model will be poor, "
+                "and the run may end late. Set `time_budget` to %.0fs or more.",
                 *(used, self.seconds, 10 * math.ceil(used / 3)),
             )
         scheduler = getattr(lr_scheduler, "scheduler", lr_scheduler)

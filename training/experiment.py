@@ -266,10 +266,11 @@ class Experiment:
             show_progress=not self.arguments.disable_tqdm and has_bar(),
             **options,
         )
-        sizes = sorted({len(tokenizers.source), len(tokenizers.target)})
-        logger.info(
-            "Trained a %s tokenizer of %s entries.", "joint" if joint else "separate", " and ".join(map(str, sizes))
+        sizes = len(tokenizers.source), len(tokenizers.target)
+        text = (
+            "Trained a joint tokenizer of %d entries." if joint else "Trained separate tokenizers of %d and %d entries."
         )
+        logger.info(text, *sizes[: 1 if joint else 2])
         return tokenizers
 
     def make_model(self, tokenizers: TokenizerPair, with_weights: bool = True) -> PreTrainedModel:

@@ -273,7 +273,8 @@ def choose_from_tokens(
         share, epochs = min(1, possible(size) / wanted), updates * budget / tokens.both
         reason = f"{epochs:.0f} epochs, after which little is gained"
         if share < 1:
-            reason = f"{reason}; about {100 * share:.0f} % of them fit into the time"
+            shown = f"about {100 * share:.0f} %" if share > 0.01 else "less than 1 %"
+            reason = f"{reason}; {shown} of them fit into the time"
         elif pace.seconds:
             reason = f"{reason}; about {duration(updates * pace.seconds)} on this machine"
         recipe.choose(reason, max_steps=updates)
