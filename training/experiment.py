@@ -354,7 +354,7 @@ class Experiment:
             best_kept_metric=recipe.metric_for_best_model or DEFAULT_METRIC,
             generation_options={"num_beams": arguments.generation_num_beams or 1},
         )
-        return with_plain_lines(trainer)
+        return with_plain_lines(trainer, self.deadline)
 
     def _generator(self, model: PreTrainedModel, tokenizers: TokenizerPair) -> Generator:
         sizes = {"batch_size": self.arguments.per_device_eval_batch_size, "max_source_length": self.corpus.longest}

@@ -2,8 +2,10 @@
 
 import io
 import logging
+import math
 import re
 import sys
+import time
 
 import pytest
 from small_trainers import make_trainer, small_pairs
@@ -25,7 +27,7 @@ class Terminal(io.StringIO):
 def stderr_of_run(tmp_path, monkeypatch, caplog):
     """What a run of four updates and two evaluations writes, with a message of the log."""
 
-    def run(stream):
+    def run(stream, seconds=math.inf):
         monkeypatch.delenv("TQDM_DISABLE", raising=False)
         monkeypatch.setattr(sys, "stderr", stream)
         log, handler = logging.getLogger("metaphrase"), LinesBetweenBars(stream)
@@ -36,22 +38,25 @@ def stderr_of_run(tmp_path, monkeypatch, caplog):
         speaker = TrainerCallback()
         speaker.on_step_end = lambda args, state, *_, **__: log.info("message in update %d", state.global_step)
         trainer.add_callback(speaker)
-        with_plain_lines(trainer).train()
+        with_plain_lines(trainer, time.time() + seconds).train()
         log.removeHandler(handler)
         return stream.getvalue()
 
     return run
 
 
-def test_a_terminal_has_a_bar_and_a_line_for_each_evaluation(stderr_of_run):
-    text = stderr_of_run(Terminal())
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(math.inf, r"it/s, loss \d\.\d+\]"), (600, r"loss \d\.\d+, 10 min left\]")]
+)
+def test_a_terminal_has_a_bar_and_a_line_for_each_evaluation(seconds, shown, stderr_of_run):
+    text = stderr_of_run(Terminal(), seconds)
     # Only what follows the last return of a line stays visible.
     lines = [line.rpartition("\r")[2] for line in text.split("\n")]
     assert [line[:20] for line in lines if line.startswith("update")] == [
         "update 2, validation",
         "update 4, validation",
     ]
-    assert "message in update 3" in lines and "{" not in text and re.search(r"2/4 .*loss \d\.\d+\]", text)
+    assert "message in update 3" in lines and "{" not in text and re.search(rf"2/4 \[\d\d:\d\d[^\r]*{shown}", text)
 
 
 def test_elsewhere_there_are_lines_alone(stderr_of_run):
