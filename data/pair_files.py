@@ -92,7 +92,8 @@ def _check_no_header(path: str, fields: list[str], names: Columns, columns: Colu
         )
     elif len(fields) > 2:
         raise ValueError(
-            f"{path} must have two columns, got {len(fields)} in its first line. Set `source_column` and `target_column`."
+            f"{path} must have two columns, got {len(fields)} in its first line. Set `source_column` and `target_column` to "
+            "names in its header, or to numbers from 0."
         )
 
 
@@ -206,8 +207,10 @@ def _from_mapping(record: Any, names: tuple[str, str], where: str) -> Record:
     for name in names:
         value = row.get(name)
         if not isinstance(value, str):
-            actual = f"type {type(value).__name__}" if name in row else f"the keys {list(row)}"
-            return PairProblem("malformed", f"{where} must hold a text {name!r}, got {actual}.")
+            actual = f"type {type(value).__name__}."
+            if name not in row:
+                actual = f"the keys {list(row)}. Set `source_column` and `target_column` to two of its keys."
+            return PairProblem("malformed", f"{where} must hold a text {name!r}, got {actual}")
         try:
             value.encode("utf-8")
         except UnicodeEncodeError:  # a lone surrogate

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import os
 import sys
 import time
@@ -26,17 +27,19 @@ class ProgressLines(contextlib.AbstractContextManager):
         done: Number of units that are done.
     """
 
-    def __init__(self, total: int | None, unit: str, initial: int = 0):
+    def __init__(self, total: int | None, unit: str, initial: int = 0, time_limit: float = math.inf):
         """Begin to measure time.
 
         Args:
             total: Number of all units; `None` if it is unknown.
             unit: Name of a unit.
             initial: Units that an earlier run has done.
+            time_limit: Seconds after which the work ends although units are left.
         """
-        self.total, self.unit, self.done = total, unit, initial
-        self._first = self._last_done = initial
+        self.total, self.unit, self.done, self.time_limit = total, unit, initial, time_limit
+        self._first = initial
         self._start = self._last_time = time.monotonic()
+        self._last_percent = self._percent(self._start)
         self._most_seconds = _FIRST_SECONDS
 
     def __exit__(self, *exception: object) -> None:
@@ -52,16 +55,22 @@ class ProgressLines(contextlib.AbstractContextManager):
         self.done += count
         now = time.monotonic()
         seconds = now - self._last_time
-        is_far = bool(self.total) and 100 * (self.done - self._last_done) >= _PERCENT * self.total
+        is_far = round(self._percent(now) - self._last_percent, 6) >= _PERCENT
         if seconds < (_SECONDS if is_far else self._most_seconds):
             return
-        self._last_done, self._last_time = self.done, now
+        self._last_percent, self._last_time = self._percent(now), now
         self._most_seconds = _MANY_SECONDS if self.total else _FIRST_SECONDS
         parts = [f"{self.unit} {self.done}"]
         if self.total:
-            left = (now - self._start) / (self.done - self._first) * (self.total - self.done)
-            parts = [f"{100 * self.done / self.total:3.0f} %", f"{parts[0]}/{self.total}", f"{_duration(left)} left"]
+            seconds = now - self._start
+            left = min(seconds / (self.done - self._first) * (self.total - self.done), self.time_limit - seconds)
+            parts = [f"{self._percent(now):3.0f} %", f"{parts[0]}/{self.total}", f"{short_duration(left)} left"]
         logger.info("%s", "  ".join([*parts, note]).rstrip())
+
+    def _percent(self, now: float) -> float:
+        if not self.total:
+            return 0.0
+        return min(100.0, 100 * max(self.done / self.total, (now - self._start) / self.time_limit))
 
 
 ProgressBar = tqdm | ProgressLines
@@ -84,8 +93,9 @@ def progress_bar(total: int | None, unit: str, show_progress: bool | None, initi
     return tqdm(total=total, initial=initial, unit=unit, disable=not is_shown, leave=bool(show_progress))
 
 
-def _duration(seconds: float) -> str:
+def short_duration(seconds: float) -> str:
+    """Return a duration such as `12 min`. A negative one is `0 s`."""
     for size, unit in ((3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
+    return f"{max(0.0, seconds):.0f} s"

@@ -28,6 +28,7 @@ def install() -> None:
 
 def _announce() -> None:
     """Add the model type to transformers' table of configurations, which loads a class when it is looked up."""
+    # `AutoConfig.register` needs the class itself, and so torch. Only the private tables take a name that is imported later.
     table = sys.modules[_CONFIGURATIONS].CONFIG_MAPPING
     if _MODEL_TYPE not in table:
         table._mapping[_MODEL_TYPE] = "MetaphraseConfig"

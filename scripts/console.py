@@ -4,6 +4,7 @@ Help and errors must come at once, so that this file imports no other room and n
 """
 
 import argparse
+import contextlib
 import difflib
 import itertools
 import logging
@@ -117,6 +118,16 @@ def verb_parser(verb: str, description: str, **options) -> VerbParser:
     return parser
 
 
+class LinesBetweenBars(logging.StreamHandler):
+    """Handler whose lines do not end up behind a progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # Without the library there is no bar.
+        library = sys.modules.get("tqdm")
+        with library.tqdm.external_write_mode(self.stream) if library else contextlib.nullcontext():
+            super().emit(record)
+
+
 def run(main: Callable[[Sequence[str]], None], verb: str, words: Sequence[str] | None = None) -> int:
     """Run a verb. Progress goes to standard error. An expected error is printed as one line without traceback.
 
@@ -134,7 +145,7 @@ def run(main: Callable[[Sequence[str]], None], verb: str, words: Sequence[str] |
         os.environ.setdefault("TQDM_DISABLE", "1")
     is_verbose = "--verbose" in words or bool(os.environ.get("METAPHRASE_DEBUG"))
     level = logging.WARNING if "--quiet" in words else logging.INFO
-    logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(level=level, format="%(message)s", handlers=[LinesBetweenBars(sys.stderr)])
     # This library prints its messages itself.
     logging.getLogger("huggingface_hub").propagate = False
     for name in () if is_verbose else _CHATTY:

@@ -9,6 +9,8 @@ import contextlib
 import logging
 import re
 import shlex
+import shutil
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from metaphrase.scripts.console import run
 from metaphrase.scripts.parsers import parse
 from metaphrase.training.checkpointing.folders import last_whole_checkpoint
 from metaphrase.training.choices.completion import complete, is_completable
+from metaphrase.training.choices.rules import Choice
 from metaphrase.training.cpu_setup import keep_few_kernels, keep_freed_memory
 from metaphrase.training.distributed import leave_processes
 from metaphrase.training.experiment import Experiment
@@ -97,6 +100,18 @@ def naming_checkpoint(folder: Path) -> Iterator[None]:
         raise KeyboardInterrupt(hint) from None
 
 
+def wrapped(choices: Sequence[Choice]) -> str:
+    """Return the choices in lines that fit the terminal, or 120 columns."""
+    options = {
+        "initial_indent": "  ",
+        "subsequent_indent": "      ",
+        "break_on_hyphens": False,
+        "break_long_words": False,
+    }
+    width = shutil.get_terminal_size((120, 24)).columns
+    return "\n".join(textwrap.fill(str(choice), width, **options) for choice in choices)
+
+
 def next_steps(folder: Path, objective: str = "pairs") -> str:
     """Return the commands that a user of a finished model needs next."""
     name = shlex.quote(str(folder))
@@ -129,8 +144,7 @@ def main(words: Sequence[str]) -> None:
     if is_completable(recipe):
         experiment, choices = complete(recipe, arguments.dry_run, psutil.Process().create_time())
         if choices and experiment.arguments.process_index == 0:
-            lines = "".join(f"\n  {choice}" for choice in choices)
-            logger.info("Chosen from the pairs and this machine, to be saved in recipe.yaml:%s", lines)
+            logger.info("Chosen from the pairs and this machine, to be saved in recipe.yaml:\n%s", wrapped(choices))
     else:
         experiment = Experiment(recipe, is_dry_run=arguments.dry_run)
     is_main_process = experiment.arguments.process_index == 0

@@ -42,9 +42,16 @@ def test_fast_code_is_plugged_into_the_network():
     assert MetaphraseForConditionalGeneration._beam_search is fast_generation.FastGeneration._beam_search
 
 
-def test_import_registers_the_models_with_transformers():
-    code = "import metaphrase, transformers; print(type(transformers.AutoConfig.for_model('metaphrase')).__module__)"
-    assert run(code).stdout.strip() == "metaphrase.modeling.configuration_metaphrase"
+@pytest.mark.parametrize("libraries", ["metaphrase, transformers", "transformers, metaphrase"])
+def test_transformers_loads_the_models_when_it_looks_them_up(libraries):
+    code = f"""
+import {libraries}, sys
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+assert "metaphrase" in CONFIG_MAPPING and "metaphrase" in CONFIG_MAPPING.keys()
+print("metaphrase.modeling" in sys.modules)
+print(transformers.AutoConfig.for_model("metaphrase").__class__.__module__, CONFIG_MAPPING.keys().count("metaphrase"))
+"""
+    assert run(code).stdout.split() == ["False", "metaphrase.modeling.configuration_metaphrase", "1"]
 
 
 def test_a_second_call_of_install_changes_nothing():

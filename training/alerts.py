@@ -351,7 +351,11 @@ class TrainingAlerts(TrainerCallback):
         dead = [name for name, values in scores.items() if not any(_is_alive(name, value) for value in values)]
         targets, best = self.targets, (args.metric_for_best_model or "").removeprefix("eval_")
         is_short = targets is not None and targets.mean_characters <= _SHORT_TARGETS
-        is_all = ("exact_match" in dead and is_short) or (len(dead) == len(scores) and dead != ["exact_match"])
+        # Other scores rise first.
+        is_late = state.global_step >= max(_MIN_UPDATES, 0.5 * state.max_steps)
+        is_all = ("exact_match" in dead and is_short and is_late) or (
+            len(dead) == len(scores) and dead != ["exact_match"]
+        )
         if is_all or (best in dead and best != "exact_match"):
             shown = ", ".join(f"{name} {scores[name][-1]:.1f}" for name in dead)
             advice = "Check that each target belongs to its source, and that `learning_rate` suits the network."

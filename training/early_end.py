@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import re
 import signal
 import threading
@@ -14,6 +15,8 @@ from transformers import TrainerCallback, TrainerControl, TrainingArguments
 logger = logging.getLogger(__name__)
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+# Time for the final scores while the duration of an evaluation is unknown: a share of the time for training, or many seconds.
+_UNKNOWN_SHARE, _UNKNOWN_SECONDS = 0.2, 60
 
 
 def parse_seconds(text: str) -> float:
@@ -32,16 +35,17 @@ def parse_seconds(text: str) -> float:
 class TimeBudget(TrainerCallback):
     """Callback that ends training at a deadline, and moves the schedule of the learning rate on by the clock.
 
-    The schedule follows the steps or the clock, whichever is further. So a slow machine ends with a low learning rate too. Time
-    for the scores of the finished model is reserved by the duration of the last evaluation.
+    The schedule follows the steps or the clock, whichever is further. So a slow machine ends with a low learning rate too. The
+    duration of the last evaluation tells how much time another one and the scores of the finished model need.
 
     Args:
         deadline: End of the run, in seconds of `time.time()`.
         final_share: Duration of the final scores, relative to an evaluation during training.
+        seconds: Duration of the run.
     """
 
-    def __init__(self, deadline: float, final_share: float):
-        self.deadline, self.final_share = deadline, final_share
+    def __init__(self, deadline: float, final_share: float, seconds: float):
+        self.deadline, self.final_share, self.seconds = deadline, final_share, seconds
         self.start, self.reserved = time.time(), 0.0
 
     @property
@@ -51,6 +55,15 @@ class TimeBudget(TrainerCallback):
 
     def on_train_begin(self, args, state, control, lr_scheduler=None, **kwargs):
         self.start = time.time()
+        if self.final_share:
+            self.reserved = min(_UNKNOWN_SECONDS, _UNKNOWN_SHARE * max(0.0, self.deadline - self.start))
+        used = self.seconds - (self.deadline - self.start)
+        if 2 * used > self.seconds and state.is_world_process_zero:
+            logger.warning(
+                "`time_budget` is short: %.0f of its %.0f seconds have passed before the first update. The model will be poor, "
+                "and the run may end late. Set `time_budget` to %.0fs or more.",
+                *(used, self.seconds, 10 * math.ceil(used / 3)),
+            )
         scheduler = getattr(lr_scheduler, "scheduler", lr_scheduler)
         if isinstance(scheduler, LambdaLR):
             scheduler.lr_lambdas = [self._by_clock(factor, state.max_steps) for factor in scheduler.lr_lambdas]
@@ -59,7 +72,9 @@ class TimeBudget(TrainerCallback):
         return lambda step: factor(max(step, min(max_steps, int(self.progress * max_steps))))
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-        self.reserved = self.final_share * (metrics or {}).get("eval_runtime", 0.0)
+        self.reserved = (1 + self.final_share) * (metrics or {}).get("eval_runtime", 0.0)
+        if self.progress >= 1:
+            _end_evaluated(args, control)
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.progress >= 1:
@@ -99,9 +114,18 @@ class EndOnInterrupt(TrainerCallback):
         if self.is_interrupted:
             _end(args, control)
 
+    def on_evaluate(self, args, state, control, **kwargs):
+        if self.is_interrupted:
+            _end_evaluated(args, control)
+
 
 def _end(args: TrainingArguments, control: TrainerControl) -> None:
     """End training after this update, and evaluate and save it if the run does so."""
-    control.should_training_stop = True
+    _end_evaluated(args, control)
     control.should_evaluate = args.eval_strategy != "no"
+
+
+def _end_evaluated(args: TrainingArguments, control: TrainerControl) -> None:
+    """End training after this update, which is evaluated already, and save it if the run does so."""
+    control.should_training_stop = True
     control.should_save = args.save_strategy != "no"

@@ -1,9 +1,9 @@
 """Run of a recipe, from raw pairs to a folder with a trained and scored model."""
 
 import contextlib
-import dataclasses
 import json
 import logging
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ from metaphrase.training.alerts import (
 from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC, RECIPE_NAME
 from metaphrase.training.corpora import PairCorpus, StreamedPairCorpus, TaskCorpus, TextCorpus
 from metaphrase.training.cpu_setup import warn_of_slow_bfloat16
-from metaphrase.training.decoding_choice import choice_cost, choose_decoding
+from metaphrase.training.decoding_choice import fill_decoding, final_share, is_choice_open
 from metaphrase.training.distributed import check_devices, check_processes, meet_on_cpu
 from metaphrase.training.early_end import EndOnInterrupt, TimeBudget, parse_seconds
 from metaphrase.training.exponential_average import ExponentialAverage
@@ -54,7 +54,7 @@ from metaphrase.training.model_setup import (
     settle_decoding,
 )
 from metaphrase.training.optimizer import freeze
-from metaphrase.training.progress import without_bars, without_weight_bars
+from metaphrase.training.progress import with_plain_lines, without_weight_bars
 from metaphrase.training.recipe.checks import check_evaluated
 from metaphrase.training.recipe.recipe import Recipe, load_recipe
 from metaphrase.training.run_folder import (
@@ -106,6 +106,7 @@ class Experiment:
         if recipe.use_cpu or "use_cpu" in extra:
             meet_on_cpu(recipe.ddp_timeout, recipe.ddp_backend)
         self.arguments: Seq2SeqTrainingArguments = recipe.training_arguments(**extra)
+        self.deadline = math.inf
         if recipe.time_budget is not None:
             self.deadline = (time.time() if started is None else started) + parse_seconds(recipe.time_budget)
             if self.arguments.world_size > 1:
@@ -192,8 +193,10 @@ class Experiment:
         trainer.save_state()
         result = {}
         if trainer.is_world_process_zero():
-            if recipe.choose_decoding and trainer.score is not None:
-                self._choose_decoding(model, tokenizers, trainer.score)
+            if is_choice_open(recipe) and trainer.score is not None:
+                generator = self._generator(model, tokenizers)
+                pairs = len(self.corpus.splits[self.corpus.scored_split()])
+                self.recipe = fill_decoding(recipe, generator, trainer.score, self.deadline, pairs, self.folder)
             # Again, since the counts of a stream are final now.
             self._write_provenance()
             result = self._evaluate(model, tokenizers)
@@ -266,10 +269,11 @@ class Experiment:
             show_progress=not self.arguments.disable_tqdm and has_bar() and sys.stderr.isatty(),
             **options,
         )
-        sizes = sorted({len(tokenizers.source), len(tokenizers.target)})
-        logger.info(
-            "Trained a %s tokenizer of %s entries.", "joint" if joint else "separate", " and ".join(map(str, sizes))
+        sizes = len(tokenizers.source), len(tokenizers.target)
+        text = (
+            "Trained a joint tokenizer of %d entries." if joint else "Trained separate tokenizers of %d and %d entries."
         )
+        logger.info(text, *sizes[: 1 if joint else 2])
         return tokenizers
 
     def make_model(self, tokenizers: TokenizerPair, with_weights: bool = True) -> PreTrainedModel:
@@ -320,7 +324,9 @@ class Experiment:
         if recipe.exponential_average_decay is not None:
             callbacks.append(ExponentialAverage(recipe.exponential_average_decay, recipe.exponential_average_warmup))
         if recipe.time_budget is not None:
-            callbacks.append(TimeBudget(self.deadline, self._final_share(encoded)))
+            sizes = [len(encoded.get(split) or ()) for split in (self.corpus.scored_split(), "validation")]
+            share = final_share(recipe, self.scores.metrics, *sizes)
+            callbacks.append(TimeBudget(self.deadline, share, parse_seconds(recipe.time_budget)))
         validation, sample = encoded.get("validation"), None
         if self.scores.metrics and validation is not None:
             most = recipe.max_decoded_samples
@@ -351,48 +357,11 @@ class Experiment:
             best_kept_metric=recipe.metric_for_best_model or DEFAULT_METRIC,
             generation_options={"num_beams": arguments.generation_num_beams or 1},
         )
-        return without_bars(trainer)
+        return with_plain_lines(trainer, self.deadline)
 
-    def _choose_decoding(self, model: PreTrainedModel, tokenizers: TokenizerPair, sample: ValidationSample) -> None:
-        """Set the beams and the length penalty that the recipe leaves open, in the saved model and in the recipe."""
-        recipe = self.recipe
-        if recipe.is_set("num_beams") or recipe.is_set("length_penalty"):
-            return
-        generator = Generator(model.eval(), tokenizers, **self._decoding_sizes())
-        pairs = sample.sources, sample.references
-        values, reason = choose_decoding(generator, *pairs, self.scores, self._is_in_time)
-        logger.info("%s: %s", ", ".join(f"{name} {value}" for name, value in values.items()), reason)
-        for name, value in values.items():
-            setattr(model.generation_config, name, value)
-        model.generation_config.save_pretrained(self.folder)
-        self.recipe = dataclasses.replace(
-            recipe.replace(is_checked=False, **values),
-            reasons={**recipe.reasons, "num_beams": reason},
-            is_checked=False,
-        )
-
-    def _is_in_time(self, seconds: float) -> bool:
-        """Return True if the scores of the finished model are still in time after a search of this duration."""
-        if self.recipe.time_budget is None:
-            return True
-        split, most = self.corpus.scored_split(), self.recipe.max_decoded_samples
-        pairs = len(self.corpus.splits[split])
-        return time.time() + seconds * (1 + pairs / min(most or pairs, pairs)) < self.deadline
-
-    def _decoding_sizes(self) -> dict[str, int | None]:
-        return {"batch_size": self.arguments.per_device_eval_batch_size, "max_source_length": self.corpus.longest}
-
-    def _final_share(self, encoded: dict[str, datasets.Dataset]) -> float:
-        """Return the duration of the final scores relative to an evaluation, which is greedy and decodes fewer pairs."""
-        split, validation = self.corpus.scored_split(), len(encoded.get("validation") or ())
-        decoded = min(validation, self.recipe.max_decoded_samples or validation)
-        if not split or not decoded:
-            return 0.0
-        is_chosen = self.recipe.choose_decoding and not self.recipe.is_set("num_beams")
-        beams = 2 if is_chosen or (self.recipe.num_beams or 1) > 1 else 1
-        choice = choice_cost(self.scores.metrics[0]) if is_chosen and self.scores.metrics else 0
-        # The mean of checkpoints is evaluated once.
-        return beams * len(encoded[split]) / decoded + choice + (self.recipe.average_best is not None)
+    def _generator(self, model: PreTrainedModel, tokenizers: TokenizerPair) -> Generator:
+        sizes = {"batch_size": self.arguments.per_device_eval_batch_size, "max_source_length": self.corpus.longest}
+        return Generator(model.eval(), tokenizers, **sizes)
 
     def _write_provenance(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -414,7 +383,7 @@ class Experiment:
                 renamed = earlier.rename(earlier.with_name("metrics_of_earlier_weights.json"))
                 logger.warning("Scores of an earlier run were moved to %s.", renamed)
             return {}
-        generator = Generator(model.eval(), tokenizers, **self._decoding_sizes())
+        generator = self._generator(model, tokenizers)
         targets = corpus.splits[split]["target"][:]
         references = tokenizers.as_decoded(targets)
         result, predictions = evaluate_generator(

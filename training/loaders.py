@@ -89,9 +89,10 @@ class DataLoadersMixin:
         loader = self._loader_by_budget(self.train_dataset, is_training=True)
         sampler = loader.batch_sampler
         logger.info(
-            "An epoch has %d batches of at most %d tokens; padded, %.1f %% of them would be padding.",
+            "An epoch has %d batches of at most %d tokens. %s %.1f %% of them.",
             len(sampler) * sampler.num_processes,
             self.max_tokens_per_batch,
+            "Packed rows need no padding, which would take" if self.packs_pairs else "Padding takes",
             100 * sampler.padding_share(),
         )
         return loader

@@ -1,6 +1,7 @@
 """Explanation page: one file that loads no other, inert texts, the numbers of the model, and clicks in Chromium."""
 
 import base64
+import dataclasses
 import json
 import re
 import shutil
@@ -14,6 +15,7 @@ from tiny_generator import SOURCES, TARGETS, tiny_generator
 from metaphrase.hub_card import write_explanation_page
 from metaphrase.hub_card.explanation_page import MAX_PAIRS
 from metaphrase.inference import explain
+from metaphrase.inference.explanation import PositionMap
 
 EVIL = """</script><script>window.hacked=1</script> <b id="x">&amp; 'q' "q" <!-- {{data}} \\u003c $& שלום \u202e 👩‍💻 \x07"""
 LONG = "a " * 255 + "b"
@@ -87,6 +89,15 @@ def test_data_are_those_of_the_explanation(shown, path):
             np.testing.assert_allclose(values, item.values, atol=packed["largest"] / 250)
         assert pair["ranks"] == explanation.ranks.tolist() and pair["loss"] == explanation.loss
         assert len(pair["beam"]["nodes"]) == len(explanation.beam_tree.nodes)
+
+
+def test_positions_keep_their_scale(shown, tmp_path):
+    large = PositionMap("large", "bias", np.array([[[-4.0, 2.0]]]))
+    zero = PositionMap("zero", "added", np.zeros((1, 1, 2)))
+    explanation = dataclasses.replace(shown[0], positions=[large, zero])
+    packed = data_of(write_explanation_page([explanation], tmp_path / "page.html"))["pairs"][0]["positions"]
+    assert [item["largest"] for item in packed] == [4.0, 1.0]
+    assert [unpack(item).ravel().tolist() for item in packed] == [[1, 192], [128, 128]]
 
 
 def test_reduction_above_the_size_limit_is_named(shown, tmp_path, caplog):

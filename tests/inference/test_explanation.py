@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 from other_families import generator_of
-from tiny_generator import SOURCES, TARGETS, tiny_generator
+from tiny_generator import SOURCES, TARGETS, tiny_generator, tiny_pair
+from tiny_models import tiny_model
 
-from metaphrase.inference import explain
+from metaphrase.inference import Generator, explain
 from metaphrase.inference.explanation import group_words
 
 FAMILIES = ["metaphrase", "two vocabularies", "t5", "bart", "marian", "fsmt"]
@@ -85,6 +86,10 @@ def test_searches_are_those_of_generate(family, options):
     # The sum of log-probabilities of a pruned hypothesis, too, is that of the model.
     pruned = next(node for node in tree.nodes if node.state == "pruned" and node.step == 1)
     assert pruned.total == pytest.approx(generator.score([SOURCE], [ids_of(pruned)])[0].total, abs=1e-4)
+    # The candidates of the last step have no continuation: the best of them are open, or results.
+    last = [node for node in tree.nodes if node.step == tree.nodes[-1].step and node.id != end]
+    assert [node.state != "pruned" for node in last] == [index < num_beams for index in range(len(last))]
+    assert all(len(step.ids) == 10 for steps in shown.paths.values() for step in steps)
     _, [[greedy]] = generator.search([SOURCE], False, {**options, "num_beams": 1, "length_penalty": None}, False)
     path = shown.paths.get("greedy", shown.paths.get("target"))
     assert [step.choice for step in path] == greedy.ids
@@ -111,8 +116,10 @@ def test_masks_at_the_largest_length_keep_kinds_apart():
 
 def test_positions_are_those_of_the_modules():
     kinds = {}
-    for family in ("metaphrase", "t5", "bart", "marian"):
-        generator = generator_of(family)
+    pair = tiny_pair()
+    relative = tiny_model(position_embedding_type="relative", **pair.config_fields())
+    for family in ("metaphrase", "relative", "t5", "bart", "marian"):
+        generator = Generator(relative, pair) if family == "relative" else generator_of(family)
         shown = explain(generator, SOURCE, TARGET, max_new_tokens=2)
         assert [item.name.split(".")[-4 if family == "t5" else -2] for item in shown.positions][:1] != [""]
         kinds[family] = [item.kind for item in shown.positions]
@@ -124,6 +131,9 @@ def test_positions_are_those_of_the_modules():
             attention = generator.model.encoder.block[0].layer[0].SelfAttention
             with torch.inference_mode():
                 np.testing.assert_allclose(values, attention.compute_bias(length, length)[0].numpy())
+        if family == "relative":
+            assert values.shape == (relative.config.encoder_attention_heads, length, length)
+    assert kinds.pop("relative") == ["bias"] * 2
     assert kinds == {"metaphrase": ["rotary"] * 2, "t5": ["bias"] * 2, "bart": ["added"] * 2, "marian": ["added"] * 2}
 
 

@@ -32,6 +32,16 @@ def test_a_line_comes_every_few_percent_and_seconds(clock, caplog):
     assert len(caplog.messages) == 10 and caplog.messages[-1] == "100 %  line 1000/1000  0 s left"
 
 
+def test_work_that_ends_in_time_shows_the_time_that_is_left(clock, caplog):
+    caplog.set_level("INFO")
+    lines = ProgressLines(1000, "update", time_limit=600)
+    for _ in range(20):
+        clock[0] += 15
+        lines.update(1)
+    # A line every 5 percent of the time: 2 percent of the updates are done.
+    assert len(caplog.messages) == 10 and caplog.messages[-1] == " 50 %  update 20/1000  5 min left"
+
+
 def test_slow_work_has_a_first_line_soon(clock, caplog):
     caplog.set_level("INFO")
     lines = ProgressLines(10_000, "line")

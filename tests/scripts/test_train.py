@@ -61,7 +61,7 @@ def test_without_a_terminal_progress_is_lines_and_the_end_names_next_steps(words
         assert run(train.main, "train", words) == 0
     [first, second] = [line for line in caplog.messages if "  update " in line]
     assert first.startswith(" 50 %  update 1/2  ") and "  loss " in second
-    assert any(line.startswith("update 2: loss ") and "bleu 0" in line for line in caplog.messages)
+    assert any(line.startswith("update 2, validation: loss ") and "bleu 0" in line for line in caplog.messages)
     said = "".join(capfd.readouterr())
     assert "%|" not in said and "{'loss'" not in said and "\r" not in said
     end = caplog.messages[-1]

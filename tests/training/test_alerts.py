@@ -1,6 +1,7 @@
 """Tests of alerts: each one is said in a run that deserves it, and not in a run that does not."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from transformers import TrainerState, TrainingArguments
 from metaphrase.data.profile import SideProfile
 from metaphrase.demo.corpus import make_demo_corpus
 from metaphrase.evaluation.task_scores import TaskScores, ValidationSample
+from metaphrase.training import alerts
 from metaphrase.training.alerts import (
     TrainingAlerts,
     frequency_loss,
@@ -23,6 +25,7 @@ from metaphrase.training.alerts import (
     unfinished_alerts,
 )
 from metaphrase.training.experiment import Experiment
+from metaphrase.training.recipe.recipe import Recipe
 
 CURVES = Path(__file__).parents[2] / "benchmarks" / "results" / "choices.json"
 SYMBOLS = SideProfile.of(["jump left walk", "walk right", "jump", "run right walk"] * 1000)
@@ -88,6 +91,25 @@ def test_bad_pairs_raise_one_alert(change, alert, tmp_path, pairs, caplog):
 def test_a_vocabulary_that_is_too_large_is_named(tmp_path, pairs, caplog):
     [message] = alerts_of_data(tmp_path, pairs, caplog, vocab_size=8000)
     assert "is too large for the training pairs" in message and "Set `vocab_size` to about 500" in message
+
+
+def test_the_size_that_is_named_grows_with_the_text():
+    # 24,000 tokens of each side: 2,000 entries occur 12 times, or 6,000 entries 4 times.
+    sides = {"input_ids": [[*range(2000)] * 12], "labels": [[*range(6000)] * 4]}
+    tokenizers = SimpleNamespace(is_joint=False, source=range(2000), target=range(6000))
+    [message] = alerts._vocabulary_alerts(Recipe(tokenizer_kind="word"), tokenizers, Dataset.from_dict(sides))
+    assert message.startswith("The vocabulary of 6,000") and "Set `target_vocab_size` to about 1000" in message
+
+
+def test_like_sides_are_not_taken_for_swapped():
+    train, others = [Counter("ab" * 500 + text) for text in "ab"], [Counter("ab" * 50 + text) for text in "ba"]
+    assert not alerts._are_swapped(train, others)
+    assert alerts._are_swapped([Counter("aab"), Counter("abb")], [Counter("abb"), Counter("aab")])
+
+
+def test_long_references_are_counted_in_held_out_splits():
+    pairs = Dataset.from_dict({"target_length": [2, 3, 4, 5]})
+    assert alerts.count_long_references({"train": pairs, "validation": pairs, "test": iter(())}, 3) == {"validation": 2}
 
 
 @pytest.mark.parametrize("languages", [("en", "de"), ("de", "en")])
@@ -158,7 +180,7 @@ def test_a_sample_counts_outputs_that_run_away(generator):
 @pytest.mark.parametrize(("rate", "falls"), [(1e-9, False), (1e-2, True)])
 def test_a_loss_that_does_not_fall_is_named_once(rate, falls, pairs_of_ids, tmp_path, caplog):
     counts = np.bincount(np.concatenate([pair["labels"] for pair in pairs_of_ids]))
-    alerts = TrainingAlerts([], None, None, frequency_loss(counts, 60, 0.0))
+    callback = TrainingAlerts([], None, None, frequency_loss(counts, 60, 0.0))
     options = {
         "max_steps": 100,
         "logging_steps": 20,
@@ -166,7 +188,7 @@ def test_a_loss_that_does_not_fall_is_named_once(rate, falls, pairs_of_ids, tmp_
         "learning_rate": rate,
     }
     model = tiny_model(dropout=0.0, vocab_size=60, encoder_layers=1, decoder_layers=1)
-    make_trainer(model, pairs_of_ids, tmp_path, callbacks=[alerts], **options).train()
+    make_trainer(model, pairs_of_ids, tmp_path, callbacks=[callback], **options).train()
     assert caplog.text.count("The loss does not fall") == (not falls)
 
 
@@ -188,14 +210,14 @@ def replay(evaluations, caplog, updates, metrics, best=None, targets=TEXT, unfin
     """Return the alerts of a run with these scores by update."""
     caplog.clear()
     sample = SimpleNamespace(exact=0.0, unfinished=unfinished)
-    alerts = TrainingAlerts(metrics, sample, targets, None)
+    callback = TrainingAlerts(metrics, sample, targets, None)
     state = TrainerState(max_steps=updates)
     arguments = TrainingArguments(use_cpu=True, metric_for_best_model=best)
     for step, scores in evaluations:
         state.global_step, sample.exact = step, scores.get("exact_match", 0.0) / 100
         logged = {f"eval_{name}": scores[name] for name in metrics}
         state.log_history.append(logged | {"step": step})
-        alerts.on_evaluate(arguments, state, None, logged)
+        callback.on_evaluate(arguments, state, None, logged)
     return caplog.messages
 
 
@@ -216,11 +238,18 @@ def test_scores_that_stay_at_zero(caplog):
     zero = [(step, {"bleu": 0.0, "chrf": 9.0}) for step in (300, 600, 900)]
     [message] = replay(zero, caplog, 1200, ["bleu", "chrf"])
     assert message.startswith("Scores stay at zero: bleu 0.0, chrf 9.0 after 900 updates.")
+    assert message.endswith("that `learning_rate` suits the network.")
+    alive = [(step, {"bleu": 0.0, "chrf": 30.0}) for step in (300, 600, 900)]
+    [message] = replay(alive, caplog, 1200, ["bleu", "chrf"], best="bleu")
+    assert message.endswith("The others do not: set one of them as `metric_for_best_model`.")
     # Early evaluations do not count, and neither does a share of sentences that are right as a whole.
     assert replay(zero, caplog, 6000, ["bleu", "chrf"]) == []
     exact = [(step, {"exact_match": 0.0}) for step in (300, 600, 900)]
     assert replay(exact, caplog, 1200, ["exact_match"]) == []
     assert len(replay(exact, caplog, 1200, ["exact_match"], targets=SYMBOLS)) == 1
+    # Nearly right comes before right.
+    assert replay(exact, caplog, 2000, ["exact_match"], targets=SYMBOLS) == []
+    assert replay([(step // 10, scores) for step, scores in exact], caplog, 120, ["exact_match"], targets=SYMBOLS) == []
     # BLEU of single words is 0, and would choose no checkpoint.
     words = SideProfile.of(["ging", "lief", "kam"] * 100)
     right = [(step, {"exact_match": 90.0, "bleu": 0.0}) for step in (300, 600, 900)]

@@ -1,15 +1,18 @@
 """Tests of the choice of beams and length penalty on validation pairs."""
 
 import json
+import time
+from types import SimpleNamespace
 
 import pytest
 from small_experiments import make_recipe
+from transformers import GenerationConfig
 
 from metaphrase.evaluation.task_scores import TaskScores
 from metaphrase.inference import Generator
-from metaphrase.training.decoding_choice import choose_decoding
+from metaphrase.training.decoding_choice import choose_decoding, fill_decoding, final_share
 from metaphrase.training.experiment import Experiment
-from metaphrase.training.recipe.recipe import load_recipe
+from metaphrase.training.recipe.recipe import Recipe, load_recipe
 
 GREEDY, BEAMS = {"num_beams": 1}, {"num_beams": 4, "length_penalty": 1.0}
 SHORT, LONG = {**BEAMS, "length_penalty": 0.6}, {**BEAMS, "length_penalty": 1.5}
@@ -63,7 +66,7 @@ def test_without_time_search_is_greedy():
 
 @pytest.mark.parametrize("given", [{}, {"num_beams": 2}], ids=["open", "given"])
 def test_the_finished_model_decodes_as_chosen(data, tmp_path, given, monkeypatch):
-    monkeypatch.setattr("metaphrase.training.experiment.choose_decoding", lambda *_: (SHORT, "as the test wants"))
+    monkeypatch.setattr("metaphrase.training.decoding_choice.choose_decoding", lambda *_: (SHORT, "as the test wants"))
     run = tmp_path / "run"
     Experiment(make_recipe(data, run, choose_decoding=True, **given)).train()
     recipe, expected = load_recipe(run / "recipe.yaml"), given or SHORT
@@ -80,3 +83,40 @@ def test_it_needs_validation_pairs(data, tmp_path):
     fields = {"validation_file": None, "eval_strategy": "no", "choose_decoding": True, "save_strategy": "no"}
     with pytest.raises(ValueError, match="`choose_decoding` must come with `validation_file` or `num_validation`"):
         Experiment(make_recipe(data, tmp_path / "run", **fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "share"),
+    [
+        ({}, 2),
+        ({"num_beams": 4}, 4),
+        # Greedy search and three with beams choose the decoding.
+        ({"choose_decoding": True}, 4 + 7),
+        ({"choose_decoding": True, "metrics": "exact_match"}, 4 + 3),
+        ({"choose_decoding": True, "num_beams": 4}, 4),
+        ({"average_best": 2, "metric_for_best_model": "loss"}, 2 + 1),
+    ],
+)
+def test_time_of_what_follows_training(fields, share, data, tmp_path):
+    recipe = make_recipe(data, tmp_path, **{"max_decoded_samples": 4, "metrics": "bleu"} | fields)
+    assert final_share(recipe, recipe.metrics, num_scored=8, num_validation=20) == share
+    assert final_share(recipe, recipe.metrics, num_scored=0, num_validation=20) == 0
+
+
+def test_time_for_the_final_scores_remains(tmp_path, monkeypatch):
+    answers = []
+
+    def choose(generator, sources, references, scores, is_in_time):
+        answers.extend([is_in_time(9), is_in_time(11)])
+        return SHORT, "as the test wants"
+
+    monkeypatch.setattr("metaphrase.training.decoding_choice.choose_decoding", choose)
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    model = SimpleNamespace(generation_config=GenerationConfig())
+    sample = SimpleNamespace(sources=["a"] * 4, references=["b"] * 4, scores=None)
+    recipe = Recipe.from_mapping({"choose_decoding": True, "num_validation": 4}, "the test")
+    # The scores of 8 pairs take twice the time of 4.
+    filled = fill_decoding(recipe, SimpleNamespace(model=model), sample, 1030.0, 8, tmp_path)
+    assert answers == [True, False]
+    assert (filled.num_beams, filled.length_penalty, filled.reasons["num_beams"]) == (4, 0.6, "as the test wants")
+    assert GenerationConfig.from_pretrained(tmp_path).length_penalty == 0.6

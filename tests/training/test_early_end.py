@@ -28,24 +28,46 @@ def test_durations_that_are_none_are_refused(text):
 def test_training_ends_in_time_with_a_low_rate(tmp_path, monkeypatch):
     clock = [1000.0]
     monkeypatch.setattr(time, "time", lambda: clock[0])
-    budget, control, state = TimeBudget(1100.0, final_share=2.0), TrainerControl(), TrainerState(max_steps=100)
+    budget, control, state = TimeBudget(1125.0, 2.0, 200.0), TrainerControl(), TrainerState(max_steps=100)
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, eval_strategy="steps")
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=100)
     budget.on_train_begin(arguments, state, control, lr_scheduler=scheduler)
-    # Half of the time is over after one step: the rate is that of the 50th step.
+    # A fifth of the time is kept for the scores. Half of the other 100 seconds is over after one step.
     clock[0] += 50
     scheduler.step()
     assert scheduler.get_last_lr() == [pytest.approx(0.5)]
     budget.on_step_end(arguments, state, control)
     assert not control.should_training_stop
-    # Final scores take twice the evaluation: 80 of 100 seconds remain for training.
+    # The last evaluation, and final scores of twice its duration: 95 of 125 seconds remain for training.
     budget.on_evaluate(arguments, state, control, metrics={"eval_runtime": 10.0})
-    clock[0] += 31
+    clock[0] += 44
+    budget.on_step_end(arguments, state, control)
+    assert not control.should_training_stop
+    clock[0] += 2
     budget.on_step_end(arguments, state, control)
     assert control.should_training_stop and control.should_evaluate and control.should_save
     scheduler.step()
     assert scheduler.get_last_lr() == [pytest.approx(0.0)]
+
+
+@pytest.mark.parametrize(("left", "ends"), [(29, True), (31, False)])
+def test_no_update_follows_an_evaluation_that_ends_too_late_for_another(left, ends, tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    budget, control = TimeBudget(1000.0 + left, 2.0, 60.0), TrainerControl()
+    budget.start = 900.0
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, save_strategy="steps")
+    budget.on_evaluate(arguments, TrainerState(), control, metrics={"eval_runtime": 10.0})
+    assert (control.should_training_stop, control.should_save, control.should_evaluate) == (ends, ends, False)
+
+
+@pytest.mark.parametrize(("used", "told"), [(29, None), (40, "Set `time_budget` to 140s or more.")])
+def test_a_budget_that_the_start_uses_up_is_named(used, told, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    budget = TimeBudget(1060.0 - used, 2.0, 60.0)
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    budget.on_train_begin(arguments, TrainerState(), TrainerControl())
+    assert caplog.messages == [] if told is None else caplog.messages[0].endswith(told)
 
 
 def press_ctrl_c_at(step, monkeypatch):
@@ -94,24 +116,3 @@ def test_time_ends_a_run_without_validation_pairs_too(data, tmp_path):
     fields = ONE_STEP | {"max_steps": 50, "time_budget": "1s", "metrics": "exact_match"}
     Experiment(make_recipe(data, tmp_path / "run", **fields), started=time.time() - 1).train()
     assert [path.name for path in checkpoints_in(tmp_path / "run")] == ["checkpoint-1"]
-
-
-def test_time_is_reserved_for_what_follows_training(data, tmp_path):
-    shares = []
-    for number, fields in enumerate(
-        (
-            {},
-            {"num_beams": 4},
-            {"choose_decoding": True},
-            {"choose_decoding": True, "num_beams": 4},
-            {"average_best": 2, "metric_for_best_model": "loss"},
-        )
-    ):
-        fields |= {"max_decoded_samples": 4, "metrics": "bleu", "time_budget": "1h"}
-        experiment = Experiment(make_recipe(data, tmp_path / str(number), **fields))
-        shares.append(experiment._final_share(experiment.prepare()[1]))
-    # There are 8 test pairs. Greedy search and four with beams choose the decoding.
-    assert shares == [2, 4, 4 + 7, 4, 2 + 1]
-    # The scores of 8 pairs take twice the time of 4.
-    experiment.deadline = time.time() + 30
-    assert experiment._is_in_time(9) and not experiment._is_in_time(11)

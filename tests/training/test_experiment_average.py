@@ -134,5 +134,6 @@ def test_a_run_none_of_whose_checkpoints_has_a_score_is_not_lost(data, tmp_path,
 def test_a_run_too_short_for_its_average_is_not_lost(data, tmp_path, caplog, steps, kept):
     with caplog.at_level(logging.WARNING):
         Experiment(make_recipe(data, tmp_path / "run", average_last=3, max_steps=steps, save_steps=6)).train()
-    assert f"The last 3 checkpoints were to be taken, but {tmp_path / 'run'} has only {len(kept)}" in caplog.text
+    # It has the mean of all checkpoints, which is no reason for a warning.
+    assert "checkpoint" not in caplog.text
     assert_mean(tmp_path / "run", kept)

@@ -61,7 +61,7 @@ def select_checkpoints(
         metric: Name of the score in the trainer's log; `eval_` may be left out. Losses, perplexities and error rates are better
             when lower, all other scores when higher.
         log_history: The trainer's log; by default read from the latest `trainer_state.json` of the run.
-        or_fewer: Warn if there are fewer checkpoints, and take them all.
+        or_fewer: Take all checkpoints if there are fewer.
 
     Returns:
         Folders, the last or the best one at the end.
@@ -84,15 +84,11 @@ def select_checkpoints(
     if best is not None:
         log = _read_log(run_folder, by_step) if log_history is None else log_history
         scores = _scores(log, by_step, metric or DEFAULT_METRIC)
-    if len(scores) < number:
+    if len(scores) < number and not (or_fewer and scores):
         what = "checkpoints" if best is None else f"checkpoints with a score in `{metric or DEFAULT_METRIC}`"
-        if not or_fewer or not scores:
-            raise ValueError(
-                f"`{field}` must be at most the number of {what}, {len(scores)} in {run_folder}, got {number}. "
-                "A run keeps as many checkpoints as `save_total_limit` says."
-            )
-        logger.warning(
-            "The %s %d %s were to be taken, but %s has only %d.", field, number, what, run_folder, len(scores)
+        raise ValueError(
+            f"`{field}` must be at most the number of {what}, {len(scores)} in {run_folder}, got {number}. "
+            "A run keeps as many checkpoints as `save_total_limit` says."
         )
     return [by_step[step] for step in sorted(scores, key=lambda step: (scores[step], step))[-number:]]
 
@@ -163,13 +159,11 @@ def average_checkpoints(
             _check_equal(checkpoint, checkpoints[-1])
             _check_vocabularies(checkpoint.folder, checkpoints[-1].folder)
         with folder_in_one_step(output) as unfinished:
-            left_out = _copy_rest(checkpoints[-1], unfinished)
+            _copy_rest(checkpoints[-1], unfinished)
             _write_means(checkpoints, unfinished)
             names = ["/".join(folder.resolve().parts[-2:]) for folder in folders]
             write_json(unfinished / PROVENANCE_NAME, {"averaged": names})
     logger.info("Averaged %d checkpoints: %s.", len(folders), ", ".join(map(str, folders)))
-    if left_out:
-        logger.info("Left behind in %s: %s.", folders[-1], ", ".join(left_out))
     return output
 
 
@@ -196,23 +190,20 @@ def _check_vocabularies(folder: Path, last: Path) -> None:
             raise ValueError(f"The {side} vocabulary must be the same in {folder} and in {last}: their tokens differ.")
 
 
-def _copy_rest(checkpoint: WeightFiles, output: Path) -> list[str]:
-    """Copy the other files of the model, and return the names of those that are left out."""
-    folder, left_out = checkpoint.folder, []
+def _copy_rest(checkpoint: WeightFiles, output: Path) -> None:
+    """Copy the other files of the model."""
+    folder = checkpoint.folder
     for path in sorted(folder.iterdir()):
         if path in checkpoint.paths or path.name == SAFE_WEIGHTS_INDEX_NAME:
             continue
         if path.is_dir() and (path / "tokenizer_config.json").is_file():
             shutil.copytree(path, output / path.name)
-        elif path.is_dir() or any(fnmatch.fnmatchcase(path.name, pattern) for pattern in LEFT_OUT):
-            left_out.append(path.name)
-        else:
+        elif path.is_file() and not any(fnmatch.fnmatchcase(path.name, pattern) for pattern in LEFT_OUT):
             shutil.copyfile(path, output / path.name)
     for recipe in (folder / RECIPE_NAME, folder.parent / RECIPE_NAME):
         if recipe.is_file():
             shutil.copyfile(recipe, output / RECIPE_NAME)
             break
-    return left_out
 
 
 def _write_means(checkpoints: Sequence[WeightFiles], output: Path) -> None:

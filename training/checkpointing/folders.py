@@ -233,7 +233,6 @@ def discard_surplus(run_folder: str | Path, limit: int | None, protected: Iterab
     old.sort(key=lambda path: (path.stat().st_mtime_ns, step_of(path)))
     surplus = min(len(old), max(0, len(checkpoints) - limit))
     for checkpoint in old[:surplus]:
-        logger.info("Deleting %s: `save_total_limit` is %d.", checkpoint, limit)
         discard_checkpoint(checkpoint)
 
 

@@ -4,7 +4,7 @@ docs/choices.md shows the measurements on 17 tasks of 500 to 117,000 pairs that 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,11 +56,23 @@ class Choice:
     def __str__(self) -> str:
         values = dict(self.values)
         if model := values.pop("model", None):
-            values["preset"] = f"{values['preset']} with " + ", ".join(
-                f"{name} {value}" for name, value in model.items()
-            )
-        shown = ", ".join(f"{name} {_shown(value)}" for name, value in values.items())
-        return f"{shown} ({self.reason})"
+            values["preset"] = f"{values['preset']} with {_joined(_of_both_stacks(model))}"
+        return f"{_joined(values)} ({self.reason})"
+
+
+def _joined(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {_shown(value)}" for name, value in values.items())
+
+
+def _of_both_stacks(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a network, those with equal values in encoder and decoder once: `encoder/decoder_layers`."""
+    fields = dict(model)
+    for name in model:
+        other = name.replace("encoder_", "decoder_")
+        if name.startswith("encoder_") and fields[name] == fields.get(other):
+            fields[f"encoder/{other}"] = fields.pop(name)
+            fields.pop(other)
+    return fields
 
 
 def _shown(value: Any) -> str:
@@ -261,7 +273,8 @@ def choose_from_tokens(
         share, epochs = min(1, possible(size) / wanted), updates * budget / tokens.both
         reason = f"{epochs:.0f} epochs, after which little is gained"
         if share < 1:
-            reason = f"{reason}; about {100 * share:.0f} % of them fit into the time"
+            shown = f"about {100 * share:.0f} %" if share > 0.01 else "less than 1 %"
+            reason = f"{reason}; {shown} of them fit into the time"
         elif pace.seconds:
             reason = f"{reason}; about {duration(updates * pace.seconds)} on this machine"
         recipe.choose(reason, max_steps=updates)

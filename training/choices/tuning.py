@@ -233,7 +233,8 @@ class Tuning:
         tokenizers, encoded = experiment.prepare()
         set_seed(experiment.arguments.seed)
         trainer = experiment.make_trainer(experiment.make_model(tokenizers), tokenizers, encoded)
-        trainer.add_callback(TimeBudget(min(self.deadline, time.time() + self.seconds), final_share=1.0))
+        deadline = min(self.deadline, time.time() + self.seconds)
+        trainer.add_callback(TimeBudget(deadline, final_share=0.0, seconds=self.seconds))
         trainer.add_callback(_TrialEnd())
         for printer in (PrinterCallback, ProgressCallback, TrainingAlerts):
             trainer.remove_callback(printer)

@@ -1,6 +1,7 @@
 """Tests of `metaphrase train` with a file of pairs and nothing else."""
 
 import json
+import time
 
 import psutil
 import pytest
@@ -83,6 +84,20 @@ def test_a_run_of_days_is_said_beforehand(folder, monkeypatch, caplog):
     monkeypatch.setattr(completion, "_measure", lambda *_: completion.Pace(1e5))
     train.main(["pairs.tsv", *SMALL, "--disable_tqdm"])
     assert "takes about 83.3 hours on this machine" in caplog.text and "--time_budget" in caplog.text
+
+
+def test_four_fifths_of_the_time_that_is_left_are_for_updates(folder, monkeypatch):
+    seconds = []
+
+    def choose(recipe, tokens, pace_of, seconds_left):
+        seconds.append(seconds_left)
+        return 0.0
+
+    monkeypatch.setattr(completion, "_measure", lambda *_: completion.Pace(1.0))
+    monkeypatch.setattr(completion, "choose_from_tokens", choose)
+    recipe = load_recipe(None, ["--train_file", "pairs.tsv", "--output_dir", "run", "--time_budget", "1h"])
+    completion.complete(recipe, is_dry_run=True, started=time.time() - 600)
+    assert 0.8 * 2900 < seconds[0] <= 0.8 * 3000
 
 
 def test_two_parallel_files_are_pairs_too(folder, capsys):

@@ -18,6 +18,7 @@ from metaphrase.training.choices.rules import (
     choose_from_tokens,
     choose_size,
     dropout,
+    duration,
     learning_rate,
     tokens_per_batch,
     useful_updates,
@@ -166,6 +167,26 @@ def test_rates_and_dropout_fall_as_they_should():
     assert [dropout(epochs) for epochs in (84, 18, 7)] == [0.3, 0.2, 0.1]
 
 
+def test_durations_are_shown_in_minutes_or_hours():
+    assert [duration(seconds) for seconds in (720, 5000, 7200)] == ["12 minutes", "83 minutes", "2.0 hours"]
+
+
+def test_much_text_is_read_three_times():
+    tokens = TokenProfile(10**7, 25 * 10**7, 25 * 10**7, 300)
+    assert useful_updates(tokens, 16_384) == round(3 * tokens.both / 16_384)
+    assert useful_updates(tokens, 1024) == 100_000
+
+
+def test_fields_of_equal_stacks_are_shown_once():
+    recipe = OpenRecipe(Recipe(metrics=["bleu"], model={}))
+    model = {**SIZES[0].fields, "decoder_layers": 1}
+    recipe.choose("a reason", preset="metaphrase-tiny", model=model, bf16=True)
+    assert str(recipe.choices[0]) == (
+        "preset metaphrase-tiny with hidden_size 128, encoder_layers 2, decoder_layers 1, encoder/decoder_ffn_dim 320, "
+        "encoder/decoder_attention_heads 4, bf16 true (a reason)"
+    )
+
+
 def evaluation_of(**fields):
     recipe = OpenRecipe(Recipe(train_file="pairs.tsv", **fields))
     tokens = TASKS["8,000 pronunciations"][0]
@@ -181,6 +202,7 @@ def test_the_best_weights_and_the_beams_are_chosen_on_validation_pairs():
     recipe = evaluation_of(num_validation=50, metrics=["bleu"], save_total_limit=1, num_beams=2)
     assert recipe.metric_for_best_model == "bleu" and recipe.average_best is None and recipe.load_best_model_at_end
     assert not recipe.choose_decoding
+    assert evaluation_of(num_validation=50, save_total_limit=5).average_best == 3
     without = evaluation_of(metrics=["bleu"])
     assert without.num_beams == 4 and without.average_best is None and not without.choose_decoding
 
