@@ -143,14 +143,13 @@ class Generator(StreamDecoder):
         parts = []
         for name in names:
             with naming(name, "name_or_path"):
-                # First, because weights take longer.
-                tokenizers = TokenizerPair.from_pretrained(name, trust_remote_code=trust_remote_code)
                 if engine == "torch":
                     model = _load_model(name, default_device() if device is None else device, dtype, trust_remote_code)
                 else:
                     from metaphrase.inference.ctranslate2.engine import CTranslate2Engine  # Needs an extra.
 
                     model = CTranslate2Engine.from_pretrained(name, device=device, dtype=dtype)
+                tokenizers = TokenizerPair.from_pretrained(name, trust_remote_code=trust_remote_code)
             model.generation_config.update(**set_languages(tokenizers, source_lang, target_lang))
             parts.append((model, tokenizers))
         first, *rest = parts

@@ -124,7 +124,6 @@ _RULES: dict[str, dict[str, Rule]] = {
         (Rule("left or right", lambda value: value in ("left", "right")), "padding_side truncation_side"),
         # transformers writes 1e30 for no limit.
         (_number(" above 0", lambda x: x > 0), "model_max_length"),
-        (_FIELDS, "auto_map"),
         (_NAMES, "model_input_names"),
         (Rule("tokens by id", _fields_of(_TOKEN.holds)), "added_tokens_decoder"),
         (Rule("a list of tokens", _list_of(_TOKEN.holds)), "additional_special_tokens"),
@@ -140,7 +139,7 @@ _RULES: dict[str, dict[str, Rule]] = {
 
 
 def check_model_folder(folder: str | os.PathLike) -> None:
-    """Check the settings of a model and its tokenizers, before their libraries read them. A name on the Hub is not checked.
+    """Check that a model can be made of its settings, and that they fit the weights. A name on the Hub is not checked.
 
     Args:
         folder: Folder of a model, an adapter, a tokenizer or an export. Files that it lacks are not checked.
@@ -151,9 +150,7 @@ def check_model_folder(folder: str | os.PathLike) -> None:
     folder = Path(folder)
     if not folder.is_dir():
         return
-    for name, rules in _RULES.items():
-        for part in _TOKENIZER_FOLDERS if "token" in name else ("",):
-            check_fields(folder / part / name, rules)
+    check_settings(folder)
     fields = read_fields(folder / CONFIG_NAME) or {}
     config = _make_config(folder / CONFIG_NAME, fields)
     generation = read_fields(folder / GENERATION_CONFIG_NAME) or {}
@@ -163,6 +160,17 @@ def check_model_folder(folder: str | os.PathLike) -> None:
         for name, settings in ((CONFIG_NAME, fields), (GENERATION_CONFIG_NAME, generation)):
             _check_ids(folder / name, settings, config)
         _check_sizes(folder, fields, config)
+
+
+def check_settings(folder: Path) -> None:
+    """Check the types and ranges in the settings of a model and its tokenizers.
+
+    Raises:
+        ValueError: Naming the file, the field, the rule and the value.
+    """
+    for name, rules in _RULES.items():
+        for part in _TOKENIZER_FOLDERS if "token" in name else ("",):
+            check_fields(folder / part / name, rules)
 
 
 def check_fields(path: Path, rules: Mapping[str, Rule]) -> None:
@@ -237,7 +245,8 @@ def _check_sizes(folder: Path, fields: Mapping[str, Any], config: PreTrainedConf
         return
     with _naming_file(folder / CONFIG_NAME, "sizes"), torch.device("meta"):
         model = AutoModelForSeq2SeqLM.from_config(config)
-    most = max(_MAX_LACKING_ENTRIES, *(math.prod(kind.shape) for kind in kinds.values()))
+    # transformers joins the experts of a layer into one tensor.
+    most = max(_MAX_LACKING_ENTRIES, sum(math.prod(kind.shape) for kind in kinds.values()))
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         shape = tuple(tensor.shape)
         if name in kinds and kinds[name].shape != shape:

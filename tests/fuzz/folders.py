@@ -14,6 +14,7 @@ from other_families import other_model
 from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator, tiny_pair
 
 from metaphrase.conversion import convert
+from metaphrase.conversion.ctranslate2.export import export_ctranslate2
 from metaphrase.inference import Generator
 
 OURS, THEIRS = ("one", "two", "converted"), ("t5", "bart", "marian")
@@ -68,12 +69,13 @@ def make_folders(folder: Path) -> dict[str, Path]:
         other_model(family).save_pretrained(paths[family])
         tiny_pair().save_pretrained(paths[family])
     paths["converted"] = convert(paths["bart"], folder / "converted" / "model")
+    export_ctranslate2(paths["one"], folder / "exported" / "model")
     for path in paths.values():
         for name, fields in (("metrics.json", _METRICS), ("trainer_state.json", _STATE), ("recipe.yaml", _RECIPE)):
             # JSON is YAML too.
             (path / name).write_text(json.dumps(fields), encoding="utf-8")
         shutil.copytree(path, path.with_name("twin"))
-    return paths
+    return paths | {"exported": folder / "exported" / "model"}
 
 
 def _mutate(content: bytes, file: str, rng: random.Random) -> tuple[str, bytes]:
@@ -119,6 +121,28 @@ def _verbs(base: str, data: Path) -> dict[str, Callable[[Path, Path], list[str]]
     one = ["--source", SOURCES[1]]
     train = ["--train_file", pairs, "--max_steps", "1", "--report_to", "none", "--use_cpu", "--max_source_length", "32"]
     train += ["--max_target_length", "32", "--per_device_train_batch_size", "2", "--save_strategy", "no"]
+    if base == "exported":
+        engine = ["--engine", "ctranslate2"]
+        return {
+            "generate": lambda model, out: [
+                "generate",
+                str(model),
+                "--input",
+                sources,
+                "--output",
+                str(out / "text"),
+                *engine,
+            ],
+            "evaluate": lambda model, out: [
+                "evaluate",
+                str(model),
+                "--file",
+                pairs,
+                "--output",
+                str(out / "scores"),
+                *engine,
+            ],
+        }
     verbs: dict[str, Callable[[Path, Path], list[str]]] = {
         "generate": lambda model, out: ["generate", str(model), "--input", sources, "--output", str(out / "text")],
         "evaluate": lambda model, out: ["evaluate", str(model), "--file", pairs, "--output", str(out / "scores.json")],
@@ -161,9 +185,9 @@ def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
     (folder / "sources.txt").write_text("".join(f"{text}\n" for text in SOURCES), encoding="utf-8")
     lines = [f"{source}\t{target}\n" for source, target in zip(SOURCES, TARGETS, strict=True)]
     (folder / "pairs.tsv").write_text("".join(lines), encoding="utf-8")
-    targets = {base: _decode(path) for base, path in paths.items()}
+    targets = {base: _decode(path) for base, path in paths.items() if base != "exported"}
     for index in range(number):
-        base = rng.choices([*OURS, *THEIRS], (4, 2, 2, 2, 2, 2))[0]
+        base = rng.choices([*paths], (4, 2, 2, 2, 2, 2, 1))[0]
         verbs = _verbs(base, folder)
         verb = rng.choice(list(verbs))
         root = folder / f"case_{index}"
