@@ -157,7 +157,9 @@ def check_model_folder(folder: str | os.PathLike) -> None:
     with _naming_file(folder / GENERATION_CONFIG_NAME, "generation settings"):
         GenerationConfig.from_dict(copy.deepcopy(generation))
     if config is not None:
-        for name, settings in ((CONFIG_NAME, fields), (GENERATION_CONFIG_NAME, generation)):
+        # A family's default may be too large for the vocabulary.
+        used = {name: getattr(config, name, None) for name in ("pad_token_id", "decoder_start_token_id")}
+        for name, settings in ((CONFIG_NAME, fields | used), (GENERATION_CONFIG_NAME, generation)):
             _check_ids(folder / name, settings, config)
         _check_sizes(folder, fields, config)
 
@@ -221,7 +223,7 @@ def _check_ids(path: Path, settings: Mapping[str, Any], config: PreTrainedConfig
     """Refuse ids that are no rows of the target embedding."""
     names = ("decoder_vocab_size", "tgt_vocab_size", "vocab_size")
     size = next((size for name in names if _is_whole(size := getattr(config, name, None))), MAX_SIZE)
-    for name in _INDEXING_IDS.split():
+    for name in ("pad_token_id", *_INDEXING_IDS.split()):
         ids = settings.get(name)
         if not all(0 <= index < size for index in (ids if isinstance(ids, list) else [ids] if ids is not None else [])):
             _refuse(path, name, f"an id of the vocabulary, from 0 to {size - 1}", ids)

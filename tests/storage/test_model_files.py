@@ -162,6 +162,20 @@ def test_tokenizer_that_no_rule_lists_names_the_file(copied):
         Generator.from_pretrained(folder)
 
 
+def test_ids_that_index_the_embedding_must_be_its_rows(copied):
+    folder = copied("marian")
+    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    rule = r"in '\S+config.json' must be an id of the vocabulary, from 0 to \d+, got"
+    change(folder, "config.json", pad_token_id=-1)
+    with pytest.raises(ValueError, match=rf"^`pad_token_id` {rule} -1"):
+        check_model_folder(folder)
+    del fields["decoder_start_token_id"]
+    (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    # The default of Marian's class.
+    with pytest.raises(ValueError, match=rf"^`decoder_start_token_id` {rule} 58100"):
+        check_model_folder(folder)
+
+
 def test_null_stands_for_the_default(copied):
     folder = copied("metaphrase")
     change(folder, "generation_config.json", forced_bos_token_id=None, num_beams=None)
