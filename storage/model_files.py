@@ -78,7 +78,7 @@ _LAYERS = "encoder_layers decoder_layers num_layers num_decoder_layers num_hidde
 # Each is a dimension of a weight, or divides one.
 _SIZES = "vocab_size decoder_vocab_size src_vocab_size tgt_vocab_size hidden_size d_model d_kv d_ff head_dim num_heads"
 _SIZES += " encoder_ffn_dim decoder_ffn_dim encoder_attention_heads decoder_attention_heads num_attention_heads"
-_SIZES += " num_key_value_heads relative_attention_num_buckets"
+_SIZES += " num_key_value_heads"
 _INDEXING_IDS = "decoder_start_token_id forced_bos_token_id forced_eos_token_id"
 
 
@@ -113,7 +113,7 @@ _RULES: dict[str, dict[str, Rule]] = {
         (_FIELDS, "auto_map custom_pipelines quantization_config rope_parameters rope_scaling id2label label2id"),
         (_NAMES, "architectures"),
         (Rule("a floating-point type of torch, such as float32", _is_dtype), "dtype torch_dtype"),
-        (_whole(1), f"{_LAYERS} {_SIZES} max_position_embeddings n_positions"),
+        (_whole(1), f"{_LAYERS} {_SIZES} max_position_embeddings n_positions relative_attention_num_buckets"),
         (Rule("fields for each task", _fields_of(_FIELDS.holds)), "task_specific_params"),
     ),
     GENERATION_CONFIG_NAME: _GENERATION_RULES,
