@@ -31,6 +31,7 @@ from metaphrase.conversion.marian import FSMT, M2M100, Marian, Pegasus
 from metaphrase.conversion.t5 import MT5, T5, UMT5
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.storage.folders import check_output, folder_in_one_step, read_json, write_json, write_provenance
+from metaphrase.storage.model_files import check_model_folder
 from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, listed, write_weights
 from metaphrase.tokenization.hints import did_you_mean
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
@@ -100,6 +101,7 @@ def convert(
     elif revision is not None:
         raise ValueError(f"`revision` must be left out for a folder, got {revision!r}.")
     check_output(output, [folder], overwrite, PROVENANCE_NAME, "converted")
+    check_model_folder(folder)
     config = read_json(folder / CONFIG_NAME)
     model_type = config.get("model_type")
     if model_type == OURS and to in (None, OURS):

@@ -9,6 +9,7 @@ from typing import Any
 
 from metaphrase.hub_card.figures import is_finite
 from metaphrase.storage.folders import read_fields
+from metaphrase.storage.model_files import Rule, check_fields
 from metaphrase.storage.weight_files import WeightFiles, weight_names
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 from metaphrase.training.checkpointing.averaging import RECIPE_NAME
@@ -22,6 +23,15 @@ LANGUAGE_FIELDS = ("source_language", "target_language")
 TEXT_FIELDS = ("source_prefix", "joiner", "additional_special_tokens")
 # Fields that must never be published.
 SECRET_FIELDS = ("token", "hub_token", "push_to_hub_token", "use_auth_token", "api_key", "password", "secret")
+_STATE_RULES = {
+    "log_history": Rule(
+        "a list of entries, whose `step` is a whole number",
+        lambda log: (
+            isinstance(log, list)
+            and all(isinstance(entry, dict) and isinstance(entry.get("step", 0), int) for entry in log)
+        ),
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -81,6 +91,7 @@ class TrainedFolder:
         self.metrics = _check_metrics(read_fields(self.path / "metrics.json"))
         self.recipe = read_recipe(self.path)
         self.trainer_state = read_fields(self.path / "trainer_state.json")
+        check_fields(self.path / "trainer_state.json", _STATE_RULES)
         self.config = read_fields(self.path / "config.json")
         self.num_parameters = count_parameters(self.path)
         self.has_target_tokenizer = (self.path / TARGET_SUBFOLDER).is_dir()
@@ -120,16 +131,19 @@ def read_recipe(folder: Path) -> dict[str, Any] | None:
         ValueError: If the file cannot be read.
     """
     # An empty file is a recipe without fields.
-    return read_fields(folder / RECIPE_NAME, lambda text: load_yaml(text, "it") or {})
+    return read_fields(folder / RECIPE_NAME, lambda text: {} if (fields := load_yaml(text, "it")) is None else fields)
 
 
 def _check_metrics(metrics: dict[str, Any] | None) -> dict[str, Any] | None:
-    for key in ("scores", "generation", "data", "tasks"):
-        part = (metrics or {}).get(key)
+    parts = {key: (metrics or {}).get(key) for key in ("scores", "generation", "data", "tasks")}
+    if isinstance(parts["tasks"], Mapping):
+        for task, part in parts["tasks"].items():
+            parts[f"tasks.{task}"] = part
+            parts[f"tasks.{task}.scores"] = part.get("scores") if isinstance(part, Mapping) else None
+    for key, part in parts.items():
         if part is not None and not isinstance(part, Mapping):
             raise ValueError(f"`{key}` in `metrics.json` must hold fields with values, got {part!r}.")
-    groups = {"scores": (metrics or {}).get("scores") or {}}
-    groups |= {f"tasks.{task}.scores": part["scores"] for task, part in ((metrics or {}).get("tasks") or {}).items()}
+    groups = {key: part or {} for key, part in parts.items() if key.endswith("scores")}
     for group, scores in groups.items():
         for name, result in scores.items():
             values = result if isinstance(result, Mapping) else {}

@@ -16,8 +16,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from metaphrase.hub_card.card import FIGURE_NAME
-from metaphrase.hub_card.facts import SECRET_FIELDS, count_parameters, read_recipe, without_machine_path
+from metaphrase.hub_card.facts import SECRET_FIELDS, TrainedFolder, read_recipe, without_machine_path
 from metaphrase.storage.folders import read_fields
+from metaphrase.storage.model_files import check_model_folder
 from metaphrase.storage.weight_files import weight_names
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 from metaphrase.training.checkpointing.averaging import PROVENANCE_NAME, RECIPE_NAME
@@ -135,8 +136,9 @@ def check_folder(folder: Path) -> None:
     names = ["config.json", *(weight_names(folder) or [SAFE_WEIGHTS_NAME])]
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise ValueError(f"`folder` must hold a whole model, but {', '.join(missing)} is missing in {str(folder)!r}.")
-    # Opens all files of weights.
-    count_parameters(folder)
+    check_model_folder(folder)
+    # Opens all files of weights, and those that the card is made from.
+    TrainedFolder(folder)
     fields = read_recipe(folder) or {}
     secrets = [name for name in SECRET_FIELDS if fields.get(name)]
     if secrets:

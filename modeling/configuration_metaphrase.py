@@ -2,6 +2,7 @@
 
 import copy
 import difflib
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,6 +26,9 @@ _POSITIVE = (
     *("max_position_embeddings", "relative_attention_max_distance", "norm_eps", "attention_scale", "initializer_range"),
 )
 _PROBABILITIES = ("dropout", "attention_dropout", "activation_dropout")
+# Larger sizes, of which torch makes no tensor, come from damaged files. More layers take hours to make.
+MAX_SIZE, MAX_LAYERS = 2**31 - 1, 10_000
+_MAX_TABLE_ENTRIES = 2**28
 
 
 @strict
@@ -199,9 +203,13 @@ class MetaphraseConfig(PreTrainedConfig):
             ValueError: If a field is out of its range or two fields contradict each other.
         """
         for field in _POSITIVE:
-            value = getattr(self, field)
-            if value is not None and value <= 0:
+            value, limit = getattr(self, field), MAX_LAYERS if field.endswith("_layers") else MAX_SIZE
+            if value is not None and not value > 0:
                 raise ValueError(f"`{field}` must be above 0, got {value}.")
+            if value is not None and value > limit:
+                raise ValueError(f"`{field}` must be at most {limit}, got {value}.")
+        if not math.isfinite(self.logits_scale):
+            raise ValueError(f"`logits_scale` must be a finite number, got {self.logits_scale}.")
         for field in _PROBABILITIES:
             value = getattr(self, field)
             if not 0 <= value < 1:
@@ -240,17 +248,23 @@ class MetaphraseConfig(PreTrainedConfig):
     def _check_positions(self):
         if self.position_embedding_type == "rotary":
             rope_type = self.rope_parameters.get("rope_type", "default")
-            choices = ("default", *ROPE_INIT_FUNCTIONS)
+            choices = ["default", *ROPE_INIT_FUNCTIONS]
             if rope_type not in choices:
                 raise ValueError(
                     f"`rope_parameters` must have a `rope_type` of {', '.join(choices)}, got {rope_type!r}."
                 )
             try:
                 self.validate_rope()
-            except KeyError as error:
+            except (KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"`rope_parameters` must be complete, got {self.rope_parameters}: {error}.") from error
         if self.position_offset < 0:
             raise ValueError(f"`position_offset` must not be negative, got {self.position_offset}.")
+        most = _MAX_TABLE_ENTRIES // self.hidden_size
+        if self.position_embedding_type == "sinusoidal" and self.max_position_embeddings + self.position_offset > most:
+            raise ValueError(
+                f"`max_position_embeddings` must be at most {most} with `position_offset` for a table of this width, "
+                f"got {self.max_position_embeddings} and {self.position_offset}."
+            )
         if self.position_embedding_type == "sinusoidal" and self.hidden_size < 4:
             raise ValueError(f"`hidden_size` must be at least 4 for sinusoidal positions, got {self.hidden_size}.")
         if self.position_embedding_type == "relative":

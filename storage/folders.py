@@ -90,15 +90,31 @@ def read_fields(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[st
     """
     if not path.is_file():
         return None
+    text = read_text(path)
     try:
-        content = parse(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        content = parse(text)
+    except (ValueError, RecursionError) as error:
         # A YAML error has several lines.
         text = " ".join(str(error).split())
         raise ValueError(f"`{path.name}` must be readable, got an error in {str(path)!r}: {text}") from error
     if not isinstance(content, dict):
         raise ValueError(f"`{path.name}` must hold fields with values, got {type(content).__name__} in {str(path)!r}.")
     return content
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file.
+
+    Raises:
+        ValueError: If it is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"`{path.name}` must be UTF-8, got byte {error.object[error.start]:#04x} at offset {error.start} in {str(path)!r}. "
+            "Save the file as UTF-8."
+        ) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

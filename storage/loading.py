@@ -13,7 +13,8 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.storage.weight_files import listed, weight_names
+from metaphrase.storage.model_files import check_model_folder, refuse_shape
+from metaphrase.storage.weight_files import listed
 
 
 def load_whole(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **options: Any) -> PreTrainedModel:
@@ -31,8 +32,7 @@ def load_whole(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **op
         ValueError: If weights are damaged or have a wrong shape, or a Metaphrase model lacks weights.
         OSError: If the model does not exist.
     """
-    # transformers raises a KeyError for a damaged index.
-    weight_names(Path(name_or_path))
+    check_model_folder(name_or_path)
     # The shapes go into the error below, in place of transformers' table.
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
@@ -43,9 +43,7 @@ def load_whole(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **op
         raise ValueError(f"A checkpoint must hold whole weights, got {os.fspath(name_or_path)}: {error}.") from error
     if mismatched := sorted(info["mismatched_keys"]):
         name, shape, expected = mismatched[0]
-        raise ValueError(
-            f"The weight `{name}` of {os.fspath(name_or_path)} must have the shape {tuple(expected)}, got {tuple(shape)}."
-        )
+        refuse_shape(name_or_path, name, shape, expected)
     if model.config.model_type == MetaphraseConfig.model_type and (missing := sorted(info["missing_keys"])):
         raise ValueError(
             f"A checkpoint must hold whole weights, got {os.fspath(name_or_path)}, where these are missing: {listed(missing)}."
@@ -87,12 +85,14 @@ def refuse_missing_folder(name_or_path: str | os.PathLike, field: str) -> None:
 
 @contextlib.contextmanager
 def naming(name_or_path: str | os.PathLike, field: str) -> Iterator[None]:
-    """Name the option and the model in errors of loading. For arguments, see `refuse_missing_folder`.
+    """Check a model's folder, and name the option and the model in errors of loading. See `refuse_missing_folder`.
 
     Raises:
         FileNotFoundError: If there is no such folder, and the Hub has no such model or cannot be reached.
+        ValueError: If a file of settings is broken, or weights have other shapes.
     """
     refuse_missing_folder(name_or_path, field)
+    check_model_folder(name_or_path)
     try:
         yield
     except OSError as error:

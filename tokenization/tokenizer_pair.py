@@ -270,6 +270,9 @@ def _load(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **kwargs:
     try:
         # By default transformers asks on standard output, and would read a text from standard input as the answer.
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code, **kwargs)
+        if tokenizer.is_fast:
+            # A damaged template of special tokens shows in use only.
+            tokenizer(["a"])
     except ImportError as error:
         library = next((name for name in _LIBRARIES if name in str(error).lower()), None)
         if library is None:
@@ -277,6 +280,15 @@ def _load(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **kwargs:
         raise ImportError(
             f"The tokenizer of {os.fspath(name_or_path)!r} needs {library}, which is not installed: "
             f"pip install metaphrase[{library}]"
+        ) from error
+    except BaseException as error:
+        # transformers and tokenizers raise all kinds of errors for damaged files. A panic of Rust is no Exception.
+        is_of_files = isinstance(error, Exception) or type(error).__name__ == "PanicException"
+        if isinstance(error, OSError | ValueError) or not is_of_files:
+            raise
+        raise ValueError(
+            f"`tokenizer.json` and the other files of the tokenizer in {os.fspath(name_or_path)!r} must be those of a tokenizer "
+            f"that can be loaded, got an error: {type(error).__name__}: {' '.join(str(error).split())}"
         ) from error
     if type(tokenizer).__name__ == "FSMTTokenizer" and tokenizer.eos_token is None:
         # Its end of sequence is called a separator.

@@ -18,6 +18,7 @@ from transformers import AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedMode
 from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, GENERATION_CONFIG_NAME
 
 import metaphrase.modeling  # noqa: F401 (registers the models with the Auto classes)
+from metaphrase.storage.model_files import check_model_folder
 from metaphrase.tokenization import TokenizerPair
 
 if TYPE_CHECKING:
@@ -140,6 +141,7 @@ def load_lora(
     for name in (ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME):
         if not (folder / name).is_file():
             raise ValueError(f"An adapter must be a folder with {name}, got {folder} without.")
+    check_model_folder(folder)
     if not isinstance(base_model, PreTrainedModel):
         base_model = base_model or _base_model_name(folder)
         try:

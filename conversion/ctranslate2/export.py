@@ -25,6 +25,7 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedModel, PreTrainedToken
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.folders import check_output, folder_in_one_step, write_provenance
 from metaphrase.storage.loading import load_whole
+from metaphrase.storage.model_files import check_model_folder
 from metaphrase.tokenization import TokenizerPair
 
 PROVENANCE_NAME = "export.json"
@@ -138,6 +139,7 @@ def export_ctranslate2(
     source, output = os.fspath(source), Path(output)
     check_output(output, [Path(source)] if os.path.isdir(source) else [], overwrite, PROVENANCE_NAME, "exported")
     # Refuses another kind of model before reading its weights.
+    check_model_folder(source)
     config = MetaphraseConfig.from_pretrained(source)
     with torch.inference_mode():
         model = load_whole(source, config=config, dtype="auto", trust_remote_code=False)

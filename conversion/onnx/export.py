@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.folders import check_output, folder_in_one_step, write_provenance
 from metaphrase.storage.loading import load_whole
+from metaphrase.storage.model_files import check_model_folder
 from metaphrase.tokenization import TokenizerPair
 
 PROVENANCE_NAME = "export.json"
@@ -65,6 +66,7 @@ def export_onnx(source: str | os.PathLike, output: str | os.PathLike, *, overwri
     source, output = os.fspath(source), Path(output)
     check_output(output, [Path(source)] if os.path.isdir(source) else [], overwrite, PROVENANCE_NAME, "exported")
     # Refuses a model before reading its weights.
+    check_model_folder(source)
     config = MetaphraseConfig.from_pretrained(source)
     refuse_unsupported(config)
     # The eager kernel always has a mask, and each of its operations becomes a node.

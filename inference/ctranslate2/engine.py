@@ -18,6 +18,7 @@ from metaphrase.conversion.ctranslate2 import ctranslate2
 from metaphrase.inference.ctranslate2.options import Search, translate_options
 from metaphrase.inference.engine import BatchSearch, Engine, Hypothesis, find_device
 from metaphrase.inference.source_limits import TooLongError
+from metaphrase.storage.folders import read_json
 
 _MODEL_NAME = "model.bin"
 
@@ -50,11 +51,15 @@ class CTranslate2Engine(Engine):
             compute_type=compute_type,
             intra_threads=torch.get_num_threads(),
         )
-        self.translator = self._load()
+        config = read_json(self.folder / CONFIG_NAME)
+        try:
+            self.translator = self._load()
+        except (RuntimeError, UnicodeDecodeError) as error:
+            # Device and compute type are checked, so that the files are at fault.
+            raise ValueError(f"A folder of CTranslate2 must hold a whole model, got {self.folder}: {error}.") from error
         self.sources, self.targets = (self._vocabulary(side) for side in ("source", "target"))
         self._target_ids = {token: index for index, token in enumerate(self.targets)}
-        config = json.loads((self.folder / CONFIG_NAME).read_text(encoding="utf-8"))
-        self._start = config["decoder_start_token"]
+        self._start = config.get("decoder_start_token")
         self.generation_config = self._read_generation_config(config)
         self._copy: tempfile.TemporaryDirectory | None = None
 
@@ -97,7 +102,7 @@ class CTranslate2Engine(Engine):
             generation_config = GenerationConfig.from_pretrained(self.folder)
         else:
             generation_config = GenerationConfig()
-        for name, token in (("eos_token_id", config["eos_token"]), ("decoder_start_token_id", self._start)):
+        for name, token in (("eos_token_id", config.get("eos_token")), ("decoder_start_token_id", self._start)):
             if getattr(generation_config, name) is None and token is not None:
                 setattr(generation_config, name, self._target_ids.get(token))
         return generation_config

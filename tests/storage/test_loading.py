@@ -91,4 +91,5 @@ def test_configuration_of_another_type_is_one_line(folder, capsys):
     (folder / "config.json").write_text(json.dumps(config))
     assert run(attention.main, "attention", [str(folder), "--source", "a", "--format", "pharaoh"]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("metaphrase attention: error: Validation error for field 'hidden_size': ")
+    rule = f"`hidden_size` in {str(folder / 'config.json')!r} must be a whole number from 1 to 2147483647, got '32'."
+    assert said == f"metaphrase attention: error: {rule}"

@@ -19,6 +19,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from metaphrase.storage.folders import check_output, folder_in_one_step, read_json, write_json
+from metaphrase.storage.model_files import check_settings
 from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, write_weights
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.checkpointing.folders import (
@@ -153,6 +154,8 @@ def average_checkpoints(
         names = ", ".join(map(str, folders)) or "none"
         raise ValueError(f"`folders` must be at least two, and different, got {names}.")
     check_output(output, folders, overwrite, PROVENANCE_NAME, "averaged")
+    for folder in folders:
+        check_settings(folder)
     with contextlib.ExitStack() as files:
         checkpoints = [WeightFiles(folder, files) for folder in folders]
         for checkpoint in checkpoints[:-1]:

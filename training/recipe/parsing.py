@@ -63,7 +63,7 @@ def load_yaml(text: str, where: str) -> Any:
     """
     try:
         return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"{where} must be valid YAML: {error}") from error
 
 

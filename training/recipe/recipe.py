@@ -18,6 +18,7 @@ from typing import Any
 from transformers import SchedulerType, Seq2SeqTrainingArguments
 
 from metaphrase.modeling.compat import CHECKPOINTING
+from metaphrase.storage.folders import read_text
 from metaphrase.training.checkpointing.averaging import is_better_lower
 from metaphrase.training.recipe.checks import check_recipe
 from metaphrase.training.recipe.fields import (
@@ -245,7 +246,7 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = (), is_check
 def _read_file(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"A recipe must be a file that exists, got {path}.")
-    mapping = load_yaml(path.read_text(encoding="utf-8-sig"), str(path))
+    mapping = load_yaml(read_text(path).removeprefix("\ufeff"), str(path))
     if not isinstance(mapping, dict | None):
         raise ValueError(f"{path} must be a mapping of fields to values, got {type(mapping).__name__}.")
     return _fit_all(mapping or {}, str(path))

@@ -300,3 +300,20 @@ def test_fields_that_were_chosen_together_are_saved_below_their_reason(tmp_path)
     lines = (tmp_path / "recipe.yaml").read_text(encoding="utf-8").splitlines()
     start = lines.index("# both belong together")
     assert lines[start + 1 : start + 3] == ["learning_rate: 0.001", "vocab_size: 900"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "latin-1"])
+def test_recipe_that_is_not_utf8_is_named(encoding, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("train_file: über.tsv\n", encoding=encoding)
+    with pytest.raises(
+        ValueError, match=r"^`recipe.yaml` must be UTF-8, got byte 0x(ff|fc) at offset \d+ in '\S+recipe.yaml'"
+    ):
+        load_recipe(path, [])
+
+
+def test_recipe_of_brackets_is_an_error_of_one_line(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("train_file: " + "[" * 100_000, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"^\S+recipe.yaml must be valid YAML: maximum recursion depth"):
+        load_recipe(path, [])

@@ -1,0 +1,236 @@
+"""Tests of broken settings in a model folder: each is an error of one line that names the file, in every verb."""
+
+import importlib
+import json
+import re
+import shutil
+
+import pytest
+from other_families import other_model
+from tiny_generator import save_generator, tiny_generator, tiny_pair
+
+from metaphrase.inference import Generator
+from metaphrase.modeling import MetaphraseConfig
+from metaphrase.scripts.console import run
+from metaphrase.storage.loading import load_whole
+from metaphrase.storage.model_files import check_model_folder
+
+CONTENTS = {
+    "empty": b"",
+    "list": b"[]",
+    "null": b"null",
+    "number": b"7",
+    "text": b'"x"',
+    "brackets": b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "no UTF-8": b'{"a": "\xff\xe9"}',
+    "UTF-16": '{"a": 1}'.encode("utf-16"),
+}
+FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
+VERBS = {
+    "generate": ["MODEL", "--input", "FILE"],
+    "evaluate": ["MODEL", "--source", "FILE", "--target", "FILE", "--output", "NEW"],
+    "attention": ["MODEL", "--source", "a", "--format", "pharaoh"],
+    "explain": ["MODEL", "--source", "a", "--text"],
+    "convert": ["MODEL", "NEW", "--to", "bart"],
+    "export": ["MODEL", "NEW", "--format", "ctranslate2"],
+    "average": ["MODEL", "TWIN", "--output", "NEW"],
+    "push": ["MODEL", "user/name", "--dry_run"],
+    "train": ["FILE", "FILE", "--model_name_or_path", "MODEL", "--output_dir", "NEW", "--use_cpu", "--max_steps", "1"],
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folders of small models by family, with their tokenizers."""
+    root = tmp_path_factory.mktemp("saved")
+    folders = {"metaphrase": save_generator(tiny_generator(), root / "metaphrase")}
+    for family in ("t5", "bart", "marian"):
+        other_model(family).save_pretrained(root / family)
+        tiny_pair().save_pretrained(root / family)
+        folders[family] = root / family
+    return folders
+
+
+@pytest.fixture
+def copied(saved, tmp_path):
+    """A function that copies the folder of a family."""
+    return lambda family: shutil.copytree(saved[family], tmp_path / "model")
+
+
+def change(folder, file, **fields):
+    """Set fields of a file, which need not exist. None stands for null."""
+    path = folder / file
+    old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    path.write_text(json.dumps(old | fields), encoding="utf-8")
+
+
+@pytest.mark.parametrize("family", ["metaphrase", "t5", "bart", "marian"])
+def test_whole_folders_are_accepted(family, saved):
+    check_model_folder(saved[family])
+    assert load_whole(saved[family], trust_remote_code=False).config.model_type == family
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize("file", FILES)
+def test_file_without_fields_is_named(file, content, copied):
+    folder = copied("metaphrase")
+    (folder / file).write_bytes(CONTENTS[content])
+    with pytest.raises(
+        ValueError, match=rf"^`{re.escape(file)}` must (hold fields|be readable|be UTF-8).*{file}'[^\n]*$"
+    ):
+        Generator.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_file_cut_in_half_is_named(file, copied):
+    folder = copied("t5")
+    whole = (folder / file).read_bytes()
+    (folder / file).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=rf"^`{file}` must be readable, got an error in '[^\n]*{file}': [^\n]*$"):
+        Generator.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_names_the_broken_field_before_it_reads_weights(verb, copied, tmp_path, capsys):
+    if verb == "export":
+        pytest.importorskip("ctranslate2")
+    folder = copied("metaphrase")
+    shutil.copytree(folder, tmp_path / "twin")
+    (folder / "model.safetensors").write_bytes(b"no weights")
+    change(folder, "generation_config.json", forced_bos_token_id={})
+    (tmp_path / "text").write_text("a\n", encoding="utf-8")
+    words = {"MODEL": folder, "TWIN": tmp_path / "twin", "NEW": tmp_path / "new", "FILE": tmp_path / "text"}
+    main = importlib.import_module(f"metaphrase.scripts.{verb}").main
+    assert run(main, verb, [str(words.get(word, word)) for word in VERBS[verb]]) == 2
+    path = str(folder / "generation_config.json")
+    rule = f"`forced_bos_token_id` in {path!r} must be a token id or a list of token ids, got {{}}."
+    assert capsys.readouterr().err.splitlines()[-1] == f"metaphrase {verb}: error: {rule}"
+
+
+@pytest.mark.parametrize(
+    ("file", "field", "value", "rule"),
+    [
+        ("config.json", "model_type", {}, "a text, got {}"),
+        ("config.json", "dtype", "x", "a floating-point type of torch, such as float32, got 'x'"),
+        ("config.json", "dtype", "int8", "a floating-point type of torch, such as float32, got 'int8'"),
+        ("config.json", "auto_map", 7, "fields with values, got 7"),
+        ("config.json", "id2label", [], "fields with values, got []"),
+        ("config.json", "encoder_ffn_dim", 2**70, "a whole number from 1 to 2147483647, got 1180591620717411303424"),
+        ("config.json", "encoder_layers", 2**70, "a whole number from 1 to 2147483647, got 1180591620717411303424"),
+        ("config.json", "encoder_layers", 9999, r"at most \d+, the number of weights, got 9999"),
+        ("config.json", "encoder_ffn_dim", 10**6, r"at most \d+, the largest dimension of a weight, got 1000000"),
+        ("config.json", "dropout", {}, r"of the type \D+, got {}"),
+        ("generation_config.json", "num_beams", 1.5, "a whole number from 1 to 10000, got 1.5"),
+        (
+            "generation_config.json",
+            "max_new_tokens",
+            2**70,
+            "a whole number from 0 to 1048576, got 1180591620717411303424",
+        ),
+        ("generation_config.json", "temperature", float("nan"), "a finite number above 0, got nan"),
+        ("generation_config.json", "penalty_alpha", {"a": 1}, "a finite number from 0 to 1, got {'a': 1}"),
+        ("generation_config.json", "decoder_start_token_id", -1, r"an id of the vocabulary, from 0 to \d\d, got -1"),
+        ("generation_config.json", "bad_words_ids", [1], "a list of lists of token ids, got [1]"),
+        ("tokenizer_config.json", "pad_token", 3, "a token, got 3"),
+        ("tokenizer_config.json", "model_max_length", "x", "a finite number above 0, got 'x'"),
+        ("tokenizer_config.json", "tokenizer_class", [], "a text, got []"),
+        ("tokenizer.json", "normalizer", False, "fields with values, got False"),
+    ],
+)
+@pytest.mark.parametrize("family", ["metaphrase", "bart"])
+def test_field_with_a_wrong_value_is_named(family, file, field, value, rule, copied):
+    folder = copied(family)
+    change(folder, file, **{field: value})
+    rule = rule if r"\d" in rule.lower() else re.escape(rule)
+    with pytest.raises(ValueError, match=rf"^`{field}` in '\S+{file}' must be {rule}\.$"):
+        check_model_folder(folder)
+
+
+def test_settings_that_no_rule_lists_still_name_the_file(copied):
+    folder = copied("t5")
+    change(folder, "config.json", feed_forward_proj="a-b-c")
+    with pytest.raises(ValueError, match=r"^'\S+config.json' must hold usable fields of T5Config: "):
+        check_model_folder(folder)
+
+
+def test_tokenizer_that_no_rule_lists_names_the_file(copied):
+    folder = copied("metaphrase")
+    change(folder, "tokenizer.json", decoder={"type": "x"})
+    with pytest.raises(
+        ValueError, match=r"^`tokenizer.json` and the other files of the tokenizer in '\S+model' must be"
+    ):
+        Generator.from_pretrained(folder)
+
+
+def test_ids_that_index_the_embedding_must_be_its_rows(copied):
+    folder = copied("marian")
+    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    rule = r"in '\S+config.json' must be an id of the vocabulary, from 0 to \d+, got"
+    change(folder, "config.json", pad_token_id=-1)
+    with pytest.raises(ValueError, match=rf"^`pad_token_id` {rule} -1"):
+        check_model_folder(folder)
+    del fields["decoder_start_token_id"]
+    (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    # The default of Marian's class.
+    with pytest.raises(ValueError, match=rf"^`decoder_start_token_id` {rule} 58100"):
+        check_model_folder(folder)
+
+
+def test_null_stands_for_the_default(copied):
+    folder = copied("metaphrase")
+    change(folder, "generation_config.json", forced_bos_token_id=None, num_beams=None)
+    change(folder, "tokenizer_config.json", model_max_length=None)
+    check_model_folder(folder)
+
+
+def test_configuration_of_which_no_model_can_be_made_names_the_file(copied):
+    folder = copied("metaphrase")
+    change(folder, "config.json", rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": {}})
+    with pytest.raises(ValueError, match=r"^'\S+config.json' must hold usable sizes: TypeError: "):
+        load_whole(folder, trust_remote_code=False)
+
+
+def test_sizes_that_weights_do_not_have_take_no_memory(copied):
+    """The sinusoids of a Marian are in no file: the model would make a table of 137 GB."""
+    folder = copied("marian")
+    change(folder, "config.json", max_position_embeddings=2**31 - 1)
+    with pytest.raises(
+        ValueError,
+        match=r"must fit the weights, which have no `model.\w+.embed_positions.weight` of shape \(2147483647, 16\)",
+    ):
+        load_whole(folder, trust_remote_code=False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"encoder_ffn_dim": 2**70},
+            "`encoder_ffn_dim` must be at most 2147483647, got 1180591620717411303424",
+        ),
+        ({"decoder_layers": 2**70}, "`decoder_layers` must be at most 10000, got 1180591620717411303424"),
+        ({"norm_eps": float("nan")}, "`norm_eps` must be above 0, got nan"),
+        ({"attention_scale": float("inf")}, "`attention_scale` must be at most 2147483647, got inf"),
+        ({"logits_scale": float("nan")}, "`logits_scale` must be a finite number, got nan"),
+        ({"rope_parameters": {"rope_type": {}}}, "`rope_parameters` must have a `rope_type` of default,"),
+        (
+            {"position_embedding_type": "sinusoidal", "max_position_embeddings": 2**31 - 1},
+            "`max_position_embeddings` must be at most 524288 with `position_offset` for a table of this width, got 2147483647",
+        ),
+    ],
+)
+def test_configuration_refuses_sizes_of_no_tensor(fields, message):
+    with pytest.raises(ValueError, match=message):
+        MetaphraseConfig(**fields)
+
+
+@pytest.mark.parametrize("content", ["[]", "null", "7", '"x"', "[" * 1000, '{"scores": []}', '{"log_history": 7}', "{"])
+@pytest.mark.parametrize("file", ["metrics.json", "trainer_state.json", "recipe.yaml"])
+def test_push_names_the_broken_file_of_the_card(file, content, copied, capsys):
+    folder, push = copied("metaphrase"), importlib.import_module("metaphrase.scripts.push").main
+    (folder / file).write_text(content, encoding="utf-8")
+    # Each file has other fields.
+    is_accepted = (content == "null" and file == "recipe.yaml") or ("scores" in content and file != "metrics.json")
+    is_accepted |= "log_history" in content and file != "trainer_state.json"
+    assert run(push, "push", [str(folder), "user/name", "--dry_run"]) == (0 if is_accepted else 2)
+    assert is_accepted or file in capsys.readouterr().err.splitlines()[-1]
