@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, BinaryIO
 
-from metaphrase.storage.folders import WriteLock
+from metaphrase.storage.folders import WriteLock, remove_leftovers
 from metaphrase.tokenization import iterate_lines
 from metaphrase.tokenization.texts import read_bytes
 
@@ -164,6 +164,7 @@ class NewFile(OutputStream):
         Raises:
             ValueError: If another run is writing the file.
         """
+        remove_leftovers(Path(path).parent)
         with contextlib.ExitStack() as resources:
             # Mode `w` would empty the file at once.
             stream = resources.enter_context(open(path, "a", encoding="utf-8", newline="\n"))
@@ -208,6 +209,7 @@ class ResumedFile(OutputStream):
             ValueError: If the file is not regular, holds other lines than such targets, or another run is writing it.
         """
         check_regular(path)
+        remove_leftovers(Path(path).parent)
         self.path, self._num_targets, self._with_scores = Path(path), num_targets, with_scores
         self.num_done = 0
         with contextlib.ExitStack() as resources:
