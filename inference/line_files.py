@@ -1,6 +1,5 @@
 """Read sources line by line, and write targets line by line, to a new file or to that of a stopped run."""
 
-import codecs
 import collections
 import contextlib
 import io
@@ -13,7 +12,7 @@ from typing import IO, TYPE_CHECKING, BinaryIO
 
 from metaphrase.storage.folders import WriteLock, remove_leftovers
 from metaphrase.tokenization import iterate_lines
-from metaphrase.tokenization.texts import read_bytes
+from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS, count_lines, decode_lines
 
 if TYPE_CHECKING:
     from metaphrase.inference.run import ScoredText
@@ -23,21 +22,19 @@ _SEPARATOR = " ||| "
 _SCORE_TOLERANCE = 1e-4
 
 
-def read_lines(path: str | None) -> Iterator[str]:
+def read_lines(path: str | None, max_line_characters: int = MAX_LINE_CHARACTERS) -> Iterator[str]:
     """Yield the lines of a file (`.gz` or not) or of standard input. Only a line feed ends a line.
 
     Raises:
-        ValueError: If a line is not valid UTF-8.
+        ValueError: If a line is too long or not valid UTF-8.
     """
     if path is not None:
-        yield from iterate_lines(path)
+        yield from iterate_lines(path, max_line_characters=max_line_characters)
         return
-    for number, line in enumerate(_open_standard_input(), start=1):
-        line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-        try:
-            yield line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"Standard input must be UTF-8, but line {number} is not ({error}).") from error
+    for line in decode_lines(_open_standard_input(), "standard input", max_line_characters):
+        if line.problem:
+            raise ValueError(line.problem)
+        yield line.content
 
 
 def check_files(
@@ -73,11 +70,9 @@ def check_files(
         )
 
 
-def count_lines(path: str | None) -> int | None:
+def num_lines(path: str | None) -> int | None:
     """Return the number of lines, for progress; `None` for a pipe or standard input."""
-    if path is None or not Path(path).is_file():
-        return None
-    return sum(1 for _ in read_bytes(path))
+    return count_lines(path) if path is not None and Path(path).is_file() else None
 
 
 def _open_standard_input() -> BinaryIO:
