@@ -10,9 +10,11 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from metaphrase.data import pairs as pairs_module
-from metaphrase.data.pair_files import read_parquet
+from metaphrase.data.pair_files import READERS, read_parallel, read_parquet
 from metaphrase.data.pairs import DataReport, column_texts, load_pairs, split_pairs
 from metaphrase.data.streams import TextStream
 
@@ -396,3 +398,35 @@ def test_a_quoted_text_without_an_end_takes_little_memory(tmp_path, load):
         ValueError, match=r"texts of at most `max_line_characters` 1000, got in line 1[45].: field larger"
     ):
         load(file="a.csv", max_line_characters=1000)
+
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+LINES = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\t\r\n\ufeff"), max_size=12)
+REPEATABLE = settings(max_examples=20, deadline=None, derandomize=True, database=None)
+
+
+@REPEATABLE
+@given(pairs=st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=5))
+def test_any_text_that_is_written_is_read(pairs, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("written")
+    with open(folder / "a.csv", "w", encoding="utf-8", newline="") as file:
+        csv.writer(file, quoting=csv.QUOTE_ALL).writerows([("source", "target"), *pairs])
+    rows = rows_as_json(pairs)
+    write(folder, "a.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    write(folder, "a.json.gz", json.dumps(rows))
+    pq.write_table(pa.Table.from_pylist(rows), folder / "a.parquet")
+    for name in ("a.csv", "a.jsonl", "a.json.gz", "a.parquet"):
+        suffix = Path(name.removesuffix(".gz")).suffix
+        assert list(READERS[suffix](str(folder / name), (None, None))) == pairs, name
+
+
+@REPEATABLE
+@given(pairs=st.lists(st.tuples(LINES, LINES), min_size=1, max_size=5), end=st.sampled_from(["\n", "\r\n"]))
+def test_any_line_that_is_written_is_read(pairs, end, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("written")
+    header = [("source", "target"), *pairs]
+    write(folder, "a.tsv", "".join(f"{source}\t{target}{end}" for source, target in header))
+    for name, side in (("s.txt.gz", 0), ("t.txt", 1)):
+        write(folder, name, "".join(pair[side] + end for pair in pairs))
+    assert list(READERS[".tsv"](str(folder / "a.tsv"), (None, None))) == pairs
+    assert list(read_parallel(str(folder / "s.txt.gz"), str(folder / "t.txt"))) == pairs
