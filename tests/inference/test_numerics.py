@@ -14,7 +14,12 @@ DTYPES = ("float32", "bfloat16", "float16", "int8")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return save_generator(tiny_generator(), tmp_path_factory.mktemp("numerics") / "model")
+    return save_generator(tiny_generator(layers=1), tmp_path_factory.mktemp("numerics") / "model")
+
+
+def load(folder, dtype, batch_size):
+    sizes = {"batch_size": batch_size, "max_tokens_per_batch": 10**6}
+    return Generator.from_pretrained(folder, device="cpu", dtype=dtype, **sizes)
 
 
 def make_texts(number):
@@ -26,10 +31,9 @@ def make_texts(number):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_200_sources_in_batches_are_as_alone(dtype, folder):
-    generator, texts = Generator.from_pretrained(folder, device="cpu", dtype=dtype), make_texts(200)
-    options = {"num_beams": 2, "max_new_tokens": 5}
-    [batched, alone] = [generator.generate_n_best(texts, batch_size=size, **options) for size in (64, 1)]
-    [batched, alone] = [[targets[0] for targets in rows] for rows in (batched, alone)]
+    texts, options = make_texts(200), {"num_beams": 2, "max_new_tokens": 5}
+    batched, alone = (load(folder, dtype, size).generate_n_best(texts, **options) for size in (64, 1))
+    batched, alone = ([targets[0] for targets in rows] for rows in (batched, alone))
     assert all(torch.isfinite(torch.tensor([target.score for target in rows])).all() for rows in (batched, alone))
     num_equal = sum(first.text == second.text for first, second in zip(batched, alone, strict=True))
     # Half precision rounds sums by the shape of a product, and two beams may be close.
@@ -39,9 +43,8 @@ def test_200_sources_in_batches_are_as_alone(dtype, folder):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_batch_of_513_is_as_smaller_ones(dtype, folder):
-    generator, texts = Generator.from_pretrained(folder, device="cpu", dtype=dtype), make_texts(513)
-    options = {"max_new_tokens": 4, "max_tokens_per_batch": 10**6}
-    whole, parts = (generator.generate(texts, batch_size=size, **options) for size in (513, 100))
+    texts = make_texts(513)
+    whole, parts = (load(folder, dtype, size).generate(texts, max_new_tokens=4) for size in (513, 100))
     num_equal = sum(first == second for first, second in zip(whole, parts, strict=True))
     assert num_equal == 513 if dtype in ("float32", "int8") else num_equal >= 490
 
