@@ -4,7 +4,7 @@ BIN := .venv/bin
 # One thread per test process: the suite runs one process per core.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: demo test test-slow lint format docs bench clean
+.PHONY: demo test test-slow test-fuzz lint format docs bench clean
 
 demo: .venv/installed
 	$(BIN)/metaphrase demo $(ARGS)
@@ -14,6 +14,10 @@ test: .venv/installed
 
 test-slow: .venv/installed
 	$(TEST_ENV) $(BIN)/python -m pytest -m slow $(ARGS)
+
+# Broken recipes, data files, options, checkpoints and model folders. It takes up to 20 minutes.
+test-fuzz: .venv/installed
+	$(BIN)/python tests/fuzz/run.py $(ARGS)
 
 lint: .venv/installed
 	$(BIN)/ruff check .

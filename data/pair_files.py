@@ -8,7 +8,7 @@ and .jsonl files; in other files a blank line counts as a pair.
 import csv
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from metaphrase.tokenization.texts import read_bytes, read_lines
+from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS, count_lines, read_lines
 
 Column = str | int | None
 Columns = tuple[Column, Column]
@@ -25,7 +25,7 @@ SIDES = ("source", "target")
 
 @dataclass(frozen=True)
 class PairProblem:
-    """A pair that cannot be used. `kind` is "invalid_utf8" or "malformed"."""
+    """A pair that cannot be used. `kind` is "invalid_utf8", "malformed" or "line_too_long"."""
 
     kind: str
     message: str
@@ -34,24 +34,24 @@ class PairProblem:
 Record = tuple[str, str] | PairProblem
 
 
-def read_parallel(source_file: str, target_file: str) -> Iterator[Record]:
+def read_parallel(source_file: str, target_file: str, limit: int = MAX_LINE_CHARACTERS) -> Iterator[Record]:
     """Yield the pairs of two text files with one sentence per line.
 
     Raises:
         ValueError: If the files differ in their number of lines.
     """
-    counts = [sum(1 for _ in read_bytes(path)) for path in (source_file, target_file)]
+    counts = [count_lines(path) for path in (source_file, target_file)]
     if counts[0] != counts[1]:
         raise ValueError(
             "Parallel files must have the same number of lines, "
             f"got {counts[0]} in {source_file} and {counts[1]} in {target_file}."
         )
-    for source, target in zip(read_lines(source_file), read_lines(target_file), strict=True):
-        problem = source.problem or target.problem
-        yield PairProblem("invalid_utf8", problem) if problem else (source.content, target.content)
+    for source, target in zip(read_lines(source_file, limit), read_lines(target_file, limit), strict=True):
+        line = source if source.problem else target
+        yield PairProblem(line.kind, line.problem) if line.problem else (source.content, target.content)
 
 
-def read_tsv(path: str, columns: Columns) -> Iterator[Record]:
+def read_tsv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> Iterator[Record]:
     """Yield the pairs of a tab-separated file. Quotes are ordinary characters.
 
     The first line is a header if it holds both column names. Columns given by number mean that there is no header.
@@ -60,7 +60,7 @@ def read_tsv(path: str, columns: Columns) -> Iterator[Record]:
         ValueError: If the file does not have the columns.
     """
     names = _with_defaults(columns)
-    for line in read_lines(path):
+    for line in read_lines(path, limit):
         fields = line.content.split("\t")
         if line.number == 1:
             source, target, width = 0, 1, 2
@@ -72,7 +72,7 @@ def read_tsv(path: str, columns: Columns) -> Iterator[Record]:
             if columns != (None, None):
                 source, target, width = *columns, len(fields)
         if line.problem:
-            yield PairProblem("invalid_utf8", line.problem)
+            yield PairProblem(line.kind, line.problem)
         elif len(fields) != width:
             yield PairProblem(
                 "malformed", f"{path} must have {width} tab-separated columns, got {len(fields)} in line {line.number}."
@@ -97,24 +97,27 @@ def _check_no_header(path: str, fields: list[str], names: Columns, columns: Colu
         )
 
 
-def read_csv(path: str, columns: Columns) -> Iterator[Record]:
+def read_csv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> Iterator[Record]:
     """Yield the pairs of a comma-separated file (RFC 4180) whose first row names the columns. Blank lines are skipped.
 
     Raises:
-        ValueError: If a column is not in the header, or the quoting is broken: no later row could be trusted.
+        ValueError: If a column is not in the header, or the quoting is broken or a text too long: no later row could be
+            trusted.
     """
     problems: list[str] = []  # of the lines of the present row
 
     def lines() -> Iterator[str]:
-        for line in read_lines(path):
+        for line in read_lines(path, limit):
+            if line.kind == "line_too_long":
+                raise ValueError(line.problem)
             if line.problem:
                 problems.append(line.problem)
             yield line.text
 
     names, header = column_names(columns), None
     reader = csv.reader(lines(), strict=True)
-    # The default limit of 128 KiB is too low for a document to be summarized.
-    previous_limit = csv.field_size_limit(sys.maxsize)
+    # A quoted text may have many lines.
+    previous_limit = csv.field_size_limit(min(limit, sys.maxsize))
     try:
         for row in reader:
             if not row:
@@ -131,7 +134,10 @@ def read_csv(path: str, columns: Columns) -> Iterator[Record]:
                 yield row[source], row[target]
             problems.clear()
     except csv.Error as error:
-        raise ValueError(f"{path} must be quoted as RFC 4180 says, got in line {reader.line_num}: {error}.") from error
+        raise ValueError(
+            f"{path} must be quoted as RFC 4180 says, with texts of at most `max_line_characters` {limit}, got in line "
+            f"{reader.line_num}: {error}."
+        ) from error
     finally:
         csv.field_size_limit(previous_limit)
 
@@ -158,23 +164,24 @@ def check_columns(where: str, names: tuple[str, ...], present: list[str]) -> Non
         raise ValueError(f"Column {repeated[0]!r} must occur once in {where}, got {present}.")
 
 
-def read_json(path: str, columns: Columns) -> Iterator[Record]:
+def read_json(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> Iterator[Record]:
     """Yield the pairs of a file with one JSON object per line, or with one JSON array of objects.
 
-    An object holds the columns itself, or under the key `translation` with language codes as column names.
+    An object holds the columns itself, or under the key `translation` with language codes as column names. An array is in
+    memory as a whole, often as one line: the limit holds for its texts.
 
     Raises:
         ValueError: If a JSON array cannot be parsed.
     """
     names = column_names(columns)
     if path.removesuffix(".gz").endswith(".json"):
-        first = next((line.text.lstrip() for line in read_lines(path) if line.text.strip()), "")
+        first = next((line.text.lstrip() for line in read_lines(path, limit) if line.text.strip()), "")
         if first.startswith("["):
-            yield from _read_json_array(path, names)
+            yield from _read_json_array(path, names, limit)
             return
-    for line in read_lines(path):
+    for line in read_lines(path, limit):
         if line.problem:
-            yield PairProblem("invalid_utf8", line.problem)
+            yield PairProblem(line.kind, line.problem)
             continue
         if not line.text.strip():
             continue
@@ -185,20 +192,20 @@ def read_json(path: str, columns: Columns) -> Iterator[Record]:
                 "malformed", f"{path} must hold one JSON object per line, got in line {line.number}: {error}"
             )
             continue
-        yield _from_mapping(record, names, f"{path}, line {line.number}")
+        yield _from_mapping(record, names, f"{path}, line {line.number}", limit)
 
 
-def _read_json_array(path: str, names: tuple[str, str]) -> Iterator[Record]:
+def _read_json_array(path: str, names: tuple[str, str], limit: int) -> Iterator[Record]:
     try:
         # Invalid bytes are lone surrogates, which `_from_mapping` detects.
-        records = json.loads("".join(line.text for line in read_lines(path)))
+        records = json.loads("".join(line.text for line in read_lines(path, sys.maxsize)))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} must be a JSON array of objects, got: {error}") from error
     for number, record in enumerate(records, start=1):
-        yield _from_mapping(record, names, f"{path}, record {number}")
+        yield _from_mapping(record, names, f"{path}, record {number}", limit)
 
 
-def _from_mapping(record: Any, names: tuple[str, str], where: str) -> Record:
+def _from_mapping(record: Any, names: tuple[str, str], where: str, limit: int) -> Record:
     if not isinstance(record, dict):
         return PairProblem("malformed", f"{where} must be a JSON object, got {type(record).__name__}.")
     nested = record.get("translation")
@@ -216,10 +223,19 @@ def _from_mapping(record: Any, names: tuple[str, str], where: str) -> Record:
         except UnicodeEncodeError:  # a lone surrogate
             return PairProblem("invalid_utf8", f"{where} must hold valid Unicode, got {value!a} as {name!r}.")
         values.append(value)
-    return values[0], values[1]
+    return _check_lengths(values, where, limit)
 
 
-def read_parquet(path: str, columns: Columns) -> Iterator[Record]:
+def _check_lengths(values: Sequence[str], where: str, limit: int) -> Record:
+    if max(map(len, values)) <= limit:
+        return values[0], values[1]
+    text = (
+        f"{where} must hold texts of at most {limit} characters, got more. Set `max_line_characters` higher to read it."
+    )
+    return PairProblem("line_too_long", text)
+
+
+def read_parquet(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> Iterator[Record]:
     """Yield the pairs of a Parquet file, with flat columns or a `translation` struct.
 
     Raises:
@@ -231,7 +247,7 @@ def read_parquet(path: str, columns: Columns) -> Iterator[Record]:
         top_names = _columns_with_pairs(file.schema_arrow, names)
         check_columns(path, top_names, file.schema_arrow.names)
         for batch in file.iter_batches(columns=list(top_names)):
-            yield from read_arrow(batch, columns, path, row)
+            yield from read_arrow(batch, columns, path, row, limit)
             row += batch.num_rows
     except (pa.ArrowException, OSError) as error:
         if getattr(error, "errno", None) is not None:  # An error of the file system already names the file.
@@ -245,7 +261,9 @@ def _columns_with_pairs(schema: pa.Schema, names: tuple[str, str]) -> tuple[str,
     return names if is_flat or not pa.types.is_struct(schema.field("translation").type) else ("translation",)
 
 
-def read_arrow(table: pa.Table | pa.RecordBatch, columns: Columns, where: str, first_row: int) -> Iterator[Record]:
+def read_arrow(
+    table: pa.Table | pa.RecordBatch, columns: Columns, where: str, first_row: int, limit: int = MAX_LINE_CHARACTERS
+) -> Iterator[Record]:
     """Yield the pairs of an Arrow table, with flat columns or a `translation` struct.
 
     Raises:
@@ -266,7 +284,7 @@ def read_arrow(table: pa.Table | pa.RecordBatch, columns: Columns, where: str, f
             yield PairProblem("malformed", f"{where}, row {row} must hold a text {missing!r}, got none.")
             continue
         try:
-            yield values[0].decode("utf-8"), values[1].decode("utf-8")
+            yield _check_lengths([value.decode("utf-8") for value in values], f"{where}, row {row}", limit)
         except UnicodeDecodeError as error:
             yield PairProblem("invalid_utf8", f"{where}, row {row} must be UTF-8 text, got an {error.reason}.")
 

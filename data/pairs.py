@@ -15,6 +15,7 @@ from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
 
 from metaphrase.data.pair_files import READERS, SIDES, Column, PairProblem, Record, read_arrow, read_parallel
+from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS
 
 logger = logging.getLogger(__name__)
 
@@ -26,13 +27,16 @@ Policy = Literal["error", "skip"]
 TASK_COLUMN = "task"
 RECORD_FEATURES = datasets.Features({name: datasets.Value("string") for name in (*SIDES, "problem")})
 # Part of every cache key. Raise it when the same file would be read into other pairs.
-CACHE_VERSION = 2
+CACHE_VERSION = 3
 # `datasets` takes more than a hundred times as long row by row.
 _ROWS_PER_READ = 5000
+# Kinds of `PairProblem`.
+PROBLEMS = ("malformed", "invalid_utf8", "line_too_long")
 # An unused pair counts under exactly one reason.
 DROP_REASONS = {
     "malformed": "malformed",
     "invalid_utf8": "invalid UTF-8",
+    "line_too_long": "line too long",
     "beyond_max_samples": "beyond max_samples",
     "other_splits": "in other splits",
     "empty_source": "empty source",
@@ -69,6 +73,7 @@ class DataReport:
     read: int = 0
     malformed: int = 0
     invalid_utf8: int = 0
+    line_too_long: int = 0
     beyond_max_samples: int = 0
     other_splits: int = 0
     empty_source: int = 0
@@ -124,6 +129,8 @@ class PairSource:
         max_samples: Number of good pairs to take from the beginning.
         invalid_utf8: "error", or "skip" to drop and count pairs that are not UTF-8.
         malformed: "error", or "skip" to drop and count lines with a wrong number of columns or a missing value.
+        line_too_long: "error", or "skip" to drop and count pairs over `max_line_characters`.
+        max_line_characters: Maximum characters of a line, or of a text where a pair has no line of its own.
 
     Raises:
         ValueError: If the pairs come from none or several of the three origins, or the file has another ending.
@@ -142,6 +149,8 @@ class PairSource:
     max_samples: int | None = None
     invalid_utf8: Policy = "error"
     malformed: Policy = "error"
+    line_too_long: Policy = "error"
+    max_line_characters: int = MAX_LINE_CHARACTERS
 
     def __post_init__(self) -> None:
         if (self.source_file is None) != (self.target_file is None):
@@ -180,7 +189,8 @@ class PairSource:
         """Return a row of `RECORD_FEATURES`, with the prefix. Raise a `ValueError` for a bad pair that is not skipped."""
         if isinstance(record, PairProblem):
             if getattr(self, record.kind) == "error":
-                raise ValueError(f"{record.message} `{record.kind}: skip` drops and counts such pairs.")
+                hint = "" if record.kind == "line_too_long" else f" `{record.kind}: skip` drops and counts such pairs."
+                raise ValueError(record.message + hint)
             return {"source": "", "target": "", "problem": record.kind}
         source, target = record
         prefix = self.source_prefix if self.source_prefix and source.strip() else ""
@@ -282,7 +292,10 @@ def generate_records(source: PairSource, cache_key: Any = None) -> Iterator[dict
     """
     first, *other = source.paths
     is_empty = True
-    for record in read_parallel(first, *other) if other else READERS[_suffix(first)](first, source.columns):
+    limit = source.max_line_characters
+    for record in (
+        read_parallel(first, *other, limit) if other else READERS[_suffix(first)](first, source.columns, limit)
+    ):
         is_empty = False
         yield source.to_row(record)
     if is_empty:
@@ -293,7 +306,8 @@ def _read_dataset(source: PairSource, cache_dir: str | Path | None) -> datasets.
     dataset = source.load_dataset(cache_dir=cache_dir)
 
     def to_records(table: pa.Table, rows: list[int]) -> pa.Table:
-        records = [source.to_row(record) for record in read_arrow(table, source.columns, source.name, rows[0])]
+        pairs = read_arrow(table, source.columns, source.name, rows[0], source.max_line_characters)
+        records = [source.to_row(record) for record in pairs]
         return pa.Table.from_pylist(records, schema=RECORD_FEATURES.arrow_schema)
 
     return (
@@ -315,15 +329,13 @@ def _select_good_pairs(records: datasets.Dataset, name: str, report: DataReport)
     problems = records.with_format("numpy")["problem"][:]
     counts = Counter(problems.tolist())
     report.read += len(records)
-    report.malformed += counts["malformed"]
-    report.invalid_utf8 += counts["invalid_utf8"]
+    for kind in PROBLEMS:
+        setattr(report, kind, getattr(report, kind) + counts[kind])
     if not counts[""]:
         raise ValueError(f"{name} must hold at least one good pair, got none. {report}")
     if counts[""] < len(records):
-        logger.warning(
-            "%s: skipped %d malformed pairs and %d pairs that are not UTF-8.",
-            *(name, counts["malformed"], counts["invalid_utf8"]),
-        )
+        reasons = ", ".join(f"{counts[kind]} {DROP_REASONS[kind]}" for kind in PROBLEMS if counts[kind])
+        logger.warning("%s: skipped pairs that cannot be used: %s.", name, reasons)
         records = records.select((problems == "").nonzero()[0])
     return records.remove_columns("problem")
 

@@ -47,7 +47,7 @@ class TextStream(PairSource):
             return
         row = 0
         for table in self.load_dataset(streaming=True).with_format("arrow").iter(_ROWS_PER_READ):
-            for record in read_arrow(table, self.columns, self.name, row):
+            for record in read_arrow(table, self.columns, self.name, row, self.max_line_characters):
                 yield self.to_row(record)
             row += table.num_rows
 

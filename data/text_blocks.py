@@ -11,6 +11,7 @@ from datasets.fingerprint import Hasher
 from metaphrase.data.fingerprints import tokenizer_fingerprint
 from metaphrase.data.pairs import Policy, check_files, read_cached
 from metaphrase.tokenization import TokenizerPair, iterate_lines
+from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS
 
 Remainder = Literal["drop", "keep"]
 _COUNTS = ("empty_documents", "invalid_documents")
@@ -19,7 +20,7 @@ FEATURES = datasets.Features(
 )
 TEXTS_PER_CALL = 1000
 # Part of every cache key. Raise it when the same texts would be cut into other blocks.
-CACHE_VERSION = 3
+CACHE_VERSION = 4
 
 
 @dataclass
@@ -81,6 +82,7 @@ def load_texts(
     max_samples: int | None = None,
     cache_dir: str | Path | None = None,
     invalid_utf8: Policy = "error",
+    max_line_characters: int = MAX_LINE_CHARACTERS,
 ) -> datasets.Dataset:
     """Read UTF-8 text files with one document per line, compressed (`.gz`) or not, into the column `text`.
 
@@ -89,27 +91,30 @@ def load_texts(
         max_samples: Number of lines to take from the beginning.
         cache_dir: Cache folder of `datasets`. A changed file is read again.
         invalid_utf8: "error", or "skip" to make a line that is not UTF-8 a `None`, which `text_blocks` counts.
+        max_line_characters: Maximum length of a document.
 
     Raises:
-        ValueError: If a line is not UTF-8, or there is no line at all.
+        ValueError: If a line is too long or not UTF-8, or there is no line at all.
         FileNotFoundError: If a file does not exist.
     """
     paths = tuple(str(path) for path in ([files] if isinstance(files, str | Path) else files))
     check_files(paths)
     features = datasets.Features({"text": datasets.Value("string")})
-    arguments = {"paths": paths, "keep_invalid": invalid_utf8 == "skip"}
+    arguments = {"paths": paths, "keep_invalid": invalid_utf8 == "skip", "limit": max_line_characters}
     texts = read_cached(generate_texts, paths, features, CACHE_VERSION, cache_dir, arguments)
     return texts if max_samples is None else texts.select(range(min(max_samples, len(texts))))
 
 
-def generate_texts(paths: tuple[str, ...], cache_key: Any, keep_invalid: bool) -> Iterator[dict[str, str | None]]:
+def generate_texts(
+    paths: tuple[str, ...], cache_key: Any, keep_invalid: bool, limit: int = MAX_LINE_CHARACTERS
+) -> Iterator[dict[str, str | None]]:
     """Yield the lines of the files. The cache key is not read.
 
     Raises:
-        ValueError: If a line is not UTF-8, or there is no line at all.
+        ValueError: If a line is too long or not UTF-8, or there is no line at all.
     """
     is_empty = True
-    for line in iterate_lines(paths, keep_invalid):
+    for line in iterate_lines(paths, keep_invalid, limit):
         is_empty = False
         yield {"text": line}
     if is_empty:

@@ -1,6 +1,5 @@
 """Read sources line by line, and write targets line by line, to a new file or to that of a stopped run."""
 
-import codecs
 import collections
 import contextlib
 import io
@@ -11,9 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, BinaryIO
 
-from metaphrase.storage.folders import WriteLock
+from metaphrase.storage.folders import WriteLock, remove_leftovers
 from metaphrase.tokenization import iterate_lines
-from metaphrase.tokenization.texts import read_bytes
+from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS, count_lines, decode_lines
 
 if TYPE_CHECKING:
     from metaphrase.inference.run import ScoredText
@@ -23,21 +22,19 @@ _SEPARATOR = " ||| "
 _SCORE_TOLERANCE = 1e-4
 
 
-def read_lines(path: str | None) -> Iterator[str]:
+def read_lines(path: str | None, max_line_characters: int = MAX_LINE_CHARACTERS) -> Iterator[str]:
     """Yield the lines of a file (`.gz` or not) or of standard input. Only a line feed ends a line.
 
     Raises:
-        ValueError: If a line is not valid UTF-8.
+        ValueError: If a line is too long or not valid UTF-8.
     """
     if path is not None:
-        yield from iterate_lines(path)
+        yield from iterate_lines(path, max_line_characters=max_line_characters)
         return
-    for number, line in enumerate(_open_standard_input(), start=1):
-        line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-        try:
-            yield line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"Standard input must be UTF-8, but line {number} is not ({error}).") from error
+    for line in decode_lines(_open_standard_input(), "standard input", max_line_characters):
+        if line.problem:
+            raise ValueError(line.problem)
+        yield line.content
 
 
 def check_files(
@@ -73,11 +70,9 @@ def check_files(
         )
 
 
-def count_lines(path: str | None) -> int | None:
+def num_lines(path: str | None) -> int | None:
     """Return the number of lines, for progress; `None` for a pipe or standard input."""
-    if path is None or not Path(path).is_file():
-        return None
-    return sum(1 for _ in read_bytes(path))
+    return count_lines(path) if path is not None and Path(path).is_file() else None
 
 
 def _open_standard_input() -> BinaryIO:
@@ -164,6 +159,7 @@ class NewFile(OutputStream):
         Raises:
             ValueError: If another run is writing the file.
         """
+        remove_leftovers(Path(path).parent)
         with contextlib.ExitStack() as resources:
             # Mode `w` would empty the file at once.
             stream = resources.enter_context(open(path, "a", encoding="utf-8", newline="\n"))
@@ -208,6 +204,7 @@ class ResumedFile(OutputStream):
             ValueError: If the file is not regular, holds other lines than such targets, or another run is writing it.
         """
         check_regular(path)
+        remove_leftovers(Path(path).parent)
         self.path, self._num_targets, self._with_scores = Path(path), num_targets, with_scores
         self.num_done = 0
         with contextlib.ExitStack() as resources:

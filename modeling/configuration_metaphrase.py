@@ -341,7 +341,7 @@ class MetaphraseConfig(PreTrainedConfig):
             **overrides: Fields that replace those of the preset, such as `vocab_size`.
 
         Raises:
-            ValueError: If the preset or a field is unknown.
+            ValueError: If the preset or a field is unknown, or transformers cannot read the value of a field.
         """
         if name not in PRESETS:
             raise ValueError(f"`preset` must be one of {', '.join(PRESETS)}, got {name!r}.{_nearest(name, PRESETS)}")
@@ -351,7 +351,11 @@ class MetaphraseConfig(PreTrainedConfig):
                 raise ValueError(f"`{key}` is not a field of MetaphraseConfig.{_nearest(key, fields)}")
         merged = dict(PRESETS[name])
         merged.update({cls.attribute_map.get(key, key): value for key, value in overrides.items()})
-        config = cls(**merged)
+        try:
+            config = cls(**merged)
+        except (AttributeError, TypeError) as error:
+            # transformers reads some of its fields, such as `id2label`, before their types are checked.
+            raise ValueError(f"Fields must have the types of MetaphraseConfig, got {overrides}: {error}.") from error
         if config.logits_scale != 1.0 and "logits_scale" not in overrides:
             config.logits_scale = config.hidden_size**-0.5 if config.tie_word_embeddings else 1.0
         return config

@@ -52,8 +52,12 @@ def read_pairs(arguments: argparse.Namespace) -> tuple[list[str], list[str] | No
     ):
         if text is not None and file is not None:
             raise ValueError(f"`{name}` must be given as text or as a file, got both: {text[0]!r} and {file!r}.")
-    sources = list(arguments.source or read_lines(arguments.input))
-    targets = arguments.target if arguments.target_input is None else list(read_lines(arguments.target_input))
+    sources = list(arguments.source or read_lines(arguments.input, arguments.max_line_characters))
+    targets = (
+        arguments.target
+        if arguments.target_input is None
+        else list(read_lines(arguments.target_input, arguments.max_line_characters))
+    )
     if targets is not None and len(targets) != len(sources):
         raise ValueError(f"`source` and `target` must be equally many, got {len(sources)} and {len(targets)}.")
     return sources, targets

@@ -141,7 +141,15 @@ def main(words: Sequence[str]) -> None:
     check_metrics(arguments.metrics, arguments.bleu_tokenize)
     score_options, generation_options = metric_options(arguments), chosen_generation_options(arguments)
     report = DataReport()
-    names = ("file", "source_column", "target_column", "source_prefix", "malformed", "invalid_utf8")
+    names = (
+        "file",
+        "source_column",
+        "target_column",
+        "source_prefix",
+        "malformed",
+        "invalid_utf8",
+        "max_line_characters",
+    )
     files = {"source_file": arguments.source, "target_file": arguments.target}
     # Pairs with an empty side stay: they are legitimate test cases.
     pairs = load_pairs(**files, **given_options(arguments, names), report=report)

@@ -16,8 +16,8 @@ from metaphrase.inference.line_files import (
     ResumedFile,
     check_files,
     check_regular,
-    count_lines,
     format_targets,
+    num_lines,
     open_output,
     read_lines,
 )
@@ -157,12 +157,12 @@ def write(generator: Generator | GeneratorPool, arguments: argparse.Namespace, o
         if first:
             logger.info("Resuming %s at line %d.", arguments.output, first + 1)
         results = generator.generate_stream(
-            itertools.islice(read_lines(arguments.input), first, None),
+            itertools.islice(read_lines(arguments.input, arguments.max_line_characters), first, None),
             risk=risk,
             show_progress=not arguments.quiet,
             chunk_size=arguments.chunk_size,
             first_chunk=first // arguments.chunk_size,
-            total=count_lines(arguments.input),
+            total=num_lines(arguments.input),
             return_scores=n_best,
             split_sentences=arguments.split_sentences,
             seed=arguments.seed,

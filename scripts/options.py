@@ -10,7 +10,7 @@ from pathlib import Path
 
 ENGINES = ("torch", "ctranslate2")
 ENSEMBLE_MEANS = ("linear", "log_linear")
-DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH = 64, 8192
+DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, MAX_LINE_CHARACTERS = 64, 8192, 100_000
 _LOADING_OPTIONS = {
     *("source_prefix", "max_source_length", "source_lang", "target_lang", "device", "dtype", "trust_remote_code"),
     *("ensemble_mean", "batch_size", "max_tokens_per_batch", "engine"),
@@ -116,6 +116,12 @@ def add_batch_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
     )
     group.add_argument("--engine", default=ENGINES[0], choices=ENGINES, help=text)
     return group
+
+
+def add_line_option(parser: argparse._ActionsContainer) -> None:
+    """Add the limit of verbs that read texts."""
+    text = "maximum characters of a line to read; a longer line is an error [%(default)s]"
+    parser.add_argument("--max_line_characters", type=int, default=MAX_LINE_CHARACTERS, metavar="INT", help=text)
 
 
 def chosen_models(arguments: argparse.Namespace) -> list[str]:

@@ -14,6 +14,7 @@ from metaphrase.scripts.console import VerbParser, nearest, verb_parser
 from metaphrase.scripts.options import (
     add_batch_options,
     add_generation_options,
+    add_line_option,
     add_model_options,
     input_file,
 )
@@ -125,6 +126,7 @@ def _generate(parser: VerbParser) -> None:
     parser.add_argument("--n_best", action="store_true", help=text)
     add_model_options(parser)
     group = add_batch_options(parser)
+    add_line_option(group)
     text = "sources that are sorted and decoded together [%(default)s]"
     group.add_argument("--chunk_size", "--window", type=int, default=4096, help=text)
     text = "processes that decode chunks in parallel [%(default)s]; they share the cores of a CPU, or take the "
@@ -181,6 +183,7 @@ def _evaluate(parser: VerbParser) -> None:
     for name, rows in (("malformed", "lines without a pair"), ("invalid_utf8", "pairs that are not UTF-8")):
         text = f"how to treat {rows} [%(default)s]"
         group.add_argument(f"--{name}", choices=("error", "skip"), default="error", help=text)
+    add_line_option(group)
     group.add_argument("--bleu_tokenize", help="sacreBLEU's tokenizer [13a]; none for tokenized text")
     group.add_argument("--lowercase", action="store_true", help="ignore case, as sacreBLEU's -lc")
     text = "mark that joins subwords of the references, such as @@ [that of the tokenizer]"
@@ -213,6 +216,7 @@ def _attention(parser: VerbParser) -> None:
     text = "format [by the suffix of the output, or png]"
     parser.add_argument("--format", choices=("png", "pharaoh"), help=text)
     add_model_options(parser)
+    add_line_option(parser.add_argument_group("texts"))
     add_generation_options(parser)
 
 
@@ -308,6 +312,7 @@ def _tokenize(parser: VerbParser) -> None:
     parser.add_argument("--joiner", help="for pretokenized: mark at the end of a piece inside a word [@@]")
     text = "such as language codes"
     parser.add_argument("--additional_special_tokens", nargs="+", default=[], metavar="TOKEN", help=text)
+    add_line_option(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace an existing tokenizer")
 
 

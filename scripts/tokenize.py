@@ -1,6 +1,7 @@
 """`metaphrase tokenize --files F ... --output DIR`: train a tokenizer, or one for each side."""
 
 import collections
+import functools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,11 +49,12 @@ def main(words: Sequence[str]) -> None:
     files = [*(arguments.files or ()), *(arguments.source_files or ()), *(arguments.target_files or ())]
     for name in files:
         check_files(name, None)
+    read = functools.partial(iterate_lines, max_line_characters=arguments.max_line_characters)
     if "byte" in (arguments.kind, arguments.target_kind):
         # Its training reads no text, which may be damaged or not UTF-8.
-        collections.deque(iterate_lines(files), maxlen=0)
+        collections.deque(read(files), maxlen=0)
     sides = (arguments.source_files, arguments.target_files) if is_separate else (arguments.files, ())
-    pair = TokenizerPair.train(*map(iterate_lines, sides), joint=not is_separate, **options)
+    pair = TokenizerPair.train(*map(read, sides), joint=not is_separate, **options)
     with folder_in_one_step(output.resolve()) as partial:
         pair.save_pretrained(partial)
     for side, tokenizer in (("source", pair.source), ("target", pair.target))[: 2 if is_separate else 1]:

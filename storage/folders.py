@@ -3,6 +3,8 @@
 import contextlib
 import json
 import os
+import re
+import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +18,8 @@ except ImportError:
     fcntl = None
 
 _CARD_NAME = "README.md"
+# Earlier versions wrote the number of the process in place of the random digits.
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]+\.(partial|replaced)")
 # The locks of this process.
 _descriptors: set[int] = set()
 
@@ -23,10 +27,12 @@ _descriptors: set[int] = set()
 @contextlib.contextmanager
 def file_in_one_step(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`, which replaces `path` if the block succeeds and is removed if it fails."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    remove_leftovers(path.parent)
+    temporary = _temporary_path(path, "partial")
     try:
-        yield temporary
-        os.replace(temporary, path)
+        with _lock_new(temporary, Path.touch):
+            yield temporary
+            os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -36,25 +42,66 @@ def folder_in_one_step(output: Path) -> Iterator[Path]:
     """Yield a temporary folder, which becomes `output` if the block succeeds and is removed if it fails.
 
     The README.md of a replaced folder is kept, since its owner may have edited it.
+
+    Raises:
+        ValueError: If another run is writing to `output`.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
-    replaced = output.with_name(f".{output.name}.{os.getpid()}.replaced")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    try:
-        yield partial
-        if (output / _CARD_NAME).is_file() and not (partial / _CARD_NAME).exists():
-            shutil.copy2(output / _CARD_NAME, partial)
-        if output.exists():
-            output.rename(replaced)
-        partial.rename(output)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        if replaced.exists():
-            replaced.rename(output)
-        raise
-    shutil.rmtree(replaced, ignore_errors=True)
+    remove_leftovers(output.parent)
+    partial, replaced = (_temporary_path(output, kind) for kind in ("partial", "replaced"))
+    with contextlib.ExitStack() as locks:
+        locks.enter_context(_lock_new(partial, Path.mkdir))
+        try:
+            yield partial
+            if (output / _CARD_NAME).is_file() and not (partial / _CARD_NAME).exists():
+                shutil.copy2(output / _CARD_NAME, partial)
+            if output.exists():
+                # The lock moves with the folder, so that no other run takes it for a leftover.
+                locks.enter_context(WriteLock(output, "output"))
+                output.rename(replaced)
+            partial.rename(output)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            if replaced.exists():
+                replaced.rename(output)
+            raise
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the temporary files and folders that killed runs have left in a folder.
+
+    A folder that a killed run was about to replace gets its name back. A lock shows that the owner of a temporary file is
+    alive. Without locks nothing is removed.
+    """
+    with contextlib.suppress(OSError):
+        for path in [path for path in folder.iterdir() if _TEMPORARY.fullmatch(path.name)]:
+            with contextlib.suppress(ValueError, OSError), WriteLock(path, "output") as lock:
+                output = path.with_name(_TEMPORARY.fullmatch(path.name)["name"])
+                if not lock.is_held:
+                    continue
+                if path.suffix == ".replaced" and not output.exists():
+                    path.rename(output)
+                elif path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink()
+
+
+def _temporary_path(path: Path, kind: str) -> Path:
+    # Two machines with one file system may give their processes the same number.
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.{kind}")
+
+
+def _lock_new(path: Path, make: Callable[..., None]) -> "WriteLock":
+    """Make a file or folder and lock it. Another run may remove it before it is locked: then it is made again."""
+    while True:
+        make(path, exist_ok=True)
+        with contextlib.suppress(ValueError, FileNotFoundError):
+            lock = WriteLock(path, "output")
+            if path.exists():
+                return lock
+            lock.release()
 
 
 def check_output(output: Path, sources: Sequence[Path], overwrite: bool, mark: str, action: str) -> None:
@@ -169,6 +216,11 @@ class WriteLock(contextlib.AbstractContextManager):
             ) from None
         except OSError:
             self.release()
+
+    @property
+    def is_held(self) -> bool:
+        """True until `release`; False where nothing can be locked."""
+        return self._descriptor is not None
 
     def release(self) -> None:
         """Give the lock up; a second call has no effect."""

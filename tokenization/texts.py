@@ -1,14 +1,21 @@
 """Reading of text files line by line, and checks of texts."""
 
 import codecs
+import contextlib
 import gzip
+import itertools
 import os
 import re
+import sys
 import zlib
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from metaphrase.tokenization.tokenizer_settings import DEFAULT_JOINER
+
+# A longer line is hardly text, and tokenizers and models take much time and memory for it.
+MAX_LINE_CHARACTERS = 100_000
+_BYTES_PER_CHUNK = 2**20
 
 
 class Line(NamedTuple):
@@ -16,13 +23,15 @@ class Line(NamedTuple):
 
     Attributes:
         number: Its number from 1.
-        text: Its text with the line end. Bytes that are not UTF-8 are lone surrogates.
-        problem: Message about the first byte that is not UTF-8; empty if there is none.
+        text: Its text with the line end. Bytes that are not UTF-8 are lone surrogates. Of a line that is too long, the beginning.
+        problem: Message about the length, or about the first byte that is not UTF-8; empty if there is none.
+        kind: Kind of the problem, "line_too_long" or "invalid_utf8"; empty if there is none.
     """
 
     number: int
     text: str
     problem: str = ""
+    kind: str = ""
 
     @property
     def content(self) -> str:
@@ -30,8 +39,9 @@ class Line(NamedTuple):
         return self.text.removesuffix("\n").removesuffix("\r")
 
 
-def read_bytes(path: str | os.PathLike) -> Iterator[bytes]:
-    """Yield the lines of a file, plain or compressed (`.gz`), with their ends but without a byte-order mark.
+@contextlib.contextmanager
+def open_bytes(path: str | os.PathLike) -> Iterator[BinaryIO]:
+    """Open a file, plain or compressed (`.gz`).
 
     Raises:
         OSError: If a compressed file is damaged.
@@ -39,49 +49,93 @@ def read_bytes(path: str | os.PathLike) -> Iterator[bytes]:
     """
     with gzip.open(path) if os.fspath(path).endswith(".gz") else open(path, "rb") as file:
         try:
-            for index, line in enumerate(file):
-                yield line if index else line.removeprefix(codecs.BOM_UTF8)
+            yield file
         except (zlib.error, gzip.BadGzipFile, EOFError) as error:
             kind = EOFError if isinstance(error, EOFError) else gzip.BadGzipFile
             raise kind(f"`{os.fspath(path)}` must be a compressed file that is whole, got: {error}.") from error
 
 
-def read_lines(path: str | os.PathLike) -> Iterator[Line]:
-    """Yield the lines of a UTF-8 text file. Errors are as for `read_bytes`.
+def count_lines(path: str | os.PathLike) -> int:
+    """Return the number of lines of a file, plain or compressed. Errors are as for `open_bytes`."""
+    count, chunk = 0, b"\n"
+    with open_bytes(path) as file:
+        while following := file.read(_BYTES_PER_CHUNK):
+            chunk = following
+            count += chunk.count(b"\n")
+    return count + (not chunk.endswith(b"\n"))
+
+
+def read_lines(path: str | os.PathLike, max_line_characters: int = MAX_LINE_CHARACTERS) -> Iterator[Line]:
+    """Yield the lines of a UTF-8 text file, without a byte-order mark. Errors are as for `open_bytes` and `decode_lines`."""
+    with open_bytes(path) as file:
+        yield from decode_lines(file, f"`{os.fspath(path)}`", max_line_characters)
+
+
+def decode_lines(file: BinaryIO, name: str, max_line_characters: int = MAX_LINE_CHARACTERS) -> Iterator[Line]:
+    """Yield the lines of an open file. The memory for a line is bounded.
 
     Only LF and CR LF end a line. All other line breaks of Unicode stay inside the line, so that parallel files stay
     parallel.
+
+    Args:
+        file: The bytes.
+        name: The name of the file, for messages.
+        max_line_characters: Maximum length of a line without its end.
+
+    Raises:
+        ValueError: If `max_line_characters` is below 1.
     """
-    for number, line in enumerate(read_bytes(path), start=1):
+    if max_line_characters < 1:
+        raise ValueError(f"`max_line_characters` must be at least 1, got {max_line_characters}.")
+    # A character has at most four bytes. The other bytes are a byte-order mark and the line end.
+    size = min(4 * max_line_characters + 5, sys.maxsize)
+    for number in itertools.count(1):
+        line = end = file.readline(size)
+        if not line:
+            return
+        while len(end) == size and not end.endswith(b"\n"):
+            end = file.readline(size)
+        line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+        problem = kind = ""
         try:
-            text, problem = line.decode("utf-8"), ""
+            text = line.decode("utf-8")
         except UnicodeDecodeError as error:
-            text = line.decode("utf-8", errors="surrogateescape")
+            text, kind = line.decode("utf-8", errors="surrogateescape"), "invalid_utf8"
             problem = (
-                f"`{os.fspath(path)}` must be UTF-8, but line {number} has the byte 0x{line[error.start]:02x} "
+                f"{name} must be UTF-8, but line {number} has the byte 0x{line[error.start]:02x} "
                 f"at position {error.start} ({error.reason})."
             )
-        yield Line(number, text, problem)
+        if len(text) > max_line_characters and len(text.rstrip("\r\n")) > max_line_characters:
+            kind = "line_too_long"
+            problem = (
+                f"Each line of {name} must have at most {max_line_characters} characters, but line {number} has more. "
+                "Set `max_line_characters` higher to read it."
+            )
+        yield Line(number, text, problem, kind)
 
 
 def iterate_lines(
-    paths: str | os.PathLike | Iterable[str | os.PathLike], keep_invalid: bool = False
+    paths: str | os.PathLike | Iterable[str | os.PathLike],
+    keep_invalid: bool = False,
+    max_line_characters: int = MAX_LINE_CHARACTERS,
 ) -> Iterator[str | None]:
-    """Yield the lines of UTF-8 text files, plain or compressed (`.gz`), without their line ends (see `read_lines`).
+    """Yield the lines of UTF-8 text files, plain or compressed (`.gz`), without their line ends (see `decode_lines`).
 
     Args:
         paths: One file or several.
         keep_invalid: True to yield None for a line that is not valid UTF-8, instead of an error.
+        max_line_characters: Maximum length of a line.
 
     Raises:
-        ValueError: If a line is not valid UTF-8.
+        ValueError: If a line is too long or not valid UTF-8.
         FileNotFoundError: If a file is missing.
     """
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
-        for line in read_lines(path):
-            if line.problem and not keep_invalid:
+        for line in read_lines(path, max_line_characters):
+            is_kept = keep_invalid and line.kind == "invalid_utf8"
+            if line.problem and not is_kept:
                 raise ValueError(line.problem)
-            yield None if line.problem else line.content
+            yield None if is_kept else line.content
 
 
 def checked_texts(texts: Iterable[str], name: str = "texts") -> Iterator[str]:

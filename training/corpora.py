@@ -209,7 +209,8 @@ class TextCorpus(PairCorpus):
             if getattr(self.recipe, f"{split}_text_file") is not None:
                 path = self.recipe.data_path(f"{split}_text_file")
                 max_samples = getattr(self.recipe, f"max_{split}_samples")
-                self.splits[split] = load_texts(path, max_samples, invalid_utf8=self.recipe.invalid_utf8)
+                options = {name: getattr(self.recipe, name) for name in ("invalid_utf8", "max_line_characters")}
+                self.splits[split] = load_texts(path, max_samples, **options)
 
     def sides(self) -> tuple[Iterable[str], Iterable[str]]:
         texts = self.splits["train"]
@@ -370,6 +371,7 @@ def task_recipe(recipe: Recipe, name: str) -> Recipe:
         ValueError: If a field of it is unknown, of a wrong type or out of range, or contradicts another.
     """
     shared = ("data_dir", "max_source_length", "max_target_length", "too_long", "empty", "malformed", "invalid_utf8")
+    shared += ("max_line_characters",)
     fields = {field: getattr(recipe, field) for field in shared if recipe.is_set(field)}
     task_fields = {field: value for field, value in recipe.tasks[name].items() if field != "weight"}
     return Recipe.from_mapping(fields | task_fields, f"the task {name!r}")

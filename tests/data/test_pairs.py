@@ -10,10 +10,13 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from metaphrase.data import pairs as pairs_module
-from metaphrase.data.pair_files import read_parquet
+from metaphrase.data.pair_files import READERS, read_parallel, read_parquet
 from metaphrase.data.pairs import DataReport, column_texts, load_pairs, split_pairs
+from metaphrase.data.streams import TextStream
 
 JSON_ROWS = b'{"source": "a", "target": "b"},{"source": %s, "target": "d"},{"source": "e", "target": "f"}'
 PAIRS = [("One house.", "Ein Haus."), ('A "quoted" word', 'Ein "Wort", so'), ("Grüße", "日本語")]
@@ -236,7 +239,8 @@ def test_blank_lines_of_tsv_and_parallel_text_count(tmp_path, load):
 def test_csv_of_any_fields_but_broken_quotes(tmp_path, load):
     document, limit = "word " * 50_000, csv.field_size_limit()
     write(tmp_path, "a.csv", f'source,target\nNA,null\n"a\r\nb",""\n{document},x\n')
-    assert as_tuples(load(file="a.csv")) == [("NA", "null"), ("a\r\nb", ""), (document, "x")]
+    texts = as_tuples(load(file="a.csv", max_line_characters=300_000))
+    assert texts == [("NA", "null"), ("a\r\nb", ""), (document, "x")]
     write(tmp_path, "broken.csv", 'source,target\na,b\n"c,d\ne,f\n')
     with pytest.raises(ValueError, match="RFC 4180"):
         load(file="broken.csv", malformed="skip")
@@ -345,3 +349,84 @@ def test_real_corpora(tmp_path):
     multi30k = folder / "multi30k_en_de"
     pairs = load_pairs(source_file=multi30k / "train.en", target_file=multi30k / "train.de", cache_dir=tmp_path)
     assert len(pairs) == 29000
+
+
+LONG = ("long " * 30, "x")
+
+
+@pytest.mark.parametrize("name", ["a.tsv.gz", "a.csv", "a.jsonl", "a.json", "a.parquet", "s.txt"])
+def test_long_lines_are_refused_or_counted(tmp_path, load, name):
+    pairs = [("a", "b"), LONG, ("c", "d")]
+    contents = {
+        "a.tsv.gz": "".join(f"{s}\t{t}\n" for s, t in pairs),
+        "a.csv": "source,target\n" + "".join(f'"{s}",{t}\n' for s, t in pairs),
+        "a.jsonl": "".join(json.dumps(row) + "\n" for row in rows_as_json(pairs)),
+        "a.json": json.dumps(rows_as_json(pairs)),
+        "s.txt": "".join(f"{s}\n" for s, _ in pairs),
+        "t.txt": "".join(f"{t}\n" for _, t in pairs),
+    }
+    for file, content in contents.items():
+        write(tmp_path, file, content)
+    pq.write_table(pa.Table.from_pylist(rows_as_json(pairs)), tmp_path / "a.parquet")
+    options = {"source_file": "s.txt", "target_file": "t.txt"} if name == "s.txt" else {"file": name}
+    number = {"a.csv": "line 3", "a.json": "record 2", "a.parquet": "row 1"}.get(name, "line 2")
+    with pytest.raises(
+        ValueError, match=r"at most 99 characters, .*more.* Set `max_line_characters` higher to read it\.$"
+    ) as error:
+        load(**options, max_line_characters=99)
+    assert number in str(error.value) and name in str(error.value)
+    assert as_tuples(load(**options, max_line_characters=200)) == pairs
+    report = DataReport()
+    if name == "a.csv":
+        # The row may go on in the next line.
+        with pytest.raises(ValueError, match="line 3 has more"):
+            load(**options, max_line_characters=99, line_too_long="skip")
+        return
+    assert as_tuples(load(**options, max_line_characters=99, line_too_long="skip", report=report)) == [
+        pairs[0],
+        pairs[2],
+    ]
+    assert (report.read, report.line_too_long, report.kept) == (3, 1, 2) and "1 line too long" in str(report)
+    paths, streamed = {key: tmp_path / value for key, value in options.items()}, DataReport()
+    stream = TextStream(**paths, max_line_characters=99, line_too_long="skip")
+    assert list(stream.pairs(streamed)) == [pairs[0], pairs[2]] and streamed.line_too_long == 1
+
+
+def test_a_quoted_text_without_an_end_takes_little_memory(tmp_path, load):
+    write(tmp_path, "a.csv", 'source,target\n"' + "a line\n" * 50_000)
+    with pytest.raises(
+        ValueError, match=r"texts of at most `max_line_characters` 1000, got in line 1[45].: field larger"
+    ):
+        load(file="a.csv", max_line_characters=1000)
+
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+LINES = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\t\r\n\ufeff"), max_size=12)
+REPEATABLE = settings(max_examples=20, deadline=None, derandomize=True, database=None)
+
+
+@REPEATABLE
+@given(pairs=st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=5))
+def test_any_text_that_is_written_is_read(pairs, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("written")
+    with open(folder / "a.csv", "w", encoding="utf-8", newline="") as file:
+        csv.writer(file, quoting=csv.QUOTE_ALL).writerows([("source", "target"), *pairs])
+    rows = rows_as_json(pairs)
+    write(folder, "a.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    write(folder, "a.json.gz", json.dumps(rows))
+    pq.write_table(pa.Table.from_pylist(rows), folder / "a.parquet")
+    for name in ("a.csv", "a.jsonl", "a.json.gz", "a.parquet"):
+        suffix = Path(name.removesuffix(".gz")).suffix
+        assert list(READERS[suffix](str(folder / name), (None, None))) == pairs, name
+
+
+@REPEATABLE
+@given(pairs=st.lists(st.tuples(LINES, LINES), min_size=1, max_size=5), end=st.sampled_from(["\n", "\r\n"]))
+def test_any_line_that_is_written_is_read(pairs, end, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("written")
+    header = [("source", "target"), *pairs]
+    write(folder, "a.tsv", "".join(f"{source}\t{target}{end}" for source, target in header))
+    for name, side in (("s.txt.gz", 0), ("t.txt", 1)):
+        write(folder, name, "".join(pair[side] + end for pair in pairs))
+    assert list(READERS[".tsv"](str(folder / "a.tsv"), (None, None))) == pairs
+    assert list(read_parallel(str(folder / "s.txt.gz"), str(folder / "t.txt"))) == pairs

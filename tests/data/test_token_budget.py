@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from random_lengths import random_lengths
 
 from metaphrase.data.token_budget import (
@@ -193,3 +195,24 @@ def test_grouped_batches_hold_similar_lengths_in_random_order():
     longest = [max(batch) for batch in batches]
     falls = sum(later < earlier for earlier, later in itertools.pairwise(longest))
     assert 30 < falls < 70
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=60),
+    processes=st.integers(1, 4),
+    more=st.integers(0, 300),
+    seed=st.integers(0, 2**31),
+)
+def test_no_pair_of_any_corpus_is_lost(lengths, processes, more, seed):
+    lengths = np.array(lengths + [(1, 1)] * (processes - 1))
+    budget = int(lengths.sum(axis=1).max()) + more
+    sampler = TokenBudgetSampler(lengths, budget, seed, processes)
+    for epoch in range(2):
+        batches = sampler.epoch_batches(epoch)
+        assert len(batches) == len(sampler) * processes
+        indices = sorted(index for batch in batches for index in batch)
+        # Indices behind the last pair are fillers, which have no labels.
+        assert [index for index in indices if index < len(lengths)] == list(range(len(lengths)))
+        pairs = [[index for index in batch if index < len(lengths)] for batch in batches]
+        assert all(padded_cost(*lengths[batch].T) <= budget for batch in pairs if batch)

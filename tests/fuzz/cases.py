@@ -1,8 +1,23 @@
-"""A case of the fuzz tests: a command line that meets broken input."""
+"""A case of the fuzz tests: a command line that meets broken input, run in a process of its own within limits."""
 
+import contextlib
+import os
+import random
+import resource
+import signal
+import sys
+import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+# Processor time and time by the clock, of a machine that does other work too.
+CPU_SECONDS, CLOCK_SECONDS = 40, 300
+# Memory beyond that of the imported libraries.
+LARGE_BYTES, MAX_BYTES = 2**30, 4 * 2**30
+VALUES: list[Any] = [{}, [], {"a": 1}, [1, "x"], None, True, "", "x", "1", "../x", "\x00", -1, 0, 1, 3, 1.5, -0.5, 1e-9]
+VALUES += [2**31, 2**63, 2**70, -(2**70), float("nan"), float("inf"), 1e300]
 
 
 class Case(NamedTuple):
@@ -17,3 +32,78 @@ class Case(NamedTuple):
     name: str
     words: list[str]
     expected: Mapping[Path, bytes] = {}
+
+
+class Result(NamedTuple):
+    """End of a process: exit status (below 0 a signal, None if it was stopped for its time), all messages, added bytes."""
+
+    status: int | None
+    messages: str
+    added_bytes: int
+
+
+def run(words: list[str], folder: Path) -> Result:
+    """Run a command line in a forked process, with `folder / "work"` as the current folder."""
+    (folder / "work").mkdir(parents=True, exist_ok=True)
+    log, started = folder / "log", time.monotonic()
+    base_bytes = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    sys.stdout.flush()
+    if not (child := os.fork()):
+        _run_here(words, folder / "work", log)
+    while os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        if time.monotonic() - started > CLOCK_SECONDS:
+            os.kill(child, signal.SIGXCPU)
+        time.sleep(0.01)
+    with contextlib.suppress(ProcessLookupError):
+        # A command may have started processes.
+        os.killpg(child, signal.SIGKILL)
+    _, status, usage = os.wait4(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    text = log.read_text(encoding="utf-8", errors="replace")
+    return Result(None if code == -signal.SIGXCPU else code, text, usage.ru_maxrss * 1024 - base_bytes)
+
+
+def _run_here(words: list[str], folder: Path, log: Path) -> None:
+    """Run a command line in this process, and end the process."""
+    code: Any = 1
+    try:
+        os.setpgid(0, 0)
+        os.chdir(folder)
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for number in (1, 2):
+            os.dup2(descriptor, number)
+        signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 5))
+        resource.setrlimit(resource.RLIMIT_DATA, (MAX_BYTES, MAX_BYTES))
+        from metaphrase.scripts.__main__ import main
+
+        sys.argv = ["metaphrase", *words]
+        code = main()
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 1)
+
+
+def mutate(content: bytes, rng: random.Random) -> tuple[str, bytes]:
+    """Return the name of a mutation of bytes, and the mutated bytes."""
+    start, end = sorted(rng.randrange(len(content) + 1) for _ in range(2))
+    value = bytes([rng.choice((0, 9, 10, 13, 34, 44, 91, 123, 125, 0xC3, 0xED, 0xFF, rng.randrange(256)))])
+    kind = rng.choice(("cut", "byte", "insert", "remove", "repeat", "junk", "UTF-16", "empty", "brackets"))
+    return f"{kind} {start}:{end} {value!r}", {
+        "cut": content[:end],
+        "byte": content[:start] + value + content[start + 1 :],
+        "insert": content[:start] + value * rng.choice((1, 3, 2**17)) + content[start:],
+        "remove": content[:start] + content[end:],
+        "repeat": content[:end] + content[start:],
+        "junk": rng.randbytes(rng.randrange(1, 300)),
+        "UTF-16": content.decode("utf-8", errors="ignore").encode("utf-16"),
+        "empty": b"",
+        "brackets": b"[" * 2000,
+    }[kind]

@@ -22,6 +22,7 @@ from metaphrase.scripts.console import MAX_HELP_LINES
 from metaphrase.scripts.export import FORMATS
 from metaphrase.scripts.options import add_generation_options, chosen_generation_options
 from metaphrase.scripts.parsers import make_parser, recipe_fields
+from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS
 from metaphrase.tokenization.tokenizer_settings import DEFAULT_VOCAB_SIZE, KINDS_THAT_FILL_A_VOCABULARY, TOKENIZER_KINDS
 from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC
 from metaphrase.training.recipe.fields import OWN_FIELDS, TRAINING_FIELDS
@@ -41,8 +42,8 @@ def test_names_and_defaults_are_those_of_the_rooms():
     """The parsers repeat them, because importing the rooms takes seconds."""
     assert tuple(options.GENERATION_OPTIONS) == GENERATION_OPTIONS
     assert (options.ENGINES, options.ENSEMBLE_MEANS) == (ENGINES, ENSEMBLE_MEANS)
-    sizes = (options.DEFAULT_BATCH_SIZE, options.DEFAULT_MAX_TOKENS_PER_BATCH)
-    assert sizes == (DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH)
+    sizes = (options.DEFAULT_BATCH_SIZE, options.DEFAULT_MAX_TOKENS_PER_BATCH, options.MAX_LINE_CHARACTERS)
+    assert sizes == (DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, MAX_LINE_CHARACTERS)
     assert (tuple(METRICS), tuple(UTILITIES)) == (parsers.METRICS, parsers.UTILITIES)
     assert (TEXT_FORMATS, tuple(PATTERNS)) == (parsers.TEXT_FORMATS, parsers.KEPT_PATTERNS)
     assert (tuple(FAMILIES), TOKENIZER_KINDS) == (parsers.FAMILIES, parsers.TOKENIZER_KINDS)

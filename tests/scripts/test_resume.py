@@ -1,6 +1,7 @@
 """Runs that are killed and resumed end as the run that was never stopped, bit for bit."""
 
 import json
+import os
 import random
 import shutil
 
@@ -195,7 +196,8 @@ def test_killed_while_later_checkpoints_are_set_aside(server, whole_run, tmp_pat
     assert_same_run(whole, run)
 
 
-def test_an_experiment_killed_while_it_saves(server, tmp_path):
+def write_recipe(tmp_path, **changed):
+    """Write pairs, and return the options of an experiment of seven steps."""
     texts = [f"{noun} {verb}" for noun in ("dog", "cat", "bird", "fish", "cow") for verb in ("runs", "sees", "eats")]
     fields = {"data_dir": tmp_path, "tokenizer_kind": "char", "preset": "metaphrase-tiny", "use_cpu": "true"}
     for name, pairs in (("train", texts), ("validation", texts[::4]), ("test", texts[::5])):
@@ -208,7 +210,12 @@ def test_an_experiment_killed_while_it_saves(server, tmp_path):
     fields |= {"max_steps": 7, "per_device_train_batch_size": 4, "eval_steps": 2, "save_steps": 2, "logging_steps": 1}
     fields |= {"eval_strategy": "steps", "save_strategy": "steps", "disable_tqdm": "true", "early_stopping_patience": 3}
     fields |= {"load_best_model_at_end": "true", "metric_for_best_model": "chrf", "exponential_average_decay": 0.5}
-    recipe = [word for name, value in fields.items() for word in (f"--{name}", str(value))]
+    fields = {name: value for name, value in (fields | changed).items() if value is not None}
+    return [word for name, value in fields.items() for word in (f"--{name}", str(value))]
+
+
+def test_an_experiment_killed_while_it_saves(server, tmp_path):
+    recipe = write_recipe(tmp_path)
     whole, run = tmp_path / "whole" / "run", tmp_path / "run"
     whole.parent.mkdir()
     assert not server.run(whole, recipe=recipe)[0]
@@ -236,3 +243,31 @@ def test_killed_anywhere(case, server, whole_run, tmp_path):
             assert all(map(is_whole, checkpoints_in(run)))
         assert_same_run(whole, run)
     assert kills >= 6
+
+
+PLAIN = {"load_best_model_at_end": None, "exponential_average_decay": None, "early_stopping_patience": None}
+RECIPES = {
+    "plain": PLAIN,
+    "token budget with an exponential average": PLAIN
+    | {"per_device_train_batch_size": None, "max_tokens_per_batch": 120, "exponential_average_decay": 0.5},
+    "average of the best": PLAIN | {"average_best": 2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_killed_at_random(name, server, tmp_path):
+    """`METAPHRASE_KILLS` sets the number of runs. Each is killed once, at a random access to its folder, and resumed."""
+    recipe, whole = write_recipe(tmp_path, **RECIPES[name]), tmp_path / "whole" / "run"
+    whole.parent.mkdir()
+    assert not server.run(whole, recipe=recipe)[0]
+    draw, kills = random.Random(os.environ.get("METAPHRASE_SEED", name)), 0
+    while kills < int(os.environ.get("METAPHRASE_KILLS", 5)):
+        run = tmp_path / "run"
+        killed, _ = server.run(run, recipe=recipe, access=("any", draw.randint(1, 250)))
+        if killed:
+            kills += 1
+            has_checkpoint = any(map(is_whole, checkpoints_in(run))) if run.exists() else False
+            assert not server.run(run, recipe=recipe, resume=has_checkpoint)[0], kills
+        assert_same_run(whole, run)
+        shutil.rmtree(run)

@@ -1,10 +1,13 @@
 """Tests of `tokenization.texts`: reading of lines."""
 
 import gzip
+import re
+import tracemalloc
 
 import pytest
 
 from metaphrase.tokenization import iterate_lines
+from metaphrase.tokenization.texts import count_lines, read_lines
 
 
 def test_iterate_lines_splits_at_line_feeds_only(tmp_path):
@@ -22,3 +25,37 @@ def test_iterate_lines_names_file_and_line_of_invalid_bytes(tmp_path):
     path.write_bytes("good\nschön\n".encode("latin-1"))
     with pytest.raises(ValueError, match=r"latin1\.txt` must be UTF-8, but line 2 has the byte 0xf6 at position 3"):
         list(iterate_lines(path))
+
+
+@pytest.mark.parametrize("name", ["text", "text.gz"])
+def test_a_long_line_is_a_problem_and_takes_little_memory(name, tmp_path):
+    path = tmp_path / name
+    with gzip.open(path, "wb", compresslevel=1) if name.endswith(".gz") else open(path, "wb") as file:
+        file.write(b"\xef\xbb\xbf" + "ä".encode() * 1000 + b"\r\n")
+        for _ in range(50):
+            file.write(b"b" * 10**6)
+        file.write(b"\nend" + b"c" * 998)
+    tracemalloc.start()
+    try:
+        lines = list(read_lines(path, 1000))
+        number = count_lines(path)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 5e6
+    assert [(line.number, line.kind) for line in lines] == [(1, ""), (2, "line_too_long"), (3, "line_too_long")]
+    assert lines[0].content == "ä" * 1000 and number == 3
+    text = f"Each line of `{path}` must have at most 1000 characters, but line 2 has more. Set `max_line_characters` higher"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        list(iterate_lines(path, keep_invalid=True, max_line_characters=1000))
+    assert [len(line.content) for line in read_lines(path, 2**70)] == [1000, 50 * 10**6, 1001]
+    with pytest.raises(ValueError, match="`max_line_characters` must be at least 1, got 0"):
+        next(read_lines(path, 0))
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\n", b"a", b"a\n", b"a\n\n", b"\xef\xbb\xbf", b"a\r\nb", b"\n" * 2**21 + b"x"]
+)
+def test_counted_lines_are_the_lines_that_are_read(content, tmp_path):
+    (tmp_path / "text").write_bytes(content)
+    assert count_lines(tmp_path / "text") == sum(1 for _ in read_lines(tmp_path / "text"))

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -226,3 +228,27 @@ def test_vocab_size_reaches_the_last_id_of_a_vocabulary_with_gaps():
     tokenizer = Tokenizer(models.WordLevel({"<pad>": 0, "</s>": 1, "a": 9}, unk_token="a"))
     gapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>")
     assert TokenizerPair(gapped, gapped).config_fields()["vocab_size"] == 10
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return {kind: train_pair(kind=kind) for kind in ("byte", "byte_bpe")}
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
+def test_any_text_is_decoded_as_it_was(text, trained):
+    for kind, pair in trained.items():
+        [ids] = pair.encode_targets([text])
+        assert pair.decode_targets([ids]) == [text], kind
+
+
+@pytest.mark.parametrize("kind", ["char", "bpe", "unigram", "wordpiece", "word"])
+@settings(max_examples=20, deadline=None, derandomize=True, database=None)
+@given(words=st.lists(st.sampled_from(" ".join(TARGETS).split()), min_size=1, max_size=6))
+def test_known_words_are_decoded_as_they_were(kind, words, trained):
+    if kind not in trained:
+        trained[kind] = train_pair(kind=kind)
+    pair = trained[kind]
+    text = " ".join(words)
+    assert pair.decode_targets(pair.encode_targets([text])) == [text]

@@ -14,6 +14,7 @@ from metaphrase.evaluation.metrics import DEFAULT_METRICS, METRICS
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.tokenization import TOKENIZER_KINDS
 from metaphrase.tokenization.hints import did_you_mean
+from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS
 
 
 def _field(group: str, text: str, default: Any = None, minimum: float | None = None) -> Any:
@@ -66,6 +67,12 @@ class OwnFields:
     )
     malformed: Literal["error", "skip"] = _data("What to do with lines that hold no pair.", "error")
     invalid_utf8: Literal["error", "skip"] = _data("What to do with text that is not UTF-8.", "error")
+    max_line_characters: int = _data(
+        "Maximum characters of a line. Longer training pairs are skipped and counted, unless `too_long` is error. Other "
+        "longer lines are an error.",
+        MAX_LINE_CHARACTERS,
+        minimum=1,
+    )
     streaming: bool = _data("Read training pairs during training. Needs `max_steps`.", False)
     pairs_in_buffer: int = _data("Number of pairs that a stream shuffles and sorts together.", 20000, minimum=1)
     objective: Literal["pairs", "span_corruption", "ul2", "text_infilling"] = _data(

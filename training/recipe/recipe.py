@@ -137,8 +137,9 @@ class Recipe(OwnFields, TrainingFields):
             options["dataset_split"] = name
         else:
             return None
-        shared = ("source_column", "target_column", "source_prefix", "invalid_utf8", "malformed")
+        shared = ("source_column", "target_column", "source_prefix", "invalid_utf8", "malformed", "max_line_characters")
         options |= {name: getattr(self, name) for name in shared}
+        options["line_too_long"] = "skip" if split == "train" and self.too_long != "error" else "error"
         return {**options, "max_samples": getattr(self, f"max_{split}_samples")}
 
     def training_arguments(self, **overrides: Any) -> Seq2SeqTrainingArguments:

@@ -216,11 +216,13 @@ def test_pairs_options_of_each_place(tmp_path):
     options = {"source_column": "en", "source_prefix": "p ", "malformed": "skip", "max_test_samples": 4}
     recipe = Recipe(data_dir=str(tmp_path), **files, **options)
     shared = {"source_column": "en", "target_column": None, "source_prefix": "p "}
-    shared |= {"malformed": "skip", "invalid_utf8": "error"}
-    assert recipe.pairs_options("train") == {"file": tmp_path / "a.tsv", **shared, "max_samples": None}
+    shared |= {"malformed": "skip", "invalid_utf8": "error", "max_line_characters": 100_000}
+    train = {"file": tmp_path / "a.tsv", **shared, "max_samples": None}
+    assert recipe.pairs_options("train") == train | {"line_too_long": "skip"}
+    assert recipe.replace(too_long="error").pairs_options("train") == train | {"line_too_long": "error"}
     assert recipe.pairs_options("validation") is None
     paths = {"source_file": tmp_path / "b.en", "target_file": tmp_path / "b.de"}
-    assert recipe.pairs_options("test") == {**paths, **shared, "max_samples": 4}
+    assert recipe.pairs_options("test") == {**paths, **shared, "max_samples": 4, "line_too_long": "error"}
     hub = Recipe(dataset_name="x", dataset_config_name="y", dataset_test_split="test")
     assert hub.pairs_options("train")["dataset_split"] == "train"
     assert hub.pairs_options("validation") is None

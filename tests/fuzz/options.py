@@ -1,0 +1,86 @@
+"""Cases with options of any value, and with the same options in another form."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+from cases import VALUES, Case, run
+from recipes import BASE, train_words, write_pairs
+from tiny_generator import SOURCES, save_generator, tiny_generator
+
+from metaphrase.scripts.parsers import make_parser
+
+# Their values are work that a user has chosen, other outputs, or other processes.
+LEFT_OUT = (
+    "length",
+    "new_tokens",
+    "num_processes",
+    "output",
+    "predictions",
+    "token",
+    "revision",
+    "help",
+    "quiet",
+    "verbose",
+)
+LEFT_OUT += ("mbr_candidates", "num_return_sequences", "repo_id")
+MANY = 1000
+
+
+def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
+    """Yield command lines of all verbs, with a few options of random values."""
+    rng = random.Random(seed)
+    pairs = str(write_pairs(folder))
+    model = str(save_generator(tiny_generator(), folder / "model"))
+    (folder / "in").write_text("".join(f"{text}\n" for text in SOURCES), encoding="utf-8")
+    base = {
+        "generate": [model, "--input", str(folder / "in")],
+        "evaluate": [model, "--file", pairs, "--source_column", "0", "--target_column", "1"],
+        "attention": [model, "--source", SOURCES[0], "--format", "pharaoh"],
+        "explain": [model, "--source", SOURCES[0]],
+        "tokenize": ["--files", pairs],
+        "average": [model, model],
+        "export": [model, "--format", "ctranslate2"],
+        "convert": [model, "--to", "bart"],
+        "push": [model, "user/name", "--dry_run"],
+    }
+    search = ["--num_beams", "3", "--length_penalty", "0.5", "--batch_size", "2"]
+    run(["generate", *base["generate"], *search, "--output", str(folder / "targets")], folder)
+    targets = (folder / "targets").read_bytes()
+    for index in range(number):
+        root, verb = folder / str(index), rng.choice([*base, "train", "same"])
+        root.mkdir()
+        out = str(root / "out")
+        if verb == "same":
+            options = [search[start : start + 2] for start in range(0, len(search), 2)]
+            options = [rng.choice((pair, ["=".join(pair)])) for pair in [*options, ["--output", out]]]
+            rng.shuffle(options)
+            words = ["generate", *base["generate"], *(word for pair in options for word in pair)]
+            yield Case("the same options", words, {root / "out": targets})
+            continue
+        words = [verb, *base[verb]] if verb != "train" else [*train_words(folder, BASE, root / "out"), "--dry_run"]
+        if verb in ("export", "convert"):
+            words.insert(2, out)
+        elif verb not in ("push", "train"):
+            words += ["--output", out]
+        actions = [action for action in make_parser(verb)._actions if action.option_strings]
+        actions = [action for action in actions if not any(part in action.dest for part in LEFT_OUT)]
+        chosen = [
+            word
+            for action in rng.sample(actions, min(len(actions), rng.choice((1, 2, 3))))
+            for word in option(action, rng)
+        ]
+        yield Case(f"{verb} {' '.join(word[:40] for word in chosen)}", [*words, *chosen])
+
+
+def option(action, rng: random.Random) -> list[str]:
+    """Return the words of an option with a random value."""
+    name = rng.choice(action.option_strings)
+    if action.nargs == 0:
+        return [name]
+    if action.choices and rng.random() < 0.8:
+        return [name, str(rng.choice(list(action.choices)))]
+    # Numbers of beams and groups take memory in proportion.
+    is_size = any(part in action.dest for part in ("num_", "size", "top_k"))
+    values = [value for value in VALUES if not (is_size and isinstance(value, int | float) and value > MANY)]
+    return [name, *(str(rng.choice(values)) for _ in range(rng.choice((0, 1, 1, 1, 1, 2))))]

@@ -1,0 +1,144 @@
+"""Run command lines with broken input, and print a table of their outcomes: `make test-fuzz`.
+
+A failure is a traceback, a wrong result, or much time or memory. `ARGS="--seed 3 --parts recipes --match lora"` runs some cases.
+"""
+
+import argparse
+import gc
+import hashlib
+import importlib
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "support")]
+# The processes of the cases find the libraries imported.
+os.environ |= {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+import datasets  # noqa: E402
+import torch  # noqa: E402
+from cases import LARGE_BYTES, Case, run  # noqa: E402
+
+from metaphrase.scripts.__main__ import VERBS  # noqa: E402
+
+# Share of the cases of each part.
+PARTS = {"folders": 0.35, "recipes": 0.2, "data_files": 0.2, "options": 0.15, "checkpoints": 0.1}
+CLEAN, EQUAL, FAILURES = "clean error", "accepted", ("traceback", "wrong", "slow", "large")
+OUTPUTS = ("--output", "--output_dir", "--predictions")
+ERROR = re.compile(r"^(metaphrase( \w+)?: .*error: |usage: )", re.MULTILINE)
+
+
+def digests(case: Case) -> dict[Path, bytes]:
+    """Return the hash of each file that a command line names, or that lies in a folder that it names, without outputs."""
+    words = [word for before, word in zip(("", *case.words), case.words, strict=False) if before not in OUTPUTS]
+    paths = [Path(word) for word in words if word.startswith("/") and os.path.exists(word)]
+    files = {file for path in paths for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()}
+    return {file: hashlib.blake2b(file.read_bytes()).digest() for file in files}
+
+
+def outcome_of(case: Case, folder: Path) -> tuple[str, str]:
+    """Run a case, and return the outcome and the reason of a failure."""
+    before = digests(case)
+    result = run(case.words, folder)
+    # What a run writes into its own folder is no loss.
+    after = {} if "--resume" in case.words else digests(case)
+    changed = [str(file) for file in before if after and after.get(file) != before[file]]
+    if result.status is None:
+        return "slow", result.messages[-300:]
+    if result.added_bytes > LARGE_BYTES:
+        return "large", f"{result.added_bytes / 2**20:.0f} MiB"
+    if "Traceback (most recent call last)" in result.messages or result.status not in (0, 2):
+        return "traceback", f"status {result.status}: {result.messages[-700:]}"
+    if changed:
+        return "wrong", f"changed: {changed[0]}"
+    if result.status == 2:
+        return (
+            (CLEAN, "")
+            if len(ERROR.findall(result.messages)) == 1
+            else ("wrong", f"no error: {result.messages[-500:]}")
+        )
+    other = [path for path, content in case.expected.items() if not path.is_file() or path.read_bytes() != content]
+    return ("wrong", f"other content: {other[0]}") if other else (EQUAL, "")
+
+
+def work(part: str, seed: int, number: int, folder: Path, match: str) -> None:
+    """Run the cases of a part, and write a line for each to `folder / "results"`."""
+    folder.mkdir(parents=True)
+    datasets.config.HF_DATASETS_CACHE = folder / "cache"
+    with open(folder / "results", "w", encoding="utf-8") as file:
+        for index, case in enumerate(importlib.import_module(part).cases(seed, number, folder / "cases")):
+            if match not in case.name:
+                continue
+            started = time.monotonic()
+            outcome, reason = outcome_of(case, folder / str(index))
+            line = {"part": part, "outcome": outcome, "name": case.name, "words": case.words, "reason": reason}
+            file.write(json.dumps(line | {"seconds": time.monotonic() - started}) + "\n")
+            file.flush()
+            shutil.rmtree(folder / str(index))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--number", type=int, default=2000, help="number of cases [%(default)s]")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--match", default="", help="run only cases whose name holds this text")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes [one per core]")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in VERBS:
+        importlib.import_module(f"metaphrase.scripts.{name}")
+    gc.collect()
+    gc.freeze()
+    started, root = time.monotonic(), Path(tempfile.mkdtemp(prefix="fuzz_"))
+    total = sum(PARTS[part] for part in arguments.parts)
+    # Each process makes cases of every part, so that all end at about the same time.
+    children = []
+    for job in range(arguments.jobs):
+        if not (child := os.fork()):
+            for part in arguments.parts:
+                number = round(arguments.number * PARTS[part] / total / arguments.jobs)
+                work(part, arguments.seed * 1000 + job, number, root / f"{part}_{job}", arguments.match)
+            sys.stdout.flush()
+            os._exit(0)
+        children.append(child)
+    statuses = [os.waitpid(child, 0)[1] for child in children]
+    lines = [
+        json.loads(line) for path in sorted(root.glob("*/results")) for line in path.read_text("utf-8").splitlines()
+    ]
+    failures = [line for line in lines if line["outcome"] in FAILURES]
+    for line in failures:
+        print(f"\n{line['outcome']}, {line['part']}: {line['name']}\n  {' '.join(line['words'])}\n  {line['reason']}")
+    print_table(lines)
+    slowest = max((line["seconds"] for line in lines), default=0)
+    print(f"{len(lines)} cases in {time.monotonic() - started:.0f} seconds, the longest {slowest:.0f} seconds.")
+    if failures or any(statuses):
+        print(f"{len(failures)} failures; the files are in {root}.")
+        return 1
+    shutil.rmtree(root)
+    return 0
+
+
+def print_table(lines: list[dict]) -> None:
+    """Print the number of cases by part and outcome."""
+    counts, columns = Counter((line["part"], line["outcome"]) for line in lines), (CLEAN, EQUAL, *FAILURES)
+    print(f"\n{'':12}" + "".join(f"{name:>13}" for name in columns))
+    for part in dict.fromkeys(line["part"] for line in lines):
+        print(f"{part:12}" + "".join(f"{counts[part, name]:13}" for name in columns))
+    print(f"{'all':12}" + "".join(f"{sum(counts[part, name] for part in PARTS):13}" for name in columns))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
