@@ -102,7 +102,7 @@ def write_texts(generator: Generator, arguments: argparse.Namespace, options: di
         split_sentences=split_sentences,
         terms=Terms(arguments.keep, glossary),
     )
-    lines = read_lines(arguments.input)
+    lines = read_lines(arguments.input, arguments.max_line_characters)
     with open_output(arguments.output) as output:
         for chunk in (
             [["\n".join(lines)]] if is_page else iter(lambda: list(itertools.islice(lines, arguments.chunk_size)), [])
