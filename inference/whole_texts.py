@@ -33,6 +33,7 @@ class TextDecoder:
             again so that they contain their terms; `num_placed` terms and kept parts that still were missing, and took the place
             of the words aligned to them; `num_loops` sentences that repeated themselves and were decoded again; `num_looping` of
             these that still do.
+        placed: Decoded sentences with such terms, for a reader to check.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class TextDecoder:
         self.terms = Terms() if terms is None else terms
         self.aligner = generator if aligner is None else aligner
         self.counts: Counter[str] = Counter()
+        self.placed: list[str] = []
 
     def decode(self, texts: Iterable[str], **options: Any) -> list[str]:
         """Return the target of each text; the options are those of `Generator.generate()`."""
@@ -116,6 +118,7 @@ class TextDecoder:
         for index, (plan, sentence) in enumerate(planned):
             text, num_placed = sentence.render(targets[index], links.get(index, _NO_LINKS), plan.marked.escape)
             self.counts["num_placed"] += num_placed
+            self.placed += [text] * bool(num_placed)
             rendered.append(text)
         return rendered
 
@@ -194,13 +197,9 @@ def _find_links(aligner: "Generator", attention: AttentionMap) -> Links:
         )
     weights = members[1].T @ attention.weights @ members[0]
     best = [int(row.argmax()) if row.any() else None for row in weights]
-    # Attention of a mark often goes to the word before it. Only a mark belongs to a mark.
-    is_mark = [
-        [not text[start:end].isalnum() for start, end in spans]
-        for (_, _, text, *_), spans in zip(sides, words, strict=True)
-    ]
-    links = [None if i is None or is_mark[0][i] != mark else i for i, mark in zip(best, is_mark[1], strict=True)]
-    return Links(*words, links)
+    # Attention of a punctuation mark often goes to the word before it.
+    is_word = [attention.target[start:end].isalnum() for start, end in words[1]]
+    return Links(*words, [index if flag else None for index, flag in zip(best, is_word, strict=True)])
 
 
 def _diagonal(source: list[tuple[int, int]], target: list[tuple[int, int]]) -> Links:

@@ -34,6 +34,8 @@ from metaphrase.scripts.parsers import parse
 
 logger = logging.getLogger(__name__)
 
+MAX_SHOWN = 10
+
 
 @contextlib.contextmanager
 def load(arguments: argparse.Namespace, options: dict) -> Iterator[Generator | GeneratorPool]:
@@ -117,16 +119,18 @@ def write_texts(generator: Generator, arguments: argparse.Namespace, options: di
 def report_texts(decoder: TextDecoder) -> None:
     """Log the counts of a decoder of whole texts."""
     counts = decoder.counts
-    logger.info("%d sentences.", counts["num_sentences"])
+    logger.info("Sentences: %d.", counts["num_sentences"])
     for name, text in (
-        ("num_cut", "%d sentences were too long and were cut between clauses."),
-        ("num_forced", "%d sentences were decoded again, so that they contain their terms."),
-        ("num_placed", "%d terms were missing and took the place of the words aligned to them."),
-        ("num_loops", "%d sentences repeated themselves and were decoded again."),
-        ("num_looping", "%d of these still do."),
+        ("num_cut", "Sentences that were too long and were cut between clauses: %d."),
+        ("num_forced", "Sentences decoded again, so that they contain their terms: %d."),
+        ("num_placed", "In %d places the model left out a term, which attention put in. Check the sentences below."),
+        ("num_loops", "Sentences that repeated themselves and were decoded again: %d."),
+        ("num_looping", "Of these still repeat themselves: %d."),
     ):
         if counts[name]:
             logger.warning(text, counts[name])
+    for sentence in decoder.placed[:MAX_SHOWN]:
+        logger.warning("  %s", sentence)
 
 
 def refuse_existing(path: str | None) -> None:

@@ -111,8 +111,11 @@ class Sentence:
                 atom.output = escape(target[slice(*span)])
         for atom in missing:
             span = links.find(atom.start, atom.end)
-            if span is None or _overlaps(span, spans.values()):
+            most_words = 2 * len(self.text[atom.start : atom.end].split()) + 1
+            # A model that does not know a word may look at it all the time. Its sentence must not be lost.
+            if span is None or len(find_words(target[slice(*span)])) > most_words or _overlaps(span, spans.values()):
                 span = (_snap(links.find_gap(atom.start), spans.values()),) * 2
+                atom.output = _with_spaces(atom.output, target, span[0])
             spans[atom] = span
         for atom in self.atoms:
             if atom not in spans:
@@ -122,6 +125,12 @@ class Sentence:
 
 def _overlaps(span: Span, taken: Iterable[Span]) -> bool:
     return any(span[0] < end and start < span[1] for start, end in taken)
+
+
+def _with_spaces(text: str, target: str, offset: int) -> str:
+    """Return a term to insert into a target, with the spaces that part it from the words around it."""
+    before, after = target[:offset][-1:], target[offset : offset + 1]
+    return " " * bool(before.strip()) + text + " " * after.isalnum()
 
 
 def _snap(offset: int, spans: Iterable[Span], before: bool = False) -> int:

@@ -4,7 +4,8 @@ import pytest
 from identity_engine import identity_generator
 from tiny_generator import tiny_generator
 
-from metaphrase.inference.texts.placement import Links, find_words
+from metaphrase.inference.texts.markup import Atom
+from metaphrase.inference.texts.placement import Links, Sentence, find_words
 from metaphrase.inference.texts.terms import Phrase, Terms, find_loop, read_glossary
 from metaphrase.inference.whole_texts import TextDecoder
 from metaphrase.scripts import generate
@@ -83,6 +84,24 @@ def test_kept_part_that_is_missing_takes_the_place_of_its_words(monkeypatch):
     decoder = TextDecoder(generator, terms=Terms(["placeholder"], {"cat": "Katze"}))
     assert decoder.decode(["the Cat of {name} runs"]) == ["the Katze of {name} runs"]
     assert decoder.counts["num_placed"] == 2
+
+
+@pytest.mark.parametrize(
+    ("best", "target"),
+    [
+        # The term has no word of its own, so it stands behind the word before it, with a space.
+        ([0, 1, None, 3], "der Hund {name} mag es."),
+        # The model looks at nothing but the term. Its sentence stays.
+        ([2, 2, 2, 2], "der Hund mag es. {name}"),
+    ],
+)
+def test_a_missing_term_is_inserted_without_loss(best, target):
+    text, sentence = "the dog {name} likes it.", "der Hund mag es."
+    atom = Atom(8, 14, "{name}", "{name}")
+    source = [(0, 3), (4, 7), (8, 14), (15, 20), (21, 23)]
+    links = Links(source, find_words(sentence)[:4], best)
+    output, num_placed = Sentence(text, [], [atom]).render(sentence, links, str)
+    assert num_placed == 1 and sorted(output.split()) == sorted(target.split())
 
 
 def test_terms_are_forced_in_decoding():
