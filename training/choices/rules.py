@@ -309,7 +309,7 @@ def choose_evaluation(recipe: OpenRecipe, tokens: TokenProfile, updates: int) ->
     if recipe.is_open(*_EVALUATION):
         steps = max(1, updates // _EVALUATIONS)
         every = {f"{event}_steps": steps for event in ("eval", "save")} | {"logging_steps": max(1, steps // 5)}
-        decoded = max(50, min(500, _DECODED_TOKENS * tokens.pairs // tokens.target))
+        decoded = max(50, min(1000, _DECODED_TOKENS * tokens.pairs // tokens.target))
         strategies = {"eval_strategy": "steps", "save_strategy": "steps", "max_decoded_samples": decoded}
         recipe.choose(f"{_EVALUATIONS} evaluations in the run", **strategies, **every, per_device_eval_batch_size=64)
         # An error rate tells weights apart that are exactly right equally often.
@@ -361,9 +361,12 @@ def useful_updates(tokens: TokenProfile, budget: int) -> int:
 
 
 def choose_size(tokens: TokenProfile, updates: int, possible_updates: Callable[[Size], float]) -> Size:
-    """Return the size that the target tokens can train; a smaller one if the time holds less than half of the updates."""
+    """Return the size that the target tokens can train; a smaller one if the time holds less than 40 % of the updates.
+
+    On two tasks, width 256 with 55 and 60 % of the updates was a point better than width 128 with all of them.
+    """
     largest = next(index for index, size in enumerate(SIZES) if tokens.target <= size.max_target_tokens)
-    fitting = [size for size in SIZES[: largest + 1] if possible_updates(size) >= updates / 2]
+    fitting = [size for size in SIZES[: largest + 1] if possible_updates(size) >= 0.4 * updates]
     return fitting[-1] if fitting else SIZES[0]
 
 

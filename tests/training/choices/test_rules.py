@@ -148,6 +148,18 @@ def test_little_time_means_a_small_network():
     assert unlimited.recipe.model["hidden_size"] == 256 and unlimited.recipe.max_steps == recipe.recipe.max_steps
 
 
+@pytest.mark.parametrize(("share", "width"), [(0.45, 256), (0.35, 128)])
+def test_a_larger_network_may_lack_some_updates(share, width):
+    tokens, _ = TASKS["29,000 sentences"]
+    updates = useful_updates(tokens, tokens_per_batch(tokens))
+    # The smaller network has all its updates.
+    assert choose_size(tokens, updates, lambda size: updates * (share if size.width > 128 else 1)).width == width
+
+
+def test_many_short_targets_are_decoded():
+    assert evaluation_of(num_validation=50, metrics=["exact_match"]).max_decoded_samples == 1000
+
+
 def test_every_choice_is_a_field_that_a_saved_recipe_holds(tmp_path):
     recipe = OpenRecipe(Recipe(train_file="pairs.tsv"))
     choose_from_text(recipe, profile(PRONUNCIATIONS))
