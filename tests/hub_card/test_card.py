@@ -382,6 +382,16 @@ def test_missing_shard_is_no_smaller_model(full_folder):
         write_model_card(full_folder)
 
 
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_scored_pairs_of_the_training_file_are_said_to_be_taken_out_of_it(split, full_folder):
+    (full_folder / "recipe.yaml").write_text(f"{RECIPE}num_{split}: 50\n")
+    data = {"name": "pairs.tsv", "split": split}
+    (full_folder / "metrics.json").write_text(json.dumps({**METRICS, "num_examples": 50, "data": data}))
+    text = write_model_card(full_folder).read_text(encoding="utf-8")
+    assert "- Measured on: 50 pairs taken out of pairs.tsv before training\n" in text
+    assert "The scores were measured on 50 pairs taken out of pairs.tsv before training." in text
+
+
 @pytest.mark.parametrize(
     ("field", "metric"),
     [("metric_for_best_model: eval_wer", "wer"), ("load_best_model_at_end: true", "loss"), ("seed: 1", None)],
