@@ -38,7 +38,7 @@ DROP_REASONS = {
     "invalid_utf8": "invalid UTF-8",
     "line_too_long": "line too long",
     "beyond_max_samples": "beyond max_samples",
-    "other_splits": "in other splits",
+    "other_splits": "taken out for validation or test",
     "empty_source": "empty source",
     "empty_target": "empty target",
     "source_too_long": "source too long",
@@ -101,8 +101,11 @@ class DataReport:
 
     def __str__(self) -> str:
         parts = [f"{self.kept} of {self.read} pairs kept"]
-        if reasons := [f"{getattr(self, name)} {text}" for name, text in DROP_REASONS.items() if getattr(self, name)]:
-            parts.append(f"not used: {', '.join(reasons)}")
+        reasons = {name: f"{getattr(self, name)} {text}" for name, text in DROP_REASONS.items() if getattr(self, name)}
+        if "other_splits" in reasons:
+            parts.append(reasons.pop("other_splits"))
+        if reasons:
+            parts.append(f"not used: {', '.join(reasons.values())}")
         if self.source_truncated or self.target_truncated:
             parts.append(f"truncated: {self.source_truncated} sources, {self.target_truncated} targets")
         for side in ("source", "target"):

@@ -258,6 +258,10 @@ def _summarise(trained: TrainedFolder, facts: Facts) -> str:
 def _draw_curves(trained: TrainedFolder, title: str) -> str:
     if not has_training_curve(trained.log_history):
         return "Unknown: there is no `trainer_state.json` with a loss or a score in its log."
-    smoothing = (trained.recipe or {}).get("label_smoothing_factor") or 0.0
-    draw_training_curve(trained.log_history, trained.path / FIGURE_NAME, title=title, label_smoothing=smoothing)
+    recipe = trained.recipe or {}
+    smoothing, metric = recipe.get("label_smoothing_factor") or 0.0, recipe.get("metric_for_best_model")
+    if metric is None and recipe.get("load_best_model_at_end"):
+        metric = "loss"  # the default of transformers
+    options = {"title": title, "label_smoothing": smoothing, "metric": metric and str(metric).removeprefix("eval_")}
+    draw_training_curve(trained.log_history, trained.path / FIGURE_NAME, **options)
     return f"![Loss and score against the optimizer step]({FIGURE_NAME})"

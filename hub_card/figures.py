@@ -57,9 +57,10 @@ def is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def logged_score(log_history: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the first name in `SCORE_LABELS` that was logged as `eval_<name>`, or None."""
-    return next((name for name in SCORE_LABELS if len(_series(log_history, f"eval_{name}")[0])), None)
+def logged_score(log_history: Sequence[Mapping[str, Any]], metric: str | None = None) -> str | None:
+    """Return `metric`, or else the first name in `SCORE_LABELS`, that was logged as `eval_<name>`; None if there is none."""
+    names = [name for name in SCORE_LABELS if len(_series(log_history, f"eval_{name}")[0])]
+    return metric if metric in names else next(iter(names), None)
 
 
 def has_training_curve(log_history: Sequence[Mapping[str, Any]]) -> bool:
@@ -67,9 +68,9 @@ def has_training_curve(log_history: Sequence[Mapping[str, Any]]) -> bool:
     return any(len(_series(log_history, key)[0]) for key in ("loss", "eval_loss", *map("eval_{}".format, SCORE_LABELS)))
 
 
-def best_entry(log_history: Sequence[Mapping[str, Any]]) -> tuple[str, float, float] | None:
-    """Return (key, step, value) of the best evaluation: by its score, else by its loss; None without evaluations."""
-    name = logged_score(log_history)
+def best_entry(log_history: Sequence[Mapping[str, Any]], metric: str | None = None) -> tuple[str, float, float] | None:
+    """Return (key, step, value) of the best evaluation: by `metric`, a score, or the loss; None without evaluations."""
+    name = None if metric == "loss" else logged_score(log_history, metric)
     key = f"eval_{name}" if name else "eval_loss"
     steps, values = _series(log_history, key)
     if len(steps) == 0:
@@ -83,6 +84,7 @@ def draw_training_curve(
     path: str | os.PathLike,
     title: str | None = None,
     label_smoothing: float = 0.0,
+    metric: str | None = None,
 ) -> Path:
     """Draw training and evaluation loss against the step, and a logged score below.
 
@@ -91,6 +93,8 @@ def draw_training_curve(
         path: The PNG file to write.
         title: A line above the picture.
         label_smoothing: Label smoothing of the training loss. The evaluation loss has none.
+        metric: Score that is drawn, or `loss`. It decides which step is marked as the best. By default the first score of
+            `SCORE_LABELS` in the log.
 
     Raises:
         ValueError: If no entry holds a step with a finite loss or score.
@@ -100,22 +104,23 @@ def draw_training_curve(
             "`log_history` must hold an entry with `step` and a finite `loss`, `eval_loss` or score, "
             f"got {len(log_history)} entries without."
         )
-    score_name = logged_score(log_history)
+    score_name = logged_score(log_history, metric)
     has_loss = any(len(_series(log_history, key)[0]) for key in ("loss", "eval_loss"))
     ratios = [3] * has_loss + [2] * (score_name is not None)
     figure = Figure(figsize=(8, 1.2 + sum(ratios)), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
-    best = best_entry(log_history)
+    best = best_entry(log_history, metric)
     if has_loss:
         _draw_losses(panels[0], log_history, best, label_smoothing)
     if score_name is not None:
         label = SCORE_LABELS[score_name]
         style = {"color": SCORE_COLOR, "linewidth": 1.6, "marker": "o", "markersize": 4}
         panels[-1].plot(*_series(log_history, f"eval_{score_name}"), **style)
-        _mark_best(panels[-1], best, label)
+        if best is not None and best[0] != "eval_loss":
+            _mark_best(panels[-1], best, label)
         panels[-1].set_ylabel(f"{label} (%)")
-    _finish_panels(panels, log_history, best)
+    _finish_panels(panels, log_history, best, score_name)
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=TEXT_COLOR, parse_math=False)
     return _save(figure, path)
@@ -154,11 +159,17 @@ def _mark_best(panel, best: tuple[str, float, float], unit: str) -> None:
     panel.plot([step], [value], "*", color=BEST_COLOR, markersize=13, markeredgecolor="white", zorder=5, label=label)
 
 
-def _finish_panels(panels, log_history: Sequence[Mapping[str, Any]], best: tuple[str, float, float] | None) -> None:
+def _finish_panels(
+    panels,
+    log_history: Sequence[Mapping[str, Any]],
+    best: tuple[str, float, float] | None,
+    score_name: str | None,
+) -> None:
     # Above the panel, to hide no point.
     position = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 3, "borderaxespad": 0.3, "borderpad": 0}
     for panel in panels:
-        panel.legend(**position, fontsize=9, labelcolor=TEXT_COLOR, frameon=False)
+        if panel.get_legend_handles_labels()[0]:
+            panel.legend(**position, fontsize=9, labelcolor=TEXT_COLOR, frameon=False)
         panel.grid(axis="y", color="#DDDDDD", linewidth=0.7)
         panel.set_axisbelow(True)
         panel.spines[["top", "right"]].set_visible(False)
@@ -176,7 +187,7 @@ def _finish_panels(panels, log_history: Sequence[Mapping[str, Any]], best: tuple
     bottom.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
     epochs = [entry["epoch"] for entry in log_history if is_finite(entry.get("epoch"))]
     passes = f" ({max(epochs):.3g} epochs in all)" if epochs else ""
-    drawn = ("loss", "eval_loss", f"eval_{logged_score(log_history)}")
+    drawn = ("loss", "eval_loss", f"eval_{score_name}")
     lost = sum(key in entry and not is_finite(entry[key]) for entry in log_history for key in drawn)
     note = f"\nlogged values that are not finite and not drawn: {lost}" if lost else ""
     bottom.set_xlabel(f"optimizer steps{passes}{note}", color=TEXT_COLOR)

@@ -116,13 +116,23 @@ def describe_scores(folder: TrainedFolder) -> str:
     generation = metrics.get("generation")
     settings = ", ".join(f"{code(name)} {code(value)}" for name, value in (generation or {}).items())
     facts = [
-        f"Measured on: {plain(folder.data_name) if folder.data_name else UNKNOWN}",
+        f"Measured on: {_describe_scored_pairs(folder) or UNKNOWN}",
         f"Examples: {_known(metrics.get('num_examples'))}",
         f"Loss (nats per target token): {_known(metrics.get('loss'))}",
         f"Perplexity: {_known(metrics.get('perplexity'))}",
         f"Generation settings: {settings or UNKNOWN}",
     ]
     return "\n\n".join([*parts, bullets(facts)])
+
+
+def _describe_scored_pairs(folder: TrainedFolder) -> str | None:
+    """Return the data that the scores were measured on, or None if its name is unknown."""
+    if not folder.data_name:
+        return None
+    split, count = (folder.metrics.get("data") or {}).get("split"), folder.metrics.get("num_examples")
+    if (folder.recipe or {}).get(f"num_{split}") and count:
+        return f"{number(count)} pairs taken out of {plain(folder.data_name)} before training"
+    return plain(folder.data_name)
 
 
 def _scores_of_tasks(tasks: dict[str, dict[str, Any]]) -> str:
@@ -214,8 +224,8 @@ def describe_limits(folder: TrainedFolder, facts: Facts) -> str:
     """Return the known limits of the model."""
     limits = []
     if folder.scores:
-        where = f"on {plain(folder.data_name)}" if folder.data_name else "on data whose name is unknown"
-        limits.append(f"The scores were measured {where}. Quality on other texts is unknown.")
+        where = _describe_scored_pairs(folder) or "data whose name is unknown"
+        limits.append(f"The scores were measured on {where}. Quality on other kinds of text is unknown.")
     else:
         limits.append("Its quality is unknown: no scores are recorded.")
     if facts.source_language and facts.target_language:

@@ -87,7 +87,7 @@ def main(words: Sequence[str]) -> None:
         logger.info("Target: %s", attention.target)
     if len(nonblank) < len(sources):
         effect = "have an empty line" if form == "pharaoh" else "are left out"
-        logger.warning("%d of %d sources are empty and %s.", len(sources) - len(nonblank), len(sources), effect)
+        logger.warning("Empty sources, which %s: %d of %d.", effect, len(sources) - len(nonblank), len(sources))
     warn_of_lengths(generator, len(nonblank))
     if output is not None:
         logger.info("Written to %s", output)

@@ -193,7 +193,7 @@ def check_dependents(arguments: argparse.Namespace, **needs: str) -> None:
 def warn_of_lengths(generator: "Generator | GeneratorPool", num_sources: int) -> None:
     """Log the numbers of unfinished targets and of truncated sources, if any."""
     if generator.num_unfinished:
-        text = "%d targets of %d sources are unfinished at the length limit. Raise max_length or max_new_tokens."
+        text = "Targets that are unfinished at the length limit: %d (sources: %d). Raise max_length or max_new_tokens."
         logger.warning(text, generator.num_unfinished, num_sources)
     if generator.num_truncated:
         text = "%d of %d sources had more than max_source_length tokens and were truncated."

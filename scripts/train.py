@@ -131,6 +131,10 @@ def main(words: Sequence[str]) -> None:
         return
     if arguments.resume:
         overrides += ["--resume_from_checkpoint", "true"]
+    if not words:
+        raise ValueError(
+            "Give a file: metaphrase train pairs.tsv. See metaphrase train --help for recipes and other data."
+        )
     path, fields = find_data(arguments.recipe)
     recipe = load_recipe(path, [*fields, *overrides])
     if recipe.output_dir is None:

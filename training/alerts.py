@@ -270,7 +270,7 @@ def unfinished_alerts(unfinished: int, outputs: int, long_references: int, limit
     if 2 * long_references >= unfinished:
         yield f"{head}, and {long_references:,} references are longer. Raise `generation_max_length`."
     else:
-        yield f"{head}: they run away, and a higher limit would not end them. {_RUNAWAY}"
+        yield f"{head}: they repeat themselves; a higher limit does not help. {_RUNAWAY}"
 
 
 class TrainingAlerts(TrainerCallback):
@@ -326,9 +326,9 @@ class TrainingAlerts(TrainerCallback):
         # A loss that is not a number is not below either.
         if len(losses) >= 5 and state.global_step >= begin and not loss < _NO_LEARNING * self.frequency_loss:
             yield (
-                f"The loss does not fall: it is {loss:.2f} after {state.global_step:,} updates, and the frequencies of the "
-                f"tokens alone give {self.frequency_loss:.2f}. Set `learning_rate` 3 to 10 times lower if the loss was lower "
-                "before, else higher."
+                f"The loss does not fall: it is {loss:.2f} after {state.global_step:,} updates, and a model that only "
+                f"knows how often each token occurs has {self.frequency_loss:.2f}. Set `learning_rate` 3 to 10 times lower if "
+                "the loss was lower before, else higher."
             )
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):

@@ -1,4 +1,4 @@
-"""Ends of a run before its last update: in time, with a learning rate that has decayed by then, or by Ctrl-C."""
+"""Ends of a run before its last update: in time, with a decayed learning rate, without a better score, or by Ctrl-C."""
 
 import contextlib
 import logging
@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import TrainerCallback, TrainerControl, TrainingArguments
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class TimeBudget(TrainerCallback):
 
     def __init__(self, deadline: float, final_share: float, seconds: float):
         self.deadline, self.final_share, self.seconds = deadline, final_share, seconds
-        self.start, self.reserved = time.time(), 0.0
+        self.start, self.reserved, self.is_over = time.time(), 0.0, False
 
     @property
     def progress(self) -> float:
@@ -74,11 +74,36 @@ class TimeBudget(TrainerCallback):
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         self.reserved = (1 + self.final_share) * (metrics or {}).get("eval_runtime", 0.0)
         if self.progress >= 1:
+            self.is_over = True
             _end_evaluated(args, control)
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.progress >= 1:
+            self.is_over = True
             _end(args, control)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self.is_over:
+            _log_end(state, "the rest of the time is for scores" if self.final_share else "`time_budget` is over")
+
+
+class EarlyStopping(EarlyStoppingCallback):
+    """Early stopping that logs why training ends, and counts no evaluation before the first score above 0."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Do nothing: transformers would warn if the best weights are averaged, not loaded. The recipe is checked before."""
+
+    def check_metric_value(self, args, state, control, metric_value):
+        # The score of a network that has learned little yet is exactly 0, in many evaluations.
+        if not args.greater_is_better or metric_value or state.best_metric:
+            super().check_metric_value(args, state, control, metric_value)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self.early_stopping_patience_counter >= self.early_stopping_patience:
+            metric, count = args.metric_for_best_model.removeprefix("eval_"), self.early_stopping_patience
+            _log_end(
+                state, f"{metric} was no better in the last {'evaluation' if count == 1 else f'{count} evaluations'}"
+            )
 
 
 class EndOnInterrupt(TrainerCallback):
@@ -117,6 +142,12 @@ class EndOnInterrupt(TrainerCallback):
     def on_evaluate(self, args, state, control, **kwargs):
         if self.is_interrupted:
             _end_evaluated(args, control)
+
+
+def _log_end(state: TrainerState, reason: str) -> None:
+    """Log why training ends before its last update."""
+    if state.global_step < state.max_steps and state.is_world_process_zero:
+        logger.info("Training ends at update %d of %d: %s.", state.global_step, state.max_steps, reason)
 
 
 def _end(args: TrainingArguments, control: TrainerControl) -> None:

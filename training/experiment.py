@@ -11,7 +11,7 @@ from pathlib import Path
 
 import datasets
 import torch
-from transformers import EarlyStoppingCallback, PreTrainedModel, Seq2SeqTrainingArguments, TrainerCallback, set_seed
+from transformers import PreTrainedModel, Seq2SeqTrainingArguments, TrainerCallback, set_seed
 from transformers.integrations import get_reporting_integration_callbacks
 
 from metaphrase.data.collators import PairCollator
@@ -42,7 +42,7 @@ from metaphrase.training.corpora import PairCorpus, StreamedPairCorpus, TaskCorp
 from metaphrase.training.cpu_setup import warn_of_slow_bfloat16
 from metaphrase.training.decoding_choice import fill_decoding, final_share, is_choice_open
 from metaphrase.training.distributed import check_devices, check_processes, meet_on_cpu
-from metaphrase.training.early_end import EndOnInterrupt, TimeBudget, parse_seconds
+from metaphrase.training.early_end import EarlyStopping, EndOnInterrupt, TimeBudget, parse_seconds
 from metaphrase.training.exponential_average import ExponentialAverage
 from metaphrase.training.final_weights import average_run, check_averaged, save_final
 from metaphrase.training.model_setup import (
@@ -317,10 +317,7 @@ class Experiment:
         callbacks = []
         if recipe.early_stopping_patience is not None:
             threshold = recipe.early_stopping_threshold or 0.0
-            stopping = EarlyStoppingCallback(recipe.early_stopping_patience, threshold)
-            # It would warn if the best weights are averaged, not loaded. The recipe was checked before.
-            stopping.on_train_begin = lambda *_, **__: None
-            callbacks.append(stopping)
+            callbacks.append(EarlyStopping(recipe.early_stopping_patience, threshold))
         if recipe.exponential_average_decay is not None:
             callbacks.append(ExponentialAverage(recipe.exponential_average_decay, recipe.exponential_average_warmup))
         if recipe.time_budget is not None:

@@ -94,7 +94,7 @@ def _is_worse(trainer: MetaphraseTrainer, metric: str, step: int) -> bool:
     before = scores_in(trainer.state.log_history, metric)[step]
     if now < before:
         logger.info(
-            "The mean of the best checkpoints scores %g in %s, and the best of them %g: the best is the finished model.",
+            "The mean of the best checkpoints scores %.2f in %s, and the best of them %.2f: the best is the finished model.",
             *(abs(now), metric, abs(before)),
         )
     return now < before

@@ -151,7 +151,7 @@ def _refuse_content(folder: Path) -> None:
     if existing := checkpoints_in(folder):
         raise ValueError(
             f"`output_dir` must not hold the checkpoints of another run, got {folder} with {existing[-1].name}. "
-            "Pass --resume to go on from there, or choose another folder."
+            "Pass --resume to go on from there, or another folder by --output_dir."
         )
     _refuse_model(folder)
     _refuse_recipe(folder)
@@ -162,15 +162,15 @@ def _refuse_recipe(folder: Path) -> None:
     if (folder / RECIPE_NAME).is_file() and not (folder / DATA_REPORT_NAME).is_file():
         raise ValueError(
             f"`output_dir` must not hold a recipe that no run has written, got {folder} with {RECIPE_NAME}, which the run would "
-            "replace. Choose another folder."
+            "replace. Pass another folder by --output_dir."
         )
 
 
 def _refuse_model(folder: Path) -> None:
     if (name := _model_file_in(folder)) is not None:
-        way_out = "Choose another folder"
+        way_out = "Pass another folder by --output_dir"
         if (folder / RECIPE_NAME).is_file():
-            way_out += ", or pass --resume to repeat the run that wrote it, which replaces it"
+            way_out += ", or --resume to repeat the run that wrote it, which replaces it"
         raise ValueError(f"`output_dir` must not hold a model, got {folder} with {name}. {way_out}.")
 
 
@@ -191,7 +191,7 @@ def _check_same_run(recipe: Recipe, folder: Path) -> None:
         if _without_folder(name, old) != _without_folder(name, new) and not is_more_lenient:
             raise ValueError(
                 f"`{name}` must stay as it was when a run is resumed, got {_shown(new)}, and {_shown(old)} in {path}. "
-                "To change it, start a new run in another folder."
+                "To change it, start a new run in another folder by --output_dir."
             )
 
 

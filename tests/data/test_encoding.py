@@ -104,6 +104,7 @@ def test_the_report_of_reading_is_continued_and_not_changed():
     before = DataReport(read=10, malformed=2, invalid_utf8=1)
     _, report = encode(("a", "b"), ("", "b"), report=before)
     assert (report.read, report.malformed, report.invalid_utf8, report.other_splits) == (10, 2, 1, 5)
+    assert "; 5 taken out for validation or test; not used: 2 malformed, 1 invalid UTF-8" in str(report)
     assert (report.empty_source, report.kept) == (1, 1)
     assert before == DataReport(read=10, malformed=2, invalid_utf8=1)
 

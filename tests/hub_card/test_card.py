@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import save_file
 from tiny_generator import save_generator, tiny_generator
 
-from metaphrase.hub_card import figures
+from metaphrase.hub_card import card, figures
 from metaphrase.hub_card.card import FIGURE_NAME, MARKER, renew_model_card, write_model_card
 from metaphrase.hub_card.facts import Facts, count_parameters, without_machine_path
 from metaphrase.hub_card.figures import draw_training_curve
@@ -380,6 +380,28 @@ def test_missing_shard_is_no_smaller_model(full_folder):
         ValueError, match=r"index\.json must name files beside it, got 'model-00002-of-00002\.safetensors'"
     ):
         write_model_card(full_folder)
+
+
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_scored_pairs_of_the_training_file_are_said_to_be_taken_out_of_it(split, full_folder):
+    (full_folder / "recipe.yaml").write_text(f"{RECIPE}num_{split}: 50\n")
+    data = {"name": "pairs.tsv", "split": split}
+    (full_folder / "metrics.json").write_text(json.dumps({**METRICS, "num_examples": 50, "data": data}))
+    text = write_model_card(full_folder).read_text(encoding="utf-8")
+    assert "- Measured on: 50 pairs taken out of pairs.tsv before training\n" in text
+    assert "The scores were measured on 50 pairs taken out of pairs.tsv before training." in text
+
+
+@pytest.mark.parametrize(
+    ("field", "metric"),
+    [("metric_for_best_model: eval_wer", "wer"), ("load_best_model_at_end: true", "loss"), ("seed: 1", None)],
+)
+def test_training_curve_marks_the_step_that_the_run_chose(field, metric, full_folder, monkeypatch):
+    options = {}
+    monkeypatch.setattr(card, "draw_training_curve", lambda *_, **given: options.update(given))
+    (full_folder / "recipe.yaml").write_text(f"{RECIPE}{field}\n")
+    write_model_card(full_folder)
+    assert options["metric"] == metric
 
 
 def test_training_curve_has_a_panel_for_the_score(full_folder, tmp_path):

@@ -41,6 +41,20 @@ def test_best_entry_follows_the_score_and_its_direction():
     assert best_entry([{"step": 1, "eval_bleu": float("nan")}, {"step": 1, "loss": 2.0}]) is None
 
 
+@pytest.mark.parametrize(
+    ("metric", "panel", "label"), [("wer", 1, "4 WER at step 20"), ("loss", 0, "5 loss at step 30")]
+)
+def test_the_best_step_is_that_of_the_metric_for_the_best_model(metric, panel, label, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(figures, "_save", lambda figure, path, **options: drawn.append(figure) or path)
+    log = [*LOG, {"step": 10, "eval_bleu": 10.0}]
+    log += [{"step": step, "eval_wer": wer} for step, wer in ((10, 6.0), (20, 4.0), (30, 5.0))]
+    draw_training_curve(log, tmp_path / "curve.png", metric=metric)
+    labels = [axes.get_legend_handles_labels()[1] for axes in drawn[0].axes]
+    stars = [(index, text) for index, texts in enumerate(labels) for text in texts if text.startswith("best")]
+    assert stars == [(panel, f"best: {label}")]
+
+
 def test_what_a_resumed_run_logs_twice_counts_once():
     log = [{"step": 1, "loss": 5.0}, {"step": 2, "loss": 4.0}, {"step": 2, "loss": 3.0}, {"step": 3, "loss": None}]
     steps, values = figures._series(log, "loss")

@@ -49,7 +49,7 @@ def test_attention_writes_links(cli_model, tmp_path, monkeypatch, capsys, caplog
     expected.insert(2, "")
     assert (tmp_path / "words.align").read_text(encoding="utf-8").splitlines() == expected
     assert all(re.fullmatch(r"[0-9]+-[0-9]+( [0-9]+-[0-9]+)+", line) for line in expected if line)
-    assert "1 of 4 sources are empty and have an empty line" in caplog.text and "Target:" not in caplog.text
+    assert "Empty sources, which have an empty line: 1 of 4." in caplog.text and "Target:" not in caplog.text
     # The same from standard input to standard output, in small parts.
     monkeypatch.setattr(attention, "SENTENCES_AT_A_TIME", 2)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO((tmp_path / "source").read_bytes())))

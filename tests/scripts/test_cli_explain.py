@@ -18,7 +18,7 @@ def test_explain_writes_a_page_of_several_pairs(cli_model, tmp_path, monkeypatch
     verb.main(words)
     text = (tmp_path / "explanation.html").read_text(encoding="utf-8")
     assert "the \\u003cb\\u003e cat" in text and "two dogs" in text and "Written to explanation.html" in caplog.text
-    assert "2 targets of 2 sources are unfinished" in caplog.text
+    assert "Targets that are unfinished at the length limit: 2 (sources: 2)." in caplog.text
     verb.main([*words, "--output", str(tmp_path / "again.html")])
     assert (tmp_path / "again.html").read_text(encoding="utf-8") == text
 

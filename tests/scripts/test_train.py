@@ -152,6 +152,11 @@ def test_two_recipes_are_refused(words, capsys):
     )
 
 
+def test_train_alone_begins_with_what_is_missing(capsys):
+    assert run(train.main, "train", []) == 2
+    assert "error: Give a file: metaphrase train pairs.tsv." in capsys.readouterr().err
+
+
 def test_help_is_short_and_the_fields_have_a_list_of_their_own(capsys):
     with pytest.raises(SystemExit):
         train.main(["--help"])

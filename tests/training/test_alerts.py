@@ -152,7 +152,7 @@ def test_a_run_that_deserves_them_gets_all_alerts(data, tmp_path, caplog):
     """A new network with the rate of fine-tuning, untrained, with room to run away."""
     fields = {"max_steps": 6, "eval_steps": 2, "save_strategy": "no", "generation_max_length": 60}
     train(data, tmp_path / "run", **fields)
-    for text in ("far too low for a new network", "Scores stay at zero: bleu 0.0", "they run away"):
+    for text in ("far too low for a new network", "Scores stay at zero: bleu 0.0", "they repeat themselves"):
         assert caplog.text.count(text) == 1
     assert caplog.text.count("100 % of the validation outputs run to the length limit and do not end.") == 1
     assert "never scored" not in caplog.text
@@ -163,7 +163,7 @@ def test_references_beyond_the_limit_are_named(data, tmp_path, caplog):
     train(data, tmp_path / "run", **fields)
     assert "validation: 8 of 8 references are longer than the length limit of outputs (2)" in caplog.text
     assert "8 of 8 outputs met the length limit (2) before their end, and 8 references are longer." in caplog.text
-    assert "run away" not in caplog.text
+    assert "repeat themselves" not in caplog.text
     assert caplog.text.count("The validation pairs are never scored") == 1
 
 
@@ -269,7 +269,7 @@ def test_outputs_that_run_away_are_named_once_and_late(caplog):
 def test_final_outputs_that_run_away():
     assert list(unfinished_alerts(10, 1000, 0, 50)) == []
     [message] = unfinished_alerts(300, 1000, 2, 50)
-    assert "they run away, and a higher limit would not end them" in message
+    assert "they repeat themselves; a higher limit does not help" in message
     [message] = unfinished_alerts(300, 1000, 290, 50)
     assert message.endswith("and 290 references are longer. Raise `generation_max_length`.")
 

@@ -1,5 +1,6 @@
-"""Tests of early ends: the time budget lowers the learning rate by the clock, and Ctrl-C leaves a finished model."""
+"""Tests of early ends: by the clock, which lowers the learning rate, without a better score, and by Ctrl-C."""
 
+import logging
 import signal
 import time
 
@@ -10,7 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from metaphrase.inference import Generator
 from metaphrase.training.checkpointing.folders import checkpoints_in
-from metaphrase.training.early_end import EndOnInterrupt, TimeBudget, parse_seconds
+from metaphrase.training.early_end import EarlyStopping, EndOnInterrupt, TimeBudget, parse_seconds
 from metaphrase.training.experiment import Experiment
 
 
@@ -68,6 +69,48 @@ def test_a_budget_that_the_start_uses_up_is_named(used, told, tmp_path, monkeypa
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     budget.on_train_begin(arguments, TrainerState(), TrainerControl())
     assert caplog.messages == [] if told is None else caplog.messages[0].endswith(told)
+
+
+@pytest.mark.parametrize(
+    ("share", "reason"), [(2.0, "the rest of the time is for scores"), (0.0, "`time_budget` is over")]
+)
+def test_a_run_that_ends_in_time_logs_the_reason(share, reason, tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    budget, control, state = TimeBudget(1005.0, share, 60.0), TrainerControl(), TrainerState(max_steps=1012)
+    budget.start, budget.reserved = 940.0, 10.0
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    budget.on_step_end(arguments, state, control)
+    # The last evaluation is shorter than expected, and some time remains.
+    budget.on_evaluate(arguments, state, control, metrics={"eval_runtime": 0.1})
+    for state.global_step in (298, 1012):
+        budget.on_train_end(arguments, state, control)
+    assert caplog.messages == [f"Training ends at update 298 of 1012: {reason}."]
+
+
+@pytest.mark.parametrize(
+    ("scores", "patience", "reason"),
+    [
+        ([0, 0, 0, 5, 4, 0], 2, "bleu was no better in the last 2 evaluations"),
+        ([5, 6, 6], 1, "bleu was no better in the last evaluation"),
+        ([0, 0, 0, 0, 5, 4], 2, None),
+    ],
+)
+def test_patience_begins_with_the_first_score_above_zero(scores, patience, reason, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    arguments = TrainingArguments(
+        str(tmp_path), use_cpu=True, metric_for_best_model="bleu", greater_is_better=True, eval_strategy="steps"
+    )
+    stopping, control, state = EarlyStopping(patience), TrainerControl(), TrainerState(max_steps=100)
+    for state.global_step, score in enumerate(scores, 1):
+        assert not control.should_training_stop
+        stopping.on_evaluate(arguments, state, control, {"eval_bleu": float(score)})
+        # The Trainer sets it after the evaluation.
+        state.best_metric = max(float(score), state.best_metric or 0.0)
+    assert control.should_training_stop == (reason is not None)
+    stopping.on_train_end(arguments, state, control)
+    step = len(scores)
+    assert caplog.messages == ([f"Training ends at update {step} of 100: {reason}."] if reason else [])
 
 
 def press_ctrl_c_at(step, monkeypatch):

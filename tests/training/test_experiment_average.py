@@ -36,7 +36,9 @@ def test_a_mean_that_is_worse_than_the_best_is_left(data, tmp_path, monkeypatch,
         Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
     is_left = score == 5.0
     assert_mean(tmp_path / "run", (6,) if is_left else (3, 6))
-    assert ("The mean of the best checkpoints scores 5 in bleu, and the best of them 90" in caplog.text) is is_left
+    assert (
+        "The mean of the best checkpoints scores 5.00 in bleu, and the best of them 90.00" in caplog.text
+    ) is is_left
     # It is no evaluation of the run.
     assert [entry["eval_bleu"] for entry in read_log(tmp_path / "run", "eval_bleu")] == [80.0, 90.0]
 

@@ -28,7 +28,9 @@ def test_a_folder_with_a_model_is_left_alone(data, tmp_path):
     train(data, other, **fields | {"save_strategy": "steps", "save_steps": 1})
     (run / "recipe.yaml").rename(tmp_path / "recipe.yaml")
     for resume in ("false", "true", str(other / "checkpoint-1")):
-        with pytest.raises(ValueError, match=r"hold a model, .* with model.safetensors. Choose another folder.$"):
+        with pytest.raises(
+            ValueError, match=r"hold a model, .* with model.safetensors. Pass another folder by --output_dir.$"
+        ):
             Experiment(make_recipe(data, run, **fields, resume_from_checkpoint=resume))
     (tmp_path / "recipe.yaml").rename(run / "recipe.yaml")
     assert contents(run) == before

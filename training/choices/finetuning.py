@@ -105,7 +105,7 @@ def choose_limits(recipe: OpenRecipe, first: Experiment, profile: CorpusProfile)
     for side, encode in zip(SIDES, (tokenizers.encode_sources, tokenizers.encode_targets), strict=True):
         lengths = np.array([len(ids) for ids in encode(sample[side][:])])
         limit = min(most, 16 * math.ceil((1.2 * np.quantile(lengths, 0.999) + 8) / 16))
-        reason = "the model reads no more" if limit == most else f"999 of 1,000 {side}s are shorter"
+        reason = "the model reads no more" if limit == most else f"nearly all {side}s are shorter (99.9 %)"
         recipe.choose(reason, **{f"max_{side}_length": limit})
         longer += int((lengths > most).sum())
     if longer:

@@ -130,7 +130,7 @@ def choose_from_text(recipe: OpenRecipe, profile: CorpusProfile) -> None:
         limits = max_length(source, kinds[0]), max_length(target, kinds[1])
         shown = {"max_source_length": min(_LONGEST, limits[0]), "max_target_length": min(_LONGEST, limits[1])}
         recipe.choose(
-            "999 of 1,000 texts are shorter" if max(limits) <= _LONGEST else "the longest that is usual", **shown
+            "nearly all texts are shorter (99.9 %)" if max(limits) <= _LONGEST else "the longest that is usual", **shown
         )
         if limits[0] > _LONGEST >= limits[1]:
             recipe.choose("some sources are longer, and their beginnings are read", too_long="truncate")
@@ -343,6 +343,8 @@ def tokens_per_update(recipe: Recipe, tokens: TokenProfile) -> int:
 
 def duration(seconds: float) -> str:
     """Return a time for a reader, such as `12 minutes`."""
+    if seconds < 90:
+        return "1 minute"
     return f"{seconds / 60:,.0f} minutes" if seconds < 5400 else f"{seconds / 3600:,.1f} hours"
 
 
