@@ -47,6 +47,13 @@ def input_file(name: str) -> Callable[[str], str]:
     return check
 
 
+def output_path(word: str) -> str:
+    """Parse the path of a file or folder to write."""
+    if word == "-":
+        raise argparse.ArgumentTypeError("the value must be a path, got '-', which is standard output only in generate")
+    return word
+
+
 # For each option its type and its help text.
 GENERATION_OPTIONS: dict[str, tuple[Callable, str]] = {
     "max_length": (int, "maximum tokens of a target"),

@@ -98,5 +98,13 @@ def test_a_value_of_another_kind_is_refused(words):
         chosen(*words)
 
 
+def test_a_dash_is_standard_output_of_generate_and_no_file_of_other_verbs(capsys):
+    assert make_parser("generate").parse_args(["some/model", "--output", "-"]).output is None
+    for verb, words in {"explain": "m --source a --output -", "convert": "m -", "average": "a --output -"}.items():
+        with pytest.raises(SystemExit):
+            make_parser(verb).parse_args(words.split())
+        assert "the value must be a path, got '-'" in capsys.readouterr().err
+
+
 def test_contrastive_search_with_an_option_of_sampling_samples():
     assert complete_sampling({"penalty_alpha": 0.6, "top_k": 4, "top_p": 0.5})["do_sample"] is True
