@@ -17,6 +17,7 @@ from metaphrase.scripts.options import (
     add_line_option,
     add_model_options,
     input_file,
+    model_name,
     output_path,
 )
 
@@ -148,7 +149,7 @@ def _generate(parser: VerbParser) -> None:
     add_generation_options(parser)
     group = parser.add_argument_group("speculative and minimum Bayes risk decoding")
     text = "smaller model that drafts tokens for the model to check: same output, less time"
-    group.add_argument("--assistant_model", metavar="MODEL", help=text)
+    group.add_argument("--assistant_model", type=model_name("assistant_model"), metavar="MODEL", help=text)
     for name, text in (
         ("num_assistant_tokens", "tokens in a draft"),
         ("mbr_candidates", "number of samples for minimum Bayes risk decoding"),
@@ -247,7 +248,8 @@ def _convert(parser: VerbParser) -> None:
     """Convert a checkpoint of a known family to a Metaphrase model that computes the same. With --to, convert a
     Metaphrase model to a family, whose models need no code of Metaphrase. Tokenizers and generation settings are
     copied."""
-    parser.add_argument("source", metavar="SOURCE", help="folder or Hub id, with weights in safetensors")
+    text = "folder or Hub id, with weights in safetensors"
+    parser.add_argument("source", type=model_name("source"), metavar="SOURCE", help=text)
     parser.add_argument("output", type=output_path, metavar="OUTPUT", help="folder to write")
     text = f"family to convert a Metaphrase model to: {', '.join(FAMILIES)}"
     parser.add_argument("--to", metavar="FAMILY", help=text)
@@ -274,7 +276,8 @@ def _explain(parser: VerbParser) -> None:
 def _export(parser: VerbParser) -> None:
     """Export a Metaphrase model with tokenizers and generation settings. A model that the format does not support is an
     error."""
-    parser.add_argument("model", metavar="MODEL", help="folder or Hub id of a Metaphrase model")
+    text = "folder or Hub id of a Metaphrase model"
+    parser.add_argument("model", type=model_name("model"), metavar="MODEL", help=text)
     parser.add_argument("output", type=output_path, metavar="DIR", help="folder to write")
     parser.add_argument("--format", required=True, choices=("ctranslate2", "onnx"), help="format to write")
     text = "type of CTranslate2's weights: float32, float16, bfloat16, int16, int8, int8_float32, int8_float16 or "

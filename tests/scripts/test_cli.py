@@ -12,6 +12,7 @@ from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
 import metaphrase
 from metaphrase.scripts import __main__ as command_line
 from metaphrase.scripts import attention, console, evaluate, generate, tokenize
+from metaphrase.scripts.options import model_name
 from metaphrase.tokenization import TOKENIZER_KINDS, TokenizerPair, train_tokenizer
 
 
@@ -110,16 +111,19 @@ def test_verbs_are_found_and_their_errors_are_one_line(cli_model, monkeypatch, c
     assert "model.safetensors" in capsys.readouterr().out
 
 
-def test_a_model_that_is_not_there_is_one_line(monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize("verb", ["generate", "convert", "export"])
+def test_a_model_that_is_not_there_is_one_line_and_loads_nothing(verb, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-    # Beside such a folder a model of the Hub may have the name as well as one of a run.
     (tmp_path / "runs").mkdir()
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    for name, end in ((f"{tmp_path}/none", ""), ("./none", ".\n"), ("some/where/else", ".\n"), ("runs/none", ": ")):
-        assert run_command(monkeypatch, "generate", name) == 2
+    monkeypatch.setattr(command_line.importlib, "import_module", Mock(side_effect=AssertionError("torch is loaded")))
+    rest = {"convert": ["out"], "export": ["out", "--format", "onnx"]}.get(verb, [])
+    for name in (f"{tmp_path}/none", "./none", "some/where/else", "runs/none", "~/none"):
+        assert run_command(monkeypatch, verb, name, *rest) == 2
         said = capsys.readouterr().err
-        assert said.startswith("metaphrase generate: error: ") and said.count("\n") == 1
-        assert f"must be a folder that exists, or a name on the Hub, got '{name}'{end}" in said
+        assert said.startswith(f"metaphrase {verb}: error: `") and said.count("\n") == 1
+        assert f"must be a folder that exists, or a name on the Hub, got '{name}'." in said
+        assert ("The folder 'runs' here has no 'none'." in said) == (name == "runs/none")
+    assert model_name("model")("some/model") == "some/model" and model_name("model")("runs") == "runs"
 
 
 @pytest.mark.parametrize(
