@@ -10,7 +10,6 @@ from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
-from huggingface_hub.utils import validate_repo_id
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -145,17 +144,6 @@ def check_folder(folder: Path) -> None:
         raise ValueError(
             f"`{RECIPE_NAME}` must hold no secret before it is shared, got {', '.join(secrets)} in {folder / RECIPE_NAME}."
         )
-
-
-def check_repo_id(repo_id: str) -> None:
-    """Check that a name has the form user/name.
-
-    Raises:
-        ValueError: If it has not, or the Hub does not accept the name.
-    """
-    validate_repo_id(repo_id)
-    if "/" not in repo_id:
-        raise ValueError(f"`repo_id` must be user/name or organization/name, got {repo_id!r}.")
 
 
 def upload(

@@ -28,6 +28,7 @@ UTILITIES = ("chrf", "bleu")
 TOKENIZER_KINDS = ("byte_bpe", "bpe", "unigram", "wordpiece", "byte", "char", "word", "pretokenized")
 TEXT_FORMATS = ("text", "html", "xml")
 KEPT_PATTERNS = ("url", "email", "placeholder", "number")
+PAIR_SUFFIXES = (".tsv", ".csv", ".jsonl", ".json", ".parquet")
 FAMILIES = ("t5", "mt5", "umt5", "bart", "mbart", "plbart", "pegasus", "marian", "m2m_100", "fsmt")
 
 
@@ -51,7 +52,7 @@ def parse(verb: str, words: Sequence[str]) -> tuple[argparse.Namespace, list[str
 
     Raises:
         SystemExit: After an error in the options of the verb, or its help.
-        ValueError: If a word names no field of a recipe.
+        ValueError: If a word names no field of a recipe, an output would be lost, or a name for the Hub has no owner.
         OSError: If an input file does not exist.
     """
     parser, overrides = make_parser(verb), []
@@ -66,7 +67,32 @@ def parse(verb: str, words: Sequence[str]) -> tuple[argparse.Namespace, list[str
         if word.startswith("--") and not {name, name.removeprefix("no_")} & set(recipe_fields()):
             hint = nearest(name, recipe_fields()) or " Fields of the network go below `model`."
             raise ValueError(f"Every field must be one that a recipe has, got `{name}` in the command line.{hint}")
+    if verb == "generate" and not arguments.overwrite and not arguments.resume:
+        _refuse_existing(arguments)
+    if verb in ("train", "tune") and not any(word.startswith(("--data_dir", "--data-dir")) for word in overrides):
+        _refuse_missing_pairs(arguments.recipe)
+    if verb == "push" and "/" not in arguments.repo_id:
+        raise ValueError(f"`repo_id` must be user/name or organization/name, got {arguments.repo_id!r}.")
     return arguments, overrides
+
+
+def _refuse_existing(arguments: argparse.Namespace) -> None:
+    path = arguments.output
+    # The input as output has an error of its own.
+    if path not in (None, arguments.input) and Path(path).is_file() and Path(path).stat().st_size:
+        raise ValueError(
+            f"`output` must be a new file, got {path!r}, which is not empty. Pass --overwrite to replace the file, or --resume "
+            "to go on with a stopped run."
+        )
+
+
+def _refuse_missing_pairs(words: Sequence[str]) -> None:
+    is_file = len(words) == 2 or (words and Path(words[0].removesuffix(".gz")).suffix in PAIR_SUFFIXES)
+    for word in words if is_file else ():
+        if not Path(word).expanduser().exists():
+            raise FileNotFoundError(
+                f"A file of pairs must exist, got {word!r}. Pass --data_dir FOLDER if it is not in this folder."
+            )
 
 
 def complete(verbs: Iterable[str]) -> None:

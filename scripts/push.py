@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from huggingface_hub.utils import validate_repo_id
+
 from metaphrase.hub_card import Facts, write_model_card
 from metaphrase.hub_card.card import is_own_card, read_facts
-from metaphrase.hub_card.upload import CARD, check_folder, check_repo_id, select_files, upload
+from metaphrase.hub_card.upload import CARD, check_folder, select_files, upload
 from metaphrase.scripts.options import given_options
 from metaphrase.scripts.parsers import parse
 
@@ -55,7 +57,7 @@ def rehearse(folder: Path, arguments: argparse.Namespace, facts: Facts) -> None:
 
 def main(words: Sequence[str]) -> None:
     arguments, _ = parse("push", words)
-    check_repo_id(arguments.repo_id)
+    validate_repo_id(arguments.repo_id)
     if not arguments.commit_message.strip():
         raise ValueError(f"`commit_message` must not be empty, got {arguments.commit_message!r}.")
     folder = Path(arguments.folder)

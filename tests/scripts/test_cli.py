@@ -13,6 +13,7 @@ import metaphrase
 from metaphrase.scripts import __main__ as command_line
 from metaphrase.scripts import attention, console, evaluate, generate, tokenize
 from metaphrase.scripts.options import model_name
+from metaphrase.scripts.parsers import parse
 from metaphrase.tokenization import TOKENIZER_KINDS, TokenizerPair, train_tokenizer
 
 
@@ -124,6 +125,27 @@ def test_a_model_that_is_not_there_is_one_line_and_loads_nothing(verb, monkeypat
         assert f"must be a folder that exists, or a name on the Hub, got '{name}'." in said
         assert ("The folder 'runs' here has no 'none'." in said) == (name == "runs/none")
     assert model_name("model")("some/model") == "some/model" and model_name("model")("runs") == "runs"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("generate some/model --output full", "`output` must be a new file, got 'full', which is not empty."),
+        ("train none.tsv", "A file of pairs must exist, got 'none.tsv'."),
+        ("train full none.de", "A file of pairs must exist, got 'none.de'."),
+        ("push runs my-model", "`repo_id` must be user/name or organization/name, got 'my-model'."),
+    ],
+)
+def test_plain_mistakes_load_nothing(words, said, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").write_text("a cat\n", encoding="utf-8")
+    monkeypatch.setattr(command_line.importlib, "import_module", Mock(side_effect=AssertionError("torch is loaded")))
+    assert run_command(monkeypatch, *words.split()) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_pairs_below_a_folder_of_data_are_left_to_the_recipe():
+    assert parse("train", ["none.tsv", "--data_dir", "corpus"])[0].recipe == ["none.tsv"]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 from transformers import GenerationConfig
 
 from metaphrase.conversion.folders import DEFAULT_SHARD_SIZE, FAMILIES
+from metaphrase.data.pairs import READERS
 from metaphrase.decoding.options import GENERATION_OPTIONS, complete_sampling
 from metaphrase.decoding.searches.joint_search import ENSEMBLE_MEANS
 from metaphrase.evaluation.metrics import DEFAULT_METRICS, METRICS
@@ -47,6 +48,7 @@ def test_names_and_defaults_are_those_of_the_rooms():
     assert (tuple(METRICS), tuple(UTILITIES)) == (parsers.METRICS, parsers.UTILITIES)
     assert (TEXT_FORMATS, tuple(PATTERNS)) == (parsers.TEXT_FORMATS, parsers.KEPT_PATTERNS)
     assert (tuple(FAMILIES), TOKENIZER_KINDS) == (parsers.FAMILIES, parsers.TOKENIZER_KINDS)
+    assert tuple(READERS) == parsers.PAIR_SUFFIXES
     assert set(recipe_fields()) == {*OWN_FIELDS, *TRAINING_FIELDS}
     assert make_parser("evaluate").get_default("metrics") == list(DEFAULT_METRICS)
     assert make_parser("convert").get_default("max_shard_size") == DEFAULT_SHARD_SIZE
