@@ -1,13 +1,16 @@
 """The command line: finding verbs, their options and errors, and `metaphrase tokenize`."""
 
 import gzip
+import io
 import sys
 from unittest.mock import Mock
 
 import pytest
 from cli_texts import contents, damaged
 from huggingface_hub.errors import RepositoryNotFoundError
+from huggingface_hub.utils import are_progress_bars_disabled
 from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
+from transformers.utils import logging as transformers_logging
 
 import metaphrase
 from metaphrase.scripts import __main__ as command_line
@@ -169,6 +172,17 @@ def test_the_hub_is_asked_once_for_a_model_that_cannot_be_loaded(error, reason, 
     said = capsys.readouterr().err
     assert said.startswith("metaphrase generate: error: ") and said.count("\n") == 1 and reason in said
     assert len(calls) == 1 and calls[0].endswith("/some/model/resolve/main/config.json")
+
+
+def test_bars_of_weights_are_hidden_and_those_of_downloads_are_not(cli_model, tmp_path, monkeypatch, capsys):
+    transformers_logging.enable_progress_bar()
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    try:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a cat\n")))
+        assert run_command(monkeypatch, "generate", cli_model, "--device", "cpu") == 0
+        assert "Loading weights" not in capsys.readouterr().err and not are_progress_bars_disabled()
+    finally:
+        transformers_logging.enable_progress_bar()
 
 
 def test_an_interruption_is_one_line(capsys):
