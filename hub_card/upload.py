@@ -1,16 +1,16 @@
 """Select the files of a trained folder that are shared, and upload them to the Hub in one commit."""
 
+import contextlib
 import glob
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, HfApi
-from huggingface_hub.errors import HfHubHTTPError, HTTPError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFoundError
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -147,17 +147,6 @@ def check_folder(folder: Path) -> None:
         )
 
 
-def check_repo_id(repo_id: str) -> None:
-    """Check that a name has the form user/name.
-
-    Raises:
-        ValueError: If it has not, or the Hub does not accept the name.
-    """
-    validate_repo_id(repo_id)
-    if "/" not in repo_id:
-        raise ValueError(f"`repo_id` must be user/name or organization/name, got {repo_id!r}.")
-
-
 def upload(
     folder: Path,
     repo_id: str,
@@ -187,7 +176,7 @@ def upload(
     selection = select_files(folder)
     selection.report(logger.info)
     api = HfApi(token=token)
-    try:
+    with _naming_refusals(api, repo_id):
         repository = api.create_repo(repo_id, private=private or None, exist_ok=True)
         # The Hub does not change the visibility of an existing repository.
         if private and not api.model_info(repository.repo_id).private:
@@ -200,6 +189,38 @@ def upload(
             commit_message=commit_message,
             revision=revision,
         )
+    logger.info("See %s", commit.commit_url)
+    return f"{repository.repo_id} {commit.oid}"
+
+
+def check_access(repo_id: str, token: str | None = None) -> None:
+    """Check that the Hub can be reached and knows the token, before anything is written.
+
+    Args:
+        repo_id: Name on the Hub, for messages.
+        token: Access token; the default is that of the environment.
+
+    Raises:
+        OSError: If the Hub refuses or cannot be reached, or there is no token.
+    """
+    api = HfApi(token=token)
+    try:
+        with _naming_refusals(api, repo_id):
+            api.whoami()
+    except LocalTokenNotFoundError as error:
+        raise PermissionError(
+            f"A token is needed to write to {repo_id!r}: log in with `hf auth login`, or set HF_TOKEN or --token."
+        ) from error
+    except ConnectionError as error:
+        text = str(error).rstrip(".")
+        raise ConnectionError(f"{text}. Nothing was uploaded. Try again with a network.") from error
+
+
+@contextlib.contextmanager
+def _naming_refusals(api: HfApi, repo_id: str) -> Iterator[None]:
+    """Say in errors of the Hub how to mend them."""
+    try:
+        yield
     except HfHubHTTPError as error:
         if error.response.status_code in (401, 403):
             raise PermissionError(
@@ -209,5 +230,3 @@ def upload(
         raise
     except HTTPError as error:
         raise ConnectionError(f"{api.endpoint} cannot be reached: {error or type(error).__name__}") from error
-    logger.info("See %s", commit.commit_url)
-    return f"{repository.repo_id} {commit.oid}"

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from tqdm.auto import tqdm
+from transformers.utils import logging as transformers_logging
 
 from metaphrase.inference.chunks import COUNTERS, Chunk, PreparedChunks, StreamDecoder, decode_chunk
 from metaphrase.inference.engine import default_device, find_device
@@ -175,6 +176,8 @@ def _start(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(life,), name="metaphrase-life", daemon=True).start()
     torch.set_num_threads(num_threads)
+    # Bars of several processes would overwrite each other.
+    transformers_logging.disable_progress_bar()
     # tqdm's default lock between processes would leak, because `_end_with` closes nothing.
     tqdm.set_lock(threading.RLock())
     _loading = (name_or_path, assistant_name), {**options, "device": devices.get()}

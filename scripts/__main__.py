@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 import metaphrase
-from metaphrase.scripts.console import nearest, paint, run
+from metaphrase.scripts.console import hide_weight_bars, nearest, paint, run
 from metaphrase.scripts.parsers import complete, parse
 
 VERBS = {
@@ -59,7 +59,9 @@ def main() -> int:
     def run_verb(words: Sequence[str]) -> None:
         # Help, and an error in the command line, must not wait for the imports of the verb.
         parse(verb, words)
-        importlib.import_module(f"metaphrase.scripts.{verb}").main(words)
+        module = importlib.import_module(f"metaphrase.scripts.{verb}")
+        hide_weight_bars()
+        module.main(words)
 
     return run(run_verb, verb, rest)
 

@@ -182,6 +182,18 @@ def _is_expected(error: Exception) -> bool:
     return is_builtin or not names.isdisjoint(("SafetensorError", "StrictDataclassError"))
 
 
+def hide_weight_bars() -> None:
+    """Hide transformers' bars for loading and saving weights. Those for downloads stay, which take long."""
+    from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
+    from transformers.utils import logging as transformers_logging
+
+    shows_downloads = not are_progress_bars_disabled()
+    transformers_logging.disable_progress_bar()
+    if shows_downloads:
+        # transformers switches them off, too.
+        enable_progress_bars()
+
+
 def check_dependents(arguments: argparse.Namespace, **needs: str) -> None:
     """Raise `ValueError` for an option without the one that it needs: `name="needed"`."""
     for name, needed in needs.items():

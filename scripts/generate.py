@@ -7,7 +7,6 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from transformers import set_seed
 
@@ -61,8 +60,6 @@ def main(words: Sequence[str]) -> None:
     check_files(arguments.input, arguments.output)
     if arguments.resume:
         check_regular(arguments.output)
-    elif not arguments.overwrite:
-        refuse_existing(arguments.output)
     options = chosen_generation_options(arguments)
     options |= given_options(arguments, ("must_contain", "never_contain", "num_assistant_tokens"))
     n_best = arguments.n_best or options.get("num_return_sequences", 1) > 1
@@ -131,15 +128,6 @@ def report_texts(decoder: TextDecoder) -> None:
             logger.warning(text, counts[name])
     for sentence in decoder.placed[:MAX_SHOWN]:
         logger.warning("  %s", sentence)
-
-
-def refuse_existing(path: str | None) -> None:
-    """Raise `ValueError` for an output that would be lost."""
-    if path is not None and Path(path).is_file() and Path(path).stat().st_size:
-        raise ValueError(
-            f"`output` must be a new file, got {path!r}, which is not empty. Pass --overwrite to replace the file, or --resume "
-            "to go on with a stopped run."
-        )
 
 
 def write(generator: Generator | GeneratorPool, arguments: argparse.Namespace, options: dict, n_best: bool) -> None:

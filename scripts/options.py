@@ -47,6 +47,31 @@ def input_file(name: str) -> Callable[[str], str]:
     return check
 
 
+def model_name(name: str) -> Callable[[str], str]:
+    """Return a parser of the folder or Hub id of a model, for the option of this name.
+
+    Raises:
+        OSError: By the parser, if there is no such folder and no model on the Hub can have the name.
+    """
+
+    def check(word: str) -> str:
+        owner, *rest = word.split("/")
+        is_path = word.startswith((".", "/", "~")) or len(rest) > 1
+        if not Path(word).exists() and (is_path or (rest and Path(owner).is_dir())):
+            hint = "" if is_path else f" The folder {owner!r} here has no {rest[0]!r}."
+            raise FileNotFoundError(f"`{name}` must be a folder that exists, or a name on the Hub, got {word!r}.{hint}")
+        return word
+
+    return check
+
+
+def output_path(word: str) -> str:
+    """Parse the path of a file or folder to write."""
+    if word == "-":
+        raise argparse.ArgumentTypeError("the value must be a path, got '-', which is standard output only in generate")
+    return word
+
+
 # For each option its type and its help text.
 GENERATION_OPTIONS: dict[str, tuple[Callable, str]] = {
     "max_length": (int, "maximum tokens of a target"),
@@ -82,7 +107,7 @@ GENERATION_OPTIONS: dict[str, tuple[Callable, str]] = {
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Add the model, its languages and prefix, and a group for loading."""
-    parser.add_argument("model", help="folder or Hub id of any encoder-decoder model")
+    parser.add_argument("model", type=model_name("model"), help="folder or Hub id of any encoder-decoder model")
     for side in ("source", "target"):
         text = f"{side} language of a multilingual model, such as eng_Latn"
         parser.add_argument(f"--{side}_lang", metavar="CODE", help=text)
@@ -103,7 +128,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 def add_batch_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Add a group with the other models of an ensemble, sizes of batches and the engine."""
     group = parser.add_argument_group("ensemble, batches and engine")
-    group.add_argument("--ensemble", nargs="+", metavar="MODEL", help="more models for an ensemble with the first")
+    text = "more models for an ensemble with the first"
+    group.add_argument("--ensemble", nargs="+", type=model_name("ensemble"), metavar="MODEL", help=text)
     text = "mean of probabilities or of log-probabilities [linear]"
     group.add_argument("--ensemble_mean", choices=ENSEMBLE_MEANS, help=text)
     for name, default, text in (

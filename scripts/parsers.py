@@ -17,6 +17,8 @@ from metaphrase.scripts.options import (
     add_line_option,
     add_model_options,
     input_file,
+    model_name,
+    output_path,
 )
 
 # Verbs that take fields of a recipe as options.
@@ -26,6 +28,7 @@ UTILITIES = ("chrf", "bleu")
 TOKENIZER_KINDS = ("byte_bpe", "bpe", "unigram", "wordpiece", "byte", "char", "word", "pretokenized")
 TEXT_FORMATS = ("text", "html", "xml")
 KEPT_PATTERNS = ("url", "email", "placeholder", "number")
+PAIR_SUFFIXES = (".tsv", ".csv", ".jsonl", ".json", ".parquet")
 FAMILIES = ("t5", "mt5", "umt5", "bart", "mbart", "plbart", "pegasus", "marian", "m2m_100", "fsmt")
 
 
@@ -49,7 +52,7 @@ def parse(verb: str, words: Sequence[str]) -> tuple[argparse.Namespace, list[str
 
     Raises:
         SystemExit: After an error in the options of the verb, or its help.
-        ValueError: If a word names no field of a recipe.
+        ValueError: If a word names no field of a recipe, an output would be lost, or a name for the Hub has no owner.
         OSError: If an input file does not exist.
     """
     parser, overrides = make_parser(verb), []
@@ -64,7 +67,32 @@ def parse(verb: str, words: Sequence[str]) -> tuple[argparse.Namespace, list[str
         if word.startswith("--") and not {name, name.removeprefix("no_")} & set(recipe_fields()):
             hint = nearest(name, recipe_fields()) or " Fields of the network go below `model`."
             raise ValueError(f"Every field must be one that a recipe has, got `{name}` in the command line.{hint}")
+    if verb == "generate" and not arguments.overwrite and not arguments.resume:
+        _refuse_existing(arguments)
+    if verb in ("train", "tune") and not any(word.startswith(("--data_dir", "--data-dir")) for word in overrides):
+        _refuse_missing_pairs(arguments.recipe)
+    if verb == "push" and "/" not in arguments.repo_id:
+        raise ValueError(f"`repo_id` must be user/name or organization/name, got {arguments.repo_id!r}.")
     return arguments, overrides
+
+
+def _refuse_existing(arguments: argparse.Namespace) -> None:
+    path = arguments.output
+    # The input as output has an error of its own.
+    if path not in (None, arguments.input) and Path(path).is_file() and Path(path).stat().st_size:
+        raise ValueError(
+            f"`output` must be a new file, got {path!r}, which is not empty. Pass --overwrite to replace the file, or --resume "
+            "to go on with a stopped run."
+        )
+
+
+def _refuse_missing_pairs(words: Sequence[str]) -> None:
+    is_file = len(words) == 2 or (words and Path(words[0].removesuffix(".gz")).suffix in PAIR_SUFFIXES)
+    for word in words if is_file else ():
+        if not Path(word).expanduser().exists():
+            raise FileNotFoundError(
+                f"A file of pairs must exist, got {word!r}. Pass --data_dir FOLDER if it is not in this folder."
+            )
 
 
 def complete(verbs: Iterable[str]) -> None:
@@ -117,7 +145,9 @@ def _generate(parser: VerbParser) -> None:
     """Write one target line for each source line, in the same order."""
     text = "file with one source in each line, UTF-8 [standard input]"
     parser.add_argument("--input", type=input_file("input"), metavar="FILE", help=text)
-    parser.add_argument("--output", metavar="FILE", help="file to write [standard output]")
+    parser.add_argument(
+        "--output", type=file_or_standard_output, metavar="FILE", help="file to write, or - [standard output]"
+    )
     existing = parser.add_mutually_exclusive_group()
     existing.add_argument("--overwrite", action="store_true", help="replace an existing output")
     text = "resume a stopped run of the same command; start from scratch if there is no output yet"
@@ -145,7 +175,7 @@ def _generate(parser: VerbParser) -> None:
     add_generation_options(parser)
     group = parser.add_argument_group("speculative and minimum Bayes risk decoding")
     text = "smaller model that drafts tokens for the model to check: same output, less time"
-    group.add_argument("--assistant_model", metavar="MODEL", help=text)
+    group.add_argument("--assistant_model", type=model_name("assistant_model"), metavar="MODEL", help=text)
     for name, text in (
         ("num_assistant_tokens", "tokens in a draft"),
         ("mbr_candidates", "number of samples for minimum Bayes risk decoding"),
@@ -161,6 +191,11 @@ def _generate(parser: VerbParser) -> None:
     group.add_argument("--never_contain", action="extend", nargs="+", metavar="PHRASE", help=text)
 
 
+def file_or_standard_output(word: str) -> str | None:
+    """Parse the path of a file to write; `-` and `None` are standard output."""
+    return None if word == "-" else word
+
+
 def _evaluate(parser: VerbParser) -> None:
     """Decode a test set, score it, and write metrics.json with the signature of every score."""
     text = "file with one source in each line"
@@ -173,8 +208,8 @@ def _evaluate(parser: VerbParser) -> None:
     parser.add_argument("--metrics", nargs="+", metavar="NAME", default=["bleu", "chrf"], help=text)
     text = "file to write, or folder for metrics.json; an existing file is replaced [metrics.json beside the model, or in this "
     text += "folder if that file has scores of training, other pairs or other settings]"
-    parser.add_argument("--output", metavar="FILE", help=text)
-    parser.add_argument("--predictions", metavar="FILE", help="file to write the decoded targets to")
+    parser.add_argument("--output", type=output_path, metavar="FILE", help=text)
+    parser.add_argument("--predictions", type=output_path, metavar="FILE", help="file to write the decoded targets to")
     add_model_options(parser)
     group = parser.add_argument_group("pairs and scores")
     text = "column of sources in --file: a name, or a number from 0 in a .tsv file"
@@ -212,7 +247,7 @@ def _attention(parser: VerbParser) -> None:
     parser.add_argument("--layer", type=layer_or_mean, default=-1, metavar="INT|mean", help=text)
     parser.add_argument("--head", type=int, help="head of that layer [mean of all heads]")
     text = "file to write: .png, .align or .txt [attention.png, or standard output for pharaoh]"
-    parser.add_argument("--output", metavar="FILE", help=text)
+    parser.add_argument("--output", type=output_path, metavar="FILE", help=text)
     text = "format [by the suffix of the output, or png]"
     parser.add_argument("--format", choices=("png", "pharaoh"), help=text)
     add_model_options(parser)
@@ -228,7 +263,7 @@ def layer_or_mean(word: str) -> int | None:
 def _average(parser: VerbParser) -> None:
     """Average the weights of several checkpoints. Tokenizers and settings are those of the last one."""
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="folder of a run, or the checkpoints to average")
-    parser.add_argument("--output", required=True, metavar="DIR", help="folder to write the model to")
+    parser.add_argument("--output", required=True, type=output_path, metavar="DIR", help="folder to write the model to")
     parser.add_argument("--last", type=int, metavar="N", help="average the last N checkpoints of a run")
     parser.add_argument("--best", type=int, metavar="N", help="average the N checkpoints of a run with the best metric")
     parser.add_argument("--metric", help="metric for --best, as the trainer logs it [eval_bleu]")
@@ -239,8 +274,9 @@ def _convert(parser: VerbParser) -> None:
     """Convert a checkpoint of a known family to a Metaphrase model that computes the same. With --to, convert a
     Metaphrase model to a family, whose models need no code of Metaphrase. Tokenizers and generation settings are
     copied."""
-    parser.add_argument("source", metavar="SOURCE", help="folder or Hub id, with weights in safetensors")
-    parser.add_argument("output", metavar="OUTPUT", help="folder to write")
+    text = "folder or Hub id, with weights in safetensors"
+    parser.add_argument("source", type=model_name("source"), metavar="SOURCE", help=text)
+    parser.add_argument("output", type=output_path, metavar="OUTPUT", help="folder to write")
     text = f"family to convert a Metaphrase model to: {', '.join(FAMILIES)}"
     parser.add_argument("--to", metavar="FAMILY", help=text)
     parser.add_argument("--revision", help="branch, tag or commit on the Hub")
@@ -257,7 +293,7 @@ def _explain(parser: VerbParser) -> None:
     parser.add_argument("--source", action="append", metavar="TEXT", required=True, help=text)
     parser.add_argument("--target", action="append", metavar="TEXT", help="target text for each --source [generated]")
     text = "HTML file to write [explanation.html, or none with --text]"
-    parser.add_argument("--output", metavar="FILE", help=text)
+    parser.add_argument("--output", type=output_path, metavar="FILE", help=text)
     parser.add_argument("--text", action="store_true", help="write the explanation as text to standard output")
     add_model_options(parser)
     add_generation_options(parser)
@@ -266,8 +302,9 @@ def _explain(parser: VerbParser) -> None:
 def _export(parser: VerbParser) -> None:
     """Export a Metaphrase model with tokenizers and generation settings. A model that the format does not support is an
     error."""
-    parser.add_argument("model", metavar="MODEL", help="folder or Hub id of a Metaphrase model")
-    parser.add_argument("output", metavar="DIR", help="folder to write")
+    text = "folder or Hub id of a Metaphrase model"
+    parser.add_argument("model", type=model_name("model"), metavar="MODEL", help=text)
+    parser.add_argument("output", type=output_path, metavar="DIR", help="folder to write")
     parser.add_argument("--format", required=True, choices=("ctranslate2", "onnx"), help="format to write")
     text = "type of CTranslate2's weights: float32, float16, bfloat16, int16, int8, int8_float32, int8_float16 or "
     text += "int8_bfloat16 [as saved]; ONNX is always float32"
@@ -301,7 +338,7 @@ def _tokenize(parser: VerbParser) -> None:
         ("target_files", "texts for a separate target tokenizer"),
     ):
         parser.add_argument(f"--{name}", nargs="+", type=input_file(name), metavar="FILE", help=text)
-    parser.add_argument("--output", required=True, metavar="DIR", help="folder to write")
+    parser.add_argument("--output", required=True, type=output_path, metavar="DIR", help="folder to write")
     parser.add_argument("--kind", default="byte_bpe", help=f"one of {', '.join(TOKENIZER_KINDS)} [%(default)s]")
     parser.add_argument("--target_kind", help="kind of a separate target tokenizer, if different")
     text = "maximum entries, special tokens included [8000 for byte_bpe, bpe, unigram, wordpiece; else no limit]"

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from huggingface_hub.utils import validate_repo_id
+
 from metaphrase.hub_card import Facts, write_model_card
 from metaphrase.hub_card.card import is_own_card, read_facts
-from metaphrase.hub_card.upload import CARD, check_folder, check_repo_id, select_files, upload
+from metaphrase.hub_card.upload import CARD, check_access, check_folder, select_files, upload
 from metaphrase.scripts.options import given_options
 from metaphrase.scripts.parsers import parse
 
@@ -42,10 +44,14 @@ def rehearse(folder: Path, arguments: argparse.Namespace, facts: Facts) -> None:
     """Print what would be done. Folder and Hub do not change."""
     selection = select_files(folder)
     kind = "private " if arguments.private else ""
-    print(f"Dry run: nothing is written or sent. {folder} -> {kind}{arguments.repo_id}, {arguments.revision or 'main'}")
+    print(
+        f"Dry run: nothing is written or sent. {folder} -> {kind}{arguments.repo_id}, branch {arguments.revision or 'main'}"
+    )
     if writes_card(folder, arguments):
         selection.sizes.pop(CARD, None)
-        print(f"  {'written first':>15}  {CARD} (model card, with a picture of the training curves if there is a log)")
+        print(
+            f"  {'will be written':>15}  {CARD} (model card, with a picture of the training curves if there is a log)"
+        )
         for name, value in asdict(facts).items():
             if value:
                 text = value if isinstance(value, str) else ", ".join(map(str, value))
@@ -55,7 +61,7 @@ def rehearse(folder: Path, arguments: argparse.Namespace, facts: Facts) -> None:
 
 def main(words: Sequence[str]) -> None:
     arguments, _ = parse("push", words)
-    check_repo_id(arguments.repo_id)
+    validate_repo_id(arguments.repo_id)
     if not arguments.commit_message.strip():
         raise ValueError(f"`commit_message` must not be empty, got {arguments.commit_message!r}.")
     folder = Path(arguments.folder)
@@ -64,6 +70,7 @@ def main(words: Sequence[str]) -> None:
     if arguments.dry_run:
         rehearse(folder, arguments, facts)
         return
+    check_access(arguments.repo_id, arguments.token)
     if writes_card(folder, arguments):
         path = write_model_card(folder, facts, repo_id=arguments.repo_id, overwrite=arguments.overwrite_card)
         logger.info("Wrote %s", path)

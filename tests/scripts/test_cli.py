@@ -1,17 +1,22 @@
 """The command line: finding verbs, their options and errors, and `metaphrase tokenize`."""
 
 import gzip
+import io
 import sys
 from unittest.mock import Mock
 
 import pytest
 from cli_texts import contents, damaged
 from huggingface_hub.errors import RepositoryNotFoundError
+from huggingface_hub.utils import are_progress_bars_disabled
 from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
+from transformers.utils import logging as transformers_logging
 
 import metaphrase
 from metaphrase.scripts import __main__ as command_line
 from metaphrase.scripts import attention, console, evaluate, generate, tokenize
+from metaphrase.scripts.options import model_name
+from metaphrase.scripts.parsers import parse
 from metaphrase.tokenization import TOKENIZER_KINDS, TokenizerPair, train_tokenizer
 
 
@@ -110,16 +115,40 @@ def test_verbs_are_found_and_their_errors_are_one_line(cli_model, monkeypatch, c
     assert "model.safetensors" in capsys.readouterr().out
 
 
-def test_a_model_that_is_not_there_is_one_line(monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize("verb", ["generate", "convert", "export"])
+def test_a_model_that_is_not_there_is_one_line_and_loads_nothing(verb, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-    # Beside such a folder a model of the Hub may have the name as well as one of a run.
     (tmp_path / "runs").mkdir()
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    for name, end in ((f"{tmp_path}/none", ""), ("./none", ".\n"), ("some/where/else", ".\n"), ("runs/none", ": ")):
-        assert run_command(monkeypatch, "generate", name) == 2
+    monkeypatch.setattr(command_line.importlib, "import_module", Mock(side_effect=AssertionError("torch is loaded")))
+    rest = {"convert": ["out"], "export": ["out", "--format", "onnx"]}.get(verb, [])
+    for name in (f"{tmp_path}/none", "./none", "some/where/else", "runs/none", "~/none"):
+        assert run_command(monkeypatch, verb, name, *rest) == 2
         said = capsys.readouterr().err
-        assert said.startswith("metaphrase generate: error: ") and said.count("\n") == 1
-        assert f"must be a folder that exists, or a name on the Hub, got '{name}'{end}" in said
+        assert said.startswith(f"metaphrase {verb}: error: `") and said.count("\n") == 1
+        assert f"must be a folder that exists, or a name on the Hub, got '{name}'." in said
+        assert ("The folder 'runs' here has no 'none'." in said) == (name == "runs/none")
+    assert model_name("model")("some/model") == "some/model" and model_name("model")("runs") == "runs"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("generate some/model --output full", "`output` must be a new file, got 'full', which is not empty."),
+        ("train none.tsv", "A file of pairs must exist, got 'none.tsv'."),
+        ("train full none.de", "A file of pairs must exist, got 'none.de'."),
+        ("push runs my-model", "`repo_id` must be user/name or organization/name, got 'my-model'."),
+    ],
+)
+def test_plain_mistakes_load_nothing(words, said, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").write_text("a cat\n", encoding="utf-8")
+    monkeypatch.setattr(command_line.importlib, "import_module", Mock(side_effect=AssertionError("torch is loaded")))
+    assert run_command(monkeypatch, *words.split()) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_pairs_below_a_folder_of_data_are_left_to_the_recipe():
+    assert parse("train", ["none.tsv", "--data_dir", "corpus"])[0].recipe == ["none.tsv"]
 
 
 @pytest.mark.parametrize(
@@ -143,6 +172,17 @@ def test_the_hub_is_asked_once_for_a_model_that_cannot_be_loaded(error, reason, 
     said = capsys.readouterr().err
     assert said.startswith("metaphrase generate: error: ") and said.count("\n") == 1 and reason in said
     assert len(calls) == 1 and calls[0].endswith("/some/model/resolve/main/config.json")
+
+
+def test_bars_of_weights_are_hidden_and_those_of_downloads_are_not(cli_model, tmp_path, monkeypatch, capsys):
+    transformers_logging.enable_progress_bar()
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    try:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a cat\n")))
+        assert run_command(monkeypatch, "generate", cli_model, "--device", "cpu") == 0
+        assert "Loading weights" not in capsys.readouterr().err and not are_progress_bars_disabled()
+    finally:
+        transformers_logging.enable_progress_bar()
 
 
 def test_an_interruption_is_one_line(capsys):

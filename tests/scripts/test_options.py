@@ -6,6 +6,7 @@ import pytest
 from transformers import GenerationConfig
 
 from metaphrase.conversion.folders import DEFAULT_SHARD_SIZE, FAMILIES
+from metaphrase.data.pairs import READERS
 from metaphrase.decoding.options import GENERATION_OPTIONS, complete_sampling
 from metaphrase.decoding.searches.joint_search import ENSEMBLE_MEANS
 from metaphrase.evaluation.metrics import DEFAULT_METRICS, METRICS
@@ -47,6 +48,7 @@ def test_names_and_defaults_are_those_of_the_rooms():
     assert (tuple(METRICS), tuple(UTILITIES)) == (parsers.METRICS, parsers.UTILITIES)
     assert (TEXT_FORMATS, tuple(PATTERNS)) == (parsers.TEXT_FORMATS, parsers.KEPT_PATTERNS)
     assert (tuple(FAMILIES), TOKENIZER_KINDS) == (parsers.FAMILIES, parsers.TOKENIZER_KINDS)
+    assert tuple(READERS) == parsers.PAIR_SUFFIXES
     assert set(recipe_fields()) == {*OWN_FIELDS, *TRAINING_FIELDS}
     assert make_parser("evaluate").get_default("metrics") == list(DEFAULT_METRICS)
     assert make_parser("convert").get_default("max_shard_size") == DEFAULT_SHARD_SIZE
@@ -96,6 +98,14 @@ def test_only_what_was_given_is_chosen(words, expected):
 def test_a_value_of_another_kind_is_refused(words):
     with pytest.raises((argparse.ArgumentError, SystemExit)):
         chosen(*words)
+
+
+def test_a_dash_is_standard_output_of_generate_and_no_file_of_other_verbs(capsys):
+    assert make_parser("generate").parse_args(["some/model", "--output", "-"]).output is None
+    for verb, words in {"explain": "m --source a --output -", "convert": "m -", "average": "a --output -"}.items():
+        with pytest.raises(SystemExit):
+            make_parser(verb).parse_args(words.split())
+        assert "the value must be a path, got '-'" in capsys.readouterr().err
 
 
 def test_contrastive_search_with_an_option_of_sampling_samples():

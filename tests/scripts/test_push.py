@@ -252,7 +252,7 @@ def test_dry_run_tells_all_and_does_nothing(folder, option, monkeypatch, capsys)
     for name, size in shared.items():
         assert re.search(rf"^ +{size:,}  {re.escape(name)}$", said, re.MULTILINE)
     assert f"{sum(shared.values()):,}  bytes in {len(shared)} files" in said
-    assert re.search(r"written first  README.md", said) and "somebody/tiny, main" in said
+    assert re.search(r"will be written  README.md", said) and "somebody/tiny, branch main" in said
     for name, reason in FORBIDDEN.items():
         top = name if name.startswith("target_tokenizer") or "/" not in name else name.split("/")[0] + "/"
         assert re.search(rf"^ +left out  {re.escape(top)} \({reason}", said, re.MULTILINE), name
@@ -360,11 +360,24 @@ def test_refusal_is_one_line(hub, folder, refusal, expected, capsys):
     assert "hf_of_the_test" not in line and hub.commits == []
 
 
+def test_without_a_token_nothing_is_written(hub, folder, monkeypatch, capsys):
+    monkeypatch.setattr("huggingface_hub.utils._headers.get_token", lambda: None)
+    before = contents(folder)
+    assert run(push.main, "push", [str(folder), "somebody/tiny"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "metaphrase push: error: A token is needed to write to 'somebody/tiny': log in with `hf auth"
+    )
+    assert contents(folder) == before and hub.calls == []
+
+
 def test_hub_that_is_not_there_is_one_line(hub, folder, monkeypatch, capsys):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    before = contents(folder)
     assert run(push.main, "push", push_words(folder)) == 2
     said = capsys.readouterr().err
-    assert "metaphrase push: error: http://127.0.0.1:9 cannot be reached: " in said and "Traceback" not in said
+    assert said.startswith("metaphrase push: error: http://127.0.0.1:9 cannot be reached: ") and said.count("\n") == 1
+    assert said.endswith("Nothing was uploaded. Try again with a network.\n") and contents(folder) == before
 
 
 def test_push_to_hub_of_model_and_tokenizer(hub, tmp_path):
