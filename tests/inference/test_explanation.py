@@ -58,7 +58,7 @@ def test_searches_are_those_of_generate(family, options):
     options = {"max_new_tokens": 6, **options}
     shown = explain(generator, SOURCE, TARGET, **options)
     num_beams = options.get("num_beams", 5 if family == "fsmt" else 4)
-    _, [results] = generator.search(
+    [results] = generator.search(
         [SOURCE], True, {**options, "num_beams": num_beams, "num_return_sequences": num_beams}, False
     )
     tree = shown.beam_tree
@@ -90,7 +90,7 @@ def test_searches_are_those_of_generate(family, options):
     last = [node for node in tree.nodes if node.step == tree.nodes[-1].step and node.id != end]
     assert [node.state != "pruned" for node in last] == [index < num_beams for index in range(len(last))]
     assert all(len(step.ids) == 10 for steps in shown.paths.values() for step in steps)
-    _, [[greedy]] = generator.search([SOURCE], False, {**options, "num_beams": 1, "length_penalty": None}, False)
+    [[greedy]] = generator.search([SOURCE], False, {**options, "num_beams": 1, "length_penalty": None}, False)
     path = shown.paths.get("greedy", shown.paths.get("target"))
     assert [step.choice for step in path] == greedy.ids
 

@@ -83,7 +83,7 @@ def test_scores_of_samples_are_log_probabilities_under_the_model(generator, sour
     # Only the most probable token is left, whose probability would then be 1.
     options = {"do_sample": True, "top_p": 1e-6}
     for assistant in (None, tiny_generator(seed=1)):
-        _, hypotheses = generator.search(SOURCES, True, {**options, "assistant_model": assistant}, False)
+        hypotheses = generator.search(SOURCES, True, {**options, "assistant_model": assistant}, False)
         forced = generator.score(SOURCES, [sample.ids for [sample] in hypotheses])
         assert [sample.score for [sample] in hypotheses] == pytest.approx([score.total for score in forced], abs=1e-4)
         assert max(score.total for score in forced) < -0.1
