@@ -67,7 +67,7 @@ def test_settings_of_a_base_that_apply_stay(inherited, own, base, data, tmp_path
 
 def test_settings_that_nothing_can_save_are_found_before_training(base, data, tmp_path):
     folder = base(cache_implementation="lost")
-    with pytest.raises(ValueError, match="base.*must hold usable generation settings: Invalid"):
+    with pytest.raises(ValueError, match=r"base.*must hold usable generation settings: Invalid"):
         train(data, tmp_path / "run", **FEW, model_name_or_path=folder)
     assert not (tmp_path / "run").exists()
 
