@@ -57,8 +57,9 @@ def template(tmp_path_factory):
     paths = write_demo_corpus(folder / "runs" / "demo" / "data", num_train=2000, num_validation=20, num_test=20)
     first_lines = paths["test"].read_text(encoding="utf-8").splitlines(keepends=True)[:3]
     paths["test"].write_text("".join(first_lines), encoding="utf-8")
-    for name in ("data/g2p_2021/fre_test.tsv", "runs/tasks/commands/test_systematic.tsv"):
-        (folder / name).parent.mkdir(parents=True)
+    names = [f"data/g2p_2021/fre_{split}.tsv" for split in ("train", "dev", "test")]
+    for name in (*names, "runs/tasks/commands/test_systematic.tsv"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("".join(first_lines), encoding="utf-8")
     for step in range(5):
         save_generator(tiny_generator(), folder / "runs" / "multi30k" / f"checkpoint-{step + 1}")
@@ -66,6 +67,7 @@ def template(tmp_path_factory):
         (folder / f"train.{side}").write_text("the cat sleeps\neine Katze schläft\n", encoding="utf-8")
     (folder / "input.txt").write_text("the cat sleeps\na dog\n", encoding="utf-8")
     (folder / "page.html").write_text("<p>the <b>cat</b></p>\n<p>a dog</p>\n", encoding="utf-8")
+    (folder / "pairs.tsv").write_text("the cat\teine Katze\n", encoding="utf-8")
     (folder / "terms.tsv").write_text("cat\tHund\n", encoding="utf-8")
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 37}
     T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(folder / "models" / "t5-small")

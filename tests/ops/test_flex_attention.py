@@ -121,6 +121,7 @@ def attend(packed_rows, bias, states):
     return (weights @ states[2]).transpose(1, 2)
 
 
+@pytest.mark.slow
 def test_rows_of_all_lengths_share_few_kernels(trainable_flex):
     """Each is right, forward and backward, and after the first rows nothing is compiled any more."""
     generator = torch.Generator().manual_seed(1)

@@ -226,7 +226,7 @@ def test_what_is_there_is_replaced_only_if_asked_and_written_here(exported, tmp_
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[] if name in ("relative", "none") else [pytest.mark.slow])
+        pytest.param(name, marks=[] if name == "none" else [pytest.mark.slow])
         for name in POSITIONS
         if name not in ("rotary", "half_split", "relative_per_layer")
     ],
