@@ -128,7 +128,14 @@ def test_python_runs(code, project, capsys):
     assert bool(capsys.readouterr().out.strip()) == ("print(" in code)
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if command.split()[1] not in TRAINING])
+def with_slow_export(commands):
+    """Mark the export to ONNX, which takes half a minute. Faster tests in tests/conversion/onnx cover it."""
+    return [pytest.param(c, marks=[pytest.mark.slow] if "--format onnx" in c else []) for c in commands]
+
+
+@pytest.mark.parametrize(
+    "command", with_slow_export(command for command in COMMANDS if command.split()[1] not in TRAINING)
+)
 def test_command_runs(command, project, monkeypatch, capsys):
     words, _, target = command.partition(" > ")
     words, _, source = words.partition(" < ")

@@ -41,6 +41,7 @@ def test_200_sources_in_batches_are_as_alone(dtype, folder):
     assert {rows[index].text for rows in (batched, alone) for index in (0, -1)} == {""}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_batch_of_513_is_as_smaller_ones(dtype, folder):
     texts = make_texts(513)

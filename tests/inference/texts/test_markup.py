@@ -66,7 +66,7 @@ def test_identity_keeps_random_pages(text_format, monkeypatch):
     monkeypatch.setattr(TextDecoder, "_align", align_by(lambda index, count: index if index < count else None))
     draw = random.Random(1)
     # A tag inside a word would move to the border of the word.
-    pages = [f"<r>{draw_tree(draw, SPACES)}</r>" for _ in range(300)]
+    pages = [f"<r>{draw_tree(draw, SPACES)}</r>" for _ in range(100)]
     outputs = TextDecoder(identity_generator(), text_format=text_format).decode(pages)
     for page, output in zip(pages, outputs, strict=True):
         assert re.sub(r"\s+", "", output) == re.sub(r"\s+", "", page)
