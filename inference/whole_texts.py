@@ -43,16 +43,14 @@ class TextDecoder:
         text_format: str = "text",
         split_sentences: bool | str = True,
         terms: Terms | None = None,
-        aligner: "Generator | None" = None,
     ):
         """Join the parts.
 
         Args:
-            generator: Decodes the sentences.
+            generator: Decodes the sentences. Tags and terms need one torch model, for the alignment.
             text_format: `text`, `html` or `xml`.
             split_sentences: As for `Generator.generate()`.
             terms: Parts that targets keep, and terms with a given translation.
-            aligner: A generator with one torch model, for word alignment. The default is `generator` if it has one.
 
         Raises:
             ValueError: If the format is unknown.
@@ -63,7 +61,6 @@ class TextDecoder:
         self.text_format = text_format
         self.split_sentences = split_sentences
         self.terms = Terms() if terms is None else terms
-        self.aligner = generator if aligner is None else aligner
         self.counts: Counter[str] = Counter()
         self.placed: list[str] = []
 
@@ -136,7 +133,7 @@ class TextDecoder:
         _, missing = sentence.find_atoms(target)
         if not missing or isinstance(self.generator.model, Engine) or options.get("do_sample"):
             return target
-        phrases = [atom.expected for atom in sentence.atoms if atom.expected]
+        phrases = [*options.get("must_contain", []), *(atom.expected for atom in sentence.atoms if atom.expected)]
         beams = max(4, options.get("num_beams") or self.generator.model.generation_config.num_beams or 1)
         try:
             [other] = self.generator.generate([source], **{**options, "must_contain": phrases, "num_beams": beams})
@@ -158,10 +155,10 @@ class TextDecoder:
         if not sentences:
             return []
         texts = [sentence.text for sentence in sentences]
-        layers = self.aligner.model.config.get_text_config(decoder=True).num_hidden_layers
+        layers = self.generator.model.config.get_text_config(decoder=True).num_hidden_layers
         # The next-to-last of many layers aligns best (Garg et al. 2019), the last of few.
-        maps = cross_attentions(self.aligner, texts, targets, layer=-2 if layers > 3 else -1)
-        return [_find_links(self.aligner, attention) for attention in maps]
+        maps = cross_attentions(self.generator, texts, targets, layer=-2 if layers > 3 else -1)
+        return [_find_links(self.generator, attention) for attention in maps]
 
 
 _NO_LINKS = Links([], [], [])
@@ -175,11 +172,12 @@ def _needs_links(sentence: Sentence, target: str) -> bool:
     return bool(sentence.find_atoms(target)[1]) or any(not atom.expected for atom in sentence.atoms)
 
 
-def _find_links(aligner: "Generator", attention: AttentionMap) -> Links:
+def _find_links(generator: "Generator", attention: AttentionMap) -> Links:
+    """Link each target word to the source word that its tokens attend to most."""
     words = [find_words(text) for text in (attention.source, attention.target)]
-    pair = aligner.tokenizers
+    pair = generator.tokenizers
     sides = (
-        (pair.source, aligner.source_prefix, attention.source, attention.source_ids, "text"),
+        (pair.source, generator.source_prefix, attention.source, attention.source_ids, "text"),
         (pair.target, "", attention.target, attention.target_ids, "text_target"),
     )
     members = []

@@ -13,6 +13,10 @@ PATTERNS = {
     "number": r"\d+(?:[.,:/]\d+)*",
 }
 
+_LOOP = re.compile(r"(\S.{0,79}?)(?:\s*\1){3,}", re.DOTALL)
+# Dots and laughter are no loops.
+_SHORTEST_LOOP = 12
+
 
 @dataclass(frozen=True)
 class Phrase:
@@ -98,8 +102,7 @@ def read_glossary(path: str | Path) -> dict[str, str]:
     return terms
 
 
-def find_loop(source: str, target: str, least: int = 4) -> str | None:
-    """Return a part of a target that follows itself at least `least` times, if the source has no such part."""
-    loop = re.compile(rf"(\S.{{0,78}}?\S??)(?:\s*\1){{{least - 1},}}", re.DOTALL)
-    match = next((match for match in loop.finditer(target) if len(match.group()) >= 12), None)
-    return match.group(1) if match and not loop.search(source) else None
+def find_loop(source: str, target: str) -> str | None:
+    """Return a part of a target that follows itself three times or more, if the source has no such part."""
+    match = next((match for match in _LOOP.finditer(target) if len(match.group()) >= _SHORTEST_LOOP), None)
+    return match.group(1) if match and not _LOOP.search(source) else None

@@ -52,7 +52,7 @@ def outcome_of(case: Case, folder: Path) -> tuple[str, str]:
     """Run a case, and return the outcome and the reason of a failure."""
     before = digests(case)
     result = run(case.words, folder)
-    # What a run writes into its own folder is no loss.
+    # Files that a run writes into its own folder are no loss.
     after = {} if "--resume" in case.words else digests(case)
     changed = [str(file) for file in before if after and after.get(file) != before[file]]
     if result.status is None:

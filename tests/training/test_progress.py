@@ -25,7 +25,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def stderr_of_run(tmp_path, monkeypatch, caplog):
-    """What a run of four updates and two evaluations writes, with a message of the log."""
+    """Return the output of a run of four updates and two evaluations, with a message of the log."""
 
     def run(stream, seconds=math.inf):
         monkeypatch.delenv("TQDM_DISABLE", raising=False)

@@ -92,7 +92,7 @@ def test_kept_part_that_is_missing_takes_the_place_of_its_words(monkeypatch):
         # The term has no word of its own, so it stands behind the word before it, with a space.
         ([0, 1, None, 3], "der Hund {name} mag es."),
         # The model looks at nothing but the term. Its sentence stays.
-        ([2, 2, 2, 2], "der Hund mag es. {name}"),
+        ([2, 2, 2, 2], "{name} der Hund mag es."),
     ],
 )
 def test_a_missing_term_is_inserted_without_loss(best, target):
@@ -101,7 +101,34 @@ def test_a_missing_term_is_inserted_without_loss(best, target):
     source = [(0, 3), (4, 7), (8, 14), (15, 20), (21, 23)]
     links = Links(source, find_words(sentence)[:4], best)
     output, num_placed = Sentence(text, [], [atom]).render(sentence, links, str)
-    assert num_placed == 1 and sorted(output.split()) == sorted(target.split())
+    assert num_placed == 1 and output == target
+
+
+@pytest.mark.parametrize(
+    ("constrained", "target", "num_forced"),
+    [
+        ("der Hund läuft", "der Hund läuft", 1),
+        ("das Tier läuft Hund", "das Hund läuft", 0),
+        ("das Tier", "das Hund läuft", 0),
+    ],
+)
+def test_a_constrained_target_must_be_better(constrained, target, num_forced, monkeypatch):
+    calls = []
+
+    def decode(texts, **options):
+        calls.append(options)
+        return [constrained if "must_contain" in options and len(calls) > 1 else "das Tier läuft"]
+
+    def align(self, sentences, targets):
+        return [Links(find_words(s.text), find_words(t), [0, 1, 2]) for s, t in zip(sentences, targets, strict=True)]
+
+    monkeypatch.setattr(TextDecoder, "_align", align)
+    monkeypatch.setattr(generator := tiny_generator(), "generate", decode)
+    decoder = TextDecoder(generator, terms=Terms(glossary={"dog": "Hund"}))
+    assert decoder.decode(["the dog runs"], must_contain=["läuft"]) == [target]
+    assert decoder.counts["num_forced"] == num_forced and decoder.counts["num_placed"] == 1 - num_forced
+    # The caller's own phrases stay.
+    assert calls[1]["must_contain"] == ["läuft", "Hund"] and calls[1]["num_beams"] >= 4
 
 
 def test_terms_are_forced_in_decoding():
