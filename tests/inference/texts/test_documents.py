@@ -1,11 +1,13 @@
 """Tests of whole texts: nothing vanishes, layout stays, long sentences are cut at the best place."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 from identity_engine import identity_generator
 from tiny_generator import tiny_generator
 
+from metaphrase.inference.run import make_splitter
 from metaphrase.inference.texts.documents import SentenceSplitter
 from metaphrase.scripts import generate
 
@@ -94,6 +96,15 @@ def test_candidates_of_a_text_join_those_of_its_sentences():
 
 def test_without_splitting_a_text_is_one_sentence():
     assert identity_generator().generate([" the cat.  a dog. ", " "]) == [" the cat.  a dog. ", ""]
+
+
+@pytest.mark.parametrize(("code", "language"), [("deu_Latn", "deu"), ("de_DE", "de"), (None, "en")])
+def test_language_of_a_multilingual_tokenizer(code, language):
+    generator = identity_generator()
+    source = SimpleNamespace(src_lang=code)
+    stand_in = SimpleNamespace(tokenizers=SimpleNamespace(source=source), model=generator.model)
+    assert make_splitter([stand_in], True).language == language
+    assert make_splitter([stand_in], "fr").language == "fr"
 
 
 def test_risk_of_whole_texts_is_refused():

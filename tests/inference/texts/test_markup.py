@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 from identity_engine import identity_generator
+from tiny_generator import tiny_generator
 
 from metaphrase.inference.texts.markup import MarkedText, parse_markup
 from metaphrase.inference.texts.placement import Links, find_words
@@ -115,6 +116,39 @@ def test_a_word_far_away_does_not_stretch_an_element():
     words = [(0, 1), (2, 3), (4, 5), (6, 7), (8, 9)]
     links = Links(words, words, [1, 1, 0, 4, 1])
     assert links.find(2, 3) == (0, 3) and links.find(0, 1) == (4, 5) and links.find(4, 5) is None
+
+
+@pytest.mark.parametrize(
+    ("page", "expected"),
+    [
+        ("<p>one two <img>three</p>", "<p><img>three two one</p>"),
+        ("<p><b>one two</b> three</p>", "<p>three <b>two one</b></p>"),
+        ("<p>one <b>two three</b></p>", "<p><b>three two</b> one</p>"),
+    ],
+)
+def test_tags_at_a_border_follow_their_words(page, expected, monkeypatch):
+    monkeypatch.setattr(TextDecoder, "_align", align_by(lambda index, count: count - 1 - index))
+    generator = identity_generator(lambda text: " ".join(reversed(text.split())))
+    assert TextDecoder(generator, text_format="html").decode([page]) == [expected]
+
+
+def test_a_kept_part_with_two_sentences_stays_whole(monkeypatch):
+    monkeypatch.setattr(TextDecoder, "_align", align_by(lambda index, count: index))
+    page = "<p>See <code>One. Two</code> here. Then go.</p>"
+    assert TextDecoder(identity_generator(str.upper), text_format="html").decode([page]) == [
+        "<p>SEE <code>One. Two</code> HERE. THEN GO.</p>"
+    ]
+
+
+@pytest.mark.parametrize(("layers", "layer"), [(2, -1), (6, -2)])
+def test_the_layer_that_aligns_best_is_read(layers, layer, monkeypatch):
+    def read(generator, sources, targets, **options):
+        assert options == {"layer": layer}
+        raise InterruptedError
+
+    monkeypatch.setattr("metaphrase.inference.whole_texts.cross_attentions", read)
+    with pytest.raises(InterruptedError):
+        TextDecoder(tiny_generator(layers=layers), text_format="html").decode(["<p>the <b>cat</b> runs</p>"])
 
 
 def test_an_element_goes_on_in_the_next_sentence(monkeypatch):
