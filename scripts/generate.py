@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from transformers import set_seed
 
 from metaphrase.inference import Generator, GeneratorPool
+from metaphrase.inference.chunks import read_chunks
 from metaphrase.inference.line_files import (
     ResumedFile,
     check_files,
@@ -102,11 +103,11 @@ def write_texts(generator: Generator, arguments: argparse.Namespace, options: di
         terms=Terms(arguments.keep, glossary),
     )
     lines = read_lines(arguments.input, arguments.max_line_characters)
+    if is_page:
+        lines = iter(["\n".join(lines)])
     with open_output(arguments.output) as output:
-        for chunk in (
-            [["\n".join(lines)]] if is_page else iter(lambda: list(itertools.islice(lines, arguments.chunk_size)), [])
-        ):
-            for text in decoder.decode(chunk, **options):
+        for chunk in read_chunks(lines, arguments.chunk_size):
+            for text in decoder.decode(chunk.texts, **options):
                 output.write(text + "\n")
         output.finish()
     warn_of_lengths(generator, decoder.counts["num_sentences"])

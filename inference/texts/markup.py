@@ -138,6 +138,7 @@ class _Parser:
     def __init__(self, page: str, is_html: bool):
         self.is_html = is_html
         self.tokens = list(_read_tokens(page, is_html))
+        self.ends = _find_ends(self.tokens)
         self.parts: list[str | MarkedText] = []
         self.inline = set() if is_html else _find_inline(self.tokens)
         self.begin()
@@ -248,14 +249,21 @@ class _Parser:
         token = self.tokens[position]
         if not token.name or token.is_end or token.is_empty or not _is_kept(token, self.is_html):
             return position + 1
-        depth = 0
-        for index in range(position, len(self.tokens)):
-            other = self.tokens[index]
-            if other.name == token.name and not other.is_empty:
-                depth += -1 if other.is_end else 1
-                if depth == 0:
-                    return index + 1
-        return position + 1
+        return self.ends.get(position, position) + 1
+
+
+def _find_ends(tokens: Sequence[_Token]) -> dict[int, int]:
+    """Return the position of the closing tag for that of each opening tag."""
+    waiting: dict[str, list[int]] = {}
+    ends: dict[int, int] = {}
+    for position, token in enumerate(tokens):
+        if token.name and not token.is_empty:
+            starts = waiting.setdefault(token.name, [])
+            if not token.is_end:
+                starts.append(position)
+            elif starts:
+                ends[starts.pop()] = position
+    return ends
 
 
 def _is_kept(token: _Token, is_html: bool) -> bool:
