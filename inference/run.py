@@ -16,7 +16,7 @@ from metaphrase.inference.batches import decode
 from metaphrase.inference.engine import Engine, Hypothesis
 from metaphrase.inference.source_limits import check_sources, count_cut, cut_to_positions, numbering
 from metaphrase.inference.text_options import options_of_texts, read_text_options
-from metaphrase.inference.texts.documents import Document, SentenceSplitter, whole
+from metaphrase.inference.texts.documents import Document, SentenceSplitter, keep_whole
 from metaphrase.modeling.pipeline_support import longest_source
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Run:
         Raises:
             TooLongError: If a source has more tokens than a model has positions.
         """
-        documents, counts = whole(texts), {}
+        documents, counts = keep_whole(texts), {}
         if split_sentences:
             splitter = make_splitter(self.generators, split_sentences)
             documents, counts = splitter.split(texts), {"num_cut": splitter.num_cut}

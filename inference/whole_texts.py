@@ -10,7 +10,7 @@ import numpy as np
 from metaphrase.inference.alignment import AttentionMap, cross_attentions
 from metaphrase.inference.engine import Engine
 from metaphrase.inference.run import make_splitter
-from metaphrase.inference.texts.documents import whole
+from metaphrase.inference.texts.documents import keep_whole
 from metaphrase.inference.texts.markup import MarkedText, parse_markup
 from metaphrase.inference.texts.placement import Links, Sentence, find_words
 from metaphrase.inference.texts.plan import TextPlan
@@ -92,7 +92,7 @@ class TextDecoder:
             documents = splitter.split(texts, has_lines=self.text_format == "text")
             self.counts["num_cut"] += splitter.num_cut
         else:
-            documents = whole(texts)
+            documents = keep_whole(texts)
         return [TextPlan.of(part, document, self.terms) for part, document in zip(marked, documents, strict=True)]
 
     def _decode_sentences(self, planned: list[tuple[TextPlan, Sentence]], options: dict[str, Any]) -> list[str]:

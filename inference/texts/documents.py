@@ -137,6 +137,6 @@ def _join_parts(parts: Iterator[tuple[bool, str]] | Sequence[tuple[bool, str]]) 
     return document
 
 
-def whole(texts: Sequence[str]) -> list[Document]:
+def keep_whole(texts: Sequence[str]) -> list[Document]:
     """Return each text as one sentence. A blank text has none, and its layout is empty."""
     return [Document([text], ["", ""]) if text.strip() else Document() for text in texts]
