@@ -166,9 +166,10 @@ def test_processes_end_in_the_middle_of_their_work_and_a_closed_pool_says_so(fol
         future = pool._executor.submit(
             generator_pool._decode,
             Chunk(0, range(5), SOURCES),
-            {"seed": None, "return_scores": False, "risk": None, **long},
+            {"seed": None, "return_scores": False, "risk": None, "split_sentences": False, **long},
         )
         while not future.running():
+            assert not future.done()
             time.sleep(0.01)
         started = time.monotonic()
     assert time.monotonic() - started < LIMIT_SECONDS / 2 and not is_running(process)
