@@ -349,11 +349,12 @@ class Generator(StreamDecoder):
     ) -> list[list[Hypothesis]]:
         """Decode texts, of which blank ones are left out, and count. Returns the hypotheses."""
         run = Run.of(self, generation_kwargs, len(texts))
-        return self._search(run, run.encode(texts), return_scores, show_progress)
+        return self.search_encoded(run, run.encode(texts), return_scores, show_progress)
 
-    def _search(
+    def search_encoded(
         self, run: Run, sources: EncodedSources, return_scores: bool, show_progress: bool | None
     ) -> list[list[Hypothesis]]:
+        """Decode encoded sources, and count. The server replaces this method, to decode the sources of several requests together."""
         hypotheses, counts = run.search(sources, sources.indices(), return_scores, show_progress=show_progress)
         self.count(counts)
         return hypotheses
@@ -368,7 +369,7 @@ class Generator(StreamDecoder):
     ) -> list[list[ScoredText]]:
         run = Run.of(self, generation_kwargs, len(texts))
         sources = run.encode(texts, split_sentences)
-        hypotheses = self._search(run, sources, return_scores, show_progress)
+        hypotheses = self.search_encoded(run, sources, return_scores, show_progress)
         return run.decode_texts(sources.documents, hypotheses, return_scores)
 
     def encode(self, texts: list[str]) -> list[list[int]]:

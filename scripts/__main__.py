@@ -24,6 +24,7 @@ VERBS = {
     "attention": "show cross-attention: picture or word alignment",
     "explain": "show what each stage of a model computes for a pair: page or text",
     "average": "average the weights of several checkpoints",
+    "serve": "serve models by HTTP",
     "push": "upload a model to the Hub",
 }
 

@@ -114,6 +114,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--source_prefix", default="", metavar="TEXT", help="text before every source, such as 'summarize: '"
     )
+    add_loading_options(parser)
+
+
+def add_loading_options(parser: argparse.ArgumentParser) -> None:
+    """Add a group for loading."""
     group = parser.add_argument_group("loading")
     group.add_argument("--device", help="device to run on [the accelerator if there is one]")
     text = "type of the weights [%(default)s: as saved]; int8 and float16 are faster on a CPU"

@@ -15,6 +15,7 @@ from metaphrase.scripts.options import (
     add_batch_options,
     add_generation_options,
     add_line_option,
+    add_loading_options,
     add_model_options,
     input_file,
     model_name,
@@ -28,6 +29,18 @@ UTILITIES = ("chrf", "bleu")
 TOKENIZER_KINDS = ("byte_bpe", "bpe", "unigram", "wordpiece", "byte", "char", "word", "pretokenized")
 TEXT_FORMATS = ("text", "html", "xml")
 KEPT_PATTERNS = ("url", "email", "placeholder", "number")
+TASKS = ("translation", "summarization", "text2text-generation")
+# Limits of the server: name, type, default, help.
+LIMITS = (
+    ("max_body_kilobytes", int, 1024, "largest body of a request"),
+    ("max_texts", int, 128, "maximum texts of a request"),
+    ("max_text_characters", int, 100_000, "maximum characters of all texts of a request"),
+    ("max_new_tokens_per_text", int, 1024, "maximum tokens of a target that a client may set"),
+    ("max_beams", int, 16, "maximum beams, and targets of a source, that a client may set"),
+    ("max_requests", int, 256, "maximum requests at once; further ones are refused with status 503"),
+    ("timeout_seconds", float, 60.0, "longest time of a request; one that would take longer is refused at once"),
+    ("max_wait_milliseconds", float, 0.0, "longest time that a free engine waits for more sentences of a batch"),
+)
 PAIR_SUFFIXES = (".tsv", ".csv", ".jsonl", ".json", ".parquet")
 FAMILIES = ("t5", "mt5", "umt5", "bart", "mbart", "plbart", "pegasus", "marian", "m2m_100", "fsmt")
 
@@ -311,6 +324,31 @@ def _export(parser: VerbParser) -> None:
     parser.add_argument("--quantization", metavar="TYPE", help=text)
     # --force is the name in CTranslate2's converters.
     parser.add_argument("--overwrite", "--force", action="store_true", help="replace an existing export")
+
+
+def _serve(parser: VerbParser) -> None:
+    """Serve models by HTTP, for the clients of Hugging Face, LibreTranslate, DeepL, OpenAI and the Open Inference
+    Protocol. /ui is a page to try the models, /docs describes the API."""
+    text = "folders or Hub ids; NAME=FOLDER gives a model a name, and en-de=FOLDER its languages, too [those of its recipe]"
+    parser.add_argument("models", nargs="+", metavar="MODEL", help=text)
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on [%(default)s]; 0.0.0.0 is all networks"
+    )
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on [%(default)s]")
+    text = "file with one key of a client on each line [METAPHRASE_API_KEYS, keys with commas between; else no keys]"
+    parser.add_argument("--api_keys", type=input_file("api_keys"), metavar="FILE", help=text)
+    text = "origins of web pages that may call the server; * is all"
+    parser.add_argument("--cors_origins", nargs="+", default=[], metavar="URL", help=text)
+    text = "files of terms, as for generate; their id in requests is NAME"
+    parser.add_argument("--glossaries", nargs="+", default=[], metavar="NAME=FILE", help=text)
+    parser.add_argument("--task", choices=TASKS, help="task of the models [translation for a model with two languages]")
+    add_loading_options(parser)
+    group = parser.add_argument_group("limits")
+    for name, kind, default, text in LIMITS:
+        group.add_argument(
+            f"--{name}", type=kind, default=default, metavar=kind.__name__.upper(), help=f"{text} [%(default)s]"
+        )
+    add_generation_options(parser)
 
 
 def _push(parser: VerbParser) -> None:

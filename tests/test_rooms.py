@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "decoding.searches": "decoding tokenization modeling",
     "inference.texts": "",
     "inference": "inference.texts decoding decoding.searches conversion.ctranslate2 tokenization storage modeling",
+    "serving": "inference.texts inference decoding tokenization storage modeling",
     "evaluation": "inference data tokenization storage modeling",
     "training": "training.adapters training.recipe training.checkpointing "
     "evaluation inference data tokenization storage modeling",

@@ -1,0 +1,86 @@
+"""`metaphrase serve MODEL ...`: serve models by HTTP."""
+
+import argparse
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from metaphrase.inference.texts.terms import Terms, read_glossary
+from metaphrase.scripts.options import chosen_generation_options, chosen_loading_options
+from metaphrase.scripts.parsers import LIMITS, parse
+
+try:
+    import uvicorn
+
+    from metaphrase.serving.app import make_app
+    from metaphrase.serving.batcher import Batcher
+    from metaphrase.serving.limits import Limits
+    from metaphrase.serving.models import ServedModel
+    from metaphrase.serving.service import Service
+except ModuleNotFoundError as error:
+    if error.name not in ("uvicorn", "fastapi", "prometheus_client", "python_multipart"):
+        raise
+    raise ImportError(f"`metaphrase serve` needs {error.name}. Install it: pip install 'metaphrase[serve]'") from error
+
+logger = logging.getLogger(__name__)
+
+
+def main(words: Sequence[str]) -> None:
+    arguments, _ = parse("serve", words)
+    limits = Limits(**{name: getattr(arguments, name) for name, *_ in LIMITS})
+    glossaries = {name: Terms(glossary=read_glossary(path)) for name, path in map(split_name, arguments.glossaries)}
+    keys = read_keys(arguments.api_keys)
+    batcher = Batcher(limits.max_wait_milliseconds / 1000)
+    models = load_models(arguments, batcher)
+    service = Service(models, batcher, limits=limits, api_keys=keys, glossaries=glossaries)
+    for model in models:
+        languages = f"{','.join(model.source_languages[:5])} to {','.join(model.target_languages[:5])}"
+        logger.info("Model %s: %s%s.", model.name, model.task, f", {languages}" if model.source_languages else "")
+    config = uvicorn.Config(
+        make_app(service, arguments.cors_origins),
+        host=arguments.host,
+        port=arguments.port,
+        log_config=None,
+        # The gate writes the access log, without texts.
+        access_log=False,
+        server_header=False,
+    )
+    uvicorn.Server(config).run()
+
+
+def load_models(arguments: argparse.Namespace, batcher: Batcher) -> list[ServedModel]:
+    """Load the models of the command line, with its generation options as their defaults."""
+    loading, models = chosen_loading_options(arguments), []
+    for word in arguments.models:
+        name, path = split_name(word) if "=" in word else (None, word)
+        model = ServedModel.from_pretrained(name, path, batcher, task=arguments.task, **loading)
+        model.generator.model.generation_config.update(**chosen_generation_options(arguments))
+        models.append(model)
+    return models
+
+
+def split_name(word: str) -> tuple[str, str]:
+    """Return name and path of NAME=PATH.
+
+    Raises:
+        ValueError: If one of them is missing.
+    """
+    name, _, path = word.partition("=")
+    if not name or not path:
+        raise ValueError(f"A name and a path must stand as NAME=PATH, got {word!r}.")
+    return name, path
+
+
+def read_keys(path: str | None) -> list[str]:
+    """Return the keys of a file, or of the environment.
+
+    Raises:
+        ValueError: If the file has no key.
+    """
+    if path is None:
+        return [key.strip() for key in os.environ.get("METAPHRASE_API_KEYS", "").split(",") if key.strip()]
+    keys = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not keys:
+        raise ValueError(f"`api_keys` must have a key on each line, got none in {path!r}.")
+    return keys

@@ -1,0 +1,316 @@
+"""Batcher: one thread that decodes the sentences of all requests, in batches of similar length."""
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from metaphrase.inference.engine import Hypothesis
+from metaphrase.inference.run import EncodedSources, Run
+from metaphrase.modeling.pipeline_support import resolve_settings
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+# Weight of the newest batch in the mean time of a token.
+_NEWEST = 0.2
+
+
+class CancelledRequest(Exception):
+    """The client of a request has gone."""
+
+
+@dataclass(eq=False)
+class Ticket:
+    """One request of a client.
+
+    Attributes:
+        deadline: Time of `time.monotonic()` at which the request ends.
+        seed: Seed of random numbers, for sampling. Without a seed each request has its own random numbers.
+        is_cancelled: True if the client has gone.
+    """
+
+    deadline: float
+    seed: int | None = None
+    is_cancelled: bool = False
+
+    def check(self) -> None:
+        """Check that the client still waits for the answer.
+
+        Raises:
+            CancelledRequest: If the client has gone.
+            TimeoutError: If the deadline has passed.
+        """
+        if self.is_cancelled:
+            raise CancelledRequest("The client closed the connection.")
+        if time.monotonic() > self.deadline:
+            raise TimeoutError("The request took longer than the server allows.")
+
+
+class BatchFacts(NamedTuple):
+    """Facts of a decoded batch, for metrics."""
+
+    num_sentences: int
+    largest_batch: int
+    num_source_tokens: int
+    num_target_tokens: int
+    seconds: float
+
+
+@dataclass(eq=False)
+class _Search:
+    """Sentences of one request.
+
+    Attributes:
+        ticket: The request.
+        run: Generators and options.
+        key: Equal for searches whose sentences may share a batch.
+        ids: For each generator of the run the token ids of each sentence.
+        return_scores: True if hypotheses carry their score.
+        is_random: True if the search draws random numbers. Then its sentences share batches with no others.
+        lengths: Tokens of each sentence.
+        waiting: Indices of the sentences that wait, longest first.
+        results: Hypotheses of the other sentences.
+        future: Done with the last sentence.
+    """
+
+    ticket: Ticket
+    run: Run
+    key: tuple
+    ids: list[list[list[int]]]
+    return_scores: bool
+    is_random: bool
+    lengths: list[int]
+    waiting: list[int]
+    results: dict[int, list[Hypothesis]] = field(default_factory=dict)
+    future: Future = field(default_factory=Future)
+
+
+@dataclass(eq=False)
+class _Call:
+    """A function that needs the models for itself, such as an alignment."""
+
+    ticket: Ticket
+    function: Callable[[], Any]
+    future: Future = field(default_factory=Future)
+
+
+# A search, and the index of one of its sentences.
+_Row = tuple[_Search, int]
+
+
+class Batcher:
+    """Decodes the sentences of all requests in one thread.
+
+    Requests take turns, so that a long document does not hold up a short text. The request whose turn it is gives a batch its
+    first sentence. The nearest in length, of all requests with equal options, fill the batch. A sentence has the same target
+    in any batch.
+
+    Attributes:
+        observe: Called after each batch with its facts.
+    """
+
+    def __init__(self, max_wait_seconds: float = 0.0):
+        """Start the thread.
+
+        Args:
+            max_wait_seconds: Longest time that a free engine waits for more sentences.
+        """
+        self.observe: Callable[[BatchFacts], None] = lambda facts: None
+        self._max_wait_seconds = max_wait_seconds
+        self._seconds_per_token = 0.0
+        self._condition = threading.Condition()
+        self._searches: deque[_Search] = deque()
+        self._calls: deque[_Call] = deque()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._work, name="metaphrase-engine", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Decode everything that waits, and end the thread."""
+        with self._condition:
+            self._is_closed = True
+            self._condition.notify_all()
+        self._thread.join()
+
+    @property
+    def num_waiting(self) -> int:
+        """Sentences that wait."""
+        with self._condition:
+            return sum(len(search.waiting) for search in self._searches)
+
+    def expected_seconds(self) -> float:
+        """Return the time that the waiting sentences will take, by the speed of the last batches."""
+        with self._condition:
+            tokens = sum(search.lengths[index] for search in self._searches for index in search.waiting)
+        return tokens * self._seconds_per_token
+
+    def search(
+        self, ticket: Ticket, run: Run, sources: EncodedSources, return_scores: bool
+    ) -> tuple[list[list[Hypothesis]], Counter[str]]:
+        """Decode encoded sentences, and wait for the result.
+
+        Args:
+            ticket: The request.
+            run: Generators and options.
+            sources: From `run.encode()`.
+            return_scores: True if hypotheses carry their score.
+
+        Returns:
+            The hypotheses of each sentence, and the amounts to add to the counters of the caller.
+
+        Raises:
+            CancelledRequest: If the client has gone.
+            TimeoutError: If the deadline has passed.
+            ValueError: As `Generator.generate()`.
+        """
+        generator, counts = run.generators[0], Counter(sources.counts)
+        lengths = [max(map(len, rows)) for rows in zip(*sources.ids, strict=True)]
+        if not lengths:
+            return [], counts
+        is_random = bool(resolve_settings(generator.model, run.options).get("do_sample"))
+        key = (id(generator.model), id(generator.tokenizers), repr(sorted(run.options.items())), return_scores)
+        waiting = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+        search = _Search(ticket, run, key, sources.ids, return_scores, is_random, lengths, waiting)
+        self._wait_for(search, self._searches)
+        hypotheses = [search.results[index] for index in range(len(lengths))]
+        counts["num_unfinished"] += sum(not hypothesis.is_finished for row in hypotheses for hypothesis in row)
+        return hypotheses, counts
+
+    def call(self, ticket: Ticket, function: Callable[[], Result]) -> Result:
+        """Run a function in the thread of the models, and return its result.
+
+        Raises:
+            CancelledRequest: If the client has gone.
+            TimeoutError: If the deadline has passed.
+        """
+        return self._wait_for(_Call(ticket, function), self._calls)
+
+    def _wait_for(self, item: Any, queue: deque) -> Any:
+        item.ticket.check()
+        with self._condition:
+            if self._is_closed:
+                raise CancelledRequest("The server is shutting down.")
+            queue.append(item)
+            self._condition.notify_all()
+        try:
+            return item.future.result(max(0.0, item.ticket.deadline - time.monotonic()))
+        except TimeoutError:
+            # Nobody needs the sentences that still wait.
+            item.ticket.is_cancelled = True
+            raise
+
+    def _work(self) -> None:
+        while True:
+            with self._condition:
+                if not (self._searches or self._calls):
+                    self._condition.wait_for(lambda: self._searches or self._calls or self._is_closed)
+                    if self._max_wait_seconds:
+                        self._condition.wait_for(self._has_full_batch, self._max_wait_seconds)
+                if not (self._searches or self._calls):
+                    return
+                call = self._calls.popleft() if self._calls else None
+                rows = [] if call else self._take()
+            if call:
+                self._settle(call, call.function)
+            elif rows:
+                self._decode(rows)
+            # A frame that waits for the next request must not hold the last one.
+            del call, rows
+
+    def _has_full_batch(self) -> bool:
+        if self._calls or self._is_closed:
+            return True
+        return sum(len(search.waiting) for search in self._searches) >= self._searches[0].run.generators[0].batch_size
+
+    def _settle(self, call: _Call, function: Callable[[], Any]) -> None:
+        try:
+            call.ticket.check()
+            call.future.set_result(function())
+        except Exception as error:
+            call.future.set_exception(error)
+
+    def _take(self) -> list[_Row]:
+        """Take the rows of the next batch out of the queue."""
+        for search in list(self._searches):
+            try:
+                search.ticket.check()
+            except (CancelledRequest, TimeoutError) as error:
+                self._searches.remove(search)
+                search.future.set_exception(error)
+        if not self._searches:
+            return []
+        rows = self._choose(self._searches[0])
+        self._searches.rotate(-1)
+        for search in dict.fromkeys(search for search, _ in rows):
+            taken = {index for other, index in rows if other is search}
+            search.waiting = [index for index in search.waiting if index not in taken]
+            if not search.waiting:
+                self._searches.remove(search)
+        return rows
+
+    def _choose(self, search: _Search) -> list[_Row]:
+        """Return the first sentence of a search, and the nearest of all searches in length."""
+        if search.is_random:
+            # The random numbers must not depend on other requests.
+            return [(search, index) for index in search.waiting]
+        generator, first = search.run.generators[0], search.waiting[0]
+        width = search.lengths[first]
+        candidates = [
+            (other, index)
+            for other in self._searches
+            if other.key == search.key
+            for index in other.waiting
+            if (other, index) != (search, first)
+        ]
+        candidates.sort(key=lambda row: abs(row[0].lengths[row[1]] - width))
+        rows = [(search, first)]
+        for other, index in candidates:
+            width = max(width, other.lengths[index])
+            if len(rows) == generator.batch_size or (len(rows) + 1) * width > generator.max_tokens_per_batch:
+                break
+            rows.append((other, index))
+        return rows
+
+    def _decode(self, rows: list[_Row]) -> None:
+        searches = list(dict.fromkeys(search for search, _ in rows))
+        try:
+            self._search(rows)
+        except Exception as error:
+            if len(searches) > 1:
+                # Only the request that caused the error may fail.
+                for search in searches:
+                    self._decode([row for row in rows if row[0] is search])
+                return
+            with self._condition:
+                if searches[0] in self._searches:
+                    self._searches.remove(searches[0])
+            searches[0].future.set_exception(error)
+            return
+        for search in searches:
+            if len(search.results) == len(search.lengths):
+                search.future.set_result(None)
+
+    def _search(self, rows: list[_Row]) -> None:
+        search, started = rows[0][0], time.perf_counter()
+        if search.is_random:
+            torch.seed() if search.ticket.seed is None else torch.manual_seed(search.ticket.seed)
+        ids = [[other.ids[number][index] for other, index in rows] for number in range(len(search.ids))]
+        sources = EncodedSources(ids, documents=[], counts={})
+        hypotheses, _ = search.run.search(sources, range(len(rows)), search.return_scores)
+        for (other, index), row in zip(rows, hypotheses, strict=True):
+            other.results[index] = row
+        seconds = time.perf_counter() - started
+        num_source_tokens = sum(other.lengths[index] for other, index in rows)
+        num_target_tokens = sum(len(hypothesis.ids) for row in hypotheses for hypothesis in row)
+        newest = seconds / num_source_tokens
+        weight = _NEWEST if self._seconds_per_token else 1.0
+        self._seconds_per_token += weight * (newest - self._seconds_per_token)
+        largest = search.run.generators[0].batch_size
+        self.observe(BatchFacts(len(rows), largest, num_source_tokens, num_target_tokens, seconds))

@@ -1,0 +1,103 @@
+"""Hugging Face's API: `huggingface_hub.InferenceClient(model=URL)`, and streams as text-generation-inference sends them."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from metaphrase.serving.bodies import read_body, schema_of
+from metaphrase.serving.errors import message_of
+from metaphrase.serving.service import Service
+from metaphrase.serving.streaming import TextStream
+from metaphrase.serving.translation import Query, cut_at
+
+_OUTPUTS = {
+    "translation": "translation_text",
+    "summarization": "summary_text",
+    "text2text-generation": "generated_text",
+}
+# Paths, with the task of their answer.
+_PATHS = {f"/{task}": task for task in _OUTPUTS} | {"/generate": "text2text-generation"}
+_STREAM = "/generate_stream"
+# Fields of the clients that change nothing here.
+_IGNORED = {"clean_up_tokenization_spaces", "truncation", "return_full_text", "details", "decoder_input_details"}
+
+
+class Parameters(BaseModel):
+    """Options. Those of `generate()` stand here, or below `generate_parameters`."""
+
+    model_config = ConfigDict(extra="allow")
+    src_lang: str | None = None
+    tgt_lang: str | None = None
+    seed: int | None = Field(None, ge=0, lt=1 << 63)
+    stop: list[str] | None = None
+    generate_parameters: dict[str, Any] | None = None
+
+
+class Inputs(BaseModel):
+    """Body of a request."""
+
+    inputs: str | list[str]
+    parameters: Parameters | None = None
+    model: str | None = None
+    stream: bool = False
+
+
+def make_router(service: Service) -> APIRouter:
+    """Return the endpoints."""
+    router = APIRouter(tags=["Hugging Face"])
+
+    async def answer(request: Request) -> Response:
+        body = await read_body(request, Inputs)
+        parameters = body.parameters or Parameters()
+        model, path = service.models.find(body.model), request.url.path
+        query = _read_query(body, parameters)
+        if body.stream or path == _STREAM:
+            stream = TextStream(service, model, query, parameters.seed)
+            return StreamingResponse(_events(stream, await stream.start()), media_type="text/event-stream")
+        result = await service.answer(request, model, query, parameters.seed)
+        # Clients of all tasks post to the root.
+        names = [_OUTPUTS[_PATHS[path]]] if path in _PATHS else dict.fromkeys([_OUTPUTS[model.task], "generated_text"])
+        texts = [cut_at(target, parameters.stop) for row in result.targets for target in row]
+        return JSONResponse([dict.fromkeys(names, text) for text in texts])
+
+    for path in ("/", *_PATHS, _STREAM):
+        router.add_api_route(path, answer, methods=["POST"], openapi_extra=schema_of(Inputs))
+    return router
+
+
+def _read_query(body: Inputs, parameters: Parameters) -> Query:
+    options = {**(parameters.model_extra or {}), **(parameters.generate_parameters or {})}
+    options = {name: value for name, value in options.items() if name not in _IGNORED and value is not None}
+    return Query(
+        [body.inputs] if isinstance(body.inputs, str) else body.inputs,
+        source_lang=parameters.src_lang,
+        target_lang=parameters.tgt_lang,
+        num_targets=options.pop("num_return_sequences", 1),
+        options=options,
+    )
+
+
+async def _events(stream: TextStream, pieces: AsyncIterator[str]) -> AsyncIterator[str]:
+    """Yield server-sent events, one for each piece, and one with the whole text."""
+    texts = []
+    try:
+        async for piece in pieces:
+            event = {"index": len(texts), "token": _token(piece, False), "generated_text": None, "details": None}
+            texts.append(piece)
+            yield f"data:{json.dumps(event)}\n\n"
+    except Exception as error:
+        # The status is sent already.
+        yield f"data:{json.dumps({'error': message_of(error), 'error_type': 'generation'})}\n\n"
+        return
+    reason = "eos_token" if stream.is_finished else "length"
+    details = {"finish_reason": reason, "generated_tokens": len(texts), "input_length": 0, "seed": None}
+    event = {"index": len(texts), "token": _token("", True), "generated_text": "".join(texts), "details": details}
+    yield f"data:{json.dumps(event)}\n\n"
+
+
+def _token(text: str, special: bool) -> dict[str, Any]:
+    return {"id": 0, "text": text, "logprob": 0.0, "special": special}

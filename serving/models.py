@@ -1,0 +1,220 @@
+"""Models of the server: each has a name, languages and a generator, whose searches share batches with other requests."""
+
+import copy
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from metaphrase.inference import Generator
+from metaphrase.inference.engine import Hypothesis
+from metaphrase.inference.run import EncodedSources, Run
+from metaphrase.modeling.pipeline_support import has_languages
+from metaphrase.serving.batcher import Batcher, Ticket
+from metaphrase.serving.languages import base_code, codes_of_tokenizer
+from metaphrase.storage.folders import read_fields
+from metaphrase.tokenization import set_languages
+
+TASKS = ("translation", "summarization", "text2text-generation")
+
+
+class UnknownModelError(ValueError):
+    """No model has the name, or translates between the languages."""
+
+
+class QueuedGenerator(Generator):
+    """A generator of one request. Its sentences are decoded together with those of other requests.
+
+    Attributes:
+        ticket: The request.
+        batcher: Decodes.
+    """
+
+    ticket: Ticket
+    batcher: Batcher
+
+    @classmethod
+    def of(cls, generator: Generator, batcher: Batcher, ticket: Ticket) -> "QueuedGenerator":
+        """Return a generator for one request. The model and its tokenizers are shared."""
+        queued = copy.copy(generator)
+        queued.__class__ = cls
+        queued.batcher, queued.ticket = batcher, ticket
+        queued.num_unfinished = queued.num_truncated = queued.num_cut = 0
+        return queued
+
+    def search_encoded(
+        self, run: Run, sources: EncodedSources, return_scores: bool, show_progress: bool | None
+    ) -> list[list[Hypothesis]]:
+        """See `Generator`."""
+        hypotheses, counts = self.batcher.search(self.ticket, run, sources, return_scores)
+        self.count(counts)
+        return hypotheses
+
+
+class ServedModel:
+    """A model with a name, its languages and its task.
+
+    Attributes:
+        name: Name in requests.
+        task: One of `TASKS`.
+        generator: Model and tokenizers, with the languages of their settings.
+        source_languages: Codes of the languages of sources, such as en; empty if they are unknown.
+        target_languages: The same for targets.
+    """
+
+    def __init__(
+        self, name: str, generator: Generator, batcher: Batcher, *, languages: tuple[str, str] | None, task: str
+    ):
+        """Join the parts.
+
+        Args:
+            name: Name in requests.
+            generator: Model and tokenizers.
+            batcher: Decodes the sentences of all requests.
+            languages: Source and target language of a model for one pair of languages.
+            task: One of `TASKS`.
+
+        Raises:
+            ValueError: If the task is unknown.
+        """
+        if task not in TASKS:
+            raise ValueError(f"`task` must be one of {', '.join(TASKS)}, got {task!r}.")
+        self.name, self.task, self.generator, self.batcher = name, task, generator, batcher
+        self._codes: dict[str, str] = {}
+        if languages is not None:
+            self.source_languages, self.target_languages = [base_code(languages[0])], [base_code(languages[1])]
+        elif has_languages(generator.tokenizers.source):
+            self._codes = codes_of_tokenizer(generator.tokenizers.source)
+            self.source_languages = self.target_languages = list(self._codes)
+        else:
+            self.source_languages, self.target_languages = [], []
+        # Generators with tokenizers of their own, by languages.
+        self._variants: dict[tuple[str, str], tuple[Generator, dict[str, int]]] = {}
+        self._lock = threading.Lock()
+
+    @classmethod
+    def from_pretrained(
+        cls, name: str | None, path: str, batcher: Batcher, *, task: str | None = None, **loading
+    ) -> "ServedModel":
+        """Load a model.
+
+        A name such as en-de tells the languages. Without a name they are read from the recipe of the folder, and the name of
+        the folder is that of the model.
+
+        Args:
+            name: Name in requests.
+            path: Folder or Hub id.
+            batcher: As for the constructor.
+            task: As for the constructor. By default it is translation for a model with languages.
+            **loading: As for `Generator.from_pretrained`.
+
+        Raises:
+            ValueError: As `Generator.from_pretrained`.
+        """
+        languages = None if name is None else read_pair(name)
+        recipe = read_fields(Path(path) / "recipe.yaml", yaml.safe_load) or {}
+        pair = recipe.get("source_language"), recipe.get("target_language")
+        if languages is None and all(isinstance(code, str) and base_code(code) for code in pair):
+            languages = pair
+        generator = Generator.from_pretrained(path, **loading)
+        if task is None:
+            is_translation = languages is not None or has_languages(generator.tokenizers.source)
+            is_translation = is_translation and (languages is None or languages[0] != languages[1])
+            task = recipe.get("task") or ("translation" if is_translation else "text2text-generation")
+        return cls(name or Path(path).resolve().name, generator, batcher, languages=languages, task=task)
+
+    def open(
+        self, ticket: Ticket, source_lang: str | None = None, target_lang: str | None = None
+    ) -> tuple[QueuedGenerator, dict[str, int]]:
+        """Return a generator for one request, and the generation options for its target language.
+
+        Args:
+            ticket: The request.
+            source_lang: Code of the language of the sources, as in `source_languages`, or as the tokenizer spells it.
+            target_lang: The same for targets.
+
+        Raises:
+            UnknownModelError: If the model does not know a language.
+        """
+        generator, options = self.generator, {}
+        if self._codes and (source_lang or target_lang):
+            generator, options = self._find_variant(self._spell(source_lang), self._spell(target_lang))
+        else:
+            for code, known in ((source_lang, self.source_languages), (target_lang, self.target_languages)):
+                if code and known and base_code(code) not in known:
+                    raise UnknownModelError(
+                        f"The model {self.name!r} must know the language {code!r}, got one for {known[0]}."
+                    )
+        return QueuedGenerator.of(generator, self.batcher, ticket), options
+
+    def _spell(self, code: str | None) -> str | None:
+        """Return the code of a language as the tokenizer spells it."""
+        if code is None or code in self._codes.values():
+            return code
+        if base_code(code) not in self._codes:
+            raise UnknownModelError(f"The model {self.name!r} must know the language {code!r}.")
+        return self._codes[base_code(code)]
+
+    def _find_variant(self, source: str | None, target: str | None) -> tuple[Generator, dict[str, int]]:
+        with self._lock:
+            if (source, target) not in self._variants:
+                generator = copy.copy(self.generator)
+                # The languages are a state of the tokenizers.
+                generator.tokenizers = copy.deepcopy(generator.tokenizers)
+                self._variants[source, target] = generator, set_languages(generator.tokenizers, source, target)
+            return self._variants[source, target]
+
+
+@dataclass(frozen=True)
+class ServedModels:
+    """All models of a server, the default one first."""
+
+    models: Sequence[ServedModel]
+
+    def __post_init__(self):
+        counts = Counter(model.name for model in self.models)
+        if twice := [name for name, count in counts.items() if count > 1]:
+            raise ValueError(f"Each model must have a name of its own, got {twice[0]!r} twice. Write NAME=FOLDER.")
+
+    def find(self, name: str | None) -> ServedModel:
+        """Return the model with a name, or the first one without a name.
+
+        Raises:
+            UnknownModelError: If no model has the name.
+        """
+        for model in self.models:
+            if name in (None, model.name):
+                return model
+        names = ", ".join(model.name for model in self.models)
+        raise UnknownModelError(f"`model` must be one of {names}, got {name!r}.")
+
+    def find_languages(self, source: str | None, target: str) -> ServedModel:
+        """Return the first model that translates between two languages; `None` is any source language.
+
+        Raises:
+            UnknownModelError: If there is no such model.
+        """
+        for model in self.models:
+            knows_source = source is None or base_code(source) in model.source_languages
+            if model.task == "translation" and knows_source and base_code(target) in model.target_languages:
+                return model
+        pairs = [
+            f"{a}-{b}" for m in self.models for a in m.source_languages[:9] for b in m.target_languages[:9] if a != b
+        ]
+        known = ", ".join(pairs[:9]) or "none: start the server with a name such as en-de=FOLDER"
+        raise UnknownModelError(
+            f"The languages must be a pair that a model translates ({known}), got {source or 'any'}-{target}."
+        )
+
+
+def read_pair(name: str) -> tuple[str, str] | None:
+    """Return the languages of a name such as en-de, or `None`."""
+    codes = name.replace("_", "-").split("-")
+    return (
+        (codes[0], codes[1])
+        if len(codes) == 2 and all(2 <= len(code) <= 3 and code.isalpha() for code in codes)
+        else None
+    )

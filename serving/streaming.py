@@ -1,0 +1,168 @@
+"""Stream a target in pieces: token by token where the search allows, else sentence by sentence."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import torch
+
+from metaphrase.decoding.options import complete_sampling
+from metaphrase.inference import Generator
+from metaphrase.inference.run import Run, make_splitter
+from metaphrase.inference.texts.documents import keep_whole
+from metaphrase.modeling.pipeline_support import resolve_settings
+from metaphrase.serving.batcher import Ticket
+from metaphrase.serving.languages import base_code
+from metaphrase.serving.models import QueuedGenerator, ServedModel
+from metaphrase.serving.service import Service
+from metaphrase.serving.translation import Query, check_query
+
+# The end of a character that needs more bytes.
+_INCOMPLETE = "\ufffd"
+
+
+class _PieceStreamer:
+    """Receives each token of one target, and emits the text that it adds."""
+
+    def __init__(self, generator: Generator, emit: Callable[[str], None]):
+        self._generator, self._emit = generator, emit
+        self._ids: list[int] = []
+        self._has_start = False
+        self.text = ""
+
+    def put(self, tokens: torch.Tensor) -> None:
+        """Take tokens from `generate()`. The first ones are the decoder's start."""
+        if not self._has_start:
+            self._has_start = True
+            return
+        self._ids += tokens.flatten().tolist()
+        [text] = self._generator.tokenizers.decode_targets([self._ids])
+        # A tokenizer may rewrite earlier text; then the piece comes with the end.
+        if text.startswith(self.text) and not text.endswith(_INCOMPLETE):
+            self.finish(text)
+
+    def end(self) -> None:
+        """Do nothing: the caller has the whole target."""
+
+    def finish(self, text: str) -> None:
+        """Emit the text behind what was emitted before."""
+        if text.startswith(self.text) and len(text) > len(self.text):
+            self._emit(text[len(self.text) :])
+        self.text = text
+
+
+class TextStream:
+    """The target of one text in pieces.
+
+    Attributes:
+        is_finished: False if the target, or a sentence of it, met the length limit. Known at the end.
+    """
+
+    def __init__(self, service: Service, model: ServedModel, query: Query, seed: int | None = None):
+        """Check a request.
+
+        Raises:
+            ValueError: If there is more than one text, or a text or an option is beyond a limit.
+        """
+        check_query(query, service.limits)
+        if len(query.texts) != 1 or query.num_targets != 1:
+            raise ValueError("A stream must have one text and one target.")
+        if query.text_format != "text" or query.terms:
+            raise ValueError("Markup and terms must be left out of a stream.")
+        self.is_finished = True
+        self._service, self._model, self._query, self._seed = service, model, query, seed
+
+    async def start(self) -> AsyncIterator[str]:
+        """Return the pieces. Errors before the first piece are raised here, so that they can have a status of their own.
+
+        Raises:
+            CancelledRequest: If the client has gone.
+            OverloadError: If the server has no room, or the request takes too long.
+            ValueError: As `Generator.generate()`.
+        """
+        pieces = self._pieces()
+        first = await anext(pieces, "")
+
+        async def all_pieces() -> AsyncIterator[str]:
+            yield first
+            async for piece in pieces:
+                yield piece
+
+        return all_pieces()
+
+    async def _pieces(self) -> AsyncIterator[str]:
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue()
+
+        def put(piece: str | None) -> None:
+            loop.call_soon_threadsafe(queue.put_nowait, piece)
+
+        with self._service.admit(self._seed) as ticket:
+
+            def work() -> int:
+                try:
+                    return write_pieces(self._model, self._query, ticket, put)
+                finally:
+                    put(None)
+
+            task = asyncio.create_task(self._service.run_in_thread(work))
+            try:
+                while (piece := await queue.get()) is not None:
+                    yield piece
+                self.is_finished = not await task
+            finally:
+                # The client may have gone.
+                ticket.is_cancelled = True
+
+
+def write_pieces(model: ServedModel, query: Query, ticket: Ticket, emit: Callable[[str], None]) -> int:
+    """Decode the one text of a request, and emit its target in pieces.
+
+    Returns:
+        Number of sentences that met the length limit.
+
+    Raises:
+        CancelledRequest: If the client has gone.
+        TimeoutError: If the request takes too long.
+        ValueError: As `Generator.generate()`.
+    """
+    generator, language_options = model.open(ticket, query.source_lang, query.target_lang)
+    options = complete_sampling(dict(query.options)) | language_options | {"num_return_sequences": 1}
+    settings = resolve_settings(generator.model, options)
+    splits = model.task == "translation" if query.split_sentences is None else query.split_sentences
+    if splits:
+        codes = [query.source_lang, *model.source_languages[:1]]
+        language = next((base_code(code) for code in codes if code), True)
+        [document] = make_splitter([generator], language).split(query.texts)
+    else:
+        [document] = keep_whole(query.texts)
+    first, *gaps = document.layout
+    if first:
+        emit(first)
+    for sentence, gap in zip(document.sentences, gaps, strict=True):
+        if (settings.get("num_beams") or 1) == 1:
+            _stream_tokens(generator, sentence, options, emit)
+        else:
+            [text] = generator.generate([sentence], **options)
+            emit(text)
+        if gap:
+            emit(gap)
+    return generator.num_unfinished
+
+
+def _stream_tokens(
+    generator: QueuedGenerator, sentence: str, options: dict[str, Any], emit: Callable[[str], None]
+) -> None:
+    """Decode a sentence alone in the thread of the models."""
+
+    def decode() -> None:
+        if generator.ticket.seed is not None:
+            torch.manual_seed(generator.ticket.seed)
+        streamer = _PieceStreamer(generator, emit)
+        run = Run.of(generator, options | {"streamer": streamer}, 1)
+        sources = run.encode([sentence])
+        # Not the method of a queued generator, which would wait for this thread.
+        hypotheses = Generator.search_encoded(generator, run, sources, False, False)
+        [[scored]] = run.decode_texts(sources.documents, hypotheses, False)
+        streamer.finish(scored.text)
+
+    generator.batcher.call(generator.ticket, decode)
