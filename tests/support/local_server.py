@@ -1,0 +1,45 @@
+"""A server on the loopback network for tests."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+import uvicorn
+from identity_engine import identity_generator
+
+from metaphrase.inference import Generator
+from metaphrase.serving.app import make_app
+from metaphrase.serving.batcher import Batcher
+from metaphrase.serving.models import ServedModel
+from metaphrase.serving.service import Service
+
+
+def upper_service(generator: Generator | None = None, **options) -> Service:
+    """Return a service with the models en-de and de-en, which write sources in upper case, unless another generator is given."""
+    batcher = Batcher()
+    generator = generator or identity_generator(str.upper)
+    models = [
+        ServedModel(name, generator, batcher, languages=tuple(name.split("-")), task="translation")
+        for name in ("en-de", "de-en")
+    ]
+    return Service(models, batcher, **options)
+
+
+@contextlib.contextmanager
+def running(service: Service, **app_options) -> Iterator[str]:
+    """Run a server in a thread. Yields its URL."""
+    config = uvicorn.Config(
+        make_app(service, **app_options), host="127.0.0.1", port=0, log_config=None, access_log=False
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()
