@@ -1,5 +1,6 @@
 """Answer one request: texts through a model, whole texts sentence by sentence."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,8 +80,8 @@ def check_query(query: Query, limits: Limits) -> None:
         if name not in CLIENT_OPTIONS:
             raise ValueError(f"An option must be one of {', '.join(CLIENT_OPTIONS)}, got {name!r}.")
         is_flag = name in ("do_sample", "early_stopping", "renormalize_logits")
-        if isinstance(value, bool) != is_flag or not isinstance(value, int | float):
-            raise ValueError(f"`{name}` must be {'true or false' if is_flag else 'a number'}, got {value!r}.")
+        if isinstance(value, bool) != is_flag or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"`{name}` must be {'true or false' if is_flag else 'a finite number'}, got {value!r}.")
     bounds = {
         "max_new_tokens": limits.max_new_tokens_per_text,
         "max_length": limits.max_new_tokens_per_text,

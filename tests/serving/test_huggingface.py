@@ -1,9 +1,7 @@
 """Tests of the API for Hugging Face's client."""
 
 import pytest
-import requests
 from huggingface_hub import InferenceClient, constants
-from huggingface_hub.errors import HfHubHTTPError
 from local_server import running, upper_service
 
 

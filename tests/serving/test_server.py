@@ -1,0 +1,258 @@
+"""Tests of what all APIs share: limits, keys, errors, metrics, logs, clients that go away, and the end of the server."""
+
+import concurrent.futures
+import json
+import logging
+import socket
+import threading
+import time
+
+import pytest
+import requests
+from identity_engine import identity_generator
+from local_server import running, upper_service
+
+from metaphrase.serving.limits import Limits
+
+SECRET = "a sentence that nobody else may read"
+
+
+def post(url, path="/", **options):
+    return requests.post(url + path, timeout=30, **options)
+
+
+def translate(url, text, **fields):
+    return post(url, json={"inputs": text, **fields})
+
+
+@pytest.fixture(scope="module")
+def url():
+    with running(upper_service()) as address:
+        yield address
+
+
+@pytest.fixture
+def slow():
+    """A server whose model needs the event for each text, and the event."""
+    event = threading.Event()
+
+    def change(text):
+        event.wait(20)
+        return text.upper()
+
+    limits = Limits(max_requests=2, timeout_seconds=30)
+    with running(upper_service(identity_generator(change), limits=limits)) as address:
+        yield address, event
+        event.set()
+
+
+# Limits and errors
+
+
+@pytest.mark.parametrize(
+    "limits, body, status",
+    [
+        ({"max_texts": 2}, {"inputs": ["a"] * 3}, 400),
+        ({"max_text_characters": 3}, {"inputs": ["ab", "cd"]}, 400),
+        ({"max_body_kilobytes": 1}, {"inputs": "a" * 2000}, 413),
+        ({}, {"inputs": "a", "parameters": {"num_beams": 17}}, 400),
+        ({}, {"inputs": "a", "parameters": {"max_new_tokens": 2000}}, 400),
+        ({}, {"inputs": "a", "parameters": {"num_return_sequences": 0}}, 400),
+        ({}, {"inputs": "a", "parameters": {"decoder_start_token_id": 3}}, 400),
+        ({}, {"inputs": "a", "parameters": {"temperature": "hot"}}, 400),
+        ({}, {"inputs": "a", "parameters": {"temperature": float("inf")}}, 400),
+        ({}, {"inputs": 3}, 400),
+        ({}, {"inputs": ["a", 3]}, 400),
+        ({}, {}, 400),
+        ({}, [1], 400),
+        ({}, {"inputs": "a", "model": "other"}, 404),
+        ({}, {"inputs": "a", "parameters": {"src_lang": "fr", "tgt_lang": "de"}}, 404),
+    ],
+)
+def test_request_beyond_a_limit_is_refused(limits, body, status):
+    with running(upper_service(limits=Limits(**limits))) as address:
+        answer = post(address, data=json.dumps(body), headers={"Content-Type": "application/json"})
+        assert answer.status_code == status, answer.text
+        assert answer.json().keys() == {"error", "error_type"}
+        # The server goes on.
+        assert translate(address, "a").json()[0]["translation_text"] == "A"
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"\xff\xfe", b'{"inputs": ' + b"[" * 5000, b"[]", b"null", b'{"inputs": NaN}']
+)
+def test_malformed_body_is_refused(url, body):
+    assert post(url, data=body).status_code == 400
+
+
+def test_body_without_length_is_bounded(url):
+    chunks = (b"a" * 65536 for _ in range(100))
+    try:
+        assert post(url, data=chunks).status_code == 413
+    except requests.exceptions.ConnectionError:
+        # The server closed the connection while the client was still sending.
+        pass
+    assert translate(url, "a").ok
+
+
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
+def test_limits_are_checked(value):
+    with pytest.raises(ValueError, match="max_requests"):
+        Limits(max_requests=value)
+
+
+def test_unknown_path_and_method(url):
+    assert requests.get(f"{url}/nothing", timeout=9).status_code == 404
+    assert requests.get(f"{url}/translation", timeout=9).status_code == 405
+
+
+# Keys
+
+
+def test_clients_need_one_of_the_keys():
+    with running(upper_service(api_keys=["first", "second"])) as address:
+        assert translate(address, "a").status_code == 401
+        for key, status in (("first", 200), ("second", 200), ("fir", 401), ("", 401), ("é", 401)):
+            headers = {"Authorization": f"Bearer {key}".encode()}
+            assert post(address, json={"inputs": "a"}, headers=headers).status_code == status
+        assert requests.get(f"{address}/metrics", timeout=9).status_code == 401
+        assert requests.get(f"{address}/health", timeout=9).status_code == 200
+
+
+# Overload and time
+
+
+def test_requests_beyond_the_queue_are_refused_at_once(slow):
+    address, event = slow
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        accepted = [pool.submit(translate, address, text) for text in ("a", "b")]
+        while "metaphrase_requests_running 2.0" not in requests.get(f"{address}/metrics", timeout=9).text:
+            time.sleep(0.01)
+        started = time.monotonic()
+        refused = translate(address, "c")
+        assert time.monotonic() - started < 2
+        assert refused.status_code == 503 and int(refused.headers["Retry-After"]) >= 1
+        assert refused.json()["error_type"] == "overloaded"
+        event.set()
+        assert [answer.result().json()[0]["translation_text"] for answer in accepted] == ["A", "B"]
+
+
+def test_request_ends_in_time():
+    def change(text):
+        time.sleep(3)
+        return text
+
+    limits = Limits(timeout_seconds=1)
+    with running(upper_service(identity_generator(change), limits=limits)) as address:
+        started = time.monotonic()
+        assert translate(address, "a").status_code == 503
+        assert time.monotonic() - started < 2.5
+
+
+def test_client_that_goes_away_frees_its_place(slow):
+    address, event = slow
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        running_request = pool.submit(translate, address, "a")
+        while "metaphrase_requests_running 1.0" not in requests.get(f"{address}/metrics", timeout=9).text:
+            time.sleep(0.01)
+        with pytest.raises(requests.exceptions.Timeout):
+            requests.post(address, json={"inputs": ["b"] * 50}, timeout=0.3)
+        event.set()
+        assert running_request.result().ok
+        # The texts of the client that went away are not decoded.
+        metrics = requests.get(f"{address}/metrics", timeout=9).text
+        assert "metaphrase_sentences_waiting 0.0" in metrics
+    assert translate(address, "c").ok
+
+
+def test_crash_of_the_engine_is_one_failed_request():
+    def change(text):
+        if "bad" in text:
+            raise RuntimeError(SECRET)
+        return text.upper()
+
+    with running(upper_service(identity_generator(change))) as address:
+        answer = translate(address, "bad")
+        assert answer.status_code == 500 and SECRET not in answer.text
+        assert translate(address, "good").json()[0]["translation_text"] == "GOOD"
+
+
+# Records
+
+
+def test_no_text_is_in_logs_or_metrics(caplog):
+    with caplog.at_level(logging.DEBUG), running(upper_service()) as address:
+        assert translate(address, SECRET).json()[0]["translation_text"] == SECRET.upper()
+        post(address, data=f'{{"inputs": "{SECRET}'.encode())
+        post(address, f"/{SECRET}")
+        post(address, json={"inputs": "a", "parameters": {SECRET: 1}})
+        metrics = requests.get(f"{address}/metrics", timeout=9).text
+    own = [record.getMessage() for record in caplog.records if record.name.startswith("metaphrase")]
+    assert any("route=/ status=200" in message for message in own)
+    assert not any(SECRET.lower() in message.lower() for message in [*own, metrics])
+
+
+def test_metrics_count_requests_and_tokens():
+    with running(upper_service()) as address:
+        translate(address, "a b")
+        translate(address, 3)
+        text = requests.get(f"{address}/metrics", timeout=9).text
+    assert 'metaphrase_requests_total{route="/",status="200"} 1.0' in text
+    assert 'metaphrase_requests_total{route="/",status="400"} 1.0' in text
+    assert "metaphrase_sentences_total 1.0" in text
+    assert "metaphrase_batch_fill_count 1.0" in text
+
+
+def test_page_of_the_api_names_every_path(url):
+    paths = requests.get(f"{url}/openapi.json", timeout=9).json()["paths"]
+    assert {"/", "/translation", "/summarization", "/health", "/metrics"} <= paths.keys()
+
+
+def test_other_origins_are_allowed_only_if_named():
+    origin = {"Origin": "https://example.org"}
+    for origins, expected in ((), None), (["https://example.org"], "https://example.org"):
+        with running(upper_service(), cors_origins=origins) as address:
+            answer = requests.get(f"{address}/health", headers=origin, timeout=9)
+            assert answer.headers.get("Access-Control-Allow-Origin") == expected
+
+
+# Connections and the end
+
+
+def test_half_open_connections_do_not_stop_the_server(url):
+    host, port = url.removeprefix("http://").split(":")
+    beginnings = (b"", b"POST / HT", b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{", b"\x00\xff\r\n\r\n")
+    with OpenSockets(host, int(port), beginnings):
+        assert translate(url, "a").ok
+    assert translate(url, "b").ok
+
+
+class OpenSockets:
+    """Open connections that send the beginning of a request."""
+
+    def __init__(self, host, port, beginnings):
+        self.sockets = [socket.create_connection((host, port)) for _ in beginnings]
+        for connection, beginning in zip(self.sockets, beginnings, strict=True):
+            connection.sendall(beginning)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        for connection in self.sockets:
+            connection.close()
+
+
+def test_end_of_the_server_answers_accepted_requests():
+    started = threading.Event()
+
+    def change(text):
+        started.set()
+        time.sleep(0.5)
+        return text.upper()
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        with running(upper_service(identity_generator(change))) as address:
+            request = pool.submit(translate, address, "a")
+            started.wait()
+        assert request.result().json()[0]["translation_text"] == "A"
