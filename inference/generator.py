@@ -354,7 +354,10 @@ class Generator(StreamDecoder):
     def search_encoded(
         self, run: Run, sources: EncodedSources, return_scores: bool, show_progress: bool | None
     ) -> list[list[Hypothesis]]:
-        """Decode encoded sources, and count. The server replaces this method, to decode the sources of several requests together."""
+        """Decode encoded sources, and count.
+
+        The server overrides this method, to decode the sources of several requests together.
+        """
         hypotheses, counts = run.search(sources, sources.indices(), return_scores, show_progress=show_progress)
         self.count(counts)
         return hypotheses

@@ -1,14 +1,14 @@
 """HTML and XML: texts to decode, and the tags around them, which return to the words that they enclosed."""
 
+import bisect
 import html
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-_TOKEN = re.compile(
-    r"""<!--.*?-->|<!\[CDATA\[.*?\]\]>|<\?.*?\?>|<![^>]*>|</?[A-Za-z_:][^\s/>]*(?:"[^"]*"|'[^']*'|[^'">])*>|[^<]+|<""",
-    re.DOTALL,
-)
+# Openings and closings of markup that is no tag.
+_SPECIAL = (("<!--", "-->"), ("<![CDATA[", "]]>"), ("<?", "?>"), ("<!", ">"))
 _TAG = re.compile(r"<(/?)([A-Za-z_:][^\s/>]*)")
 _KEPT = re.compile(r"""\stranslate\s*=\s*["']?no\b|\sclass\s*=\s*(?:"[^"]*|'[^']*|)\bnotranslate\b""", re.IGNORECASE)
 _ENTITY = re.compile(r"&(?:#\d+|#[xX][0-9a-fA-F]+|\w+);")
@@ -146,6 +146,10 @@ class _Parser:
     def begin(self) -> None:
         """Begin a text behind a block tag."""
         self.current, self.raw, self.open = MarkedText(), [], []
+        self.num_open: Counter[str] = Counter()
+        # Elements that only a closing tag shows, the innermost first; and what has no parent yet.
+        self.outer: list[Element] = []
+        self.roots: list[Element | Atom] = []
 
     def parse(self) -> list[str | MarkedText]:
         position = 0
@@ -176,11 +180,17 @@ class _Parser:
         else:
             element = Element(len(self.current.text), -1, token.raw, parent=self.parent())
             self.open.append((token.name, element))
+            self.num_open[token.name] += 1
             self.current.elements.append(element)
+            self.add_root(element)
             self.add_tag(token.raw, element)
 
     def parent(self) -> Element | None:
         return self.open[-1][1] if self.open else None
+
+    def add_root(self, owner: Element | Atom) -> None:
+        if owner.parent is None:
+            self.roots.append(owner)
 
     def add_tag(self, raw: str, owner: Element | Atom, is_closing: bool = False) -> None:
         self.raw.append(raw)
@@ -200,6 +210,7 @@ class _Parser:
         start = len(self.current.text)
         atom = Atom(start, start + len(text), raw, text, self.parent())
         self.current.atoms.append(atom)
+        self.add_root(atom)
         if text:
             self.raw.append(raw)
             self.current.text += text
@@ -219,18 +230,19 @@ class _Parser:
         self.begin()
 
     def close(self, token: _Token) -> None:
-        if token.name not in [name for name, _ in self.open]:
+        if not self.num_open[token.name]:
             # The element was opened before a block tag, so it is around all that stands before this tag.
             element = Element(0, len(self.current.text), "", token.raw)
-            for inner in (*self.current.elements, *self.current.atoms):
-                if inner.parent is None:
-                    inner.parent = element
-            self.current.elements.insert(0, element)
+            for inner in self.roots:
+                inner.parent = element
+            self.roots = [element]
+            self.outer.append(element)
             self.add_tag(token.raw, element, is_closing=True)
             return
         name = ""
         while name != token.name:
             name, element = self.open.pop()
+            self.num_open[name] -= 1
             element.end = len(self.current.text)
         element.closing = token.raw
         self.add_tag(token.raw, element, is_closing=True)
@@ -239,6 +251,7 @@ class _Parser:
         """End a text at a block tag. An element that is still open goes on behind the tag."""
         for _, element in self.open:
             element.end = len(self.current.text)
+        self.current.elements[:0] = reversed(self.outer)
         if _HAS_TEXT.search(self.current.text):
             self.parts.append(self.current)
         elif self.raw:
@@ -274,9 +287,9 @@ def _is_kept(token: _Token, is_html: bool) -> bool:
 
 def _read_tokens(page: str, is_html: bool) -> Iterator[_Token]:
     """Yield tags, comments and texts. Together they are the page."""
-    position = 0
+    position, scanner = 0, _Scanner(page)
     while position < len(page):
-        raw = _TOKEN.match(page, position).group()
+        raw = page[position : scanner.find_end(position)]
         position += len(raw)
         tag = _TAG.match(raw) if len(raw) > 1 else None
         if tag is None:
@@ -291,6 +304,48 @@ def _read_tokens(page: str, is_html: bool) -> Iterator[_Token]:
             if stop > position:
                 yield _Token(page[position:stop])
             position = stop
+
+
+class _Scanner:
+    """Finds the ends of tags, comments and texts. The time grows with the length of the page, whatever lacks its end."""
+
+    def __init__(self, page: str):
+        self.page = page
+        self._last = {closing: page.rfind(closing) for closing in ("'", '"', *(closing for _, closing in _SPECIAL))}
+        self._marks = [match.start() for match in re.finditer("[\"'>]", page)]
+        # Offsets outside of quotes from which no end of a tag follows.
+        self._endless: set[int] = set()
+
+    def find_end(self, start: int) -> int:
+        """Return the offset behind the tag, comment or text that begins at `start`."""
+        page = self.page
+        if page[start] != "<":
+            following = page.find("<", start)
+            return len(page) if following < 0 else following
+        for opening, closing in _SPECIAL:
+            begin = start + len(opening)
+            if page.startswith(opening, start) and begin <= self._last[closing]:
+                return page.find(closing, begin) + len(closing)
+        tag = _TAG.match(page, start)
+        return (tag and self._find_tag_end(tag.end())) or start + 1
+
+    def _find_tag_end(self, position: int) -> int | None:
+        """Return the offset behind the first `>` outside of quotes, or `None`."""
+        passed = []
+        while position not in self._endless:
+            passed.append(position)
+            index = bisect.bisect_left(self._marks, position)
+            if index == len(self._marks):
+                break
+            position = self._marks[index]
+            mark = self.page[position]
+            if mark == ">":
+                return position + 1
+            if self._last[mark] == position:
+                break
+            position = self.page.find(mark, position + 1) + 1
+        self._endless.update(passed)
+        return None
 
 
 def _find_inline(tokens: Sequence[_Token]) -> set[int]:

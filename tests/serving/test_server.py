@@ -1,6 +1,7 @@
 """Tests of what all APIs share: limits, keys, errors, metrics, logs, clients that go away, and the end of the server."""
 
 import concurrent.futures
+import contextlib
 import json
 import logging
 import socket
@@ -87,11 +88,9 @@ def test_malformed_body_is_refused(url, body):
 
 def test_body_without_length_is_bounded(url):
     chunks = (b"a" * 65536 for _ in range(100))
-    try:
+    # The server may close the connection while the client is still sending.
+    with contextlib.suppress(requests.exceptions.ConnectionError):
         assert post(url, data=chunks).status_code == 413
-    except requests.exceptions.ConnectionError:
-        # The server closed the connection while the client was still sending.
-        pass
     assert translate(url, "a").ok
 
 
