@@ -85,7 +85,7 @@ def check_query(query: Query, limits: Limits) -> None:
             raise ValueError(f"An option must be one of {', '.join(CLIENT_OPTIONS)}, got {name!r}.")
         is_flag = name in ("do_sample", "early_stopping", "renormalize_logits")
         if isinstance(value, bool) != is_flag or not isinstance(value, int | float) or not abs(value) < math.inf:
-            raise ValueError(f"`{name}` must be {'true or false' if is_flag else 'a number'}, got {value!r}.")
+            raise ValueError(f"`{name}` must be {'true or false' if is_flag else 'a finite number'}, got {value!r}.")
     bounds = {
         "max_new_tokens": limits.max_new_tokens_per_text,
         "max_length": limits.max_new_tokens_per_text,
