@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,6 +43,7 @@ class TextDecoder:
         text_format: str = "text",
         split_sentences: bool | str = True,
         terms: Terms | None = None,
+        keep_tags: Collection[str] = (),
     ):
         """Join the parts.
 
@@ -51,6 +52,7 @@ class TextDecoder:
             text_format: `text`, `html` or `xml`.
             split_sentences: As for `Generator.generate()`.
             terms: Parts that targets keep, and terms with a given translation.
+            keep_tags: As for `parse_markup`.
 
         Raises:
             ValueError: If the format is unknown.
@@ -61,6 +63,7 @@ class TextDecoder:
         self.text_format = text_format
         self.split_sentences = split_sentences
         self.terms = Terms() if terms is None else terms
+        self.keep_tags = keep_tags
         self.counts: Counter[str] = Counter()
         self.placed: list[str] = []
 
@@ -82,7 +85,7 @@ class TextDecoder:
     def _parse(self, text: str) -> list[str | MarkedText]:
         if self.text_format == "text":
             return [MarkedText(text, is_markup=False)]
-        return parse_markup(text, is_html=self.text_format == "html")
+        return parse_markup(text, self.text_format == "html", self.keep_tags)
 
     def _plan(self, marked: Sequence[MarkedText]) -> list[TextPlan]:
         """Split texts into sentences, each with its tags, atoms and terms."""

@@ -1,6 +1,5 @@
 """Errors as each API's clients expect them."""
 
-import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,8 +11,7 @@ from metaphrase.serving.batcher import CancelledRequest
 from metaphrase.serving.models import UnknownModelError
 from metaphrase.serving.service import OverloadError
 
-logger = logging.getLogger(__name__)
-
+FAILURE = "The server failed to answer this request."
 # nginx's status for a client that closed the connection; nobody reads it.
 CLIENT_CLOSED = 499
 _OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -27,12 +25,14 @@ class Api(NamedTuple):
         body: Returns the body of an error, for its status and message.
         unknown_model: Status for an unknown model or language.
         overload: Status for a server without room.
+        wrong_key: Status for a key that is missing or wrong.
     """
 
     prefixes: tuple[str, ...]
     body: Callable[[int, str], dict[str, Any]]
     unknown_model: int = 400
     overload: int = 503
+    wrong_key: int = 401
 
 
 def _openai_body(status: int, message: str) -> dict[str, Any]:
@@ -47,15 +47,18 @@ def _hugging_face_body(status: int, message: str) -> dict[str, Any]:
 
 # The first API with a prefix of the path decides. The last one has all other paths.
 APIS = (
-    Api(("/v1/",), _openai_body, unknown_model=404),
+    Api(("/v1",), _openai_body, unknown_model=404),
     # DeepL's clients try again after 429 and 503.
     Api(
-        ("/v2/translate", "/v2/languages", "/v2/usage", "/v2/glossar", "/v3/"),
+        ("/v2/translate", "/v2/languages", "/v2/usage", "/v2/glossaries", "/v2/glossary-language-pairs", "/v3"),
         lambda status, message: {"message": message},
         overload=429,
+        wrong_key=403,
     ),
-    Api(("/v2/",), lambda status, message: {"error": message}, unknown_model=404),
-    Api(("/translate", "/detect", "/languages", "/frontend"), lambda status, message: {"error": message}),
+    Api(("/v2",), lambda status, message: {"error": message}, unknown_model=404),
+    Api(
+        ("/translate", "/detect", "/languages", "/frontend"), lambda status, message: {"error": message}, wrong_key=403
+    ),
     Api(("/",), _hugging_face_body, unknown_model=404),
 )
 
@@ -66,23 +69,24 @@ def find_api(path: str) -> Api:
     return next(
         api
         for api in APIS
-        if any(path == prefix or path.startswith(prefix.rstrip("/") + "/") for prefix in api.prefixes)
-        or api is APIS[-1]
+        if any(path == prefix or path.startswith(prefix + "/") for prefix in api.prefixes) or api is APIS[-1]
     )
 
 
 def error_response(path: str, status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
     """Return an error in the form of the API of a path."""
+    # A message may quote a lone surrogate, which JSON cannot hold.
+    message = message.encode(errors="backslashreplace").decode()
     return JSONResponse(find_api(path).body(status, message), status, headers)
 
 
 def message_of(error: Exception) -> str:
     """Return the message that a client may see."""
-    return str(error) if isinstance(error, ValueError | OverloadError) else "The server failed to answer this request."
+    return str(error) if isinstance(error, ValueError | OverloadError) else FAILURE
 
 
 def handle_errors(app: FastAPI) -> None:
-    """Turn the errors of all endpoints into responses."""
+    """Turn the errors of all endpoints into responses. The gate answers the unexpected ones."""
 
     @app.exception_handler(ValueError)
     async def refuse(request: Request, error: ValueError) -> Response:
@@ -102,9 +106,3 @@ def handle_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def answer(request: Request, error: HTTPException) -> Response:
         return error_response(request.url.path, error.status_code, str(error.detail), error.headers)
-
-    @app.exception_handler(Exception)
-    async def fail(request: Request, error: Exception) -> Response:
-        # The message may hold a client's text, which no log keeps.
-        logger.error("%s failed: %s.", request.url.path, type(error).__name__)
-        return error_response(request.url.path, 500, "The server failed to answer this request.")

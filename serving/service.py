@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import hmac
 import math
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import anyio
@@ -13,6 +15,7 @@ from fastapi import Request
 
 from metaphrase.inference.texts.terms import Terms
 from metaphrase.serving.batcher import Batcher, Ticket
+from metaphrase.serving.languages import base_code, identify_languages
 from metaphrase.serving.limits import Limits
 from metaphrase.serving.metrics import Metrics
 from metaphrase.serving.models import ServedModel, ServedModels
@@ -21,6 +24,7 @@ from metaphrase.serving.translation import Answer, Query, answer, check_query
 Result = TypeVar("Result")
 # A refused client comes back after at most this time.
 _LONGEST_RETRY = 60
+_TAGS = re.compile(r"<[^>]*>")
 
 
 class OverloadError(Exception):
@@ -147,3 +151,37 @@ class Service:
         with self.admit(seed) as ticket:
             async with self.watching(request, ticket):
                 return await self.run_in_thread(lambda: answer(model, query, ticket))
+
+    async def translate(self, request: Request, query: Query) -> tuple[Answer, list[dict[str, float]]]:
+        """Translate texts, each by a model for its language.
+
+        Args:
+            request: The request.
+            query: Texts and a target language. Without a source language, that of each text is identified.
+
+        Returns:
+            The targets, and the confidence of each source language for each text, as `identify_languages`.
+
+        Raises:
+            CancelledRequest: If the client has gone.
+            OverloadError: If the server has no room, or the request takes too long.
+            UnknownModelError: If no model translates between the languages.
+            ValueError: If a text or an option is wrong or beyond a limit.
+        """
+        check_query(query, self.limits)
+        self.models.find_languages(query.source_lang, query.target_lang)
+        if query.source_lang is not None:
+            languages = [{query.source_lang: 100.0}] * len(query.texts)
+        else:
+            target, pairs = base_code(query.target_lang), self.models.targets_by_source
+            sources = [source for source in pairs if target in pairs[source]]
+            texts = [text if query.text_format == "text" else _TAGS.sub(" ", text) for text in query.texts]
+            languages = await self.run_in_thread(lambda: identify_languages(texts, sources))
+        best, targets, num_unfinished = [next(iter(row)) for row in languages], {}, 0
+        for code in dict.fromkeys(best):
+            indices = [index for index, language in enumerate(best) if language == code]
+            part = replace(query, source_lang=code, texts=[query.texts[index] for index in indices])
+            result = await self.answer(request, self.models.find_languages(code, query.target_lang), part)
+            targets.update(zip(indices, result.targets, strict=True))
+            num_unfinished += result.num_unfinished
+        return Answer([targets[index] for index in range(len(best))], num_unfinished), languages

@@ -1,7 +1,7 @@
 """Stream a target in pieces: token by token where the search allows, else sentence by sentence."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from metaphrase.serving.batcher import Ticket
 from metaphrase.serving.languages import base_code
 from metaphrase.serving.models import QueuedGenerator, ServedModel
 from metaphrase.serving.service import Service
-from metaphrase.serving.translation import Query, check_query
+from metaphrase.serving.translation import Query, check_query, cut_at
 
 # The end of a character that needs more bytes.
 _INCOMPLETE = "\ufffd"
@@ -24,14 +24,15 @@ _INCOMPLETE = "\ufffd"
 class _PieceStreamer:
     """Receives each token of one target, and emits the text that it adds."""
 
-    def __init__(self, generator: Generator, emit: Callable[[str], None]):
+    def __init__(self, generator: QueuedGenerator, emit: Callable[[str], None]):
         self._generator, self._emit = generator, emit
         self._ids: list[int] = []
         self._has_start = False
         self.text = ""
 
     def put(self, tokens: torch.Tensor) -> None:
-        """Take tokens from `generate()`. The first ones are the decoder's start."""
+        """Take tokens from `generate()`. The first ones are the decoder's start. An error here ends the search."""
+        self._generator.ticket.check()
         if not self._has_start:
             self._has_start = True
             return
@@ -55,6 +56,7 @@ class TextStream:
     """The target of one text in pieces.
 
     Attributes:
+        query: The request.
         is_finished: False if the target, or a sentence of it, met the length limit. Known at the end.
     """
 
@@ -70,7 +72,8 @@ class TextStream:
         if query.text_format != "text" or query.terms:
             raise ValueError("Markup and terms must be left out of a stream.")
         self.is_finished = True
-        self._service, self._model, self._query, self._seed = service, model, query, seed
+        self.query = query
+        self._service, self._model, self._seed = service, model, seed
 
     async def start(self) -> AsyncIterator[str]:
         """Return the pieces. Errors before the first piece are raised here, so that they can have a status of their own.
@@ -100,7 +103,7 @@ class TextStream:
 
             def work() -> int:
                 try:
-                    return write_pieces(self._model, self._query, ticket, put)
+                    return write_pieces(self._model, self.query, ticket, put)
                 finally:
                     put(None)
 
@@ -112,6 +115,24 @@ class TextStream:
             finally:
                 # The client may have gone.
                 ticket.is_cancelled = True
+
+
+async def cut_pieces(pieces: AsyncIterator[str], stops: Sequence[str] | None) -> AsyncIterator[str]:
+    """Yield pieces up to the first of several strings."""
+    most = max(map(len, stops or ()), default=0)
+    waiting = ""
+    async for piece in pieces:
+        waiting += piece
+        if (text := cut_at(waiting, stops)) != waiting:
+            yield text
+            return
+        # A stop may begin in this piece and end in the next one.
+        ready = len(waiting) - max(most - 1, 0)
+        if ready > 0:
+            yield waiting[:ready]
+            waiting = waiting[ready:]
+    if waiting:
+        yield waiting
 
 
 def write_pieces(model: ServedModel, query: Query, ticket: Ticket, emit: Callable[[str], None]) -> int:

@@ -1,7 +1,7 @@
 """Answer one request: texts through a model, whole texts sentence by sentence."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,8 @@ from metaphrase.serving.models import QueuedGenerator, ServedModel
 
 # A client may not choose special tokens.
 CLIENT_OPTIONS = tuple(name for name in GENERATION_OPTIONS if not name.endswith("_token_id"))
+# Logits divided by less may be infinite.
+_LOWEST_TEMPERATURE = 0.001
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Query:
         text_format: `text`, `html` or `xml`.
         split_sentences: True to decode each sentence alone; `None` for translation only.
         terms: Parts that targets keep, and terms with a given translation.
+        keep_tags: Elements of markup whose content stays as it is.
         num_targets: Targets for each source, of which all but the first are alternatives.
         options: Options of `generate()`.
     """
@@ -39,6 +42,7 @@ class Query:
     text_format: str = "text"
     split_sentences: bool | None = None
     terms: Terms = field(default_factory=Terms)
+    keep_tags: Collection[str] = ()
     num_targets: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -80,7 +84,7 @@ def check_query(query: Query, limits: Limits) -> None:
         if name not in CLIENT_OPTIONS:
             raise ValueError(f"An option must be one of {', '.join(CLIENT_OPTIONS)}, got {name!r}.")
         is_flag = name in ("do_sample", "early_stopping", "renormalize_logits")
-        if isinstance(value, bool) != is_flag or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) != is_flag or not isinstance(value, int | float) or not abs(value) < math.inf:
             raise ValueError(f"`{name}` must be {'true or false' if is_flag else 'a finite number'}, got {value!r}.")
     bounds = {
         "max_new_tokens": limits.max_new_tokens_per_text,
@@ -91,10 +95,13 @@ def check_query(query: Query, limits: Limits) -> None:
         "num_return_sequences": limits.max_beams,
     }
     for name, most in bounds.items():
-        if query.options.get(name, 1) > most or query.options.get(name, 1) < 0:
-            raise ValueError(f"`{name}` must be a number from 0 to {most}, got {query.options[name]}.")
-    if not 1 <= query.num_targets <= limits.max_beams:
-        raise ValueError(f"The number of targets must be from 1 to {limits.max_beams}, got {query.num_targets}.")
+        value = query.options.get(name, 1)
+        if not isinstance(value, int) or not 0 <= value <= most:
+            raise ValueError(f"`{name}` must be a whole number from 0 to {most}, got {value}.")
+    if not isinstance(query.num_targets, int) or not 1 <= query.num_targets <= limits.max_beams:
+        raise ValueError(f"The number of targets must be from 1 to {limits.max_beams}, got {query.num_targets!r}.")
+    if query.options.get("temperature", 1) < _LOWEST_TEMPERATURE:
+        raise ValueError(f"`temperature` must be at least {_LOWEST_TEMPERATURE}, got {query.options['temperature']}.")
     check_ranges(query.options)
 
 
@@ -124,7 +131,11 @@ def answer(model: ServedModel, query: Query, ticket: Ticket) -> Answer:
         targets = [[scored.text for scored in row] for row in rows]
     elif needs_decoder or split:
         decoder = _QueuedDecoder(
-            generator, text_format=query.text_format, split_sentences=split_sentences, terms=query.terms
+            generator,
+            text_format=query.text_format,
+            split_sentences=split_sentences,
+            terms=query.terms,
+            keep_tags=query.keep_tags,
         )
         targets = [[text] for text in decoder.decode(query.texts, **options)]
     else:

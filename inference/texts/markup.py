@@ -4,7 +4,7 @@ import bisect
 import html
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 # Openings and closings of markup that is no tag.
@@ -126,17 +126,23 @@ class _Token:
     is_empty: bool = False
 
 
-def parse_markup(page: str, is_html: bool = True) -> list[str | MarkedText]:
+def parse_markup(page: str, is_html: bool = True, keep_tags: Collection[str] = ()) -> list[str | MarkedText]:
     """Return the parts of a page in order: markup that stays as it is, and texts.
 
     In XML, an element is part of a sentence if text stands beside it. Tags that do not match are kept where they stand.
+
+    Args:
+        page: HTML or XML.
+        is_html: False for XML.
+        keep_tags: Names of further elements whose content is no text to translate.
     """
-    return _Parser(page, is_html).parse()
+    return _Parser(page, is_html, keep_tags).parse()
 
 
 class _Parser:
-    def __init__(self, page: str, is_html: bool):
+    def __init__(self, page: str, is_html: bool, keep_tags: Collection[str]):
         self.is_html = is_html
+        self.keep_tags = {name.lower() if is_html else name for name in keep_tags}
         self.tokens = list(_read_tokens(page, is_html))
         self.ends = _find_ends(self.tokens)
         self.parts: list[str | MarkedText] = []
@@ -157,7 +163,7 @@ class _Parser:
             token = self.tokens[position]
             end = self.find_kept_end(position)
             raw = "".join(part.raw for part in self.tokens[position:end])
-            if end > position + 1 or (token.name and _is_kept(token, self.is_html)):
+            if end > position + 1 or (token.name and self.is_kept(token)):
                 self.add_kept(token, raw, self.tokens[position:end])
             else:
                 self.add(token, position)
@@ -218,7 +224,7 @@ class _Parser:
             self.add_tag(raw, atom)
 
     def add_kept(self, token: _Token, raw: str, tokens: Sequence[_Token]) -> None:
-        if self.is_html and token.name not in _INLINE | _INLINE_KEPT:
+        if self.is_html and token.name not in _INLINE | _INLINE_KEPT | self.keep_tags:
             self.add_block(raw)
         else:
             text = "".join(html.unescape(part.raw) for part in tokens if not part.name and not part.raw.startswith("<"))
@@ -260,9 +266,15 @@ class _Parser:
     def find_kept_end(self, position: int) -> int:
         """Return the position behind an element whose content stays as it is, or behind this token."""
         token = self.tokens[position]
-        if not token.name or token.is_end or token.is_empty or not _is_kept(token, self.is_html):
+        if not token.name or token.is_end or token.is_empty or not self.is_kept(token):
             return position + 1
         return self.ends.get(position, position) + 1
+
+    def is_kept(self, token: _Token) -> bool:
+        if token.is_end:
+            return False
+        names = self.keep_tags | _INLINE_KEPT | _BLOCK_KEPT if self.is_html else self.keep_tags
+        return token.name in names or _KEPT.search(token.raw) is not None
 
 
 def _find_ends(tokens: Sequence[_Token]) -> dict[int, int]:
@@ -277,12 +289,6 @@ def _find_ends(tokens: Sequence[_Token]) -> dict[int, int]:
             elif starts:
                 ends[starts.pop()] = position
     return ends
-
-
-def _is_kept(token: _Token, is_html: bool) -> bool:
-    if token.is_end:
-        return False
-    return (is_html and token.name in _INLINE_KEPT | _BLOCK_KEPT) or _KEPT.search(token.raw) is not None
 
 
 def _read_tokens(page: str, is_html: bool) -> Iterator[_Token]:

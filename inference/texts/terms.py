@@ -54,6 +54,11 @@ class Terms:
         terms = "|".join(re.escape(source) for source in sorted(self._terms, key=len, reverse=True))
         self._term = re.compile(rf"(?<!\w)(?:{terms})(?!\w)", re.IGNORECASE) if terms else None
 
+    @property
+    def glossary(self) -> dict[str, str]:
+        """Target term by source term."""
+        return dict(self._terms)
+
     def __bool__(self) -> bool:
         return bool(self._patterns or self._terms)
 

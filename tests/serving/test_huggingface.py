@@ -1,8 +1,16 @@
 """Tests of the API for Hugging Face's client."""
 
 import pytest
+import requests
 from huggingface_hub import InferenceClient, constants
+from huggingface_hub.errors import HfHubHTTPError, ValidationError
 from local_server import running, upper_service
+from tiny_generator import tiny_generator
+
+from metaphrase.serving.batcher import Batcher
+from metaphrase.serving.limits import Limits
+from metaphrase.serving.models import ServedModel
+from metaphrase.serving.service import Service
 
 
 @pytest.fixture(scope="module")
@@ -24,3 +32,74 @@ def test_client_translates(client):
 
 def test_client_sets_languages(client):
     assert client.translation("the cat", src_lang="en", tgt_lang="de").translation_text == "THE CAT"
+
+
+@pytest.fixture(scope="module")
+def writer():
+    """A model for all tasks with a real search."""
+    return tiny_generator()
+
+
+@pytest.fixture(scope="module")
+def writer_url(writer):
+    batcher = Batcher()
+    model = ServedModel("writer", writer, batcher, languages=None, task="summarization")
+    service = Service([model], batcher, limits=Limits(max_body_kilobytes=4), api_keys=["right"])
+    with running(service) as address:
+        yield address
+
+
+@pytest.fixture
+def connect(writer_url, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    return lambda key="right": InferenceClient(model=writer_url, token=key)
+
+
+def test_client_summarizes(connect, writer):
+    [expected] = writer.generate(["the cat"], num_beams=2)
+    assert connect().summarization("the cat", generate_parameters={"num_beams": 2}).summary_text == expected
+
+
+def test_client_generates(connect, writer):
+    [expected] = writer.generate(["the cat"], max_new_tokens=5)
+    assert connect().text_generation("the cat", max_new_tokens=5) == expected
+    output = connect().text_generation("the cat", max_new_tokens=5, details=True)
+    assert (output.generated_text, output.details.finish_reason) == (expected, "length")
+    stop = expected[2:4]
+    assert connect().text_generation("the cat", stop=[stop]) == expected[: expected.index(stop)]
+
+
+def test_client_reads_a_stream(connect, writer):
+    [expected], client = writer.generate(["the cat"]), connect()
+    pieces = list(client.text_generation("the cat", stream=True))
+    assert "".join(pieces) == expected and len(pieces) > 2
+    *_, last = client.text_generation("the cat", stream=True, details=True)
+    assert (last.generated_text, last.details.finish_reason) == (expected, "length")
+    assert last.details.input_length == len("the cat") + 1
+    assert last.details.generated_tokens == len(expected) + 1
+    stop = expected[2:4]
+    pieces = client.text_generation("the cat", stream=True, stop=[stop])
+    assert "".join(pieces) == expected[: expected.index(stop)]
+
+
+def test_client_raises_its_errors(connect, writer_url):
+    for key, status in (("wrong", 401), (None, 401)):
+        with pytest.raises(HfHubHTTPError) as error:
+            connect(key).summarization("the cat")
+        assert error.value.response.status_code == status
+    with pytest.raises(ValidationError, match="top_p"):
+        connect().text_generation("the cat", top_p=2.0)
+    for name, value in (("max_new_tokens", 3.5), ("temperature", 1e-300), ("num_return_sequences", "x")):
+        with pytest.raises(HfHubHTTPError, match="must be"):
+            connect().summarization("the cat", generate_parameters={name: value})
+    with pytest.raises(ValidationError, match="one of"):
+        list(connect().text_generation("the cat", stream=True, best_of=2))
+    with pytest.raises(HfHubHTTPError, match="at most 4 kB"):
+        connect().summarization("a" * 5000)
+    answer = requests.post(writer_url, "{", headers={"Authorization": "Bearer right"})
+    assert (answer.status_code, answer.json()["error_type"]) == (400, "validation")
+
+
+def test_unknown_language_is_refused(client):
+    with pytest.raises(HfHubHTTPError, match="'fr'"):
+        client.translation("the cat", src_lang="en", tgt_lang="fr")

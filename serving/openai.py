@@ -1,0 +1,178 @@
+"""OpenAI's API for completions: the client `openai`, and tools that take a base URL.
+
+OpenAI samples at temperature 1 by default. Here a request without `temperature` and `top_p` has the model's own search, such as
+beam search. Temperature 0 is greedy search.
+"""
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from metaphrase.serving.bodies import read_body, schema_of
+from metaphrase.serving.errors import find_api, message_of
+from metaphrase.serving.models import ServedModel
+from metaphrase.serving.service import Service
+from metaphrase.serving.streaming import TextStream, cut_pieces
+from metaphrase.serving.translation import Query, cut_at
+
+# Fields with their values that change nothing. Other values are refused.
+_NEUTRAL = {
+    "echo": (None, False),
+    "frequency_penalty": (None, 0),
+    "logit_bias": (None, {}),
+    "logprobs": (None,),
+    "presence_penalty": (None, 0),
+    "suffix": (None, ""),
+}
+
+
+class StreamOptions(BaseModel):
+    """Options of a stream."""
+
+    include_usage: bool = False
+
+
+class Prompts(BaseModel):
+    """Body of a request. Other options of `generate()` may stand beside these fields.
+
+    `max_tokens` holds for each target; in a translation of several sentences, for each sentence.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    model: str
+    prompt: str | list[str]
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = None
+    n: int | None = Field(None, ge=1)
+    best_of: int | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = Field(None, ge=0, lt=1 << 63)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    src_lang: str | None = None
+    tgt_lang: str | None = None
+
+
+def make_router(service: Service) -> APIRouter:
+    """Return the endpoints."""
+    router = APIRouter(prefix="/v1", tags=["OpenAI"])
+    started = int(time.time())
+
+    @router.post("/completions", openapi_extra=schema_of(Prompts))
+    async def complete(request: Request) -> Response:
+        body = await read_body(request, Prompts)
+        model, query = service.models.find(body.model), _read_query(body)
+        stops = [body.stop] if isinstance(body.stop, str) else body.stop
+        frame = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model.name,
+        }
+        if body.stream:
+            stream = TextStream(service, model, query, body.seed)
+            pieces = cut_pieces(await stream.start(), stops)
+            with_usage = body.stream_options is not None and body.stream_options.include_usage
+            events = _events(service, model, stream, pieces, frame, with_usage)
+            return StreamingResponse(events, media_type="text/event-stream")
+        result = await service.answer(request, model, query, body.seed)
+        targets = [target for row in result.targets for target in row]
+        texts = [cut_at(target, stops) for target in targets]
+        # The count is that of all targets.
+        reason = "length" if result.num_unfinished else "stop"
+        choices = [
+            _choice(text, "stop" if text != target else reason, index)
+            for index, (text, target) in enumerate(zip(texts, targets, strict=True))
+        ]
+        usage = await _count_usage(service, model, query.texts, targets)
+        return JSONResponse(frame | {"choices": choices, "usage": usage})
+
+    def describe(model: ServedModel) -> dict[str, Any]:
+        return {"id": model.name, "object": "model", "created": started, "owned_by": "metaphrase"}
+
+    @router.get("/models")
+    async def list_models() -> Response:
+        return JSONResponse({"object": "list", "data": [describe(model) for model in service.models.models]})
+
+    @router.get("/models/{name:path}")
+    async def get_model(name: str) -> Response:
+        return JSONResponse(describe(service.models.find(name)))
+
+    return router
+
+
+def _read_query(body: Prompts) -> Query:
+    options = dict(body.model_extra or {})
+    for name, values in _NEUTRAL.items():
+        if (value := options.pop(name, None)) not in values:
+            raise ValueError(f"`{name}` must be left out, got {value!r}.")
+    num_targets = body.n or 1
+    if body.best_of not in (None, num_targets):
+        raise ValueError(f"`best_of` must be left out or equal `n`, got {body.best_of}.")
+    if body.max_tokens is not None:
+        options["max_new_tokens"] = body.max_tokens
+    if body.temperature == 0:
+        options |= {"do_sample": False, "num_beams": 1}
+    else:
+        # 1 leaves all tokens, and clients send it with every request.
+        sampling = {"temperature": body.temperature, "top_p": None if body.top_p == 1 else body.top_p}
+        options |= {name: value for name, value in sampling.items() if value is not None}
+    return Query(
+        [body.prompt] if isinstance(body.prompt, str) else body.prompt,
+        source_lang=body.src_lang,
+        target_lang=body.tgt_lang,
+        num_targets=num_targets,
+        options=options,
+    )
+
+
+async def _events(
+    service: Service,
+    model: ServedModel,
+    stream: TextStream,
+    pieces: AsyncIterator[str],
+    frame: dict[str, Any],
+    with_usage: bool,
+) -> AsyncIterator[str]:
+    """Yield server-sent events: one for each piece, one for the end, and the mark of the end."""
+    texts = []
+    try:
+        async for piece in pieces:
+            texts.append(piece)
+            yield _event(frame | {"choices": [_choice(piece, None)]})
+        reason = "stop" if stream.is_finished else "length"
+        yield _event(frame | {"choices": [_choice("", reason)]})
+        if with_usage:
+            usage = await _count_usage(service, model, stream.query.texts, ["".join(texts)])
+            yield _event(frame | {"choices": [], "usage": usage})
+    except Exception as error:
+        # The status is sent already.
+        yield _event(find_api("/v1/completions").body(500, message_of(error)))
+    yield "data: [DONE]\n\n"
+
+
+def _event(fields: dict[str, Any]) -> str:
+    return f"data: {json.dumps(fields)}\n\n"
+
+
+def _choice(text: str, reason: str | None, index: int = 0) -> dict[str, Any]:
+    return {"text": text, "index": index, "logprobs": None, "finish_reason": reason}
+
+
+async def _count_usage(
+    service: Service, model: ServedModel, sources: Sequence[str], targets: Sequence[str]
+) -> dict[str, int]:
+    num_prompt_tokens, num_tokens = await service.run_in_thread(lambda: model.count_tokens(sources, targets))
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_tokens,
+        "total_tokens": num_prompt_tokens + num_tokens,
+    }

@@ -1,0 +1,122 @@
+"""Tests of DeepL's API by its client."""
+
+import deepl
+import pytest
+import requests
+from local_server import running, upper_service
+from tiny_generator import tiny_generator
+
+from metaphrase.inference.texts.terms import Terms
+from metaphrase.serving.limits import Limits
+
+GLOSSARY = Terms(glossary={"cat": "Kater"})
+KEY = {"Authorization": "DeepL-Auth-Key right"}
+
+
+def client_of(url, key="right"):
+    return deepl.DeepLClient(key, server_url=url)
+
+
+@pytest.fixture(scope="module")
+def url():
+    service = upper_service(limits=Limits(max_body_kilobytes=4), api_keys=["right"], glossaries={"en-de": GLOSSARY})
+    with running(service) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    return client_of(url)
+
+
+@pytest.fixture(scope="module")
+def markup_client():
+    with running(upper_service(tiny_generator(), glossaries={"pets": GLOSSARY})) as address:
+        yield client_of(address, "any")
+
+
+def test_client_translates_a_text(client):
+    result = client.translate_text("a small dog runs", target_lang="DE")
+    assert (result.text, result.detected_source_lang) == ("A SMALL DOG RUNS", "EN")
+    assert result.billed_characters == len("a small dog runs")
+
+
+def test_client_translates_a_list(client):
+    results = client.translate_text(["der Hund", "ein Hund"], source_lang="DE", target_lang="EN-US")
+    assert [result.text for result in results] == ["DER HUND", "EIN HUND"]
+
+
+def test_form_repeats_texts(url):
+    form = {"text": ["a cat", "a dog"], "target_lang": "de"}
+    rows = requests.post(url + "/v2/translate", form, headers=KEY).json()["translations"]
+    assert rows == [{"detected_source_language": "EN", "text": text} for text in ("A CAT", "A DOG")]
+
+
+def test_lines_are_split_or_joined(client):
+    text = "the cat\nsleeps. a dog\n\nruns"
+    options = {"source_lang": "EN", "target_lang": "DE"}
+    for split, expected in (("1", text.upper()), ("0", text.upper()), ("nonewlines", "THE CAT SLEEPS. A DOG\n\nRUNS")):
+        assert client.translate_text(text, split_sentences=split, **options).text == expected
+
+
+def test_client_lists_languages(client):
+    assert [(language.code, language.name) for language in client.get_source_languages()] == [
+        ("EN", "English"),
+        ("DE", "German"),
+    ]
+    targets = client.get_target_languages()
+    assert [language.code for language in targets] == ["DE", "EN-GB", "EN-US"]
+    assert not any(language.supports_formality for language in targets)
+
+
+def test_client_reads_usage(url, client):
+    before = client.get_usage().character
+    client.translate_text("a cat", target_lang="DE")
+    after = client.get_usage().character
+    assert after.count - before.count == len("a cat") and after.valid and not after.limit_reached
+
+
+def test_client_reads_glossaries(client):
+    [glossary] = client.list_glossaries()
+    assert (glossary.glossary_id, glossary.source_lang, glossary.target_lang) == ("en-de", "EN", "DE")
+    assert glossary.ready and glossary.entry_count == 1
+    assert client.get_glossary("en-de").name == "en-de"
+    assert client.get_glossary_entries(glossary) == {"cat": "Kater"}
+    pairs = client.get_glossary_languages()
+    assert [(pair.source_lang, pair.target_lang) for pair in pairs] == [("en", "de"), ("de", "en")]
+    with pytest.raises(deepl.GlossaryNotFoundException, match="en-de"):
+        client.get_glossary("other")
+
+
+def test_client_uses_a_glossary(markup_client):
+    result = markup_client.translate_text("the cat", source_lang="EN", target_lang="DE", glossary="pets")
+    assert "Kater" in result.text
+
+
+def test_tags_return_and_ignored_ones_keep_their_text(markup_client):
+    html = markup_client.translate_text('<p>the <a href="x">cat</a></p>', target_lang="DE", tag_handling="html").text
+    assert html.startswith("<p>") and html.count('<a href="x">') == html.count("</a>") == 1
+    for form, text in (("xml", "<s>the cat <x>sleeps</x> runs</s>"), ("html", "<p>the cat <x>sleeps</x> runs</p>")):
+        result = markup_client.translate_text(text, target_lang="DE", tag_handling=form, ignore_tags="y,x")
+        assert "<x>sleeps</x>" in result.text and "cat" not in result.text
+
+
+def test_client_raises_its_errors(client, url):
+    with pytest.raises(deepl.AuthorizationException, match="API key"):
+        client_of(url, "wrong").translate_text("a cat", target_lang="DE")
+    for message, options in (
+        ("en-de, de-en", {"target_lang": "FR"}),
+        ("en-de, de-en", {"target_lang": "DE", "source_lang": "FR"}),
+        ("`formality`", {"target_lang": "DE", "formality": "more"}),
+        ("glossary", {"target_lang": "DE", "source_lang": "EN", "glossary": "other"}),
+        ("`splitting_tags`", {"target_lang": "DE", "splitting_tags": "p"}),
+    ):
+        with pytest.raises(deepl.DeepLException, match=message):
+            client.translate_text("a cat", **options)
+    with pytest.raises(deepl.DeepLException, match="at most 4 kB"):
+        client.translate_text("a" * 5000, target_lang="DE")
+
+
+def test_malformed_body_gets_a_message(url):
+    answer = requests.post(url + "/v2/translate", "{", headers=KEY)
+    assert (answer.status_code, list(answer.json())) == (400, ["message"])

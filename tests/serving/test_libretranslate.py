@@ -1,0 +1,136 @@
+"""Tests of LibreTranslate's API by its client."""
+
+import io
+import json
+from urllib.error import HTTPError
+
+import pytest
+import requests
+from identity_engine import identity_generator
+from libretranslatepy import LibreTranslateAPI
+from local_server import running, upper_service
+from tiny_generator import tiny_generator
+
+from metaphrase.serving.batcher import Batcher
+from metaphrase.serving.limits import Limits
+from metaphrase.serving.models import ServedModel
+from metaphrase.serving.service import Service
+
+LONG_GERMAN = "Der kleine Hund läuft durch den Garten und die Katze schläft in der Sonne."
+
+
+@pytest.fixture(scope="module")
+def url():
+    with running(upper_service(limits=Limits(max_body_kilobytes=4), api_keys=["right"])) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    return LibreTranslateAPI(url, api_key="right")
+
+
+@pytest.fixture
+def post(url):
+    def send(path="/translate", **fields):
+        return requests.post(url + path, json={"api_key": "right", **fields})
+
+    return send
+
+
+def error_of(call, *arguments):
+    """Return status and body of the exception that the client raises."""
+    with pytest.raises(HTTPError) as error:
+        call(*arguments)
+    return error.value.code, json.load(io.TextIOWrapper(error.value))["error"]
+
+
+def test_client_translates(client):
+    assert client.translate("a small dog runs", "en", "de") == "A SMALL DOG RUNS"
+
+
+def test_client_lists_languages(client):
+    assert client.languages() == [
+        {"code": "en", "name": "English", "targets": ["de"]},
+        {"code": "de", "name": "German", "targets": ["en"]},
+    ]
+
+
+def test_client_detects_a_language(client):
+    first, second = client.detect(LONG_GERMAN)
+    assert (first["language"], second["language"]) == ("de", "en")
+    assert first["confidence"] > 90 and first["confidence"] + second["confidence"] == pytest.approx(100, abs=0.2)
+
+
+def test_source_auto_finds_a_model_for_each_text():
+    batcher, upper, lower = Batcher(), identity_generator(str.upper), identity_generator(str.lower)
+    models = [
+        ServedModel(f"{source}-fr", generator, batcher, languages=(source, "fr"), task="translation")
+        for source, generator in (("en", upper), ("de", lower))
+    ]
+    texts = [LONG_GERMAN, "The small dog runs through the garden, and the cat sleeps in the sun."]
+    with running(Service(models, batcher)) as url:
+        answer = requests.post(url + "/translate", json={"q": texts, "source": "auto", "target": "fr"}).json()
+        # Too short to tell its language, a text has that of all texts together.
+        short = requests.post(
+            url + "/translate", json={"q": ["OK", LONG_GERMAN], "source": "auto", "target": "fr"}
+        ).json()
+    assert answer["translatedText"] == [LONG_GERMAN.lower(), texts[1].upper()]
+    assert [row["language"] for row in answer["detectedLanguage"]] == ["de", "en"]
+    assert all(90 < row["confidence"] <= 100 for row in answer["detectedLanguage"])
+    assert short["translatedText"] == ["ok", LONG_GERMAN.lower()]
+
+
+def test_source_auto_is_the_one_source_of_the_target(post):
+    answer = post(q=["the cat", LONG_GERMAN], source="auto", target="de").json()
+    assert answer["translatedText"] == ["THE CAT", LONG_GERMAN.upper()]
+    assert answer["detectedLanguage"] == [{"confidence": 100.0, "language": "en"}] * 2
+
+
+def test_answers_have_the_shape_of_the_text(post):
+    languages = {"source": "en", "target": "de"}
+    assert post(q="a cat", **languages).json() == {"translatedText": "A CAT"}
+    assert post(q=["a cat", "a dog"], **languages).json() == {"translatedText": ["A CAT", "A DOG"]}
+    # The identity has no other target, and equal ones count once.
+    assert post(q="a cat", alternatives=2, **languages).json() == {"translatedText": "A CAT", "alternatives": []}
+    detected = {"confidence": 100.0, "language": "en"}
+    answer = post(q="a cat", source="auto", target="de").json()
+    assert answer == {"translatedText": "A CAT", "detectedLanguage": detected}
+
+
+def test_errors_are_those_of_libretranslate(client, url, post):
+    assert error_of(client.translate, "a cat", "en", "xx") == (400, "xx is not supported")
+    assert error_of(client.translate, "a cat", "de", "de")[0] == 400
+    assert error_of(LibreTranslateAPI(url, api_key="wrong").translate, "a cat", "en", "de")[0] == 403
+    assert error_of(LibreTranslateAPI(url).detect, "a cat")[0] == 403
+    assert error_of(client.translate, "a" * 5000, "en", "de")[0] == 413
+    malformed = requests.post(url + "/translate", data='{"q": ', headers={"Content-Type": "application/json"})
+    assert (malformed.status_code, list(malformed.json())) == (400, ["error"])
+    assert post(q="a cat", source="en", target="de", format="pdf").status_code == 400
+
+
+def test_keys_may_stand_in_the_header(url):
+    fields = {"q": "a cat", "source": "en", "target": "de"}
+    answers = [
+        requests.post(url + "/translate", fields, headers={"Authorization": f"Bearer {key}"})
+        for key in ("right", "wrong")
+    ]
+    assert [answer.status_code for answer in answers] == [200, 403]
+
+
+def test_settings_need_no_key(url):
+    settings = requests.get(url + "/frontend/settings").json()
+    assert settings["keyRequired"] and settings["charLimit"] == Limits().max_text_characters
+
+
+def test_markup_and_alternatives_of_a_model():
+    with running(upper_service(tiny_generator())) as url:
+        languages = {"source": "en", "target": "de"}
+        page = requests.post(
+            url + "/translate", json={"q": "<p>the <b>cat</b></p>", "format": "html", "alternatives": 1, **languages}
+        ).json()
+        assert page["translatedText"].startswith("<p>") and page["translatedText"].count("</b>") == 1
+        assert page["alternatives"] == []
+        answer = requests.post(url + "/translate", json={"q": ["the cat"], "alternatives": 3, **languages}).json()
+        [best], [others] = answer["translatedText"], answer["alternatives"]
+        assert len({best, *others}) == 4

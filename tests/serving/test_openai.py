@@ -1,0 +1,122 @@
+"""Tests of OpenAI's API by its client."""
+
+import openai
+import pytest
+import requests
+from local_server import running, upper_service
+from tiny_generator import tiny_generator
+
+from metaphrase.serving.limits import Limits
+
+
+def client_of(url, key="right"):
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def generator():
+    return tiny_generator()
+
+
+@pytest.fixture(scope="module")
+def url(generator):
+    service = upper_service(generator, limits=Limits(max_body_kilobytes=4), api_keys=["right"])
+    with running(service) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    return client_of(url)
+
+
+@pytest.fixture
+def complete(client):
+    return lambda prompt, **options: client.completions.create(model="en-de", prompt=prompt, **options)
+
+
+def test_client_completes_a_prompt(complete, generator):
+    completion = complete("the cat")
+    [target] = generator.generate(["the cat"])
+    [choice] = completion.choices
+    assert (choice.text, choice.index, completion.model) == (target, 0, "en-de")
+    # The end of sequence is a token, too.
+    usage = completion.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len("the cat") + 1, len(target) + 1)
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+
+
+def test_each_prompt_has_n_choices(complete, generator):
+    prompts = ["the cat", "a dog"]
+    choices = complete(prompts, n=2).choices
+    rows = generator.generate_n_best(prompts, num_beams=2, num_return_sequences=2)
+    assert [choice.text for choice in choices] == [target.text for row in rows for target in row]
+    assert [choice.index for choice in choices] == [0, 1, 2, 3]
+
+
+def test_tokens_stop_and_temperature_have_their_effect(complete, generator):
+    [short], [full] = generator.generate(["the cat"], max_new_tokens=3), generator.generate(["the cat"])
+    [choice] = complete("the cat", max_tokens=3).choices
+    assert (choice.text, choice.finish_reason) == (short, "length")
+    [choice] = complete("the cat", stop=full[2]).choices
+    assert (choice.text, choice.finish_reason) == (full[: full.index(full[2])], "stop")
+    # Clients send these values by default.
+    [choice] = complete("the cat", temperature=0, top_p=1, presence_penalty=0, logit_bias={}).choices
+    assert choice.text == generator.generate(["the cat"], num_beams=1)[0]
+    sampled = [complete("the cat", temperature=1, seed=seed).choices[0].text for seed in (1, 1, 2, 3)]
+    assert sampled[0] == sampled[1] and len(set(sampled)) > 1
+    [choice] = complete("the cat", extra_body={"num_beams": 3, "src_lang": "en"}).choices
+    assert choice.text == generator.generate(["the cat"], num_beams=3)[0]
+
+
+def test_stream_has_the_same_text(complete, generator):
+    [target] = generator.generate(["the cat"])
+    chunks = list(complete("the cat", stream=True, stream_options={"include_usage": True}))
+    pieces = [chunk.choices[0].text for chunk in chunks[:-1]]
+    assert "".join(pieces) == target and len([piece for piece in pieces if piece]) > 1
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(pieces) - 1) + ["length"]
+    assert chunks[-1].usage == complete("the cat").usage
+    stop = target[3:5]
+    pieces = [chunk.choices[0].text for chunk in complete("the cat", stream=True, stop=[stop, "?"])]
+    assert "".join(pieces) == target[: target.index(stop)]
+
+
+def test_stream_ends_with_a_mark(url):
+    body = {"model": "en-de", "prompt": "the cat", "stream": True}
+    lines = requests.post(f"{url}/v1/completions", json=body, headers={"Authorization": "Bearer right"}).text.split(
+        "\n\n"
+    )
+    assert lines[-2:] == ["data: [DONE]", ""]
+
+
+def test_client_reads_models(client):
+    assert [model.id for model in client.models.list()] == ["en-de", "de-en"]
+    assert client.models.retrieve("de-en").id == "de-en"
+    with pytest.raises(openai.NotFoundError, match="de-en"):
+        client.models.retrieve("other/model")
+
+
+def test_client_raises_its_errors(client, complete, url):
+    with pytest.raises(openai.AuthenticationError, match="API key"):
+        client_of(url, "wrong").completions.create(model="en-de", prompt="a cat")
+    with pytest.raises(openai.NotFoundError, match="en-de, de-en"):
+        client.completions.create(model="other", prompt="a cat")
+    with pytest.raises(openai.NotFoundError, match="language 'fr'"):
+        complete("a cat", extra_body={"tgt_lang": "fr"})
+    with pytest.raises(openai.APIStatusError, match="at most 4 kB"):
+        complete("a" * 5000)
+    for message, options in (
+        ("`echo`", {"echo": True}),
+        ("`best_of`", {"best_of": 3}),
+        ("`prompt", {"prompt": [[1, 2]]}),
+        ("one text", {"prompt": ["a cat", "a dog"], "stream": True}),
+    ):
+        with pytest.raises(openai.BadRequestError, match=message):
+            complete(**{"prompt": "a cat", **options})
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="en-de", messages=[])
+
+
+def test_malformed_body_gets_an_error(url):
+    answer = requests.post(f"{url}/v1/completions", "{", headers={"Authorization": "Bearer right"})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
