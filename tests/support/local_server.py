@@ -26,6 +26,13 @@ def upper_service(generator: Generator | None = None, **options) -> Service:
     return Service(models, batcher, **options)
 
 
+def demo_service() -> Service:
+    """Return a service with the model runs/demo for English and German."""
+    batcher = Batcher()
+    generator = Generator.from_pretrained("runs/demo")
+    return Service([ServedModel("demo", generator, batcher, languages=("en", "de"), task="translation")], batcher)
+
+
 @contextlib.contextmanager
 def running(service: Service, **app_options) -> Iterator[str]:
     """Run a server in a thread. Yields its URL."""
