@@ -24,7 +24,7 @@ from metaphrase.serving.translation import Answer, Query, answer, check_query
 Result = TypeVar("Result")
 # A refused client comes back after at most this time.
 _LONGEST_RETRY = 60
-_TAGS = re.compile(r"<[^>]*>")
+_TAGS = re.compile(r"<[^<>]*>")
 
 
 class OverloadError(Exception):
