@@ -131,7 +131,8 @@ def test_python_runs(code, project, capsys, monkeypatch):
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         with running(demo_service()) as url:
             exec(compile(code.replace("http://localhost:8000", url), "page", "exec"), {"__name__": "page"})
-        assert capsys.readouterr().out.strip()
+        # The untrained model may write a blank.
+        assert capsys.readouterr().out
         return
     exec(compile(code, "page", "exec"), {"__name__": "page"})
     assert bool(capsys.readouterr().out.strip()) == ("print(" in code)
