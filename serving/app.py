@@ -9,7 +9,7 @@ from fastapi.responses import Response
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
-from metaphrase.serving import huggingface
+from metaphrase.serving import huggingface, ui
 from metaphrase.serving.errors import handle_errors
 from metaphrase.serving.middleware import Gate
 from metaphrase.serving.service import Service
@@ -39,6 +39,7 @@ def make_app(service: Service, cors_origins: Sequence[str] = ()) -> FastAPI:
     )
     handle_errors(app)
     app.include_router(huggingface.make_router(service))
+    app.include_router(ui.make_router(service))
 
     @app.get("/health", tags=["Server"])
     async def health() -> dict[str, str]:

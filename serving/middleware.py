@@ -16,7 +16,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 # Paths without a key: no text goes there.
-PUBLIC_PATHS = ("/health", "/v2/health/live", "/v2/health/ready", "/ui", "/docs", "/openapi.json")
+PUBLIC_PATHS = ("/health", "/v2/health/live", "/v2/health/ready", "/ui", "/ui/settings", "/docs", "/openapi.json")
 # LibreTranslate's clients send the key in the body.
 BODY_KEY_PATHS = ("/translate", "/detect")
 # Schemes of the header Authorization.
@@ -70,8 +70,7 @@ class Gate:
             )
 
     def _is_allowed(self, path: str, headers: dict[bytes, bytes]) -> bool:
-        is_public = path in PUBLIC_PATHS or path.startswith("/ui/")
-        if not self.service.needs_key or is_public:
+        if not self.service.needs_key or path in PUBLIC_PATHS:
             return True
         value = headers.get(b"authorization", b"").decode("latin-1")
         scheme = next((scheme for scheme in _SCHEMES if value.lower().startswith(scheme)), None)
