@@ -77,11 +77,10 @@ def upload_space(
         OSError: If the Hub refuses or cannot be reached.
     """
     api = HfApi(token=token)
-    kind = {"repo_type": "space"}
     operations = [CommitOperationAdd(name, content) for name, content in files.items()]
     with naming_refusals(api, space_id):
-        space = api.create_repo(space_id, **kind, space_sdk="gradio", private=private or None, exist_ok=True)
-        commit = api.create_commit(space.repo_id, operations, **kind, commit_message=commit_message)
+        space = api.create_repo(space_id, repo_type="space", space_sdk="gradio", private=private or None, exist_ok=True)
+        commit = api.create_commit(space.repo_id, operations, repo_type="space", commit_message=commit_message)
     logger.info("See %s", commit.commit_url)
     if private:
         logger.info("The Space of a private model needs a token: set the secret HF_TOKEN in its settings.")

@@ -67,7 +67,7 @@ async function translate() {
     if (own !== controller) return;
     key.removeAttribute("aria-invalid");
     show({ ...result, text });
-    say(result.num_unfinished ? "The target met the length limit and is cut." : "", true);
+    say(result.num_unfinished ? "A target met the length limit and is cut." : "", true);
   } catch (error) {
     if (own === controller) fail(error);
   } finally {

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -172,6 +173,12 @@ def test_swap_takes_the_model_of_the_other_direction(browser, url):
     assert one(browser, "#source-lang").get_attribute("value") == "de"
 
 
+def test_model_without_languages_has_a_plain_page(browser, torch_url):
+    open_page(browser, torch_url)
+    assert (one(browser, "#source-title").text, one(browser, "#target-title").text) == ("Source", "Target")
+    assert not any(one(browser, f"#{name}").is_displayed() for name in ("source-lang", "target-lang", "swap"))
+
+
 def test_alternative_takes_the_place_of_the_target(browser, torch_url):
     open_page(browser, torch_url).send_keys(SOURCES[0])
     alternatives = wait_for(lambda: browser.find_elements("css selector", "#alternatives button"))
@@ -285,6 +292,17 @@ def test_page_asks_for_a_key_where_the_server_needs_one(browser, url):
         # Another load of the same tab has the key.
         open_page(browser, guarded).send_keys("a dog")
         wait_for_target(browser, "A DOG")
+
+
+def test_page_waits_for_a_busy_server(browser):
+    service = upper_service(identity_generator(upper), limits=Limits(max_requests=1))
+    with running(service) as busy, ThreadPoolExecutor() as threads:
+        source = open_page(browser, busy)
+        first = threads.submit(requests.post, f"{busy}/ui/translate", json={"text": "slow. " * 4})
+        source.send_keys("the cat")
+        wait_for(lambda: one(browser, "#status").text == "The server is busy. The page tries again in 1 s.")
+        wait_for_target(browser, "THE CAT")
+        assert first.result().ok and one(browser, "#status").text == ""
 
 
 def test_errors_are_words(browser, url):
