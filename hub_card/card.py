@@ -80,7 +80,7 @@ def write_model_card(
         )
     if repo_id is not None:
         validate_repo_id(repo_id)
-    facts = _complete(facts or Facts(), trained, repo_id)
+    facts = complete_facts(facts or Facts(), trained, repo_id)
     data = _metadata(trained, facts)
     trust = TRUST if trained.has_own_code else ""
     model_id = f'"{repo_id}"' if repo_id else '"path/to/this/folder"'
@@ -186,7 +186,7 @@ def _as_list(value: Any) -> list:
     return list(value) if isinstance(value, list) else [value] if value else []
 
 
-def _complete(facts: Facts, trained: TrainedFolder, repo_id: str | None) -> Facts:
+def complete_facts(facts: Facts, trained: TrainedFolder, repo_id: str | None) -> Facts:
     """Fill in title, languages and task."""
     recipe = trained.recipe or {}
     source = facts.source_language or recipe.get("source_language")

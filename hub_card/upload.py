@@ -4,7 +4,7 @@ import contextlib
 import glob
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -64,10 +64,19 @@ class Selection:
     rewritten: dict[str, bytes] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
 
+    def add(self, files: Mapping[str, bytes]) -> None:
+        """Add files that are no files of the folder, such as a handler."""
+        for name, content in files.items():
+            self.rewritten[name], self.sizes[name] = content, len(content)
+            self.left_out.pop(name, None)
+
     def report(self, show: Callable[[str], object]) -> None:
         """Pass each line of a listing to `show`."""
         for name, size in self.sizes.items():
-            show(f"  {size:>15,}  {name}" + " (absolute paths cut to their last part)" * (name in self.rewritten))
+            show(
+                f"  {size:>15,}  {name}"
+                + " (absolute paths cut to their last part)" * (name == RECIPE_NAME and name in self.rewritten)
+            )
         show(f"  {sum(self.sizes.values()):>15,}  bytes in {len(self.sizes)} files")
         for name, reason in self.left_out.items():
             show(f"  {'left out':>15}  {name} ({reason})")
@@ -155,6 +164,7 @@ def upload(
     private: bool = False,
     revision: str | None = None,
     token: str | None = None,
+    additional_files: Mapping[str, bytes] | None = None,
 ) -> str:
     """Create repository and branch if they are missing, and upload the selected files in one commit.
 
@@ -165,6 +175,7 @@ def upload(
         private: True to create a private repository.
         revision: Branch; the default is main.
         token: Access token; the default is that of the environment.
+        additional_files: Contents by name, from `endpoint_files`.
 
     Returns:
         The name of the repository and the id of the commit, with a space between.
@@ -174,9 +185,10 @@ def upload(
         OSError: If the Hub refuses or cannot be reached.
     """
     selection = select_files(folder)
+    selection.add(additional_files or {})
     selection.report(logger.info)
     api = HfApi(token=token)
-    with _naming_refusals(api, repo_id):
+    with naming_refusals(api, repo_id):
         repository = api.create_repo(repo_id, private=private or None, exist_ok=True)
         # The Hub does not change the visibility of an existing repository.
         if private and not api.model_info(repository.repo_id).private:
@@ -205,7 +217,7 @@ def check_access(repo_id: str, token: str | None = None) -> None:
     """
     api = HfApi(token=token)
     try:
-        with _naming_refusals(api, repo_id):
+        with naming_refusals(api, repo_id):
             api.whoami()
     except LocalTokenNotFoundError as error:
         raise PermissionError(
@@ -217,7 +229,7 @@ def check_access(repo_id: str, token: str | None = None) -> None:
 
 
 @contextlib.contextmanager
-def _naming_refusals(api: HfApi, repo_id: str) -> Iterator[None]:
+def naming_refusals(api: HfApi, repo_id: str) -> Iterator[None]:
     """Say in errors of the Hub how to mend them."""
     try:
         yield

@@ -222,6 +222,11 @@ def _checked_index(name: str, index: int, count: int) -> int:
     return index
 
 
+def aligned_layer(model: PreTrainedModel) -> int:
+    """Return the decoder layer that aligns best: of many the next-to-last one (Garg et al. 2019), of few the last one."""
+    return -2 if model.config.get_text_config(decoder=True).num_hidden_layers > 3 else -1
+
+
 def word_weights(attention: AttentionMap) -> np.ndarray:
     """Return the attention from target words to source words.
 

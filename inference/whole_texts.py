@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from metaphrase.inference.alignment import AttentionMap, cross_attentions
+from metaphrase.inference.alignment import AttentionMap, aligned_layer, cross_attentions
 from metaphrase.inference.engine import Engine
 from metaphrase.inference.run import make_splitter
 from metaphrase.inference.texts.documents import keep_whole
@@ -158,9 +158,7 @@ class TextDecoder:
         if not sentences:
             return []
         texts = [sentence.text for sentence in sentences]
-        layers = self.generator.model.config.get_text_config(decoder=True).num_hidden_layers
-        # The next-to-last of many layers aligns best (Garg et al. 2019), the last of few.
-        maps = cross_attentions(self.generator, texts, targets, layer=-2 if layers > 3 else -1)
+        maps = cross_attentions(self.generator, texts, targets, layer=aligned_layer(self.generator.model))
         return [_find_links(self.generator, attention) for attention in maps]
 
 

@@ -366,6 +366,13 @@ def _push(parser: VerbParser) -> None:
     parser.add_argument("--license", metavar="NAME", help="licence of the weights for the card, such as apache-2.0")
     parser.add_argument("--base_model", metavar="NAME", help="model that this one was fine-tuned from, for the card")
     parser.add_argument("--datasets", nargs="+", metavar="NAME", help="training data, for the card")
+    text = "also write handler.py and requirements.txt, for Inference Endpoints of the Hub"
+    parser.add_argument("--endpoint_handler", action="store_true", help=text)
+    text = "also write a Gradio Space, a page to try the model [its name is that of the model with -space]"
+    parser.add_argument("--space", nargs="?", const="", metavar="USER/NAME", help=text)
+    parser.add_argument(
+        "--space_examples", nargs="+", default=[], metavar="TEXT", help="sources on the page of the Space"
+    )
 
 
 def _tokenize(parser: VerbParser) -> None:

@@ -2,7 +2,7 @@
 
 import argparse
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from metaphrase.hub_card import Facts, write_model_card
 from metaphrase.hub_card.card import is_own_card, read_facts
+from metaphrase.hub_card.deployment import endpoint_files, space_files, upload_space
 from metaphrase.hub_card.upload import CARD, check_access, check_folder, select_files, upload
 from metaphrase.scripts.options import given_options
 from metaphrase.scripts.parsers import parse
@@ -40,9 +41,37 @@ def card_facts(folder: Path, arguments: argparse.Namespace) -> Facts:
     return replace(read_facts(folder / CARD), **options)
 
 
-def rehearse(folder: Path, arguments: argparse.Namespace, facts: Facts) -> None:
+def name_space(arguments: argparse.Namespace) -> str | None:
+    """Return the name of the Space, or `None` without one.
+
+    Raises:
+        ValueError: If the name is not valid, or the options of the Space cannot go together.
+    """
+    if arguments.space is None:
+        if arguments.space_examples:
+            raise ValueError(f"`space_examples` must come with --space, got {arguments.space_examples[0]!r} alone.")
+        return None
+    if arguments.revision is not None:
+        raise ValueError(
+            f"`revision` must be left out with --space, which loads the main branch, got {arguments.revision!r}."
+        )
+    space_id = arguments.space or f"{arguments.repo_id}-space"
+    validate_repo_id(space_id)
+    if "/" not in space_id:
+        raise ValueError(f"`space` must be user/name or organization/name, got {space_id!r}.")
+    return space_id
+
+
+def rehearse(
+    folder: Path,
+    arguments: argparse.Namespace,
+    facts: Facts,
+    additional_files: Mapping[str, bytes],
+    space: tuple[str, Mapping[str, bytes]] | None,
+) -> None:
     """Print what would be done. Folder and Hub do not change."""
     selection = select_files(folder)
+    selection.add(additional_files)
     kind = "private " if arguments.private else ""
     print(
         f"Dry run: nothing is written or sent. {folder} -> {kind}{arguments.repo_id}, branch {arguments.revision or 'main'}"
@@ -57,6 +86,8 @@ def rehearse(folder: Path, arguments: argparse.Namespace, facts: Facts) -> None:
                 text = value if isinstance(value, str) else ", ".join(map(str, value))
                 print(f"  {'':>15}  {name}: {' '.join(text.split())}")
     selection.report(print)
+    if space is not None:
+        print(f"Space {space[0]}: {', '.join(space[1])}")
 
 
 def main(words: Sequence[str]) -> None:
@@ -66,13 +97,20 @@ def main(words: Sequence[str]) -> None:
         raise ValueError(f"`commit_message` must not be empty, got {arguments.commit_message!r}.")
     folder = Path(arguments.folder)
     check_folder(folder)
-    facts = card_facts(folder, arguments)
+    facts, space_id = card_facts(folder, arguments), name_space(arguments)
+    additional_files = endpoint_files(folder, facts) if arguments.endpoint_handler else {}
+    space = None
+    if space_id is not None:
+        space = space_id, space_files(folder, facts, arguments.repo_id, arguments.space_examples)
     if arguments.dry_run:
-        rehearse(folder, arguments, facts)
+        rehearse(folder, arguments, facts, additional_files, space)
         return
     check_access(arguments.repo_id, arguments.token)
     if writes_card(folder, arguments):
         path = write_model_card(folder, facts, repo_id=arguments.repo_id, overwrite=arguments.overwrite_card)
         logger.info("Wrote %s", path)
-    names = ("commit_message", "private", "revision", "token")
-    print(upload(folder, arguments.repo_id, **{name: getattr(arguments, name) for name in names}))
+    options = {name: getattr(arguments, name) for name in ("commit_message", "private", "token")}
+    print(upload(folder, arguments.repo_id, revision=arguments.revision, additional_files=additional_files, **options))
+    if space is not None:
+        space_id, files = space
+        print(upload_space(files, space_id, **options | {"commit_message": "Write the page of the model"}))

@@ -9,7 +9,7 @@ from fastapi.responses import Response
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
-from metaphrase.serving import deepl, huggingface, libretranslate, open_inference, openai
+from metaphrase.serving import deepl, huggingface, libretranslate, open_inference, openai, ui
 from metaphrase.serving.errors import handle_errors
 from metaphrase.serving.middleware import Gate
 from metaphrase.serving.service import Service
@@ -38,7 +38,7 @@ def make_app(service: Service, cors_origins: Sequence[str] = ()) -> FastAPI:
         title="Metaphrase", summary="Sequence-to-sequence models as a service", middleware=middleware, lifespan=lifespan
     )
     handle_errors(app)
-    for api in (huggingface, libretranslate, deepl, openai, open_inference):
+    for api in (huggingface, libretranslate, deepl, openai, open_inference, ui):
         app.include_router(api.make_router(service))
 
     @app.get("/health", tags=["Server"])

@@ -17,7 +17,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 # Paths without a key: no text goes there.
 PUBLIC_PATHS = (
-    *("/health", "/v2/health/live", "/v2/health/ready", "/ui", "/docs", "/openapi.json"),
+    *("/health", "/v2/health/live", "/v2/health/ready", "/ui", "/ui/settings", "/docs", "/openapi.json"),
     # LibreTranslate needs no key there.
     *("/languages", "/frontend/settings"),
 )
@@ -79,8 +79,7 @@ class Gate:
             )
 
     def _is_allowed(self, path: str, headers: dict[bytes, bytes]) -> bool:
-        is_public = path in PUBLIC_PATHS or path.startswith("/ui/")
-        if not self.service.needs_key or is_public:
+        if not self.service.needs_key or path in PUBLIC_PATHS:
             return True
         key = read_key(headers.get(b"authorization", b"").decode("latin-1"))
         # Without a header, the endpoint checks the key of the body.

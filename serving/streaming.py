@@ -12,10 +12,9 @@ from metaphrase.inference.run import Run, make_splitter
 from metaphrase.inference.texts.documents import keep_whole
 from metaphrase.modeling.pipeline_support import resolve_settings
 from metaphrase.serving.batcher import Ticket
-from metaphrase.serving.languages import base_code
 from metaphrase.serving.models import QueuedGenerator, ServedModel
 from metaphrase.serving.service import Service
-from metaphrase.serving.translation import Query, check_query, cut_at
+from metaphrase.serving.translation import Query, check_query, cut_at, splitting_language
 
 # The end of a character that needs more bytes.
 _INCOMPLETE = "\ufffd"
@@ -149,10 +148,7 @@ def write_pieces(model: ServedModel, query: Query, ticket: Ticket, emit: Callabl
     generator, language_options = model.open(ticket, query.source_lang, query.target_lang)
     options = complete_sampling(dict(query.options)) | language_options | {"num_return_sequences": 1}
     settings = resolve_settings(generator.model, options)
-    splits = model.task == "translation" if query.split_sentences is None else query.split_sentences
-    if splits:
-        codes = [query.source_lang, *model.source_languages[:1]]
-        language = next((base_code(code) for code in codes if code), True)
+    if language := splitting_language(model, query):
         [document] = make_splitter([generator], language).split(query.texts)
     else:
         [document] = keep_whole(query.texts)

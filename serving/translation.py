@@ -105,6 +105,13 @@ def check_query(query: Query, limits: Limits) -> None:
     check_ranges(query.options)
 
 
+def splitting_language(model: ServedModel, query: Query) -> str | bool:
+    """Return the language to split texts into sentences by, True for the generator's, or False to keep them whole."""
+    if not (model.task == "translation" if query.split_sentences is None else query.split_sentences):
+        return False
+    return next((base_code(code) for code in [query.source_lang, *model.source_languages[:1]] if code), True)
+
+
 def answer(model: ServedModel, query: Query, ticket: Ticket) -> Answer:
     """Decode the texts of a request.
 
@@ -115,9 +122,7 @@ def answer(model: ServedModel, query: Query, ticket: Ticket) -> Answer:
     """
     generator, language_options = model.open(ticket, query.source_lang, query.target_lang)
     options = complete_sampling(dict(query.options)) | language_options
-    split = model.task == "translation" if query.split_sentences is None else query.split_sentences
-    codes = [query.source_lang, *model.source_languages[:1]]
-    split_sentences = split and next((base_code(code) for code in codes if code), True)
+    split_sentences = splitting_language(model, query)
     needs_decoder = query.text_format != "text" or bool(query.terms)
     if query.num_targets > 1:
         if needs_decoder:
@@ -129,7 +134,7 @@ def answer(model: ServedModel, query: Query, ticket: Ticket) -> Answer:
         options["num_return_sequences"] = query.num_targets
         rows = generator.generate_n_best(query.texts, return_scores=False, split_sentences=split_sentences, **options)
         targets = [[scored.text for scored in row] for row in rows]
-    elif needs_decoder or split:
+    elif needs_decoder or split_sentences:
         decoder = _QueuedDecoder(
             generator,
             text_format=query.text_format,

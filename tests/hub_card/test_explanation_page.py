@@ -4,11 +4,11 @@ import base64
 import dataclasses
 import json
 import re
-import shutil
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from chromium import chromium, one, texts
 from other_families import generator_of
 from tiny_generator import SOURCES, TARGETS, tiny_generator
 
@@ -125,35 +125,8 @@ def test_number_of_pairs_is_limited(shown, tmp_path, count):
 
 @pytest.fixture(scope="module")
 def browser():
-    webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
-    from selenium.webdriver.common.keys import Keys
-
-    names = ("google-chrome", "chromium", "chromium-browser")
-    binary, driver = next(filter(None, map(shutil.which, names)), None), shutil.which("chromedriver")
-    if binary is None or driver is None:
-        pytest.skip("needs chromium and chromedriver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = binary
-    for flag in ("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "window-size=1100,900"):
-        options.add_argument(f"--{flag}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    running = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-    running.keys = Keys
-    running.pointer = webdriver.ActionChains(running)
-    yield running
-    running.quit()
-
-
-def texts(browser, selector):
-    """Return the texts of all elements, white space as it is."""
-    return browser.execute_script(
-        "return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent)", selector
-    )
-
-
-def one(browser, selector):
-    [element] = browser.find_elements("css selector", selector)
-    return element
+    with chromium() as running:
+        yield running
 
 
 def line(browser, selector):

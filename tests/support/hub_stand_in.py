@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import re
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
@@ -77,7 +78,7 @@ class HubHandler(QuietHandler):
             return self.answer(201)
         if "/commit/" in self.path:
             lines = [json.loads(line) for line in body.splitlines()]
-            repo_id, branch = self.path.removeprefix("/api/models/").split("/commit/")
+            repo_id, branch = re.sub("^/api/(models|spaces)/", "", self.path).split("/commit/")
             return self.answer(200, hub.commit(lines, repo_id, branch))
         return self.answer(404)
 

@@ -1,0 +1,316 @@
+"""Tests of the page at /ui: its endpoints, and clicks in Chromium."""
+
+import base64
+import hashlib
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import requests
+from chromium import chromium, one, texts, wait_for
+from identity_engine import identity_generator
+from local_server import running, upper_service
+from tiny_generator import SOURCES, tiny_generator
+
+from metaphrase.inference.alignment import cross_attentions, word_weights
+from metaphrase.serving.batcher import Batcher
+from metaphrase.serving.limits import Limits
+from metaphrase.serving.models import ServedModel
+from metaphrase.serving.service import Service
+
+HOSTILE = """</textarea><script>window.hacked=1</script> <b id="x">&amp; \u202eabc שלום 👩‍💻 {{script}}"""
+
+
+def upper(text):
+    # An older request that takes longer than a newer one.
+    time.sleep(0.6 if "slow" in text else 0)
+    return text.upper()
+
+
+@pytest.fixture(scope="module")
+def url():
+    with running(upper_service(identity_generator(upper))) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def torch_generator():
+    # The targets of this seed are not blank.
+    return tiny_generator(seed=9)
+
+
+@pytest.fixture(scope="module")
+def torch_url(torch_generator):
+    """A server with a torch model, which has attention and alternatives, and no languages."""
+    batcher = Batcher()
+    models = [ServedModel("tiny", torch_generator, batcher, languages=None, task="text2text-generation")]
+    with running(Service(models, batcher)) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def chrome():
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture
+def browser(chrome):
+    chrome.get_log("browser")
+    yield chrome
+    chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    chrome.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    chrome.execute_script("localStorage.clear(); sessionStorage.clear()")
+
+
+def open_page(browser, url):
+    browser.get(f"{url}/ui")
+    wait_for(lambda: one(browser, "#count").text)
+    return one(browser, "#source")
+
+
+def wait_for_target(browser, text):
+    wait_for(lambda: texts(browser, "#target") == [text])
+
+
+def test_page_stands_alone_and_its_policy_allows_nothing_else(url):
+    answer = requests.get(f"{url}/ui")
+    page, policy = answer.text, answer.headers["Content-Security-Policy"]
+    assert not re.search(
+        r"https?:(?!//www.w3.org/2000/svg)|@import|url\(|innerHTML|\son\w+=|style=|<iframe|<img| src=", page
+    )
+    for tag in ("style", "script"):
+        [content] = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy
+    assert "default-src 'none'" in policy and "connect-src 'self'" in policy and "unsafe" not in policy
+
+
+def test_settings_name_models_and_languages(url, torch_url):
+    settings = requests.get(f"{url}/ui/settings").json()
+    assert [model["name"] for model in settings["models"]] == ["en-de", "de-en"]
+    assert settings["models"][0]["target_languages"] == [{"code": "de", "name": "German"}]
+    assert settings["max_text_characters"] == Limits().max_text_characters and not settings["needs_key"]
+    [model] = requests.get(f"{torch_url}/ui/settings").json()["models"]
+    assert model["source_languages"] == [] and model["has_attention"]
+
+
+def test_translation_keeps_the_layout(url):
+    text = "- One cat. Two dogs.\n\n\tThree birds."
+    answer = requests.post(f"{url}/ui/translate", json={"text": text}).json()
+    assert answer["layout"] == ["- ", " ", "\n\n\t", ""]
+    assert [sentence["source"] for sentence in answer["sentences"]] == ["One cat.", "Two dogs.", "Three birds."]
+    assert [sentence["targets"] for sentence in answer["sentences"]] == [["ONE CAT."], ["TWO DOGS."], ["THREE BIRDS."]]
+    assert requests.post(f"{url}/ui/translate", json={"text": " \n"}).json()["sentences"] == []
+
+
+def test_attention_is_that_of_the_model(torch_url, torch_generator):
+    pair = {"source": "two dogs run", "target": "die Katze"}
+    answer = requests.post(f"{torch_url}/ui/attention", json=pair).json()
+    [attention] = cross_attentions(torch_generator, [pair["source"]], [pair["target"]], layer=-1)
+    assert (answer["source_words"], answer["target_words"]) == (["two", "dogs", "run"], ["die", "Katze"])
+    np.testing.assert_allclose(answer["weights"], word_weights(attention), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("attention", {"source": "a" * 600, "target": "a"}, "at most 512 tokens for attention, got 601"),
+        ("attention", {"source": "a"}, "`target`: Field required"),
+        ("translate", {"text": "a", "num_targets": 99}, "The number of targets must be from 1 to 16, got 99"),
+        ("translate", {"text": "a" * 100_001}, "at most 100000 characters, got 100001"),
+    ],
+)
+def test_refusals_are_one_line(path, body, message, torch_url):
+    answer = requests.post(f"{torch_url}/ui/{path}", json=body)
+    assert answer.status_code == 400 and message in answer.json()["error"]
+
+
+def test_key_guards_all_but_the_page_and_its_settings():
+    with running(upper_service(api_keys=["secret"])) as url:
+        assert requests.get(f"{url}/ui").status_code == requests.get(f"{url}/ui/settings").status_code == 200
+        for path in ("translate", "attention"):
+            assert requests.post(f"{url}/ui/{path}", json={}).status_code == 401
+        headers = {"Authorization": "Bearer secret"}
+        assert requests.post(f"{url}/ui/translate", json={"text": "a cat"}, headers=headers).ok
+
+
+def test_typing_shows_a_translation(browser, url):
+    source = open_page(browser, url)
+    source.send_keys("The cat sleeps. ", browser.keys.ENTER, "- It is old.")
+    wait_for_target(browser, "THE CAT SLEEPS. \n- IT IS OLD.")
+    assert one(browser, "#count").text == "29 / 100,000"
+    assert (source.get_attribute("lang"), one(browser, "#target").get_attribute("lang")) == ("en", "de")
+    one(browser, "#clear").click()
+    wait_for_target(browser, "")
+    assert browser.get_log("browser") == []
+
+
+def test_older_answer_never_replaces_a_newer_one(browser, url):
+    source = open_page(browser, url)
+    browser.execute_script("""
+        const target = document.querySelector("#target");
+        window.shown = [];
+        new MutationObserver(() => shown.push(target.textContent)).observe(target, {childList: true});
+    """)
+    source.send_keys("slow")
+    wait_for(lambda: one(browser, "#target").get_attribute("aria-busy") == "true")
+    source.send_keys(browser.keys.BACKSPACE * 4, "fast")
+    wait_for_target(browser, "FAST")
+    time.sleep(0.8)
+    shown = browser.execute_script("return shown")
+    assert "FAST" in shown and "SLOW" not in shown
+
+
+def test_swap_takes_the_model_of_the_other_direction(browser, url):
+    open_page(browser, url).send_keys("the cat")
+    wait_for_target(browser, "THE CAT")
+    one(browser, "#swap").click()
+    assert one(browser, "#model").get_attribute("value") == "de-en"
+    assert one(browser, "#source").get_attribute("value") == "THE CAT"
+    assert one(browser, "#source-lang").get_attribute("value") == "de"
+
+
+def test_model_without_languages_has_a_plain_page(browser, torch_url):
+    open_page(browser, torch_url)
+    assert (one(browser, "#source-title").text, one(browser, "#target-title").text) == ("Source", "Target")
+    assert not any(one(browser, f"#{name}").is_displayed() for name in ("source-lang", "target-lang", "swap"))
+
+
+def test_alternative_takes_the_place_of_the_target(browser, torch_url):
+    open_page(browser, torch_url).send_keys(SOURCES[0])
+    alternatives = wait_for(lambda: browser.find_elements("css selector", "#alternatives button"))
+    [before], choice = texts(browser, "#target"), alternatives[1].text
+    assert len({before, *texts(browser, "#alternatives button")}) == 4
+    alternatives[1].click()
+    wait_for_target(browser, choice)
+    assert before in texts(browser, "#alternatives button")
+    one(browser, "#wants-more").click()
+    wait_for(lambda: not texts(browser, "#alternatives button"))
+
+
+def weights_of(browser):
+    """Return text and weight of each marked source word."""
+    return browser.execute_script(
+        "return [...document.querySelectorAll('mark')].map((e) => [e.textContent, Number(e.style.getPropertyValue('--weight'))])"
+    )
+
+
+def test_pointer_tap_and_keys_mark_the_source_words(browser, torch_url):
+    source = open_page(browser, torch_url)
+    source.send_keys("two dogs and the small cat run")
+    words = wait_for(lambda: browser.find_elements("css selector", ".word"))
+    pair = {"source": "two dogs and the small cat run", "target": texts(browser, "#target")[0]}
+    answer = requests.post(f"{torch_url}/ui/attention", json=pair).json()
+    row = dict(zip(answer["source_words"], answer["weights"][0], strict=True))
+    largest = max(row.values())
+    expected = {word: weight / largest for word, weight in row.items() if weight >= 0.05 * largest}
+    browser.pointer.move_to_element(words[0]).perform()
+    assert dict(wait_for(lambda: weights_of(browser))) == pytest.approx(expected, abs=1e-3)
+    best = max(row, key=row.get)
+    reading = re.sub("[\u2068\u2069]", "", one(browser, "#reading").text)
+    assert reading.startswith(f"{words[0].text} ← {best} {100 * row[best]:.0f} %")
+    # The pointer leaves, and a click stays.
+    browser.pointer.move_to_element(source).perform()
+    wait_for(lambda: not weights_of(browser))
+    words[0].click()
+    browser.pointer.move_to_element(source).perform()
+    wait_for(lambda: weights_of(browser))
+    browser.switch_to.active_element.send_keys(browser.keys.ESCAPE)
+    wait_for(lambda: not weights_of(browser))
+
+
+def test_arrow_keys_move_between_words(browser, url):
+    open_page(browser, url).send_keys("one two three")
+    words = wait_for(lambda: browser.find_elements("css selector", ".word"))
+    words[0].click()
+    for key, text in (("ARROW_RIGHT", "TWO"), ("ARROW_RIGHT", "THREE"), ("ARROW_LEFT", "TWO")):
+        browser.switch_to.active_element.send_keys(getattr(browser.keys, key))
+        assert browser.switch_to.active_element.text == text
+    # Tab enters the target at one word only.
+    assert len(browser.find_elements("css selector", ".word[tabindex='0']")) == 1
+
+
+@pytest.mark.parametrize("system", ["light", "dark"])
+def test_theme_follows_the_system_until_it_is_switched(browser, url, system):
+    features = {"features": [{"name": "prefers-color-scheme", "value": system}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", features)
+
+    def is_dark():
+        color = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+        return max(map(int, re.findall(r"\d+", color)[:3])) < 128
+
+    open_page(browser, url)
+    assert is_dark() == (system == "dark")
+    button = one(browser, "#theme")
+    assert button.text == ("Light theme" if system == "dark" else "Dark theme")
+    button.click()
+    assert is_dark() == (system == "light")
+    open_page(browser, url)
+    assert is_dark() == (system == "light")
+
+
+def test_hostile_text_is_inert(browser, torch_url, url):
+    for address in (url, torch_url):
+        source = open_page(browser, address)
+        browser.execute_script(
+            "arguments[0].value = arguments[1]; arguments[0].dispatchEvent(new InputEvent('input'))", source, HOSTILE
+        )
+        wait_for(lambda: browser.find_elements("css selector", ".word"))
+        if address == url:
+            wait_for_target(browser, HOSTILE.upper())
+        assert texts(browser, "#mirror") == [HOSTILE + "\n"]
+        state = browser.execute_script("return [window.hacked ?? null, document.querySelectorAll('#x, script').length]")
+        assert state == [None, 1] and browser.get_log("browser") == []
+
+
+def test_phone_has_no_horizontal_scroll(browser, torch_url, url):
+    size = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    for address in (url, torch_url):
+        open_page(browser, address).send_keys("a" * 200 + " the dog")
+        wait_for(lambda: browser.find_elements("css selector", ".word"))
+        assert browser.execute_script("return document.documentElement.scrollWidth") == 390
+
+
+def test_page_asks_for_a_key_where_the_server_needs_one(browser, url):
+    open_page(browser, url)
+    assert not one(browser, "#key").is_displayed()
+    with running(upper_service(api_keys=["secret"])) as guarded:
+        open_page(browser, guarded).send_keys("the cat")
+        wait_for(lambda: one(browser, "#status").text == "Enter an API key.")
+        key = one(browser, "#key")
+        key.send_keys("wrong", browser.keys.ENTER)
+        wait_for(lambda: one(browser, "#status").text == "The API key must be one of the server's.")
+        assert key.get_attribute("aria-invalid") == "true"
+        key.clear()
+        key.send_keys("secret", browser.keys.ENTER)
+        wait_for_target(browser, "THE CAT")
+        assert one(browser, "#status").text == ""
+        # Another load of the same tab has the key.
+        open_page(browser, guarded).send_keys("a dog")
+        wait_for_target(browser, "A DOG")
+
+
+def test_page_waits_for_a_busy_server(browser):
+    service = upper_service(identity_generator(upper), limits=Limits(max_requests=1))
+    with running(service) as busy, ThreadPoolExecutor() as threads:
+        source = open_page(browser, busy)
+        first = threads.submit(requests.post, f"{busy}/ui/translate", json={"text": "slow. " * 4})
+        source.send_keys("the cat")
+        wait_for(lambda: one(browser, "#status").text == "The server is busy. The page tries again in 1 s.")
+        wait_for_target(browser, "THE CAT")
+        assert first.result().ok and one(browser, "#status").text == ""
+
+
+def test_errors_are_words(browser, url):
+    with running(upper_service(limits=Limits(max_text_characters=5))) as small:
+        source = open_page(browser, small)
+        source.send_keys("the cat")
+        wait_for(lambda: one(browser, "#status").text == "The text must have at most 5 characters.")
+        source.send_keys(browser.keys.BACKSPACE * 2)
+        wait_for_target(browser, "THE C")
+    source.send_keys(browser.keys.BACKSPACE)
+    wait_for(lambda: one(browser, "#status").text == "The server does not answer. Check the connection.")
