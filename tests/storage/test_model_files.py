@@ -24,6 +24,7 @@ CONTENTS = {
     "brackets": b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     "no UTF-8": b'{"a": "\xff\xe9"}',
     "UTF-16": '{"a": 1}'.encode("utf-16"),
+    "byte order mark": b'\xef\xbb\xbf{"a": 1}',
 }
 FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
 VERBS = {
@@ -87,6 +88,19 @@ def test_file_cut_in_half_is_named(file, copied):
     whole = (folder / file).read_bytes()
     (folder / file).write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match=rf"^`{file}` must be readable, got an error in '[^\n]*{file}': [^\n]*$"):
+        Generator.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("kind", ["a folder", "a link to a file that is missing"])
+def test_folder_or_broken_link_in_place_of_a_file_is_named(file, kind, copied):
+    folder = copied("metaphrase")
+    (folder / file).unlink()
+    if kind == "a folder":
+        (folder / file).mkdir()
+    else:
+        (folder / file).symlink_to("nowhere")
+    with pytest.raises(ValueError, match=rf"^`{file}` must be a file, got {kind} in '\S+{file}'\.$"):
         Generator.from_pretrained(folder)
 
 
