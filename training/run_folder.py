@@ -140,8 +140,9 @@ def checkpoint_to_resume(recipe: Recipe, folder: Path) -> str | None:
         return last
     if damaged := checkpoints_in(folder):
         # A run from the beginning would replace or delete weights that may be complete.
+        problems = "; ".join(what_is_missing(damaged[-1]))
         raise ValueError(
-            f"`output_dir` must hold a whole checkpoint to resume from, got {damaged[-1]}: {'; '.join(what_is_missing(damaged[-1]))}. "
+            f"`output_dir` must hold a whole checkpoint to resume from, got {damaged[-1]}: {problems}. "
             "Restore the file; or start a new run in another folder, from these weights by `model_name_or_path`."
         )
     model = _model_file_in(folder)
