@@ -135,3 +135,11 @@ def test_configuration_of_another_type_is_one_line(folder, capsys):
     said = capsys.readouterr().err.splitlines()[-1]
     rule = f"`hidden_size` in {str(folder / 'config.json')!r} must be a whole number from 1 to 2147483647, got '32'."
     assert said == f"metaphrase attention: error: {rule}"
+
+
+def test_damaged_pickle_of_weights_is_named(tmp_path):
+    other_model("t5").save_pretrained(tmp_path / "t5")
+    (tmp_path / "t5" / "model.safetensors").unlink()
+    (tmp_path / "t5" / "pytorch_model.bin").write_bytes(b"no pickle")
+    with pytest.raises(ValueError, match=r"^A checkpoint must hold whole weights, got \S+t5: "):
+        load_whole(tmp_path / "t5", trust_remote_code=False)

@@ -4,9 +4,11 @@ Two fields that contradict each other are refused. A field without effect, becau
 """
 
 import dataclasses
+import itertools
 import logging
 import math
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from metaphrase.data.pairs import SPLITS
@@ -194,6 +196,10 @@ def _check_ranges(recipe: "Recipe") -> None:
             if not numbers.holds(value):
                 raise ValueError(f"`{name}` must be {numbers}, got {value}.")
         choices = TRAINING_FIELDS[name].metadata.get("choices") if name in TRAINING_FIELDS else None
+        for text in _texts_in(value):
+            if not text.isprintable() and any("\ud800" <= character <= "\udfff" for character in text):
+                # No file could be written with it, such as the model card after training.
+                raise ValueError(f"`{name}` must be text that UTF-8 can hold, got {text!r}.")
         if choices and _strategy(value) not in choices:
             raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {_strategy(value)!r}.")
     for part, factor in recipe.learning_rate_factors.items():
@@ -213,6 +219,15 @@ def _check_ranges(recipe: "Recipe") -> None:
     for name, reason in _LEFT_OUT.items():
         if value := getattr(recipe, name):
             raise ValueError(f"`{name}` must be left out, got {value!r}. {reason}")
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """Yield all texts in a value and in the lists and mappings in it, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for item in itertools.chain(value, value.values() if isinstance(value, dict) else ()):
+            yield from _texts_in(item)
 
 
 def _is_positive_number(value: Any) -> bool:

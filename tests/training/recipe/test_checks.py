@@ -156,6 +156,17 @@ def test_numbers_and_names_out_of_range_are_refused_at_the_entrance(name, values
             Recipe(**{name: value})
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"source_language": "\ud800"}, {"additional_special_tokens": ["a", "b\udcff"]}, {"tasks": {"\ud800": {}}}],
+    ids=["text", "list", "key"],
+)
+def test_names_that_no_file_could_hold_are_refused_before_training(fields):
+    with pytest.raises(ValueError, match=r"^`\w+` must be text that UTF-8 can hold, got '.*\\ud.*'\.$"):
+        Recipe(**fields)
+    Recipe(source_language="Übung \U0001f600", additional_special_tokens=["\n", "日本"])
+
+
 def test_usual_numbers_are_in_range():
     Recipe(save_steps=0.5, logging_steps=1, max_grad_norm=0.0, warmup_steps=0.1, save_total_limit=None, adam_beta1=0.0)
     Recipe(dataloader_num_workers=8, seed=2**32 - 1, learning_rate=0.0, generation_max_length=2, weight_decay=0.3)
