@@ -99,7 +99,7 @@ _GENERATION_RULES = _table(
     (_number(" from -10 to 10", lambda x: -10 <= x <= 10), "length_penalty"),
     (_number(" from 0 to 1e6", lambda x: 0 <= x <= 1e6), "diversity_penalty"),
     (_number(" above 0 and at most 1", lambda x: 0 < x <= 1), "top_p typical_p"),
-    (_number(" from 0 and below 1", lambda x: 0 <= x < 1), "epsilon_cutoff eta_cutoff"),
+    (_number(" of at least 0 and below 1", lambda x: 0 <= x < 1), "epsilon_cutoff eta_cutoff"),
     (_number(" from 0 to 1", lambda x: 0 <= x <= 1), "min_p top_h penalty_alpha"),
     (_number(), "guidance_scale max_time"),
     (_FLAG, "do_sample use_cache renormalize_logits remove_invalid_values is_encoder_decoder return_dict_in_generate"),

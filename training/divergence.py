@@ -45,7 +45,8 @@ class FiniteTraining:
 
     def _count(self, grad_norm: torch.Tensor | float | None) -> None:
         # With sharded weights, the norm has a part on each device.
-        norm = grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else torch.as_tensor(grad_norm or 0.0)
+        norm = grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm
+        norm = torch.as_tensor(0.0 if norm is None else norm)
         is_finite_update = norm.isfinite().to(self.args.device) & self._has_finite_losses
         self._num_not_finite = (self._num_not_finite + 1) * ~is_finite_update
         self._has_finite_losses = True

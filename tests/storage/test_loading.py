@@ -14,6 +14,7 @@ from metaphrase.inference import Generator
 from metaphrase.scripts import attention, export
 from metaphrase.scripts.console import run
 from metaphrase.storage.loading import load_whole
+from metaphrase.storage.weight_files import is_finite
 from metaphrase.training.model_setup import load_base
 from metaphrase.training.recipe.recipe import Recipe
 
@@ -143,3 +144,15 @@ def test_damaged_pickle_of_weights_is_named(tmp_path):
     (tmp_path / "t5" / "pytorch_model.bin").write_bytes(b"no pickle")
     with pytest.raises(ValueError, match=r"^A checkpoint must hold whole weights, got \S+t5: "):
         load_whole(tmp_path / "t5", trust_remote_code=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_one_value_that_is_not_finite_is_found_anywhere(dtype):
+    for size in (1, 7, 67, 1000):
+        weight = torch.full((size,), torch.finfo(dtype).max, dtype=dtype)
+        assert is_finite(weight) and is_finite(weight[:0]) and is_finite(torch.ones(3, dtype=torch.int64))
+        for index in {0, size // 2, size - 1}:
+            for value in (torch.nan, torch.inf, -torch.inf):
+                changed = weight.clone()
+                changed[index] = value
+                assert not is_finite(changed) and not is_finite(changed.expand(2, size).T)
