@@ -37,7 +37,8 @@ class _Range(NamedTuple):
 
     def __str__(self) -> str:
         low = f"{'at least' if self.ends[0] == '[' else 'above'} {self.low:.10g}"
-        return f"{low} and {'at most' if self.ends[1] == ']' else 'below'} {self.high:.10g}"
+        high = f" and {'at most' if self.ends[1] == ']' else 'below'} {self.high:.10g}"
+        return low if self.high == MAX_SIZE else low + high
 
 
 # Other numbers have the minimum of their field. Infinite values and those that are too large to compute with are in no range.
@@ -194,7 +195,8 @@ def _check_ranges(recipe: "Recipe") -> None:
             minimum = item.metadata.get("minimum")
             numbers = _RANGES.get(name, _Range(-MAX_SIZE if minimum is None else minimum))
             if not numbers.holds(value):
-                raise ValueError(f"`{name}` must be {numbers}, got {value}.")
+                rule = f"at most {MAX_SIZE}" if value > MAX_SIZE else numbers
+                raise ValueError(f"`{name}` must be {rule}, got {value}.")
         choices = TRAINING_FIELDS[name].metadata.get("choices") if name in TRAINING_FIELDS else None
         for text in _texts_in(value):
             if not text.isprintable() and any("\ud800" <= character <= "\udfff" for character in text):

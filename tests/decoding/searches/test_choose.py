@@ -56,7 +56,10 @@ def test_what_a_search_needs_is_filled_in(generator):
             {"do_sample": True, "epsilon_cutoff": 3.0},
             "`epsilon_cutoff` must be a finite number of at least 0 and below 1, got 3.0",
         ),
-        ({"do_sample": True, "eta_cutoff": -0.1}, "`eta_cutoff` must be a finite number of at least 0 and below 1, got -0.1"),
+        (
+            {"do_sample": True, "eta_cutoff": -0.1},
+            "`eta_cutoff` must be a finite number of at least 0 and below 1, got -0.1",
+        ),
         (DIVERSE | CONTRASTIVE, "choose one search, got `penalty_alpha` and `num_beam_groups`"),
         (DIVERSE | {"force_words_ids": [[7]]}, "choose one search, got `force_words_ids` and `num_beam_groups`"),
         ({"diversity_penalty": 0.5, "num_beams": 4}, "`num_beam_groups` must be above 1 .* got None and 0.5"),
