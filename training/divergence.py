@@ -67,10 +67,10 @@ class FiniteTraining:
     def _refuse(self, problem: str) -> NoReturn:
         arguments, rate, saved = self.args, self.args.learning_rate, checkpoints_in(self._get_output_dir(None))
         other = ", or `bf16` in place of `fp16`" if arguments.fp16 else ""
-        kept = f" {saved[-1]} holds the last weights that were saved, which are finite." if saved else ""
+        checkpoint = f" {saved[-1]} holds the last weights that were saved, which are finite." if saved else ""
         raise ValueError(
             f"{problem} of {self.state.max_steps}. Start a new run with a lower `learning_rate`, got {rate:g}, "
-            f"more `warmup_steps`, got {arguments.warmup_steps:g}, or a `max_grad_norm` of 1{other}.{kept}"
+            f"more `warmup_steps`, got {arguments.warmup_steps:g}, or a `max_grad_norm` of 1{other}.{checkpoint}"
         )
 
     def _save_checkpoint(self, model, trial):
