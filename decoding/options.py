@@ -1,6 +1,6 @@
 """Options of `generate()`: those of command line and recipe, and one plain form for the arguments of a call."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -53,11 +53,6 @@ GENERATION_OPTIONS = (
     *("epsilon_cutoff", "eta_cutoff", "top_h", "penalty_alpha", "repetition_penalty", "no_repeat_ngram_size"),
     *("renormalize_logits", "forced_bos_token_id", "forced_eos_token_id", "num_return_sequences"),
 )
-_RANGES: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
-    (("num_beams", "num_return_sequences"), lambda value: value >= 1, "at least 1"),
-    (("top_p", "typical_p"), lambda value: 0 < value <= 1, "above 0 and at most 1"),
-    (("epsilon_cutoff", "eta_cutoff"), lambda value: 0 <= value < 1, "at least 0 and below 1"),
-)
 # Options that turn sampling on. With `penalty_alpha`, `top_k` belongs to contrastive search.
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
 
@@ -69,15 +64,3 @@ def complete_sampling(options: dict) -> dict:
     if not chosen & {"do_sample", "custom_generate"} and chosen.intersection(names):
         return {**options, "do_sample": True}
     return options
-
-
-def check_ranges(options: Mapping[str, Any]) -> None:
-    """Check values that `generate()` would silently ignore, or reject late.
-
-    Raises:
-        ValueError: If a value is out of range.
-    """
-    for names, is_within, bounds in _RANGES:
-        for name in names:
-            if options.get(name) is not None and not is_within(options[name]):
-                raise ValueError(f"`{name}` must be {bounds}, got {options[name]}.")

@@ -35,6 +35,7 @@ from metaphrase.modeling.pipeline_support import (
     length_limits,
     resolve_settings,
 )
+from metaphrase.storage.model_files import check_options
 
 
 def decode(
@@ -95,6 +96,8 @@ def decode(
             batch_size = 1
         searching = _searching(models, search, return_scores, options)
     with searching as search_batch, progress_bar(len(sources), "sentence", show_progress) as bar:
+        # An engine has checked its options by now, with other bounds.
+        check_options(options)
         for batch in batches_by_length(lengths, batch_size, max_tokens_per_batch):
             batch_options = options_of_texts(text_options, batch, copies) if text_options else {}
             with numbering([index + 1 for index in batch]):
@@ -138,11 +141,18 @@ def _searching(
 
 
 def pad_sources(sources: list[Sequence[int]], model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return `input_ids` and `attention_mask` `(batch, source)`, padded on the right."""
+    """Return `input_ids` and `attention_mask` `(batch, source)`, padded on the right.
+
+    Raises:
+        ValueError: If the embedding has no row for an id.
+    """
     width = max(len(source) for source in sources)
     pad = model.config.pad_token_id or 0
     ids = [list(source) + [pad] * (width - len(source)) for source in sources]
     mask = [[1] * len(source) + [0] * (width - len(source)) for source in sources]
+    num_rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    if num_rows is not None and width and (largest := max(map(max, ids))) >= num_rows:
+        raise ValueError(f"Token ids must be rows of the model's embedding, below {num_rows}, got {largest}.")
     return {
         "input_ids": torch.tensor(ids, device=model.device),
         "attention_mask": torch.tensor(mask, device=model.device),

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 import metaphrase.modeling  # noqa: F401 (registers the models with the Auto classes)
-from metaphrase.decoding.options import check_ranges, plain_options
+from metaphrase.decoding.options import plain_options
 from metaphrase.decoding.quantization import PackedLinear, quantization_of, quantize
 from metaphrase.decoding.searches.joint_search import EnsembleSearch
 from metaphrase.inference.chunks import Chunk, PreparedChunks, StreamDecoder, decode_chunk
@@ -19,6 +19,7 @@ from metaphrase.inference.scoring import ForcedScore, encode_forced, read_texts,
 from metaphrase.inference.source_limits import check_source_length, count_cut
 from metaphrase.modeling.pipeline_support import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
 from metaphrase.storage.loading import load_whole, naming
+from metaphrase.storage.model_files import check_options
 from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts, readable_tokens, set_languages, shorten
 
 ENGINES = ("torch", "ctranslate2")
@@ -311,7 +312,7 @@ class Generator(StreamDecoder):
 
     def num_targets(self, **generation_kwargs) -> int:
         """Return the number of candidates of a source with these options."""
-        check_ranges(generation_kwargs)
+        check_options(generation_kwargs)
         default = self.model.generation_config.num_return_sequences or 1
         return plain_options(generation_kwargs).get("num_return_sequences", default)
 
@@ -407,8 +408,9 @@ def _load_model(
 
 def _check_device(name: str | torch.device) -> None:
     try:
-        torch.empty(0, device=find_device(name))
-    except (RuntimeError, AssertionError) as error:
+        # The device `meta` holds no numbers.
+        torch.zeros(1, device=find_device(name)).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
         # CUDA's message may have many lines.
         reason = str(error).partition("\n")[0]
         raise ValueError(f"`device` must be one that torch can use here, got {str(name)!r}: {reason}") from error

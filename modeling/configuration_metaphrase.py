@@ -23,7 +23,8 @@ _CHOICES = {
 _POSITIVE = (
     *("vocab_size", "decoder_vocab_size", "hidden_size", "encoder_layers", "decoder_layers", "encoder_ffn_dim"),
     *("decoder_ffn_dim", "encoder_attention_heads", "decoder_attention_heads", "num_key_value_heads", "head_dim"),
-    *("max_position_embeddings", "relative_attention_max_distance", "norm_eps", "attention_scale", "initializer_range"),
+    *("max_position_embeddings", "relative_attention_max_distance", "norm_eps"),
+    *("attention_scale", "logits_scale", "initializer_range"),
 )
 _PROBABILITIES = ("dropout", "attention_dropout", "activation_dropout")
 # Larger sizes, of which torch makes no tensor, come from damaged files. More layers take hours to make.
@@ -126,7 +127,7 @@ class MetaphraseConfig(PreTrainedConfig):
     relative_attention_shared: bool = True
     norm_type: str = "rmsnorm"
     norm_position: str = "pre"
-    norm_eps: float = 1e-6
+    norm_eps: float | int = 1e-6
     embedding_norm: bool = False
     final_norm: bool | None = None
     qk_norm: bool = False
@@ -208,8 +209,6 @@ class MetaphraseConfig(PreTrainedConfig):
                 raise ValueError(f"`{field}` must be above 0, got {value}.")
             if value is not None and value > limit:
                 raise ValueError(f"`{field}` must be at most {limit}, got {value}.")
-        if not math.isfinite(self.logits_scale):
-            raise ValueError(f"`logits_scale` must be a finite number, got {self.logits_scale}.")
         for field in _PROBABILITIES:
             value = getattr(self, field)
             if not 0 <= value < 1:
@@ -253,6 +252,9 @@ class MetaphraseConfig(PreTrainedConfig):
                 raise ValueError(
                     f"`rope_parameters` must have a `rope_type` of {', '.join(choices)}, got {rope_type!r}."
                 )
+            theta = self.rope_parameters.get("rope_theta", 1)
+            if not isinstance(theta, int | float) or not 0 < theta < math.inf:
+                raise ValueError(f"`rope_parameters` must have a `rope_theta` above 0 that is finite, got {theta!r}.")
             try:
                 self.validate_rope()
             except (KeyError, TypeError, AttributeError) as error:

@@ -133,10 +133,13 @@ def read_fields(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[st
     """Return the fields of a file, or None if it is missing.
 
     Raises:
-        ValueError: If the file cannot be read or does not hold fields.
+        ValueError: If the file cannot be read or does not hold fields, or is a folder or a broken link.
     """
-    if not path.is_file():
+    if not os.path.lexists(path):
         return None
+    if not path.is_file():
+        kind = "a folder" if path.is_dir() else "a link to a file that is missing"
+        raise ValueError(f"`{path.name}` must be a file, got {kind} in {str(path)!r}.")
     text = read_text(path)
     try:
         content = parse(text)

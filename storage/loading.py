@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from transformers.utils import CONFIG_NAME
 
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.model_files import check_model_folder, refuse_shape
-from metaphrase.storage.weight_files import listed
+from metaphrase.storage.weight_files import is_finite, listed, refuse_not_finite
 
 
 def load_whole(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **options: Any) -> PreTrainedModel:
@@ -29,7 +30,7 @@ def load_whole(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **op
         **options: Passed to `from_pretrained`.
 
     Raises:
-        ValueError: If weights are damaged or have a wrong shape, or a Metaphrase model lacks weights.
+        ValueError: If weights are damaged, have a wrong shape, or are not finite, or a Metaphrase model lacks weights.
         OSError: If the model does not exist.
     """
     check_model_folder(name_or_path)
@@ -39,7 +40,7 @@ def load_whole(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **op
         model, info = AutoModelForSeq2SeqLM.from_pretrained(
             name_or_path, trust_remote_code=trust_remote_code, **options
         )
-    except SafetensorError as error:
+    except (SafetensorError, pickle.UnpicklingError) as error:
         raise ValueError(f"A checkpoint must hold whole weights, got {os.fspath(name_or_path)}: {error}.") from error
     if mismatched := sorted(info["mismatched_keys"]):
         name, shape, expected = mismatched[0]
@@ -48,6 +49,9 @@ def load_whole(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **op
         raise ValueError(
             f"A checkpoint must hold whole weights, got {os.fspath(name_or_path)}, where these are missing: {listed(missing)}."
         )
+    for weight_name, weight in model.state_dict().items():
+        if not is_finite(weight):
+            refuse_not_finite(name_or_path, weight_name)
     return model
 
 

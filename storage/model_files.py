@@ -4,6 +4,7 @@ import contextlib
 import copy
 import itertools
 import math
+import numbers
 import os
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +39,7 @@ class Rule(NamedTuple):
 
 
 def _is_whole(value: Any, low: int = -MAX_SIZE, high: int = MAX_SIZE) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and low <= value <= high
 
 
 def _whole(low: int, high: int = MAX_SIZE) -> Rule:
@@ -48,7 +49,7 @@ def _whole(low: int, high: int = MAX_SIZE) -> Rule:
 def _number(text: str = "", holds: Callable[[float], bool] = lambda value: True) -> Rule:
     def is_number(value: Any) -> bool:
         # A float, because the largest integers have no square root, product or tensor.
-        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e38 and holds(value)
+        return isinstance(value, numbers.Real) and not isinstance(value, bool) and abs(value) < 1e38 and holds(value)
 
     return Rule(f"a finite number{text}", is_number)
 
@@ -92,10 +93,15 @@ _GENERATION_RULES = _table(
     (_whole(0, 2**20), "max_length max_new_tokens min_length min_new_tokens"),
     (_whole(1, 10_000), "num_beams num_beam_groups num_return_sequences"),
     (_whole(0), "top_k no_repeat_ngram_size encoder_no_repeat_ngram_size"),
-    (_number(" above 0", lambda x: x > 0), "temperature repetition_penalty encoder_repetition_penalty"),
+    # Beyond these bounds, scores of float32 overflow or become equal.
+    (_number(" from 1e-9 to 1e9", lambda x: 1e-9 <= x <= 1e9), "temperature"),
+    (_number(" from 0.001 to 1000", lambda x: 1e-3 <= x <= 1e3), "repetition_penalty encoder_repetition_penalty"),
+    (_number(" from -10 to 10", lambda x: -10 <= x <= 10), "length_penalty"),
+    (_number(" from 0 to 1e6", lambda x: 0 <= x <= 1e6), "diversity_penalty"),
     (_number(" above 0 and at most 1", lambda x: 0 < x <= 1), "top_p typical_p"),
-    (_number(" from 0 to 1", lambda x: 0 <= x <= 1), "min_p top_h penalty_alpha epsilon_cutoff eta_cutoff"),
-    (_number(), "length_penalty diversity_penalty guidance_scale max_time"),
+    (_number(" of at least 0 and below 1", lambda x: 0 <= x < 1), "epsilon_cutoff eta_cutoff"),
+    (_number(" from 0 to 1", lambda x: 0 <= x <= 1), "min_p top_h penalty_alpha"),
+    (_number(), "guidance_scale max_time"),
     (_FLAG, "do_sample use_cache renormalize_logits remove_invalid_values is_encoder_decoder return_dict_in_generate"),
     (_FLAG, "output_scores output_logits output_attentions output_hidden_states"),
     (Rule("true, false or never", lambda value: isinstance(value, bool) or value == "never"), "early_stopping"),
@@ -175,6 +181,22 @@ def check_settings(folder: Path) -> None:
             check_fields(folder / part / name, rules)
 
 
+def check_options(options: Mapping[str, Any], shown_name: str | None = None) -> None:
+    """Check the numbers among the options of `generate()`, which may silently ignore them or fail late.
+
+    Args:
+        options: Options by name. Those that take no number are not checked.
+        shown_name: Name in the error, if the option has another one for the caller.
+
+    Raises:
+        ValueError: Naming the option, the rule and the value.
+    """
+    for name, value in options.items():
+        rule = _GENERATION_RULES.get(name)
+        if isinstance(value, numbers.Real) and rule is not None and not rule.holds(value):
+            raise ValueError(f"`{shown_name or name}` must be {rule.text}, got {value}.")
+
+
 def check_fields(path: Path, rules: Mapping[str, Rule]) -> None:
     """Check the fields of a file, if it exists.
 
@@ -220,10 +242,10 @@ def _make_config(path: Path, fields: dict[str, Any]) -> PreTrainedConfig | None:
 
 
 def _check_ids(path: Path, settings: Mapping[str, Any], config: PreTrainedConfig) -> None:
-    """Refuse ids that are no rows of the target embedding."""
+    """Refuse ids that are no rows of the target embedding. With such an end of sequence, no target would end."""
     names = ("decoder_vocab_size", "tgt_vocab_size", "vocab_size")
     size = next((size for name in names if _is_whole(size := getattr(config, name, None))), MAX_SIZE)
-    for name in ("pad_token_id", *_INDEXING_IDS.split()):
+    for name in ("pad_token_id", "eos_token_id", *_INDEXING_IDS.split()):
         ids = settings.get(name)
         if not all(0 <= index < size for index in (ids if isinstance(ids, list) else [ids] if ids is not None else [])):
             _refuse(path, name, f"an id of the vocabulary, from 0 to {size - 1}", ids)

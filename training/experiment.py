@@ -53,7 +53,7 @@ from metaphrase.training.model_setup import (
     longest_sequence,
     settle_decoding,
 )
-from metaphrase.training.optimizer import freeze
+from metaphrase.training.optimizer import check_optimizer, freeze
 from metaphrase.training.progress import with_plain_lines, without_weight_bars
 from metaphrase.training.recipe.checks import check_evaluated
 from metaphrase.training.recipe.recipe import Recipe, load_recipe
@@ -113,6 +113,7 @@ class Experiment:
                 raise ValueError(
                     "`time_budget` must be left out with several processes, whose clocks differ. Give `max_steps`."
                 )
+        check_optimizer(self.arguments)
         # The arguments are saved with each checkpoint.
         self.arguments.hub_token = None
         self.folder = Path(self.arguments.output_dir)

@@ -12,13 +12,16 @@ from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments, get_scheduler
 from transformers.training_args import OptimizerNames
 
 logger = logging.getLogger(__name__)
 
 _BOOLEANS = {"true": True, "false": False}
+# Optimizers that read the model.
+_NEED_MODEL = ("lomo", "galore", "apollo")
 _ADAFACTOR_OPTIONS = ("scale_parameter", "clip_threshold", "decay_rate")
 # Prefixes of a wrapped model, and parts that compilers and sharding insert into names.
 _WRAPPERS = ("base_model", "model", "module")
@@ -60,6 +63,33 @@ def optimizer_class_and_options(arguments: TrainingArguments, model: PreTrainedM
     if arguments.optim == OptimizerNames.ADAFACTOR:
         options |= adafactor_options(arguments.optim_args)
     return optimizer_class, options
+
+
+def check_optimizer(arguments: TrainingArguments) -> None:
+    """Refuse options of optimizer and schedule before any data is read, by making both for a single weight.
+
+    Raises:
+        ValueError: Naming the field.
+    """
+    weight = nn.Parameter(torch.zeros(1))
+    if arguments.optim_target_modules or any(name in arguments.optim for name in _NEED_MODEL):
+        return
+    try:
+        optimizer_class, options = optimizer_class_and_options(arguments)
+        optimizer = optimizer_class([weight], **options)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"`optim_args` must be options of `optim` {arguments.optim.value}, such as name=value,other=value, got "
+            f"{arguments.optim_args!r}: {error}"
+        ) from error
+    try:
+        kwargs = arguments.lr_scheduler_kwargs
+        get_scheduler(arguments.lr_scheduler_type, optimizer, 0, 10, scheduler_specific_kwargs=kwargs)
+    except (ValueError, TypeError) as error:
+        name = arguments.lr_scheduler_type.value
+        raise ValueError(
+            f"`lr_scheduler_kwargs` must be options of `lr_scheduler_type` {name}, got {kwargs}: {error}"
+        ) from error
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> int:

@@ -10,7 +10,13 @@ from typing import Any
 from metaphrase.storage.folders import WriteLock, remove_leftovers
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 from metaphrase.training.checkpointing.averaging import RECIPE_NAME, is_better_lower
-from metaphrase.training.checkpointing.folders import check_whole, checkpoints_in, last_whole_checkpoint, remove_folder
+from metaphrase.training.checkpointing.folders import (
+    check_whole,
+    checkpoints_in,
+    last_whole_checkpoint,
+    remove_folder,
+    what_is_missing,
+)
 from metaphrase.training.recipe.fields import OWN_FIELDS, group_of
 from metaphrase.training.recipe.recipe import METRIC_SCHEDULES, Recipe, load_recipe
 
@@ -132,6 +138,13 @@ def checkpoint_to_resume(recipe: Recipe, folder: Path) -> str | None:
     if last is not None:
         _check_same_run(recipe, folder)
         return last
+    if damaged := checkpoints_in(folder):
+        # A run from the beginning would replace or delete weights that may be complete.
+        problems = "; ".join(what_is_missing(damaged[-1]))
+        raise ValueError(
+            f"`output_dir` must hold a whole checkpoint to resume from, got {damaged[-1]}: {problems}. "
+            "Restore the file; or start a new run in another folder, from these weights by `model_name_or_path`."
+        )
     model = _model_file_in(folder)
     if model is None:
         _refuse_recipe(folder)

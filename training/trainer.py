@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from metaphrase.training.checkpointing.sharding import (
 )
 from metaphrase.training.checkpointing.trainer_mixin import WholeCheckpoints
 from metaphrase.training.distributed import ProcessSeeds, ignore_repeated_pairs
+from metaphrase.training.divergence import FiniteTraining
 from metaphrase.training.evaluation_loop import EvaluationMixin
 from metaphrase.training.exponential_average import ExponentialAverage, has_average
 from metaphrase.training.loaders import DataLoadersMixin
@@ -37,7 +39,7 @@ logger = logging.getLogger(__name__)
 _DROPOUTS = ("dropout", "attention_dropout", "activation_dropout")
 
 
-class MetaphraseTrainer(EvaluationMixin, DataLoadersMixin, WholeCheckpoints, Seq2SeqTrainer):
+class MetaphraseTrainer(FiniteTraining, EvaluationMixin, DataLoadersMixin, WholeCheckpoints, Seq2SeqTrainer):
     """Trainer of an encoder-decoder.
 
     - Batches: by a token budget with `max_tokens_per_batch`, or of like length. See `DataLoadersMixin`.
@@ -47,6 +49,7 @@ class MetaphraseTrainer(EvaluationMixin, DataLoadersMixin, WholeCheckpoints, Seq
       the two predictions (Liang et al. 2021, section 2, arXiv 2106.14448).
     - Evaluation: the loss is a mean over tokens that counts each pair once. `score` gets decoded texts. See `EvaluationMixin`.
     - Checkpoints: whole, or absent. A resumed run ends as one that never stopped. See `WholeCheckpoints`.
+    - Divergence: an error ends a training that is no longer finite. See `FiniteTraining`.
     """
 
     get_optimizer_cls_and_kwargs = staticmethod(optimizer_class_and_options)
@@ -117,8 +120,8 @@ class MetaphraseTrainer(EvaluationMixin, DataLoadersMixin, WholeCheckpoints, Seq
             raise ValueError("`score` and `compute_metrics` must not both be given with `predict_with_generate`.")
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"`label_smoothing_factor` must be at least 0 and below 1, got {self.label_smoothing}.")
-        if self.r_drop_alpha < 0:
-            raise ValueError(f"`r_drop_alpha` must be at least 0, got {self.r_drop_alpha}.")
+        if not 0 <= self.r_drop_alpha < math.inf:
+            raise ValueError(f"`r_drop_alpha` must be at least 0 and finite, got {self.r_drop_alpha}.")
         if self.r_drop_alpha and self.has_custom_loss:
             raise ValueError("`r_drop_alpha` must be left out with `compute_loss_func`, which knows of no second pass.")
         if self.r_drop_alpha:

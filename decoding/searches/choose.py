@@ -8,7 +8,6 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from metaphrase.decoding.options import check_ranges
 from metaphrase.decoding.searches.constrained_beam_search import constrained_beam_search
 from metaphrase.decoding.searches.contrastive_search import contrastive_search
 from metaphrase.decoding.searches.diverse_beam_search import diverse_beam_search
@@ -29,7 +28,6 @@ def choose_search(model: PreTrainedModel, options: dict[str, Any]) -> tuple[Call
     Raises:
         ValueError: If arguments belong to different searches, a search lacks one, or a number is out of range.
     """
-    check_ranges(options)
     if options.get("custom_generate") is not None:
         return None, options
     defaults = model.generation_config

@@ -135,3 +135,12 @@ def test_an_end_that_is_forced_at_the_limit_is_none(family, beams):
     model.generation_config.max_new_tokens = None
     lengths = {h.is_finished: len(h.ids) for [h] in decode(model, sources, num_beams=beams)}
     assert lengths[False] == 20
+
+
+def test_ids_that_the_embedding_has_no_row_for_are_refused(generator, sources):
+    """A tokenizer may have more entries than its model."""
+    size = generator.model.config.vocab_size
+    with pytest.raises(
+        ValueError, match=rf"^Token ids must be rows of the model's embedding, below {size}, got {size}\.$"
+    ):
+        decode(generator.model, [*sources, [5, size, 2]])

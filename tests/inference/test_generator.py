@@ -160,6 +160,7 @@ def test_a_seed_that_is_none_is_refused_before_anything_is_read(seed, generator)
     [
         ({"device": "foo"}, "`device` must be one that torch knows, .* got 'foo'"),
         ({"device": "cpu:x"}, "`device` must be one that torch knows, .* got 'cpu:x'"),
+        ({"device": "meta"}, "`device` must be one that torch can use here, got 'meta': "),
         ({"device": "cuda:99"}, "`device` must be one that torch can use here, got 'cuda:99': "),
         ({"dtype": "foo"}, "`dtype` must be auto, int8 or one of torch's, .* got 'foo'"),
         ({"dtype": "linspace"}, "`dtype` must be auto, int8 or one of torch's"),

@@ -5,8 +5,9 @@ import random
 import pytest
 import torch
 from tiny_generator import SOURCES, save_generator, tiny_generator
-from tiny_models import DESIGNS, random_batch, tiny_model
+from tiny_models import DESIGNS, random_batch, random_sources, tiny_model
 
+from metaphrase.decoding import fast_generation
 from metaphrase.inference import Generator
 
 DTYPES = ("float32", "bfloat16", "float16", "int8")
@@ -65,3 +66,25 @@ def test_a_row_of_padding_alone_is_finite_and_changes_no_other_row(design, attn_
     assert torch.isfinite(logits).all()
     torch.testing.assert_close(logits[[0, 2]], expected[[0, 2]])
     assert loss is None or loss.item() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_of_padding_alone_changes_the_loop_and_no_beam_of_its_neighbors(dtype):
+    """The fast loop reads no row of padding alone. In half precision, the other loop rounds in another way."""
+    model = tiny_model(**DESIGNS["rotary"]).to(dtype)
+    inputs = random_sources(model.config, source=9)
+
+    def beams(**options):
+        output = model.generate(
+            **inputs, num_beams=3, num_return_sequences=3, max_new_tokens=6, return_dict_in_generate=True, **options
+        )
+        return output.sequences.view(3, 3, -1)[[0, 2]], output.sequences_scores.view(3, 3)[[0, 2]]
+
+    search = {"custom_generate": fast_generation.search, "return_scores": True}
+    fast, plain = beams(**search), beams(output_scores=True)
+    assert model.last_search.loop == "transformers"
+    inputs["attention_mask"][1], inputs["input_ids"][1] = 0, model.config.pad_token_id
+    found = beams(**search)
+    assert (model.last_search.loop, model.last_search.reason) == ("transformers", "source without a token")
+    assert all(map(torch.equal, found, plain))
+    assert dtype != torch.float32 or torch.equal(found[0], fast[0])

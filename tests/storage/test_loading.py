@@ -1,5 +1,6 @@
 """Tests of loading: missing, truncated or misshapen weights are an error."""
 
+import importlib
 import json
 import shutil
 
@@ -8,14 +9,25 @@ import torch
 from other_families import other_model
 from safetensors.torch import load_file, save_file
 
+from metaphrase.conversion import convert
 from metaphrase.inference import Generator
 from metaphrase.scripts import attention, export
 from metaphrase.scripts.console import run
 from metaphrase.storage.loading import load_whole
+from metaphrase.storage.weight_files import is_finite
 from metaphrase.training.model_setup import load_base
 from metaphrase.training.recipe.recipe import Recipe
 
 LOST = "model.decoder.layers.0.mlp.up_proj.weight"
+
+
+VERBS = {
+    "generate": ["MODEL", "--input", "FILE"],
+    "evaluate": ["MODEL", "--source", "FILE", "--target", "FILE", "--output", "NEW"],
+    "export": ["MODEL", "NEW", "--format", "ctranslate2"],
+    "average": ["TWIN", "MODEL", "--output", "NEW"],
+    "train": ["FILE", "FILE", "--model_name_or_path", "MODEL", "--output_dir", "NEW", "--use_cpu", "--max_steps", "1"],
+}
 
 
 @pytest.fixture
@@ -74,6 +86,37 @@ def test_model_that_is_not_whole_is_not_exported(engine, folder, capsys):
     assert not output.exists()
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("verb", ["generate", "evaluate", "export", "average", "train"])
+def test_weights_that_are_not_finite_are_refused(verb, value, folder, tmp_path, capsys):
+    if verb == "export":
+        pytest.importorskip("ctranslate2")
+    shutil.copytree(folder, tmp_path / "twin")
+    change(folder, lambda tensors: tensors[LOST].__setitem__((1, 2), value))
+    (tmp_path / "text").write_text("a\n", encoding="utf-8")
+    words = {"MODEL": folder, "TWIN": tmp_path / "twin", "NEW": tmp_path / "new", "FILE": tmp_path / "text"}
+    main = importlib.import_module(f"metaphrase.scripts.{verb}").main
+    assert run(main, verb, [str(words.get(word, word)) for word in VERBS[verb]]) == 2
+    message = f"The weight `{LOST}` of {folder} must hold finite numbers, got NaN or infinity."
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_weights_that_are_not_finite_are_not_converted(tmp_path):
+    model = other_model("bart")
+    model.model.decoder.layers[0].fc1.weight.data[1, 2] = torch.nan
+    model.save_pretrained(tmp_path / "bart")
+    with pytest.raises(ValueError, match=r"`model.decoder.layers.0.fc1.weight` of \S+bart must hold finite numbers"):
+        convert(tmp_path / "bart", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_weights_that_float16_cannot_hold_are_refused(folder):
+    change(folder, lambda tensors: tensors[LOST].__setitem__((1, 2), 1e5))
+    load_whole(folder, trust_remote_code=False)
+    with pytest.raises(ValueError, match=rf"`{LOST}` of \S+ must hold finite numbers"):
+        load_whole(folder, dtype=torch.float16, trust_remote_code=False)
+
+
 def test_whole_model_is_what_was_saved(cli_model):
     model = load_whole(cli_model, trust_remote_code=False)
     assert torch.equal(model.state_dict()[LOST], load_file(f"{cli_model}/model.safetensors")[LOST])
@@ -93,3 +136,23 @@ def test_configuration_of_another_type_is_one_line(folder, capsys):
     said = capsys.readouterr().err.splitlines()[-1]
     rule = f"`hidden_size` in {str(folder / 'config.json')!r} must be a whole number from 1 to 2147483647, got '32'."
     assert said == f"metaphrase attention: error: {rule}"
+
+
+def test_damaged_pickle_of_weights_is_named(tmp_path):
+    other_model("t5").save_pretrained(tmp_path / "t5")
+    (tmp_path / "t5" / "model.safetensors").unlink()
+    (tmp_path / "t5" / "pytorch_model.bin").write_bytes(b"no pickle")
+    with pytest.raises(ValueError, match=r"^A checkpoint must hold whole weights, got \S+t5: "):
+        load_whole(tmp_path / "t5", trust_remote_code=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_one_value_that_is_not_finite_is_found_anywhere(dtype):
+    for size in (1, 7, 67, 1000):
+        weight = torch.full((size,), torch.finfo(dtype).max, dtype=dtype)
+        assert is_finite(weight) and is_finite(weight[:0]) and is_finite(torch.ones(3, dtype=torch.int64))
+        for index in {0, size // 2, size - 1}:
+            for value in (torch.nan, torch.inf, -torch.inf):
+                changed = weight.clone()
+                changed[index] = value
+                assert not is_finite(changed) and not is_finite(changed.expand(2, size).T)

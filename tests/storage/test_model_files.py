@@ -24,6 +24,7 @@ CONTENTS = {
     "brackets": b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     "no UTF-8": b'{"a": "\xff\xe9"}',
     "UTF-16": '{"a": 1}'.encode("utf-16"),
+    "byte order mark": b'\xef\xbb\xbf{"a": 1}',
 }
 FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
 VERBS = {
@@ -90,6 +91,19 @@ def test_file_cut_in_half_is_named(file, copied):
         Generator.from_pretrained(folder)
 
 
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("kind", ["a folder", "a link to a file that is missing"])
+def test_folder_or_broken_link_in_place_of_a_file_is_named(file, kind, copied):
+    folder = copied("metaphrase")
+    (folder / file).unlink()
+    if kind == "a folder":
+        (folder / file).mkdir()
+    else:
+        (folder / file).symlink_to("nowhere")
+    with pytest.raises(ValueError, match=rf"^`{file}` must be a file, got {kind} in '\S+{file}'\.$"):
+        Generator.from_pretrained(folder)
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_names_the_broken_field_before_it_reads_weights(verb, copied, tmp_path, capsys):
     if verb == "export":
@@ -127,9 +141,10 @@ def test_every_verb_names_the_broken_field_before_it_reads_weights(verb, copied,
             2**70,
             "a whole number from 0 to 1048576, got 1180591620717411303424",
         ),
-        ("generation_config.json", "temperature", float("nan"), "a finite number above 0, got nan"),
+        ("generation_config.json", "temperature", float("nan"), "a finite number from 1e-9 to 1e9, got nan"),
         ("generation_config.json", "penalty_alpha", {"a": 1}, "a finite number from 0 to 1, got {'a': 1}"),
         ("generation_config.json", "decoder_start_token_id", -1, r"an id of the vocabulary, from 0 to \d\d, got -1"),
+        ("generation_config.json", "suppress_tokens", "abc", "a list of token ids, got 'abc'"),
         ("generation_config.json", "bad_words_ids", [1], "a list of lists of token ids, got [1]"),
         ("tokenizer_config.json", "pad_token", 3, "a token, got 3"),
         ("tokenizer_config.json", "model_max_length", "x", "a finite number above 0, got 'x'"),
@@ -168,6 +183,9 @@ def test_ids_that_index_the_embedding_must_be_its_rows(copied):
     rule = r"in '\S+config.json' must be an id of the vocabulary, from 0 to \d+, got"
     change(folder, "config.json", pad_token_id=-1)
     with pytest.raises(ValueError, match=rf"^`pad_token_id` {rule} -1"):
+        check_model_folder(folder)
+    change(folder, "config.json", pad_token_id=0, eos_token_id=[0, 10**6])
+    with pytest.raises(ValueError, match=rf"^`eos_token_id` {rule} \[0, 1000000\]"):
         check_model_folder(folder)
     del fields["decoder_start_token_id"]
     (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
@@ -211,7 +229,18 @@ def test_sizes_that_weights_do_not_have_take_no_memory(copied):
         ({"decoder_layers": 2**70}, "`decoder_layers` must be at most 10000, got 1180591620717411303424"),
         ({"norm_eps": float("nan")}, "`norm_eps` must be above 0, got nan"),
         ({"attention_scale": float("inf")}, "`attention_scale` must be at most 2147483647, got inf"),
-        ({"logits_scale": float("nan")}, "`logits_scale` must be a finite number, got nan"),
+        ({"logits_scale": float("nan")}, "`logits_scale` must be above 0, got nan"),
+        ({"logits_scale": -5.0}, "`logits_scale` must be above 0, got -5.0"),
+        ({"logits_scale": 1e30}, r"`logits_scale` must be at most 2147483647, got 1e\+30"),
+        ({"initializer_range": float("inf")}, "`initializer_range` must be at most 2147483647, got inf"),
+        ({"norm_eps": 0}, "`norm_eps` must be above 0, got 0"),
+        *(
+            (
+                {"rope_parameters": {"rope_type": "default", "rope_theta": theta}},
+                rf"`rope_theta` above 0 .*, got {theta}",
+            )
+            for theta in (0, -5.0, float("inf"))
+        ),
         ({"rope_parameters": {"rope_type": {}}}, "`rope_parameters` must have a `rope_type` of default,"),
         (
             {"position_embedding_type": "sinusoidal", "max_position_embeddings": 2**31 - 1},

@@ -53,9 +53,9 @@ def tiny_generator(
 
 
 def diverged_generator() -> Generator:
-    """Return a generator whose logits are all NaN, as after a training that diverged."""
+    """Return a generator whose logits are all infinite or NaN, although its weights are finite."""
     generator = tiny_generator()
-    generator.model.lm_head.weight.data.fill_(float("nan"))
+    generator.model.lm_head.weight.data.fill_(3e38)
     return generator
 
 

@@ -17,7 +17,7 @@ from transformers import (
     Trainer,
 )
 
-from metaphrase.training.optimizer import adafactor_options, freeze, parameter_groups
+from metaphrase.training.optimizer import adafactor_options, check_optimizer, freeze, parameter_groups
 from metaphrase.training.trainer import MetaphraseTrainer
 
 # Source and target have vocabularies of their own, and nothing is tied.
@@ -314,3 +314,31 @@ def test_options_of_another_optimizer_are_left_alone(tmp_path):
 def test_wrong_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         adafactor_options(options)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"optim_args": "garbage"}, "`optim_args` must be options of `optim` adamw_torch_fused, .* got 'garbage': "),
+        ({"optim": "adafactor", "optim_args": "garbage"}, "`optim_args` must be .* got 'garbage': "),
+        ({"lr_scheduler_kwargs": {"junk": 1}}, "`lr_scheduler_kwargs` must be .* linear, got {'junk': 1}: "),
+        (
+            {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": "x"}},
+            "`lr_scheduler_kwargs` must be .* cosine_with_restarts, got {'num_cycles': 'x'}: ",
+        ),
+        ({"lr_scheduler_type": "warmup_stable_decay"}, "`lr_scheduler_kwargs` must be .* got "),
+    ],
+)
+def test_options_of_optimizer_and_schedule_are_refused_before_any_data_is_read(fields, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        check_optimizer(Seq2SeqTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **fields))
+
+
+def test_usual_optimizers_and_schedules_are_accepted(tmp_path):
+    for fields in (
+        {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"mode": "max"}, "eval_strategy": "steps"},
+        {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-5}},
+        {"lr_scheduler_type": "cosine", "optim": "sgd", "optim_args": "momentum=0.9"},
+        {"lr_scheduler_type": "polynomial", "optim": "adafactor", "optim_args": "clip_threshold=0.5"},
+    ):
+        check_optimizer(Seq2SeqTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **fields))

@@ -97,6 +97,17 @@ def test_a_run_without_checkpoints_can_be_repeated(data, tmp_path, caplog):
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == before
 
 
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "trainer_state.json"])
+def test_a_checkpoint_that_lost_a_state_file_is_named_and_kept(data, tmp_path, name):
+    run = tmp_path / "run"
+    train(data, run, **ONE_STEP)
+    (run / "checkpoint-1" / name).unlink()
+    before, fields = contents(run), ONE_STEP | {"save_total_limit": 1, "resume_from_checkpoint": "true"}
+    with pytest.raises(ValueError, match=rf"must hold a whole checkpoint .*checkpoint-1: {name} is missing\. Restore"):
+        train(data, run, **fields)
+    assert contents(run) == before
+
+
 def test_a_resumed_run_keeps_what_its_checkpoint_has_settled(data, tmp_path):
     run = tmp_path / "run"
     fields = {"max_steps": 1, "save_steps": 1, "eval_strategy": "no", "test_file": None, "freeze": ["decoder"]}

@@ -88,7 +88,7 @@ BUDGET = {"max_tokens_per_batch": 60}
         (BUDGET | {"train": [{"input_ids": [5], "labels": [6]}]}, "columns source_length and .* got a list with None"),
         (BUDGET | {"collator": lambda pairs: 1 / 0}, "`data_collator` must be one that only pads .* got a function"),
         (BUDGET | {"collator": type("Noisy", (PairCollator,), {})(0)}, "must be one that only pads .* got a Noisy"),
-        ({"r_drop_alpha": -1.0}, "`r_drop_alpha` must be at least 0, got -1.0"),
+        ({"r_drop_alpha": -1.0}, "`r_drop_alpha` must be at least 0 and finite, got -1.0"),
         ({"label_smoothing_factor": 1.5}, "`label_smoothing_factor` must be at least 0 and below 1, got 1.5"),
         (
             {"r_drop_alpha": 1.0, "compute_loss_func": token_mean},

@@ -4,31 +4,69 @@ Two fields that contradict each other are refused. A field without effect, becau
 """
 
 import dataclasses
+import itertools
 import logging
 import math
-from typing import TYPE_CHECKING, Any
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from metaphrase.data.pairs import SPLITS
 from metaphrase.data.token_budget import check_beside_budget
 from metaphrase.evaluation.metrics import DEFAULT_METRICS
-from metaphrase.training.recipe.fields import group_of
+from metaphrase.modeling.configuration_metaphrase import MAX_SIZE
+from metaphrase.storage.model_files import check_options
+from metaphrase.training.recipe.fields import TRAINING_FIELDS, group_of
 
 if TYPE_CHECKING:
     from metaphrase.training.recipe.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 
-# Bounds of fields whose minimum is not part of the field, or is not all.
-_BOUNDS = {
-    "at least 0": (lambda value: value >= 0, ("learning_rate",)),
-    "above 0": (lambda value: value > 0, ("repetition_penalty", "lora_alpha")),
-    "at least 0 and below 1": (
-        lambda value: 0 <= value < 1,
-        ("label_smoothing_factor", "exponential_average_decay", "lora_dropout"),
-    ),
-    "above 0 and below 1": (lambda value: 0 < value < 1, ("noise_density",)),
-    "above 0 and at most 1": (lambda value: 0 < value <= 1, ("layer_decay",)),
+
+class _Range(NamedTuple):
+    """Numbers from `low` to `high`. A round bracket in `ends` leaves an end out."""
+
+    low: float
+    high: float = MAX_SIZE
+    ends: str = "[]"
+
+    def holds(self, value: float) -> bool:
+        is_high_enough = value >= self.low if self.ends[0] == "[" else value > self.low
+        return is_high_enough and (value <= self.high if self.ends[1] == "]" else value < self.high)
+
+    def __str__(self) -> str:
+        low = f"{'at least' if self.ends[0] == '[' else 'above'} {self.low:.10g}"
+        high = f" and {'at most' if self.ends[1] == ']' else 'below'} {self.high:.10g}"
+        return low if self.high == MAX_SIZE else low + high
+
+
+# Other numbers have the minimum of their field. Infinite values and those that are too large to compute with are in no range.
+_RANGES = {
+    name: numbers
+    for numbers, names in (
+        (_Range(1), "gradient_accumulation_steps eval_accumulation_steps per_device_train_batch_size"),
+        (_Range(1), "per_device_eval_batch_size save_total_limit dataloader_prefetch_factor ddp_bucket_cap_mb"),
+        (_Range(1), "ddp_timeout torch_empty_cache_steps"),
+        (_Range(-1), "max_steps"),
+        (_Range(0), "num_train_epochs warmup_steps eval_delay max_grad_norm neftune_noise_alpha"),
+        (_Range(0, ends="(]"), "logging_steps eval_steps save_steps lora_alpha"),
+        (_Range(0, 100), "learning_rate weight_decay"),
+        (_Range(0, 1000), "r_drop_alpha"),
+        (_Range(0, 1, "[)"), "label_smoothing_factor exponential_average_decay lora_dropout adam_beta1 adam_beta2"),
+        (_Range(0, 1, "()"), "noise_density"),
+        (_Range(0, 1, "(]"), "layer_decay adam_epsilon"),
+        (_Range(0, 2**32 - 1), "seed data_seed"),
+        # More processes than a machine can serve.
+        (_Range(0, 8 * (os.cpu_count() or 1)), "dataloader_num_workers"),
+        (_Range(2, 2**20), "generation_max_length"),
+    )
+    for name in names.split()
 }
+_MAX_FACTOR = 1000
+# Fields that become settings of `generate()`.
+_OF_GENERATION = {name: name for name in ("num_beams", "length_penalty", "no_repeat_ngram_size", "repetition_penalty")}
+_OF_GENERATION |= {"generation_num_beams": "num_beams"}
 _LEFT_OUT = {
     "generation_config": "It would replace `num_beams`, `length_penalty`, `generation_max_length` and others. Set them instead.",
     "push_to_hub": "`metaphrase push` uploads a finished run.",
@@ -148,18 +186,28 @@ def _strategy(value: object) -> str:
 
 def _check_ranges(recipe: "Recipe") -> None:
     for item in dataclasses.fields(recipe):
-        minimum, value = item.metadata.get("minimum"), getattr(recipe, item.name)
-        if minimum is not None and value is not None and value < minimum:
-            raise ValueError(f"`{item.name}` must be at least {minimum}, got {value}.")
-    for bounds, (is_within, names) in _BOUNDS.items():
-        for name in names:
-            value = getattr(recipe, name)
-            if value is not None and not is_within(value):
-                raise ValueError(f"`{name}` must be {bounds}, got {value}.")
+        name, value = item.name, getattr(recipe, item.name)
+        if value is None:
+            continue
+        if name in _OF_GENERATION:
+            check_options({_OF_GENERATION[name]: value}, name)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            minimum = item.metadata.get("minimum")
+            numbers = _RANGES.get(name, _Range(-MAX_SIZE if minimum is None else minimum))
+            if not numbers.holds(value):
+                rule = f"at most {MAX_SIZE}" if value > MAX_SIZE else numbers
+                raise ValueError(f"`{name}` must be {rule}, got {value}.")
+        choices = TRAINING_FIELDS[name].metadata.get("choices") if name in TRAINING_FIELDS else None
+        for text in _texts_in(value):
+            if not text.isprintable() and any("\ud800" <= character <= "\udfff" for character in text):
+                # No file could be written with it, such as the model card after training.
+                raise ValueError(f"`{name}` must be text that UTF-8 can hold, got {text!r}.")
+        if choices and _strategy(value) not in choices:
+            raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {_strategy(value)!r}.")
     for part, factor in recipe.learning_rate_factors.items():
-        if not _is_positive_number(factor):
+        if not _is_positive_number(factor) or factor > _MAX_FACTOR:
             raise ValueError(
-                f"`learning_rate_factors` must hold numbers above 0, got {factor!r} for {part!r}. "
+                f"`learning_rate_factors` must hold numbers above 0 and at most {_MAX_FACTOR}, got {factor!r} for {part!r}. "
                 "List parts that are not trained in `freeze`."
             )
     if recipe.max_steps == 0 or (recipe.max_steps < 0 and recipe.num_train_epochs <= 0):
@@ -173,6 +221,15 @@ def _check_ranges(recipe: "Recipe") -> None:
     for name, reason in _LEFT_OUT.items():
         if value := getattr(recipe, name):
             raise ValueError(f"`{name}` must be left out, got {value!r}. {reason}")
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """Yield all texts in a value and in the lists and mappings in it, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for item in itertools.chain(value, value.values() if isinstance(value, dict) else ()):
+            yield from _texts_in(item)
 
 
 def _is_positive_number(value: Any) -> bool:

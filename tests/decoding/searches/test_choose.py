@@ -2,6 +2,7 @@
 
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from tiny_generator import SOURCES, tiny_generator
@@ -48,11 +49,17 @@ def test_what_a_search_needs_is_filled_in(generator):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_beams": 0}, "`num_beams` must be at least 1, got 0"),
-        ({"do_sample": True, "top_p": 0.0}, "`top_p` must be above 0 and at most 1, got 0.0"),
-        ({"do_sample": True, "typical_p": 1.5}, "`typical_p` must be above 0 and at most 1, got 1.5"),
-        ({"do_sample": True, "epsilon_cutoff": 3.0}, "`epsilon_cutoff` must be at least 0 and below 1, got 3.0"),
-        ({"do_sample": True, "eta_cutoff": -0.1}, "`eta_cutoff` must be at least 0 and below 1, got -0.1"),
+        ({"num_beams": 0}, "`num_beams` must be a whole number from 1 to 10000, got 0"),
+        ({"do_sample": True, "top_p": 0.0}, "`top_p` must be a finite number above 0 and at most 1, got 0.0"),
+        ({"do_sample": True, "typical_p": 1.5}, "`typical_p` must be a finite number above 0 and at most 1, got 1.5"),
+        (
+            {"do_sample": True, "epsilon_cutoff": 3.0},
+            "`epsilon_cutoff` must be a finite number of at least 0 and below 1, got 3.0",
+        ),
+        (
+            {"do_sample": True, "eta_cutoff": -0.1},
+            "`eta_cutoff` must be a finite number of at least 0 and below 1, got -0.1",
+        ),
         (DIVERSE | CONTRASTIVE, "choose one search, got `penalty_alpha` and `num_beam_groups`"),
         (DIVERSE | {"force_words_ids": [[7]]}, "choose one search, got `force_words_ids` and `num_beam_groups`"),
         ({"diversity_penalty": 0.5, "num_beams": 4}, "`num_beam_groups` must be above 1 .* got None and 0.5"),
@@ -66,6 +73,40 @@ def test_what_a_search_needs_is_filled_in(generator):
 def test_arguments_that_contradict_each_other_are_refused(options, message, generator):
     with pytest.raises(ValueError, match=message):
         generator.generate(SOURCES, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("num_beams", 1_000_000, "a whole number from 1 to 10000"),
+        ("max_new_tokens", 2**70, "a whole number from 0 to 1048576"),
+        ("no_repeat_ngram_size", -1, "a whole number from 0 to 2147483647"),
+        ("top_k", 2**70, "a whole number from 0 to 2147483647"),
+        ("length_penalty", float("nan"), "a finite number from -10 to 10"),
+        ("length_penalty", float("inf"), "a finite number from -10 to 10"),
+        ("length_penalty", 1000.0, "a finite number from -10 to 10"),
+        ("repetition_penalty", 1e-320, "a finite number from 0.001 to 1000"),
+        ("repetition_penalty", float("inf"), "a finite number from 0.001 to 1000"),
+        ("temperature", 1e-320, "a finite number from 1e-9 to 1e9"),
+        ("temperature", np.float32("inf"), "a finite number from 1e-9 to 1e9"),
+        ("diversity_penalty", float("inf"), "a finite number from 0 to 1e6"),
+        ("min_p", float("nan"), "a finite number from 0 to 1"),
+    ],
+)
+def test_numbers_that_overflow_scores_are_refused(name, value, rule, generator):
+    groups = {"num_beams": 4, "num_beam_groups": 2} if name == "diversity_penalty" else {"num_beams": 3}
+    with pytest.raises(ValueError, match=rf"^`{name}` must be {rule}, got {value}\.$"):
+        generator.generate(SOURCES, **groups | {name: value})
+    with pytest.raises(ValueError, match=rf"^`{name}` must be {rule}"):
+        generator.num_targets(**{name: value})
+
+
+def test_numbers_at_their_bounds_are_accepted(generator):
+    for options in ({"length_penalty": 10}, {"repetition_penalty": np.float64(1000)}):
+        assert any(generator.generate(SOURCES, num_beams=np.int64(3), **options))
+    # The shortest hypotheses are the best.
+    assert generator.generate(SOURCES, num_beams=3, length_penalty=-10) == [""] * len(SOURCES)
+    assert any(generator.generate(SOURCES, temperature=1e-9))
 
 
 @pytest.mark.parametrize("options", [DIVERSE, CONTRASTIVE, {"force_words_ids": [[7, 8]]}], ids=str)
@@ -124,9 +165,9 @@ def test_phrases_that_cannot_be_are_refused(options, message, generator):
 
 @pytest.mark.parametrize("count", [0, -1])
 def test_no_targets_at_all_are_refused(count, generator):
-    with pytest.raises(ValueError, match=f"`num_return_sequences` must be at least 1, got {count}"):
+    with pytest.raises(ValueError, match=f"`num_return_sequences` must be a whole number from 1 to 10000, got {count}"):
         generator.generate_n_best(SOURCES, num_return_sequences=count)
-    with pytest.raises(ValueError, match=f"`num_return_sequences` must be at least 1, got {count}"):
+    with pytest.raises(ValueError, match=f"`num_return_sequences` must be a whole number from 1 to 10000, got {count}"):
         generator.num_targets(num_return_sequences=count)
 
 

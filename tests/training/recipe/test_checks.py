@@ -110,10 +110,74 @@ def test_shares_have_their_bounds_at_the_entrance(name, good, bad, others):
             Recipe(**{name: value}, **others)
 
 
-@pytest.mark.parametrize("value", ["fast", None, True, 0, -1.0, float("inf"), {"layers": 0.5}], ids=repr)
+INF = float("inf")
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        *((f"{event}_steps", (0, -1, INF)) for event in ("save", "eval", "logging")),
+        *((f"per_device_{phase}_batch_size", (0, -1)) for phase in ("train", "eval")),
+        ("gradient_accumulation_steps", (0, -1)),
+        ("eval_accumulation_steps", (0, -1)),
+        ("max_steps", (-7, 2**70)),
+        ("num_train_epochs", (INF, 1e300)),
+        ("max_grad_norm", (-1.0, INF)),
+        ("adam_epsilon", (0.0, -1.0, INF)),
+        ("adam_beta1", (1.0, -0.1)),
+        ("adam_beta2", (1.5,)),
+        ("save_total_limit", (0, -1)),
+        ("dataloader_num_workers", (-1, 1_000_000)),
+        ("dataloader_prefetch_factor", (0, -1)),
+        ("learning_rate", (INF, 1e30)),
+        ("weight_decay", (INF, -1.0)),
+        ("r_drop_alpha", (INF, 1e38)),
+        ("warmup_steps", (INF, -1)),
+        ("neftune_noise_alpha", (INF, -1.0)),
+        ("lora_alpha", (INF,)),
+        ("early_stopping_threshold", (INF,)),
+        ("seed", (-1, 2**70)),
+        ("data_seed", (-1, 2**70)),
+        ("max_source_length", (2**70,)),
+        ("generation_max_length", (1, 0, -1, 2**40)),
+        ("generation_num_beams", (0, 10**6)),
+        ("num_beams", (0, 10**6)),
+        ("repetition_penalty", (INF, 1e-320)),
+        ("length_penalty", (INF, 1000.0)),
+        ("no_repeat_ngram_size", (-1, 2**70)),
+        ("log_level", ("junk",)),
+        ("log_level_replica", ("junk",)),
+        ("train_sampling_strategy", ("junk",)),
+    ],
+)
+def test_numbers_and_names_out_of_range_are_refused_at_the_entrance(name, values):
+    for value in values:
+        with pytest.raises(ValueError, match=rf"^`{name}` must be .*, got {value!r}\.$".replace("+", r"\+")):
+            Recipe(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"source_language": "\ud800"}, {"additional_special_tokens": ["a", "b\udcff"]}, {"tasks": {"\ud800": {}}}],
+    ids=["text", "list", "key"],
+)
+def test_names_that_no_file_could_hold_are_refused_before_training(fields):
+    with pytest.raises(ValueError, match=r"^`\w+` must be text that UTF-8 can hold, got '.*\\ud.*'\.$"):
+        Recipe(**fields)
+    Recipe(source_language="Übung \U0001f600", additional_special_tokens=["\n", "日本"])
+
+
+def test_usual_numbers_are_in_range():
+    Recipe(save_steps=0.5, logging_steps=1, max_grad_norm=0.0, warmup_steps=0.1, save_total_limit=None, adam_beta1=0.0)
+    Recipe(dataloader_num_workers=8, seed=2**32 - 1, learning_rate=0.0, generation_max_length=2, weight_decay=0.3)
+
+
+@pytest.mark.parametrize("value", ["fast", None, True, 0, -1.0, INF, 1e38, {"layers": 0.5}], ids=repr)
 def test_factors_of_the_rate_are_numbers_above_0(value):
     given = re.escape(repr(value))
-    with pytest.raises(ValueError, match=f"`learning_rate_factors` must hold numbers above 0, got {given} for 'enc"):
+    with pytest.raises(
+        ValueError, match=f"`learning_rate_factors` must hold numbers above 0 and at most 1000, got {given} for 'enc"
+    ):
         Recipe(learning_rate_factors={"decoder": 1, "encoder": value})
 
 

@@ -319,3 +319,32 @@ def test_recipe_of_brackets_is_an_error_of_one_line(tmp_path):
     path.write_text("train_file: " + "[" * 100_000, encoding="utf-8")
     with pytest.raises(ValueError, match=r"^\S+recipe.yaml must be valid YAML: maximum recursion depth"):
         load_recipe(path, [])
+
+
+BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("do_train: !!bool abc", "got a value that its tag does not fit: 'abc'"),
+        ("seed: !!timestamp abc", "got a value that its tag does not fit: "),
+        ("seed: !!int abc", "got a value that its tag does not fit: invalid literal"),
+        (f"{BOMB}seed: *a9", "aliases must give at most 100000 values"),
+        ("model: &a {b: *a}", "aliases must give at most 100000 values"),
+    ],
+    ids=["bool", "timestamp", "int", "aliases of aliases", "alias of itself"],
+)
+def test_yaml_of_odd_tags_or_aliases_is_refused(text, problem, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=rf"^\S+recipe.yaml must be valid YAML[:,] {problem}"):
+        load_recipe(path, [])
+
+
+def test_aliases_are_read(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("freeze: &parts [encoder]\nlora_target_modules: *parts\nmodel_name_or_path: a\n", encoding="utf-8")
+    assert load_recipe(path, [], is_checked=False).lora_target_modules == ["encoder"]
