@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from metaphrase.decoding.options import GENERATION_OPTIONS, check_ranges, complete_sampling
+from metaphrase.decoding.options import GENERATION_OPTIONS, complete_sampling
 from metaphrase.inference.texts.placement import Links, Sentence
 from metaphrase.inference.texts.terms import Terms
 from metaphrase.inference.whole_texts import TextDecoder
@@ -13,11 +13,10 @@ from metaphrase.serving.batcher import Ticket
 from metaphrase.serving.languages import base_code
 from metaphrase.serving.limits import Limits
 from metaphrase.serving.models import QueuedGenerator, ServedModel
+from metaphrase.storage.model_files import check_options
 
 # A client may not choose special tokens.
 CLIENT_OPTIONS = tuple(name for name in GENERATION_OPTIONS if not name.endswith("_token_id"))
-# Logits divided by less may be infinite.
-_LOWEST_TEMPERATURE = 0.001
 
 
 @dataclass(frozen=True)
@@ -100,9 +99,7 @@ def check_query(query: Query, limits: Limits) -> None:
             raise ValueError(f"`{name}` must be a whole number from 0 to {most}, got {value}.")
     if not isinstance(query.num_targets, int) or not 1 <= query.num_targets <= limits.max_beams:
         raise ValueError(f"The number of targets must be from 1 to {limits.max_beams}, got {query.num_targets!r}.")
-    if query.options.get("temperature", 1) < _LOWEST_TEMPERATURE:
-        raise ValueError(f"`temperature` must be at least {_LOWEST_TEMPERATURE}, got {query.options['temperature']}.")
-    check_ranges(query.options)
+    check_options(query.options)
 
 
 def splitting_language(model: ServedModel, query: Query) -> str | bool:
