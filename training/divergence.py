@@ -60,8 +60,8 @@ class FiniteTraining:
 
     def _check_weights(self) -> None:
         trained = (weight for weight in self.model.parameters() if weight.requires_grad)
-        has_finite = torch.tensor([all(map(is_finite, trained))], device=self.args.device)
-        if not self.accelerator.gather(has_finite).all():
+        num_not_finite = torch.tensor([sum(not is_finite(weight) for weight in trained)], device=self.args.device)
+        if self.accelerator.gather(num_not_finite).any():
             self._refuse(f"The weights must be finite, got NaN or infinity after update {self.state.global_step}")
 
     def _refuse(self, problem: str) -> NoReturn:
