@@ -22,6 +22,8 @@ _SCALARS = {
     "int": (r"[-+]?[0-9]+", [*"-+0123456789"]),
     "float": (r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)", [*"-+.0123456789"]),
 }
+# A short file with aliases of aliases may stand for a billion values.
+_MAX_VALUES = 100_000
 _TYPE_NAMES = {bool: "true or false", int: "int", float: "float", str: "text", list: "list of texts", dict: "mapping"}
 
 
@@ -59,12 +61,27 @@ def load_yaml(text: str, where: str) -> Any:
     """Parse one YAML document.
 
     Raises:
-        ValueError: If it is not YAML, or a mapping has a key twice or a key that is not a text.
+        ValueError: If it is not YAML, a mapping has a key twice or a key that is not a text, or there are too many values.
     """
     try:
-        return yaml.load(text, Loader=_Loader)
+        content = yaml.load(text, Loader=_Loader)
+        num_values = _count_values(content, {})
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"{where} must be valid YAML: {error}") from error
+    if num_values > _MAX_VALUES:
+        raise ValueError(f"{where} must hold at most {_MAX_VALUES:,} values with each alias written out, got more.")
+    return content
+
+
+def _count_values(content: Any, counts: dict[int, float]) -> float:
+    """Return the number of values with each alias written out: infinite for a list that holds itself."""
+    if not isinstance(content, list | dict):
+        return 1
+    if id(content) not in counts:
+        counts[id(content)] = float("inf")
+        items = content.values() if isinstance(content, dict) else content
+        counts[id(content)] = 1 + sum(_count_values(item, counts) for item in items)
+    return counts[id(content)]
 
 
 def dump_yaml(mapping: dict[str, Any]) -> str:
