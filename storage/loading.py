@@ -14,7 +14,7 @@ from transformers.utils import CONFIG_NAME
 
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.model_files import check_model_folder, refuse_shape
-from metaphrase.storage.weight_files import listed
+from metaphrase.storage.weight_files import ADAPTER_NAME, WeightFiles, listed
 
 
 def load_whole(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **options: Any) -> PreTrainedModel:
@@ -33,6 +33,12 @@ def load_whole(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **op
         OSError: If the model does not exist.
     """
     check_model_folder(name_or_path)
+    folder = Path(name_or_path)
+    if (folder / CONFIG_NAME).is_file() and not (folder / ADAPTER_NAME).is_file():
+        with contextlib.ExitStack() as files:
+            WeightFiles(folder, files)
+    # transformers would open a pickle.
+    options["use_safetensors"] = True
     # The shapes go into the error below, in place of transformers' table.
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:

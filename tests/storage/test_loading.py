@@ -93,3 +93,26 @@ def test_configuration_of_another_type_is_one_line(folder, capsys):
     said = capsys.readouterr().err.splitlines()[-1]
     rule = f"`hidden_size` in {str(folder / 'config.json')!r} must be a whole number from 1 to 2147483647, got '32'."
     assert said == f"metaphrase attention: error: {rule}"
+
+
+def as_pickle(folder):
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    return weights
+
+
+@pytest.mark.parametrize("kind", ["alone", "in the index", "empty index"])
+def test_no_pickle_is_ever_opened(folder, kind, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("A pickle was opened."))
+    names = dict.fromkeys(as_pickle(folder), "pytorch_model.bin") if kind != "empty index" else {}
+    if kind == "empty index":
+        (folder / "model.safetensors").unlink()
+    if kind != "alone":
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    words = [str(folder), "--source", "a", "--target", "b", "--output", str(tmp_path / "a.png")]
+    assert run(attention.main, "attention", words) == 2
+    assert "A pickle such as pytorch_model.bin is never opened" in capsys.readouterr().err
+    for load in (load_whole, Generator.from_pretrained):
+        with pytest.raises(ValueError, match=r"A pickle such as pytorch_model\.bin is never opened"):
+            load(folder, trust_remote_code=False)
