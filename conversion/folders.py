@@ -30,7 +30,14 @@ from metaphrase.conversion.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, H
 from metaphrase.conversion.marian import FSMT, M2M100, Marian, Pegasus
 from metaphrase.conversion.t5 import MT5, T5, UMT5
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
-from metaphrase.storage.folders import check_output, folder_in_one_step, read_json, write_json, write_provenance
+from metaphrase.storage.folders import (
+    check_output,
+    folder_in_one_step,
+    read_json,
+    refuse_outer_links,
+    write_json,
+    write_provenance,
+)
 from metaphrase.storage.model_files import check_model_folder
 from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, listed, write_weights
 from metaphrase.tokenization.hints import did_you_mean
@@ -100,7 +107,8 @@ def convert(
         folder = _download(os.fspath(source), revision)
     elif revision is not None:
         raise ValueError(f"`revision` must be left out for a folder, got {revision!r}.")
-    check_output(output, [folder], overwrite, PROVENANCE_NAME, "converted")
+    check = functools.partial(check_output, output, [folder], overwrite, PROVENANCE_NAME, "converted")
+    check()
     check_model_folder(folder)
     config = read_json(folder / CONFIG_NAME)
     model_type = config.get("model_type")
@@ -117,7 +125,7 @@ def convert(
         )
     with contextlib.ExitStack() as files:
         weights = WeightFiles(folder, files)
-        with folder_in_one_step(output) as partial:
+        with folder_in_one_step(output, check) as partial:
             if model_type == OURS:
                 _write_theirs(FAMILIES[to], folder, weights, partial, max_shard_bytes)
             else:
@@ -204,6 +212,7 @@ def _copy_tokenizers(folder: Path, output: Path, model_type: str) -> None:
     for name in ("", TARGET_SUBFOLDER):
         for path in sorted((folder / name).iterdir()) if (folder / name).is_dir() else ():
             if path.is_file() and _matches_any(path.name, (*_TOKENIZER_FILES, *_LICENCES)):
+                refuse_outer_links(folder, [path], "source")
                 (output / name).mkdir(exist_ok=True)
                 shutil.copyfile(path, output / name / path.name)
     settings = output / _TOKENIZER_CONFIG

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from metaphrase.hub_card.figures import spell_out
+from metaphrase.storage.folders import file_in_one_step
 
 if TYPE_CHECKING:
     from metaphrase.inference import Explanation
@@ -63,7 +64,8 @@ def write_explanation_page(
     page = re.sub(r"\{\{(\w+)\}\}", lambda match: fields[match.group(1)], _TEMPLATE.read_text(encoding="utf-8"))
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8", newline="\n")
+    with file_in_one_step(path) as temporary:
+        temporary.write_text(page, encoding="utf-8", newline="\n")
     return path
 
 

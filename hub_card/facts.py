@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -23,6 +24,9 @@ LANGUAGE_FIELDS = ("source_language", "target_language")
 TEXT_FIELDS = ("source_prefix", "joiner", "additional_special_tokens")
 # Fields that must never be published.
 SECRET_FIELDS = ("token", "hub_token", "push_to_hub_token", "use_auth_token", "api_key", "password", "secret")
+SECRET_FIELDS += ("hf_token", "access_token", "auth_token", "access_key", "secret_key", "aws_secret_access_key")
+# Access tokens of well-known services, and the user part of an address.
+_SECRET_TEXT = re.compile(r"\b(hf_|sk-|gh[pousr]_|glpat-|xox[a-z]-|AKIA)[\w-]{16,}|(?<=://)[^/@\s]+@")
 _STATE_RULES = {
     "log_history": Rule(
         "a list of entries, whose `step` is a whole number",
@@ -101,7 +105,7 @@ class TrainedFolder:
         self.scores = metrics.get("scores") or {}
         self.tasks = metrics.get("tasks") or {}
         data_name = (metrics.get("data") or {}).get("name")
-        self.data_name = None if data_name is None else without_machine_path(str(data_name))
+        self.data_name = None if data_name is None else redact(str(data_name))
 
     @property
     def source_prefix(self) -> str:
@@ -109,15 +113,14 @@ class TrainedFolder:
         recipe = self.recipe or {}
         tasks = list(recipe["tasks"].values()) if isinstance(recipe.get("tasks"), Mapping) else []
         fields = tasks[0] if tasks else recipe
-        return str(fields.get("source_prefix") or "") if isinstance(fields, Mapping) else ""
+        return _without_secrets(str(fields.get("source_prefix") or "")) if isinstance(fields, Mapping) else ""
 
     def split_recipe(self) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
         """Return (data fields, hyperparameters, names of secret fields), without machine paths."""
-        data, hyperparameters, secrets = {}, {}, []
-        for name, value in without_machine_path(self.recipe or {}).items():
-            if name in SECRET_FIELDS:
-                secrets.append(name)
-            elif name in DATA_FIELDS or name.endswith(DATA_FIELD_ENDINGS):
+        data, hyperparameters = {}, {}
+        secrets = [name for name in self.recipe or {} if name in SECRET_FIELDS]
+        for name, value in redact(self.recipe or {}).items():
+            if name in DATA_FIELDS or name.endswith(DATA_FIELD_ENDINGS):
                 data[name] = value
             elif name not in LANGUAGE_FIELDS:
                 hyperparameters[name] = value
@@ -169,19 +172,30 @@ def count_parameters(folder: Path) -> int | None:
         return sum(math.prod(kind.shape) for kind in WeightFiles(folder, files).kinds.values())
 
 
-def without_machine_path(value: Any) -> Any:
-    """Cut absolute paths and paths below a home folder to their last part. Other values stay as they are.
+def redact(value: Any) -> Any:
+    """Return a value for others to see: without secrets, and with paths of this machine cut to their last part.
 
-    Lists and mappings are processed recursively, except for `TEXT_FIELDS`.
+    Secrets are known by the name of their field or by their form, at any depth. `TEXT_FIELDS` keep what looks like a path.
     """
     if isinstance(value, list):
-        return [without_machine_path(item) for item in value]
+        return [redact(item) for item in value]
     if isinstance(value, dict):
-        return {name: item if name in TEXT_FIELDS else without_machine_path(item) for name, item in value.items()}
+        shared = {name: item for name, item in value.items() if name not in SECRET_FIELDS}
+        return {name: _without_secrets(item) if name in TEXT_FIELDS else redact(item) for name, item in shared.items()}
+    return _without_machine_path(_without_secrets(value))
+
+
+def _without_secrets(value: Any) -> Any:
+    return _SECRET_TEXT.sub("", value) if isinstance(value, str) else value
+
+
+def _without_machine_path(value: Any) -> Any:
+    """Cut an absolute path, also as an address, or one below a home folder to its last part."""
     if isinstance(value, str):
+        text = value.removeprefix("file://")
         for kind in (PurePosixPath, PureWindowsPath):
-            path = kind(value)
-            is_below_home = value.startswith("~") and len(path.parts) > 1
+            path = kind(text)
+            is_below_home = text.startswith("~") and len(path.parts) > 1
             if path.is_absolute() or is_below_home:
                 return path.name or value
     return value

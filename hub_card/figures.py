@@ -15,6 +15,8 @@ from matplotlib.font_manager import fontManager
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from metaphrase.storage.folders import file_in_one_step
+
 # Uses matplotlib's object interface with one backend, and so leaves pyplot's global state alone.
 DOTS_PER_INCH = 150
 TRAIN_COLOR, EVAL_COLOR, SCORE_COLOR, BEST_COLOR, TEXT_COLOR = "#4477AA", "#CC6633", "#228855", "#AA3377", "#333333"
@@ -40,7 +42,8 @@ def _save(figure: Figure, path: str | os.PathLike, **options) -> Path:
     with warnings.catch_warnings():
         # A character without font becomes an empty box. matplotlib would warn for each token.
         warnings.filterwarnings("ignore", message=r"Glyph \d+ .* missing from")
-        figure.savefig(path, format="png", dpi=DOTS_PER_INCH, facecolor="white", **options)
+        with file_in_one_step(path) as temporary:
+            figure.savefig(temporary, format="png", dpi=DOTS_PER_INCH, facecolor="white", **options)
     return path
 
 

@@ -16,11 +16,11 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from metaphrase.hub_card.card import FIGURE_NAME
-from metaphrase.hub_card.facts import SECRET_FIELDS, TrainedFolder, read_recipe, without_machine_path
-from metaphrase.storage.folders import read_fields
+from metaphrase.hub_card.facts import SECRET_FIELDS, TrainedFolder, read_recipe, redact
+from metaphrase.storage.folders import read_fields, refuse_outer_links
 from metaphrase.storage.model_files import check_model_folder
 from metaphrase.storage.weight_files import weight_names
-from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
+from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER, TokenizerPair
 from metaphrase.training.checkpointing.averaging import PROVENANCE_NAME, RECIPE_NAME
 from metaphrase.training.checkpointing.folders import ARGUMENTS_NAME, EXPONENTIAL_AVERAGE_NAME
 from metaphrase.training.recipe.parsing import dump_yaml
@@ -73,17 +73,19 @@ class Selection:
     def report(self, show: Callable[[str], object]) -> None:
         """Pass each line of a listing to `show`."""
         for name, size in self.sizes.items():
-            show(
-                f"  {size:>15,}  {name}"
-                + " (absolute paths cut to their last part)" * (name == RECIPE_NAME and name in self.rewritten)
-            )
+            is_cut = name == RECIPE_NAME and name in self.rewritten
+            show(f"  {size:>15,}  {name}" + " (without secrets and absolute paths)" * is_cut)
         show(f"  {sum(self.sizes.values()):>15,}  bytes in {len(self.sizes)} files")
         for name, reason in self.left_out.items():
             show(f"  {'left out':>15}  {name} ({reason})")
 
 
 def select_files(folder: Path) -> Selection:
-    """Select the files of the model, and those of a tokenizer below `target_tokenizer/`."""
+    """Select the files of the model, and those of a tokenizer below `target_tokenizer/`.
+
+    Raises:
+        ValueError: If one of them is a link to a file outside of the folder.
+    """
     selection = Selection()
     weights = weight_names(folder)
     index = [] if weights in ([], [SAFE_WEIGHTS_NAME]) else [SAFE_WEIGHTS_INDEX_NAME]
@@ -94,6 +96,7 @@ def select_files(folder: Path) -> Selection:
             name = path.relative_to(folder).as_posix()
             is_hidden = path.name.startswith(".")
             if path.is_file() and not is_hidden and any(fnmatch(path.name, pattern) for pattern in patterns):
+                refuse_outer_links(folder, [path], "folder")
                 selection.sizes[name] = path.stat().st_size
             elif name != TARGET_SUBFOLDER:
                 reason = next(REASONS[pattern] for pattern in REASONS if fnmatch(path.name, pattern))
@@ -101,7 +104,7 @@ def select_files(folder: Path) -> Selection:
     if RECIPE_NAME in selection.sizes:
         # The folder's own recipe keeps its paths, which a resumed run needs.
         recipe = read_recipe(folder)
-        shared = without_machine_path(recipe)
+        shared = redact(recipe)
         if shared != recipe:
             selection.rewritten[RECIPE_NAME] = dump_yaml(shared).encode()
             selection.sizes[RECIPE_NAME] = len(selection.rewritten[RECIPE_NAME])
@@ -134,11 +137,11 @@ def _card_pictures(folder: Path) -> list[str]:
 
 
 def check_folder(folder: Path) -> None:
-    """Check that a folder holds a complete model and no secret.
+    """Check that a folder holds a complete model that loads, and no secret.
 
     Raises:
-        ValueError: If `config.json` or weights in safetensors are missing or damaged, or the recipe cannot be read or holds a
-            secret.
+        ValueError: If `config.json`, weights in safetensors or a tokenizer are missing or damaged, or the recipe cannot be read
+            or holds a secret.
     """
     if not folder.is_dir():
         raise ValueError(f"`folder` must be an existing folder, got {str(folder)!r}.")
@@ -146,6 +149,7 @@ def check_folder(folder: Path) -> None:
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise ValueError(f"`folder` must hold a whole model, but {', '.join(missing)} is missing in {str(folder)!r}.")
     check_model_folder(folder)
+    _check_tokenizers(folder)
     # Opens all files of weights, and those that the card is made from.
     TrainedFolder(folder)
     fields = read_recipe(folder) or {}
@@ -154,6 +158,21 @@ def check_folder(folder: Path) -> None:
         raise ValueError(
             f"`{RECIPE_NAME}` must hold no secret before it is shared, got {', '.join(secrets)} in {folder / RECIPE_NAME}."
         )
+
+
+def _check_tokenizers(folder: Path) -> None:
+    settings = read_fields(folder / "tokenizer_config.json")
+    # Code beside the model is not run here.
+    if settings is None or "auto_map" in settings:
+        return
+    try:
+        # A slow tokenizer may need a package that is not installed here.
+        with contextlib.suppress(ImportError):
+            TokenizerPair.from_pretrained(folder)
+    except Exception as error:
+        # transformers and tokenizers raise all kinds of errors for damaged files.
+        text = " ".join(str(error).split())
+        raise ValueError(f"`folder` must hold tokenizers that load, got {str(folder)!r}: {text}") from error
 
 
 def upload(

@@ -132,7 +132,7 @@ def cross_attentions(
         _choose(torch.cat(_weights_of_layers(model, forced_inputs(model, [[0]], [[0]]))), layer, head)
     uncut_ids = generator.encode_uncut(sources)
     source_ids = generator.truncate(uncut_ids)
-    check_sources(model, source_ids, range(1, len(source_ids) + 1))
+    check_sources(generator, source_ids, range(1, len(source_ids) + 1))
     if targets is None:
         # `search` counts truncated sources.
         options = {**generation_kwargs, "num_return_sequences": 1}

@@ -166,7 +166,8 @@ class PreparedChunks(Generic[Prepared]):
     """Iterator over pairs of a chunk and its prepared form. A thread prepares chunks ahead of the consumer.
 
     The thread does not call `prepare` while the consumer is inside `alone()`, so that both can use one tokenizer. An error in
-    the thread is raised in the consumer, in place of the chunk. A consumer that stops early does not wait for the reader.
+    the thread is raised in the consumer, in place of the chunk. A consumer that stops early waits for `prepare`, not
+    for the reader.
     """
 
     def __init__(self, chunks: Iterable[Chunk], prepare: Callable[[Chunk], Prepared], ahead: int = 1):
@@ -193,6 +194,9 @@ class PreparedChunks(Generic[Prepared]):
     def __exit__(self, *exception: object) -> None:
         self._is_done = True
         self._permits.release()
+        # If the process ended while the thread is inside a library that is not Python, it would abort.
+        with self._lock:
+            pass
 
     def __iter__(self) -> Iterator[tuple[Chunk, Prepared]]:
         while True:

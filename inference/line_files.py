@@ -2,22 +2,28 @@
 
 import collections
 import contextlib
+import fnmatch
 import io
 import math
 import os
+import stat
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, BinaryIO
 
 from metaphrase.storage.folders import WriteLock, remove_leftovers
 from metaphrase.tokenization import iterate_lines
 from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS, count_lines, decode_lines
+from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 
 if TYPE_CHECKING:
     from metaphrase.inference.run import ScoredText
 
 _SEPARATOR = " ||| "
+# Settings, weights, code and tokenizers.
+_MODEL_FILES = ("*config.json", "*.index.json", "*token*.json", "*vocab*", "*.safetensors", "*.bin", "*.py", "*.model")
+_MODEL_FILES += ("*.spm", "*.jinja", "*.codes", "merges.txt", "dict.txt")
 # Scores have six decimals. Another number of threads may change the last ones.
 _SCORE_TOLERANCE = 1e-4
 
@@ -38,36 +44,61 @@ def read_lines(path: str | None, max_line_characters: int = MAX_LINE_CHARACTERS)
 
 
 def check_files(
-    input_path: str | None,
-    output_path: str | os.PathLike | None,
-    input_name: str = "input",
-    output_name: str = "output",
+    inputs: Mapping[str, str | None],
+    output: str | os.PathLike | None,
+    name: str = "output",
+    models: Sequence[str] = (),
 ) -> None:
-    """Check input and output before any work.
+    """Check the files of a command before any work.
 
     Args:
-        input_path: File to read, or `None`.
-        output_path: File to write, or `None`.
-        input_name: Option of the input, for messages.
-        output_name: Option of the output, for messages.
+        inputs: Files to read, by the names of their options; `None` is standard input.
+        output: File to write; `None` is standard output.
+        name: Option of the output, for messages.
+        models: Folders or Hub ids of the models to read.
 
     Raises:
-        ValueError: If both are the same file, or the output ends in `.gz`.
-        OSError: If the input cannot be read.
+        ValueError: If the output is a file that is read, by whatever name, or ends in `.gz`.
+        OSError: If an input cannot be read.
     """
-    if output_path is not None and os.fspath(output_path).endswith(".gz"):
-        raise ValueError(
-            f"`{output_name}` must not end in .gz, because it is not compressed, got {os.fspath(output_path)!r}."
-        )
-    if input_path is None:
-        return
-    if not Path(input_path).is_fifo():  # Opening and closing a pipe would stop its writer.
-        with open(input_path, "rb"):
-            pass
-    if output_path is not None and os.path.exists(output_path) and os.path.samefile(input_path, output_path):
-        raise ValueError(
-            f"`{output_name}` must be another file than `{input_name}`, got {os.fspath(output_path)!r} for both."
-        )
+    if output is not None and os.fspath(output).endswith(".gz"):
+        raise ValueError(f"`{name}` must not end in .gz, because it is not compressed, got {os.fspath(output)!r}.")
+    written = _descriptor(sys.stdout) if output is None else output
+    shown = "standard output" if output is None else repr(os.fspath(output))
+    for option, path in inputs.items():
+        if path is not None and not Path(path).is_fifo():  # Opening and closing a pipe would stop its writer.
+            with open(path, "rb"):
+                pass
+        if _is_same_file(written, _descriptor(sys.stdin) if path is None else path):
+            raise ValueError(f"`{name}` must be another file than `{option}`, got {shown} for both.")
+    for path in (path for model in models for path in _files_of_model(Path(model))):
+        if _is_same_file(written, path):
+            raise ValueError(f"`{name}` must be no file that the model is read from, got {shown}, which is {path}.")
+
+
+def _descriptor(stream: IO | None) -> int | None:
+    """Return the descriptor of standard input or output; None if it is closed or was replaced."""
+    try:
+        return None if stream is None else stream.fileno()
+    except (OSError, ValueError):
+        return None
+
+
+def _is_same_file(first: str | os.PathLike | int | None, second: str | os.PathLike | int | None) -> bool:
+    """Return True if both are one regular file. A terminal may well be input and output."""
+    try:
+        status = os.stat(first)
+        return stat.S_ISREG(status.st_mode) and os.path.samestat(status, os.stat(second))
+    except (OSError, TypeError):
+        return False
+
+
+def _files_of_model(model: Path) -> Iterator[Path]:
+    """Yield the files of a folder that a model may be read from. Others, such as metrics.json, are results."""
+    for folder in (model, model / TARGET_SUBFOLDER):
+        for path in folder.iterdir() if folder.is_dir() else ():
+            if any(fnmatch.fnmatchcase(path.name, pattern) for pattern in _MODEL_FILES):
+                yield path
 
 
 def num_lines(path: str | None) -> int | None:

@@ -105,7 +105,7 @@ class Run:
         encoded = EncodedSources(sources, documents, counts)
         numbers = [index + 1 for index in encoded.indices()]
         for generator, ids in zip(self.generators, sources, strict=True):
-            check_sources(generator.model, ids, numbers)
+            check_sources(generator, ids, numbers)
         return encoded
 
     def search(

@@ -1,10 +1,10 @@
-"""Errors and checks for sources that are too long for a model with a table of positions."""
+"""Errors and checks for sources that are too long for a model."""
 
 import contextlib
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from metaphrase.modeling.pipeline_support import longest_source
 from metaphrase.tokenization import TextFrame, shorten
@@ -13,25 +13,34 @@ if TYPE_CHECKING:
     from metaphrase.inference.generator import Generator
 
 
+# Most tokens of a source for a model without a limit, such as T5, unless a batch may have more. The memory for attention grows
+# with the square of this number.
+MAX_TOKENS_WITHOUT_POSITIONS = 8192
+
+
 class TooLongError(ValueError):
-    """A source has more tokens than its model has positions.
+    """A source has more tokens than its model has positions, or than fit into memory.
 
     Attributes:
         number: Number of the source, from 1; in a file that of the line.
         num_tokens: Tokens of the source, with end of sequence.
-        limit: Positions of the model.
+        limit: Most tokens.
         side: `source`, or `target` for a target that was given.
+        has_positions: True if the limit is that of the model's positions.
     """
 
-    def __init__(self, number: int, num_tokens: int, limit: int, side: str = "source"):
+    def __init__(self, number: int, num_tokens: int, limit: int, side: str = "source", has_positions: bool = True):
         # An error from another process is rebuilt from these arguments.
-        super().__init__(number, num_tokens, limit, side)
+        super().__init__(number, num_tokens, limit, side, has_positions)
         self.number, self.num_tokens, self.limit, self.side = number, num_tokens, limit, side
+        self.has_positions = has_positions
 
     def __str__(self) -> str:
         hint = f" Set `max_source_length` to {self.limit} or less to truncate it." if self.side == "source" else ""
+        hint += "" if self.has_positions else " Set `max_tokens_per_batch` to read it whole, with more memory."
+        reason = "than the model has positions" if self.has_positions else "than `max_tokens_per_batch` or the default"
         return (
-            f"A {self.side} must not have more tokens than the model has positions, {self.limit}, got {self.num_tokens} in "
+            f"A {self.side} must not have more tokens {reason}, {self.limit}, got {self.num_tokens} in "
             f"number {self.number} (in a file: line {self.number}).{hint}"
         )
 
@@ -73,21 +82,22 @@ def cut_to_positions(generator: "Generator", sources: Sequence[list[int]]) -> li
     return [shorten(source, limit, end) for source in sources]
 
 
-def check_sources(model: Any, sources: Sequence[Sequence[int]], numbers: Sequence[int]) -> None:
+def check_sources(generator: "Generator", sources: Sequence[Sequence[int]], numbers: Sequence[int]) -> None:
     """Check the lengths of sources.
 
     Args:
-        model: The model that reads them.
+        generator: The reader.
         sources: Ids of each source.
         numbers: Number of each source, from 1.
 
     Raises:
-        TooLongError: If a source has more tokens than the model has positions.
+        TooLongError: If a source has more tokens than the model has positions, or than fit into memory.
     """
-    limit = longest_source(model)
+    positions = longest_source(generator.model)
+    limit = max(MAX_TOKENS_WITHOUT_POSITIONS, generator.max_tokens_per_batch) if positions is None else positions
     for number, source in zip(numbers, sources, strict=True):
-        if limit is not None and len(source) > limit:
-            raise TooLongError(number, len(source), limit)
+        if len(source) > limit:
+            raise TooLongError(number, len(source), limit, has_positions=positions is not None)
 
 
 @contextlib.contextmanager
@@ -96,4 +106,4 @@ def numbering(numbers: Sequence[int]) -> Iterator[None]:
     try:
         yield
     except TooLongError as error:
-        raise TooLongError(numbers[error.number - 1], error.num_tokens, error.limit, error.side) from None
+        raise TooLongError(numbers[error.number - 1], *error.args[1:]) from None

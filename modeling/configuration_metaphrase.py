@@ -58,8 +58,9 @@ class MetaphraseConfig(PreTrainedConfig):
             `none` leaves the order of tokens to the causal mask.
         sinusoidal_layout: `interleaved` has sine and cosine in turn, as in the paper. `half_split` has all sines before all
             cosines, as in Marian. `fairseq` is `half_split` with the slightly longer wavelengths of tensor2tensor and fairseq.
-        max_position_embeddings: Longest sequence for `learned` positions. Other types have no limit: the number is the size of
-            the first table for `sinusoidal`, and the base of the scaled variants for `rotary`.
+        max_position_embeddings: Longest sequence that texts may have, except for `relative`, which has no limit. Only the table
+            of `learned` ends there: the network computes the other types for longer sequences, too, untrained as they are.
+            The number also is the base of the scaled variants of `rotary`.
         position_offset: Number of the first position, for `sinusoidal` and `learned`. fairseq's models count from the id of
             the padding token plus 1. BART's table has unused rows at the start.
         rope_parameters: transformers' parameters of a rotary embedding (`rope_type`, `rope_theta`, ...).

@@ -9,7 +9,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from .compat import CACHE_NAMES
 
@@ -309,14 +315,19 @@ def language_id(tokenizer: PreTrainedTokenizerBase, field: str, code: str | None
     return index
 
 
+def position_limit(config: PreTrainedConfig) -> int | None:
+    """Return the most tokens of a source or target of a Metaphrase model, or None if the model has no limit."""
+    return None if config.position_embedding_type == "relative" else config.max_position_embeddings
+
+
 def longest_source(model: Any) -> int | None:
     """Return the most tokens of a source, with the end of sequence, or None if the model has no limit."""
-    return _num_positions(model.get_encoder()) if hasattr(model, "get_encoder") else None
+    return _num_positions(model, model.get_encoder()) if hasattr(model, "get_encoder") else None
 
 
 def longest_target(model: Any) -> int | None:
     """Return the most tokens of the decoder's input, with the start token, or None if the model has no limit."""
-    return _num_positions(model.get_decoder()) if hasattr(model, "get_decoder") else None
+    return _num_positions(model, model.get_decoder()) if hasattr(model, "get_decoder") else None
 
 
 @contextlib.contextmanager
@@ -348,7 +359,9 @@ def checking_targets(model: Any) -> Iterator[None]:
         handle.remove()
 
 
-def _num_positions(stack: nn.Module) -> int | None:
+def _num_positions(model: Any, stack: nn.Module) -> int | None:
+    if model.config.model_type == "metaphrase":
+        return position_limit(model.config)
     table = getattr(stack, "embed_positions", None)
     if table is None:
         # BERT and GPT-2 may be parts of an encoder-decoder.

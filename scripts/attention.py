@@ -15,6 +15,7 @@ from metaphrase.scripts.console import warn_of_lengths
 from metaphrase.scripts.options import (
     chosen_generation_options,
     chosen_loading_options,
+    given_options,
 )
 from metaphrase.scripts.parsers import parse
 
@@ -67,8 +68,10 @@ def main(words: Sequence[str]) -> None:
     arguments, _ = parse("attention", words)
     form = choose_format(arguments.output, arguments.format)
     output = arguments.output or DEFAULT_OUTPUTS[form]
-    for name in ("input", "target_input"):
-        check_files(getattr(arguments, name), output, name)
+    inputs = given_options(arguments, ("input", "target_input"))
+    if not arguments.source:
+        inputs["input"] = arguments.input
+    check_files(inputs, output, models=[arguments.model])
     sources, targets = read_pairs(arguments)
     nonblank = [index for index, source in enumerate(sources) if source.strip()]
     if form == "png" and len(nonblank) != 1:

@@ -98,9 +98,9 @@ def choose_output(arguments: argparse.Namespace, measured: dict[str, dict]) -> P
             "its card."
         )
     output = check_writable("metrics.json" if output is None else output)
-    for name in ("source", "target", "file"):
-        for output_name, path in (("output", output), ("predictions", arguments.predictions)):
-            check_files(getattr(arguments, name), path, name, output_name)
+    inputs = given_options(arguments, ("source", "target", "file"))
+    for name, path in given_options(arguments, ("output", "predictions")).items() | {("output", output)}:
+        check_files(inputs, path, name, chosen_models(arguments))
     # Compares names, because neither file need exist.
     if arguments.predictions is not None and Path(arguments.predictions).resolve() == output.resolve():
         raise ValueError(f"`predictions` must be another file than `output`, got {str(output)!r} for both.")

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 from transformers import set_seed
@@ -10,6 +11,7 @@ from metaphrase.hub_card import write_explanation_page
 from metaphrase.hub_card.explanation_page import check_pairs
 from metaphrase.hub_card.figures import spell_out
 from metaphrase.inference import Explanation, Generator, explain
+from metaphrase.inference.line_files import check_files
 from metaphrase.scripts.console import warn_of_lengths
 from metaphrase.scripts.options import (
     chosen_generation_options,
@@ -31,6 +33,8 @@ def main(words: Sequence[str]) -> None:
     if len(targets) != len(arguments.source):
         raise ValueError(f"`source` and `target` must be equally many, got {len(arguments.source)} and {len(targets)}.")
     check_pairs(len(targets))
+    output = arguments.output or (None if arguments.text else DEFAULT_OUTPUT)
+    check_files({}, output, models=[arguments.model])
     set_seed(arguments.seed)
     generator = Generator.from_pretrained(arguments.model, **chosen_loading_options(arguments))
     options = chosen_generation_options(arguments) | {"seed": arguments.seed}
@@ -40,9 +44,9 @@ def main(words: Sequence[str]) -> None:
     if arguments.text:
         for explanation in explanations:
             print("\n".join(describe(explanation)))
-    if arguments.output or not arguments.text:
-        output = arguments.output or DEFAULT_OUTPUT
-        write_explanation_page(explanations, output, title=f"Explanation of {arguments.model}")
+    if output is not None:
+        name = Path(arguments.model).resolve().name if Path(arguments.model).is_dir() else arguments.model
+        write_explanation_page(explanations, output, title=f"Explanation of {name}")
         logger.info("Written to %s", output)
 
 

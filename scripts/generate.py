@@ -58,7 +58,9 @@ def main(words: Sequence[str]) -> None:
             raise ValueError(f"`{name}` must be at least 1, got {getattr(arguments, name)}.")
     needs = {"mbr_references": "mbr_candidates", "mbr_utility": "mbr_candidates", "resume": "output"}
     check_dependents(arguments, num_assistant_tokens="assistant_model", ensemble_mean="ensemble", **needs)
-    check_files(arguments.input, arguments.output)
+    models = [*chosen_models(arguments), *filter(None, [arguments.assistant_model])]
+    glossary = {} if arguments.glossary is None else {"glossary": arguments.glossary}
+    check_files({"input": arguments.input} | glossary, arguments.output, models=models)
     if arguments.resume:
         check_regular(arguments.output)
     options = chosen_generation_options(arguments)

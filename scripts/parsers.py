@@ -353,7 +353,7 @@ def _serve(parser: VerbParser) -> None:
 
 def _push(parser: VerbParser) -> None:
     """Upload a trained folder to the Hub: model, code, tokenizers, card, licence, recipe, scores and predictions, and no
-    other files. Absolute paths in the recipe are cut to their last part."""
+    other files. Secrets in the recipe are left out, and absolute paths cut to their last part."""
     parser.add_argument("folder", help="folder with a trained model")
     parser.add_argument("repo_id", help="user/name or organization/name; created if it does not exist")
     text = "create a private repository; an existing public one is an error"

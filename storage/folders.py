@@ -7,7 +7,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ except ImportError:
     fcntl = None
 
 _CARD_NAME = "README.md"
+# Other verbs write these beside a model.
+_RESULT_NAMES = {_CARD_NAME, "metrics.json"}
 # Earlier versions wrote the number of the process in place of the random digits.
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]+\.(partial|replaced)")
 # The locks of this process.
@@ -26,7 +28,15 @@ _descriptors: set[int] = set()
 
 @contextlib.contextmanager
 def file_in_one_step(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`, which replaces `path` if the block succeeds and is removed if it fails."""
+    """Yield a temporary path beside `path`, which replaces `path` if the block succeeds and is removed if it fails.
+
+    A pipe or device is yielded itself.
+    """
+    if path.exists() and not path.is_file():
+        yield path
+        return
+    # A link stays a link.
+    path = path.resolve()
     remove_leftovers(path.parent)
     temporary = _temporary_path(path, "partial")
     try:
@@ -38,14 +48,19 @@ def file_in_one_step(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def folder_in_one_step(output: Path) -> Iterator[Path]:
+def folder_in_one_step(output: Path, check: Callable[[], None] = lambda: None) -> Iterator[Path]:
     """Yield a temporary folder, which becomes `output` if the block succeeds and is removed if it fails.
 
     The README.md of a replaced folder is kept, since its owner may have edited it.
 
+    Args:
+        output: The folder to write.
+        check: Raises an error if `output` must not be replaced. It is called after the block, which may take hours.
+
     Raises:
         ValueError: If another run is writing to `output`.
     """
+    output = output.resolve()
     output.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(output.parent)
     partial, replaced = (_temporary_path(output, kind) for kind in ("partial", "replaced"))
@@ -53,12 +68,16 @@ def folder_in_one_step(output: Path) -> Iterator[Path]:
         locks.enter_context(_lock_new(partial, Path.mkdir))
         try:
             yield partial
+            set_modes_of_weights(partial)
+            if output.is_dir():
+                # The lock moves with the folder, so that no other run takes it for a leftover.
+                locks.enter_context(WriteLock(output, "output"))
+            check()
             if (output / _CARD_NAME).is_file() and not (partial / _CARD_NAME).exists():
                 shutil.copy2(output / _CARD_NAME, partial)
             if output.exists():
-                # The lock moves with the folder, so that no other run takes it for a leftover.
-                locks.enter_context(WriteLock(output, "output"))
                 output.rename(replaced)
+            # Fails if a folder with content has just appeared.
             partial.rename(output)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
@@ -66,6 +85,12 @@ def folder_in_one_step(output: Path) -> Iterator[Path]:
                 replaced.rename(output)
             raise
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+def set_modes_of_weights(folder: Path) -> None:
+    """Give the weights of a folder the mode of its other files. safetensors writes files that their owner alone may read."""
+    for path in folder.glob("*.safetensors"):
+        path.chmod(folder.stat().st_mode & 0o666)
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -118,6 +143,7 @@ def check_output(output: Path, sources: Sequence[Path], overwrite: bool, mark: s
         ValueError: If `output` lies in a source or holds one, or exists and must not be replaced.
     """
     resolved = output.resolve()
+    remove_leftovers(resolved.parent)
     for source in map(Path.resolve, sources):
         if resolved.is_relative_to(source) or source.is_relative_to(resolved):
             raise ValueError(f"`output` must lie apart from what is {action}, got {output} and {source}.")
@@ -127,6 +153,35 @@ def check_output(output: Path, sources: Sequence[Path], overwrite: bool, mark: s
         raise ValueError(f"`output` must not exist, got {output}. Pass --overwrite to replace it.")
     if not (output / mark).is_file():
         raise ValueError(f"`output` must hold {mark} to be overwritten, got {output}, which was not {action} here.")
+    written = (read_fields(output / mark) or {}).get("files")
+    if unknown := _files_in(output) - _RESULT_NAMES - {mark} - set(written if isinstance(written, list) else ()):
+        names = ", ".join(sorted(unknown)[:3])
+        raise ValueError(
+            f"`output` must hold only the files that {mark} lists to be overwritten, got {output} with {names}. Move the other "
+            "files, or choose another folder."
+        )
+
+
+def _files_in(folder: Path) -> set[str]:
+    paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return {path.relative_to(folder).as_posix() for path in paths}
+
+
+def refuse_outer_links(folder: Path, paths: Iterable[Path], field: str) -> None:
+    """Refuse links to files outside of a folder, such as a private key, before their content is copied or uploaded.
+
+    Raises:
+        ValueError: Naming the link.
+    """
+    root = folder.resolve()
+    # In the cache of the Hub, files are links to the blobs of their repository.
+    roots = [root, root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [root]
+    for path in paths:
+        if not any(path.resolve().is_relative_to(root) for root in roots):
+            raise ValueError(
+                f"`{field}` must hold no link to a file outside of it, got {path} -> {path.resolve()}. "
+                "Replace the link by a copy."
+            )
 
 
 def read_fields(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[str, Any] | None:
@@ -175,10 +230,17 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def write_provenance(path: Path, source: str | os.PathLike, **fields: str) -> None:
-    """Write where a folder comes from: the name of a source folder without its parents, or a Hub id, and `fields`."""
-    name = Path(source).resolve().name if os.path.isdir(source) else os.fspath(source)
-    write_json(path, {"source": name} | fields)
+def write_provenance(path: Path, source: str | os.PathLike | None = None, **fields: Any) -> None:
+    """Write where a folder comes from, and which files it has. See `check_output`.
+
+    Args:
+        path: The last file of the folder to be written.
+        source: Hub id, or a folder, of which the name without its parents is written.
+        **fields: Other fields to write.
+    """
+    if source is not None:
+        fields = {"source": Path(source).resolve().name if os.path.isdir(source) else os.fspath(source)} | fields
+    write_json(path, fields | {"files": sorted(_files_in(path.parent))})
 
 
 def write_json(path: Path, content: Mapping[str, Any], *, sort_keys: bool = False) -> None:

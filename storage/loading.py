@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from transformers.utils import CONFIG_NAME
 
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.model_files import check_model_folder, refuse_shape
-from metaphrase.storage.weight_files import is_finite, listed, refuse_not_finite
+from metaphrase.storage.weight_files import ADAPTER_NAME, WeightFiles, is_finite, listed, refuse_not_finite
 
 
 def load_whole(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **options: Any) -> PreTrainedModel:
@@ -34,13 +33,19 @@ def load_whole(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **op
         OSError: If the model does not exist.
     """
     check_model_folder(name_or_path)
+    folder = Path(name_or_path)
+    if (folder / CONFIG_NAME).is_file() and not (folder / ADAPTER_NAME).is_file():
+        with contextlib.ExitStack() as files:
+            WeightFiles(folder, files)
+    # transformers would open a pickle.
+    options["use_safetensors"] = True
     # The shapes go into the error below, in place of transformers' table.
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         model, info = AutoModelForSeq2SeqLM.from_pretrained(
             name_or_path, trust_remote_code=trust_remote_code, **options
         )
-    except (SafetensorError, pickle.UnpicklingError) as error:
+    except SafetensorError as error:
         raise ValueError(f"A checkpoint must hold whole weights, got {os.fspath(name_or_path)}: {error}.") from error
     if mismatched := sorted(info["mismatched_keys"]):
         name, shape, expected = mismatched[0]

@@ -18,7 +18,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 from metaphrase.storage.folders import write_json
 
 ADAPTER_NAME = "adapter_config.json"
+_SAFE_SUFFIX = ".safetensors"
 _MAX_NAMES_IN_MESSAGE = 5
+_NO_PICKLE = f"A pickle such as {WEIGHTS_NAME} is never opened: load it with transformers and call `save_pretrained`."
 
 
 class Kind(NamedTuple):
@@ -54,11 +56,13 @@ def weight_names(folder: Path) -> list[str]:
         return []
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        outside = [name for name in names if Path(name).name != name]
+        wrong = [name for name in names if Path(name).name != name or Path(name).suffix != _SAFE_SUFFIX]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index} must be an index of weights, with a `weight_map`, and is damaged.") from error
-    if outside:
-        raise ValueError(f"{index} must name files beside it, got {outside[0]!r}.")
+    if wrong or not names:
+        raise ValueError(
+            f"{index} must name files in safetensors beside it, got {repr(wrong[0]) if wrong else 'none'}. {_NO_PICKLE}"
+        )
     return names
 
 
@@ -111,7 +115,7 @@ class WeightFiles:
         if not names:
             raise ValueError(
                 f"A checkpoint must hold {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, got neither in {folder}. "
-                f"A pickle such as {WEIGHTS_NAME} is never opened: load it with transformers and call `save_pretrained`."
+                f"{_NO_PICKLE}"
             )
         for name in names:
             if not (folder / name).is_file():

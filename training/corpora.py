@@ -357,8 +357,7 @@ def _fit_limits(recipe: Recipe, longest: int | None) -> Recipe:
         value = getattr(recipe, name)
         if recipe.is_set(name):
             raise ValueError(
-                f"`{name}` must be at most {limit} for a model that has a table of positions with "
-                f"`max_position_embeddings` {longest}, got {value}."
+                f"`{name}` must be at most {limit} for a model with `max_position_embeddings` {longest}, got {value}."
             )
         logger.info("`%s` is lowered from %d to %d, the most that the model can read.", name, value, limit)
     return recipe.replace(is_checked=False, **lowered)

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from metaphrase.modeling import MetaphraseConfig
+from metaphrase.modeling.pipeline_support import position_limit
 from metaphrase.storage.loading import load_whole, naming
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.adapters import check_targets
@@ -32,9 +33,10 @@ def longest_sequence(recipe: Recipe) -> int | None:
         OSError: If there is no such model.
     """
     config = _load_config(recipe)
-    is_learned = config.model_type == "metaphrase" and config.position_embedding_type == "learned"
+    if config.model_type == "metaphrase":
+        return position_limit(config)
     rows = getattr(config, "max_position_embeddings", None)
-    return rows if (is_learned or config.model_type in _TABLED_FAMILIES) and isinstance(rows, int) else None
+    return rows if config.model_type in _TABLED_FAMILIES and isinstance(rows, int) else None
 
 
 def _load_config(recipe: Recipe) -> PreTrainedConfig:

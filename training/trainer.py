@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, Seq2SeqTrainer
 
 from metaphrase.data.collators import with_decoder_inputs
 from metaphrase.modeling import IGNORED_LABEL, sequence_loss
+from metaphrase.storage.folders import set_modes_of_weights
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.adapters import is_adapted
 from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC, is_better_lower, scores_in
@@ -306,6 +307,7 @@ class MetaphraseTrainer(FiniteTraining, EvaluationMixin, DataLoadersMixin, Whole
             self._save_beside_weights(output_dir, has_generation_config=False)
         if average is not None and average.averages and self.args.should_save:
             average.save(output_dir)
+            set_modes_of_weights(Path(output_dir))
 
     def _save_whole(self, output_dir: str | None, _internal_call: bool) -> None:
         if self.has_whole_checkpoints:
@@ -331,6 +333,7 @@ class MetaphraseTrainer(FiniteTraining, EvaluationMixin, DataLoadersMixin, Whole
             processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if processor is not None:
                 processor.save_pretrained(folder)
+            set_modes_of_weights(Path(folder))
             self._save_beside_weights(folder, not is_adapted(self.model))
 
     def _save_beside_weights(self, folder: str, has_generation_config: bool) -> None:

@@ -3,6 +3,7 @@
 Importing this module registers Metaphrase with CTranslate2's own `TransformersConverter`.
 """
 
+import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -137,7 +138,9 @@ def export_ctranslate2(
     if quantization is not None and quantization not in QUANTIZATIONS:
         raise ValueError(f"`quantization` must be one of {', '.join(QUANTIZATIONS)}, got {quantization!r}.")
     source, output = os.fspath(source), Path(output)
-    check_output(output, [Path(source)] if os.path.isdir(source) else [], overwrite, PROVENANCE_NAME, "exported")
+    sources = [Path(source)] if os.path.isdir(source) else []
+    check = functools.partial(check_output, output, sources, overwrite, PROVENANCE_NAME, "exported")
+    check()
     # Refuses another kind of model before reading its weights.
     check_model_folder(source)
     config = MetaphraseConfig.from_pretrained(source)
@@ -149,7 +152,7 @@ def export_ctranslate2(
         spec.optimize(quantization)
     fields = {"from": MetaphraseConfig.model_type, "to": "ctranslate2"}
     fields |= {"quantization": quantization} if quantization else {}
-    with folder_in_one_step(output) as partial:
+    with folder_in_one_step(output, check) as partial:
         spec.save(os.fspath(partial))
         tokenizers.save_pretrained(partial)
         model.generation_config.save_pretrained(partial)

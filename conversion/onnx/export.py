@@ -1,6 +1,7 @@
 """Export to ONNX: three graphs checked with onnxruntime, with configuration, tokenizers and generation settings."""
 
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -64,7 +65,9 @@ def export_onnx(source: str | os.PathLike, output: str | os.PathLike, *, overwri
         RuntimeError: If onnxruntime's result differs.
     """
     source, output = os.fspath(source), Path(output)
-    check_output(output, [Path(source)] if os.path.isdir(source) else [], overwrite, PROVENANCE_NAME, "exported")
+    sources = [Path(source)] if os.path.isdir(source) else []
+    check = functools.partial(check_output, output, sources, overwrite, PROVENANCE_NAME, "exported")
+    check()
     # Refuses a model before reading its weights.
     check_model_folder(source)
     config = MetaphraseConfig.from_pretrained(source)
@@ -74,7 +77,7 @@ def export_onnx(source: str | os.PathLike, output: str | os.PathLike, *, overwri
         source, config=config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
     ).eval()
     tokenizers = TokenizerPair.from_pretrained(source)
-    with folder_in_one_step(output) as partial:
+    with folder_in_one_step(output, check) as partial:
         write_graphs(model, partial)
         check_graphs(model, partial)
         model.config.save_pretrained(partial)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -392,3 +393,22 @@ def test_conversion_may_be_overwritten(bart, tmp_path):
     assert run(verb.main, "convert", [str(folder), str(tmp_path / "ours"), "--overwrite"]) == 0
     assert (tmp_path / "ours" / "model.safetensors").is_file()
     assert (tmp_path / "ours" / "README.md").read_text() == "A card of my own."
+
+
+def test_a_link_out_of_the_folder_is_not_copied(bart, tmp_path):
+    folder = Path(shutil.copytree(bart[0], tmp_path / "hub" / "snapshots" / "main"))
+    (tmp_path / "key").write_text("private")
+    (folder / "NOTICE").write_text("by nobody")
+    (folder / "LICENSE").symlink_to("NOTICE")
+    convert(folder, tmp_path / "one")
+    (folder / "LICENSE").unlink()
+    (folder / "LICENSE").symlink_to(tmp_path / "key")
+    with pytest.raises(ValueError, match=r"`source` must hold no link to a file outside of it, got .*LICENSE -> .*key"):
+        convert(folder, tmp_path / "two")
+    assert not (tmp_path / "two").exists()
+    # The cache of the Hub keeps the content of files there.
+    (tmp_path / "hub" / "blobs").mkdir()
+    (tmp_path / "key").rename(tmp_path / "hub" / "blobs" / "0123")
+    (folder / "LICENSE").unlink()
+    (folder / "LICENSE").symlink_to("../../blobs/0123")
+    assert (convert(folder, tmp_path / "two") / "LICENSE").read_text() == "private"

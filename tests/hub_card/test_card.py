@@ -12,7 +12,7 @@ from tiny_generator import save_generator, tiny_generator
 
 from metaphrase.hub_card import card, figures
 from metaphrase.hub_card.card import FIGURE_NAME, MARKER, renew_model_card, write_model_card
-from metaphrase.hub_card.facts import Facts, count_parameters, without_machine_path
+from metaphrase.hub_card.facts import Facts, count_parameters, redact
 from metaphrase.hub_card.figures import draw_training_curve
 from metaphrase.hub_card.sections import code, number, plain
 
@@ -357,12 +357,12 @@ def test_small_helpers():
     assert code("``a`") == "``` ``a` ```" and code("a\n b") == "`a b`" and code("") == "(empty)"
     assert plain("a|b\n<c>") == r"a\|b &lt;c&gt;"
     assert [number(value) for value in (1234, 0.3, 12345.6, True, "x")] == ["1,234", "0.3", "12,346", "yes", "`x`"]
-    assert without_machine_path(["/a/b.txt", r"C:\x\y.txt", "data/c"]) == ["b.txt", "y.txt", "data/c"]
-    below_home = without_machine_path(["~/a/b.txt", r"~jane\x\y.txt", "~", "/", "a/~/b"])
+    assert redact(["/a/b.txt", r"C:\x\y.txt", "data/c"]) == ["b.txt", "y.txt", "data/c"]
+    below_home = redact(["~/a/b.txt", r"~jane\x\y.txt", "~", "/", "a/~/b"])
     assert below_home == ["b.txt", "y.txt", "~", "/", "a/~/b"]
     texts = {"source_prefix": "/home: ", "joiner": "/@", "additional_special_tokens": ["/s"]}
-    assert without_machine_path({**texts, "tasks": {"summarize": texts}}) == {**texts, "tasks": {"summarize": texts}}
-    assert without_machine_path({"summarize": {"train_file": "/a/b.txt"}}) == {"summarize": {"train_file": "b.txt"}}
+    assert redact({**texts, "tasks": {"summarize": texts}}) == {**texts, "tasks": {"summarize": texts}}
+    assert redact({"summarize": {"train_file": "/a/b.txt"}}) == {"summarize": {"train_file": "b.txt"}}
 
 
 def test_parameters_are_those_that_are_loaded(full_folder, empty_folder):

@@ -167,6 +167,7 @@ def test_other_tokens_stay_as_they_are(kind, expected):
 
 
 def test_repr_shows_both_texts_and_the_sizes(generator):
+    generator.model.config.max_position_embeddings = 128
     [attention] = cross_attentions(generator, ["a cat"], ["der Hund " * 9], keep_heads=True)
     rows, columns = attention.weights.shape
     assert repr(attention) == (

@@ -235,3 +235,19 @@ def test_a_reader_of_the_output_that_has_seen_enough_ends_the_command(tmp_path):
     finally:
         process.kill()
         process.wait()
+
+
+def test_nothing_is_prepared_after_the_end_of_the_context():
+    """A library that is called in a thread while the process ends would abort it."""
+    is_called, num_running = threading.Event(), []
+
+    def prepare(chunk):
+        num_running.append(1)
+        is_called.set()
+        time.sleep(0.2)
+        num_running.pop()
+
+    with PreparedChunks(itertools.count(), prepare):
+        assert is_called.wait(LIMIT_SECONDS)
+    assert num_running == []
+    assert wait_for_no_threads() and num_running == []

@@ -3,16 +3,20 @@
 import io
 import os
 import random
+import re
+import shutil
 import signal
 import sys
 
 import pytest
+from cli_texts import contents
 from killed_outputs import Server
 from tiny_generator import SOURCES, save_generator, tiny_generator
 
-from metaphrase.inference import ScoredText
+from metaphrase.inference import ScoredText, line_files
 from metaphrase.inference.line_files import NewFile, OutputStream, ResumedFile, format_targets, standard_output
-from metaphrase.scripts import generate
+from metaphrase.scripts import attention, evaluate, explain, generate
+from metaphrase.scripts.console import run
 
 NUM_LINES = 23
 LINES = [f"{SOURCES[index % 5]} {SOURCES[index % 3]}" if index % 7 != 3 else "" for index in range(NUM_LINES)]
@@ -225,3 +229,66 @@ def test_standard_output_is_utf_8_whatever_the_locale_says(monkeypatch):
     assert written.getvalue() == "größer, 大\n".encode()
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     assert standard_output() is sys.stdout
+
+
+@pytest.fixture
+def folder(model, tmp_path):
+    """A copy of the model's folder, with a link to one of its files, and a glossary."""
+    shutil.copytree(model, tmp_path / "demo")
+    (tmp_path / "link").symlink_to(tmp_path / "demo" / "config.json")
+    (tmp_path / "terms").write_text("cat\tKatze\n", encoding="utf-8")
+    return tmp_path
+
+
+ONE = ["--source", "the cat"]
+ON_WHAT_IS_READ = {
+    "weights": (generate, ["--overwrite", "--input", "in", "--output", "demo/model.safetensors"]),
+    "a link": (generate, ["--overwrite", "--input", "in", "--output", "link"]),
+    "a resumed output": (generate, ["--resume", "--input", "in", "--output", "demo/tokenizer.json"]),
+    "a glossary": (generate, ["--overwrite", "--glossary", "terms", "--input", "in", "--output", "terms"]),
+    "predictions": (evaluate, ["--source", "in", "--target", "in", "--predictions", "demo/model.safetensors"]),
+    "scores": (evaluate, ["--source", "in", "--target", "in", "--output", "demo/generation_config.json"]),
+    "a picture": (attention, [*ONE, "--format", "png", "--output", "demo/modeling_metaphrase.py"]),
+    "links of words": (attention, [*ONE, "--format", "pharaoh", "--output", "link"]),
+    "a page": (explain, [*ONE, "--output", "demo/model.safetensors"]),
+}
+
+
+@pytest.mark.parametrize("case", ON_WHAT_IS_READ)
+def test_no_output_lies_on_a_file_that_is_read(words, folder, case, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    before = contents(folder)
+    verb, more = ON_WHAT_IS_READ[case]
+    assert run(verb.main, "verb", ["demo", "--device", "cpu", *more]) == 2
+    assert re.search(
+        r"must be (no file that the model is read from|another file than `glossary`)", capsys.readouterr().err
+    )
+    assert contents(folder) == before
+
+
+def test_results_may_lie_beside_the_model(words, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    for _ in range(2):
+        generate.main(["demo", "--device", "cpu", "--input", "in", "--output", "demo/out.txt", "--overwrite"])
+    assert (folder / "demo" / "out.txt").read_bytes().count(b"\n") == NUM_LINES
+
+
+@pytest.mark.parametrize("options", [["--output", "in", "--overwrite"], ["--output", "in", "--resume"], []], ids=str)
+def test_standard_input_is_not_written_to(words, folder, options, monkeypatch, capsys):
+    """Both may be redirected to one file."""
+    monkeypatch.chdir(folder)
+    before = contents(folder)
+    with open("in", encoding="utf-8") as source, open("in", "a", encoding="utf-8") as target:
+        monkeypatch.setattr(sys, "stdin", source)
+        if not options:
+            monkeypatch.setattr(sys, "stdout", target)
+        assert run(generate.main, "generate", ["demo", "--device", "cpu", *options]) == 2
+    assert re.search(r"`output` must be another file than `input`, got .* for both", capsys.readouterr().err)
+    assert contents(folder) == before
+
+
+def test_a_terminal_may_be_input_and_output():
+    first, second = os.openpty()
+    with open(second, "r+b", buffering=0) as terminal:
+        assert not line_files._is_same_file(terminal.fileno(), terminal.fileno())
+    os.close(first)

@@ -8,7 +8,7 @@ from other_families import other_model
 from pipeline_models import family_model
 from tiny_generator import SOURCES, save_generator, tiny_generator, tiny_pair
 from tiny_languages import mbart_tokenizer, nllb_tokenizer
-from tiny_models import tiny_model
+from tiny_models import POSITIONS, tiny_model
 from transformers import (
     BertConfig,
     EncoderDecoderConfig,
@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from metaphrase.evaluation.evaluate import evaluate_generator
-from metaphrase.inference import Generator, GeneratorPool, cross_attentions
+from metaphrase.inference import Generator, GeneratorPool, cross_attentions, source_limits
 from metaphrase.inference.batches import decode
 from metaphrase.inference.source_limits import TooLongError, check_source_length
 from metaphrase.modeling.pipeline_support import longest_source, longest_target
@@ -43,8 +43,32 @@ def generator(request):
 @pytest.mark.parametrize(("name", "limit"), [("bart", 64), ("t5", None)])
 def test_limits_of_families(name, limit):
     assert longest_source(family_model(name)) == longest_target(family_model(name)) == limit
-    model = tiny_model(**tiny_pair().config_fields())
-    assert longest_source(model) is longest_target(model) is None
+    for kind, expected in (("rotary", 64), ("relative", None)):
+        model = tiny_model(position_embedding_type=kind, **tiny_pair().config_fields())
+        assert longest_source(model) == longest_target(model) == expected
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_a_source_beyond_the_positions_is_refused_or_cut_and_counted(positions, monkeypatch):
+    """The network computes most types beyond the limit, but was not trained there, and its memory would have no bound."""
+    fields = POSITIONS[positions] | {"max_position_embeddings": 20}
+    model = tiny_model(**tiny_pair().config_fields() | fields)
+    generator = Generator(model, tiny_pair(), max_tokens_per_batch=10)
+    limit, message = 20, "than the model has positions, 20"
+    if model.config.position_embedding_type == "relative":
+        # T5 has no limit of its own. The memory for attention has one.
+        monkeypatch.setattr(source_limits, "MAX_TOKENS_WITHOUT_POSITIONS", 30)
+        limit, message = 30, "than `max_tokens_per_batch` or the default, 30"
+    text = "a" * limit
+    assert len(generator.generate([text[1:]], max_new_tokens=2)) == 1
+    with pytest.raises(TooLongError, match=f"{message}, got {limit + 1} in number 1 "):
+        generator.generate([text], max_new_tokens=2)
+    bounded = Generator(model, tiny_pair(), max_source_length=limit)
+    assert bounded.generate([text], max_new_tokens=2) == generator.generate([text[1:]], max_new_tokens=2)
+    assert bounded.num_truncated == 1
+    if limit == 30:
+        generator.max_tokens_per_batch = limit + 1
+        assert len(generator.generate([text], max_new_tokens=2)) == 1
 
 
 def test_a_table_that_grows_is_no_limit():

@@ -1,12 +1,17 @@
 """The command line: `metaphrase explain` on tiny models."""
 
+import errno
+import os
 import re
+from pathlib import Path
 
 import pytest
 from cli_texts import targets_of
+from matplotlib.figure import Figure
 from tiny_generator import SOURCES
 
 from metaphrase.inference import Generator, explain
+from metaphrase.scripts import attention
 from metaphrase.scripts import explain as verb
 from metaphrase.scripts.console import run
 
@@ -68,3 +73,25 @@ def test_explain_generates_the_target(cli_model, capsys):
 def test_explain_refuses(cli_model, words, message, capsys):
     assert run(verb.main, "explain", [cli_model, "--device", "cpu", *words]) == 2
     assert f"metaphrase explain: error: {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["page", "picture"])
+def test_a_full_disk_leaves_no_half_file_and_no_name_of_this_machine(cli_model, tmp_path, kind, monkeypatch, capsys):
+    path = tmp_path / ("page.html" if kind == "page" else "map.png")
+    words = [cli_model, "--device", "cpu", "--source", "the cat", "--target", "a", "--output", str(path)]
+    main = verb.main if kind == "page" else attention.main
+    main(words)
+    written = path.read_bytes()
+    assert Path(cli_model).parent.name.encode() not in written
+    if kind == "page":
+        assert b"<title>Explanation of model</title>" in written
+
+    def fill_disk(self, *arguments, **_):
+        target = self if isinstance(self, Path) else arguments[0]
+        target.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for owner, name in ((Path, "write_text"), (Figure, "savefig")):
+        monkeypatch.setattr(owner, name, fill_disk)
+    assert run(main, "verb", words) == 2 and "No space left" in capsys.readouterr().err
+    assert path.read_bytes() == written and [file.name for file in tmp_path.iterdir()] == [path.name]

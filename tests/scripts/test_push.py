@@ -123,7 +123,7 @@ def test_recipe_goes_up_without_the_folders_of_this_machine(hub, folder, tmp_pat
         },
     }
     assert not any(word in content for content in files.values() for word in (b"jane", b"clients"))
-    cut = rf"^ +{shared.stat().st_size}  recipe.yaml \(absolute paths cut to their last part\)$"
+    cut = rf"^ +{shared.stat().st_size}  recipe.yaml \(without secrets and absolute paths\)$"
     assert re.search(cut, said, re.MULTILINE) and b"checkpoint-10" in files["recipe.yaml"]
     # The run goes on from the folder's own.
     assert (folder / "recipe.yaml").read_text(encoding="utf-8") == RECIPE_WITH_PATHS
@@ -528,3 +528,46 @@ def test_push_to_hub_of_model_and_tokenizer(hub, tmp_path):
     assert model["model.safetensors"] == (folder / "model.safetensors").read_bytes()
     assert json.loads(tokenizer["tokenizer.json"]) == json.loads((folder / "tokenizer.json").read_bytes())
     assert not any(name.endswith((".bin", ".pt")) for name in {**model, **tokenizer})
+
+
+@pytest.mark.parametrize("name", ["LICENSE", "target_tokenizer/vocab.txt", "README.md"])
+def test_a_link_out_of_the_folder_is_refused(hub, folder, tmp_path, name, capsys):
+    (tmp_path / "key").write_text("private")
+    (folder / name).symlink_to(tmp_path / "key")
+    for options in ([], ["--dry_run"]):
+        assert run(push.main, "push", push_words(folder, *options)) == 2
+        assert "`folder` must hold no link to a file outside of it" in capsys.readouterr().err
+    assert hub.commits == [] and (tmp_path / "key").read_text() == "private"
+
+
+SECRETS = """
+train_file: s3://AKIAEXAMPLE:S3CRET@bucket/train.tsv
+validation_file: file:///home/jane/dev.tsv
+accelerator_config: {token: s3cret-of-accelerate, split_batches: true}
+tasks:
+  translate: {train_file: train.tsv, hub_token: hf_s3cretOfTheTaskItself, source_prefix: "use hf_s3cretOfTheTaskItself: "}
+"""
+
+
+def test_secrets_of_a_recipe_stay_here_at_any_depth(hub, folder):
+    (folder / "recipe.yaml").write_text(SECRETS, encoding="utf-8")
+    push.main(push_words(folder))
+    files = hub.commits[0][2]
+    assert b"s3://bucket/train.tsv" in files["recipe.yaml"] and b"split_batches: true" in files["recipe.yaml"]
+    for content in files.values():
+        assert not re.search(rb"s3cret|AKIA|jane", content, re.IGNORECASE)
+
+
+def test_tokenizers_that_do_not_load_are_refused(hub, folder, capsys):
+    (folder / "tokenizer.json").write_text('{"model": {"type": "BPE"}}')
+    assert run(push.main, "push", push_words(folder)) == 2
+    assert "must hold tokenizers that load" in capsys.readouterr().err and hub.commits == []
+
+
+def test_a_recipe_of_a_billion_values_is_refused_at_once(hub, folder, capsys):
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]" for level in range(1, 10)]
+    for text in ("\n".join(lines), "tasks: &a {b: *a}"):
+        (folder / "recipe.yaml").write_text(text, encoding="utf-8")
+        assert run(push.main, "push", push_words(folder, "--dry_run")) == 2
+        assert "must hold at most 100,000 values" in capsys.readouterr().err

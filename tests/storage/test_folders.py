@@ -1,8 +1,11 @@
 """Tests of leftovers: the next run removes the temporary folders of killed runs, and no folder of a living one."""
 
 import contextlib
+import functools
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from converted_models import bart_like, draw
@@ -11,7 +14,13 @@ from metaphrase.inference.line_files import NewFile
 from metaphrase.scripts.console import run
 from metaphrase.scripts.convert import main as convert
 from metaphrase.storage import folders
-from metaphrase.storage.folders import file_in_one_step, folder_in_one_step, remove_leftovers
+from metaphrase.storage.folders import (
+    check_output,
+    file_in_one_step,
+    folder_in_one_step,
+    remove_leftovers,
+    write_provenance,
+)
 from metaphrase.training.run_folder import only_writer
 
 WRITE = """
@@ -115,3 +124,82 @@ def test_a_folder_is_made_again_if_another_run_removes_it_before_it_is_locked(tm
     with folder_in_one_step(tmp_path / "model") as partial:
         (partial / "weights").touch()
     assert removed and names(tmp_path / "model") == ["weights"]
+
+
+def write(output, overwrite=False, during=lambda: None, content="new"):
+    """Write a folder as `convert` and its like do."""
+    check = functools.partial(check_output, output, [], overwrite, "made.json", "made")
+    check()
+    with folder_in_one_step(output, check) as partial:
+        (partial / "model.safetensors").write_text(content)
+        (partial / "model.safetensors").chmod(0o600)
+        write_provenance(partial / "made.json")
+        during()
+
+
+def test_a_folder_that_appears_meanwhile_is_kept(tmp_path):
+    output = tmp_path / "model"
+
+    def appear():
+        output.mkdir()
+        (output / "thesis").write_text("mine")
+
+    with pytest.raises(ValueError, match=r"`output` must not exist, got .*model"):
+        write(output, during=appear)
+    assert names(tmp_path) == ["model"] and names(output) == ["thesis"]
+
+
+def test_of_two_runs_with_one_output_the_later_is_refused(tmp_path):
+    output = tmp_path / "model"
+    with pytest.raises(ValueError, match=r"`output` must not exist, got .*model"):
+        write(output, during=lambda: write(output, content="first"))
+    assert (output / "model.safetensors").read_text() == "first" and names(tmp_path) == ["model"]
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "checkpoint-9/model.safetensors", "metrics.json"])
+def test_only_what_was_written_here_is_replaced(name, tmp_path):
+    output = tmp_path / "model"
+    write(output, content="old")
+    (output / name).parent.mkdir(exist_ok=True)
+    (output / name).write_text("mine")
+    if name == "metrics.json":
+        # `evaluate` writes the scores of the old model there.
+        write(output, overwrite=True)
+        assert names(output) == ["made.json", "model.safetensors"]
+        return
+    with pytest.raises(ValueError, match=f"`output` must hold only the files that made.json lists .* with {name}"):
+        write(output, overwrite=True)
+    assert (output / name).read_text() == "mine" and (output / "model.safetensors").read_text() == "old"
+
+
+def test_what_the_user_adds_meanwhile_is_kept_too(tmp_path):
+    output = tmp_path / "model"
+    write(output, content="old")
+    with pytest.raises(ValueError, match=r"only the files that made\.json lists .* with notes"):
+        write(output, overwrite=True, during=(output / "notes").touch)
+    assert names(output) == ["made.json", "model.safetensors", "notes"] and names(tmp_path) == ["model"]
+
+
+def test_the_next_run_finds_the_folder_that_a_killed_one_was_replacing(tmp_path):
+    output = tmp_path / "model"
+    write(output, content="old")
+    with writer("replaced", output):
+        pass
+    assert not output.exists()
+    with pytest.raises(ValueError, match=r"`output` must not exist, got .*model"):
+        write(output)
+    assert (output / "model.safetensors").read_text() == "old"
+
+
+def test_weights_may_be_read_by_whom_the_other_files_may(tmp_path):
+    write(tmp_path / "model")
+    modes = {path.stat().st_mode for path in (tmp_path / "model").iterdir()}
+    assert len(modes) == 1
+
+
+def test_a_device_is_written_and_not_replaced(tmp_path):
+    link = tmp_path / "null"
+    link.symlink_to(os.devnull)
+    with file_in_one_step(link) as path:
+        path.write_text("nothing")
+    assert names(tmp_path) == ["null"] and not Path(os.devnull).is_file()

@@ -138,14 +138,6 @@ def test_configuration_of_another_type_is_one_line(folder, capsys):
     assert said == f"metaphrase attention: error: {rule}"
 
 
-def test_damaged_pickle_of_weights_is_named(tmp_path):
-    other_model("t5").save_pretrained(tmp_path / "t5")
-    (tmp_path / "t5" / "model.safetensors").unlink()
-    (tmp_path / "t5" / "pytorch_model.bin").write_bytes(b"no pickle")
-    with pytest.raises(ValueError, match=r"^A checkpoint must hold whole weights, got \S+t5: "):
-        load_whole(tmp_path / "t5", trust_remote_code=False)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_one_value_that_is_not_finite_is_found_anywhere(dtype):
     for size in (1, 7, 67, 1000):
@@ -156,3 +148,26 @@ def test_one_value_that_is_not_finite_is_found_anywhere(dtype):
                 changed = weight.clone()
                 changed[index] = value
                 assert not is_finite(changed) and not is_finite(changed.expand(2, size).T)
+
+
+def as_pickle(folder):
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    return weights
+
+
+@pytest.mark.parametrize("kind", ["alone", "in the index", "empty index"])
+def test_no_pickle_is_ever_opened(folder, kind, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("A pickle was opened."))
+    names = dict.fromkeys(as_pickle(folder), "pytorch_model.bin") if kind != "empty index" else {}
+    if kind == "empty index":
+        (folder / "model.safetensors").unlink()
+    if kind != "alone":
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    words = [str(folder), "--source", "a", "--target", "b", "--output", str(tmp_path / "a.png")]
+    assert run(attention.main, "attention", words) == 2
+    assert "A pickle such as pytorch_model.bin is never opened" in capsys.readouterr().err
+    for load in (load_whole, Generator.from_pretrained):
+        with pytest.raises(ValueError, match=r"A pickle such as pytorch_model\.bin is never opened"):
+            load(folder, trust_remote_code=False)

@@ -99,7 +99,7 @@ def test_what_the_model_cannot_read_is_truncated_counted_and_scored_against_the_
 def test_limits_beyond_the_positions_are_refused_at_once(make, fields, message):
     with pytest.raises(ValueError, match=message):
         make(LEARNED, **fields)
-    make({"position_embedding_type": "sinusoidal", "max_position_embeddings": 20}, **fields, eval_strategy="no")
+    make({"position_embedding_type": "relative", "max_position_embeddings": 20}, **fields, eval_strategy="no")
 
 
 def test_limits_that_were_not_given_are_what_the_model_can_read(make):
@@ -122,7 +122,8 @@ def test_limits_of_a_task_are_held_against_the_positions_too(make):
     ("config", "expected"),
     [
         (MetaphraseConfig(position_embedding_type="learned", max_position_embeddings=30), 30),
-        (MetaphraseConfig(position_embedding_type="rotary", max_position_embeddings=30), None),
+        (MetaphraseConfig(position_embedding_type="rotary", max_position_embeddings=30), 30),
+        (MetaphraseConfig(position_embedding_type="relative", max_position_embeddings=30), None),
         (BartConfig(max_position_embeddings=30), 30),
         (MarianConfig(max_position_embeddings=30), 30),
         (M2M100Config(max_position_embeddings=30), None),
@@ -134,9 +135,9 @@ def test_the_model_to_fine_tune_says_what_it_can_read(config, expected, tmp_path
 
 
 def test_presets_say_what_they_can_read():
-    learned, alibi = {}, {"position_embedding_type": "alibi"}
-    assert longest_sequence(Recipe()) is None
-    assert [longest_sequence(Recipe(preset="bart-base", model=model)) for model in (learned, alibi)] == [1024, None]
+    learned, relative = {}, {"position_embedding_type": "relative"}
+    assert longest_sequence(Recipe()) == 1024
+    assert [longest_sequence(Recipe(preset="bart-base", model=model)) for model in (learned, relative)] == [1024, None]
 
 
 def test_a_run_whose_limits_were_lowered_goes_on(make):

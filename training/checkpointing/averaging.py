@@ -18,7 +18,13 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
-from metaphrase.storage.folders import check_output, folder_in_one_step, read_json, write_json
+from metaphrase.storage.folders import (
+    check_output,
+    folder_in_one_step,
+    read_json,
+    refuse_outer_links,
+    write_provenance,
+)
 from metaphrase.storage.model_files import check_settings
 from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, write_weights
 from metaphrase.tokenization import TokenizerPair
@@ -153,7 +159,8 @@ def average_checkpoints(
     if len({folder.resolve() for folder in folders}) < max(len(folders), 2):
         names = ", ".join(map(str, folders)) or "none"
         raise ValueError(f"`folders` must be at least two, and different, got {names}.")
-    check_output(output, folders, overwrite, PROVENANCE_NAME, "averaged")
+    check = partial(check_output, output, folders, overwrite, PROVENANCE_NAME, "averaged")
+    check()
     for folder in folders:
         check_settings(folder)
     with contextlib.ExitStack() as files:
@@ -161,11 +168,11 @@ def average_checkpoints(
         for checkpoint in checkpoints[:-1]:
             _check_equal(checkpoint, checkpoints[-1])
             _check_vocabularies(checkpoint.folder, checkpoints[-1].folder)
-        with folder_in_one_step(output) as unfinished:
+        with folder_in_one_step(output, check) as unfinished:
             _copy_rest(checkpoints[-1], unfinished)
             _write_means(checkpoints, unfinished)
             names = ["/".join(folder.resolve().parts[-2:]) for folder in folders]
-            write_json(unfinished / PROVENANCE_NAME, {"averaged": names})
+            write_provenance(unfinished / PROVENANCE_NAME, averaged=names)
     logger.info("Averaged %d checkpoints: %s.", len(folders), ", ".join(map(str, folders)))
     return output
 
@@ -200,8 +207,10 @@ def _copy_rest(checkpoint: WeightFiles, output: Path) -> None:
         if path in checkpoint.paths or path.name == SAFE_WEIGHTS_INDEX_NAME:
             continue
         if path.is_dir() and (path / "tokenizer_config.json").is_file():
+            refuse_outer_links(folder, path.iterdir(), "folders")
             shutil.copytree(path, output / path.name)
         elif path.is_file() and not any(fnmatch.fnmatchcase(path.name, pattern) for pattern in LEFT_OUT):
+            refuse_outer_links(folder, [path], "folders")
             shutil.copyfile(path, output / path.name)
     for recipe in (folder / RECIPE_NAME, folder.parent / RECIPE_NAME):
         if recipe.is_file():

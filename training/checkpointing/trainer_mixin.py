@@ -173,6 +173,11 @@ class WholeCheckpoints:
         self._resumed.is_epoch_end_due = is_done or progress["is_epoch_stopped"]
         return progress["epoch"], progress["num_batches"]
 
+    # transformers 5.24.0: needs the scaler of float16 if the checkpoint has one, even in another precision.
+    def _load_scaler(self, checkpoint):
+        if self.accelerator.scaler is not None:
+            super()._load_scaler(checkpoint)
+
     def _restore_callbacks(self) -> None:
         for name, states in self.state.stateful_callbacks.items():
             if name == "TrainerControl":

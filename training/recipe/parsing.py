@@ -4,7 +4,6 @@ Scalars are those of YAML 1.2: `no` and `on` are texts, `1e-3` is a number, and 
 """
 
 import enum
-import itertools
 import re
 import types
 import typing
@@ -23,26 +22,13 @@ _SCALARS = {
     "int": (r"[-+]?[0-9]+", [*"-+0123456789"]),
     "float": (r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)", [*"-+.0123456789"]),
 }
-# Aliases of lists of aliases grow exponentially.
-_MAX_NODES = 100_000
+# A short file with aliases of aliases may stand for a billion values.
+_MAX_VALUES = 100_000
 _TYPE_NAMES = {bool: "true or false", int: "int", float: "float", str: "text", list: "list of texts", dict: "mapping"}
 
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: typing.ClassVar[dict] = {}
-
-    def compose_node(self, parent: Any, index: Any) -> yaml.Node:
-        is_alias, mark = self.check_event(yaml.AliasEvent), self.peek_event().start_mark
-        node = super().compose_node(parent, index)
-        sizes = vars(self).setdefault("sizes", {})
-        if not is_alias:
-            parts = [] if isinstance(node, yaml.ScalarNode) else node.value
-            children = itertools.chain(*parts) if isinstance(node, yaml.MappingNode) else parts
-            sizes[node] = 1 + sum(map(sizes.get, children))
-        # A node that holds its alias has no size yet.
-        if sizes.get(node, _MAX_NODES + 1) > _MAX_NODES:
-            raise yaml.composer.ComposerError(None, None, f"aliases must give at most {_MAX_NODES} values", mark)
-        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         keys = set()
@@ -75,15 +61,30 @@ def load_yaml(text: str, where: str) -> Any:
     """Parse one YAML document.
 
     Raises:
-        ValueError: If it is not YAML, or a mapping has a key twice or a key that is not a text.
+        ValueError: If it is not YAML, a mapping has a key twice or a key that is not a text, or there are too many values.
     """
     try:
-        return yaml.load(text, Loader=_Loader)
+        content = yaml.load(text, Loader=_Loader)
+        num_values = _count_values(content, {})
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"{where} must be valid YAML: {error}") from error
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         # PyYAML does not catch the errors of `!!bool abc` and the like.
         raise ValueError(f"{where} must be valid YAML, got a value that its tag does not fit: {error}") from error
+    if num_values > _MAX_VALUES:
+        raise ValueError(f"{where} must hold at most {_MAX_VALUES:,} values with each alias written out, got more.")
+    return content
+
+
+def _count_values(content: Any, counts: dict[int, float]) -> float:
+    """Return the number of values with each alias written out: infinite for a list that holds itself."""
+    if not isinstance(content, list | dict):
+        return 1
+    if id(content) not in counts:
+        counts[id(content)] = float("inf")
+        items = content.values() if isinstance(content, dict) else content
+        counts[id(content)] = 1 + sum(_count_values(item, counts) for item in items)
+    return counts[id(content)]
 
 
 def dump_yaml(mapping: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from averages import all_weights, mean_by_hand
+from cli_texts import contents
 from safetensors.torch import save_file
 from tiny_generator import tiny_pair
 from tiny_models import random_batch, tiny_model
@@ -165,7 +166,7 @@ def test_what_is_no_whole_checkpoint_is_refused(tmp_path):
     (shards / "model.safetensors").rename(shards / "model-1.safetensors")
     for place in ("../good/model.safetensors", "model-2.safetensors"):
         (shards / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": place}}))
-        refused(shards, f"index.json must name files beside it, got '{place}'")
+        refused(shards, f"index.json must name files .*beside it, got '{place}'")
 
 
 # What comes along
@@ -201,7 +202,9 @@ def test_all_else_that_belongs_to_the_model_comes_from_the_last(joint, tmp_path)
     assert AutoModelForSeq2SeqLM.from_pretrained(output).generation_config.max_length == 20
     assert (output / "modeling_own.py").read_text() == "STEP = 2\n"
     assert (output / "recipe.yaml").read_text() == "preset: metaphrase-tiny\n"
-    assert json.loads((output / "average.json").read_text()) == {"averaged": ["run/checkpoint-1", "run/checkpoint-2"]}
+    provenance = json.loads((output / "average.json").read_text())
+    assert provenance["averaged"] == ["run/checkpoint-1", "run/checkpoint-2"]
+    assert {"average.json", *provenance["files"]} == contents(output).keys()
     assert not any((output / name).exists() for name in (*left, "runs"))
 
 
@@ -262,6 +265,20 @@ def test_nothing_but_an_average_is_ever_replaced(tmp_path):
         with pytest.raises(ValueError, match="`output` must lie apart from what is averaged"):
             average_checkpoints(folders, output, overwrite=True)
     assert (other / "thesis.tex").read_text() == "years of work"
+    mean = average_checkpoints(folders, tmp_path / "mean")
+    (mean / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"must hold only the files that average\.json lists .* with notes\.txt"):
+        average_checkpoints(folders, mean, overwrite=True)
+
+
+def test_a_link_out_of_a_checkpoint_is_not_copied(tmp_path):
+    _, folders = save_models(tmp_path / "models", count=2)
+    (tmp_path / "key").write_text("private")
+    (folders[1] / "LICENSE").symlink_to(tmp_path / "key")
+    with pytest.raises(
+        ValueError, match=r"`folders` must hold no link to a file outside of it, got .*LICENSE -> .*key"
+    ):
+        average_checkpoints(folders, tmp_path / "mean")
 
 
 # Which checkpoints

@@ -183,3 +183,19 @@ def test_a_checkpoint_on_a_signal_is_whole_too(tmp_path, caplog):
     assert names(tmp_path / "run") == ["checkpoint-2", "checkpoint-3"]
     assert is_whole(tmp_path / "run" / "checkpoint-2")
     assert "A checkpoint in the middle of a step" in caplog.text
+
+
+def test_a_run_in_float16_goes_on_in_another_precision(run):
+    """Only a run in float16 has a scaler of its gradients."""
+    scaler = {
+        "scale": 65536.0,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "_growth_tracker": 2,
+    }
+    torch.save(scaler, run / "checkpoint-3" / "scaler.pt")
+    trainer = make_trainer(run, max_steps=4)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 4
+    assert not (run / "checkpoint-4" / "scaler.pt").exists()

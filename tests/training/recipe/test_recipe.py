@@ -332,8 +332,8 @@ BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
         ("do_train: !!bool abc", "got a value that its tag does not fit: 'abc'"),
         ("seed: !!timestamp abc", "got a value that its tag does not fit: "),
         ("seed: !!int abc", "got a value that its tag does not fit: invalid literal"),
-        (f"{BOMB}seed: *a9", "aliases must give at most 100000 values"),
-        ("model: &a {b: *a}", "aliases must give at most 100000 values"),
+        (f"{BOMB}seed: *a9", "at most 100,000 values with each alias written out"),
+        ("model: &a {b: *a}", "at most 100,000 values with each alias written out"),
     ],
     ids=["bool", "timestamp", "int", "aliases of aliases", "alias of itself"],
 )
