@@ -17,7 +17,9 @@ _MIN_COUNT, _PREFIX = 3, 4
 # Weight of a model without alignment, which bounds the penalty for a word.
 _SMOOTHING = 0.1
 # Of shuffled pairs this share with the lowest scores shows the share of misaligned pairs in the corpus.
-_TAIL = 0.1
+_TAIL = 0.25
+# A misaligned pair that stays costs this many aligned pairs that are dropped.
+_COST = 2
 _PAIRS_PER_BATCH = 5000
 
 
@@ -84,7 +86,7 @@ class AlignmentModel:
     Source: Brown et al. 1993, The Mathematics of Statistical Machine Translation, section 4.2.
 
     Attributes:
-        threshold: Pairs with a lower score are more likely misaligned than not.
+        threshold: Pairs with a lower score are rather misaligned.
         noise_share: Estimated share of misaligned pairs in the corpus.
     """
 
@@ -179,7 +181,7 @@ def find_threshold(scores: np.ndarray, shuffled: np.ndarray) -> tuple[float, flo
     """Return the estimated share of misaligned pairs, and the score below which a pair is rather misaligned.
 
     Shuffled pairs have the scores of misaligned pairs. Hardly any aligned pair has one of the lowest of these scores, which
-    therefore tell the share. The threshold has the fewest errors under this estimate. A clean corpus loses hardly a pair.
+    therefore tell the share. The threshold has the lowest cost of errors under this estimate. A clean corpus loses hardly a pair.
 
     Args:
         scores: Scores of the corpus.
@@ -189,4 +191,4 @@ def find_threshold(scores: np.ndarray, shuffled: np.ndarray) -> tuple[float, flo
     share = float(np.searchsorted(scores, np.quantile(shuffled, _TAIL))) / len(scores) / _TAIL
     candidates = np.concatenate([[-np.inf], np.quantile(np.concatenate([scores, shuffled]), np.linspace(0, 1, 2001))])
     below, shuffled_below = (np.searchsorted(values, candidates) / len(values) for values in (scores, shuffled))
-    return min(share, 1.0), float(candidates[np.argmin(below - 2 * share * shuffled_below)])
+    return min(share, 1.0), float(candidates[np.argmin(below - (1 + _COST) * share * shuffled_below)])

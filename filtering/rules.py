@@ -2,6 +2,7 @@
 
 import re
 import statistics
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
@@ -20,11 +21,16 @@ _EXTRA_CHARACTERS = 10
 _MIN_PAIRS_FOR_RATIO = 100
 _MIN_WORDS_OF_REPETITION, _MAX_REPEATS = 12, 4
 # Fewer digits may be written as words on the other side.
-_MAX_DIGITS_AS_WORDS, _MIN_DIGIT_OVERLAP = 3, 0.5
+_MAX_DIGITS_AS_WORDS, _MIN_NUMBER_OVERLAP = 3, 0.5
+
+# The beginning of a text shows its language.
+_LANGUAGE_CHARACTERS = 300
 
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f\ufffd]")
 _NOTABLE = re.compile(r"[\d@()\[\]{}（）［］【】]|https?:|www\.")
-_DIGIT = re.compile(r"\d")
+_NUMBER = re.compile(r"\d+")
+# Languages differ in the separator: 1,000 and 1.000.
+_SEPARATOR = re.compile(r"(?<=\d)[.,'’](?=\d)")
 _BRACKET = re.compile(r"[()\[\]{}（）［］【】]")
 _LINK = re.compile(r"(?:https?://|www\.)\S+|[\w.+-]+@[\w-]+\.\w")
 _CLOSING = "\"'”’»«“)]）］】」』 "
@@ -169,12 +175,10 @@ class PairRules:
         return (source.rstrip(_CLOSING)[-1:] in _END) != (target.rstrip(_CLOSING)[-1:] in _END)
 
     def _breaks_numbers(self, source: str, target: str, forms: Pair) -> bool:
-        first, second = (Counter(map(int, _DIGIT.findall(text))) for text in (source, target))
-        # A zero comes and goes: 6:00 and 6, 05 and 5.
-        del first[0], second[0]
-        if min(first.total(), second.total()) == 0 and max(first.total(), second.total()) <= _MAX_DIGITS_AS_WORDS:
-            return False
-        return 2 * (first & second).total() < _MIN_DIGIT_OVERLAP * (first.total() + second.total())
+        first, second = (Counter(_numbers(text)) for text in (source, target))
+        if not first or not second:
+            return sum(map(len, first | second)) > _MAX_DIGITS_AS_WORDS
+        return 2 * (first & second).total() < _MIN_NUMBER_OVERLAP * (first.total() + second.total())
 
     def _breaks_links(self, source: str, target: str, forms: Pair) -> bool:
         return len(_LINK.findall(source)) != len(_LINK.findall(target))
@@ -184,6 +188,14 @@ class PairRules:
 
     def _breaks_repetition(self, source: str, target: str, forms: Pair) -> bool:
         return _repeats(source) or _repeats(target)
+
+
+def _numbers(text: str) -> list[str]:
+    """Return the numbers of a text in digits of ASCII, without zeros in front: 6:00 is 6."""
+    numbers = _NUMBER.findall(_SEPARATOR.sub("", text))
+    if not text.isascii():
+        numbers = ["".join(str(unicodedata.decimal(digit)) for digit in number) for number in numbers]
+    return [number.lstrip("0") for number in numbers if number.strip("0")]
 
 
 def _repeats(text: str) -> bool:
@@ -225,14 +237,15 @@ class LanguageRule:
     def breaks(self, source: str, target: str) -> bool:
         """Return True if a side has hardly the probability to be in its language."""
         return any(
-            language is not None and self._probability(text, language) < self._least
+            language is not None and not self._is_possible(text, language)
             for text, language in zip((source, target), self._languages, strict=True)
         )
 
-    def _probability(self, text: str, language: str) -> float:
-        # Lower case: the model takes capitals for names of other languages. The tail of the list has low probabilities.
-        entries = self._detector.detect(text[:300].lower(), model="lite", k=20)
-        return next((entry["score"] for entry in entries if entry["lang"] == language), 0.0)
+    def _is_possible(self, text: str, language: str) -> bool:
+        # Lower case: the model takes capitals for names of other languages.
+        text = text[:_LANGUAGE_CHARACTERS].lower()
+        entries = self._detector.detect(text, model="lite", k=-1, threshold=self._least)
+        return any(entry["lang"] == language for entry in entries)
 
 
 def normal_forms(source: str, target: str) -> Pair:
