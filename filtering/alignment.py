@@ -165,13 +165,13 @@ class AlignmentModel:
         entries = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
         is_known = self._keys[entries] == keys
         score = np.zeros(num_pairs)
-        for table, share, explained, positions, texts, others in (
+        for table, share, explained, positions, texts, partner_texts in (
             (*(self._tables[0], self._shares[0], pairs.targets, pairs.columns), pairs.target_texts, pairs.source_texts),
             (*(self._tables[1], self._shares[1], pairs.sources, pairs.rows), pairs.source_texts, pairs.target_texts),
         ):
-            num_others = np.bincount(others, minlength=num_pairs)[texts]
+            num_partners = np.bincount(partner_texts, minlength=num_pairs)[texts]
             sums = np.bincount(positions, np.where(is_known, table[entries], 0), minlength=len(explained))
-            ratios = sums / np.maximum(num_others, 1) / share[explained]
+            ratios = sums / np.maximum(num_partners, 1) / share[explained]
             logs = np.log((1 - _SMOOTHING) * ratios + _SMOOTHING)
             score += np.bincount(texts, logs, minlength=num_pairs)
         return score

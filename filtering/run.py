@@ -139,29 +139,29 @@ class PairFilter:
             drop("alignment", (i for i, is_low in zip(candidates, low, strict=True) if is_low))
         return verdicts, pair_hashes, self._drop_targets(candidates, seen_sources, drop)
 
-    def _drop_duplicates(self, candidates: dict[int, _Candidate], seen: SeenHashes, drop: Callable) -> bytes:
+    def _drop_duplicates(self, candidates: dict[int, _Candidate], earlier: SeenHashes, drop: Callable) -> bytes:
         if "duplicate" not in self._settings.rules:
             return b""
         is_near = self._settings.near_duplicates
         hashes = [hash_text("\t".join(pair.forms if is_near else pair[:2])) for pair in candidates.values()]
-        return _drop_repeated("duplicate", hashes, 1, candidates, seen, drop)
+        return _drop_repeated("duplicate", hashes, 1, candidates, earlier, drop)
 
-    def _drop_targets(self, candidates: dict[int, _Candidate], seen: SeenHashes, drop: Callable) -> bytes:
+    def _drop_targets(self, candidates: dict[int, _Candidate], earlier: SeenHashes, drop: Callable) -> bytes:
         if "targets_per_source" not in self._settings.rules:
             return b""
         hashes = [hash_text(pair.source) for pair in candidates.values()]
         most = self._settings.thresholds.max_targets_per_source
-        return _drop_repeated("targets_per_source", hashes, most, candidates, seen, drop)
+        return _drop_repeated("targets_per_source", hashes, most, candidates, earlier, drop)
 
 
 def _drop_repeated(
-    rule: str, hashes: Sequence[bytes], most: int, candidates: dict[int, _Candidate], seen: SeenHashes, drop: Callable
+    rule: str, hashes: Sequence[bytes], most: int, candidates: dict[int, _Candidate], earlier: SeenHashes, drop: Callable
 ) -> bytes:
     """Drop candidates whose hash occurred `most` times before. Return the hashes of the others."""
-    is_new = seen.counts(hashes) < most
+    is_new = earlier.counts(hashes) < most
     drop(rule, (index for index, new in zip(candidates, is_new, strict=True) if not new))
     new_hashes = [value for value, new in zip(hashes, is_new, strict=True) if new]
-    seen.add(new_hashes)
+    earlier.add(new_hashes)
     return b"".join(new_hashes)
 
 
@@ -187,14 +187,14 @@ class FilterReport:
     def __init__(self, content: dict[str, Any] | None = None):
         """Begin with the content of a stopped run, or with nothing."""
         content = content or {"read": 0, "kept": 0, "dropped": {}, "examples": {}}
-        self.read, self.kept, self.examples = content["read"], content["kept"], content["examples"]
+        self.num_read, self.num_kept, self.examples = content["read"], content["kept"], content["examples"]
         self.dropped = Counter(content["dropped"])
 
     def add(self, verdicts: Sequence[tuple[str, Pair]]) -> None:
         """Count verdicts of `PairFilter.decide`."""
-        self.read += len(verdicts)
+        self.num_read += len(verdicts)
         counts = Counter(rule for rule, _ in verdicts)
-        self.kept += counts.pop("", 0)
+        self.num_kept += counts.pop("", 0)
         self.dropped += counts
         for rule in counts:
             examples = self.examples.setdefault(rule, [])
@@ -207,15 +207,15 @@ class FilterReport:
         """Return the counts and examples as plain values for JSON, rules in their order."""
         order = [rule for rule in (*PROBLEMS, *RULES) if rule in self.dropped]
         return {
-            "read": self.read,
-            "kept": self.kept,
+            "read": self.num_read,
+            "kept": self.num_kept,
             "dropped": {rule: self.dropped[rule] for rule in order},
             "examples": {rule: self.examples[rule] for rule in order},
         }
 
     def __str__(self) -> str:
-        rows = [(rule, count) for rule, count in self.to_dict()["dropped"].items()] + [("kept", self.kept)]
-        lines = [f"{name:<20}{count:>12,}{count / max(self.read, 1):>9.2%}" for name, count in rows]
+        rows = [(rule, count) for rule, count in self.to_dict()["dropped"].items()] + [("kept", self.num_kept)]
+        lines = [f"{name:<20}{count:>12,}{count / max(self.num_read, 1):>9.2%}" for name, count in rows]
         return "\n".join([f"{'rule':<20}{'pairs':>12}{'share':>9}", *lines])
 
 
@@ -259,7 +259,7 @@ def filter_pairs(
         result = FilterReport(folder.state.get("report"))
         if not folder.state.get("is_finished"):
             pair_filter = PairFilter(source, settings)
-            on_start(pair_filter.num_records, result.read)
+            on_start(pair_filter.num_records, result.num_read)
             _filter_chunks(source, pair_filter, folder, result, on_chunk)
             if report is not None:
                 _write_report(folder.path / "report", result, pair_filter, key)
@@ -279,7 +279,7 @@ def _filter_chunks(
     for name in folder.outputs:
         # An output without pairs is a file, too.
         folder.append(name, b"")
-    records = islice(source.read_files(), report.read, None)
+    records = islice(source.read_files(), report.num_read, None)
     while chunk := list(islice(records, PAIRS_PER_CHUNK)):
         verdicts, pair_hashes, source_hashes = pair_filter.decide(chunk, seen_pairs, seen_sources)
         report.add(verdicts)

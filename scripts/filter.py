@@ -50,13 +50,13 @@ def main(words: Sequence[str]) -> None:
             on_chunk=lambda count: bars[0].update(count),
         )
     logger.info("%s", report)
-    logger.info("%d pairs in %.1f seconds.", report.read, time.perf_counter() - started)
+    logger.info("%d pairs in %.1f seconds.", report.num_read, time.perf_counter() - started)
     for rule, count in report.dropped.items():
-        if rule in RULES and count > _NOTABLE_SHARE * report.read:
+        if rule in RULES and count > _NOTABLE_SHARE * report.num_read:
             logger.warning(
                 "The rule `%s` dropped %.0f %% of the pairs. See the examples of --report. If they are good pairs, pass "
                 "--skip_rules %s.",
-                *(rule, 100 * count / report.read, rule),
+                *(rule, 100 * count / report.num_read, rule),
             )
 
 
