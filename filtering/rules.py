@@ -18,7 +18,7 @@ RULES = (
 _USUAL_SHARE, _MAX_FOREIGN_SHARE = 0.1, 0.5
 # Two short texts may differ in length by a few characters more.
 _EXTRA_CHARACTERS = 10
-_MIN_PAIRS_FOR_RATIO = 100
+_MIN_PAIRS_FOR_RATIO, _PAIRS_FOR_FACTS = 100, 10_000
 _MIN_WORDS_OF_REPETITION, _MAX_REPEATS = 12, 4
 # Fewer digits may be written as words on the other side.
 _MAX_DIGITS_AS_WORDS, _MIN_NUMBER_OVERLAP = 3, 0.5
@@ -26,11 +26,12 @@ _MAX_DIGITS_AS_WORDS, _MIN_NUMBER_OVERLAP = 3, 0.5
 # The beginning of a text shows its language.
 _LANGUAGE_CHARACTERS = 300
 
+# A character of several bytes that was read byte by byte. The second byte of "à" may have become a space.
+_BYTES = re.compile(r"[^\x00-\x7f]{2}")
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f\ufffd]")
-_NOTABLE = re.compile(r"[\d@()\[\]{}（）［］【】]|https?:|www\.")
-_NUMBER = re.compile(r"\d+")
 # Languages differ in the separator: 1,000 and 1.000.
-_SEPARATOR = re.compile(r"(?<=\d)[.,'’](?=\d)")
+_NUMBER = re.compile(r"\d+(?:[.,'’]\d+)*")
+_SEPARATORS = str.maketrans("", "", ".,'’")
 _BRACKET = re.compile(r"[()\[\]{}（）［］【】]")
 _LINK = re.compile(r"(?:https?://|www\.)\S+|[\w.+-]+@[\w-]+\.\w")
 _CLOSING = "\"'”’»«“)]）］】」』 "
@@ -77,7 +78,8 @@ class CorpusFacts:
 
     @classmethod
     def of(cls, pairs: Sequence[Pair]) -> "CorpusFacts":
-        """Return the facts on these pairs."""
+        """Return the facts on the first of these pairs."""
+        pairs = pairs[:_PAIRS_FOR_FACTS]
         ratios = [_length_ratio(*pair) for pair in pairs if pair[0].strip() and pair[1].strip()]
         ratio = statistics.median(ratios) if len(ratios) >= _MIN_PAIRS_FOR_RATIO else 1.0
         return cls(ratio, tuple(_usual_scripts(pair[side] for pair in pairs) for side in (0, 1)))
@@ -119,8 +121,6 @@ class PairRules:
             self._is_bad: Callable[[str], bool] = import_extra("ftfy.badness", "The rule `encoding`").is_bad
         # A table keeps the loop over rules short: it runs for every pair.
         self._checks = [(name, getattr(self, f"_breaks_{name}")) for name in RULES if name in active & _PAIR_RULES]
-        self._notable_checks = [(name, check) for name, check in self._checks if name in _NOTABLE_RULES]
-        self._plain_checks = [(name, check) for name, check in self._checks if name not in _NOTABLE_RULES]
 
     def broken_rule(self, source: str, target: str, forms: Pair) -> str | None:
         """Return the name of the first rule that a pair breaks.
@@ -130,8 +130,7 @@ class PairRules:
             target: Target text.
             forms: Normal forms of both.
         """
-        is_notable = _NOTABLE.search(source) or _NOTABLE.search(target)
-        for name, check in self._checks if is_notable else self._plain_checks:
+        for name, check in self._checks:
             if check(source, target, forms):
                 return name
         return None
@@ -143,18 +142,18 @@ class PairRules:
         return max(len(source), len(target)) > self._thresholds.max_characters
 
     def _breaks_encoding(self, source: str, target: str, forms: Pair) -> bool:
-        return any(
-            not (text.isascii() and text.isprintable())
-            and (_CONTROL.search(text) is not None or (not text.isascii() and self._is_bad(text)))
-            for text in (source, target)
-        )
+        return self._is_broken(source) or self._is_broken(target)
+
+    def _is_broken(self, text: str) -> bool:
+        if text.isascii():
+            return not text.isprintable() and _CONTROL.search(text) is not None
+        # ftfy would take longer than all other rules, if it saw every text.
+        has_bytes = _BYTES.search(text) is not None or "Ã " in text
+        return _CONTROL.search(text) is not None or (has_bytes and self._is_bad(text))
 
     def _breaks_letters(self, source: str, target: str, forms: Pair) -> bool:
         least = self._thresholds.min_letter_share
-        return any(
-            len(form) - form.count("0") < least * (len(text) - text.count(" "))
-            for text, form in zip((source, target), forms, strict=True)
-        )
+        return _letter_share(source, forms[0]) < least or _letter_share(target, forms[1]) < least
 
     def _breaks_script(self, source: str, target: str, forms: Pair) -> bool:
         for form, foreign, is_ascii_usual in zip(forms, self._foreign, self._is_ascii_usual, strict=True):
@@ -175,13 +174,20 @@ class PairRules:
         return (source.rstrip(_CLOSING)[-1:] in _END) != (target.rstrip(_CLOSING)[-1:] in _END)
 
     def _breaks_numbers(self, source: str, target: str, forms: Pair) -> bool:
-        first, second = (Counter(_numbers(text)) for text in (source, target))
+        # A form has 0 for each digit.
+        if "0" not in forms[0] and "0" not in forms[1]:
+            return False
+        numbers = _numbers(source), _numbers(target)
+        if numbers[0] == numbers[1]:
+            return False
+        first, second = map(Counter, numbers)
         if not first or not second:
             return sum(map(len, first | second)) > _MAX_DIGITS_AS_WORDS
         return 2 * (first & second).total() < _MIN_NUMBER_OVERLAP * (first.total() + second.total())
 
     def _breaks_links(self, source: str, target: str, forms: Pair) -> bool:
-        return len(_LINK.findall(source)) != len(_LINK.findall(target))
+        # The search in texts without links would take longer than all other rules.
+        return _num_links(source) != _num_links(target)
 
     def _breaks_brackets(self, source: str, target: str, forms: Pair) -> bool:
         return (_BRACKET.search(source) is None) != (_BRACKET.search(target) is None)
@@ -190,12 +196,26 @@ class PairRules:
         return _repeats(source) or _repeats(target)
 
 
+def _letter_share(text: str, form: str) -> float:
+    return (len(form) - form.count("0")) / max(len(text) - text.count(" "), 1)
+
+
+def _num_links(text: str) -> int:
+    has_link = "@" in text or "://" in text or "www." in text
+    return len(_LINK.findall(text)) if has_link else 0
+
+
 def _numbers(text: str) -> list[str]:
     """Return the numbers of a text in digits of ASCII, without zeros in front: 6:00 is 6."""
-    numbers = _NUMBER.findall(_SEPARATOR.sub("", text))
-    if not text.isascii():
-        numbers = ["".join(str(unicodedata.decimal(digit)) for digit in number) for number in numbers]
-    return [number.lstrip("0") for number in numbers if number.strip("0")]
+    numbers = [_plain_digits(number) for number in _NUMBER.findall(text)]
+    return [number for number in numbers if number]
+
+
+def _plain_digits(number: str) -> str:
+    number = number.translate(_SEPARATORS)
+    if not number.isascii():
+        number = "".join(str(unicodedata.decimal(digit)) for digit in number)
+    return number.lstrip("0")
 
 
 def _repeats(text: str) -> bool:
@@ -207,8 +227,6 @@ def _repeats(text: str) -> bool:
 
 
 _PAIR_RULES = {name for name in RULES if hasattr(PairRules, f"_breaks_{name}")}
-# Rules that need no look at a pair without digits, brackets and links.
-_NOTABLE_RULES = {"numbers", "links", "brackets"}
 
 
 class LanguageRule:

@@ -155,7 +155,12 @@ class PairFilter:
 
 
 def _drop_repeated(
-    rule: str, hashes: Sequence[bytes], most: int, candidates: dict[int, _Candidate], earlier: SeenHashes, drop: Callable
+    rule: str,
+    hashes: Sequence[bytes],
+    most: int,
+    candidates: dict[int, _Candidate],
+    earlier: SeenHashes,
+    drop: Callable,
 ) -> bytes:
     """Drop candidates whose hash occurred `most` times before. Return the hashes of the others."""
     is_new = earlier.counts(hashes) < most
