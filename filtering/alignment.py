@@ -11,7 +11,7 @@ from metaphrase.filtering.texts import split_words
 
 MIN_PAIRS = 10_000
 # They bound memory and time of training.
-MAX_PAIRS, MAX_WORD_PAIRS, MAX_WORDS, MAX_VOCABULARY = 100_000, 8_000_000, 60, 40_000
+MAX_PAIRS, MAX_WORD_PAIRS, MAX_WORDS, MAX_VOCABULARY = 100_000, 4_000_000, 60, 40_000
 _ITERATIONS = 3
 _MIN_COUNT, _PREFIX = 3, 4
 # Weight of a model without alignment, which bounds the penalty for a word.
