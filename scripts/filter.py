@@ -39,16 +39,19 @@ def main(words: Sequence[str]) -> None:
                 logger.info("Resuming %s at pair %d.", arguments.output[0], done + 1)
             bars.append(stack.enter_context(progress_bar(total, "pairs", not arguments.quiet, done)))
 
-        report = filter_pairs(
-            source,
-            arguments.output,
-            settings,
-            rejected=arguments.rejected,
-            report=arguments.report,
-            resume=arguments.resume,
-            on_start=start,
-            on_chunk=lambda count: bars[0].update(count),
-        )
+        try:
+            report = filter_pairs(
+                source,
+                arguments.output,
+                settings,
+                rejected=arguments.rejected,
+                report=arguments.report,
+                resume=arguments.resume,
+                on_start=start,
+                on_chunk=lambda count: bars[0].update(count),
+            )
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("Use --resume to go on.") from None
     logger.info("%s", report)
     logger.info("%d pairs in %.1f seconds.", report.num_read, time.perf_counter() - started)
     for rule, count in report.dropped.items():
