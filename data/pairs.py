@@ -188,6 +188,13 @@ class PairSource:
         """Return the data set called `dataset_name`."""
         return datasets.load_dataset(self.dataset_name, self.dataset_config_name, split=self.dataset_split, **options)
 
+    def read_files(self) -> Iterator[Record]:
+        """Yield the pairs of the files, or the problem with a pair, one by one."""
+        first, *other = self.paths
+        if other:
+            return read_parallel(first, *other, self.max_line_characters)
+        return READERS[_suffix(first)](first, self.columns, self.max_line_characters)
+
     def to_row(self, record: Record) -> dict[str, str]:
         """Return a row of `RECORD_FEATURES`, with the prefix. Raise a `ValueError` for a bad pair that is not skipped."""
         if isinstance(record, PairProblem):
@@ -293,12 +300,8 @@ def generate_records(source: PairSource, cache_key: Any = None) -> Iterator[dict
     Raises:
         ValueError: At the first bad pair that is not skipped, or if there is no pair at all.
     """
-    first, *other = source.paths
     is_empty = True
-    limit = source.max_line_characters
-    for record in (
-        read_parallel(first, *other, limit) if other else READERS[_suffix(first)](first, source.columns, limit)
-    ):
+    for record in source.read_files():
         is_empty = False
         yield source.to_row(record)
     if is_empty:

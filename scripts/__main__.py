@@ -15,6 +15,7 @@ from metaphrase.scripts.parsers import complete, parse
 VERBS = {
     "demo": "train and show a small model on a generated corpus",
     "tokenize": "train a tokenizer",
+    "filter": "drop pairs that are noise",
     "train": "train a model by a recipe",
     "tune": "search for a better recipe",
     "evaluate": "score a model on a test set",

@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "tokenization": "modeling",
     "ops": "modeling",
     "data": "tokenization modeling",
+    "filtering": "data tokenization storage modeling",
     "conversion": "conversion.ctranslate2 tokenization storage modeling",
     "conversion.ctranslate2": "conversion tokenization storage modeling",
     "decoding": "modeling",

@@ -1,0 +1,194 @@
+"""A lexical model that tells pairs of one meaning from pairs of strangers. It learns from the pairs themselves."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain
+from typing import NamedTuple
+
+import numpy as np
+
+from metaphrase.filtering.texts import split_words
+
+MIN_PAIRS = 10_000
+# They bound memory and time of training.
+MAX_PAIRS, MAX_WORD_PAIRS, MAX_WORDS, MAX_VOCABULARY = 100_000, 4_000_000, 60, 40_000
+_ITERATIONS = 3
+_MIN_COUNT, _PREFIX = 3, 4
+# Weight of a model without alignment, which bounds the penalty for a word.
+_SMOOTHING = 0.1
+# Of shuffled pairs this share with the lowest scores shows the share of misaligned pairs in the corpus.
+_TAIL = 0.25
+# A misaligned pair that stays costs this many aligned pairs that are dropped.
+_COST = 2
+_PAIRS_PER_BATCH = 5000
+
+
+class Vocabulary:
+    """Numbers of words. A rare word has the number of its beginning, or 0."""
+
+    def __init__(self, texts: Iterable[Sequence[str]]):
+        """Count the words of texts."""
+        words = Counter(chain.from_iterable(texts))
+        entries = Counter()
+        for word, count in words.items():
+            entries[word if count >= _MIN_COUNT else "_" + word[:_PREFIX]] += count
+        # Ties are broken by the word: the order of the texts must not matter.
+        ordered = sorted((-count, word) for word, count in entries.items() if count > 1)
+        self._numbers = {word: number for number, (_, word) in enumerate(ordered[:MAX_VOCABULARY], start=1)}
+
+    def __len__(self) -> int:
+        return len(self._numbers) + 1
+
+    def encode(self, words: Iterable[str]) -> Iterator[int]:
+        """Yield the number of each word."""
+        numbers = self._numbers
+        for word in words:
+            number = numbers.get(word)
+            yield numbers.get("_" + word[:_PREFIX], 0) if number is None else number
+
+
+class _WordPairs(NamedTuple):
+    """All pairs of a source word and a target word of the same pair of texts.
+
+    Attributes:
+        sources: Numbers of all source words, one text after the other.
+        targets: Numbers of all target words.
+        source_texts: Index of the text of each source word.
+        target_texts: Index of the text of each target word.
+        rows: Index in `sources` of each word pair.
+        columns: Index in `targets` of each word pair.
+    """
+
+    sources: np.ndarray
+    targets: np.ndarray
+    source_texts: np.ndarray
+    target_texts: np.ndarray
+    rows: np.ndarray
+    columns: np.ndarray
+
+    @classmethod
+    def of(cls, sources: np.ndarray, targets: np.ndarray, lengths: np.ndarray) -> "_WordPairs":
+        """Pair the words of texts with these lengths, (2, number of texts)."""
+        texts = [np.repeat(np.arange(lengths.shape[1]), side) for side in lengths]
+        num_partners = lengths[0][texts[1]]
+        columns = np.repeat(np.arange(len(targets)), num_partners)
+        offsets = np.arange(len(columns)) - np.repeat(np.cumsum(num_partners) - num_partners, num_partners)
+        starts = np.cumsum(lengths[0]) - lengths[0]
+        return cls(sources, targets, *texts, starts[texts[1]][columns] + offsets, columns)
+
+
+class AlignmentModel:
+    """IBM Model 1 in both directions, and a threshold from the scores of shuffled pairs.
+
+    The score of a pair is the log-likelihood ratio of its words, given the other side and by themselves. Each expected count
+    is lowered by 1, so that no pair is its own evidence: a misaligned pair in the corpus scores as low as any other.
+
+    Source: Brown et al. 1993, The Mathematics of Statistical Machine Translation, section 4.2.
+
+    Attributes:
+        threshold: Pairs with a lower score are rather misaligned.
+        noise_share: Estimated share of misaligned pairs in the corpus.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[str, str]], seed: int = 0):
+        """Learn from pairs.
+
+        Args:
+            pairs: Pairs in random order. The first ones are used, up to a number of word pairs.
+            seed: Seed of the shuffled pairs.
+        """
+        words = [[split_words(text)[:MAX_WORDS] for text in side] for side in zip(*pairs[:MAX_PAIRS], strict=True)]
+        sizes = accumulate(len(source) * len(target) for source, target in zip(*words, strict=True))
+        num_pairs = sum(1 for size in sizes if size <= MAX_WORD_PAIRS)
+        words = [side[:num_pairs] for side in words]
+        self._vocabularies = [Vocabulary(side) for side in words]
+        encoded = self._encode(words)
+        self._train(_WordPairs.of(*encoded))
+        scores = self._score_batches(*encoded)
+        order = np.random.default_rng(seed).permutation(num_pairs)
+        shuffled = self._score_batches(*self._encode([words[0], [words[1][index] for index in order]]))
+        self.noise_share, self.threshold = find_threshold(scores, shuffled)
+
+    def scores(self, pairs: Sequence[tuple[str, str]]) -> np.ndarray:
+        """Return the score of each pair."""
+        words = [[split_words(text)[:MAX_WORDS] for text in side] for side in zip(*pairs, strict=True)]
+        return self._score_batches(*self._encode(words)) if words else np.zeros(0)
+
+    def _encode(self, words: Sequence[Sequence[Sequence[str]]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        lengths = np.array([[len(text) for text in side] for side in words], dtype=np.int64)
+        sides = []
+        for side, vocabulary, size in zip(words, self._vocabularies, lengths.sum(1), strict=True):
+            numbers = chain.from_iterable(map(vocabulary.encode, side))
+            sides.append(np.fromiter(numbers, dtype=np.int64, count=int(size)))
+        return *sides, lengths
+
+    def _train(self, pairs: _WordPairs) -> None:
+        """Run expectation maximization. Both directions share the table of word pairs that occur."""
+        sizes = [len(vocabulary) for vocabulary in self._vocabularies]
+        keys, entries = np.unique(
+            pairs.sources[pairs.rows] * sizes[1] + pairs.targets[pairs.columns], return_inverse=True
+        )
+        words = (keys // sizes[1], keys % sizes[1])
+        # The direction 0 has source words as given and explains target words, with the word `null` as another source.
+        directions = ((words[0], pairs.targets, pairs.columns), (words[1], pairs.sources, pairs.rows))
+        self._tables = []
+        self._shares = []
+        for (given_word, explained, positions), size in zip(directions, reversed(sizes), strict=True):
+            table, null = np.ones(len(keys)), np.ones(size)
+            for _ in range(_ITERATIONS):
+                weights = table[entries]
+                total = np.bincount(positions, weights, minlength=len(explained)) + null[explained]
+                counts = np.bincount(entries, weights / total[positions], minlength=len(keys))
+                null = np.bincount(explained, null[explained] / total, minlength=size)
+                null /= null.sum()
+                sums = np.bincount(given_word, counts)
+                table = counts / sums[given_word]
+            self._tables.append(np.maximum(counts - 1, 0) / (sums[given_word] + 0.5))
+            frequencies = np.bincount(explained, minlength=size) + 1
+            self._shares.append(frequencies / frequencies.sum())
+        # Most word pairs occur by chance. Without them the table is small, and look-ups are fast.
+        is_useful = (self._tables[0] > 0) | (self._tables[1] > 0)
+        self._keys, self._tables = keys[is_useful], [table[is_useful] for table in self._tables]
+        self._num_targets = sizes[1]
+
+    def _score_batches(self, sources: np.ndarray, targets: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        batches = []
+        for start in range(0, lengths.shape[1], _PAIRS_PER_BATCH):
+            size = lengths[:, start : start + _PAIRS_PER_BATCH]
+            used = size.sum(1)
+            batches.append(self._score(_WordPairs.of(sources[: used[0]], targets[: used[1]], size), size.shape[1]))
+            sources, targets = sources[used[0] :], targets[used[1] :]
+        return np.concatenate(batches)
+
+    def _score(self, pairs: _WordPairs, num_pairs: int) -> np.ndarray:
+        keys = pairs.sources[pairs.rows] * self._num_targets + pairs.targets[pairs.columns]
+        entries = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
+        is_known = self._keys[entries] == keys
+        score = np.zeros(num_pairs)
+        for table, share, explained, positions, texts, partner_texts in (
+            (*(self._tables[0], self._shares[0], pairs.targets, pairs.columns), pairs.target_texts, pairs.source_texts),
+            (*(self._tables[1], self._shares[1], pairs.sources, pairs.rows), pairs.source_texts, pairs.target_texts),
+        ):
+            num_partners = np.bincount(partner_texts, minlength=num_pairs)[texts]
+            sums = np.bincount(positions, np.where(is_known, table[entries], 0), minlength=len(explained))
+            ratios = sums / np.maximum(num_partners, 1) / share[explained]
+            logs = np.log((1 - _SMOOTHING) * ratios + _SMOOTHING)
+            score += np.bincount(texts, logs, minlength=num_pairs)
+        return score
+
+
+def find_threshold(scores: np.ndarray, shuffled: np.ndarray) -> tuple[float, float]:
+    """Return the estimated share of misaligned pairs, and the score below which a pair is rather misaligned.
+
+    Shuffled pairs have the scores of misaligned pairs. Hardly any aligned pair has one of the lowest of these scores, which
+    therefore tell the share. The threshold has the lowest cost of errors under this estimate. A clean corpus loses hardly a pair.
+
+    Args:
+        scores: Scores of the corpus.
+        shuffled: Scores of shuffled pairs.
+    """
+    scores, shuffled = np.sort(scores), np.sort(shuffled)
+    share = float(np.searchsorted(scores, np.quantile(shuffled, _TAIL))) / len(scores) / _TAIL
+    candidates = np.concatenate([[-np.inf], np.quantile(np.concatenate([scores, shuffled]), np.linspace(0, 1, 2001))])
+    below, shuffled_below = (np.searchsorted(values, candidates) / len(values) for values in (scores, shuffled))
+    return min(share, 1.0), float(candidates[np.argmin(below - (1 + _COST) * share * shuffled_below)])

@@ -1,0 +1,97 @@
+"""Files of a run that may be killed: they grow in a folder beside the output, and get their names at the end."""
+
+import contextlib
+import gzip
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from metaphrase.storage.folders import WriteLock, file_in_one_step, read_fields, write_json
+
+_STATE = "state.json"
+
+
+class WorkFolder(contextlib.AbstractContextManager):
+    """Folder `OUTPUT.partial` with the files of an unfinished run and a state that says how far they go.
+
+    A run appends to the files and then saves the state. A resumed run first cuts off what was appended after the state.
+
+    Attributes:
+        outputs: Final path of each output by name.
+        state: State of the stopped run; empty for a new run.
+    """
+
+    def __init__(self, outputs: Mapping[str, Path], key: Mapping[str, Any], *, resume: bool):
+        """Make the folder, or open that of a stopped run.
+
+        Args:
+            outputs: Final path of each output by name.
+            key: Settings and input of the run, as values of JSON. A stopped run must have the same.
+            resume: True to continue a stopped run, False to start again.
+
+        Raises:
+            ValueError: If the stopped run had another key, or another run is writing.
+        """
+        self.outputs, self._key = dict(outputs), json.loads(json.dumps(key))
+        self.path = partial_path(next(iter(self.outputs.values())))
+        if not resume:
+            self._check_unlocked()
+            shutil.rmtree(self.path, ignore_errors=True)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = WriteLock(self.path, "output")
+        saved = read_fields(self.path / _STATE) or {}
+        if saved and saved["key"] != self._key:
+            self._lock.release()
+            names = [name for name, value in self._key.items() if saved["key"].get(name) != value]
+            raise ValueError(
+                f"`{names[0] if names else 'resume'}` must be that of the stopped run in {self.path}, got another value. "
+                "Repeat the command of that run, or pass --overwrite to start again."
+            )
+        self.state: dict[str, Any] = saved.get("state", {})
+        self._sizes: dict[str, int] = saved.get("sizes", {})
+        for path in self.path.iterdir() if not self.state.get("is_finished") else ():
+            if path.name != _STATE:
+                os.truncate(path, self._sizes.get(path.name, 0))
+
+    def _check_unlocked(self) -> None:
+        if self.path.exists():
+            WriteLock(self.path, "output").release()
+
+    def __exit__(self, *exception: object) -> None:
+        self._lock.release()
+
+    def append(self, name: str, content: bytes) -> None:
+        """Append to a file: an output, or a file of the run itself. Output whose path ends in .gz is compressed."""
+        if name in self.outputs and self.outputs[name].name.endswith(".gz") and content:
+            # A gzip file may have any number of members. Without a time, equal content has equal bytes.
+            content = gzip.compress(content, mtime=0)
+        with open(self.path / name, "ab") as file:
+            file.write(content)
+            self._sizes[name] = file.tell()
+
+    def read(self, name: str) -> bytes:
+        """Return the content of a file of the run itself; nothing if there is none."""
+        path = self.path / name
+        return path.read_bytes() if path.exists() else b""
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Save the state, which belongs to all that was appended so far."""
+        with file_in_one_step(self.path / _STATE) as temporary:
+            write_json(temporary, {"key": self._key, "sizes": self._sizes, "state": state})
+
+    def finish(self) -> None:
+        """Give the outputs their names and remove the folder. The saved state must have `is_finished`."""
+        for name, path in self.outputs.items():
+            # A run that was killed here has moved some of them.
+            if (self.path / name).exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                shutil.move(self.path / name, path)
+        shutil.rmtree(self.path)
+
+
+def partial_path(output: Path) -> Path:
+    """Return the folder of an unfinished run."""
+    return output.with_name(output.name + ".partial")

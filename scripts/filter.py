@@ -1,0 +1,119 @@
+"""`metaphrase filter PAIRS --output CLEAN`: write the pairs that break no rule."""
+
+import argparse
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from metaphrase.data.pairs import PairSource
+from metaphrase.filtering.rules import RULES, Thresholds
+from metaphrase.filtering.run import FilterSettings, filter_pairs
+from metaphrase.filtering.work_folder import partial_path
+from metaphrase.inference.progress import ProgressBar, progress_bar
+from metaphrase.scripts.options import given_options
+from metaphrase.scripts.parsers import parse
+
+logger = logging.getLogger(__name__)
+
+# A rule that drops a larger share may not suit the corpus.
+_NOTABLE_SHARE = 0.2
+
+
+def main(words: Sequence[str]) -> None:
+    arguments, _ = parse("filter", words)
+    names = ("file", "source_column", "target_column", "max_line_characters")
+    files = {"source_file": arguments.source, "target_file": arguments.target}
+    source = PairSource(**files, **given_options(arguments, names))
+    if is_finished(arguments, source.paths):
+        logger.info("%s is complete, and there is no unfinished run.", arguments.output[0])
+        return
+    settings, started = chosen_settings(arguments), time.perf_counter()
+    with contextlib.ExitStack() as stack:
+        bars: list[ProgressBar] = []
+
+        def start(total: int, done: int) -> None:
+            if done:
+                logger.info("Resuming %s at pair %d.", arguments.output[0], done + 1)
+            bars.append(stack.enter_context(progress_bar(total, "pairs", not arguments.quiet, done)))
+
+        try:
+            report = filter_pairs(
+                source,
+                arguments.output,
+                settings,
+                rejected=arguments.rejected,
+                report=arguments.report,
+                resume=arguments.resume,
+                on_start=start,
+                on_chunk=lambda count: bars[0].update(count),
+            )
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("Use --resume to go on.") from None
+    logger.info("%s", report)
+    logger.info("%d pairs in %.1f seconds.", report.num_read, time.perf_counter() - started)
+    for rule, count in report.dropped.items():
+        if rule in RULES and count > _NOTABLE_SHARE * report.num_read:
+            logger.warning(
+                "The rule `%s` dropped %.0f %% of the pairs. See the examples of --report. If they are good pairs, pass "
+                "--skip_rules %s.",
+                *(rule, 100 * count / report.num_read, rule),
+            )
+
+
+def chosen_settings(arguments: argparse.Namespace) -> FilterSettings:
+    """Return the settings of the command line.
+
+    Raises:
+        ValueError: If a threshold is out of its range, or the rule `language` lacks a language.
+    """
+    has_language = arguments.source_lang is not None or arguments.target_lang is not None
+    if not has_language and "language" in (arguments.rules or ()):
+        raise ValueError("`source_lang` or `target_lang` must be given with the rule `language`, got None.")
+    skipped = arguments.skip_rules or ()
+    rules = [rule for rule in arguments.rules or RULES if rule not in skipped and (has_language or rule != "language")]
+    thresholds = Thresholds(**{field.name: getattr(arguments, field.name) for field in fields(Thresholds)})
+    return FilterSettings(
+        rules=rules,
+        thresholds=thresholds,
+        source_lang=arguments.source_lang,
+        target_lang=arguments.target_lang,
+        near_duplicates=arguments.duplicates == "near",
+        normalize=arguments.normalize,
+    )
+
+
+def is_finished(arguments: argparse.Namespace, inputs: Sequence[str]) -> bool:
+    """Check the outputs before any work. Return True if `resume` is given and the run has been finished before.
+
+    Raises:
+        ValueError: If a file would be lost, or the format is unknown.
+    """
+    outputs, is_one = arguments.output, len(arguments.output) == 1
+    is_known = not is_one or outputs[0].removesuffix(".gz").endswith((".tsv", ".jsonl"))
+    if len(outputs) > 2 or not is_known:
+        raise ValueError(
+            f"`output` must be a .tsv or .jsonl file (or with .gz after it), or two text files, got {' '.join(outputs)!r}."
+        )
+    paths = [Path(path) for path in (*outputs, arguments.rejected, arguments.report) if path is not None]
+    names = [str(path.resolve()) for path in (*paths, *map(Path, inputs))]
+    for path in paths:
+        if path.is_dir():
+            raise ValueError(f"`output` must be a file, got the folder {str(path)!r}.")
+        if names.count(str(path.resolve())) > 1:
+            raise ValueError(f"Every file of the command must be another one, got {str(path)!r} twice.")
+    partial, present = partial_path(paths[0]), [path for path in paths if path.exists()]
+    if arguments.overwrite or (arguments.resume and partial.exists()):
+        return False
+    if partial.exists():
+        raise ValueError(
+            f"`output` must have no unfinished run, got {str(partial)!r}. Pass --resume to go on with the run, or --overwrite "
+            "to start again."
+        )
+    if arguments.resume and paths[0].exists():
+        return True
+    if present:
+        raise ValueError(f"`output` must be a new file, got {str(present[0])!r}. Pass --overwrite to replace the file.")
+    return False

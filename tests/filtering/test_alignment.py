@@ -1,0 +1,65 @@
+"""The lexical model finds pairs of strangers in a corpus, and leaves a clean corpus alone."""
+
+import random
+
+import numpy as np
+import pytest
+
+from metaphrase.filtering import alignment
+from metaphrase.filtering.alignment import AlignmentModel, find_threshold
+
+
+def make_pairs(number, seed=0, num_words=400):
+    """Return pairs of an artificial language: each word has a translation, which may stand anywhere."""
+    generator = random.Random(seed)
+    pairs = []
+    for _ in range(number):
+        words = [int(num_words * generator.random() ** 2) for _ in range(generator.randint(4, 9))]
+        target = [f"t{word}" for word in words if generator.random() < 0.9] or ["t0"]
+        generator.shuffle(target)
+        pairs.append((" ".join(f"s{word}" for word in words), " ".join(target)))
+    return pairs
+
+
+@pytest.fixture(scope="module")
+def noisy():
+    """Return pairs of which the last 600 of 3,600 are misaligned, and their order."""
+    pairs = make_pairs(3600)
+    pairs[3000:] = [(source, target) for (source, _), (_, target) in zip(pairs[3000:], make_pairs(600, 1), strict=True)]
+    order = np.random.default_rng(0).permutation(len(pairs))
+    return [pairs[index] for index in order], order >= 3000
+
+
+def test_misaligned_pairs_are_found(noisy):
+    pairs, is_noise = noisy
+    model = AlignmentModel(pairs)
+    is_low = model.scores(pairs) < model.threshold
+    assert is_low[is_noise].mean() > 0.95 and is_low[~is_noise].mean() < 0.01
+    assert 0.05 < model.noise_share < 600 / 3600 + 0.02
+
+
+def test_a_clean_corpus_loses_hardly_a_pair():
+    pairs = make_pairs(3600)
+    model = AlignmentModel(pairs)
+    assert (model.scores(pairs) < model.threshold).mean() < 0.002
+
+
+def test_scores_do_not_depend_on_batches_or_repetition(noisy, monkeypatch):
+    pairs = noisy[0][:2000]
+    model, again = AlignmentModel(pairs), AlignmentModel(pairs)
+    scores = model.scores(pairs)
+    assert np.array_equal(scores, again.scores(pairs))
+    monkeypatch.setattr(alignment, "_PAIRS_PER_BATCH", 7)
+    assert np.array_equal(scores, model.scores(pairs))
+    assert np.array_equal(scores[:5], np.concatenate([model.scores([pair]) for pair in pairs[:5]]))
+    assert model.scores([]).size == 0
+    # Words that the model does not know are no error.
+    assert np.isfinite(model.scores([("unknown words", "palabras"), ("", "t1")])).all()
+
+
+def test_threshold_lies_between_strangers_and_aligned_pairs():
+    generator = np.random.default_rng(0)
+    strangers, aligned = generator.normal(-10, 1, 20_000), generator.normal(0, 1, 9000)
+    share, threshold = find_threshold(np.concatenate([aligned, generator.normal(-10, 1, 1000)]), strangers)
+    assert abs(share - 0.1) < 0.02 and -8 < threshold < -3
+    assert find_threshold(aligned, strangers) == (0.0, -np.inf)

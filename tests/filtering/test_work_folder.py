@@ -1,0 +1,60 @@
+"""Files of a run that is killed grow on where the saved state says."""
+
+import gzip
+
+import pytest
+
+from metaphrase.filtering.work_folder import WorkFolder, partial_path
+
+
+def open_folder(path, resume, **key):
+    return WorkFolder({"text": path}, key, resume=resume)
+
+
+def test_a_resumed_run_cuts_off_what_came_after_the_state(tmp_path):
+    path = tmp_path / "out.tsv"
+    with open_folder(path, False, rules=["copy"]) as folder:
+        assert folder.state == {}
+        folder.append("text", b"one\n")
+        folder.append("hashes", b"12345678")
+        folder.save({"read": 1})
+        folder.append("text", b"two")
+        folder.append("new", b"x")
+    with open_folder(path, True, rules=["copy"]) as folder:
+        assert folder.state == {"read": 1}
+        assert (folder.read("text"), folder.read("hashes"), folder.read("new")) == (b"one\n", b"12345678", b"")
+        folder.append("text", b"three\n")
+        folder.save({"is_finished": True})
+        folder.finish()
+    assert path.read_bytes() == b"one\nthree\n" and not partial_path(path).exists()
+
+
+def test_another_command_and_a_second_run_are_refused(tmp_path):
+    path = tmp_path / "out.tsv"
+    with open_folder(path, False, rules=["copy"]) as folder:
+        folder.save({"read": 1})
+        for resume in (True, False):
+            with pytest.raises(ValueError, match="`output` must be written by one run at a time"):
+                open_folder(path, resume, rules=["copy"])
+    with pytest.raises(ValueError, match="`rules` must be that of the stopped run"):
+        open_folder(path, True, rules=["empty"])
+    with open_folder(path, False, rules=["empty"]) as folder:
+        assert folder.state == {}
+
+
+def test_compressed_output_is_the_same_however_often_it_was_stopped(tmp_path):
+    path = tmp_path / "out.tsv.gz"
+    with open_folder(path, False) as folder:
+        folder.append("text", b"one\n")
+        folder.append("text", b"two\n")
+        folder.save({"is_finished": True})
+        folder.finish()
+    whole = path.read_bytes()
+    with open_folder(path, False) as folder:
+        folder.append("text", b"one\n")
+        folder.save({"read": 1})
+    with open_folder(path, True) as folder:
+        folder.append("text", b"two\n")
+        folder.save({"is_finished": True})
+        folder.finish()
+    assert path.read_bytes() == whole and gzip.decompress(whole) == b"one\ntwo\n"

@@ -1,0 +1,75 @@
+"""`metaphrase filter`: the words of the command, its checks, its table."""
+
+import logging
+
+import pytest
+
+from metaphrase.scripts import filter as script
+from metaphrase.scripts.console import run
+
+SKIPPED = ["--skip_rules", "encoding"]
+
+
+@pytest.fixture
+def pairs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = [
+        "A dog sleeps.\tUn perro duerme.",
+        "A cat.\tA cat.",
+        "A bird sings.\tUn ave",
+        "A dog sleeps.\tUn perro duerme.",
+    ]
+    (tmp_path / "pairs.tsv").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    for side, name in enumerate(("en", "es")):
+        texts = "".join(f"{line.split(chr(9))[side]}\n" for line in lines)
+        (tmp_path / f"pairs.{name}").write_text(texts, encoding="utf-8")
+    return tmp_path
+
+
+def test_one_file_and_two_files_give_the_same_pairs(pairs, caplog):
+    caplog.set_level(logging.INFO)
+    script.main(["pairs.tsv", "--output", "clean.tsv", *SKIPPED])
+    script.main(["--source", "pairs.en", "--target", "pairs.es", "--output", "clean.en", "clean.es", *SKIPPED])
+    assert (pairs / "clean.tsv").read_text(encoding="utf-8") == "A dog sleeps.\tUn perro duerme.\n"
+    assert (pairs / "clean.en").read_text(encoding="utf-8") == "A dog sleeps.\n"
+    assert (pairs / "clean.es").read_text(encoding="utf-8") == "Un perro duerme.\n"
+    assert "end_punctuation" in caplog.text and "The rule `copy` dropped 25 % of the pairs" in caplog.text
+
+
+def test_rules_can_be_chosen(pairs):
+    script.main(["pairs.tsv", "--output", "clean.tsv", "--rules", "copy"])
+    assert len((pairs / "clean.tsv").read_text(encoding="utf-8").splitlines()) == 3
+
+
+def test_a_finished_run_is_not_repeated_and_not_lost(pairs, capsys):
+    words = ["pairs.tsv", "--output", "clean.tsv", *SKIPPED]
+    script.main(words)
+    (pairs / "clean.tsv").write_text("mine\n", encoding="utf-8")
+    script.main([*words, "--resume"])
+    assert run(script.main, "filter", words) == 2
+    assert "`output` must be a new file, got 'clean.tsv'" in capsys.readouterr().err
+    assert (pairs / "clean.tsv").read_text(encoding="utf-8") == "mine\n"
+    script.main([*words, "--overwrite"])
+    assert (pairs / "clean.tsv").read_text(encoding="utf-8") != "mine\n"
+    (pairs / "clean.tsv.partial").mkdir()
+    assert run(script.main, "filter", words) == 2
+    assert "Pass --resume to go on with the run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["pairs.tsv", "--output", "clean.txt"], "`output` must be a .tsv or .jsonl file"),
+        (["pairs.tsv", "--output", "pairs.tsv"], "must be another one, got 'pairs.tsv' twice"),
+        (["pairs.tsv", "--output", "a.tsv", "--report", "a.tsv"], "must be another one, got 'a.tsv' twice"),
+        (["pairs.tsv", "--output", "a.tsv", "--rules", "language"], "`source_lang` or `target_lang` must be given"),
+        (["pairs.tsv", "--output", "a.tsv", "--max_length_ratio", "0.1"], "`max_length_ratio` must be at least 1"),
+        (["none.tsv", "--output", "a.tsv"], "`file` must be a file that exists"),
+        (["--source", "pairs.en", "--output", "a.tsv"], "must be given together"),
+    ],
+)
+def test_mistakes_are_refused_before_any_work(pairs, capsys, words, message):
+    before = {path.name for path in pairs.iterdir()}
+    assert run(script.main, "filter", words) == 2
+    assert message in capsys.readouterr().err
+    assert {path.name for path in pairs.iterdir()} == before
