@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from transformers.utils import logging as transformers_logging
 
 from metaphrase.inference.chunks import COUNTERS, Chunk, PreparedChunks, StreamDecoder, decode_chunk
-from metaphrase.inference.engine import default_device, find_device
+from metaphrase.inference.engine import default_device, find_device, is_exported
 from metaphrase.inference.generator import Generator
 from metaphrase.inference.progress import ProgressBar
 from metaphrase.inference.run import ScoredText
@@ -140,9 +140,11 @@ def _converted_once(name_or_path: Any, engine: str | None) -> tuple[Any, Tempora
     """Convert a model for CTranslate2 once for all processes. Returns the name to load, and the folder to remove at the end."""
     if engine != "ctranslate2" or not isinstance(name_or_path, str | os.PathLike):
         return name_or_path, None
-    from metaphrase.inference.ctranslate2.engine import converted_copy, is_exported  # Needs an extra.
+    if is_exported(name_or_path):
+        return name_or_path, None
+    from metaphrase.inference.ctranslate2.engine import converted_copy  # Needs an extra.
 
-    return (name_or_path, None) if is_exported(name_or_path) else converted_copy(name_or_path)
+    return converted_copy(name_or_path)
 
 
 def spread_devices(device: str | torch.device | None, num_processes: int) -> list[str | torch.device | None]:

@@ -116,6 +116,7 @@ class Run:
         *,
         show_progress: bool | None = False,
         on_batch: Callable[[int], object] | None = None,
+        is_continued: bool = False,
     ) -> tuple[list[list[Hypothesis]], Counter[str]]:
         """Decode encoded sources.
 
@@ -125,6 +126,7 @@ class Run:
             return_scores: True if hypotheses carry their score.
             show_progress: As for `decode`.
             on_batch: As for `decode`.
+            is_continued: True for a later chunk of a stream.
 
         Returns:
             The hypotheses of each sentence, and the amounts to add to the counters of the caller.
@@ -133,9 +135,14 @@ class Run:
         # A copy, because the search counts its drafts.
         joint_search = copy.copy(self.joint_search)
         ids, *partner_ids = sources.ids
+        options = options_of_texts(self.options, indices)
+        model = generator.model
+        if generator.engine_choice is not None and ids and not partners:
+            choice = {"batch_size": generator.batch_size, "return_scores": return_scores, "is_continued": is_continued}
+            model = generator.engine_choice.choose(model, options, ids, **choice)
         with numbering([index + 1 for index in indices]):
             hypotheses = decode(
-                generator.model,
+                model,
                 ids,
                 batch_size=generator.batch_size,
                 max_tokens_per_batch=generator.max_tokens_per_batch,
@@ -144,7 +151,7 @@ class Run:
                 on_batch=on_batch,
                 partners=[Partner(p.model, rows) for p, rows in zip(partners, partner_ids, strict=True)],
                 search=joint_search,
-                **options_of_texts(self.options, indices),
+                **options,
             )
         counts = Counter(
             **sources.counts,
