@@ -30,8 +30,6 @@ from metaphrase.tokenization import TokenizerPair, iterate_lines
 BEAMS, BATCHES, DTYPES = (1, 4), (1, 32), ("float32", "int8")
 # Sentences of a batch of 1 take long.
 SENTENCES = {1: 16, 32: 96}
-# Reads more sentences than `auto` decodes by torch, and gives each engine its prepacked weights.
-WARM_UP = 96
 MAX_NEW_TOKENS = 20
 
 
@@ -74,10 +72,10 @@ def measure(
     names, outputs = list(generators), {}
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for generator in generators.values():
-        generator.batch_size = 32
-        generator.generate(texts[:WARM_UP], **options | {"max_new_tokens": 4})
-        generator.batch_size = batch_size
-        generator.generate(texts[:4], **options)
+        # Weights are prepacked after some calls, and `auto` decodes the first sentences by torch.
+        for size in (32, batch_size):
+            generator.batch_size = size
+            generator.generate(texts, **options | {"max_new_tokens": 4})
     chosen = texts[: SENTENCES[batch_size]]
     for number in range(rounds):
         for name in names[number % len(names) :] + names[: number % len(names)]:

@@ -47,11 +47,22 @@ def is_faster(num_weights: int, dtype: str, num_beams: int, batch_size: int) -> 
     return num_weights <= _MAX_WEIGHTS[key]
 
 
+def log_once(logged: list[str], lines: Sequence[str]) -> None:
+    """Log the lines that are not logged yet, and add them to `logged`."""
+    for line in lines:
+        if line not in logged:
+            logged.append(line)
+            logger.info("%s", line)
+
+
 class EngineChoice:
     """A torch model, its copy in CTranslate2, and the choice between the two for each call.
 
     In float32 both write the same tokens. The first call that the copy makes faster loads it, and makes it if the cache has
     none. From then on the weights are in memory twice.
+
+    Attributes:
+        lines: Logged lines, each with an engine and the reason for it.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizers: TokenizerPair, quantization: str | None = None):
@@ -73,11 +84,15 @@ class EngineChoice:
         self._copy: Path | None = None
         self._engine: CTranslate2Engine | None = None
         self._record: WeightRecord | None = None
-        self._logged: set[str] = set()
+        self.lines: list[str] = []
         self._obstacle = self._find_obstacle(model)
         if quantization and self._obstacle is None:
             # The weights in float32 are gone afterwards.
             self._obstacle = self._make_copy(model)
+
+    def expect_many(self) -> None:
+        """Load the copy for the next call that it makes faster, even for few sentences."""
+        self._num_sentences = MIN_SENTENCES
 
     def choose(
         self,
@@ -87,7 +102,6 @@ class EngineChoice:
         *,
         batch_size: int,
         return_scores: bool,
-        is_continued: bool = False,
     ) -> PreTrainedModel | Engine:
         """Return the copy if it decodes these sources faster and writes the same tokens, else the model. Log the reason once.
 
@@ -97,23 +111,19 @@ class EngineChoice:
             sources: Token ids of the sentences.
             batch_size: Most sentences in a batch.
             return_scores: True if hypotheses carry their score.
-            is_continued: True if the sentences belong to a stream, and others of the stream come before them.
         """
         self._num_sentences += len(sources)
-        is_short = self._num_sentences < MIN_SENTENCES and not is_continued
         if self._dtype == "float32":
             # In int8 the engines round differently, so that the choice must not depend on the other texts of a call.
             batch_size = min(batch_size, len(sources))
-        reason = self._obstacle or self._reason_for_torch(model, options, sources, batch_size, return_scores, is_short)
+        reason = self._obstacle or self._reason_for_torch(model, options, sources, batch_size, return_scores)
         if reason is None:
             reason = self._obstacle = self._load(model)
         # A reason may hold values of the call, such as long lists of ids.
         text = (
             f"torch ({textwrap.shorten(reason, 200)})" if reason else "CTranslate2 (faster for this model and search)"
         )
-        if text not in self._logged:
-            self._logged.add(text)
-            logger.info("Engine: %s", text)
+        log_once(self.lines, [f"Engine: {text}"])
         return model if reason else self._engine
 
     def _find_obstacle(self, model: PreTrainedModel) -> str | None:
@@ -142,7 +152,6 @@ class EngineChoice:
         sources: Sequence[Sequence[int]],
         batch_size: int,
         return_scores: bool,
-        is_short: bool,
     ) -> str | None:
         """Return the reason why this call should run in torch, or None."""
         if names := [name for name, value in options.items() if isinstance(value, torch.Tensor)]:
@@ -162,7 +171,7 @@ class EngineChoice:
             return f"the positions of CTranslate2 end at {self._max_length}, and the longest text may have {longest}"
         if self._dtype == "float32" and return_scores:
             return "scores of CTranslate2 differ in the last digits"
-        if self._dtype == "float32" and is_short and self._engine is None:
+        if self._dtype == "float32" and self._num_sentences < MIN_SENTENCES:
             return f"fewer than {MIN_SENTENCES} sentences do not pay for loading CTranslate2"
         return None
 

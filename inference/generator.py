@@ -309,13 +309,11 @@ class Generator(StreamDecoder):
 
         with PreparedChunks(chunks, encode) as prepared_chunks:
             for chunk, sources in prepared_chunks:
-                chunk.seed(seed)
+                chunk.prepare(self, seed)
                 indices = [chunk.indices[index] for index in sources.indices()]
                 # The bar counts texts.
                 on_batch = None if split_sentences else bar.update
-                hypotheses, counts = run.search(
-                    sources, indices, return_scores, on_batch=on_batch, is_continued=chunk.number > 0
-                )
+                hypotheses, counts = run.search(sources, indices, return_scores, on_batch=on_batch)
                 self.count(counts)
                 with prepared_chunks.alone():
                     candidates = run.decode_texts(sources.documents, hypotheses, return_scores)

@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from metaphrase.inference.chunks import COUNTERS, Chunk, PreparedChunks, StreamDecoder, decode_chunk
 from metaphrase.inference.engine import default_device, find_device, is_exported
+from metaphrase.inference.engine_choice import log_once
 from metaphrase.inference.generator import Generator
 from metaphrase.inference.progress import ProgressBar
 from metaphrase.inference.run import ScoredText
@@ -61,6 +62,7 @@ class GeneratorPool(StreamDecoder):
             raise ValueError(f"`num_processes` must be at least 1, got {num_processes}.")
         self.num_processes = num_processes
         self._is_closed = False
+        self._lines: list[str] = []
         name_or_path, self._copy = _converted_once(name_or_path, kwargs.get("engine"))
         # A forked process would inherit this one's thread state, and cannot use a GPU.
         context = multiprocessing.get_context("spawn")
@@ -115,8 +117,9 @@ class GeneratorPool(StreamDecoder):
         )
         with self._naming_deaths(), prepared as chunks_with_results:
             for chunk, future in chunks_with_results:
-                candidates, counts = future.result()
+                candidates, counts, lines = future.result()
                 self.count(counts)
+                log_once(self._lines, lines)
                 bar.update(len(chunk.texts))
                 yield from candidates
                 del future, candidates
@@ -196,11 +199,12 @@ def _num_targets(options: dict[str, Any]) -> int:
     return generator.num_targets(**options)
 
 
-def _decode(chunk: Chunk, options: dict[str, Any]) -> tuple[list[list[ScoredText]], dict[str, int]]:
-    """Return the candidates of a chunk and the counts to add to the pool's."""
+def _decode(chunk: Chunk, options: dict[str, Any]) -> tuple[list[list[ScoredText]], dict[str, int], list[str]]:
+    """Return the candidates of a chunk, the counts to add to the pool's, and the lines on engines."""
     generator, assistant = _generators()
     if assistant is not None:
         options["assistant_model"] = assistant
     before = {name: getattr(generator, name) for name in COUNTERS}
     candidates = decode_chunk(generator, chunk, **options)
-    return candidates, {name: getattr(generator, name) - before[name] for name in COUNTERS}
+    counts = {name: getattr(generator, name) - before[name] for name in COUNTERS}
+    return candidates, counts, generator.engine_choice.lines if generator.engine_choice else []

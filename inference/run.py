@@ -116,7 +116,6 @@ class Run:
         *,
         show_progress: bool | None = False,
         on_batch: Callable[[int], object] | None = None,
-        is_continued: bool = False,
     ) -> tuple[list[list[Hypothesis]], Counter[str]]:
         """Decode encoded sources.
 
@@ -126,7 +125,6 @@ class Run:
             return_scores: True if hypotheses carry their score.
             show_progress: As for `decode`.
             on_batch: As for `decode`.
-            is_continued: True for a later chunk of a stream.
 
         Returns:
             The hypotheses of each sentence, and the amounts to add to the counters of the caller.
@@ -138,8 +136,8 @@ class Run:
         options = options_of_texts(self.options, indices)
         model = generator.model
         if generator.engine_choice is not None and ids and not partners:
-            choice = {"batch_size": generator.batch_size, "return_scores": return_scores, "is_continued": is_continued}
-            model = generator.engine_choice.choose(model, options, ids, **choice)
+            limits = {"batch_size": generator.batch_size, "return_scores": return_scores}
+            model = generator.engine_choice.choose(model, options, ids, **limits)
         with numbering([index + 1 for index in indices]):
             hypotheses = decode(
                 model,

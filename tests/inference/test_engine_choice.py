@@ -155,10 +155,15 @@ def test_streams_and_scores(folder, lines):
 
 
 @pytest.mark.slow
-def test_processes_share_a_copy(folder):
+def test_processes_share_a_copy(folder, lines):
     with GeneratorPool(folder, num_processes=2, device="cpu") as pool:
         stream = pool.generate_stream(TEXTS, chunk_size=4, return_scores=False, **BEAMS)
         assert [row[0].text for row in stream] == tiny_generator().generate(TEXTS, **BEAMS)
+    in_copy = "Engine: CTranslate2 (faster for this model and search)"
+    assert lines() in (
+        [in_copy],
+        ["Engine: torch (fewer than 64 sentences do not pay for loading CTranslate2)", in_copy],
+    )
     assert len(list(cache_folder().iterdir())) == 1
 
 
