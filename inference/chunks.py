@@ -43,8 +43,15 @@ class Chunk:
         """Return a context in which an error names a source by its number in the stream."""
         return numbering([index + 1 for index in self.indices])
 
-    def seed(self, seed: int | None) -> None:
-        """Seed torch by the seed of the stream, whatever was decoded before. Chunk 0 has the stream's own seed."""
+    def prepare(self, generator: "Generator", seed: int | None) -> None:
+        """Set torch's seed and the choice of the engine by the chunk, whatever was decoded before.
+
+        Args:
+            generator: The generator that decodes the chunk.
+            seed: Seed of the stream, which chunk 0 takes as it is. None leaves torch's random numbers as they are.
+        """
+        if self.number and generator.engine_choice is not None:
+            generator.engine_choice.expect_many()
         if seed is not None and self.number:
             state = np.random.SeedSequence(seed, spawn_key=(self.number,)).generate_state(1, np.uint64)
             seed = int(state[0] >> np.uint64(1))
@@ -150,7 +157,7 @@ def decode_chunk(
     **options,
 ) -> list[list[ScoredText]]:
     """Return the candidates of each source of one chunk. The arguments are those of `generate_stream`."""
-    chunk.seed(seed)
+    chunk.prepare(generator, seed)
     options = options_of_texts(options, chunk.indices)
     with chunk.numbering():
         if risk is None:

@@ -1,9 +1,11 @@
 """Interface between `decode` and whatever runs the model: a search over one batch, and its result."""
 
 import abc
+import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,6 +55,11 @@ class Engine(abc.ABC):
         Raises:
             ValueError: If the engine does not support an option.
         """
+
+
+def is_exported(name_or_path: str | os.PathLike) -> bool:
+    """Return True for a folder of CTranslate2."""
+    return Path(name_or_path, "model.bin").is_file()
 
 
 def default_device() -> str | torch.device:

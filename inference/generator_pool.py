@@ -18,7 +18,8 @@ from tqdm.auto import tqdm
 from transformers.utils import logging as transformers_logging
 
 from metaphrase.inference.chunks import COUNTERS, Chunk, PreparedChunks, StreamDecoder, decode_chunk
-from metaphrase.inference.engine import default_device, find_device
+from metaphrase.inference.engine import default_device, find_device, is_exported
+from metaphrase.inference.engine_choice import log_once
 from metaphrase.inference.generator import Generator
 from metaphrase.inference.progress import ProgressBar
 from metaphrase.inference.run import ScoredText
@@ -61,6 +62,7 @@ class GeneratorPool(StreamDecoder):
             raise ValueError(f"`num_processes` must be at least 1, got {num_processes}.")
         self.num_processes = num_processes
         self._is_closed = False
+        self._lines: list[str] = []
         name_or_path, self._copy = _converted_once(name_or_path, kwargs.get("engine"))
         # A forked process would inherit this one's thread state, and cannot use a GPU.
         context = multiprocessing.get_context("spawn")
@@ -115,8 +117,9 @@ class GeneratorPool(StreamDecoder):
         )
         with self._naming_deaths(), prepared as chunks_with_results:
             for chunk, future in chunks_with_results:
-                candidates, counts = future.result()
+                candidates, counts, lines = future.result()
                 self.count(counts)
+                log_once(self._lines, lines)
                 bar.update(len(chunk.texts))
                 yield from candidates
                 del future, candidates
@@ -140,9 +143,11 @@ def _converted_once(name_or_path: Any, engine: str | None) -> tuple[Any, Tempora
     """Convert a model for CTranslate2 once for all processes. Returns the name to load, and the folder to remove at the end."""
     if engine != "ctranslate2" or not isinstance(name_or_path, str | os.PathLike):
         return name_or_path, None
-    from metaphrase.inference.ctranslate2.engine import converted_copy, is_exported  # Needs an extra.
+    if is_exported(name_or_path):
+        return name_or_path, None
+    from metaphrase.inference.ctranslate2.engine import converted_copy  # Needs an extra.
 
-    return (name_or_path, None) if is_exported(name_or_path) else converted_copy(name_or_path)
+    return converted_copy(name_or_path)
 
 
 def spread_devices(device: str | torch.device | None, num_processes: int) -> list[str | torch.device | None]:
@@ -194,11 +199,12 @@ def _num_targets(options: dict[str, Any]) -> int:
     return generator.num_targets(**options)
 
 
-def _decode(chunk: Chunk, options: dict[str, Any]) -> tuple[list[list[ScoredText]], dict[str, int]]:
-    """Return the candidates of a chunk and the counts to add to the pool's."""
+def _decode(chunk: Chunk, options: dict[str, Any]) -> tuple[list[list[ScoredText]], dict[str, int], list[str]]:
+    """Return the candidates of a chunk, the counts to add to the pool's, and the lines on engines."""
     generator, assistant = _generators()
     if assistant is not None:
         options["assistant_model"] = assistant
     before = {name: getattr(generator, name) for name in COUNTERS}
     candidates = decode_chunk(generator, chunk, **options)
-    return candidates, {name: getattr(generator, name) - before[name] for name in COUNTERS}
+    counts = {name: getattr(generator, name) - before[name] for name in COUNTERS}
+    return candidates, counts, generator.engine_choice.lines if generator.engine_choice else []

@@ -133,9 +133,14 @@ class Run:
         # A copy, because the search counts its drafts.
         joint_search = copy.copy(self.joint_search)
         ids, *partner_ids = sources.ids
+        options = options_of_texts(self.options, indices)
+        model = generator.model
+        if generator.engine_choice is not None and ids and not partners:
+            limits = {"batch_size": generator.batch_size, "return_scores": return_scores}
+            model = generator.engine_choice.choose(model, options, ids, **limits)
         with numbering([index + 1 for index in indices]):
             hypotheses = decode(
-                generator.model,
+                model,
                 ids,
                 batch_size=generator.batch_size,
                 max_tokens_per_batch=generator.max_tokens_per_batch,
@@ -144,7 +149,7 @@ class Run:
                 on_batch=on_batch,
                 partners=[Partner(p.model, rows) for p, rows in zip(partners, partner_ids, strict=True)],
                 search=joint_search,
-                **options_of_texts(self.options, indices),
+                **options,
             )
         counts = Counter(
             **sources.counts,

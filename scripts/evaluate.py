@@ -23,7 +23,7 @@ from metaphrase.evaluation.metrics import (
     to_json,
     write_metrics,
 )
-from metaphrase.inference import ENGINES, Generator
+from metaphrase.inference import Generator
 from metaphrase.inference.line_files import NewFile, OutputStream, as_lines, check_files
 from metaphrase.inference.source_limits import check_source_length
 from metaphrase.scripts.console import check_dependents, warn_of_lengths
@@ -62,7 +62,7 @@ def metric_options(arguments: argparse.Namespace) -> dict[str, dict]:
 
 def path_beside_model(arguments: argparse.Namespace) -> Path | None:
     """Return the metrics.json that the model's card shows; `None` unless a single saved model is decoded as it is."""
-    is_as_saved = arguments.engine == ENGINES[0] and arguments.dtype == "auto" and arguments.ensemble is None
+    is_as_saved = arguments.engine == "torch" and arguments.dtype == "auto" and arguments.ensemble is None
     is_as_saved = is_as_saved and arguments.max_source_length is None
     return metrics_path(arguments.model) if is_as_saved and Path(arguments.model).is_dir() else None
 

@@ -86,7 +86,7 @@ def check_whole_texts(arguments: argparse.Namespace, n_best: bool) -> None:
     """Raise `ValueError` for options that do not go together with markup and terms."""
     refused = {"ensemble": arguments.ensemble, "n_best": n_best, "mbr_candidates": arguments.mbr_candidates}
     refused |= {"resume": arguments.resume, "num_processes": arguments.num_processes > 1}
-    refused["engine"] = arguments.engine != "torch"
+    refused["engine"] = arguments.engine == "ctranslate2"
     if names := [name for name, value in refused.items() if value]:
         raise ValueError(
             f"`{names[0]}` must be left out with --format, --keep and --glossary, which need one torch model."

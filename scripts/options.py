@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-ENGINES = ("torch", "ctranslate2")
+ENGINES = ("auto", "torch", "ctranslate2")
 ENSEMBLE_MEANS = ("linear", "log_linear")
 DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, MAX_LINE_CHARACTERS = 64, 8192, 100_000
 _LOADING_OPTIONS = {
@@ -130,8 +130,8 @@ def add_loading_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=int, default=42, help="random seed for sampling [%(default)s]")
 
 
-def add_batch_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add a group with the other models of an ensemble, sizes of batches and the engine."""
+def add_batch_options(parser: argparse.ArgumentParser, engine: str) -> argparse._ArgumentGroup:
+    """Add a group with the other models of an ensemble, sizes of batches and the engine, with its default."""
     group = parser.add_argument_group("ensemble, batches and engine")
     text = "more models for an ensemble with the first"
     group.add_argument("--ensemble", nargs="+", type=model_name("ensemble"), metavar="MODEL", help=text)
@@ -143,9 +143,10 @@ def add_batch_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
     ):
         group.add_argument(f"--{name}", type=int, default=default, help=f"{text} [%(default)s]")
     text = (
-        "library that decodes [%(default)s]; ctranslate2 takes an exported folder, or converts a Metaphrase model first"
+        "library that decodes [%(default)s]; auto: ctranslate2 where it is faster and writes the same tokens, else torch; "
+        "ctranslate2 takes an exported folder, or converts a Metaphrase model first"
     )
-    group.add_argument("--engine", default=ENGINES[0], choices=ENGINES, help=text)
+    group.add_argument("--engine", default=engine, choices=ENGINES, help=text)
     return group
 
 

@@ -173,7 +173,7 @@ def _generate(parser: VerbParser) -> None:
     text = "write `index ||| target ||| score` for every target; implied by num_return_sequences above 1"
     parser.add_argument("--n_best", action="store_true", help=text)
     add_model_options(parser)
-    group = add_batch_options(parser)
+    group = add_batch_options(parser, engine="auto")
     add_line_option(group)
     text = "sources that are sorted and decoded together [%(default)s]"
     group.add_argument("--chunk_size", "--window", type=int, default=4096, help=text)
@@ -241,7 +241,8 @@ def _evaluate(parser: VerbParser) -> None:
     group.add_argument("--lowercase", action="store_true", help="ignore case, as sacreBLEU's -lc")
     text = "mark that joins subwords of the references, such as @@ [that of the tokenizer]"
     group.add_argument("--joiner", help=text)
-    add_batch_options(parser)
+    # Scores of a model should not depend on the packages that are installed.
+    add_batch_options(parser, engine="torch")
     add_generation_options(parser)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from safetensors import SafetensorError
@@ -108,6 +109,15 @@ def naming(name_or_path: str | os.PathLike, field: str) -> Iterator[None]:
         if Path(name_or_path).exists():
             raise
         raise FileNotFoundError(f"{_describe_missing(name_or_path, field)}: {error}") from error
+
+
+def free_main_memory() -> int:
+    """Return the free bytes of main memory. A container may have less than the machine."""
+    free = psutil.virtual_memory().available
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            free = min(free, int(Path(limit).read_text()))
+    return free
 
 
 def _describe_missing(name_or_path: str | os.PathLike, field: str) -> str:

@@ -17,6 +17,13 @@ from metaphrase.ops import flex_attention as packed_flex
 torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def cache_of_tests(tmp_path_factory):
+    """Keep copies of test models out of the user's cache."""
+    with patch.dict(os.environ, METAPHRASE_CACHE=str(tmp_path_factory.mktemp("cache"))):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     """Start every test from the same random state."""

@@ -36,7 +36,8 @@ MAY_IMPORT = {
     "training.checkpointing": "training.adapters data tokenization storage modeling",
     "training.planning": "training training.adapters training.recipe training.checkpointing "
     "data tokenization storage modeling ops",
-    "training.choices": "training training.planning training.recipe training.checkpointing data tokenization modeling",
+    "training.choices": "training training.planning training.recipe training.checkpointing "
+    "data tokenization storage modeling",
     "hub_card": "training training.recipe training.checkpointing inference tokenization storage modeling",
 }
 MAY_IMPORT["scripts"] = " ".join(MAY_IMPORT)

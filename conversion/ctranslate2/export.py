@@ -146,18 +146,30 @@ def export_ctranslate2(
     config = MetaphraseConfig.from_pretrained(source)
     with torch.inference_mode():
         model = load_whole(source, config=config, dtype="auto", trust_remote_code=False)
-        tokenizers = TokenizerPair.from_pretrained(source)
-        spec = MetaphraseLoader().read(model, tokenizers)
-        spec.validate()
-        spec.optimize(quantization)
+    tokenizers = TokenizerPair.from_pretrained(source)
     fields = {"from": MetaphraseConfig.model_type, "to": "ctranslate2"}
     fields |= {"quantization": quantization} if quantization else {}
     with folder_in_one_step(output, check) as partial:
-        spec.save(os.fspath(partial))
+        save_weights(model, tokenizers, partial, quantization)
         tokenizers.save_pretrained(partial)
         model.generation_config.save_pretrained(partial)
         write_provenance(partial / PROVENANCE_NAME, source, **fields)
     return output
+
+
+def save_weights(
+    model: PreTrainedModel, tokenizers: TokenizerPair, folder: Path, quantization: str | None = None
+) -> None:
+    """Write the weights and vocabularies of a model for CTranslate2. Quantization changes the weights of the model.
+
+    Raises:
+        ValueError: If CTranslate2 cannot express the model.
+    """
+    with torch.inference_mode():
+        spec = MetaphraseLoader().read(model, tokenizers)
+        spec.validate()
+        spec.optimize(quantization)
+        spec.save(os.fspath(folder))
 
 
 def find_obstacles(config: MetaphraseConfig) -> list[str]:

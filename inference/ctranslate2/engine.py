@@ -16,11 +16,9 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from metaphrase.conversion.ctranslate2 import ctranslate2
 from metaphrase.inference.ctranslate2.options import Search, translate_options
-from metaphrase.inference.engine import BatchSearch, Engine, Hypothesis, find_device
+from metaphrase.inference.engine import BatchSearch, Engine, Hypothesis, find_device, is_exported
 from metaphrase.inference.source_limits import TooLongError
 from metaphrase.storage.folders import read_json
-
-_MODEL_NAME = "model.bin"
 
 
 class CTranslate2Engine(Engine):
@@ -41,7 +39,7 @@ class CTranslate2Engine(Engine):
         """
         self.folder = Path(folder)
         if not is_exported(folder):
-            raise ValueError(f"A folder of CTranslate2 must hold {_MODEL_NAME}, got none in {self.folder}.")
+            raise ValueError(f"A folder of CTranslate2 must hold model.bin, got none in {self.folder}.")
         torch_device = _find_cuda_or_cpu(device)
         self._load = functools.partial(
             ctranslate2.Translator,
@@ -182,11 +180,6 @@ class CTranslate2Engine(Engine):
             rows = [ids if not ids or ids[-1] in ends else [*ids[:-1], search.forced_end] for ids in rows]
         scores = result.scores if return_scores else [None] * len(rows)
         return [Hypothesis(*parts) for parts in zip(rows, scores, are_finished, strict=True)]
-
-
-def is_exported(name_or_path: str | os.PathLike) -> bool:
-    """Return True for a folder of CTranslate2."""
-    return (Path(name_or_path) / _MODEL_NAME).is_file()
 
 
 def converted_copy(name_or_path: str | os.PathLike) -> tuple[Path, tempfile.TemporaryDirectory]:

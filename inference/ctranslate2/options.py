@@ -136,6 +136,36 @@ def translate_options(config: GenerationConfig, options: Mapping[str, Any], *, v
     return Search(translated, settings["decoder_start_token_id"], forced, ends, suppressed, forced_end, is_sampling)
 
 
+def translate_exactly(config: GenerationConfig, options: Mapping[str, Any], *, vocab_size: int) -> Search:
+    """Translate options of a search in which CTranslate2 finds the same tokens as torch, in float32 and in no more steps.
+
+    Args:
+        config: Generation config of the model.
+        options: Options of the call, which override `config`.
+        vocab_size: Entries of the target vocabulary.
+
+    Raises:
+        ValueError: If the search samples or could differ (see `translate_options`), or CTranslate2 does not support it.
+    """
+    early_stopping = options.get("early_stopping", config.early_stopping)
+    if (options.get("num_beams", config.num_beams) or 1) > 1 and early_stopping is not True:
+        # CTranslate2 stops as for True, or not before the longest length.
+        raise ValueError(f"`early_stopping` must be True for CTranslate2, got {early_stopping}")
+    search = translate_options(config, options, vocab_size=vocab_size)
+    has_beams = search.options["beam_size"] > 1
+    differences = {
+        "do_sample": search.is_sampling,
+        "repetition_penalty": search.options["repetition_penalty"] != 1,
+        "no_repeat_ngram_size": search.options["no_repeat_ngram_size"] > 0,
+        "bad_words_ids": any(search.start in word for word in search.suppressed),
+        "forced_bos_token_id": has_beams and search.forced,
+        "forced_eos_token_id": search.forced_end is not None,
+    }
+    if names := [f"`{name}`" for name, is_different in differences.items() if is_different]:
+        raise ValueError(f"CTranslate2 could write other tokens with {' and '.join(names)}")
+    return search
+
+
 def _merge(config: GenerationConfig, options: Mapping[str, Any]) -> dict[str, Any]:
     """Merge the options of the call, the model's generation config and transformers' defaults, in this order.
 

@@ -7,6 +7,7 @@ import torch
 from tiny_models import DESIGNS, random_sources, tiny_model
 from transformers import GenerationMixin
 
+from metaphrase.decoding.beam_search import top_of_rows
 from metaphrase.decoding.fast_generation import search as fast_search
 
 ENDS = [5, 11, 17, 23]
@@ -82,3 +83,14 @@ def test_finished_sources_are_not_computed(step_rows):
     for row in range(12):
         [alone] = model.generate(**{name: tensor[row : row + 1] for name, tensor in inputs.items()}, **options)
         assert together[row, : len(alone)].tolist() == alone.tolist()
+
+
+@pytest.mark.parametrize("columns", [100, 16384, 40003])
+def test_the_largest_entries_of_long_rows_are_those_of_topk(columns):
+    rows = torch.randn(3, columns)
+    # Forbidden tokens, and the rows of beams that do not continue.
+    rows[1, 40:] = -torch.inf
+    rows[2, columns // 2 :] -= 1e9
+    values, indices = top_of_rows(rows, 8)
+    expected = rows.topk(8)
+    assert torch.equal(values, expected.values) and torch.equal(indices, expected.indices)

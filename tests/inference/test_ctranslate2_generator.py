@@ -92,7 +92,7 @@ def test_type_of_the_weights(dtype, compute_type, folders):
         ({"device": "foo"}, "`device` must be one that torch knows"),
         ({"device": "mps"}, "`device` must be cpu or one of the .* GPUs that CTranslate2"),
         ({"device": "cuda:99"}, "`device` must be .*got 'cuda:99'"),
-        ({"engine": "onnx"}, "`engine` must be one of torch, ctranslate2, got 'onnx'"),
+        ({"engine": "onnx"}, "`engine` must be one of auto, torch, ctranslate2, got 'onnx'"),
     ],
 )
 def test_devices_and_engines_that_are_not_there_are_refused_before_loading(options, message):

@@ -1,18 +1,16 @@
 """Completion of a recipe: read the pairs, time a few updates, and fill the open fields."""
 
-import contextlib
 import dataclasses
 import functools
 import logging
 import time
-from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 
 from metaphrase.data.pairs import LENGTH_COLUMNS, possible_validation
 from metaphrase.data.profile import CorpusProfile
+from metaphrase.storage.loading import free_main_memory
 from metaphrase.training.choices.dataset import choose_dataset
 from metaphrase.training.choices.finetuning import choose_finetuning, choose_limits
 from metaphrase.training.choices.rules import (
@@ -132,9 +130,4 @@ def free_memory() -> int:
     """Return the bytes that training may take, on the accelerator or else in main memory."""
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0]
-    free = psutil.virtual_memory().available
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        # A container may have less than the machine.
-        with contextlib.suppress(OSError, ValueError):
-            free = min(free, int(Path(limit).read_text()))
-    return free
+    return free_main_memory()

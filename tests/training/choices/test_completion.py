@@ -75,7 +75,7 @@ def test_a_batch_that_memory_does_not_hold_is_split(folder, monkeypatch):
 
 def test_free_memory_is_that_of_the_container(monkeypatch):
     assert 2**20 < completion.free_memory() <= psutil.virtual_memory().total
-    monkeypatch.setattr(completion.Path, "read_text", lambda *_: "1234567")
+    monkeypatch.setattr("pathlib.Path.read_text", lambda *_: "1234567")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert completion.free_memory() == 1234567
 
