@@ -114,10 +114,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--source_prefix", default="", metavar="TEXT", help="text before every source, such as 'summarize: '"
     )
-    add_loading_options(parser)
+    group = add_loading_options(parser)
+    group.add_argument("--seed", type=int, default=42, help="random seed for sampling [%(default)s]")
 
 
-def add_loading_options(parser: argparse.ArgumentParser) -> None:
+def add_loading_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Add a group for loading."""
     group = parser.add_argument_group("loading")
     group.add_argument("--device", help="device to run on [the accelerator if there is one]")
@@ -127,7 +128,7 @@ def add_loading_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max_source_length", type=int, metavar="INT", help=text)
     text = "run code that comes with the model or its tokenizer"
     group.add_argument("--trust_remote_code", action="store_true", help=text)
-    group.add_argument("--seed", type=int, default=42, help="random seed for sampling [%(default)s]")
+    return group
 
 
 def add_batch_options(parser: argparse.ArgumentParser, engine: str) -> argparse._ArgumentGroup:
@@ -137,6 +138,12 @@ def add_batch_options(parser: argparse.ArgumentParser, engine: str) -> argparse.
     group.add_argument("--ensemble", nargs="+", type=model_name("ensemble"), metavar="MODEL", help=text)
     text = "mean of probabilities or of log-probabilities [linear]"
     group.add_argument("--ensemble_mean", choices=ENSEMBLE_MEANS, help=text)
+    add_engine_options(group, engine)
+    return group
+
+
+def add_engine_options(group: argparse._ArgumentGroup, engine: str) -> None:
+    """Add sizes of batches and the engine, with its default."""
     for name, default, text in (
         ("batch_size", DEFAULT_BATCH_SIZE, "maximum sources in a batch"),
         ("max_tokens_per_batch", DEFAULT_MAX_TOKENS_PER_BATCH, "maximum source tokens in a batch, padding included"),
@@ -147,7 +154,6 @@ def add_batch_options(parser: argparse.ArgumentParser, engine: str) -> argparse.
         "ctranslate2 takes an exported folder, or converts a Metaphrase model first"
     )
     group.add_argument("--engine", default=engine, choices=ENGINES, help=text)
-    return group
 
 
 def add_line_option(parser: argparse._ActionsContainer) -> None:

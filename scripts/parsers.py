@@ -14,6 +14,7 @@ from metaphrase.scripts.console import VerbParser, nearest, verb_parser
 from metaphrase.scripts.options import (
     MAX_LINE_CHARACTERS,
     add_batch_options,
+    add_engine_options,
     add_generation_options,
     add_line_option,
     add_loading_options,
@@ -349,6 +350,7 @@ def _serve(parser: VerbParser) -> None:
     parser.add_argument("--glossaries", nargs="+", default=[], metavar="NAME=FILE", help=text)
     parser.add_argument("--task", choices=TASKS, help="task of the models [translation for a model with two languages]")
     add_loading_options(parser)
+    add_engine_options(parser.add_argument_group("batches and engine"), engine="auto")
     group = parser.add_argument_group("limits")
     for name, kind, default, text in LIMITS:
         group.add_argument(
