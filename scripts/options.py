@@ -5,8 +5,13 @@ names and defaults with those of the rooms.
 """
 
 import argparse
-from collections.abc import Callable
+import ast
+import functools
+import importlib.util
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from metaphrase.scripts.console import VerbParser
 
 ENGINES = ("auto", "torch", "ctranslate2")
 ENSEMBLE_MEANS = ("linear", "log_linear")
@@ -160,6 +165,37 @@ def add_line_option(parser: argparse._ActionsContainer) -> None:
     """Add the limit of verbs that read texts."""
     text = "maximum characters of a line to read; a longer line is an error [%(default)s]"
     parser.add_argument("--max_line_characters", type=int, default=MAX_LINE_CHARACTERS, metavar="INT", help=text)
+
+
+def split_words(words: Sequence[str], parser: VerbParser) -> tuple[list[str], list[str]]:
+    """Return the words of a verb itself, and those that set fields of a recipe."""
+    actions = {name: action for action in parser._actions for name in action.option_strings}
+    verb_words, overrides = [], []
+    for before, word in zip((None, *words), words, strict=False):
+        # Recipe or files are the first words, or follow another word of the verb.
+        is_value = not word.startswith("-") and (before in (None, *actions) or before in verb_words)
+        (verb_words if is_value or word in actions else overrides).append(word)
+    return verb_words, overrides
+
+
+@functools.cache
+def recipe_fields() -> tuple[str, ...]:
+    """Return the names of all fields of a recipe.
+
+    The names are read from the sources of the classes: importing the classes takes seconds.
+    """
+    library, rooms = Path(importlib.util.find_spec("transformers").origin).parent, Path(__file__).parents[1]
+    files = {
+        rooms / "training" / "recipe" / "fields.py": "OwnFields",
+        library / "training_args.py": "TrainingArguments",
+        library / "training_args_seq2seq.py": "Seq2SeqTrainingArguments",
+    }
+    names = []
+    for path, class_name in files.items():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        [body] = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name]
+        names += [node.target.id for node in body if isinstance(node, ast.AnnAssign)]
+    return tuple(dict.fromkeys(names))
 
 
 def chosen_models(arguments: argparse.Namespace) -> list[str]:

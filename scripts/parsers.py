@@ -4,9 +4,6 @@ The function `_VERB` adds the options of a verb. Its docstring is the descriptio
 """
 
 import argparse
-import ast
-import functools
-import importlib.util
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -22,6 +19,8 @@ from metaphrase.scripts.options import (
     input_file,
     model_name,
     output_path,
+    recipe_fields,
+    split_words,
 )
 
 # Verbs that take fields of a recipe as options.
@@ -127,37 +126,6 @@ def complete(verbs: Iterable[str]) -> None:
                 options.add_argument(f"--{name}")
         subparsers.add_parser(verb, parents=[options], add_help=False)
     argcomplete.autocomplete(parser)
-
-
-def split_words(words: Sequence[str], parser: VerbParser) -> tuple[list[str], list[str]]:
-    """Return the words of a verb itself, and those that set fields of a recipe."""
-    actions = {name: action for action in parser._actions for name in action.option_strings}
-    verb_words, overrides = [], []
-    for before, word in zip((None, *words), words, strict=False):
-        # Recipe or files are the first words, or follow another word of the verb.
-        is_value = not word.startswith("-") and (before in (None, *actions) or before in verb_words)
-        (verb_words if is_value or word in actions else overrides).append(word)
-    return verb_words, overrides
-
-
-@functools.cache
-def recipe_fields() -> tuple[str, ...]:
-    """Return the names of all fields of a recipe.
-
-    The names are read from the sources of the classes: importing the classes takes seconds.
-    """
-    library, rooms = Path(importlib.util.find_spec("transformers").origin).parent, Path(__file__).parents[1]
-    files = {
-        rooms / "training" / "recipe" / "fields.py": "OwnFields",
-        library / "training_args.py": "TrainingArguments",
-        library / "training_args_seq2seq.py": "Seq2SeqTrainingArguments",
-    }
-    names = []
-    for path, class_name in files.items():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        [body] = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name]
-        names += [node.target.id for node in body if isinstance(node, ast.AnnAssign)]
-    return tuple(dict.fromkeys(names))
 
 
 def _generate(parser: VerbParser) -> None:
@@ -336,7 +304,7 @@ def _export(parser: VerbParser) -> None:
 def _serve(parser: VerbParser) -> None:
     """Serve models by HTTP, for the clients of Hugging Face, LibreTranslate, DeepL, OpenAI and the Open Inference
     Protocol. /ui is a page to try the models, /docs describes the API."""
-    text = "folders or Hub ids; NAME=FOLDER gives a model a name, and en-de=FOLDER its languages, too [those of its recipe]"
+    text = "folders or Hub ids; en-de=FOLDER gives a model a name and its languages [those of its recipe]"
     parser.add_argument("models", nargs="+", metavar="MODEL", help=text)
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on [%(default)s]; 0.0.0.0 is all networks"

@@ -21,8 +21,8 @@ from metaphrase.scripts.__main__ import VERBS
 from metaphrase.scripts.attention import DEFAULT_OUTPUTS
 from metaphrase.scripts.console import MAX_HELP_LINES
 from metaphrase.scripts.export import FORMATS
-from metaphrase.scripts.options import add_generation_options, chosen_generation_options
-from metaphrase.scripts.parsers import make_parser, recipe_fields
+from metaphrase.scripts.options import add_generation_options, chosen_generation_options, recipe_fields
+from metaphrase.scripts.parsers import make_parser
 from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS
 from metaphrase.tokenization.tokenizer_settings import DEFAULT_VOCAB_SIZE, KINDS_THAT_FILL_A_VOCABULARY, TOKENIZER_KINDS
 from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC
