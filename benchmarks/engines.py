@@ -13,6 +13,7 @@ import json
 import statistics
 import tempfile
 import time
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -113,7 +114,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    report = {"machine": describe_machine(1), "rounds": arguments.rounds, "models": {}}
+    machine = describe_machine(1) | {"ctranslate2": metadata.version("ctranslate2")}
+    report = {"machine": machine, "rounds": arguments.rounds, "models": {}}
     for name in arguments.models:
         settings = report["models"][Path(name).name] = {}
         with tempfile.TemporaryDirectory() as folder:
