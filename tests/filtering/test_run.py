@@ -65,7 +65,9 @@ def test_pairs_that_cannot_be_read_are_dropped_and_counted(tmp_path):
     (tmp_path / "pairs.tsv").write_bytes(b"A dog.\tUn perro.\nno tab\nA \xff.\tUn gato.\n" + b"x" * 99 + b"\ty\n")
     source = PairSource(file=tmp_path / "pairs.tsv", max_line_characters=50)
     result = filter_pairs(source, [tmp_path / "clean.tsv"], SETTINGS)
-    assert result.to_dict()["dropped"] == {"malformed": 1, "invalid_utf8": 1, "line_too_long": 1} and result.num_kept == 1
+    assert (
+        result.to_dict()["dropped"] == {"malformed": 1, "invalid_utf8": 1, "line_too_long": 1} and result.num_kept == 1
+    )
 
 
 @pytest.mark.parametrize("suffix", [".tsv", ".jsonl", ".tsv.gz", ".jsonl.gz", ".txt"])
