@@ -121,6 +121,8 @@ class ServedModel:
         if languages is None and all(isinstance(code, str) and base_code(code) for code in pair):
             languages = pair
         generator = Generator.from_pretrained(path, **loading)
+        if generator.engine_choice is not None:
+            generator.engine_choice.expect_many()
         if task is None:
             is_translation = languages is not None or has_languages(generator.tokenizers.source)
             is_translation = is_translation and (languages is None or languages[0] != languages[1])
