@@ -19,7 +19,7 @@ from metaphrase.hub_card.card import FIGURE_NAME
 from metaphrase.hub_card.facts import SECRET_FIELDS, TrainedFolder, read_recipe, redact
 from metaphrase.storage.folders import read_fields, refuse_outer_links
 from metaphrase.storage.model_files import check_model_folder
-from metaphrase.storage.weight_files import weight_names
+from metaphrase.storage.weight_files import WeightFiles, weight_names
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER, TokenizerPair
 from metaphrase.training.checkpointing.averaging import PROVENANCE_NAME, RECIPE_NAME
 from metaphrase.training.checkpointing.folders import ARGUMENTS_NAME, EXPONENTIAL_AVERAGE_NAME
@@ -150,7 +150,12 @@ def check_folder(folder: Path) -> None:
         raise ValueError(f"`folder` must hold a whole model, but {', '.join(missing)} is missing in {str(folder)!r}.")
     check_model_folder(folder)
     _check_tokenizers(folder)
-    # Opens all files of weights, and those that the card is made from.
+    with contextlib.ExitStack() as files:
+        weights = WeightFiles(folder, files)
+        for name in weights.kinds:
+            # Refuses values that are not finite.
+            weights.read(name)
+    # Opens the files that the card is made from.
     TrainedFolder(folder)
     fields = read_recipe(folder) or {}
     secrets = [name for name in SECRET_FIELDS if fields.get(name)]

@@ -564,6 +564,14 @@ def test_tokenizers_that_do_not_load_are_refused(hub, folder, capsys):
     assert "must hold tokenizers that load" in capsys.readouterr().err and hub.commits == []
 
 
+def test_weights_that_are_not_finite_are_refused(hub, folder, capsys):
+    model = tiny_generator(joint=False).model
+    model.lm_head.weight.data[0, 0] = float("nan")
+    model.save_pretrained(folder)
+    assert run(push.main, "push", push_words(folder)) == 2
+    assert "must hold finite numbers" in capsys.readouterr().err and hub.commits == []
+
+
 def test_a_recipe_of_a_billion_values_is_refused_at_once(hub, folder, capsys):
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]" for level in range(1, 10)]
