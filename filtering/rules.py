@@ -19,6 +19,8 @@ _USUAL_SHARE, _MAX_FOREIGN_SHARE = 0.1, 0.5
 # Two short texts may differ in length by a few characters more.
 _EXTRA_CHARACTERS = 10
 _MIN_PAIRS_FOR_RATIO, _PAIRS_FOR_FACTS = 100, 10_000
+# Annotators often forget a full stop. A truncated text is also shorter than this share of its usual length.
+_TRUNCATED_LENGTH = 0.85
 _MIN_WORDS_OF_REPETITION, _MAX_REPEATS = 12, 4
 # Fewer digits may be written as words on the other side.
 _MAX_DIGITS_AS_WORDS, _MIN_NUMBER_OVERLAP = 3, 0.5
@@ -109,7 +111,7 @@ class PairRules:
         Args:
             active: Names of the active rules.
             thresholds: Thresholds of the rules.
-            facts: Facts on the corpus, for `length_ratio` and `script`.
+            facts: Facts on the corpus, for `length_ratio`, `end_punctuation` and `script`.
 
         Raises:
             ImportError: If the rule `encoding` is active and ftfy is not installed.
@@ -171,7 +173,11 @@ class PairRules:
         return forms[0] == forms[1]
 
     def _breaks_end_punctuation(self, source: str, target: str, forms: Pair) -> bool:
-        return (source.rstrip(_CLOSING)[-1:] in _END) != (target.rstrip(_CLOSING)[-1:] in _END)
+        source_ends, target_ends = (text.rstrip(_CLOSING)[-1:] in _END for text in (source, target))
+        if source_ends == target_ends:
+            return False
+        ratio = _length_ratio(source, target) / self._facts.length_ratio
+        return (ratio if target_ends else 1 / ratio) < _TRUNCATED_LENGTH
 
     def _breaks_numbers(self, source: str, target: str, forms: Pair) -> bool:
         # A form has 0 for each digit.

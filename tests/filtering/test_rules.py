@@ -49,6 +49,7 @@ def test_a_pair_falls_by_its_rule_and_not_without_the_rule(rule, source, target)
         ("It costs 1,000.50 or 007.", "Cuesta 1.000,50 o 7."),
         ("It was in 1895.", "كان ذلك في ١٨٩٥."),
         ('He said: "Come in."', "Dijo: «Entra»."),
+        ("Where are you going?", "¿A dónde vas tú hoy"),
         ("See https://example.org/a?b=c, please.", "Por favor, vea https://example.org/a?b=c."),
     ],
 )
