@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+import uvicorn
 import yaml
 from huggingface_hub import constants
 from local_server import demo_service, running
@@ -31,6 +32,7 @@ from metaphrase.conversion import convert
 from metaphrase.conversion.ctranslate2.export import export_ctranslate2
 from metaphrase.demo.corpus import write_demo_corpus
 from metaphrase.inference import Generator
+from metaphrase.scripts import serve
 from metaphrase.scripts.__main__ import VERBS
 from metaphrase.training.recipe.fields import OWN_FIELDS
 from metaphrase.training.recipe.recipe import load_recipe
@@ -46,7 +48,8 @@ LINES = (line for language, text in BLOCKS if language == "bash" for line in tex
 # Each command once, also if several pages show it.
 COMMANDS = list(dict.fromkeys(line.partition("  #")[0].strip() for line in LINES if line.startswith("metaphrase ")))
 # Commands that train take too long, and a server never ends: only their arguments are tested.
-LONG = ("train", "tune", "demo", "serve")
+TRAINING = ("train", "tune", "demo")
+LONG = (*TRAINING, "serve")
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +195,7 @@ def test_new_language_becomes_a_model_that_writes_it(project, capsys):
     assert len(generator.generate(["a cat"], max_new_tokens=4)) == 1
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if command.split()[1] in LONG])
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command.split()[1] in TRAINING])
 def test_training_command_parses(command, project, monkeypatch):
     verb, *words = shlex.split(command)[1:]
     if verb == "demo":
@@ -210,6 +213,14 @@ def test_training_command_parses(command, project, monkeypatch):
         monkeypatch.setattr(module, name, stop, raising=False)
     with pytest.raises(Parsed, match="runs/"):
         module.main(words)
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command.split()[1] == "serve"])
+def test_server_of_a_page_starts(command, project, monkeypatch):
+    started = []
+    monkeypatch.setattr(uvicorn.Server, "run", lambda server: started.append(server.config.port))
+    serve.main(shlex.split(command)[2:])
+    assert len(started) == 1
 
 
 @pytest.mark.parametrize("text", [text for language, text in BLOCKS if language == "yaml"])

@@ -60,7 +60,14 @@ def test_a_second_call_of_install_changes_nothing():
     assert vars(acceleration) == before
 
 
-@pytest.mark.parametrize("room", ["decoding", "ops", "modeling", "tokenization", "inference"])
+@pytest.mark.parametrize(
+    "room",
+    [
+        *(pytest.param(room, marks=pytest.mark.slow) for room in ("ops", "modeling", "tokenization")),
+        "decoding",
+        "inference",
+    ],
+)
 def test_any_room_may_be_imported_first(room):
     code = f"import metaphrase.{room}; from metaphrase.modeling.acceleration import acceleration as a; "
     done = run(code + "print(a.linear.__module__, a.encoding.__module__)")

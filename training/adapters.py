@@ -145,8 +145,9 @@ def load_lora(
     if not isinstance(base_model, PreTrainedModel):
         base_model = base_model or _base_model_name(folder)
         try:
-            options = {"dtype": "auto", "trust_remote_code": False, "use_safetensors": True}
-            base_model = AutoModelForSeq2SeqLM.from_pretrained(base_model, **options)
+            base_model = AutoModelForSeq2SeqLM.from_pretrained(
+                base_model, dtype="auto", trust_remote_code=False, use_safetensors=True
+            )
         except OSError as error:
             raise ValueError(
                 f"`base_model` must be the model that the adapter in {folder} was trained on, got {os.fspath(base_model)!r}, "

@@ -233,6 +233,7 @@ def test_processes_take_the_accelerators_in_turn(device, count, num_devices, exp
         GeneratorPool("no/such/model", num_processes=2, device="foo")
 
 
+@pytest.mark.slow
 def test_the_command_resumes_with_several_processes(folder, generator, tmp_path):
     (tmp_path / "in").write_text("".join(f"{line}\n" for line in LINES), encoding="utf-8")
     output = tmp_path / "out"

@@ -1,6 +1,6 @@
 """Malformed and hostile requests: none makes the server fail, grow, or tell one client the text of another.
 
-300 requests run by default. METAPHRASE_REQUESTS sets another number.
+200 requests run by default. METAPHRASE_REQUESTS sets another number.
 """
 
 import gc
@@ -16,7 +16,7 @@ from local_server import running, upper_service
 
 from metaphrase.serving.limits import Limits
 
-NUM_REQUESTS = int(os.environ.get("METAPHRASE_REQUESTS", "300"))
+NUM_REQUESTS = int(os.environ.get("METAPHRASE_REQUESTS", "200"))
 SECRET = "SENTENCE OF ANOTHER CLIENT"
 JSON, FORM = "application/json", "application/x-www-form-urlencoded"
 # Path and fields of a valid request.

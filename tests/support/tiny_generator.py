@@ -46,7 +46,8 @@ def tiny_generator(
 ) -> Generator:
     """Return a generator of an untrained model. Its outputs are arbitrary, but the same in every call."""
     pair = tiny_pair(joint, kind)
-    sizes = {"encoder_layers": layers, "decoder_layers": layers}
+    # Sentences of other tests are long, in letters.
+    sizes = {"encoder_layers": layers, "decoder_layers": layers, "max_position_embeddings": 256}
     model = tiny_model(seed=seed, share_embeddings=joint, **sizes, **pair.config_fields())
     model.generation_config.max_new_tokens = 8
     return Generator(model, pair, **generator_options)
