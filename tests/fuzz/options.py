@@ -1,10 +1,11 @@
 """Cases with options of any value, and with the same options in another form."""
 
+import functools
 import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from cases import VALUES, Case, run
+from cases import VALUES, Case, Result, run
 from recipes import BASE, train_words, write_pairs
 from tiny_generator import SOURCES, save_generator, tiny_generator
 
@@ -25,6 +26,31 @@ LEFT_OUT = (
 )
 LEFT_OUT += ("mbr_candidates", "num_return_sequences", "repo_id")
 MANY = 1000
+DEVICES = [
+    "meta",
+    "cuda",
+    "cuda:0",
+    "cuda:99",
+    "cuda:-1",
+    "mps",
+    "xpu",
+    "npu",
+    "hpu",
+    "vulkan",
+    "cpu:0",
+    "cpu:1",
+    "CPU",
+    "auto",
+]
+# Numbers as other programs write them, infinities, and numbers beyond those of a float.
+ODD = ["-inf", "1e400", "1e-320", "-1e-320", "1e-9", "1000", "0x10", "1_0", "\u0661", "1,5", " 1", "+1", "1.0", "nan%"]
+# Options that give others an effect.
+SEARCHES = [[], ["--num_beams", "3"], ["--do_sample"], ["--num_beams", "4", "--num_beam_groups", "2"]]
+SEARCHES += [
+    ["--n_best", "--num_beams", "3", "--num_return_sequences", "2"],
+    ["--penalty_alpha", "0.5", "--top_k", "4"],
+]
+SEARCHES += [["--engine", "ctranslate2", "--num_beams", "2"], ["--num_beams", "2", "--do_sample"]]
 
 
 def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
@@ -70,7 +96,21 @@ def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
             for action in rng.sample(actions, min(len(actions), rng.choice((1, 2, 3))))
             for word in option(action, rng)
         ]
-        yield Case(f"{verb} {' '.join(word[:40] for word in chosen)}", [*words, *chosen])
+        check = None
+        if verb in ("generate", "evaluate", "attention", "explain"):
+            chosen = [*rng.choice(SEARCHES), *chosen]
+            has_lines = verb == "generate" and not {"--format", "--input"} & set(chosen)
+            check = functools.partial(check_targets, root / "out") if has_lines else None
+        name = f"{verb} {' '.join(word[:40] for word in chosen)}"
+        yield Case(name, [*words, *chosen], check=check)
+
+
+def check_targets(path: Path, result: Result) -> str:
+    """Return what is wrong with a file of targets: their number, or scores that are not finite."""
+    lines = path.read_bytes().decode("utf-8").splitlines() if result.status == 0 else []
+    if len(lines) % len(SOURCES) or (result.status == 0 and not lines):
+        return f"{len(lines)} targets for {len(SOURCES)} sources"
+    return next((line for line in lines if line.endswith((" ||| nan", " ||| inf", " ||| -inf"))), "")
 
 
 def option(action, rng: random.Random) -> list[str]:
@@ -79,8 +119,10 @@ def option(action, rng: random.Random) -> list[str]:
     if action.nargs == 0:
         return [name]
     if action.choices and rng.random() < 0.8:
-        return [name, str(rng.choice(list(action.choices)))]
+        # An export to ONNX takes a minute, most of it for imports and tracing.
+        return [name, str(rng.choice([choice for choice in action.choices if choice != "onnx"]))]
     # Numbers of beams and groups take memory in proportion.
     is_size = any(part in action.dest for part in ("num_", "size", "top_k"))
-    values = [value for value in VALUES if not (is_size and isinstance(value, int | float) and value > MANY)]
+    values = DEVICES if action.dest == "device" and rng.random() < 0.7 else VALUES + ODD
+    values = [value for value in values if not (is_size and isinstance(value, int | float) and value > MANY)]
     return [name, *(str(rng.choice(values)) for _ in range(rng.choice((0, 1, 1, 1, 1, 2))))]
