@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cases import VALUES, Case, Result, run
+from other_families import other_model
 from recipes import BASE, train_words, write_pairs
-from tiny_generator import SOURCES, save_generator, tiny_generator
+from tiny_generator import SOURCES, save_generator, tiny_generator, tiny_pair
 
 from metaphrase.scripts.parsers import make_parser
 
@@ -45,12 +46,12 @@ DEVICES = [
 # Numbers as other programs write them, infinities, and numbers beyond those of a float.
 ODD = ["-inf", "1e400", "1e-320", "-1e-320", "1e-9", "1000", "0x10", "1_0", "\u0661", "1,5", " 1", "+1", "1.0", "nan%"]
 # Options that give others an effect.
-SEARCHES = [[], ["--num_beams", "3"], ["--do_sample"], ["--num_beams", "4", "--num_beam_groups", "2"]]
+SEARCHES = [[], ["--num_beams", "3"], ["--do_sample", "1"], ["--num_beams", "4", "--num_beam_groups", "2"]]
 SEARCHES += [
-    ["--n_best", "--num_beams", "3", "--num_return_sequences", "2"],
+    ["--num_beams", "3", "--num_return_sequences", "2"],
     ["--penalty_alpha", "0.5", "--top_k", "4"],
 ]
-SEARCHES += [["--engine", "ctranslate2", "--num_beams", "2"], ["--num_beams", "2", "--do_sample"]]
+SEARCHES += [["--engine", "ctranslate2", "--num_beams", "2"], ["--num_beams", "2", "--do_sample", "1"]]
 
 
 def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
@@ -58,6 +59,9 @@ def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
     rng = random.Random(seed)
     pairs = str(write_pairs(folder))
     model = str(save_generator(tiny_generator(), folder / "model"))
+    bart = str(folder / "bart")
+    other_model("bart").save_pretrained(bart)
+    tiny_pair().save_pretrained(bart)
     (folder / "in").write_text("".join(f"{text}\n" for text in SOURCES), encoding="utf-8")
     base = {
         "generate": [model, "--input", str(folder / "in")],
@@ -67,7 +71,7 @@ def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
         "tokenize": ["--files", pairs],
         "average": [model, model],
         "export": [model, "--format", "ctranslate2"],
-        "convert": [model, "--to", "bart"],
+        "convert": [bart],
         "push": [model, "user/name", "--dry_run"],
     }
     search = ["--num_beams", "3", "--length_penalty", "0.5", "--batch_size", "2"]
@@ -90,7 +94,7 @@ def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
         elif verb not in ("push", "train"):
             words += ["--output", out]
         actions = [action for action in make_parser(verb)._actions if action.option_strings]
-        actions = [action for action in actions if not any(part in action.dest for part in LEFT_OUT)]
+        actions = [action for action in actions if not any(part in str(action.option_strings) for part in LEFT_OUT)]
         chosen = [
             word
             for action in rng.sample(actions, min(len(actions), rng.choice((1, 2, 3))))
@@ -98,7 +102,9 @@ def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
         ]
         check = None
         if verb in ("generate", "evaluate", "attention", "explain"):
-            chosen = [*rng.choice(SEARCHES), *chosen]
+            known = {name for action in make_parser(verb)._actions for name in action.option_strings}
+            searches = [search for search in SEARCHES if known.issuperset(search[::2])]
+            chosen = [*rng.choice(searches), *chosen]
             has_lines = verb == "generate" and not {"--format", "--input"} & set(chosen)
             check = functools.partial(check_targets, root / "out") if has_lines else None
         name = f"{verb} {' '.join(word[:40] for word in chosen)}"
@@ -107,8 +113,10 @@ def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
 
 def check_targets(path: Path, result: Result) -> str:
     """Return what is wrong with a file of targets: their number, or scores that are not finite."""
-    lines = path.read_bytes().decode("utf-8").splitlines() if result.status == 0 else []
-    if len(lines) % len(SOURCES) or (result.status == 0 and not lines):
+    if result.status != 0:
+        return ""
+    lines = path.read_bytes().decode("utf-8").split("\n")[:-1] if path.is_file() else []
+    if len(lines) % len(SOURCES) or not lines:
         return f"{len(lines)} targets for {len(SOURCES)} sources"
     return next((line for line in lines if line.endswith((" ||| nan", " ||| inf", " ||| -inf"))), "")
 

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cases import Case, run
+from other_families import other_model
 from recipes import BASE, train_words, write_pairs
-from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
+from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator, tiny_pair
 
 # Folders that the verbs write, and their command lines without options.
 FOLDERS = {
     "average": ["average", "model", "twin", "--output"],
-    "convert": ["convert", "model", "--to", "bart"],
+    "convert": ["convert", "bart"],
     "export": ["export", "model", "--format", "ctranslate2"],
     "tokenize": ["tokenize", "--files", "in", "--output"],
 }
@@ -29,12 +30,15 @@ def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
     for name in ("model", "twin"):
         save_generator(tiny_generator(joint=False), whole / name)
     save_generator(tiny_generator(), whole / "draft")
+    other_model("bart").save_pretrained(whole / "bart")
+    tiny_pair().save_pretrained(whole / "bart")
     (whole / "in").write_text("".join(f"{text}\n" for text in SOURCES), encoding="utf-8")
     (whole / "targets").write_text("".join(f"{text}\n" for text in TARGETS), encoding="utf-8")
     (whole / "notes").write_text("mine\n", encoding="utf-8")
     (whole / "terms.tsv").write_text("dog\tHund\n", encoding="utf-8")
     for verb, words in FOLDERS.items():
-        run(_with_output(_absolute(words, whole), whole / verb), folder)
+        end = run(_with_output(_absolute(words, whole), whole / verb), folder)
+        assert end.status == 0, end.messages
     run(train_words(whole, BASE, whole / "run"), folder)
     for index in range(number):
         root = Path(shutil.copytree(whole, folder / str(index), symlinks=True))
