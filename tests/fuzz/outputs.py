@@ -42,7 +42,7 @@ def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
     run(train_words(whole, BASE, whole / "run"), folder)
     for index in range(number):
         root = Path(shutil.copytree(whole, folder / str(index), symlinks=True))
-        kind = rng.choices((_file, _stream, _folder, _run), (3, 3, 4, 1))[0]
+        kind = rng.choices((_file, _stream, _folder, _run), (3, 3, 4, 2))[0]
         yield kind(root, rng)
 
 
@@ -92,18 +92,15 @@ def _words(verb: str, root: Path, rng: random.Random) -> tuple[list[str], list[P
         kind = rng.choice(("plain", "plain", "glossary", "draft", "ensemble", "n_best", "resume"))
         added = {"glossary": root / "terms.tsv", "draft": root / "draft", "ensemble": root / "twin"}.get(kind)
         read += [] if added is None else [added] if added.is_file() else _files(added)
-        options += {"draft": ["--assistant_model", added], "resume": ["--resume"], "plain": []}.get(
-            kind, [f"--{kind}", *filter(None, [added])]
-        )
+        if kind != "plain":
+            options += ["--assistant_model" if kind == "draft" else f"--{kind}", *([] if added is None else [added])]
     return [verb, str(root / "model"), *map(str, options)], read
 
 
 def _file(root: Path, rng: random.Random) -> Case:
     """Return a case whose output may be a file that it reads, or a file of its model."""
-    verb, option = rng.choice(
-        [("generate", "--output")] * 3
-        + [("evaluate", "--output"), ("evaluate", "--predictions"), ("attention", "--output"), ("explain", "--output")]
-    )
+    verb = rng.choice(("generate", "generate", "generate", "evaluate", "evaluate", "attention", "explain"))
+    option = "--predictions" if verb == "evaluate" and rng.random() < 0.5 else "--output"
     words, read = _words(verb, root, rng)
     path, file = _choose_file(root, rng)
     words += [option, str(path)]
@@ -113,11 +110,8 @@ def _file(root: Path, rng: random.Random) -> Case:
     if option == "--predictions":
         words += ["--output", str(root / "scores.json")]
     name = f"{' '.join(words[2:])} -> {file.relative_to(root)}"
-    return Case(
-        name,
-        words,
-        guarded=_guarded(root, read, path) if can_replace else [file for file in _files(root) if file.exists()],
-    )
+    everything = [file for file in _files(root) if file.exists()]
+    return Case(name, words, guarded=_guarded(root, read, path) if can_replace else everything)
 
 
 def _guarded(root: Path, read: list[Path], path: Path) -> list[Path]:
@@ -136,17 +130,14 @@ def _stream(root: Path, rng: random.Random) -> Case:
     words = [word for word in words if word != "--resume"]
     stdin = None
     if "--input" in words and rng.random() < 0.7:
-        stdin = root / "in"
-        del words[words.index("--input") :][:2]
-    if verb == "explain":
-        words += ["--text"]
+        stdin, start = root / "in", words.index("--input")
+        del words[start : start + 2]
+    words += ["--text"] * (verb == "explain")
     path, file = _choose_file(root, rng)
-    if rng.random() < 0.2 and verb == "generate":
-        # Standard output holds other text then.
-        words, path, stdin = [*words, "--output", str(path)], root / "log", root / "in"
-        file = file if file not in read else root / "log"
+    has_output = verb == "generate" and rng.random() < 0.3
+    words += ["--output", str(path), "--overwrite"] * has_output
     name = f"{' '.join(words[2:])} < {stdin and stdin.name} >> {path.name} -> {file.relative_to(root)}"
-    return Case(name, words, guarded=_guarded(root, read, path), stdin=stdin, stdout=path)
+    return Case(name, words, guarded=_guarded(root, read, path), stdin=stdin, stdout=None if has_output else path)
 
 
 def _add_notes(output: Path, kind: str, root: Path) -> None:
@@ -163,7 +154,7 @@ def _folder(root: Path, rng: random.Random) -> Case:
     """Return a case whose output is the folder of an earlier result, of a model, of another verb, or of notes."""
     verb = rng.choice(list(FOLDERS))
     output = root / rng.choice([verb] * 6 + ["model", "model/sub", "", "notes", "new", "run", *FOLDERS])
-    written = [] if output in (root, root / "notes", root / "model") else _files(output) if output.is_dir() else []
+    written = _files(output) if output == root / verb else []
     kind = rng.choice(NOTES) if output.is_dir() and output != root else ""
     if (output / kind).exists():
         kind = ""
@@ -175,24 +166,25 @@ def _folder(root: Path, rng: random.Random) -> Case:
     words = _with_output(_absolute(FOLDERS[verb], root), path)
     words += ["--overwrite"] * (rng.random() < 0.8)
     # Only the result of the same verb may be replaced, and only on demand.
-    is_own = output == root / verb and "--overwrite" in words
-    guarded = [file for file in _files(root) if not is_own or file not in written or file.name == "README.md"]
+    replaced = [file for file in written if "--overwrite" in words and file.name != "README.md"]
+    guarded = [file for file in _files(root) if file not in replaced]
     return Case(f"{verb} on {output.relative_to(root)} {path.name} with {kind!r} {words[-1]}", words, guarded=guarded)
 
 
 def _run(root: Path, rng: random.Random) -> Case:
     """Return a case that trains into a folder with files of a user, an earlier run, or the model to fine-tune."""
-    output = root / rng.choice(("", "model", "run", "average", "mine", "mine", "notes"))
+    output = root / rng.choice(("", "model", "run", "average", "tokenize", "mine", "mine", "mine", "mine", "notes"))
     (root / "mine").mkdir()
     _add_notes(root / "mine", rng.choice(NOTES), root)
-    for name in rng.sample(("pairs.tsv", "recipe.yaml", "metrics.json", "train_log.txt"), 2):
+    for name in rng.sample(("pairs.tsv", "recipe.yaml", "metrics.json", "train_log.txt", "test_predictions.txt"), 2):
         shutil.copy2(root / "pairs.tsv", root / "mine" / name)
-    words = train_words(root, BASE, root / "recipe")
+    fine_tuned = {name: value for name, value in BASE.items() if name not in ("tokenizer_kind", "preset", "model")}
+    fine_tuned["model_name_or_path"] = str(root / "model")
+    words = train_words(root, rng.choice((BASE, BASE, fine_tuned)), root / "recipe")
     if rng.random() < 0.4:
         # The recipe lies in the folder of the run.
         words[1] = str(shutil.copy2(words[1], root / "mine" / "recipe.yaml"))
     words[-1] = str(output)
-    words += rng.choice(([], [], ["--model_name_or_path", str(root / "model"), "--tokenizer_kind", "null"]))
     words += rng.choice(([], [], ["--resume"]))
     # A run that resumes goes on in its own folder.
     guarded = [file for file in _files(root) if "--resume" not in words or root / "run" not in file.parents]

@@ -1,6 +1,7 @@
 """Run command lines with broken input, and print a table of their outcomes: `make test-fuzz`.
 
-A failure is a traceback, a wrong result, or much time or memory. `ARGS="--seed 3 --parts recipes --match lora"` runs some cases.
+A failure is a traceback, a wrong result, a file that is lost, or much time or memory.
+`ARGS="--seed 3 --parts recipes --match lora"` runs some cases.
 """
 
 import argparse
