@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from metaphrase.modeling.pipeline_support import generation_settings, override_lengths
+from metaphrase.modeling.pipeline_support import generation_settings, override_lengths, use_floats
 
 
 def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return all options by name, those of a `generation_config` among them. Plain options stay as they are.
 
     Options of the call override those of the `generation_config`. A length replaces the same length in tokens of another kind
-    (`max_length`, `max_new_tokens`). `num_return_sequences=None` becomes 1.
+    (`max_length`, `max_new_tokens`). `num_return_sequences=None` becomes 1, and integers become floats where floats are needed.
 
     Args:
         options: Arguments of `generate()`.
@@ -39,6 +39,7 @@ def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
         options = override_lengths(settings) | options
     if options.get("num_return_sequences", 1) is None:
         options["num_return_sequences"] = 1
+    use_floats(options)
     for name, value in options.items():
         # `generate()` accepts tensors, too.
         if name.endswith("_token_id") and isinstance(value, torch.Tensor):

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -153,6 +153,7 @@ def generation_arguments(
     if options.get("generation_config") is None:
         options.pop("generation_config", None)
         options = override_lengths(defaults) | options
+    use_floats(options)
     config = options.pop("generation_config", None)
     if config is not None:
         # transformers takes a config or single settings, not both.
@@ -184,6 +185,13 @@ def override_lengths(options: Mapping[str, Any]) -> dict[str, Any]:
             if options.get(name) is not None:
                 options.setdefault(counterpart, None)
     return options
+
+
+def use_floats(settings: MutableMapping[str, Any]) -> None:
+    """Turn integers into floats where transformers refuses integers, such as a temperature of 2."""
+    for name in ("temperature", "repetition_penalty", "encoder_repetition_penalty"):
+        if type(settings.get(name)) is int:
+            settings[name] = float(settings[name])
 
 
 def _match_lengths(config: GenerationConfig, model_config: GenerationConfig, prompt_length: int) -> None:

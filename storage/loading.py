@@ -14,6 +14,7 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
 from metaphrase.modeling import MetaphraseConfig
+from metaphrase.modeling.pipeline_support import use_floats
 from metaphrase.storage.model_files import check_model_folder, refuse_shape
 from metaphrase.storage.weight_files import ADAPTER_NAME, WeightFiles, is_finite, listed, refuse_not_finite
 
@@ -58,6 +59,8 @@ def load_whole(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **op
     for weight_name, weight in model.state_dict().items():
         if not is_finite(weight):
             refuse_not_finite(name_or_path, weight_name)
+    if model.generation_config is not None:
+        use_floats(vars(model.generation_config))
     return model
 
 

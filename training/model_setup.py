@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.modeling.pipeline_support import position_limit
+from metaphrase.modeling.pipeline_support import position_limit, use_floats
 from metaphrase.storage.loading import load_whole, naming
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.adapters import check_targets
@@ -236,6 +236,7 @@ def settle_decoding(model: PreTrainedModel, recipe: Recipe, max_length: int, lan
         config.max_new_tokens = None
     for name, value in {"max_length": max_length, **options, **languages}.items():
         setattr(config, name, value)
+    use_floats(vars(config))
     if options.get("length_penalty", 1.0) != 1.0 and (config.num_beams or 1) == 1:
         raise ValueError(
             f"`length_penalty` must come with `num_beams` above 1, got {options['length_penalty']} and {config.num_beams or 1}."

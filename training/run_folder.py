@@ -26,6 +26,14 @@ DATA_REPORT_NAME = "data_report.json"
 # A folder with any of these files holds a model.
 _MODEL_NAMES = ("model.safetensors", "pytorch_model.bin", "adapter_config.json", "config.json")
 _MODEL_NAMES += ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+# Files that a run replaces.
+_RESULT_NAMES = (
+    RECIPE_NAME,
+    "metrics.json",
+    "validation_predictions.txt",
+    "test_predictions.txt",
+    "trainer_state.json",
+)
 # Own fields that a resumed run may change. The others decide network, tokenizer, data, optimizer, or what is trained.
 _FREE_GROUPS = ("batches", "evaluation", "search")
 _FREE = {"data_dir", "pairs_in_buffer", "source_language", "target_language", "validation_text_file"}
@@ -125,13 +133,13 @@ def checkpoint_to_resume(recipe: Recipe, folder: Path) -> str | None:
     """
     resume = recipe.resume_from_checkpoint
     if not resume:
-        _refuse_content(folder)
+        _refuse_content(recipe, folder)
         return None
     if resume is not True:
         check_whole(resume)
         run = Path(resume).resolve().parent
         if run != folder.resolve():
-            _refuse_content(folder)
+            _refuse_content(recipe, folder)
         _check_same_run(recipe, run)
         return resume
     last = last_whole_checkpoint(folder)
@@ -147,7 +155,7 @@ def checkpoint_to_resume(recipe: Recipe, folder: Path) -> str | None:
         )
     model = _model_file_in(folder)
     if model is None:
-        _refuse_recipe(folder)
+        _refuse_results(recipe, folder)
     elif (folder / RECIPE_NAME).is_file():
         _check_same_run(recipe, folder)
     else:
@@ -160,22 +168,27 @@ def checkpoint_to_resume(recipe: Recipe, folder: Path) -> str | None:
     return None
 
 
-def _refuse_content(folder: Path) -> None:
+def _refuse_content(recipe: Recipe, folder: Path) -> None:
     if existing := checkpoints_in(folder):
         raise ValueError(
             f"`output_dir` must not hold the checkpoints of another run, got {folder} with {existing[-1].name}. "
             "Pass --resume to go on from there, or another folder by --output_dir."
         )
     _refuse_model(folder)
-    _refuse_recipe(folder)
+    _refuse_results(recipe, folder)
 
 
-def _refuse_recipe(folder: Path) -> None:
-    """Refuse a recipe without the data report that a run writes beside it: a person has written that recipe."""
-    if (folder / RECIPE_NAME).is_file() and not (folder / DATA_REPORT_NAME).is_file():
+def _refuse_results(recipe: Recipe, folder: Path) -> None:
+    """Refuse files that the run would replace, without a data report: a person or another verb has written them."""
+    names = list(_RESULT_NAMES)
+    tokenizer = recipe.tokenizer_name_or_path
+    if tokenizer is None or Path(tokenizer).resolve() != folder.resolve():
+        names.append("tokenizer.json")
+    name = next((name for name in names if (folder / name).is_file()), None)
+    if name is not None and not (folder / DATA_REPORT_NAME).is_file():
         raise ValueError(
-            f"`output_dir` must not hold a recipe that no run has written, got {folder} with {RECIPE_NAME}, which the run would "
-            "replace. Pass another folder by --output_dir."
+            f"`output_dir` must not hold a file that no run has written, got {folder} with {name}, which the run would replace. "
+            "Pass another folder by --output_dir."
         )
 
 

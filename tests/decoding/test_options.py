@@ -1,10 +1,12 @@
 """Call options: however a setting is given, it means the same, and comes before the model's own."""
 
 import pytest
-from tiny_generator import SOURCES
+import torch
+from tiny_generator import SOURCES, save_generator, tiny_generator
 from transformers import GenerationConfig
 
 from metaphrase.decoding.options import plain_options
+from metaphrase.inference import Generator
 from metaphrase.inference.alignment import cross_attentions
 from metaphrase.inference.batches import decode
 
@@ -31,6 +33,20 @@ def config_of(**settings):
 )
 def test_settings_stand_by_their_own_names(given, expected):
     assert plain_options(given) == expected == plain_options(plain_options(given))
+
+
+@pytest.mark.parametrize("settings", [{"repetition_penalty": 3}, {"temperature": 2, "do_sample": True}], ids=str)
+def test_an_integer_means_the_same_as_a_float(settings, generator, tmp_path):
+    """transformers refuses both as integers. JSON and YAML files hold them."""
+    saved = tiny_generator()
+    saved.model.generation_config.update(**settings)
+    loaded = Generator.from_pretrained(save_generator(saved, tmp_path / "model"))
+    floats = {name: value if value is True else float(value) for name, value in settings.items()}
+    results = []
+    for model, options in ((generator, floats), (generator, settings), (loaded, {})):
+        torch.manual_seed(1)
+        results.append(model.generate(SOURCES, **options))
+    assert results[1:] == results[:1] * 2
 
 
 def test_what_transformers_does_not_know_stays_in_its_config():

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,20 +20,6 @@ VALUES: list[Any] = [{}, [], {"a": 1}, [1, "x"], None, True, "", "x", "1", "../x
 VALUES += [2**31, 2**63, 2**70, -(2**70), float("nan"), float("inf"), 1e300]
 
 
-class Case(NamedTuple):
-    """A command line for `metaphrase.scripts.__main__.main`, and a name that says what is broken.
-
-    Attributes:
-        name: What is broken.
-        words: The command line.
-        expected: Contents that files must have after exit status 0, where the broken part cannot matter.
-    """
-
-    name: str
-    words: list[str]
-    expected: Mapping[Path, bytes] = {}
-
-
 class Result(NamedTuple):
     """End of a process: exit status (below 0 a signal, None if it was stopped for its time), all messages, added bytes."""
 
@@ -42,14 +28,36 @@ class Result(NamedTuple):
     added_bytes: int
 
 
-def run(words: list[str], folder: Path) -> Result:
+class Case(NamedTuple):
+    """A command line for `metaphrase.scripts.__main__.main`, and a name that says what is broken.
+
+    Attributes:
+        name: What is broken.
+        words: The command line.
+        expected: Contents that files must have after exit status 0, where the broken part cannot matter.
+        check: Returns what is wrong after exit status 0 or a clean error, or "".
+        guarded: Files that must stay as they are. Without any, these are the files that the words name, except outputs.
+        stdin: File of standard input.
+        stdout: File to which standard output is appended.
+    """
+
+    name: str
+    words: list[str]
+    expected: Mapping[Path, bytes] = {}
+    check: Callable[[Result], str] | None = None
+    guarded: Sequence[Path] = ()
+    stdin: Path | None = None
+    stdout: Path | None = None
+
+
+def run(words: list[str], folder: Path, stdin: Path | None = None, stdout: Path | None = None) -> Result:
     """Run a command line in a forked process, with `folder / "work"` as the current folder."""
     (folder / "work").mkdir(parents=True, exist_ok=True)
     log, started = folder / "log", time.monotonic()
     base_bytes = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     sys.stdout.flush()
     if not (child := os.fork()):
-        _run_here(words, folder / "work", log)
+        _run_here(words, folder / "work", log, stdin, stdout)
     while os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         if time.monotonic() - started > CLOCK_SECONDS:
             os.kill(child, signal.SIGXCPU)
@@ -63,16 +71,17 @@ def run(words: list[str], folder: Path) -> Result:
     return Result(None if code == -signal.SIGXCPU else code, text, usage.ru_maxrss * 1024 - base_bytes)
 
 
-def _run_here(words: list[str], folder: Path, log: Path) -> None:
+def _run_here(words: list[str], folder: Path, log: Path, stdin: Path | None, stdout: Path | None) -> None:
     """Run a command line in this process, and end the process."""
     code: Any = 1
     try:
         os.setpgid(0, 0)
         os.chdir(folder)
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        for number in (1, 2):
-            os.dup2(descriptor, number)
+        os.dup2(os.open(stdin or os.devnull, os.O_RDONLY), 0)
+        # Without O_TRUNC: a shell that empties a file leaves nothing to guard.
+        os.dup2(os.open(stdout, os.O_WRONLY | os.O_APPEND | os.O_CREAT) if stdout else descriptor, 1)
+        os.dup2(descriptor, 2)
         signal.signal(signal.SIGXCPU, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 5))

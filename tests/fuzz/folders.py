@@ -5,7 +5,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,63 +115,31 @@ def _choose_field(fields: dict, file: str, rng: random.Random) -> tuple[dict | l
         owner = value
 
 
-def _verbs(base: str, data: Path) -> dict[str, Callable[[Path, Path], list[str]]]:
-    """Return the command line of each verb for a model folder and a folder for outputs."""
+def _verbs(base: str, data: Path) -> dict[str, list[str]]:
+    """Return the command line of each verb, with `{model}` for a model folder and `{out}` for the folder around it."""
     sources, pairs = str(data / "sources.txt"), str(data / "pairs.tsv")
     one = ["--source", SOURCES[1]]
     train = ["--train_file", pairs, "--max_steps", "1", "--report_to", "none", "--use_cpu", "--max_source_length", "32"]
     train += ["--max_target_length", "32", "--per_device_train_batch_size", "2", "--save_strategy", "no"]
+    verbs = {
+        "generate": ["generate", "{model}", "--input", sources, "--output", "{out}/text"],
+        "evaluate": ["evaluate", "{model}", "--file", pairs, "--output", "{out}/scores.json"],
+    }
     if base == "exported":
-        engine = ["--engine", "ctranslate2"]
-        return {
-            "generate": lambda model, out: [
-                "generate",
-                str(model),
-                "--input",
-                sources,
-                "--output",
-                str(out / "text"),
-                *engine,
-            ],
-            "evaluate": lambda model, out: [
-                "evaluate",
-                str(model),
-                "--file",
-                pairs,
-                "--output",
-                str(out / "scores"),
-                *engine,
-            ],
-        }
-    verbs: dict[str, Callable[[Path, Path], list[str]]] = {
-        "generate": lambda model, out: ["generate", str(model), "--input", sources, "--output", str(out / "text")],
-        "evaluate": lambda model, out: ["evaluate", str(model), "--file", pairs, "--output", str(out / "scores.json")],
-        "attention": lambda model, out: ["attention", str(model), *one, "--output", str(out / "links.txt")],
-        "explain": lambda model, out: ["explain", str(model), *one, "--text"],
-        "push": lambda model, out: ["push", str(model), "user/name", "--dry_run"],
+        return {verb: [*words, "--engine", "ctranslate2"] for verb, words in verbs.items()}
+    verbs |= {
+        "attention": ["attention", "{model}", *one, "--output", "{out}/links.txt"],
+        "explain": ["explain", "{model}", *one, "--text"],
+        "push": ["push", "{model}", "user/name", "--dry_run"],
         # Writes the card, and finds no Hub.
-        "card": lambda model, out: ["push", str(model), "user/name"],
-        "average": lambda model, out: [
-            "average",
-            str(model),
-            f"{model.with_name('twin')}",
-            "--output",
-            str(out / "mean"),
-        ],
-        "train": lambda model, out: [
-            "train",
-            *train,
-            "--model_name_or_path",
-            str(model),
-            "--output_dir",
-            str(out / "run"),
-        ],
+        "card": ["push", "{model}", "user/name"],
+        "average": ["average", "{model}", "{out}/twin", "--output", "{out}/mean"],
+        "train": ["train", *train, "--model_name_or_path", "{model}", "--output_dir", "{out}/run"],
     }
     if base in (*THEIRS, "converted"):
-        to = ["--to", "bart"] if base == "converted" else []
-        verbs["convert"] = lambda model, out: ["convert", str(model), str(out / "new"), *to]
+        verbs["convert"] = ["convert", "{model}", "{out}/new", *(["--to", "bart"] if base == "converted" else [])]
     if base in OURS:
-        verbs["export"] = lambda model, out: ["export", str(model), str(out / "exported"), "--format", "ctranslate2"]
+        verbs["export"] = ["export", "{model}", "{out}/exported", "--format", "ctranslate2"]
     return verbs
 
 
@@ -202,4 +170,5 @@ def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
         is_unread = verb == "generate" and file.name in _UNREAD
         expected = {root / "text": targets[base]} if is_unread else {}
         name = f"{verb} {base}: {file.relative_to(root / 'model')}: {mutation}"
-        yield Case(name, verbs[verb](root / "model", root), expected)
+        words = [word.format(model=root / "model", out=root) for word in verbs[verb]]
+        yield Case(name, words, expected)

@@ -1,30 +1,28 @@
 """Cases with options of any value, and with the same options in another form."""
 
+import functools
 import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from cases import VALUES, Case, run
+from cases import VALUES, Case, Result, run
+from other_families import other_model
 from recipes import BASE, train_words, write_pairs
-from tiny_generator import SOURCES, save_generator, tiny_generator
+from tiny_generator import SOURCES, save_generator, tiny_generator, tiny_pair
 
 from metaphrase.scripts.parsers import make_parser
 
 # Their values are work that a user has chosen, other outputs, or other processes.
-LEFT_OUT = (
-    "length",
-    "new_tokens",
-    "num_processes",
-    "output",
-    "predictions",
-    "token",
-    "revision",
-    "help",
-    "quiet",
-    "verbose",
-)
-LEFT_OUT += ("mbr_candidates", "num_return_sequences", "repo_id")
+LEFT_OUT = ("length", "new_tokens", "num_processes", "output", "predictions", "token", "revision", "help", "quiet")
+LEFT_OUT += ("verbose", "mbr_candidates", "num_return_sequences", "repo_id")
 MANY = 1000
+DEVICES = ["meta", "cuda", "cuda:0", "cuda:99", "cuda:-1", "mps", "xpu", "npu", "hpu", "cpu:0", "cpu:1", "CPU"]
+# Numbers as other programs write them, infinities, and numbers beyond those of a float.
+ODD = ["-inf", "1e400", "1e-320", "-1e-320", "1e-9", "1000", "0x10", "1_0", "\u0661", "1,5", " 1", "+1", "1.0", "nan%"]
+# Options that give others an effect.
+SEARCHES = [[], ["--num_beams", "3"], ["--do_sample", "1"], ["--num_beams", "4", "--num_beam_groups", "2"]]
+SEARCHES += [["--num_beams", "3", "--num_return_sequences", "2"], ["--penalty_alpha", "0.5", "--top_k", "4"]]
+SEARCHES += [["--engine", "ctranslate2", "--num_beams", "2"], ["--num_beams", "2", "--do_sample", "1"]]
 
 
 def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
@@ -32,6 +30,9 @@ def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
     rng = random.Random(seed)
     pairs = str(write_pairs(folder))
     model = str(save_generator(tiny_generator(), folder / "model"))
+    bart = str(folder / "bart")
+    other_model("bart").save_pretrained(bart)
+    tiny_pair().save_pretrained(bart)
     (folder / "in").write_text("".join(f"{text}\n" for text in SOURCES), encoding="utf-8")
     base = {
         "generate": [model, "--input", str(folder / "in")],
@@ -41,7 +42,7 @@ def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
         "tokenize": ["--files", pairs],
         "average": [model, model],
         "export": [model, "--format", "ctranslate2"],
-        "convert": [model, "--to", "bart"],
+        "convert": [bart],
         "push": [model, "user/name", "--dry_run"],
     }
     search = ["--num_beams", "3", "--length_penalty", "0.5", "--batch_size", "2"]
@@ -64,13 +65,29 @@ def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
         elif verb not in ("push", "train"):
             words += ["--output", out]
         actions = [action for action in make_parser(verb)._actions if action.option_strings]
-        actions = [action for action in actions if not any(part in action.dest for part in LEFT_OUT)]
-        chosen = [
-            word
-            for action in rng.sample(actions, min(len(actions), rng.choice((1, 2, 3))))
-            for word in option(action, rng)
-        ]
-        yield Case(f"{verb} {' '.join(word[:40] for word in chosen)}", [*words, *chosen])
+        actions = [action for action in actions if not any(part in str(action.option_strings) for part in LEFT_OUT)]
+        drawn = rng.sample(actions, min(len(actions), rng.choice((1, 2, 3))))
+        drawn += [action for action in actions if action.dest == "device" and rng.random() < 0.15]
+        chosen = [word for action in drawn for word in option(action, rng)]
+        check = None
+        if verb in ("generate", "evaluate", "attention", "explain"):
+            known = {name for action in make_parser(verb)._actions for name in action.option_strings}
+            searches = [search for search in SEARCHES if known.issuperset(search[::2])]
+            chosen = [*rng.choice(searches), *chosen]
+            has_lines = verb == "generate" and not {"--format", "--input"} & set(chosen)
+            check = functools.partial(check_targets, root / "out") if has_lines else None
+        name = f"{verb} {' '.join(word[:40] for word in chosen)}"
+        yield Case(name, [*words, *chosen], check=check)
+
+
+def check_targets(path: Path, result: Result) -> str:
+    """Return what is wrong with a file of targets: their number, or scores that are not finite."""
+    if result.status != 0:
+        return ""
+    lines = path.read_bytes().decode("utf-8").split("\n")[:-1] if path.is_file() else []
+    if len(lines) % len(SOURCES) or not lines:
+        return f"{len(lines)} targets for {len(SOURCES)} sources"
+    return next((line for line in lines if line.endswith((" ||| nan", " ||| inf", " ||| -inf"))), "")
 
 
 def option(action, rng: random.Random) -> list[str]:
@@ -79,8 +96,10 @@ def option(action, rng: random.Random) -> list[str]:
     if action.nargs == 0:
         return [name]
     if action.choices and rng.random() < 0.8:
-        return [name, str(rng.choice(list(action.choices)))]
+        # An export to ONNX takes a minute, most of it for imports and tracing.
+        return [name, str(rng.choice([choice for choice in action.choices if choice != "onnx"]))]
     # Numbers of beams and groups take memory in proportion.
     is_size = any(part in action.dest for part in ("num_", "size", "top_k"))
-    values = [value for value in VALUES if not (is_size and isinstance(value, int | float) and value > MANY)]
+    values = DEVICES if action.dest == "device" and rng.random() < 0.7 else VALUES + ODD
+    values = [value for value in values if not (is_size and isinstance(value, int | float) and value > MANY)]
     return [name, *(str(rng.choice(values)) for _ in range(rng.choice((0, 1, 1, 1, 1, 2))))]

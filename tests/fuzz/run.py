@@ -1,6 +1,7 @@
 """Run command lines with broken input, and print a table of their outcomes: `make test-fuzz`.
 
-A failure is a traceback, a wrong result, or much time or memory. `ARGS="--seed 3 --parts recipes --match lora"` runs some cases.
+A failure is a traceback, a wrong result, a file that is lost, or much time or memory.
+`ARGS="--seed 3 --parts recipes --match lora"` runs some cases.
 """
 
 import argparse
@@ -34,27 +35,30 @@ from cases import LARGE_BYTES, Case, run  # noqa: E402
 from metaphrase.scripts.__main__ import VERBS  # noqa: E402
 
 # Share of the cases of each part.
-PARTS = {"folders": 0.35, "recipes": 0.2, "data_files": 0.2, "options": 0.15, "checkpoints": 0.1}
+PARTS = {"folders": 0.3, "recipes": 0.2, "data_files": 0.15, "options": 0.15, "checkpoints": 0.1, "outputs": 0.1}
 CLEAN, EQUAL, FAILURES = "clean error", "accepted", ("traceback", "wrong", "slow", "large")
 OUTPUTS = ("--output", "--output_dir", "--predictions")
 ERROR = re.compile(r"^(metaphrase( \w+)?: .*error: |usage: )", re.MULTILINE)
 
 
 def digests(case: Case) -> dict[Path, bytes]:
-    """Return the hash of each file that a command line names, or that lies in a folder that it names, without outputs."""
+    """Return the hash of each guarded file, or of each file or folder that a command line names, without outputs."""
     words = [word for before, word in zip(("", *case.words), case.words, strict=False) if before not in OUTPUTS]
-    paths = [Path(word) for word in words if word.startswith("/") and os.path.exists(word)]
-    files = {file for path in paths for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()}
-    return {file: hashlib.blake2b(file.read_bytes()).digest() for file in files}
+    paths = case.guarded or [Path(word) for word in words if word.startswith("/") and os.path.exists(word)]
+    is_folder = {path: path.is_dir() and not case.guarded for path in paths}
+    files = {file for path in paths for file in (path.rglob("*") if is_folder[path] else [path])}
+    links = {file: os.readlink(file).encode() for file in files if file.is_symlink()}
+    hashes = {file: hashlib.blake2b(file.read_bytes()).digest() for file in files if file.is_file()}
+    return {file: links.get(file, b"") + hashes.get(file, b"") for file in links | hashes}
 
 
 def outcome_of(case: Case, folder: Path) -> tuple[str, str]:
     """Run a case, and return the outcome and the reason of a failure."""
     before = digests(case)
-    result = run(case.words, folder)
+    result = run(case.words, folder, case.stdin, case.stdout)
     # Files that a run writes into its own folder are no loss.
-    after = {} if "--resume" in case.words else digests(case)
-    changed = [str(file) for file in before if after and after.get(file) != before[file]]
+    after = before if "--resume" in case.words and not case.guarded else digests(case)
+    changed = [str(file) for file in before if after.get(file) != before[file]]
     if result.status is None:
         return "slow", result.messages[-300:]
     if result.added_bytes > LARGE_BYTES:
@@ -63,14 +67,12 @@ def outcome_of(case: Case, folder: Path) -> tuple[str, str]:
         return "traceback", f"status {result.status}: {result.messages[-700:]}"
     if changed:
         return "wrong", f"changed: {changed[0]}"
-    if result.status == 2:
-        return (
-            (CLEAN, "")
-            if len(ERROR.findall(result.messages)) == 1
-            else ("wrong", f"no error: {result.messages[-500:]}")
-        )
-    other = [path for path, content in case.expected.items() if not path.is_file() or path.read_bytes() != content]
-    return ("wrong", f"other content: {other[0]}") if other else (EQUAL, "")
+    if result.status == 2 and len(ERROR.findall(result.messages)) != 1:
+        return "wrong", f"no error: {result.messages[-500:]}"
+    contents = case.expected.items() if result.status == 0 else ()
+    other = [path for path, content in contents if not path.is_file() or path.read_bytes() != content]
+    fault = f"other content: {other[0]}" if other else case.check(result) if case.check else ""
+    return ("wrong", fault) if fault else (EQUAL if result.status == 0 else CLEAN, "")
 
 
 def work(part: str, seed: int, number: int, folder: Path, match: str) -> None:
@@ -122,8 +124,8 @@ def main() -> int:
     for line in failures:
         print(f"\n{line['outcome']}, {line['part']}: {line['name']}\n  {' '.join(line['words'])}\n  {line['reason']}")
     print_table(lines)
-    slowest = max((line["seconds"] for line in lines), default=0)
-    print(f"{len(lines)} cases in {time.monotonic() - started:.0f} seconds, the longest {slowest:.0f} seconds.")
+    seconds, name = max(((line["seconds"], line["name"]) for line in lines), default=(0, ""))
+    print(f"{len(lines)} cases in {time.monotonic() - started:.0f} seconds, the longest {seconds:.0f} seconds: {name}")
     if failures or any(statuses):
         print(f"{len(failures)} failures; the files are in {root}.")
         return 1

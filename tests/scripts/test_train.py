@@ -98,6 +98,8 @@ def test_a_run_without_scores_has_a_card_and_a_curve_and_says_where_it_lies(obje
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "metrics.json").write_text('{"scores": {"bleu": {"score": 1.0}}}', encoding="utf-8")
+    # A run has begun here.
+    (folder / "data_report.json").write_text("{}", encoding="utf-8")
     with caplog.at_level("INFO"):
         assert run(train.main, "train", words) == 0
     assert f"The model lies in {folder}" in caplog.text

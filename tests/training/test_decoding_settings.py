@@ -54,6 +54,7 @@ def test_settings_of_a_base_that_do_not_apply_are_left_out(inherited, own, left_
     [
         ({**BEAMS, "do_sample": False}, {"length_penalty": 1.5}),
         ({"do_sample": True, "num_return_sequences": 3}, {}),
+        ({}, {"repetition_penalty": 2}),
     ],
     ids=str,
 )
@@ -63,6 +64,8 @@ def test_settings_of_a_base_that_apply_stay(inherited, own, base, data, tmp_path
     config = experiment.make_model(experiment.make_tokenizers(), with_weights=False).generation_config
     assert config.to_dict().items() >= (inherited | own).items()
     assert "have no effect" not in caplog.text
+    # transformers refuses an integer at the first decoding.
+    assert isinstance(config.repetition_penalty, float | None)
 
 
 def test_settings_that_nothing_can_save_are_found_before_training(base, data, tmp_path):

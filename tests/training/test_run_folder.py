@@ -37,11 +37,12 @@ def test_a_folder_with_a_model_is_left_alone(data, tmp_path):
 
 
 @pytest.mark.parametrize("resume", ["false", "true"])
-def test_a_recipe_that_somebody_wrote_is_left_alone(data, tmp_path, resume):
-    own = tmp_path / "run" / "recipe.yaml"
+@pytest.mark.parametrize("name", ["recipe.yaml", "metrics.json", "tokenizer.json"])
+def test_a_file_that_no_run_has_written_is_left_alone(data, tmp_path, name, resume):
+    own = tmp_path / "run" / name
     own.parent.mkdir()
     own.write_text("max_steps: 5\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"must not hold a recipe that no run has written, got .*run with recipe.yaml"):
+    with pytest.raises(ValueError, match=rf"must not hold a file that no run has written, got .*run with {name}"):
         Experiment(make_recipe(data, own.parent, resume_from_checkpoint=resume))
     assert own.read_text(encoding="utf-8") == "max_steps: 5\n"
     # A run that was stopped before its first checkpoint has left an account of its data too.

@@ -70,6 +70,7 @@ _OF_GENERATION |= {"generation_num_beams": "num_beams"}
 _LEFT_OUT = {
     "generation_config": "It would replace `num_beams`, `length_penalty`, `generation_max_length` and others. Set them instead.",
     "push_to_hub": "`metaphrase push` uploads a finished run.",
+    "use_liger_kernel": "It has no kernels for encoder-decoder models.",
 }
 # Fields that must come together.
 _NEEDS = {f"{split}_source_file": f"{split}_target_file" for split in SPLITS}
@@ -272,6 +273,9 @@ def _check_evaluation(recipe: "Recipe") -> None:
             raise ValueError(f"`{name}` must come with `eval_strategy` steps or epoch, got no.")
     if recipe.early_stopping_patience and not recipe.metric_for_best_model and not recipe.load_best_model_at_end:
         raise ValueError("`early_stopping_patience` must come with `metric_for_best_model`, got null.")
+    has_metric = recipe.metric_for_best_model is not None or recipe.load_best_model_at_end
+    if _strategy(recipe.save_strategy) == "best" and not has_metric:
+        raise ValueError("`save_strategy` best must come with `metric_for_best_model`, such as bleu, got null.")
     _check_best(recipe)
 
 

@@ -34,6 +34,7 @@ BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "metric_for_be
         ({"tokenizer_name_or_path": "x", "joint_vocabulary": False}, ("tokenizer_name_or_path", "joint_vocabulary")),
         ({"early_stopping_patience": 2}, ("early_stopping_patience", "eval_strategy")),
         ({"early_stopping_patience": 2, "eval_strategy": "epoch"}, ("metric_for_best_model",)),
+        ({"save_strategy": "best", "eval_strategy": "epoch"}, ("save_strategy", "metric_for_best_model")),
         ({"r_drop_alpha": 1.0, "r_drop_start_step": 5, "max_steps": 5}, ("r_drop_start_step", "max_steps")),
         *(
             ({**STREAM, "max_steps": 5, name: "epoch"}, (name, "streaming"))
@@ -50,6 +51,7 @@ BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "metric_for_be
         ({"generation_config": "folder"}, ("generation_config",)),
         ({"learning_rate": -1e-3}, ("learning_rate",)),
         ({"push_to_hub": True}, ("push_to_hub",)),
+        ({"use_liger_kernel": True}, ("use_liger_kernel",)),
         ({**STREAM, "max_steps": 5, "max_tokens_per_batch": None}, ("streaming", "max_tokens_per_batch")),
         (STREAM, ("streaming", "max_steps")),
         ({"objective": "ul2", "train_file": "a"}, ("objective", "train_file")),
