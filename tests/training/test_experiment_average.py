@@ -63,6 +63,8 @@ def test_the_best_are_chosen_by_the_scores_of_this_run(data, tmp_path):
     (tmp_path / "run").mkdir()
     log = [{"step": step, "eval_loss": float(step)} for step in (3, 6, 9)]
     (tmp_path / "run" / "trainer_state.json").write_text(json.dumps({"global_step": 300, "log_history": log}))
+    # An earlier run has written it.
+    (tmp_path / "run" / "data_report.json").write_text("{}")
     fields = {"average_best": 2, "max_steps": 9, "metric_for_best_model": "loss", "learning_rate": 1e-2}
     Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
     assert_mean(tmp_path / "run", (6, 9))
