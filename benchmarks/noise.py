@@ -104,7 +104,7 @@ def write_pairs(path: Path, pairs: Iterable[Sequence[str]]) -> None:
 
 def run_filter(*words: str | Path) -> dict:
     """Run `metaphrase filter` and return seconds of the processor and the largest memory."""
-    # Of all child processes so far: a process of its own for each measurement.
+    # The usage counts all children of a process. So each measurement has a process of its own.
     code = "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True); "
     code += (
         "usage = resource.getrusage(resource.RUSAGE_CHILDREN); print(usage.ru_utime + usage.ru_stime, usage.ru_maxrss)"
@@ -125,7 +125,7 @@ def verdicts(rows: Sequence[Row], clean: Path, rejected: Path) -> Iterator[tuple
     dropped = (line.split("\t") for line in rejected.read_text(encoding="utf-8").splitlines())
     next_kept, next_dropped = next(kept, None), next(dropped, None)
     for row in rows:
-        # Of equal pairs the first is kept, or none.
+        # The filter keeps the first of equal pairs, or none.
         if next_kept == (row.source, row.target):
             yield row, ""
             next_kept = next(kept, None)

@@ -16,7 +16,7 @@ _ITERATIONS = 3
 _MIN_COUNT, _PREFIX = 3, 4
 # Weight of a model without alignment, which bounds the penalty for a word.
 _SMOOTHING = 0.1
-# Of shuffled pairs this share with the lowest scores shows the share of misaligned pairs in the corpus.
+# Share of the shuffled pairs, with the lowest scores, that shows the share of misaligned pairs in the corpus.
 _TAIL = 0.25
 # A misaligned pair that stays costs this many aligned pairs that are dropped.
 _COST = 2

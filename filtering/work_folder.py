@@ -33,13 +33,14 @@ class WorkFolder(contextlib.AbstractContextManager):
             resume: True to continue a stopped run, False to start again.
 
         Raises:
-            ValueError: If the stopped run had another key, or another run is writing.
+            ValueError: If the stopped run had another key, another run is writing, or no run has written the folder.
         """
         self.outputs, self._key = dict(outputs), json.loads(json.dumps(key))
         self.path = partial_path(next(iter(self.outputs.values())))
-        if not resume:
-            self._check_unlocked()
-            shutil.rmtree(self.path, ignore_errors=True)
+        self._refuse_foreign_folder()
+        if not resume and self.path.exists():
+            WriteLock(self.path, "output").release()
+            shutil.rmtree(self.path)
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = WriteLock(self.path, "output")
         saved = read_fields(self.path / _STATE) or {}
@@ -52,13 +53,21 @@ class WorkFolder(contextlib.AbstractContextManager):
             )
         self.state: dict[str, Any] = saved.get("state", {})
         self._sizes: dict[str, int] = saved.get("sizes", {})
+        if not saved:
+            # The mark of a run's folder.
+            self.save({})
         for path in self.path.iterdir() if not self.state.get("is_finished") else ():
             if path.name != _STATE:
                 os.truncate(path, self._sizes.get(path.name, 0))
 
-    def _check_unlocked(self) -> None:
-        if self.path.exists():
-            WriteLock(self.path, "output").release()
+    def _refuse_foreign_folder(self) -> None:
+        """Refuse a folder that no run has written: a run empties or removes the files of its folder."""
+        files = self.path.iterdir() if self.path.exists() else ()
+        if not (self.path / _STATE).is_file() and any(not path.name.startswith(".") for path in files):
+            raise ValueError(
+                f"`output` must leave the name {self.path.name} to the run, got a folder of that name that no run has written. "
+                "Choose another output."
+            )
 
     def __exit__(self, *exception: object) -> None:
         self._lock.release()

@@ -41,7 +41,7 @@ with gr.Blocks(title=MODEL_ID) as page:
         source = gr.Textbox(label=SOURCE_LABEL, lines=6, placeholder="Type or paste a text", min_width=300)
         target = gr.Textbox(label=TARGET_LABEL, lines=6, buttons=["copy"], min_width=300)
     alternatives = gr.Textbox(label="Alternatives", lines=3)
-    # Of the texts that come while one is computed, only the last one counts.
+    # Texts come while one is computed. Only the last one counts.
     source.change(answer, source, [target, alternatives], trigger_mode="always_last", show_progress="hidden")
     if EXAMPLES:
         gr.Examples(EXAMPLES, source)

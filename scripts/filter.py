@@ -27,7 +27,7 @@ def main(words: Sequence[str]) -> None:
     names = ("file", "source_column", "target_column", "max_line_characters")
     files = {"source_file": arguments.source, "target_file": arguments.target}
     source = PairSource(**files, **given_options(arguments, names))
-    if is_finished(arguments, source.paths):
+    if check_outputs(arguments, source.paths):
         logger.info("%s is complete, and there is no unfinished run.", arguments.output[0])
         return
     settings, started = chosen_settings(arguments), time.perf_counter()
@@ -85,7 +85,7 @@ def chosen_settings(arguments: argparse.Namespace) -> FilterSettings:
     )
 
 
-def is_finished(arguments: argparse.Namespace, inputs: Sequence[str]) -> bool:
+def check_outputs(arguments: argparse.Namespace, inputs: Sequence[str]) -> bool:
     """Check the outputs before any work. Return True if `resume` is given and the run has been finished before.
 
     Raises:

@@ -30,9 +30,9 @@ logger = logging.getLogger(__name__)
 
 def main(words: Sequence[str]) -> None:
     arguments, _ = parse("serve", words)
-    if "OMP_NUM_THREADS" not in os.environ and (os.cpu_count() or 1) > 1:
+    if "OMP_NUM_THREADS" not in os.environ:
         # One core for requests: threads of torch that wait for a busy core double the time of a batch.
-        torch.set_num_threads(os.cpu_count() - 1)
+        torch.set_num_threads(max(1, torch.get_num_threads() - 1))
     limits = Limits(**{name: getattr(arguments, name) for name, *_ in LIMITS})
     glossaries = {name: Terms(glossary=read_glossary(path)) for name, path in map(split_name, arguments.glossaries)}
     keys = read_keys(arguments.api_keys)

@@ -53,7 +53,7 @@ def codes_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     spellings = [
         token for token in {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()} if "_" in token.strip("_")
     ]
-    # Of several scripts the one that the table names, else the first by alphabet, stands for the language.
+    # A language may have several scripts. The first one by alphabet stands for it.
     return {base_code(token): token for token in sorted(spellings, reverse=True) if not token.startswith("<")}
 
 

@@ -15,7 +15,7 @@ from metaphrase.inference.engine import Hypothesis
 from metaphrase.inference.run import EncodedSources, Run
 from metaphrase.modeling.pipeline_support import has_languages
 from metaphrase.serving.batcher import Batcher, Ticket
-from metaphrase.serving.languages import base_code, codes_of_tokenizer
+from metaphrase.serving.languages import NAMES, base_code, codes_of_tokenizer
 from metaphrase.storage.folders import read_fields
 from metaphrase.tokenization import set_languages
 
@@ -118,7 +118,7 @@ class ServedModel:
         languages = None if name is None else read_pair(name)
         recipe = read_fields(Path(path) / "recipe.yaml", yaml.safe_load) or {}
         pair = recipe.get("source_language"), recipe.get("target_language")
-        if languages is None and all(isinstance(code, str) and base_code(code) for code in pair):
+        if languages is None and all(isinstance(code, str) and len(base_code(code)) in (2, 3) for code in pair):
             languages = pair
         generator = Generator.from_pretrained(path, **loading)
         if generator.engine_choice is not None:
@@ -228,10 +228,6 @@ class ServedModels:
 
 
 def read_pair(name: str) -> tuple[str, str] | None:
-    """Return the languages of a name such as en-de, or `None`."""
+    """Return the languages of a name such as en-de, or `None` for another name, such as my-model or old-new."""
     codes = name.replace("_", "-").split("-")
-    return (
-        (codes[0], codes[1])
-        if len(codes) == 2 and all(2 <= len(code) <= 3 and code.isalpha() for code in codes)
-        else None
-    )
+    return (codes[0], codes[1]) if len(codes) == 2 and all(base_code(code) in NAMES for code in codes) else None

@@ -58,3 +58,20 @@ def test_compressed_output_is_the_same_however_often_it_was_stopped(tmp_path):
         folder.save({"is_finished": True})
         folder.finish()
     assert path.read_bytes() == whole and gzip.decompress(whole) == b"one\ntwo\n"
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_folder_that_no_run_has_written_is_left_alone(tmp_path, resume):
+    own = partial_path(tmp_path / "out.tsv") / "notes.txt"
+    own.parent.mkdir()
+    own.write_text("mine")
+    with pytest.raises(ValueError, match="that no run has written"):
+        open_folder(tmp_path / "out.tsv", resume)
+    assert own.read_text() == "mine"
+
+
+def test_a_run_that_was_killed_at_its_beginning_is_resumed(tmp_path):
+    with open_folder(tmp_path / "out.tsv", False) as folder:
+        folder.append("text", b"lost")
+    with open_folder(tmp_path / "out.tsv", True) as folder:
+        assert folder.state == {} and folder.read("text") == b""

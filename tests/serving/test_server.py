@@ -136,6 +136,16 @@ def test_requests_beyond_the_queue_are_refused_at_once(slow):
         assert [answer.result().json()[0]["translation_text"] for answer in accepted] == ["A", "B"]
 
 
+def test_request_that_would_wait_too_long_is_refused_at_once(monkeypatch):
+    service = upper_service(limits=Limits(timeout_seconds=5))
+    with running(service) as address:
+        monkeypatch.setattr(service.batcher, "expected_seconds", lambda: 40.2)
+        refused = translate(address, "a")
+        assert refused.status_code == 503 and refused.headers["Retry-After"] == "41"
+        monkeypatch.setattr(service.batcher, "expected_seconds", lambda: 4.9)
+        assert translate(address, "a").ok
+
+
 def test_request_ends_in_time():
     def change(text):
         time.sleep(3)

@@ -313,4 +313,5 @@ def test_errors_are_words(browser, url):
         source.send_keys(browser.keys.BACKSPACE * 2)
         wait_for_target(browser, "THE C")
     source.send_keys(browser.keys.BACKSPACE)
-    wait_for(lambda: one(browser, "#status").text == "The server does not answer. Check the connection.")
+    wait_for(lambda: one(browser, "#status").text)
+    assert one(browser, "#status").text == "The server does not answer. Check the connection."

@@ -170,8 +170,10 @@ def test_names_that_no_file_could_hold_are_refused_before_training(fields):
 
 
 def test_usual_numbers_are_in_range():
-    Recipe(save_steps=0.5, logging_steps=1, max_grad_norm=0.0, warmup_steps=0.1, save_total_limit=None, adam_beta1=0.0)
-    Recipe(dataloader_num_workers=8, seed=2**32 - 1, learning_rate=0.0, generation_max_length=2, weight_decay=0.3)
+    fields = {"save_steps": 0.5, "logging_steps": 1, "max_grad_norm": 0.0, "warmup_steps": 0.1, "adam_beta1": 0.0}
+    fields |= {"dataloader_num_workers": 8, "seed": 2**32 - 1, "learning_rate": 0.0, "generation_max_length": 2}
+    recipe = Recipe(**fields)
+    assert {name: getattr(recipe, name) for name in fields} == fields
 
 
 @pytest.mark.parametrize("value", ["fast", None, True, 0, -1.0, INF, 1e38, {"layers": 0.5}], ids=repr)

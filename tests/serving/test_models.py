@@ -1,0 +1,97 @@
+"""Tests of the models of a server: names, languages, tasks, and the languages of each request."""
+
+import time
+
+import pytest
+from identity_engine import identity_generator
+from tiny_generator import save_generator, tiny_generator
+from tiny_languages import mbart_tokenizer, nllb_tokenizer
+
+from metaphrase.inference import Generator
+from metaphrase.serving.batcher import Batcher, Ticket
+from metaphrase.serving.languages import base_code, codes_of_tokenizer, name_of
+from metaphrase.serving.models import ServedModel, ServedModels, UnknownModelError, read_pair
+from metaphrase.tokenization import TokenizerPair
+
+
+@pytest.fixture
+def batcher():
+    batcher = Batcher()
+    yield batcher
+    batcher.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "pair"),
+    [
+        ("en-de", ("en", "de")),
+        ("eng_deu", ("eng", "deu")),
+        ("my-model", None),
+        ("old-new", None),
+        ("g2p", None),
+        ("en-de-fr", None),
+    ],
+)
+def test_name_of_two_languages_tells_them(name, pair):
+    assert read_pair(name) == pair
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "languages", "task"),
+    [
+        (None, "source_language: en\ntarget_language: de\n", (["en"], ["de"]), "translation"),
+        (None, "source_language: English\ntarget_language: German\n", ([], []), "text2text-generation"),
+        (None, "source_language: en\ntarget_language: en\n", (["en"], ["en"]), "text2text-generation"),
+        (None, None, ([], []), "text2text-generation"),
+        ("fr-en", "source_language: en\ntarget_language: de\n", (["fr"], ["en"]), "translation"),
+        ("mine", "source_language: en\ntarget_language: de\n", (["en"], ["de"]), "translation"),
+    ],
+)
+def test_languages_and_task_of_a_folder(name, recipe, languages, task, batcher, tmp_path):
+    folder = save_generator(tiny_generator(), tmp_path / "model")
+    if recipe is not None:
+        (folder / "recipe.yaml").write_text(recipe, encoding="utf-8")
+    model = ServedModel.from_pretrained(name, str(folder), batcher)
+    assert (model.source_languages, model.target_languages) == languages
+    assert (model.name, model.task) == (name or "model", task)
+
+
+def test_each_request_has_its_own_languages(batcher):
+    tokenizer = nllb_tokenizer()
+    generator = Generator(tiny_generator().model, TokenizerPair(tokenizer, tokenizer))
+    model = ServedModel("all", generator, batcher, languages=None, task="translation")
+    assert sorted(model.source_languages) == sorted(model.target_languages) == ["de", "en", "ro"]
+    ticket = Ticket(time.monotonic() + 60)
+    (german, to_german), (roman, to_roman) = (model.open(ticket, "en", code) for code in ("de", "ron_Latn"))
+    ids = tokenizer.convert_tokens_to_ids(["deu_Latn", "ron_Latn"])
+    assert [to_german, to_roman] == [{"forced_bos_token_id": index} for index in ids]
+    assert german.tokenizers.source.src_lang == "eng_Latn" and german.tokenizers is not roman.tokenizers
+    # A pair of languages has one pair of tokenizers, so that its requests share batches.
+    assert model.open(ticket, "EN", "DE")[0].tokenizers is german.tokenizers
+    with pytest.raises(UnknownModelError, match="must know the language 'fr'"):
+        model.open(ticket, "fr", "de")
+
+
+def test_language_of_another_model_is_refused(batcher):
+    models = [
+        ServedModel(name, identity_generator(), batcher, languages=tuple(name.split("-")), task="translation")
+        for name in ("en-de", "de-en")
+    ]
+    served = ServedModels(models)
+    assert served.find(None) is served.find("en-de") is served.find_languages("en", "DE") is models[0]
+    assert served.find_languages(None, "en-US") is models[1]
+    for find in (lambda: served.find("other"), lambda: served.find_languages("en", "fr")):
+        with pytest.raises(UnknownModelError):
+            find()
+    with pytest.raises(UnknownModelError, match="must know the language 'fr'"):
+        models[0].open(Ticket(time.monotonic() + 60), "fr", "de")
+    with pytest.raises(ValueError, match="a name of its own, got 'en-de' twice"):
+        ServedModels([models[0], models[0]])
+
+
+def test_codes_of_languages():
+    assert [base_code(code) for code in ("EN-US", "eng_Latn", "pt_XX", "tyv")] == ["en", "en", "pt", "tyv"]
+    assert name_of("deu_Latn") == "German" and name_of("xyz") == "xyz"
+    assert codes_of_tokenizer(mbart_tokenizer()) == {"en": "en_XX", "de": "de_DE", "ro": "ro_RO"}
+    # The first script by alphabet stands for the language.
+    assert codes_of_tokenizer(nllb_tokenizer(["zho_Hant", "zho_Hans"])) == {"zh": "zho_Hans"}
