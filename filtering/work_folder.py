@@ -21,7 +21,7 @@ class WorkFolder(contextlib.AbstractContextManager):
 
     Attributes:
         outputs: Final path of each output by name.
-        state: State of the stopped run; empty for a new run.
+        state: The last state that was saved; empty at the beginning.
     """
 
     def __init__(self, outputs: Mapping[str, Path], key: Mapping[str, Any], *, resume: bool):
@@ -54,8 +54,11 @@ class WorkFolder(contextlib.AbstractContextManager):
         self.state: dict[str, Any] = saved.get("state", {})
         self._sizes: dict[str, int] = saved.get("sizes", {})
         if not saved:
-            # The mark of a run's folder.
-            self.save({})
+            with contextlib.ExitStack() as failed:
+                failed.callback(self._lock.release)
+                # The mark of a run's folder.
+                self.save({})
+                failed.pop_all()
         for path in self.path.iterdir() if not self.state.get("is_finished") else ():
             if path.name != _STATE:
                 os.truncate(path, self._sizes.get(path.name, 0))
@@ -70,6 +73,9 @@ class WorkFolder(contextlib.AbstractContextManager):
             )
 
     def __exit__(self, *exception: object) -> None:
+        if isinstance(exception[1], ImportError | ValueError) and not self.state:
+            # A run that was refused, for example because a package is missing, has nothing to resume.
+            shutil.rmtree(self.path)
         self._lock.release()
 
     def append(self, name: str, content: bytes) -> None:
@@ -90,6 +96,7 @@ class WorkFolder(contextlib.AbstractContextManager):
         """Save the state, which belongs to all that was appended so far."""
         with file_in_one_step(self.path / _STATE) as temporary:
             write_json(temporary, {"key": self._key, "sizes": self._sizes, "state": state})
+        self.state = dict(state)
 
     def finish(self) -> None:
         """Give the outputs their names and remove the folder. The saved state must have `is_finished`."""

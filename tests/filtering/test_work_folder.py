@@ -75,3 +75,11 @@ def test_a_run_that_was_killed_at_its_beginning_is_resumed(tmp_path):
         folder.append("text", b"lost")
     with open_folder(tmp_path / "out.tsv", True) as folder:
         assert folder.state == {} and folder.read("text") == b""
+
+
+@pytest.mark.parametrize("state", [{}, {"read": 1}])
+def test_a_run_that_failed_at_its_beginning_leaves_no_folder(tmp_path, state):
+    with pytest.raises(ImportError), open_folder(tmp_path / "out.tsv", False) as folder:
+        folder.save(state)
+        raise ImportError("a package is missing")
+    assert partial_path(tmp_path / "out.tsv").exists() == bool(state)

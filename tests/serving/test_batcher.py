@@ -121,6 +121,31 @@ def test_batch_holds_at_most_its_tokens(batcher):
     assert len(facts) > 1
 
 
+def test_sentences_of_a_batch_have_similar_lengths(batcher):
+    generator, facts = identity_generator(batch_size=2), []
+    batcher.observe = facts.append
+    texts = ["a b c d e f g h", "a", "a b c d e f g", "a b"]
+    long, short, other_long, other_short = (len(ids) for ids in generator.encode(texts))
+    with ThreadPoolExecutor(2) as pool, Stop(batcher):
+        for part in (texts[:2], texts[2:]):
+            pool.submit(QueuedGenerator.of(generator, batcher, ticket()).generate, part)
+        wait_for(batcher, 4)
+    assert sorted(fact.num_source_tokens for fact in facts) == sorted((long + other_long, short + other_short))
+
+
+def test_call_of_a_client_that_has_gone_does_not_run(batcher):
+    gone, calls = ticket(), []
+    with ThreadPoolExecutor(1) as pool:
+        with Stop(batcher):
+            call = pool.submit(batcher.call, gone, lambda: calls.append(1))
+            while not batcher._calls:
+                time.sleep(0.001)
+            gone.is_cancelled = True
+        with pytest.raises(CancelledRequest):
+            call.result()
+    assert calls == []
+
+
 def test_only_the_request_that_fails_gets_the_error(batcher):
     def change(text):
         if "bad" in text:
