@@ -350,3 +350,15 @@ def test_the_cache_is_that_of_the_user(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_folder() == tmp_path / ".cache" / "metaphrase" / "ctranslate2"
+
+
+@pytest.mark.parametrize(("quantization", "size"), [(None, 1), ("int8", 64)])
+def test_one_sentence_is_a_batch_of_one_where_both_engines_write_the_same(quantization, size, monkeypatch):
+    sizes, generator = [], tiny_generator()
+    monkeypatch.setattr(
+        engine_choice, "is_faster", lambda weights, dtype, beams, batch_size: sizes.append(batch_size) or True
+    )
+    choice = EngineChoice(generator.model, generator.tokenizers, quantization)
+    sizes.clear()
+    choice.choose(generator.model, {}, [[5, 2]], batch_size=64, return_scores=False)
+    assert sizes == [size]
