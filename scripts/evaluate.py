@@ -73,7 +73,7 @@ def holds_other_scores(path: Path, measured: dict[str, dict]) -> bool:
         return False
     try:
         earlier = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return True
     return not isinstance(earlier, dict) or any(earlier.get(name) != value for name, value in measured.items())
 

@@ -67,6 +67,11 @@ def _is_dtype(value: Any) -> bool:
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point
 
 
+def _is_decay(value: Any) -> bool:
+    is_pair = isinstance(value, list | tuple) and len(value) == 2
+    return is_pair and _is_whole(value[0], 0) and _number().holds(value[1]) and value[1] > 0
+
+
 _FLAG = Rule("true or false", lambda value: isinstance(value, bool))
 _TEXT = Rule("a text", lambda value: isinstance(value, str))
 _FIELDS = Rule("fields with values", lambda value: isinstance(value, dict))
@@ -109,6 +114,7 @@ _GENERATION_RULES = _table(
     (_IDS, f"eos_token_id {_INDEXING_IDS}"),
     (_ID_LIST, "suppress_tokens begin_suppress_tokens"),
     (Rule("a list of lists of token ids", _list_of(_ID_LIST.holds)), "bad_words_ids"),
+    (Rule("a length and a factor above 0", _is_decay), "exponential_decay_length_penalty"),
     (Rule("a text or a list of texts", lambda value: _TEXT.holds(value) or _NAMES.holds(value)), "stop_strings"),
     (_TEXT, "cache_implementation"),
 )
@@ -203,13 +209,30 @@ def check_fields(path: Path, rules: Mapping[str, Rule]) -> None:
     Raises:
         ValueError: If it cannot be read, or a field breaks its rule.
     """
-    for name, value in (read_fields(path) or {}).items():
+    _check_values(read_fields(path) or {}, rules, repr(str(path)))
+
+
+def check_config_fields(fields: Mapping[str, Any], field_name: str) -> None:
+    """Check fields of a configuration that is made of another file, such as a recipe.
+
+    Args:
+        fields: The fields by name.
+        field_name: Field of the other file that holds them.
+
+    Raises:
+        ValueError: If a field breaks its rule.
+    """
+    _check_values(fields, _RULES[CONFIG_NAME], f"`{field_name}`")
+
+
+def _check_values(fields: Mapping[str, Any], rules: Mapping[str, Rule], owner: str) -> None:
+    for name, value in fields.items():
         if value is not None and name in rules and not rules[name].holds(value):
-            _refuse(path, name, rules[name].text, value)
+            _refuse(owner, name, rules[name].text, value)
 
 
-def _refuse(path: Path, name: str, rule: str, value: Any) -> NoReturn:
-    raise ValueError(f"`{name}` in {str(path)!r} must be {rule}, got {reprlib.repr(value)}.")
+def _refuse(owner: str, name: str, rule: str, value: Any) -> NoReturn:
+    raise ValueError(f"`{name}` in {owner} must be {rule}, got {reprlib.repr(value)}.")
 
 
 @contextlib.contextmanager
@@ -238,7 +261,7 @@ def _make_config(path: Path, fields: dict[str, Any]) -> PreTrainedConfig | None:
         name = str(error).split("'")[1]
         kind = config_class.__dataclass_fields__[name].type
         rule = f"of the type {getattr(kind, '__name__', kind)}"
-    _refuse(path, name, rule, fields.get(name))
+    _refuse(repr(str(path)), name, rule, fields.get(name))
 
 
 def _check_ids(path: Path, settings: Mapping[str, Any], config: PreTrainedConfig) -> None:
@@ -248,7 +271,7 @@ def _check_ids(path: Path, settings: Mapping[str, Any], config: PreTrainedConfig
     for name in ("pad_token_id", "eos_token_id", *_INDEXING_IDS.split()):
         ids = settings.get(name)
         if not all(0 <= index < size for index in (ids if isinstance(ids, list) else [ids] if ids is not None else [])):
-            _refuse(path, name, f"an id of the vocabulary, from 0 to {size - 1}", ids)
+            _refuse(repr(str(path)), name, f"an id of the vocabulary, from 0 to {size - 1}", ids)
 
 
 def _check_sizes(folder: Path, fields: Mapping[str, Any], config: PreTrainedConfig) -> None:
@@ -264,7 +287,7 @@ def _check_sizes(folder: Path, fields: Mapping[str, Any], config: PreTrainedConf
     ):
         for name in names.split():
             if (fields.get(name) or 0) > limit:
-                _refuse(folder / CONFIG_NAME, name, f"at most {limit}, {text}", fields[name])
+                _refuse(repr(str(folder / CONFIG_NAME)), name, f"at most {limit}, {text}", fields[name])
     if type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
         return
     with _naming_file(folder / CONFIG_NAME, "sizes"), torch.device("meta"):

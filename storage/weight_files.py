@@ -57,7 +57,7 @@ def weight_names(folder: Path) -> list[str]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         wrong = [name for name in names if Path(name).name != name or Path(name).suffix != _SAFE_SUFFIX]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{index} must be an index of weights, with a `weight_map`, and is damaged.") from error
     if wrong or not names:
         raise ValueError(

@@ -5,6 +5,7 @@ Patterns name parts of a model: `encoder`, `decoder.layers.0`, `encoder.layers.0
 names of wrappers (`model.`) may be left out. A weight with several names, such as a tied embedding, matches by any of them.
 """
 
+import importlib.util
 import itertools
 import logging
 import re
@@ -20,8 +21,8 @@ from transformers.training_args import OptimizerNames
 logger = logging.getLogger(__name__)
 
 _BOOLEANS = {"true": True, "false": False}
-# Optimizers that read the model.
-_NEED_MODEL = ("lomo", "galore", "apollo")
+# Packages of the optimizers that read the model.
+_PACKAGES = {"lomo": "lomo_optim", "galore": "galore_torch", "apollo": "apollo_torch"}
 _ADAFACTOR_OPTIONS = ("scale_parameter", "clip_threshold", "decay_rate")
 # Prefixes of a wrapped model, and parts that compilers and sharding insert into names.
 _WRAPPERS = ("base_model", "model", "module")
@@ -69,11 +70,17 @@ def check_optimizer(arguments: TrainingArguments) -> None:
     """Refuse options of optimizer and schedule before any data is read, by making both for a single weight.
 
     Raises:
+        ImportError: If the package of the optimizer is not installed.
         ValueError: Naming the field.
     """
-    weight = nn.Parameter(torch.zeros(1))
-    if arguments.optim_target_modules or any(name in arguments.optim for name in _NEED_MODEL):
+    package = next((package for name, package in _PACKAGES.items() if name in arguments.optim), None)
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise ImportError(
+            f"`optim` {arguments.optim.value} needs the package {package}. Install it, or choose another."
+        )
+    if package is not None or arguments.optim_target_modules:
         return
+    weight = nn.Parameter(torch.zeros(1))
     try:
         optimizer_class, options = optimizer_class_and_options(arguments)
         optimizer = optimizer_class([weight], **options)

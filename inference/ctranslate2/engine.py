@@ -50,6 +50,11 @@ class CTranslate2Engine(Engine):
             intra_threads=torch.get_num_threads(),
         )
         config = read_json(self.folder / CONFIG_NAME)
+        for name in ("add_source_bos", "add_source_eos"):
+            # CTranslate2 reads them only when it decodes.
+            if not isinstance(config.get(name), bool):
+                path = str(self.folder / CONFIG_NAME)
+                raise ValueError(f"`{name}` in {path!r} must be true or false, got {config.get(name)!r}.")
         try:
             self.translator = self._load()
         except (RuntimeError, UnicodeDecodeError) as error:

@@ -54,9 +54,13 @@ def cut(folder):
     (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
 
 
-def damage_index(folder):
+def damage_index(folder, text="{}"):
     (folder / "model.safetensors").rename(folder / "model-1.safetensors")
-    (folder / "model.safetensors.index.json").write_text("{}")
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
+def write_brackets(folder):
+    damage_index(folder, "[" * 100_000)
 
 
 DAMAGES = {
@@ -64,6 +68,7 @@ DAMAGES = {
     reshape: rf"The weight `{LOST}` of \S+model must have the shape \(\d+, \d+\), got \(\d+, \d+\)",
     cut: r"must hold whole weights, got \S+model: ",
     damage_index: r"index\.json must be an index of weights, with a `weight_map`, and is damaged",
+    write_brackets: r"index\.json must be ",
 }
 
 

@@ -187,3 +187,9 @@ def test_a_stream_keeps_its_lengths_when_it_goes_on_with_another_budget(make):
         make(**fields, max_tokens_per_batch=30)
     with pytest.raises(ValueError, match=r"`max_source_length` must stay as it was .* got 22, and 20"):
         make(**fields | {"max_source_length": 22}, max_tokens_per_batch=50)
+
+
+@pytest.mark.parametrize("value", ["1", "nan", [1]])
+def test_field_of_the_network_that_no_model_folder_may_have_is_refused(value):
+    with pytest.raises(ValueError, match=r"^`output_hidden_states` in `model` must be true or false, got "):
+        longest_sequence(Recipe(model={"output_hidden_states": value}))

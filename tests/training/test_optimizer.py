@@ -334,6 +334,13 @@ def test_options_of_optimizer_and_schedule_are_refused_before_any_data_is_read(f
         check_optimizer(Seq2SeqTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **fields))
 
 
+@pytest.mark.parametrize("optim", ["galore_adamw_8bit", "lomo", "apollo_adamw"])
+def test_optimizer_of_a_missing_package_is_refused_before_any_data_is_read(optim, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=f"^`optim` {optim} needs the package .*_"):
+        check_optimizer(Seq2SeqTrainingArguments(output_dir=str(tmp_path), use_cpu=True, optim=optim))
+
+
 def test_usual_optimizers_and_schedules_are_accepted(tmp_path):
     for fields in (
         {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"mode": "max"}, "eval_strategy": "steps"},

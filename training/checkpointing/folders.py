@@ -100,7 +100,16 @@ def _damage(name: str, path: Path) -> str | None:
                 return f"names {', '.join(lost)}, which is missing" if lost else None
         elif path.suffix == ".distcp" and not (path.parent / ".metadata").is_file():
             return "has no .metadata beside it"
-    except (SafetensorError, zipfile.BadZipFile, ValueError, KeyError, TypeError, AttributeError, OSError):
+    except (
+        SafetensorError,
+        zipfile.BadZipFile,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OSError,
+        RecursionError,
+    ):
         return "is cut short or damaged"
     return None
 

@@ -1,5 +1,8 @@
 """The engine CTranslate2: a generator with it writes what one with torch does, and refuses by name what it cannot do."""
 
+import json
+import shutil
+
 import pytest
 
 pytest.importorskip("ctranslate2")
@@ -230,6 +233,17 @@ def test_an_exponent_of_zero_is_no_leave_to_stop_early():
     given = BEAMS | {"length_penalty": 0.0, "eos_token_id": 2}
     search = translate_options(GenerationConfig(), given, vocab_size=9)
     assert 0 < search.options["length_penalty"] < 1e-20 and search.options["patience"] == 1
+
+
+@pytest.mark.parametrize("value", ["x", 3, None])
+def test_field_that_ctranslate2_reads_late_is_checked_when_it_loads(value, models, tmp_path):
+    folder = shutil.copytree(models[1].folder, tmp_path / "exported")
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | {"add_source_bos": value}))
+    with pytest.raises(
+        ValueError, match=rf"^`add_source_bos` in '\S+config.json' must be true or false, got {value!r}"
+    ):
+        CTranslate2Engine(folder, device="cpu")
 
 
 def test_an_id_that_no_source_has_is_refused(models):
