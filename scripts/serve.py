@@ -50,6 +50,8 @@ def main(words: Sequence[str]) -> None:
         # The gate writes the access log, without texts.
         access_log=False,
         server_header=False,
+        # Longer than a refused client waits before it comes back.
+        timeout_keep_alive=75,
     )
     uvicorn.Server(config).run()
 

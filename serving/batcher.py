@@ -13,7 +13,6 @@ import torch
 
 from metaphrase.inference.engine import Hypothesis
 from metaphrase.inference.run import EncodedSources, Run
-from metaphrase.modeling.pipeline_support import resolve_settings
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +173,7 @@ class Batcher:
         lengths = [max(map(len, rows)) for rows in zip(*sources.ids, strict=True)]
         if not lengths:
             return [], counts
-        is_random = bool(resolve_settings(generator.model, run.options).get("do_sample"))
+        is_random = bool(run.options.get("do_sample", generator.model.generation_config.do_sample))
         key = (id(generator.model), id(generator.tokenizers), repr(sorted(run.options.items())), return_scores)
         waiting = sorted(range(len(lengths)), key=lambda index: -lengths[index])
         search = _Search(ticket, run, key, sources.ids, return_scores, is_random, lengths, waiting)

@@ -9,7 +9,8 @@ from identity_engine import IdentityEngine, identity_generator
 from tiny_generator import SOURCES, tiny_generator
 
 from metaphrase.serving.batcher import Batcher, CancelledRequest, Ticket
-from metaphrase.serving.models import QueuedGenerator
+from metaphrase.serving.models import QueuedGenerator, ServedModel
+from metaphrase.serving.translation import Query, answer
 
 MINUTE = 60.0
 
@@ -76,6 +77,14 @@ def test_queued_generator_equals_a_generator(batcher, options):
     queued = QueuedGenerator.of(generator, batcher, ticket())
     assert queued.generate_n_best(texts, **options) == generator.generate_n_best(texts, **options)
     assert queued.num_unfinished == generator.num_unfinished
+
+
+def test_request_waits_for_its_sentences_alone(batcher, monkeypatch):
+    """A further wait, such as for alignments of a text without markup, would be as long as a batch of other requests."""
+    model = ServedModel("tiny", tiny_generator(), batcher, languages=("en", "de"), task="translation")
+    monkeypatch.setattr(batcher, "call", None)
+    query = Query(SOURCES, split_sentences=True)
+    assert answer(model, query, ticket()).targets == [[text] for text in model.generator.generate(SOURCES)]
 
 
 def test_requests_with_other_options_have_batches_of_their_own(batcher):
