@@ -1,6 +1,6 @@
 """Measures `metaphrase serve`: many clients against offline decoding, one client against `Generator`, and overload.
 
-    python benchmarks/serving.py runs/demo --source runs/demo/data/test.tsv --output benchmarks/results/serving_demo.json
+    python benchmarks/serving.py en-de=runs/demo --source runs/demo/data/test.tsv --output benchmarks/results/serving_demo.json
 
 The server is a process of its own. Each client sends one text, waits for the answer, and sends the next. The clients share the
 processors with the server. A refused client waits as long as `Retry-After` says.
@@ -149,7 +149,7 @@ def measure_one_text(model: str, texts: list[str]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("model", help="folder of a translation model")
+    parser.add_argument("model", help="NAME=FOLDER of a translation model, such as en-de=runs/demo")
     parser.add_argument("--source", required=True, help="file of sources, or a .tsv file of pairs")
     parser.add_argument("--clients", type=int, default=64, help="%(default)s")
     parser.add_argument("--seconds", type=float, default=60, help="seconds of each phase [%(default)s]")
@@ -162,8 +162,9 @@ def main() -> None:
     lines = Path(arguments.source).read_text("utf-8").split("\n")[:-1]
     texts = list(dict.fromkeys(line.split("\t")[0] for line in lines))
     model, seconds = arguments.model, arguments.seconds
-    speed, targets = decode_offline(model, texts * arguments.repeat)
-    report = {"model": Path(model).name, "texts": len(texts), "offline_sentences_per_second": speed}
+    folder = model.rpartition("=")[2]
+    speed, targets = decode_offline(folder, texts * arguments.repeat)
+    report = {"model": Path(folder).name, "texts": len(texts), "offline_sentences_per_second": speed}
     with Server(model) as server:
         run_clients(server, texts, 8, 5)
         before = server.megabytes()
@@ -176,7 +177,7 @@ def main() -> None:
             expected[text] != load.targets[text] for text in load.targets
         )
         one = describe(run_clients(server, texts, 1, seconds / 3), seconds / 3)
-    alone = measure_one_text(model, texts[: len(texts) // 2])
+    alone = measure_one_text(folder, texts[: len(texts) // 2])
     report["one_client"] = one | {"generator_p50": alone, "ratio": round(one["milliseconds_200"]["p50"] / alone, 3)}
     options = ("--max_requests", str(arguments.clients), "--timeout_seconds", str(arguments.timeout_seconds))
     with Server(model, *options) as server:

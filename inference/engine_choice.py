@@ -3,6 +3,7 @@
 import logging
 import math
 import textwrap
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,6 +85,7 @@ class EngineChoice:
         self._copy: Path | None = None
         self._engine: CTranslate2Engine | None = None
         self._record: WeightRecord | None = None
+        self._lock = threading.Lock()
         self.lines: list[str] = []
         self._obstacle = self._find_obstacle(model)
         if quantization and self._obstacle is None:
@@ -118,7 +120,8 @@ class EngineChoice:
             batch_size = min(batch_size, len(sources))
         reason = self._obstacle or self._reason_for_torch(model, options, sources, batch_size, return_scores)
         if reason is None:
-            reason = self._obstacle = self._load(model)
+            with self._lock:
+                reason = self._obstacle = self._load(model)
         # A reason may hold values of the call, such as long lists of ids.
         text = (
             f"torch ({textwrap.shorten(reason, 200)})" if reason else "CTranslate2 (faster for this model and search)"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from metaphrase.inference.engine import default_device, find_device
 from metaphrase.inference.texts.terms import Terms, read_glossary
 from metaphrase.scripts.options import chosen_generation_options, chosen_loading_options
 from metaphrase.scripts.parsers import LIMITS, parse
@@ -19,6 +20,7 @@ try:
     from metaphrase.serving.batcher import Batcher
     from metaphrase.serving.limits import Limits
     from metaphrase.serving.models import ServedModel
+    from metaphrase.serving.server import Server
     from metaphrase.serving.service import Service
 except ModuleNotFoundError as error:
     if error.name not in ("uvicorn", "fastapi", "prometheus_client", "python_multipart"):
@@ -27,16 +29,16 @@ except ModuleNotFoundError as error:
 
 logger = logging.getLogger(__name__)
 
+_MAX_BATCHES = 4
+
 
 def main(words: Sequence[str]) -> None:
     arguments, _ = parse("serve", words)
-    if "OMP_NUM_THREADS" not in os.environ:
-        # One core for requests: threads of torch that wait for a busy core double the time of a batch.
-        torch.set_num_threads(max(1, torch.get_num_threads() - 1))
+    num_batches = divide_threads(arguments.device)
     limits = Limits(**{name: getattr(arguments, name) for name, *_ in LIMITS})
     glossaries = {name: Terms(glossary=read_glossary(path)) for name, path in map(split_name, arguments.glossaries)}
     keys = read_keys(arguments.api_keys)
-    batcher = Batcher(limits.max_wait_milliseconds / 1000)
+    batcher = Batcher(limits.max_wait_milliseconds / 1000, num_batches)
     models = load_models(arguments, batcher)
     service = Service(models, batcher, limits=limits, api_keys=keys, glossaries=glossaries)
     for model in models:
@@ -50,8 +52,24 @@ def main(words: Sequence[str]) -> None:
         # The gate writes the access log, without texts.
         access_log=False,
         server_header=False,
+        # Longer than a refused client waits before it comes back.
+        timeout_keep_alive=75,
     )
-    uvicorn.Server(config).run()
+    Server(config, service).run()
+
+
+def divide_threads(device: str | None) -> int:
+    """Divide torch's threads among batches that are decoded at once, and return their number.
+
+    On a CPU, two batches with a thread each are decoded faster than one with two threads, whose small steps wait for each
+    other. More than four batches wait for Python.
+    """
+    if find_device(default_device() if device is None else device).type != "cpu":
+        return 1
+    num_threads = torch.get_num_threads()
+    num_batches = min(_MAX_BATCHES, num_threads)
+    torch.set_num_threads(num_threads // num_batches)
+    return num_batches
 
 
 def load_models(arguments: argparse.Namespace, batcher: Batcher) -> list[ServedModel]:

@@ -1,4 +1,4 @@
-"""Batcher: one thread that decodes the sentences of all requests, in batches of similar length."""
+"""Batcher: threads that decode the sentences of all requests, in batches of similar length."""
 
 import logging
 import threading
@@ -13,13 +13,14 @@ import torch
 
 from metaphrase.inference.engine import Hypothesis
 from metaphrase.inference.run import EncodedSources, Run
-from metaphrase.modeling.pipeline_support import resolve_settings
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 # Weight of the newest batch in the mean time of a token.
 _NEWEST = 0.2
+# Part of the time of a batch that a free thread waits for more sentences while other threads decode.
+_WAIT_SHARE = 0.1
 
 
 class CancelledRequest(Exception):
@@ -106,38 +107,48 @@ _Row = tuple[_Search, int]
 
 
 class Batcher:
-    """Decodes the sentences of all requests in one thread.
+    """Decodes the sentences of all requests in one or more threads.
 
-    Requests take turns, so that a long document does not hold up a short text. The request whose turn it is gives a batch its
-    first sentence. The nearest in length, of all requests with equal options, fill the batch. A sentence has the same target
-    in any batch.
+    Each thread decodes a batch of its own. Requests take turns, so that a long document does not hold up a short text. The
+    request whose turn it is gives a batch its first sentence. The nearest in length, of all requests with equal options, fill
+    the batch. A sentence has the same target in any batch.
 
     Attributes:
         observe: Called after each batch with its facts.
     """
 
-    def __init__(self, max_wait_seconds: float = 0.0):
-        """Start the thread.
+    def __init__(self, max_wait_seconds: float = 0.0, num_threads: int = 1):
+        """Start the threads.
 
         Args:
             max_wait_seconds: Longest time that a free engine waits for more sentences.
+            num_threads: Batches that are decoded at once.
         """
         self.observe: Callable[[BatchFacts], None] = lambda facts: None
         self._max_wait_seconds = max_wait_seconds
-        self._seconds_per_token = 0.0
+        self._seconds_per_token = self._batch_seconds = 0.0
         self._condition = threading.Condition()
+        # torch has one stream of random numbers.
+        self._random_lock = threading.Lock()
         self._searches: deque[_Search] = deque()
         self._calls: deque[_Call] = deque()
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._work, name="metaphrase-engine", daemon=True)
-        self._thread.start()
+        # Sentences of the batch of each thread that decodes.
+        self._batches: list[int] = []
+        self._is_calling = self._is_closed = False
+        self._threads = [
+            threading.Thread(target=self._work, name=f"metaphrase-engine-{number}", daemon=True)
+            for number in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
-        """Decode everything that waits, and end the thread."""
+        """Decode everything that waits, and end the threads."""
         with self._condition:
             self._is_closed = True
             self._condition.notify_all()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
     @property
     def num_waiting(self) -> int:
@@ -149,7 +160,7 @@ class Batcher:
         """Return the time that the waiting sentences will take, by the speed of the last batches."""
         with self._condition:
             tokens = sum(search.lengths[index] for search in self._searches for index in search.waiting)
-        return tokens * self._seconds_per_token
+        return tokens * self._seconds_per_token / len(self._threads)
 
     def search(
         self, ticket: Ticket, run: Run, sources: EncodedSources, return_scores: bool
@@ -174,7 +185,7 @@ class Batcher:
         lengths = [max(map(len, rows)) for rows in zip(*sources.ids, strict=True)]
         if not lengths:
             return [], counts
-        is_random = bool(resolve_settings(generator.model, run.options).get("do_sample"))
+        is_random = bool(run.options.get("do_sample", generator.model.generation_config.do_sample))
         key = (id(generator.model), id(generator.tokenizers), repr(sorted(run.options.items())), return_scores)
         waiting = sorted(range(len(lengths)), key=lambda index: -lengths[index])
         search = _Search(ticket, run, key, sources.ids, return_scores, is_random, lengths, waiting)
@@ -184,7 +195,7 @@ class Batcher:
         return hypotheses, counts
 
     def call(self, ticket: Ticket, function: Callable[[], Result]) -> Result:
-        """Run a function in the thread of the models, and return its result.
+        """Run a function while no thread decodes, and return its result.
 
         Raises:
             CancelledRequest: If the client has gone.
@@ -209,23 +220,50 @@ class Batcher:
     def _work(self) -> None:
         while True:
             with self._condition:
-                if not (self._searches or self._calls):
-                    self._condition.wait_for(lambda: self._searches or self._calls or self._is_closed)
-                    if self._max_wait_seconds:
-                        self._condition.wait_for(self._has_full_batch, self._max_wait_seconds)
+                self._condition.wait_for(self._has_turn)
+                if self._searches and not self._calls:
+                    self._wait_for_more()
+                    if not self._has_turn():
+                        continue
                 if not (self._searches or self._calls):
                     return
                 call = self._calls.popleft() if self._calls else None
+                self._is_calling = call is not None
                 rows = [] if call else self._take()
+                self._batches.append(len(rows))
             if call:
                 self._settle(call, call.function)
             elif rows:
                 self._decode(rows)
+            with self._condition:
+                self._batches.remove(len(rows))
+                self._is_calling = False
+                self._condition.notify_all()
             # A frame that waits for the next request must not hold the last one.
             del call, rows
 
+    def _has_turn(self) -> bool:
+        """Return True if a free thread may go on. A call waits for the other threads, and they for it."""
+        if self._calls or self._is_calling:
+            return not self._batches
+        return bool(self._searches) or self._is_closed
+
+    def _wait_for_more(self) -> None:
+        """Wait until a batch is full, or long enough."""
+        if self._batches:
+            seconds, is_enough = _WAIT_SHARE * self._batch_seconds, self._has_share
+        else:
+            seconds, is_enough = 0.0, self._has_full_batch
+        if seconds := max(seconds, self._max_wait_seconds):
+            self._condition.wait_for(is_enough, seconds)
+
+    def _has_share(self) -> bool:
+        """Return True if a free thread would get its share of all sentences."""
+        waiting = sum(len(search.waiting) for search in self._searches)
+        return self._has_full_batch() or waiting * len(self._threads) >= waiting + sum(self._batches)
+
     def _has_full_batch(self) -> bool:
-        if self._calls or self._is_closed:
+        if self._calls or self._is_calling or self._is_closed or not self._searches:
             return True
         return sum(len(search.waiting) for search in self._searches) >= self._searches[0].run.generators[0].batch_size
 
@@ -242,8 +280,7 @@ class Batcher:
             try:
                 search.ticket.check()
             except (CancelledRequest, TimeoutError) as error:
-                self._searches.remove(search)
-                search.future.set_exception(error)
+                self._fail(search, error)
         if not self._searches:
             return []
         rows = self._choose(self._searches[0])
@@ -281,7 +318,7 @@ class Batcher:
     def _decode(self, rows: list[_Row]) -> None:
         searches = list(dict.fromkeys(search for search, _ in rows))
         try:
-            self._search(rows)
+            hypotheses = self._search(rows)
         except Exception as error:
             if len(searches) > 1:
                 # Only the request that caused the error may fail.
@@ -289,28 +326,44 @@ class Batcher:
                     self._decode([row for row in rows if row[0] is search])
                 return
             with self._condition:
-                if searches[0] in self._searches:
-                    self._searches.remove(searches[0])
-            searches[0].future.set_exception(error)
+                self._fail(searches[0], error)
             return
-        for search in searches:
-            if len(search.results) == len(search.lengths):
-                search.future.set_result(None)
+        with self._condition:
+            for (search, index), row in zip(rows, hypotheses, strict=True):
+                search.results[index] = row
+            # Only one thread sees a search complete.
+            complete = [search for search in searches if len(search.results) == len(search.lengths)]
+        for search in complete:
+            search.future.set_result(None)
 
-    def _search(self, rows: list[_Row]) -> None:
-        search, started = rows[0][0], time.perf_counter()
-        if search.is_random:
+    def _fail(self, search: _Search, error: Exception) -> None:
+        """Give a search an error, unless another thread did."""
+        if search in self._searches:
+            self._searches.remove(search)
+        if not search.future.done():
+            search.future.set_exception(error)
+
+    def _search(self, rows: list[_Row]) -> list[list[Hypothesis]]:
+        search, _ = rows[0]
+        if not search.is_random:
+            return self._search_batch(rows)
+        with self._random_lock:
             torch.seed() if search.ticket.seed is None else torch.manual_seed(search.ticket.seed)
+            return self._search_batch(rows)
+
+    def _search_batch(self, rows: list[_Row]) -> list[list[Hypothesis]]:
+        search, started = rows[0][0], time.perf_counter()
         ids = [[other.ids[number][index] for other, index in rows] for number in range(len(search.ids))]
         sources = EncodedSources(ids, documents=[], counts={})
         hypotheses, _ = search.run.search(sources, range(len(rows)), search.return_scores)
-        for (other, index), row in zip(rows, hypotheses, strict=True):
-            other.results[index] = row
         seconds = time.perf_counter() - started
         num_source_tokens = sum(other.lengths[index] for other, index in rows)
         num_target_tokens = sum(len(hypothesis.ids) for row in hypotheses for hypothesis in row)
         newest = seconds / num_source_tokens
-        weight = _NEWEST if self._seconds_per_token else 1.0
-        self._seconds_per_token += weight * (newest - self._seconds_per_token)
+        with self._condition:
+            weight = _NEWEST if self._seconds_per_token else 1.0
+            self._seconds_per_token += weight * (newest - self._seconds_per_token)
+            self._batch_seconds = seconds
         largest = search.run.generators[0].batch_size
         self.observe(BatchFacts(len(rows), largest, num_source_tokens, num_target_tokens, seconds))
+        return hypotheses

@@ -51,6 +51,8 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if self.service.is_draining:
+                    message = message | {"headers": [*message.get("headers", []), (b"connection", b"close")]}
             await send(message)
 
         headers = dict(scope["headers"])

@@ -48,6 +48,7 @@ class Service:
         limits: Limits of requests.
         glossaries: Terms by their id in requests.
         metrics: Metrics of requests and batches.
+        is_draining: True while the server ends. Then each answer closes its connection.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Service:
         self.batcher = batcher
         self.limits = limits or Limits()
         self.glossaries = dict(glossaries or {})
+        self.is_draining = False
         self._keys = [key.encode() for key in api_keys]
         self._num_requests = 0
         self._threads = anyio.CapacityLimiter(self.limits.max_requests)

@@ -65,6 +65,9 @@ class _QueuedDecoder(TextDecoder):
     generator: QueuedGenerator
 
     def _align(self, sentences: Sequence[Sentence], targets: Sequence[str]) -> list[Links]:
+        if not sentences:
+            # A call would wait for the batch that the models decode.
+            return []
         align = super()._align
         return self.generator.batcher.call(self.generator.ticket, lambda: align(sentences, targets))
 

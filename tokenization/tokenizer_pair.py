@@ -308,6 +308,9 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], argument: str)
     rows: list[list[int]] = []
     for start in range(0, len(texts), TEXTS_PER_CALL):
         rows += tokenizer(**{argument: texts[start : start + TEXTS_PER_CALL]}, **options)["input_ids"]
+    end = tokenizer.eos_token
+    if all(row and row[-1] == tokenizer.eos_token_id for row in rows) and not any(end in text for text in texts):
+        return rows
     [bare] = tokenizer(**{argument: ["a"]}, **options, add_special_tokens=False)["input_ids"]
     [full] = tokenizer(**{argument: ["a"]}, **options)["input_ids"]
     # Some tokenizers put a language code behind the end of sequence.

@@ -47,6 +47,8 @@ class CTranslate2Engine(Engine):
             device=torch_device.type,
             device_index=torch_device.index or 0,
             compute_type=compute_type,
+            # Calls of several threads run at once, on all processors together. A GPU has one model.
+            inter_threads=max(1, (os.cpu_count() or 1) // torch.get_num_threads()) if torch_device.type == "cpu" else 1,
             intra_threads=torch.get_num_threads(),
         )
         config = read_json(self.folder / CONFIG_NAME)

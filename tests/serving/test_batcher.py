@@ -9,7 +9,8 @@ from identity_engine import IdentityEngine, identity_generator
 from tiny_generator import SOURCES, tiny_generator
 
 from metaphrase.serving.batcher import Batcher, CancelledRequest, Ticket
-from metaphrase.serving.models import QueuedGenerator
+from metaphrase.serving.models import QueuedGenerator, ServedModel
+from metaphrase.serving.translation import Query, answer
 
 MINUTE = 60.0
 
@@ -18,9 +19,9 @@ def ticket(seconds=MINUTE, **fields):
     return Ticket(time.monotonic() + seconds, **fields)
 
 
-@pytest.fixture
-def batcher():
-    batcher = Batcher()
+@pytest.fixture(params=[1, 3])
+def batcher(request):
+    batcher = Batcher(num_threads=request.param)
     yield batcher
     batcher.close()
 
@@ -76,6 +77,14 @@ def test_queued_generator_equals_a_generator(batcher, options):
     queued = QueuedGenerator.of(generator, batcher, ticket())
     assert queued.generate_n_best(texts, **options) == generator.generate_n_best(texts, **options)
     assert queued.num_unfinished == generator.num_unfinished
+
+
+def test_request_waits_for_its_sentences_alone(batcher, monkeypatch):
+    """A further wait, such as for alignments of a text without markup, would be as long as a batch of other requests."""
+    model = ServedModel("tiny", tiny_generator(), batcher, languages=("en", "de"), task="translation")
+    monkeypatch.setattr(batcher, "call", None)
+    query = Query(SOURCES, split_sentences=True)
+    assert answer(model, query, ticket()).targets == [[text] for text in model.generator.generate(SOURCES)]
 
 
 def test_requests_with_other_options_have_batches_of_their_own(batcher):
@@ -205,8 +214,99 @@ def test_samples_depend_on_the_seed_alone(batcher):
         assert others[1].result() == alone != others[0].result()
 
 
+def test_threads_decode_batches_at_once():
+    """Each text waits until the other is decoded too."""
+    batcher, barrier = Batcher(num_threads=2), threading.Barrier(2, timeout=20)
+
+    def change(text):
+        barrier.wait()
+        return text.upper()
+
+    generator = identity_generator(change, batch_size=1)
+    with ThreadPoolExecutor(1) as pool:
+        request = pool.submit(QueuedGenerator.of(generator, batcher, ticket()).generate, ["a", "b"])
+        assert request.result() == ["A", "B"]
+    batcher.close()
+
+
+def test_no_thread_decodes_while_a_call_runs():
+    batcher, events = Batcher(num_threads=3), []
+
+    def change(text):
+        events.append("begin")
+        time.sleep(0.01)
+        events.append("end")
+        return text
+
+    def call():
+        # All batches before it have ended, and none begins.
+        assert events.count("begin") == events.count("end")
+        count = len(events)
+        time.sleep(0.05)
+        assert len(events) == count
+        return True
+
+    generator = identity_generator(change, batch_size=1)
+    with ThreadPoolExecutor(4) as pool:
+        requests = [
+            pool.submit(QueuedGenerator.of(generator, batcher, ticket()).generate, ["a", "b", "c"]) for _ in range(3)
+        ]
+        while not events:
+            time.sleep(0.001)
+        assert all(batcher.call(ticket(), call) for _ in range(3))
+        assert [request.result() for request in requests] == [["a", "b", "c"]] * 3
+    batcher.close()
+
+
+def test_free_thread_waits_for_its_share_while_others_decode():
+    """Of 4 clients, a thread with a batch of 2 is left 2, though they come one after the other."""
+    batcher, facts, may_end = Batcher(num_threads=2), [], threading.Event()
+    batcher.observe = facts.append
+    batcher._batch_seconds = 100.0
+
+    def change(text):
+        may_end.wait(20)
+        return text
+
+    generator = identity_generator(change, batch_size=2)
+    with ThreadPoolExecutor(4) as pool:
+
+        def send(text):
+            return pool.submit(QueuedGenerator.of(generator, batcher, ticket()).generate, [text])
+
+        with Stop(batcher):
+            requests = [send("a"), send("b")]
+            wait_for(batcher, 2)
+        while batcher._batches != [2]:
+            time.sleep(0.001)
+        requests.append(send("c"))
+        wait_for(batcher, 1)
+        time.sleep(0.05)
+        assert batcher.num_waiting == 1
+        requests.append(send("d"))
+        may_end.set()
+        assert [request.result() for request in requests] == [["a"], ["b"], ["c"], ["d"]]
+    assert [fact.num_sentences for fact in facts] == [2, 2]
+    batcher.close()
+
+
+def test_request_whose_batches_all_fail_has_one_error():
+    batcher = Batcher(num_threads=2)
+
+    def change(text):
+        raise RuntimeError(f"broken at {text}")
+
+    generator = identity_generator(change, batch_size=1)
+    for _ in range(5):
+        with pytest.raises(RuntimeError, match="broken at"):
+            QueuedGenerator.of(generator, batcher, ticket()).generate(["a", "b", "c", "d"])
+    assert QueuedGenerator.of(identity_generator(), batcher, ticket()).generate(["a"] * 9) == ["a"] * 9
+    assert all(thread.is_alive() for thread in batcher._threads)
+    batcher.close()
+
+
 def test_close_decodes_what_waits():
-    batcher, generator = Batcher(), identity_generator()
+    batcher, generator = Batcher(num_threads=2), identity_generator()
     with ThreadPoolExecutor(1) as pool:
         with Stop(batcher) as stop:
             request = pool.submit(QueuedGenerator.of(generator, batcher, ticket()).generate, ["a"])
@@ -247,7 +347,7 @@ def test_expected_time_follows_the_speed(batcher):
         with Stop(batcher):
             request = pool.submit(QueuedGenerator.of(generator, batcher, ticket()).generate, ["a b"] * 50)
             wait_for(batcher, 50)
-            assert 0.3 < batcher.expected_seconds() < 3
+            assert 0.3 < batcher.expected_seconds() * len(batcher._threads) < 3
         request.result()
     assert batcher.expected_seconds() == 0
 

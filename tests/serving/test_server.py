@@ -272,3 +272,26 @@ def test_end_of_the_server_answers_accepted_requests():
             request = pool.submit(translate, address, "a")
             started.wait()
         assert request.result().json()[0]["translation_text"] == "A"
+
+
+def test_request_on_an_open_connection_is_answered_while_the_server_ends():
+    service, body = upper_service(), b'{"inputs": "a"}'
+    request = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (
+        len(body),
+        body,
+    )
+    with contextlib.ExitStack() as stack:
+        address = stack.enter_context(running(service))
+        host, port = address.removeprefix("http://").split(":")
+        connection = socket.create_connection((host, int(port)), timeout=20)
+        connection.sendall(request)
+        assert b"connection: close" not in connection.recv(2000)
+        ending = threading.Thread(target=stack.pop_all().close)
+        ending.start()
+        while not service.is_draining:
+            time.sleep(0.001)
+        connection.sendall(request)
+        answer = connection.recv(2000)
+        assert answer.startswith(b"HTTP/1.1 200") and b"connection: close" in answer.lower()
+        connection.close()
+        ending.join()

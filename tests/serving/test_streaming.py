@@ -88,4 +88,4 @@ def test_alignments_are_computed_in_the_thread_of_the_models(batcher, monkeypatc
     monkeypatch.setattr(TextDecoder, "_align", record)
     model = ServedModel("model", tiny_generator(), batcher, languages=("en", "de"), task="translation")
     answer(model, Query(["<b>the cat</b> sleeps"], text_format="html"), Ticket(time.monotonic() + 60))
-    assert threads == ["metaphrase-engine"]
+    assert threads == ["metaphrase-engine-0"]

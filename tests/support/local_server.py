@@ -12,6 +12,7 @@ from metaphrase.inference import Generator
 from metaphrase.serving.app import make_app
 from metaphrase.serving.batcher import Batcher
 from metaphrase.serving.models import ServedModel
+from metaphrase.serving.server import Server
 from metaphrase.serving.service import Service
 
 
@@ -39,7 +40,7 @@ def running(service: Service, **app_options) -> Iterator[str]:
     config = uvicorn.Config(
         make_app(service, **app_options), host="127.0.0.1", port=0, log_config=None, access_log=False
     )
-    server = uvicorn.Server(config)
+    server = Server(config, service)
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:
