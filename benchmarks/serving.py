@@ -35,11 +35,13 @@ class Load:
         seconds: Seconds of each answered request, by status.
         targets: Target of each text.
         num_errors: Broken connections.
+        megabytes: Memory of the server at the quarters of the phase.
     """
 
     seconds: dict[int, list[float]] = field(default_factory=dict)
     targets: dict[str, str] = field(default_factory=dict)
     num_errors: int = 0
+    megabytes: list[float] = field(default_factory=list)
 
 
 class Server:
@@ -108,9 +110,17 @@ def run_clients(server: Server, texts: list[str], num_clients: int, seconds: flo
     """Run clients that start at different texts."""
     load, end = Load(), time.perf_counter() + seconds
 
+    async def watch_memory() -> None:
+        for _ in range(4):
+            load.megabytes.append(server.megabytes())
+            await asyncio.sleep(seconds / 4)
+        load.megabytes.append(server.megabytes())
+
     async def run_all() -> None:
         starts = [number * len(texts) // num_clients for number in range(num_clients)]
-        await asyncio.gather(*(run_client(server.port, texts[i:] + texts[:i], end, load) for i in starts))
+        await asyncio.gather(
+            watch_memory(), *(run_client(server.port, texts[i:] + texts[:i], end, load) for i in starts)
+        )
 
     asyncio.run(run_all())
     return load
@@ -118,7 +128,11 @@ def run_clients(server: Server, texts: list[str], num_clients: int, seconds: flo
 
 def describe(load: Load, seconds: float) -> dict:
     """Return the figures of a phase. Times are in milliseconds."""
-    figures = {"errors": load.num_errors, "statuses": {str(s): len(times) for s, times in load.seconds.items()}}
+    figures = {
+        "megabytes": load.megabytes,
+        "errors": load.num_errors,
+        "statuses": {str(s): len(times) for s, times in load.seconds.items()},
+    }
     for status, times in load.seconds.items():
         ordered = sorted(1000 * value for value in times)
         quantiles = {f"p{q}": round(ordered[min(len(ordered) - 1, len(ordered) * q // 100)], 2) for q in (50, 95, 99)}
@@ -167,10 +181,8 @@ def main() -> None:
     report = {"model": Path(folder).name, "texts": len(texts), "offline_sentences_per_second": speed}
     with Server(model) as server:
         run_clients(server, texts, 8, 5)
-        before = server.megabytes()
         load = run_clients(server, texts, arguments.clients, seconds)
         report["clients"] = describe(load, seconds) | {"number": arguments.clients}
-        report["clients"]["megabytes"] = [before, server.megabytes()]
         report["clients"]["share_of_offline"] = round(report["clients"]["sentences_per_second"] / speed, 3)
         expected = dict(zip(texts, targets, strict=False))
         report["clients"]["other_targets_than_offline"] = sum(
@@ -182,10 +194,8 @@ def main() -> None:
     options = ("--max_requests", str(arguments.clients), "--timeout_seconds", str(arguments.timeout_seconds))
     with Server(model, *options) as server:
         run_clients(server, texts, 8, 5)
-        before = server.megabytes()
         overload = run_clients(server, texts, 4 * arguments.clients, seconds)
         report["overload"] = describe(overload, seconds) | {"number": 4 * arguments.clients}
-        report["overload"]["megabytes"] = [before, server.megabytes()]
     report["machine"] = describe_machine(len(os.sched_getaffinity(0)))
     text = json.dumps(report, indent=2, ensure_ascii=False)
     print(text)
