@@ -21,6 +21,7 @@ VERBS = {
     "train": "train a model by a recipe",
     "tune": "search for a better recipe",
     "evaluate": "score a model on a test set",
+    "compare": "compare outputs of systems: scores, tests of significance, largest differences",
     "generate": "translate, summarize, ...: one target line for each source line",
     "convert": "convert weights of T5, BART, Marian and others, and back",
     "export": "export a model to CTranslate2 or ONNX",

@@ -196,6 +196,36 @@ def _evaluate(parser: VerbParser) -> None:
     add_generation_options(parser)
 
 
+def _compare(parser: VerbParser) -> None:
+    """Compare outputs of systems on one test set: scores with 95 % intervals, paired tests of significance by sacreBLEU,
+    scores by length and by word frequency, and the sentences that differ the most."""
+    text = "files with one output in each line, of any system; the first one is the baseline"
+    parser.add_argument("outputs", nargs="+", type=input_file("outputs"), metavar="FILE", help=text)
+    for name, text in (
+        ("target", "file with one reference in each line"),
+        ("source", "file with one source in each line, to show beside the outputs"),
+        ("train_target_file", "training targets, one in each line, for the frequency of words [the references]"),
+    ):
+        parser.add_argument(f"--{name}", required=name == "target", type=input_file(name), metavar="FILE", help=text)
+    parser.add_argument("--names", nargs="+", metavar="NAME", help="names of the systems [those of the files]")
+    text = "report to write beside the text on standard output: .json, .html or both; existing files are replaced"
+    parser.add_argument("--output", nargs="+", type=output_path, default=[], metavar="FILE", help=text)
+    add_score_options(parser, parser)
+    for name, default, text in (
+        ("paired_bs_n", 1000, "paired bootstrap resamples, as in sacreBLEU"),
+        ("paired_ar_n", 10_000, "approximate randomization trials, as in sacreBLEU"),
+        ("num_sentences", 20, "sentences with the largest differences in --output, in each direction"),
+    ):
+        text += " [%(default)s]"
+        parser.add_argument(f"--{name}", type=count_or_zero, default=default, metavar="INT", help=text)
+    add_line_option(parser)
+    group = parser.add_argument_group("external scores")
+    text = "files with one score in each line, such as of COMET, one for each system"
+    group.add_argument("--scores", nargs="+", type=input_file("scores"), metavar="FILE", help=text)
+    group.add_argument("--scores_name", metavar="NAME", help="name of the external scores [external]")
+    group.add_argument("--scores_lower_is_better", action="store_true", default=None, help="as for MetricX")
+
+
 def _attention(parser: VerbParser) -> None:
     """Show the cross-attention of sources and targets: of one layer or head, or the mean over all. png is a picture of
     one sentence, pharaoh a word alignment with one line of links `source word-target word` for each sentence.
