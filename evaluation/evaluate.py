@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from metaphrase.data.collators import PairCollator, with_decoder_inputs
 from metaphrase.evaluation.metrics import check_references, compute_metrics
+from metaphrase.evaluation.significance import NUM_BOOTSTRAP_SAMPLES
 from metaphrase.inference import Generator
 from metaphrase.inference.run import is_single
 from metaphrase.modeling import IGNORED_LABEL
@@ -79,6 +80,7 @@ def evaluate_generator(
     metrics: Sequence[str],
     metric_options: dict[str, dict] | None = None,
     generation_options: dict | None = None,
+    num_bootstrap_samples: int = NUM_BOOTSTRAP_SAMPLES,
     show_progress: bool | None = None,
     on_decoded: Callable[[list[str]], object] | None = None,
 ) -> tuple[dict, list[str]]:
@@ -92,6 +94,7 @@ def evaluate_generator(
         metrics: Names of scores (see `metaphrase.evaluation.metrics`).
         metric_options: Options of each metric.
         generation_options: Arguments of `generate()`, over the generation config of the model.
+        num_bootstrap_samples: Resamples for the 95 % interval of each score; 0 for no interval.
         show_progress: True for a bar, or lines without a terminal; None for a bar on a terminal only.
         on_decoded: Called with the decoded texts before scoring, so that an error in scoring loses no text.
 
@@ -120,7 +123,7 @@ def evaluate_generator(
     if on_decoded is not None:
         on_decoded(predictions)
     result = {
-        "scores": compute_metrics(predictions, references, metrics, metric_options),
+        "scores": compute_metrics(predictions, references, metrics, metric_options, num_bootstrap_samples),
         "num_examples": len(sources),
         "num_unfinished": generator.num_unfinished - before,
         "generation": generation_settings(generator.model, generation_options),

@@ -9,109 +9,20 @@ import json
 import os
 import tempfile
 import unicodedata
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import evaluate
 import numpy as np
-from datasets import Features, List, Value
 from sacrebleu.metrics import BLEU, CHRF, TER
 
+from metaphrase.evaluation.corpus_metric import CorpusMetric, References, check_choice, number_of_references
+from metaphrase.evaluation.significance import Ratio, SegmentStatistics
 from metaphrase.storage.folders import file_in_one_step
-from metaphrase.tokenization.hints import did_you_mean
 
-References = Sequence[str] | Sequence[Sequence[str]]
 DEFAULT_METRICS = ("bleu", "chrf")
-_COLUMNS = ("predictions", "references")
-
-
-def check_choice(field: str, value: Any, choices: Collection[str]) -> None:
-    """Raise a `ValueError`, with the nearest choice as a hint, if a value is not one of the choices."""
-    if value not in choices:
-        hint = did_you_mean(value, choices, cutoff=0.4)
-        raise ValueError(f"{field} must be one of {', '.join(choices)}, got {value!r}.{hint}")
-
-
-def _as_reference_lists(predictions: Sequence[str], references: References) -> list[list[str]]:
-    """Check both columns and return one list of references for each prediction.
-
-    Raises:
-        ValueError: If a column is missing or empty, the lengths differ, or an entry is not text.
-    """
-    for name, column in zip(_COLUMNS, (predictions, references), strict=True):
-        if column is None or isinstance(column, str):
-            raise ValueError(f"`{name}` must be a sequence of texts, got {type(column).__name__}.")
-    if not len(predictions) == len(references) > 0:
-        raise ValueError(
-            "`predictions` and `references` must hold the same number of entries, at least one, "
-            f"got {len(predictions)} and {len(references)}."
-        )
-    is_single = isinstance(references[0], str)
-    for index, (prediction, entry) in enumerate(zip(predictions, references, strict=True)):
-        if not isinstance(prediction, str):
-            raise ValueError(f"`predictions` must hold texts, got {prediction!r} at index {index}.")
-        is_list = isinstance(entry, list | tuple) and len(entry) > 0 and all(isinstance(text, str) for text in entry)
-        if not (isinstance(entry, str) if is_single else is_list):
-            kind = "texts" if is_single else "non-empty lists of texts"
-            raise ValueError(f"`references` must hold {kind} only, like its first entry, got {entry!r} at {index}.")
-    return [[entry] if is_single else list(entry) for entry in references]
-
-
-def number_of_references(references: list[list[str]]) -> str:
-    """Return the number of references for a signature."""
-    counts = {len(texts) for texts in references}
-    return str(counts.pop()) if len(counts) == 1 else "var"
-
-
-class CorpusMetric(evaluate.Metric):
-    """A corpus score.
-
-    `references` holds one text, or a list of texts, for each prediction. An empty prediction is valid. Everything stays in
-    memory, except with `num_process` above 1.
-    """
-
-    def __init__(self, *args, **kwargs):
-        kwargs.setdefault("keep_in_memory", kwargs.get("num_process", 1) == 1)
-        super().__init__(*args, **kwargs)
-
-    @classmethod
-    def option_names(cls) -> list[str]:
-        """Return the options of `compute`."""
-        return [name for name in inspect.signature(cls._compute).parameters if name not in ("self", *_COLUMNS)]
-
-    def _info(self) -> evaluate.MetricInfo:
-        return evaluate.MetricInfo(
-            description=inspect.getdoc(type(self)),
-            citation="",
-            inputs_description=inspect.getdoc(CorpusMetric),
-            features=Features({"predictions": Value("string"), "references": List(Value("string"))}),
-        )
-
-    def _build_data_dir(self) -> str:
-        # The base class makes a folder in the home folder even if it keeps everything in memory.
-        if self.keep_in_memory:
-            return os.path.join(self._data_dir_root, self.name, self.config_name)
-        return super()._build_data_dir()
-
-    def compute(self, *, predictions=None, references=None, **kwargs) -> dict[str, Any] | None:
-        """Return the score of all added texts and of these."""
-        for name in kwargs:
-            check_choice(f"An option of `{type(self).__name__}`", name, self.option_names())
-        if predictions is None and references is None and self.writer is None:
-            raise ValueError("`predictions` and `references` must hold at least one entry each, got 0 and 0.")
-        return super().compute(predictions=predictions, references=references, **kwargs)
-
-    def add_batch(self, *, predictions=None, references=None, **kwargs) -> None:
-        """Add predictions and their references."""
-        references = _as_reference_lists(predictions, references)
-        super().add_batch(predictions=list(predictions), references=references, **kwargs)
-
-    def add(self, *, prediction=None, reference=None, **kwargs) -> None:
-        """Add one prediction and its reference or references."""
-        self.add_batch(predictions=[prediction], references=[reference], **kwargs)
 
 
 class SacreBleuMetric(CorpusMetric):
@@ -126,16 +37,21 @@ class SacreBleuMetric(CorpusMetric):
         names = [name for name in inspect.signature(cls.scorer_class).parameters if name != "references"]
         return [name for name in names if name not in cls.fixed_options]
 
-    def _compute(self, predictions, references, **options) -> dict[str, Any]:
+    def _segments(self, predictions, references, **options) -> SegmentStatistics:
         scorer = self.scorer_class(**options, **self.fixed_options)
         # One document for each number of a reference. None fills up lines with fewer references.
         documents = [
             [texts[number] if number < len(texts) else None for texts in references]
             for number in range(max(len(texts) for texts in references))
         ]
-        score = scorer.corpus_score(list(predictions), documents)
+        rows = scorer._extract_corpus_statistics(list(predictions), documents)
+        return SegmentStatistics(scorer, rows, str(scorer.get_signature()))
+
+    def _compute(self, predictions, references, **options) -> dict[str, Any]:
+        segments = self._segments(predictions, references, **options)
+        score = segments.scorer._aggregate_and_compute(segments.rows)
         result = {"score": score.score} | {name: getattr(score, name) for name in self.details}
-        return result | {"signature": str(scorer.get_signature())}
+        return result | {"signature": segments.signature}
 
 
 class Bleu(SacreBleuMetric):
@@ -148,13 +64,13 @@ class Bleu(SacreBleuMetric):
     scorer_class = BLEU
     details = ("precisions", "counts", "totals", "bp", "sys_len", "ref_len")
 
-    def _compute(self, predictions, references, **options) -> dict[str, Any]:
+    def _segments(self, predictions, references, **options) -> SegmentStatistics:
         if options.get("tokenize") is not None:
             check_choice("`tokenize`", options["tokenize"], BLEU.TOKENIZERS)
         check_choice("`smooth_method`", options.get("smooth_method", "exp"), BLEU.SMOOTH_DEFAULTS)
         # sacreBLEU warns about tokenized text, which is right with `tokenize="none"`.
         options.setdefault("force", options.get("tokenize") == "none")
-        return super()._compute(predictions, references, **options)
+        return super()._segments(predictions, references, **options)
 
 
 class ChrF(SacreBleuMetric):
@@ -187,7 +103,9 @@ class Rouge(CorpusMetric):
 
     kinds = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
-    def _compute(self, predictions, references, use_stemmer: bool = False, tokenize: str = "default") -> dict[str, Any]:
+    @staticmethod
+    def _lines(predictions, references, use_stemmer: bool, tokenize: str) -> tuple[Any, list[dict], str]:
+        """Return the tokenizer, the scores of each line, and the signature."""
         from rouge_score import rouge_scorer, tokenizers  # takes a second to import
 
         check_choice("`tokenize`", tokenize, ("default", "none"))
@@ -195,16 +113,24 @@ class Rouge(CorpusMetric):
             raise ValueError('`use_stemmer` must be False when `tokenize` is "none", got True.')
         at_spaces = SimpleNamespace(tokenize=str.split)
         tokenizer = at_spaces if tokenize == "none" else tokenizers.DefaultTokenizer(use_stemmer)
-        scorer = rouge_scorer.RougeScorer(self.kinds, tokenizer=tokenizer)
+        scorer = rouge_scorer.RougeScorer(Rouge.kinds, tokenizer=tokenizer)
         lines = [scorer.score_multi(texts, line) for line, texts in zip(predictions, references, strict=True)]
-        scores = {kind: 100 * float(np.mean([line[kind].fmeasure for line in lines])) for kind in self.kinds}
         stem = "yes" if use_stemmer else "no"
+        signature = f"nrefs:{number_of_references(references)}|stem:{stem}|tok:{tokenize}"
+        return tokenizer, lines, f"{signature}|rouge_score:{version('rouge_score')}"
+
+    def _segments(self, predictions, references, use_stemmer: bool = False, tokenize: str = "default"):
+        _, lines, signature = self._lines(predictions, references, use_stemmer, tokenize)
+        return SegmentStatistics(Ratio(), [(line["rougeL"].fmeasure, 1) for line in lines], signature)
+
+    def _compute(self, predictions, references, use_stemmer: bool = False, tokenize: str = "default") -> dict[str, Any]:
+        tokenizer, lines, signature = self._lines(predictions, references, use_stemmer, tokenize)
+        scores = {kind: 100 * float(np.mean([line[kind].fmeasure for line in lines])) for kind in self.kinds}
         return {
             "score": scores["rougeL"],
             **scores,
             "references_without_tokens": sum(not any(map(tokenizer.tokenize, texts)) for texts in references),
-            "signature": f"nrefs:{number_of_references(references)}|stem:{stem}|tok:{tokenize}"
-            f"|rouge_score:{version('rouge_score')}",
+            "signature": signature,
         }
 
 
@@ -214,7 +140,7 @@ class ExactMatch(CorpusMetric):
     `ignore_case` folds case. `ignore_punctuation` drops Unicode punctuation (categories P) and surplus spaces.
     """
 
-    def _compute(self, predictions, references, ignore_case: bool = False, ignore_punctuation: bool = False):
+    def _segments(self, predictions, references, ignore_case: bool = False, ignore_punctuation: bool = False):
         def plain(text: str) -> str:
             if ignore_case:
                 text = text.casefold()
@@ -224,13 +150,19 @@ class ExactMatch(CorpusMetric):
             return text
 
         pairs = zip(predictions, references, strict=True)
-        matches = sum(plain(prediction) in map(plain, texts) for prediction, texts in pairs)
+        rows = [(int(plain(prediction) in map(plain, texts)), 1) for prediction, texts in pairs]
         case, punctuation = ("ci" if ignore_case else "mixed"), ("no" if ignore_punctuation else "yes")
+        signature = f"nrefs:{number_of_references(references)}|case:{case}|punct:{punctuation}"
+        return SegmentStatistics(Ratio(), rows, signature)
+
+    def _compute(self, predictions, references, ignore_case: bool = False, ignore_punctuation: bool = False):
+        segments = self._segments(predictions, references, ignore_case, ignore_punctuation)
+        matches, num_examples = map(sum, zip(*segments.rows, strict=True))
         return {
-            "score": 100 * matches / len(predictions),
+            "score": 100 * matches / num_examples,
             "matches": matches,
-            "num_examples": len(predictions),
-            "signature": f"nrefs:{number_of_references(references)}|case:{case}|punct:{punctuation}",
+            "num_examples": num_examples,
+            "signature": segments.signature,
         }
 
 
@@ -274,27 +206,36 @@ class WordErrorRate(CorpusMetric):
         """Return the units of a text."""
         return text.split()
 
-    def _compute(self, predictions, references, lowercase: bool = False) -> dict[str, Any]:
-        totals, length, empty = np.zeros(3, dtype=np.int64), 0, 0
+    def _edits(self, predictions, references, lowercase: bool) -> Iterator[tuple[tuple[int, int, int], int]]:
+        """Yield the edits of each line, and the length of its reference."""
         for prediction, texts in zip(predictions, references, strict=True):
             units, *candidates = (self.units(text.lower() if lowercase else text) for text in (prediction, *texts))
             counted = [(count_edits(units, candidate), len(candidate)) for candidate in candidates]
-            edits, chosen_length = min(counted, key=lambda pair: (sum(pair[0]), -pair[1]))
-            totals, length, empty = totals + edits, length + chosen_length, empty + (chosen_length == 0)
-        if length == 0:
+            yield min(counted, key=lambda pair: (sum(pair[0]), -pair[1]))
+
+    def _signature(self, references, lowercase: bool) -> str:
+        case = "lc" if lowercase else "mixed"
+        return f"nrefs:{number_of_references(references)}|case:{case}|unit:{self.unit}"
+
+    def _segments(self, predictions, references, lowercase: bool = False) -> SegmentStatistics:
+        rows = [(sum(edits), length) for edits, length in self._edits(predictions, references, lowercase)]
+        return SegmentStatistics(Ratio(), rows, self._signature(references, lowercase))
+
+    def _compute(self, predictions, references, lowercase: bool = False) -> dict[str, Any]:
+        edits, lengths = zip(*self._edits(predictions, references, lowercase), strict=True)
+        if not any(lengths):
             raise ValueError(
                 f"`references` must hold at least one {self.unit}, got {len(references)} empty references."
             )
-        substitutions, insertions, deletions = totals.tolist()
-        case = "lc" if lowercase else "mixed"
+        substitutions, insertions, deletions = map(sum, zip(*edits, strict=True))
         return {
-            "score": 100 * int(totals.sum()) / length,
+            "score": 100 * (substitutions + insertions + deletions) / sum(lengths),
             "substitutions": substitutions,
             "insertions": insertions,
             "deletions": deletions,
-            "ref_length": length,
-            "empty_references": empty,
-            "signature": f"nrefs:{number_of_references(references)}|case:{case}|unit:{self.unit}",
+            "ref_length": sum(lengths),
+            "empty_references": lengths.count(0),
+            "signature": self._signature(references, lowercase),
         }
 
 
@@ -348,6 +289,24 @@ def _check_names(field: str, names: Sequence[str]) -> None:
         check_choice(f"A name in `{field}`", name, METRICS)
 
 
+def metric_options(
+    names: Sequence[str], bleu_tokenize: str | None = None, lowercase: bool = False
+) -> dict[str, dict[str, Any]]:
+    """Return the options of each score, for `compute_metrics`.
+
+    Raises:
+        ValueError: If `lowercase` is True and no score depends on case.
+    """
+    options: dict[str, dict] = {} if bleu_tokenize is None else {"bleu": {"tokenize": bleu_tokenize}}
+    if lowercase:
+        known = {name: {"lowercase", "ignore_case"}.intersection(METRICS[name].option_names()) for name in names}
+        if not any(known.values()):
+            raise ValueError(f"`metrics` must hold a score that depends on case with `lowercase`, got {list(names)}.")
+        for name, keys in known.items():
+            options.setdefault(name, {}).update(dict.fromkeys(keys, True))
+    return {name: values for name, values in options.items() if values}
+
+
 def check_references(references: Sequence[str], names: Sequence[str], where: str) -> None:
     """Refuse references that have no score, before any work.
 
@@ -373,6 +332,7 @@ def compute_metrics(
     references: References,
     names: Sequence[str] = DEFAULT_METRICS,
     options: Mapping[str, Mapping[str, Any]] | None = None,
+    num_bootstrap_samples: int = 0,
 ) -> dict[str, dict[str, Any]]:
     """Return `{name: result}` for JSON.
 
@@ -381,6 +341,7 @@ def compute_metrics(
         references: One text, or a list of texts, for each example.
         names: Keys of `METRICS`.
         options: Keyword arguments of a score by its name: `{"bleu": {"tokenize": "none"}}`.
+        num_bootstrap_samples: Resamples for the 95 % interval of each score; 0 for no interval.
 
     Raises:
         ValueError: If a name or option is unknown, options belong to no score of `names`, or the corpora are empty or differ
@@ -392,10 +353,14 @@ def compute_metrics(
     options = options or {}
     for name in options:
         check_choice("A key of `options`", name, names)
-    return {
-        name: METRICS[name]().compute(predictions=predictions, references=references, **options.get(name, {}))
-        for name in names
-    }
+    results = {}
+    for name in names:
+        metric, columns = METRICS[name](), {"predictions": predictions, "references": references}
+        results[name] = metric.compute(**columns, **options.get(name, {}))
+        if num_bootstrap_samples:
+            segments = metric.segments(**columns, **options.get(name, {}))
+            results[name] |= segments.interval(num_bootstrap_samples)
+    return results
 
 
 def to_json(metrics: Mapping[str, Any]) -> str:

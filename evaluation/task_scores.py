@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import datasets
 
 from metaphrase.data.pairs import TASK_COLUMN
-from metaphrase.evaluation.metrics import check_references, compute_metrics
+from metaphrase.evaluation.metrics import check_references, compute_metrics, metric_options
 from metaphrase.tokenization import TokenizerPair
 
 
@@ -18,7 +18,7 @@ class TaskScores:
         bleu_tokenize: Tokenizer of sacreBLEU; None for its default.
         """
         self.metrics = list(metrics)
-        self.options = {} if bleu_tokenize is None else {"bleu": {"tokenize": bleu_tokenize}}
+        self.options = metric_options(metrics, bleu_tokenize)
 
     def check(self, references: list[str], tasks: list[str], what: str) -> None:
         """Refuse references that have no score, before any work.

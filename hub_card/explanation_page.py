@@ -28,7 +28,6 @@ MAX_WEIGHT_BYTES = 8_000_000
 MAX_PAIRS = 50
 # Text for each detail of the attention weights that a page can hold.
 _DETAILS = {"heads": "all heads", "layers": "the mean of each layer", "mean": "the mean of all layers"}
-_TEMPLATE, _SCRIPT = (Path(__file__).with_name(f"explanation_page.{suffix}") for suffix in ("html", "js"))
 
 
 def write_explanation_page(
@@ -59,9 +58,22 @@ def write_explanation_page(
         note = f"All heads would exceed {max_weight_bytes:,} bytes: the page shows {_DETAILS[detail]}."
         logger.warning("%s", note)
     data = {"note": note, "detail": detail, "pairs": [_describe(explanation, detail) for explanation in explanations]}
-    fields = {"title": html.escape(spell_out(title, ("Cc", "Cs"))), "data": _json(data)}
-    fields["script"] = _SCRIPT.read_text(encoding="utf-8")
-    page = re.sub(r"\{\{(\w+)\}\}", lambda match: fields[match.group(1)], _TEMPLATE.read_text(encoding="utf-8"))
+    script = Path(__file__).with_name("explanation_page.js").read_text(encoding="utf-8")
+    return write_page(path, "explanation_page.html", title=title, data=_json(data), script=script)
+
+
+def write_page(path: str | os.PathLike, template: str, title: str, **fields: str) -> Path:
+    """Write an HTML page in one step.
+
+    Args:
+        path: The file to write.
+        template: File in this folder with `{{name}}` for each field. `{{style}}` is the style that all pages share.
+        title: Title of the page, as text.
+        **fields: Parts of the page, as HTML.
+    """
+    template, style = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in (template, "page.css"))
+    fields |= {"title": html.escape(spell_out(title, ("Cc", "Cs"))), "style": style}
+    page = re.sub(r"\{\{(\w+)\}\}", lambda match: fields[match.group(1)], template)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with file_in_one_step(path) as temporary:

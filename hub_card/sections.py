@@ -3,11 +3,11 @@
 import fnmatch
 import html
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from metaphrase.hub_card.facts import Facts, TrainedFolder
-from metaphrase.hub_card.figures import LOWER_IS_BETTER, SCORE_LABELS
+from metaphrase.hub_card.figures import LOWER_IS_BETTER, SCORE_LABELS, is_finite
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 
@@ -76,6 +76,13 @@ def score_values(scores: dict[str, dict[str, Any]]) -> list[tuple[str, str, floa
     ]
 
 
+def with_interval(result: Mapping[str, Any]) -> str:
+    """Return a score in percent with its 95 % interval, if the scores hold one."""
+    mean, half = (result.get(f"confidence_{name}") for name in ("mean", "var"))
+    interval = f" (95 % interval {mean - half:.2f} to {mean + half:.2f})" if is_finite(mean) and is_finite(half) else ""
+    return f"{result['score']:.2f}{interval}"
+
+
 def describe_code(folder: TrainedFolder, model_id: str) -> str:
     """Return a remark on the code beside the weights, empty if there is none. `model_id` is a Python string."""
     if not folder.has_own_code:
@@ -105,7 +112,10 @@ def describe_scores(folder: TrainedFolder) -> str:
         rows = []
         for name, label, value, signature in score_values(folder.scores):
             direction = " (lower is better)" if name in LOWER_IS_BETTER else ""
-            rows.append((plain(label) + direction, f"{value:.2f}", code(signature) if signature else UNKNOWN))
+            # ROUGE has several values. The interval is that of ROUGE-L.
+            has_interval = name != "rouge" or label == "ROUGE-L"
+            shown = with_interval(folder.scores[name]) if has_interval else f"{value:.2f}"
+            rows.append((plain(label) + direction, shown, code(signature) if signature else UNKNOWN))
         parts.append(table(("Score", "Percent", "Signature"), rows))
         parts += _score_remarks(folder.scores)
         if folder.tasks:
@@ -147,6 +157,11 @@ def _scores_of_tasks(tasks: dict[str, dict[str, Any]]) -> str:
 
 def _score_remarks(scores: dict[str, dict[str, Any]]) -> list[str]:
     remarks = []
+    samples = next((result["bs"] for result in scores.values() if result.get("bs")), None)
+    if samples:
+        remarks.append(
+            f"Intervals are those of sacreBLEU's bootstrap with {number(samples)} resamples of the test set."
+        )
     bleu = scores.get("bleu", {})
     if bleu.get("precisions") and bleu.get("bp") is not None:
         precisions = "/".join(f"{value:.1f}" for value in bleu["precisions"])

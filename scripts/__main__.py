@@ -2,6 +2,7 @@
 
 # PYTHON_ARGCOMPLETE_OK
 
+import argparse
 import importlib
 import importlib.util
 import os
@@ -10,7 +11,8 @@ from collections.abc import Sequence
 
 import metaphrase
 from metaphrase.scripts.console import hide_weight_bars, nearest, paint, run
-from metaphrase.scripts.parsers import complete, parse
+from metaphrase.scripts.options import recipe_fields
+from metaphrase.scripts.parsers import RECIPE_VERBS, make_parser, parse
 
 VERBS = {
     "demo": "train and show a small model on a generated corpus",
@@ -19,6 +21,7 @@ VERBS = {
     "train": "train a model by a recipe",
     "tune": "search for a better recipe",
     "evaluate": "score a model on a test set",
+    "compare": "compare outputs of systems: scores, tests of significance, largest differences",
     "generate": "translate, summarize, ...: one target line for each source line",
     "convert": "convert weights of T5, BART, Marian and others, and back",
     "export": "export a model to CTranslate2 or ONNX",
@@ -43,7 +46,7 @@ def usage() -> str:
 def main() -> int:
     # A shell sets this variable when the user types a tab.
     if "_ARGCOMPLETE" in os.environ and importlib.util.find_spec("argcomplete"):
-        complete(VERBS)
+        complete()
     words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage())
@@ -66,6 +69,21 @@ def main() -> int:
         module.main(words)
 
     return run(run_verb, verb, rest)
+
+
+def complete() -> None:
+    """Answer a shell that completes a command line, and exit. The package argcomplete does this by the parsers."""
+    import argcomplete
+
+    parser = argparse.ArgumentParser(prog="metaphrase", add_help=False)
+    subparsers = parser.add_subparsers()
+    for verb in VERBS:
+        options = make_parser(verb)
+        for name in recipe_fields() if verb in RECIPE_VERBS else ():
+            if f"--{name}" not in options._option_string_actions:
+                options.add_argument(f"--{name}")
+        subparsers.add_parser(verb, parents=[options], add_help=False)
+    argcomplete.autocomplete(parser)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 MAX_HELP_LINES = 40
 _COMMON_GROUP = "options of all verbs"
 # Their messages tell users of the command nothing.
-_CHATTY = ("httpx", "huggingface_hub", "datasets", "matplotlib", "fsspec", "absl")
+_CHATTY = ("httpx", "huggingface_hub", "datasets", "matplotlib", "sacrebleu", "fsspec", "absl")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

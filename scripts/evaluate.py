@@ -15,14 +15,15 @@ from transformers import set_seed
 from metaphrase.data.pairs import DataReport, column_texts, load_pairs
 from metaphrase.evaluation.evaluate import evaluate_generator, generation_settings
 from metaphrase.evaluation.metrics import (
-    METRICS,
     check_metrics,
     check_writable,
     is_folder,
+    metric_options,
     metrics_path,
     to_json,
     write_metrics,
 )
+from metaphrase.hub_card.sections import with_interval
 from metaphrase.inference import Generator
 from metaphrase.inference.line_files import NewFile, OutputStream, as_lines, check_files
 from metaphrase.inference.source_limits import check_source_length
@@ -37,27 +38,6 @@ from metaphrase.scripts.parsers import parse
 from metaphrase.tokenization import join_pieces
 
 logger = logging.getLogger(__name__)
-
-
-def metric_options(arguments: argparse.Namespace) -> dict[str, dict]:
-    """Return the options of each score.
-
-    Raises:
-        ValueError: If `lowercase` is given and no score has it.
-    """
-    options: dict[str, dict] = {}
-    if arguments.bleu_tokenize is not None:
-        options["bleu"] = {"tokenize": arguments.bleu_tokenize}
-    if arguments.lowercase:
-        folding = {"lowercase", "ignore_case"}
-        known = {name: folding.intersection(METRICS[name]().option_names()) for name in arguments.metrics}
-        if not any(known.values()):
-            raise ValueError(
-                f"`metrics` must hold a score that depends on case with `lowercase`, got {arguments.metrics}."
-            )
-        for name, keys in known.items():
-            options.setdefault(name, {}).update(dict.fromkeys(keys, True))
-    return {name: values for name, values in options.items() if values}
 
 
 def path_beside_model(arguments: argparse.Namespace) -> Path | None:
@@ -139,7 +119,8 @@ def main(words: Sequence[str]) -> None:
     arguments, _ = parse("evaluate", words)
     check_dependents(arguments, source_column="file", target_column="file", ensemble_mean="ensemble")
     check_metrics(arguments.metrics, arguments.bleu_tokenize)
-    score_options, generation_options = metric_options(arguments), chosen_generation_options(arguments)
+    score_options = metric_options(arguments.metrics, arguments.bleu_tokenize, arguments.lowercase)
+    generation_options = chosen_generation_options(arguments)
     report = DataReport()
     names = (
         "file",
@@ -188,6 +169,7 @@ def main(words: Sequence[str]) -> None:
             metrics=arguments.metrics,
             metric_options=score_options,
             generation_options=generation_options,
+            num_bootstrap_samples=arguments.confidence_n,
             show_progress=not arguments.quiet,
             # Written before scoring, because decoding takes the longest.
             on_decoded=None if file is None else lambda texts: file.write(as_lines(texts)),
@@ -195,7 +177,7 @@ def main(words: Sequence[str]) -> None:
     result |= measured
     write_metrics(output, result)
     for name, score in result["scores"].items():
-        logger.info("%s: %.2f  %s", name, score["score"], score["signature"])
+        logger.info("%s: %s  %s", name, with_interval(score), score["signature"])
     warn_of_lengths(generator, len(pairs))
     figures = [f"{name}: {result[name]:.4f}" for name in ("loss", "perplexity") if result.get(name) is not None]
     if figures:

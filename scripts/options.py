@@ -15,6 +15,7 @@ from metaphrase.scripts.console import VerbParser
 
 ENGINES = ("auto", "torch", "ctranslate2")
 ENSEMBLE_MEANS = ("linear", "log_linear")
+METRICS = ("bleu", "chrf", "chrf++", "ter", "rouge", "exact_match", "wer", "cer")
 DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, MAX_LINE_CHARACTERS = 64, 8192, 100_000
 _LOADING_OPTIONS = {
     *("source_prefix", "max_source_length", "source_lang", "target_lang", "device", "dtype", "trust_remote_code"),
@@ -75,6 +76,28 @@ def output_path(word: str) -> str:
     if word == "-":
         raise argparse.ArgumentTypeError("the value must be a path, got '-', which is standard output only in generate")
     return word
+
+
+def file_or_standard_output(word: str) -> str | None:
+    """Parse the path of a file to write; `-` and `None` are standard output."""
+    return None if word == "-" else word
+
+
+def layer_or_mean(word: str) -> int | None:
+    """Parse a value of `layer`; `None` is the mean."""
+    return None if word == "mean" else int(word)
+
+
+def column(word: str) -> str | int:
+    """Parse a column: a number or a name."""
+    return int(word) if word.isascii() and word.isdecimal() else word
+
+
+def count_or_zero(word: str) -> int:
+    """Parse a whole number of at least 0."""
+    if not (word.isascii() and word.isdecimal()):
+        raise argparse.ArgumentTypeError(f"the value must be a whole number of at least 0, got {word!r}")
+    return int(word)
 
 
 # For each option its type and its help text.
@@ -159,6 +182,14 @@ def add_engine_options(group: argparse._ArgumentGroup, engine: str) -> None:
         "ctranslate2 takes an exported folder, or converts a Metaphrase model first"
     )
     group.add_argument("--engine", default=engine, choices=ENGINES, help=text)
+
+
+def add_score_options(parser: argparse._ActionsContainer, group: argparse._ActionsContainer) -> None:
+    """Add the names of scores to a parser, and their options to a group."""
+    text = f"scores: {', '.join(METRICS)} [bleu chrf]"
+    parser.add_argument("--metrics", nargs="+", metavar="NAME", default=["bleu", "chrf"], help=text)
+    group.add_argument("--bleu_tokenize", help="sacreBLEU's tokenizer [13a]; none for tokenized text")
+    group.add_argument("--lowercase", action="store_true", help="ignore case, as sacreBLEU's -lc")
 
 
 def add_line_option(parser: argparse._ActionsContainer) -> None:

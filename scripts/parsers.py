@@ -4,7 +4,7 @@ The function `_VERB` adds the options of a verb. Its docstring is the descriptio
 """
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from metaphrase.scripts.console import VerbParser, nearest, verb_parser
@@ -16,7 +16,12 @@ from metaphrase.scripts.options import (
     add_line_option,
     add_loading_options,
     add_model_options,
+    add_score_options,
+    column,
+    count_or_zero,
+    file_or_standard_output,
     input_file,
+    layer_or_mean,
     model_name,
     output_path,
     recipe_fields,
@@ -25,7 +30,6 @@ from metaphrase.scripts.options import (
 
 # Verbs that take fields of a recipe as options.
 RECIPE_VERBS = ("train", "tune", "demo")
-METRICS = ("bleu", "chrf", "chrf++", "ter", "rouge", "exact_match", "wer", "cer")
 UTILITIES = ("chrf", "bleu")
 TOKENIZER_KINDS = ("byte_bpe", "bpe", "unigram", "wordpiece", "byte", "char", "word", "pretokenized")
 TEXT_FORMATS = ("text", "html", "xml")
@@ -113,21 +117,6 @@ def _refuse_missing_pairs(words: Sequence[str]) -> None:
             )
 
 
-def complete(verbs: Iterable[str]) -> None:
-    """Answer a shell that completes a command line, and exit. The package argcomplete does this by the parsers."""
-    import argcomplete
-
-    parser = argparse.ArgumentParser(prog="metaphrase", add_help=False)
-    subparsers = parser.add_subparsers()
-    for verb in verbs:
-        options = make_parser(verb)
-        for name in recipe_fields() if verb in RECIPE_VERBS else ():
-            if f"--{name}" not in options._option_string_actions:
-                options.add_argument(f"--{name}")
-        subparsers.add_parser(verb, parents=[options], add_help=False)
-    argcomplete.autocomplete(parser)
-
-
 def _generate(parser: VerbParser) -> None:
     """Write one target line for each source line, in the same order."""
     text = "file with one source in each line, UTF-8 [standard input]"
@@ -178,21 +167,13 @@ def _generate(parser: VerbParser) -> None:
     group.add_argument("--never_contain", action="extend", nargs="+", metavar="PHRASE", help=text)
 
 
-def file_or_standard_output(word: str) -> str | None:
-    """Parse the path of a file to write; `-` and `None` are standard output."""
-    return None if word == "-" else word
-
-
 def _evaluate(parser: VerbParser) -> None:
     """Decode a test set, score it, and write metrics.json with the signature of every score."""
-    text = "file with one source in each line"
-    parser.add_argument("--source", type=input_file("source"), metavar="FILE", help=text)
-    text = "file with one reference in each line"
-    parser.add_argument("--target", type=input_file("target"), metavar="FILE", help=text)
+    for name, text in (("source", "source"), ("target", "reference")):
+        text = f"file with one {text} in each line"
+        parser.add_argument(f"--{name}", type=input_file(name), metavar="FILE", help=text)
     text = "sources and references in one .tsv, .csv, .jsonl or .parquet file"
     parser.add_argument("--file", type=input_file("file"), metavar="FILE", help=text)
-    text = f"scores: {', '.join(METRICS)} [bleu chrf]"
-    parser.add_argument("--metrics", nargs="+", metavar="NAME", default=["bleu", "chrf"], help=text)
     text = "file to write, or folder for metrics.json; an existing file is replaced [metrics.json beside the model, or in this "
     text += "folder if that file has scores of training, other pairs or other settings]"
     parser.add_argument("--output", type=output_path, metavar="FILE", help=text)
@@ -206,18 +187,43 @@ def _evaluate(parser: VerbParser) -> None:
         text = f"how to treat {rows} [%(default)s]"
         group.add_argument(f"--{name}", choices=("error", "skip"), default="error", help=text)
     add_line_option(group)
-    group.add_argument("--bleu_tokenize", help="sacreBLEU's tokenizer [13a]; none for tokenized text")
-    group.add_argument("--lowercase", action="store_true", help="ignore case, as sacreBLEU's -lc")
-    text = "mark that joins subwords of the references, such as @@ [that of the tokenizer]"
-    group.add_argument("--joiner", help=text)
+    add_score_options(parser, group)
+    text = "bootstrap resamples for the 95 %% interval of each score, as in sacreBLEU [%(default)s]; 0 for no interval"
+    group.add_argument("--confidence_n", type=count_or_zero, default=1000, metavar="INT", help=text)
+    group.add_argument("--joiner", help="mark that joins subwords of references, such as @@ [that of the tokenizer]")
     # Scores of a model should not depend on the packages that are installed.
     add_batch_options(parser, engine="torch")
     add_generation_options(parser)
 
 
-def column(word: str) -> str | int:
-    """Parse a column: a number or a name."""
-    return int(word) if word.isascii() and word.isdecimal() else word
+def _compare(parser: VerbParser) -> None:
+    """Compare outputs of systems on one test set: scores with 95 % intervals, paired tests of significance by sacreBLEU,
+    scores by length and by word frequency, and the sentences that differ the most."""
+    text = "files with one output in each line, of any system; the first one is the baseline"
+    parser.add_argument("outputs", nargs="+", type=input_file("outputs"), metavar="FILE", help=text)
+    for name, text in (
+        ("target", "file with one reference in each line"),
+        ("source", "file with one source in each line, to show beside the outputs"),
+        ("train_target_file", "training targets, one in each line, for the frequency of words [the references]"),
+    ):
+        parser.add_argument(f"--{name}", required=name == "target", type=input_file(name), metavar="FILE", help=text)
+    parser.add_argument("--names", nargs="+", metavar="NAME", help="names of the systems [those of the files]")
+    text = "report to write beside the text on standard output: .json, .html or both; existing files are replaced"
+    parser.add_argument("--output", nargs="+", type=output_path, default=[], metavar="FILE", help=text)
+    add_score_options(parser, parser)
+    for name, default, text in (
+        ("paired_bs_n", 1000, "paired bootstrap resamples, as in sacreBLEU"),
+        ("paired_ar_n", 10_000, "approximate randomization trials, as in sacreBLEU"),
+        ("num_sentences", 20, "sentences with the largest differences in --output, in each direction"),
+    ):
+        text += " [%(default)s]"
+        parser.add_argument(f"--{name}", type=count_or_zero, default=default, metavar="INT", help=text)
+    add_line_option(parser)
+    group = parser.add_argument_group("external scores")
+    text = "files with one score in each line, such as of COMET, one for each system"
+    group.add_argument("--scores", nargs="+", type=input_file("scores"), metavar="FILE", help=text)
+    group.add_argument("--scores_name", metavar="NAME", help="name of the external scores [external]")
+    group.add_argument("--scores_lower_is_better", action="store_true", default=None, help="as for MetricX")
 
 
 def _attention(parser: VerbParser) -> None:
@@ -241,11 +247,6 @@ def _attention(parser: VerbParser) -> None:
     add_model_options(parser)
     add_line_option(parser.add_argument_group("texts"))
     add_generation_options(parser)
-
-
-def layer_or_mean(word: str) -> int | None:
-    """Parse a value of `layer`; `None` is the mean."""
-    return None if word == "mean" else int(word)
 
 
 def _average(parser: VerbParser) -> None:

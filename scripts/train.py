@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from metaphrase.data.pairs import READERS
 from metaphrase.hub_card import renew_model_card
+from metaphrase.hub_card.sections import with_interval
 from metaphrase.inference.progress import has_bar
 from metaphrase.scripts.console import run
 from metaphrase.scripts.parsers import parse
@@ -165,7 +166,8 @@ def main(words: Sequence[str]) -> None:
         result = experiment.train()
     if is_main_process:
         for name, score in result.get("scores", {}).items():
-            logger.info("%s on %s: %.2f  %s", name, result["data"]["split"], score["score"], score["signature"])
+            values = name, result["data"]["split"], with_interval(score), score["signature"]
+            logger.info("%s on %s: %s  %s", *values)
         renew_model_card(experiment.folder)
         logger.info("The model lies in %s\n%s", experiment.folder, next_steps(experiment.folder, recipe.objective))
     leave_processes()

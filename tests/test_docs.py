@@ -70,6 +70,15 @@ def template(tmp_path_factory):
         save_generator(tiny_generator(), folder / "runs" / "multi30k" / f"checkpoint-{step + 1}")
     for side in ("en", "de"):
         (folder / f"train.{side}").write_text("the cat sleeps\neine Katze schläft\n", encoding="utf-8")
+    for name, text in {
+        "greedy.txt": "ein Hund",
+        "beam.txt": "die Katze",
+        "test.en": "a cat",
+        "test.de": "eine Katze",
+    }.items():
+        (folder / name).write_text(f"{text}\n{text} schläft\n", encoding="utf-8")
+    for name in ("greedy", "beam"):
+        (folder / f"comet_{name}.txt").write_text("0.5\n0.7\n", encoding="utf-8")
     (folder / "input.txt").write_text("the cat sleeps\na dog\n", encoding="utf-8")
     (folder / "page.html").write_text("<p>the <b>cat</b></p>\n<p>a dog</p>\n", encoding="utf-8")
     (folder / "pairs.tsv").write_text("the cat\teine Katze\n", encoding="utf-8")

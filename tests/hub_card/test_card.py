@@ -412,3 +412,17 @@ def test_training_curve_has_a_panel_for_the_score(full_folder, tmp_path):
     losses = [{key: value for key, value in entry.items() if key != "eval_bleu"} for entry in LOG]
     width, lower = png_size(draw_training_curve(losses, tmp_path / "loss.png", title=r"100 % $\frac$ _y_ 日本"))
     assert lower < height
+
+
+def test_scores_have_their_intervals(full_folder):
+    interval = {"confidence_mean": 41.5, "confidence_var": 1.25, "bs": 1000, "seed": "12345"}
+    kinds = dict.fromkeys(("score", "rouge1", "rougeL"), 50.0)
+    scores = {"bleu": METRICS["scores"]["bleu"] | interval, "rouge": kinds | interval, "wer": {"score": 33.3}}
+    for bad in (None, "1.2"):
+        scores["ter"] = {"score": 5.0, "confidence_mean": 5.0, "confidence_var": bad}
+        (full_folder / "metrics.json").write_text(json.dumps(METRICS | {"scores": scores}))
+        text = write_model_card(full_folder).read_text(encoding="utf-8")
+        assert "| BLEU | 41.02 (95 % interval 40.25 to 42.75) |" in text
+        assert "| ROUGE-1 | 50.00 |" in text and "| ROUGE-L | 50.00 (95 % interval 40.25 to 42.75) |" in text
+        assert "| WER (lower is better) | 33.30 |" in text and "| TER (lower is better) | 5.00 |" in text
+        assert "Intervals are those of sacreBLEU's bootstrap with 1,000 resamples of the test set." in text

@@ -26,7 +26,8 @@ def test_a_prefix_that_fills_the_sources_is_refused(cli_model, files, tmp_path, 
     assert not (tmp_path / "m.json").exists()
 
 
-def test_evaluate_writes_scores_and_predictions(cli_model, files, tmp_path):
+def test_evaluate_writes_scores_and_predictions(cli_model, files, tmp_path, caplog):
+    caplog.set_level("INFO")
     words = [cli_model, "--device", "cpu", "--source", files[0], "--target", files[1], "--num_beams", "2"]
     evaluate.main([*words, "--output", str(tmp_path / "m.json"), "--predictions", str(tmp_path / "p.txt")])
     predictions = (tmp_path / "p.txt").read_text(encoding="utf-8").split("\n")[:-1]
@@ -36,6 +37,13 @@ def test_evaluate_writes_scores_and_predictions(cli_model, files, tmp_path):
     assert result["scores"]["bleu"]["score"] == pytest.approx(expected)
     assert result["scores"].keys() == {"bleu", "chrf"} and "tok:13a" in result["scores"]["bleu"]["signature"]
     assert result["generation"]["num_beams"] == 2 and result["num_examples"] == 5
+    shown = result["scores"]["bleu"]
+    expected = BLEU().corpus_score(targets_of(SOURCES, num_beams=2), [TARGETS], n_bootstrap=1000)
+    assert (shown["confidence_var"], shown["bs"], shown["seed"]) == (expected._ci, 1000, "12345")
+    limits = [shown["confidence_mean"] + sign * shown["confidence_var"] for sign in (-1, 1)]
+    assert f"bleu: {shown['score']:.2f} (95 % interval {limits[0]:.2f} to {limits[1]:.2f})  nrefs:1" in caplog.text
+    evaluate.main([*words, "--output", str(tmp_path / "m.json"), "--confidence_n", "0"])
+    assert "confidence_var" not in json.loads((tmp_path / "m.json").read_text(encoding="utf-8"))["scores"]["bleu"]
     assert result["data"]["name"] == "test.en"
 
 

@@ -45,7 +45,7 @@ def test_names_and_defaults_are_those_of_the_rooms():
     assert (options.ENGINES, options.ENSEMBLE_MEANS) == (ENGINES, ENSEMBLE_MEANS)
     sizes = (options.DEFAULT_BATCH_SIZE, options.DEFAULT_MAX_TOKENS_PER_BATCH, options.MAX_LINE_CHARACTERS)
     assert sizes == (DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, MAX_LINE_CHARACTERS)
-    assert (tuple(METRICS), tuple(UTILITIES)) == (parsers.METRICS, parsers.UTILITIES)
+    assert (tuple(METRICS), tuple(UTILITIES)) == (options.METRICS, parsers.UTILITIES)
     assert (TEXT_FORMATS, tuple(PATTERNS)) == (parsers.TEXT_FORMATS, parsers.KEPT_PATTERNS)
     assert (tuple(FAMILIES), TOKENIZER_KINDS) == (parsers.FAMILIES, parsers.TOKENIZER_KINDS)
     assert tuple(READERS) == parsers.PAIR_SUFFIXES

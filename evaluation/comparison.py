@@ -1,0 +1,231 @@
+"""Comparison of the outputs of several systems on one test set, as a report for JSON, text and HTML.
+
+Source: Neubig et al. 2019 (compare-mt, arXiv 1903.07926) for scores by length and by word frequency.
+"""
+
+import copy
+import itertools
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from sacrebleu.metrics import BLEU
+
+from metaphrase.evaluation.metrics import METRICS
+from metaphrase.evaluation.significance import (
+    NUM_BOOTSTRAP_SAMPLES,
+    NUM_RANDOMIZATION_TRIALS,
+    Ratio,
+    SegmentStatistics,
+    paired_test,
+)
+
+NUM_LENGTH_BUCKETS = 5
+# Lowest frequency of the words of each bucket.
+FREQUENCIES = (0, 1, 2, 10, 100, 1000, 10_000)
+
+# Statistics of a score by the name of the system.
+Systems = dict[str, SegmentStatistics]
+
+
+@dataclass(frozen=True)
+class TestSet:
+    """Outputs of the systems for the same sources, and the references.
+
+    Attributes:
+        outputs: Texts by the name of the system. The first system is the baseline.
+        references: A text for each source.
+        sources: The sources, or None.
+    """
+
+    outputs: Mapping[str, Sequence[str]]
+    references: Sequence[str]
+    sources: Sequence[str] | None = None
+
+
+def compute_segments(
+    test_set: TestSet, metrics: Sequence[str], options: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Systems]:
+    """Return the statistics of each score and system. `metrics` and `options` are those of `compute_metrics`."""
+    return {
+        metric: {
+            system: METRICS[metric]().segments(texts, test_set.references, **options.get(metric, {}))
+            for system, texts in test_set.outputs.items()
+        }
+        for metric in metrics
+    }
+
+
+def external_segments(scores: Mapping[str, Sequence[float]]) -> Systems:
+    """Return the statistics of scores of single sentences, by the name of the system. The corpus score is their mean."""
+    return {
+        system: SegmentStatistics(Ratio(1.0), [(value, 1) for value in values], "mean of external scores")
+        for system, values in scores.items()
+    }
+
+
+def compare(
+    test_set: TestSet,
+    segments: Mapping[str, Systems],
+    *,
+    lower_is_better: Collection[str] = (),
+    word_tokenizer: str = "13a",
+    lowercase: bool = False,
+    training_targets: Iterable[str] | None = None,
+    num_bootstrap_samples: int = NUM_BOOTSTRAP_SAMPLES,
+    num_randomization_trials: int = NUM_RANDOMIZATION_TRIALS,
+    num_sentences: int = 20,
+) -> dict[str, Any]:
+    """Compare each system with the first one.
+
+    Args:
+        test_set: The texts.
+        segments: Statistics of each score and system. A name that is no key of `METRICS` is an external score.
+        lower_is_better: Names of scores of which a lower value is better.
+        word_tokenizer: Tokenizer of sacreBLEU, for the words of the buckets.
+        lowercase: True to count words without case.
+        training_targets: Texts to count the frequency of words in; None for the references.
+        num_bootstrap_samples: Resamples of the paired bootstrap.
+        num_randomization_trials: Trials of approximate randomization.
+        num_sentences: Sentences with the largest differences, in each direction.
+
+    Returns:
+        The report, for JSON. All scores but external ones are in percent.
+    """
+    scorer = BLEU(tokenize=word_tokenizer, lowercase=lowercase)
+
+    def split(text: str) -> list[str]:
+        return scorer._preprocess_segment(text).split()
+
+    words = {name: list(map(split, texts)) for name, texts in test_set.outputs.items()}
+    reference_words = list(map(split, test_set.references))
+    # The memory for counts does not grow with the training targets.
+    known = set(itertools.chain(*itertools.chain(reference_words, *words.values())))
+    counted = reference_words if training_targets is None else map(split, training_targets)
+    frequencies = Counter(word for tokens in counted for word in tokens if word in known)
+    sentence_scores = {name: _sentence_scores(systems) for name, systems in segments.items()}
+    # An external score is the user's choice. Of the others, chrF says the most about a single sentence.
+    external = (name for name in segments if name not in METRICS)
+    sort_name = next(external, "chrf" if "chrf" in segments else next(iter(segments)))
+    return {
+        "systems": list(test_set.outputs),
+        "num_sentences": len(test_set.references),
+        "num_bootstrap_samples": num_bootstrap_samples,
+        "num_randomization_trials": num_randomization_trials,
+        "lower_is_better": [name for name in segments if name in lower_is_better],
+        **_test(segments, num_bootstrap_samples, num_randomization_trials),
+        "lengths": _scores_by_length(segments, [len(tokens) for tokens in reference_words]),
+        "words": _words_by_frequency(words, reference_words, frequencies),
+        "words_counted_in": "references" if training_targets is None else "training targets",
+        "sorted_by": sort_name,
+        "differences": [
+            _largest_differences(
+                test_set, sentence_scores, sort_name, system, sort_name in lower_is_better, num_sentences
+            )
+            for system in list(test_set.outputs)[1:]
+        ],
+        "sentence_scores": sentence_scores,
+    }
+
+
+def _test(segments: Mapping[str, Systems], num_resamples: int, num_trials: int) -> dict[str, Any]:
+    """Return the scores with their intervals and probabilities, under sacreBLEU's names, and the seed."""
+    scores, seed = {}, None
+    for name, systems in segments.items():
+        bootstrap, seed = paired_test(systems, "bs", num_resamples)
+        randomization, _ = paired_test(systems, "ar", num_trials)
+        rows = [
+            {"system": system, "score": float(first.score), "mean": float(first.mean), "ci": float(first.ci)}
+            for system, first in zip(systems, bootstrap, strict=True)
+        ]
+        for row, *results in list(zip(rows, bootstrap, randomization, strict=True))[1:]:
+            row["difference"] = row["score"] - rows[0]["score"]
+            row["p_bootstrap"], row["p_randomization"] = (float(result.p_value) for result in results)
+        scores[name] = {"signature": next(iter(systems.values())).signature, "systems": rows}
+    return {"seed": seed, "scores": scores}
+
+
+def _sentence_scores(systems: Systems) -> dict[str, list[float]]:
+    """Return the score of each sentence, as sacreBLEU's `sentence_score`."""
+    scores = {}
+    for system, segments in systems.items():
+        scorer = copy.copy(segments.scorer)
+        # BLEU of a sentence leaves out n-grams that are longer than the sentence. Other scores do not read this.
+        scorer.effective_order = True
+        single = replace(segments, scorer=scorer)
+        scores[system] = [single.score([row]) for row in range(len(segments.rows))]
+    return scores
+
+
+def _scores_by_length(segments: Mapping[str, Systems], lengths: list[int]) -> list[dict[str, Any]]:
+    """Return the scores of about equally many sentences of like length, in words of the reference."""
+    shares = np.arange(1, NUM_LENGTH_BUCKETS) / NUM_LENGTH_BUCKETS
+    edges = np.unique(np.quantile(lengths, shares, method="lower"))
+    numbers = np.searchsorted(edges, lengths)
+    buckets = []
+    for number in np.unique(numbers):
+        rows = np.flatnonzero(numbers == number)
+        scores = {
+            name: {system: statistics.score(rows) for system, statistics in systems.items()}
+            for name, systems in segments.items()
+        }
+        members = [lengths[row] for row in rows]
+        buckets.append({"from": min(members), "to": max(members), "num_sentences": len(rows), "scores": scores})
+    return buckets
+
+
+def _words_by_frequency(
+    words: Mapping[str, list[list[str]]], reference_words: list[list[str]], frequencies: Counter[str]
+) -> list[dict[str, Any]]:
+    """Return the F1 of the words of each frequency: words of an output that stand in its reference, too."""
+    bounds = [*FREQUENCIES, None]
+
+    def count(bags: Iterable[Counter[str]]) -> np.ndarray:
+        totals = np.zeros(len(FREQUENCIES), dtype=np.int64)
+        for word, number in itertools.chain.from_iterable(bag.items() for bag in bags):
+            totals[np.searchsorted(FREQUENCIES, frequencies[word], side="right") - 1] += number
+        return totals
+
+    references = list(map(Counter, reference_words))
+    expected, scores = count(references), {}
+    for system, lines in words.items():
+        outputs = list(map(Counter, lines))
+        matches = count(output & reference for output, reference in zip(outputs, references, strict=True))
+        scores[system] = 200 * matches / np.maximum(count(outputs) + expected, 1)
+    return [
+        {
+            "from": low,
+            "to": None if high is None else high - 1,
+            "num_words": int(expected[index]),
+            "f1": {system: float(values[index]) for system, values in scores.items()},
+        }
+        for index, (low, high) in enumerate(itertools.pairwise(bounds))
+        if expected[index]
+    ]
+
+
+def _largest_differences(
+    test_set: TestSet,
+    sentence_scores: Mapping[str, Mapping[str, list[float]]],
+    sort_name: str,
+    system: str,
+    is_lower_better: bool,
+    num_sentences: int,
+) -> dict[str, Any]:
+    """Return the sentences of which a system is the furthest above the baseline, and the furthest below."""
+    pair = [next(iter(test_set.outputs)), system]
+    first, second = (np.array(sentence_scores[sort_name][name]) for name in pair)
+    gains = first - second if is_lower_better else second - first
+    order = np.argsort(-gains, kind="stable")
+    best = [int(row) for row in order[:num_sentences] if gains[row] > 0]
+    worst = [int(row) for row in order[::-1][:num_sentences] if gains[row] < 0]
+
+    def describe(row: int) -> dict[str, Any]:
+        source = {} if test_set.sources is None else {"source": test_set.sources[row]}
+        outputs = {name: test_set.outputs[name][row] for name in pair}
+        scores = {key: {name: values[name][row] for name in pair} for key, values in sentence_scores.items()}
+        return {"line": row + 1, **source, "reference": test_set.references[row], "outputs": outputs, "scores": scores}
+
+    return {"system": system, "better": list(map(describe, best)), "worse": list(map(describe, worst))}

@@ -1,0 +1,155 @@
+"""The command line: `metaphrase compare`, and the page that it writes."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from chromium import chromium, one, texts
+from tiny_generator import SOURCES, TARGETS
+
+from metaphrase.scripts import compare
+from metaphrase.scripts.console import run
+
+EVIL = """</td><script>window.hacked=1</script><b id="x">& 'q' שלום \u202e \x1b[31m"""
+FEW = ["--paired_bs_n", "20", "--paired_ar_n", "30"]
+
+
+@pytest.fixture
+def systems(files, tmp_path, monkeypatch):
+    """The words of a command line that compares two systems."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("\n".join([*TARGETS[:3], "", "Katze"]) + "\n", encoding="utf-8")
+    (tmp_path / "b.txt").write_text("\n".join([*reversed(TARGETS[:3]), *TARGETS[3:]]) + "\n", encoding="utf-8")
+    return ["a.txt", "b.txt", "--source", "test.en", "--target", "test.de", *FEW]
+
+
+def test_figures_are_those_of_the_command_sacrebleu(systems, tmp_path, capsys):
+    compare.main([*systems, "--metrics", "bleu", "chrf", "ter", "--output", "new/r.json"])
+    scores = json.loads((tmp_path / "new" / "r.json").read_text(encoding="utf-8"))["scores"]
+    words = [sys.executable, "-m", "sacrebleu", "test.de", "-i", "a.txt", "b.txt", "-m", "bleu", "chrf", "ter"]
+    words += ["--paired-ar", "--paired-ar-n", "30", "-f", "json"]
+    environment = os.environ | {"SACREBLEU_SEED": "12345"}
+    printed = subprocess.run(words, capture_output=True, check=True, text=True, env=environment).stdout
+    for number, row in enumerate(json.loads(printed)):
+        for name, label in (("bleu", "BLEU"), ("chrf", "chrF2"), ("ter", "TER")):
+            mine = scores[name]["systems"][number]
+            assert (mine["score"], mine.get("p_randomization")) == (row[label]["score"], row[label]["p_value"])
+    text = capsys.readouterr().out
+    row, other = scores["chrf"]["systems"]
+    interval = f"{row['mean'] - row['ci']:.2f} to {row['mean'] + row['ci']:.2f}"
+    assert re.search(rf"^chrF +a.txt +{row['score']:.2f} +{interval} +baseline$", text, re.MULTILINE)
+    assert re.search(rf"^ +b.txt +{other['score']:.2f} .* \+{other['difference']:.2f}  ", text, re.MULTILINE)
+    assert "TER (lower is better)  a.txt" in text and f"chrF: {scores['chrf']['signature']}" in text
+    assert "20 paired bootstrap resamples and 30 trials of approximate randomization, seed 12345" in text
+    assert f"line 4\n  source          {SOURCES[3]}\n" in text.partition("b.txt IS BETTER THAN a.txt")[2]
+
+
+def test_external_scores_names_and_training_targets(systems, tmp_path, capsys):
+    for name, values in {"a": "1 2 3 4 5", "b": "1 2 3 4 6"}.items():
+        (tmp_path / f"{name}.metricx").write_text(values.replace(" ", "\n") + "\n", encoding="utf-8")
+    words = [*systems, "--names", "old", "new", "--scores", "a.metricx", "b.metricx", "--scores_name", "MetricX"]
+    compare.main([*words, "--scores_lower_is_better", "--train_target_file", "a.txt", "--output", "r.json"])
+    report = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
+    assert report["systems"] == ["old", "new"] and report["words_counted_in"] == "training targets"
+    assert [row["score"] for row in report["scores"]["MetricX"]["systems"]] == [3.0, 3.2]
+    assert report["lower_is_better"] == ["MetricX"] and report["words"][0]["from"] == 0
+    text = capsys.readouterr().out
+    assert "MetricX (lower is better)  old     3.0000" in text and "new IS WORSE THAN old" in text
+    assert "IS BETTER" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["a.txt", "--target", "test.de"], "`outputs` must be at least two files, got 'a.txt' alone."),
+        (["a.txt", "a.txt", "--target", "test.de"], "`names` must be different, got 'a.txt a.txt'."),
+        (["--names", "x"], "`names` must be one for each system, got 1 for 2 files."),
+        (["--names", "x", "x"], "`names` must be different, got 'x x'."),
+        (
+            ["--target", "short.de"],
+            "`outputs` must have as many lines as `target`, got 5 in 'a.txt' and 2 in 'short.de'.",
+        ),
+        (["--source", "short.de"], "`source` must have as many lines as `target`, got 2 in 'short.de' and 5"),
+        (["--target", "empty.de"], "`target` must have at least one line, got the empty file 'empty.de'."),
+        (["--output", "r.txt"], "`output` must end in .json or .html, got 'r.txt'."),
+        (["--output", "link.json"], "`output` must be another file than `outputs[1]`, got 'link.json' for both."),
+        (["--metrics", "comet"], "A name in `metrics` must be one of"),
+        (["--scores_name", "x"], "`scores` must be given with `scores_name`, got None and 'x'."),
+        (["--scores", "short.de"], "`scores` must be one file for each system, got 1 files for 2 systems."),
+        (
+            ["--scores", "one", "one"],
+            "`scores` must have as many lines as `target`, got 1 in 'one' and 5 in 'test.de'.",
+        ),
+        (
+            ["--scores", "nan", "nan"],
+            "`scores` must hold one finite number in each line, got 'nan' in line 1 of 'nan'.",
+        ),
+        (
+            ["--scores", "a.txt", "a.txt"],
+            "`scores` must hold one finite number in each line, got 'ein kleiner Hund läuft'",
+        ),
+        (
+            ["--scores", "nan", "nan", "--scores_name", "chrf"],
+            "`scores_name` must not be one of `metrics`, got 'chrf'.",
+        ),
+        (["--paired_bs_n", "1"], "`paired_bs_n` must be at least 2, got 1."),
+    ],
+    ids=str,
+)
+def test_mistakes_are_found_before_any_work(words, message, systems, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(compare, "compute_segments", lambda *_: pytest.fail("Work has begun."))
+    for name, text in {"short.de": "eine\nKatze\n", "empty.de": "", "one": "1\n", "nan": "nan\n" * 5}.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "link.json").symlink_to("b.txt")
+    words = words if words[0] == "a.txt" else [*systems, *words]
+    assert run(compare.main, "compare", words) == 2
+    assert f"metaphrase compare: error: {message}" in capsys.readouterr().err
+    assert (tmp_path / "b.txt").stat().st_size
+
+
+def test_files_of_one_name_are_named_by_their_paths(systems, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "a.txt").write_bytes((tmp_path / "b.txt").read_bytes())
+    compare.main(["a.txt", "run/a.txt", "b.txt", "run/../a.txt", *systems[2:]])
+    text = capsys.readouterr().out
+    assert "run/a.txt IS BETTER THAN a.txt" in text and "b.txt IS BETTER THAN a.txt" in text
+    # sacreBLEU calls no difference significant.
+    rows = re.findall(r"^ +run/\.\./a\.txt .*\+0\.00 +- +-$", text, re.MULTILINE)
+    assert len(rows) == 2 and "run/../a.txt IS" not in text
+
+
+@pytest.fixture
+def page(systems, tmp_path, capsys):
+    (tmp_path / "b.txt").write_text("\n".join([EVIL, *TARGETS[1:4], "Katze " * 60]) + "\n", encoding="utf-8")
+    (tmp_path / "test.en").write_text("\n".join([EVIL, *SOURCES[1:]]) + "\n", encoding="utf-8")
+    compare.main([*systems, "--names", "a<b", "system_" * 9, "--output", "r.html"])
+    assert "\x1b" not in capsys.readouterr().out
+    return tmp_path / "r.html"
+
+
+def test_page_stands_alone_and_texts_are_inert(page):
+    text = page.read_text(encoding="utf-8")
+    assert not re.search(r"https?:|@import|url\(|<script|<link|<img|<iframe|\{\{", text)
+    assert "&lt;/td&gt;" in text and "\u202e" not in text and "\\x1b[31m" in text
+    assert "<title>" + "system_" * 9 + " against a&lt;b</title>" in text
+    assert '<dd dir="auto">Katze<mark> Katze Katze' in text
+
+
+def test_page_fits_a_telephone(page):
+    with chromium() as browser:
+        for width in (390, 1200):
+            size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+            browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+            browser.get(page.as_uri())
+            assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+            assert texts(browser, "h1") == ["system_" * 9 + " against a<b"]
+            assert "</td><script>window.hacked=1</script>" in "".join(texts(browser, "article dd"))
+            assert len(texts(browser, "#scores + .scroll tbody tr")) == 4
+            assert one(browser, "#sentences").is_displayed() and browser.get_log("browser") == []
+            assert browser.execute_script("return [window.hacked ?? null, document.querySelectorAll('#x').length]") == [
+                None,
+                0,
+            ]
