@@ -13,8 +13,8 @@ from metaphrase.filtering.rules import RULES, Thresholds
 from metaphrase.filtering.run import FilterSettings, filter_pairs
 from metaphrase.filtering.work_folder import partial_path
 from metaphrase.inference.progress import ProgressBar, progress_bar
-from metaphrase.scripts.options import given_options
 from metaphrase.scripts.parsers import parse
+from metaphrase.scripts.parsers.options import given_options
 
 logger = logging.getLogger(__name__)
 

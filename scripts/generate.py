@@ -24,13 +24,13 @@ from metaphrase.inference.line_files import (
 from metaphrase.inference.texts.terms import Terms, read_glossary
 from metaphrase.inference.whole_texts import TextDecoder
 from metaphrase.scripts.console import check_dependents, warn_of_lengths
-from metaphrase.scripts.options import (
+from metaphrase.scripts.parsers import parse
+from metaphrase.scripts.parsers.options import (
     chosen_generation_options,
     chosen_loading_options,
     chosen_models,
     given_options,
 )
-from metaphrase.scripts.parsers import parse
 
 logger = logging.getLogger(__name__)
 

@@ -77,6 +77,11 @@ def output_path(word: str) -> str:
     return word
 
 
+def column(word: str) -> str | int:
+    """Parse a column: a number or a name."""
+    return int(word) if word.isascii() and word.isdecimal() else word
+
+
 # For each option its type and its help text.
 GENERATION_OPTIONS: dict[str, tuple[Callable, str]] = {
     "max_length": (int, "maximum tokens of a target"),
@@ -184,7 +189,7 @@ def recipe_fields() -> tuple[str, ...]:
 
     The names are read from the sources of the classes: importing the classes takes seconds.
     """
-    library, rooms = Path(importlib.util.find_spec("transformers").origin).parent, Path(__file__).parents[1]
+    library, rooms = Path(importlib.util.find_spec("transformers").origin).parent, Path(__file__).parents[2]
     files = {
         rooms / "training" / "recipe" / "fields.py": "OwnFields",
         library / "training_args.py": "TrainingArguments",
