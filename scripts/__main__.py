@@ -16,6 +16,8 @@ VERBS = {
     "demo": "train and show a small model on a generated corpus",
     "tokenize": "train a tokenizer",
     "filter": "drop pairs that are noise",
+    "backtranslate": "make pairs from text in the target language",
+    "distill": "make pairs from the targets of teachers",
     "train": "train a model by a recipe",
     "tune": "search for a better recipe",
     "evaluate": "score a model on a test set",

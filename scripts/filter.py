@@ -46,6 +46,7 @@ def main(words: Sequence[str]) -> None:
                 settings,
                 rejected=arguments.rejected,
                 report=arguments.report,
+                shard=arguments.shard,
                 resume=arguments.resume,
                 on_start=start,
                 on_chunk=lambda count: bars[0].update(count),

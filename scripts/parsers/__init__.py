@@ -16,6 +16,9 @@ from metaphrase.scripts.parsers.options import (
     add_line_option,
     add_loading_options,
     add_model_options,
+    add_output_options,
+    add_split_option,
+    add_stream_options,
     column,
     input_file,
     model_name,
@@ -26,6 +29,8 @@ from metaphrase.scripts.parsers.options import (
 
 # Verbs that take fields of a recipe as options.
 RECIPE_VERBS = ("train", "tune", "demo")
+# Verbs that write a line or more for each line that they read.
+STREAM_VERBS = ("generate", "backtranslate", "distill")
 METRICS = ("bleu", "chrf", "chrf++", "ter", "rouge", "exact_match", "wer", "cer")
 UTILITIES = ("chrf", "bleu")
 TEXT_FORMATS = ("text", "html", "xml")
@@ -81,7 +86,7 @@ def parse(verb: str, words: Sequence[str]) -> tuple[argparse.Namespace, list[str
         if word.startswith("--") and not {name, name.removeprefix("no_")} & set(recipe_fields()):
             hint = nearest(name, recipe_fields()) or " Fields of the network go below `model`."
             raise ValueError(f"Every field must be one that a recipe has, got `{name}` in the command line.{hint}")
-    if verb == "generate" and not arguments.overwrite and not arguments.resume:
+    if verb in STREAM_VERBS and not arguments.overwrite and not arguments.resume:
         _refuse_existing(arguments)
     if verb in ("train", "tune") and not any(word.startswith(("--data_dir", "--data-dir")) for word in overrides):
         _refuse_missing_pairs(arguments.recipe)
@@ -128,27 +133,14 @@ def _generate(parser: VerbParser) -> None:
     """Write one target line for each source line, in the same order."""
     text = "file with one source in each line, UTF-8 [standard input]"
     parser.add_argument("--input", type=input_file("input"), metavar="FILE", help=text)
-    parser.add_argument(
-        "--output", type=file_or_standard_output, metavar="FILE", help="file to write, or - [standard output]"
-    )
-    existing = parser.add_mutually_exclusive_group()
-    existing.add_argument("--overwrite", action="store_true", help="replace an existing output")
-    text = "resume a stopped run of the same command; start from scratch if there is no output yet"
-    existing.add_argument("--resume", action="store_true", default=None, help=text)
+    add_output_options(parser, "file to write, or - [standard output]")
     text = "write `index ||| target ||| score` for every target; implied by num_return_sequences above 1"
     parser.add_argument("--n_best", action="store_true", help=text)
     add_model_options(parser)
     group = add_batch_options(parser, engine="auto")
-    add_line_option(group)
-    text = "sources that are sorted and decoded together [%(default)s]"
-    group.add_argument("--chunk_size", "--window", type=int, default=4096, help=text)
-    text = "processes that decode chunks in parallel [%(default)s]; they share the cores of a CPU, or take the "
-    text += "accelerators in turn"
-    group.add_argument("--num_processes", type=int, default=1, help=text)
+    add_stream_options(group)
     group = parser.add_argument_group("whole texts")
-    text = "decode each sentence of a line alone, and keep the layout between them; LANG is the language of the lines, such "
-    text += "as de [that of a multilingual tokenizer, or English]"
-    group.add_argument("--split_sentences", nargs="?", const=True, default=False, metavar="LANG", help=text)
+    add_split_option(group)
     text = "format of the input [%(default)s]; html and xml are read as a whole, and tags return to their words"
     group.add_argument("--format", choices=TEXT_FORMATS, default="text", help=text)
     text = f"parts that every target keeps: {', '.join(KEPT_PATTERNS)}, or a regular expression"
@@ -172,11 +164,6 @@ def _generate(parser: VerbParser) -> None:
     group.add_argument("--must_contain", action="append", nargs="+", metavar="PHRASE", help=text)
     text = "phrases that no target contains"
     group.add_argument("--never_contain", action="extend", nargs="+", metavar="PHRASE", help=text)
-
-
-def file_or_standard_output(word: str) -> str | None:
-    """Parse the path of a file to write; `-` and `None` are standard output."""
-    return None if word == "-" else word
 
 
 def _evaluate(parser: VerbParser) -> None:

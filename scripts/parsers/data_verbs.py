@@ -1,13 +1,29 @@
 """Options of the verbs about data. This file imports no heavy library, so that help and errors come at once."""
 
+import argparse
+
 from metaphrase.scripts.console import VerbParser
-from metaphrase.scripts.parsers.options import MAX_LINE_CHARACTERS, add_line_option, column, input_file, output_path
+from metaphrase.scripts.parsers.options import (
+    MAX_LINE_CHARACTERS,
+    add_batch_options,
+    add_generation_options,
+    add_line_option,
+    add_model_options,
+    add_output_options,
+    add_shard_option,
+    add_split_option,
+    add_stream_options,
+    column,
+    input_file,
+    output_path,
+)
 
 TOKENIZER_KINDS = ("byte_bpe", "bpe", "unigram", "wordpiece", "byte", "char", "word", "pretokenized")
 FILTER_RULES = (
     *("empty", "characters", "encoding", "letters", "script", "length_ratio", "copy", "end_punctuation", "numbers"),
     *("links", "brackets", "repetition", "duplicate", "language", "alignment", "targets_per_source"),
 )
+PAIR_OUTPUT = "a .tsv or .jsonl file to write, or - [standard output, with tabs]"
 
 
 def _tokenize(parser: VerbParser) -> None:
@@ -72,12 +88,56 @@ def _filter(parser: VerbParser) -> None:
         group.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=f"{text} [%(default)s]")
     text = "pairs that are duplicates [%(default)s]; near: equal but for case, punctuation, spaces and digits"
     group.add_argument("--duplicates", choices=("near", "exact"), default="near", help=text)
-    group = parser.add_argument_group("columns and lines")
+    group = parser.add_argument_group("columns, lines and parts")
     for side in ("source", "target"):
         text = f"column of {side}s in FILE: a name, or a number from 0 in a .tsv file"
         group.add_argument(f"--{side}_column", type=column, metavar="COLUMN", help=text)
     text = "maximum characters of a line to read; longer lines are dropped [%(default)s]"
     group.add_argument("--max_line_characters", type=int, default=MAX_LINE_CHARACTERS, metavar="INT", help=text)
+    add_shard_option(group)
 
 
-DATA_VERBS = {"tokenize": _tokenize, "filter": _filter}
+def _backtranslate(parser: VerbParser) -> None:
+    """Write pairs of a synthetic source and a real target: text in the target language goes through a model that writes
+    the source language. A tag marks the synthetic sources, so that a model that is trained on both kinds can tell them
+    apart."""
+    text = "file with one target in each line, UTF-8 [standard input]"
+    parser.add_argument("--input", type=input_file("input"), metavar="FILE", help=text)
+    add_output_options(parser, PAIR_OUTPUT)
+    text = "text before each synthetic source, such as '<BT>'; one token if the recipe of the new model lists it in "
+    text += "additional_special_tokens"
+    parser.add_argument("--tag", metavar="TEXT", help=text)
+    add_model_options(parser, help="folder or Hub id of a model from the target to the source language")
+    _add_synthesis_options(parser)
+
+
+def _distill(parser: VerbParser) -> None:
+    """Write pairs of a source and the target that teachers write for it, to train a small model on. Several teachers
+    form an ensemble."""
+    text = "pairs in one .tsv, .csv, .jsonl, .json or .parquet file, or one source in each line [standard input]"
+    parser.add_argument("--input", type=input_file("input"), metavar="FILE", help=text)
+    text = "file with one reference in each line, for an input of sources"
+    parser.add_argument("--target", type=input_file("target"), metavar="FILE", help=text)
+    add_output_options(parser, PAIR_OUTPUT)
+    text = "of num_return_sequences targets, write the nearest to the reference by this score [write all]"
+    parser.add_argument("--select", choices=("bleu", "chrf"), help=text)
+    text = "folder or Hub id of any encoder-decoder model"
+    add_model_options(parser, "teachers", nargs="+", metavar="TEACHER", help=text)
+    group = _add_synthesis_options(parser, takes_models=False)
+    for side in ("source", "target"):
+        text = f"column of {side}s in a file of pairs: a name, or a number from 0 in a .tsv file"
+        group.add_argument(f"--{side}_column", type=column, metavar="COLUMN", help=text)
+
+
+def _add_synthesis_options(parser: VerbParser, takes_models: bool = True) -> argparse._ArgumentGroup:
+    """Add the options of decoding a file into pairs. Return the group of chunks."""
+    group = add_batch_options(parser, engine="auto", takes_models=takes_models)
+    add_stream_options(group)
+    add_split_option(group)
+    add_generation_options(parser)
+    # Drafts take no part in an ensemble, and sampling of many sources at a time is fast without them.
+    parser.set_defaults(assistant_model=None)
+    return group
+
+
+DATA_VERBS = {"tokenize": _tokenize, "filter": _filter, "backtranslate": _backtranslate, "distill": _distill}
