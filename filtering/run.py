@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 PAIRS_PER_CHUNK = 10_000
 NUM_EXAMPLES = 5
 _SEED = 0
+# Returns the dual cross-entropy score of each pair, from 0 to 1.
+PairScorer = Callable[[Sequence[Pair]], Sequence[float]]
 _LINE_BREAKS = str.maketrans("\r\n", "  ")
 
 
@@ -37,6 +39,7 @@ class FilterSettings:
         target_lang: The same for the targets.
         near_duplicates: True to compare normal forms in the rule `duplicate`, False to compare the texts themselves.
         normalize: True to normalize texts before the rules see them.
+        models: Names of the models of the rule `dual_cross_entropy`, in both directions.
     """
 
     rules: Collection[str] = RULES
@@ -45,6 +48,7 @@ class FilterSettings:
     target_lang: str | None = None
     near_duplicates: bool = True
     normalize: bool = False
+    models: tuple[str, str] | None = None
 
 
 class _Candidate(NamedTuple):
@@ -61,12 +65,13 @@ class PairFilter:
         alignment: The model of the rule `alignment`; `None` if the rule is off.
     """
 
-    def __init__(self, source: PairSource, settings: FilterSettings):
+    def __init__(self, source: PairSource, settings: FilterSettings, score_pairs: PairScorer | None = None):
         """Read the corpus once and learn from a sample of it.
 
         Args:
             source: Files with the pairs.
             settings: The settings.
+            score_pairs: Scores of two models for the rule `dual_cross_entropy`; without them the rule is off.
 
         Raises:
             ImportError: If a package of the extra `filter` is missing.
@@ -74,6 +79,7 @@ class PairFilter:
         """
         self._source, self._settings = source, settings
         active = set(settings.rules)
+        self._score_pairs = score_pairs if "dual_cross_entropy" in active else None
         self._language_rule = None
         if "language" in active and (settings.source_lang, settings.target_lang) != (None, None):
             least = settings.thresholds.min_language_probability
@@ -136,6 +142,10 @@ class PairFilter:
             scores = self.alignment.scores([pair[:2] for pair in candidates.values()])
             low = scores < self.alignment.threshold
             drop("alignment", (i for i, is_low in zip(candidates, low, strict=True) if is_low))
+        if self._score_pairs is not None:
+            dual = self._score_pairs([pair[:2] for pair in candidates.values()])
+            least = self._settings.thresholds.min_dual_score
+            drop("dual_cross_entropy", (i for i, score in zip(candidates, dual, strict=True) if score < least))
         return verdicts, pair_hashes, self._drop_targets(candidates, seen_sources, drop)
 
     def _drop_duplicates(self, candidates: dict[int, _Candidate], earlier: SeenHashes, drop: Callable) -> bytes:
@@ -230,6 +240,7 @@ def filter_pairs(
     *,
     rejected: str | Path | None = None,
     report: str | Path | None = None,
+    score_pairs: PairScorer | None = None,
     shard: tuple[int, int] | None = None,
     resume: bool = False,
     on_start: Callable[[int, int], None] = lambda total, done: None,
@@ -243,6 +254,7 @@ def filter_pairs(
         settings: The settings.
         rejected: TSV file for the dropped pairs: rule, source, target.
         report: JSON file for the counts and examples.
+        score_pairs: As for `PairFilter`.
         shard: Number of the part of the pairs to filter, from 1, and number of parts. Each run learns from all pairs, but knows
             only the duplicates in its part.
         resume: True to continue a stopped run.
@@ -265,7 +277,7 @@ def filter_pairs(
     with WorkFolder(files, key, resume=resume) as folder:
         result = FilterReport(folder.state.get("report"))
         if not folder.state.get("is_finished"):
-            pair_filter = PairFilter(source, settings)
+            pair_filter = PairFilter(source, settings, score_pairs)
             part = shard_range(pair_filter.num_records, shard)
             on_start(len(part), result.num_read)
             records = islice(source.read_files(), part.start + result.num_read, part.stop)

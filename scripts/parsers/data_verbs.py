@@ -15,13 +15,15 @@ from metaphrase.scripts.parsers.options import (
     add_stream_options,
     column,
     input_file,
+    model_name,
     output_path,
 )
 
 TOKENIZER_KINDS = ("byte_bpe", "bpe", "unigram", "wordpiece", "byte", "char", "word", "pretokenized")
 FILTER_RULES = (
     *("empty", "characters", "encoding", "letters", "script", "length_ratio", "copy", "end_punctuation", "numbers"),
-    *("links", "brackets", "repetition", "duplicate", "language", "alignment", "targets_per_source"),
+    *("links", "brackets", "repetition", "duplicate", "language", "alignment"),
+    *("dual_cross_entropy", "targets_per_source"),
 )
 PAIR_OUTPUT = "a .tsv or .jsonl file to write, or - [standard output, with tabs]"
 
@@ -82,12 +84,18 @@ def _filter(parser: VerbParser) -> None:
         ("max_length_ratio", float, 3.0, "maximum ratio of lengths, in relation to the median of all pairs"),
         ("min_letter_share", float, 0.4, "minimum share of letters in a text, without its spaces"),
         ("min_language_probability", float, 0.05, "minimum probability of the language"),
+        ("min_dual_score", float, 0.01, "minimum score of the two models, from 0 to 1"),
         ("max_targets_per_source", int, 50, "maximum pairs with the same source"),
     ):
         metavar = kind.__name__.upper()
         group.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=f"{text} [%(default)s]")
     text = "pairs that are duplicates [%(default)s]; near: equal but for case, punctuation, spaces and digits"
     group.add_argument("--duplicates", choices=("near", "exact"), default="near", help=text)
+    group = parser.add_argument_group("models of the rule dual_cross_entropy")
+    for name, text in (("forward_model", "from source to target"), ("backward_model", "from target to source")):
+        text = f"folder or Hub id of a model {text}"
+        group.add_argument(f"--{name}", type=model_name(name), metavar="MODEL", help=text)
+    group.add_argument("--device", help="device to run on [the accelerator if there is one]")
     group = parser.add_argument_group("columns, lines and parts")
     for side in ("source", "target"):
         text = f"column of {side}s in FILE: a name, or a number from 0 in a .tsv file"
