@@ -8,7 +8,7 @@ and .jsonl files; in other files a blank line counts as a pair.
 import csv
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS, count_lines, read
 Column = str | int | None
 Columns = tuple[Column, Column]
 SIDES = ("source", "target")
+_TSV_BREAKS = str.maketrans("\t\r\n", "   ")
 
 
 @dataclass(frozen=True)
@@ -300,3 +301,24 @@ def _as_bytes(column: pa.Array | pa.ChunkedArray, name: str, where: str) -> list
 
 
 READERS = {".tsv": read_tsv, ".csv": read_csv, ".jsonl": read_json, ".json": read_json, ".parquet": read_parquet}
+
+
+def tsv_line(*texts: str) -> str:
+    """Return a line of a .tsv file. Tabs and line breaks inside a text become spaces."""
+    return "\t".join(text.translate(_TSV_BREAKS) for text in texts) + "\n"
+
+
+def json_line(source: str, target: str) -> str:
+    """Return a line of a .jsonl file."""
+    return json.dumps(dict(zip(SIDES, (source, target), strict=True)), ensure_ascii=False) + "\n"
+
+
+def pair_formatter(output: str | None) -> Callable[[str, str], str]:
+    """Return the function that formats a pair for a file; `None` is standard output, which takes tabs.
+
+    Raises:
+        ValueError: If the name of the file does not end in .tsv or .jsonl.
+    """
+    if output is not None and not output.endswith((".tsv", ".jsonl")):
+        raise ValueError(f"`output` must end in .tsv or .jsonl, got {output!r}.")
+    return tsv_line if output is None or output.endswith(".tsv") else json_line

@@ -12,7 +12,8 @@ from metaphrase.filtering.texts import ForeignLetters, import_extra, normal_form
 # In the order in which they are applied. A pair falls by the first one that it breaks.
 RULES = (
     *("empty", "characters", "encoding", "letters", "script", "length_ratio", "copy", "end_punctuation", "numbers"),
-    *("links", "brackets", "repetition", "duplicate", "language", "alignment", "targets_per_source"),
+    *("links", "brackets", "repetition", "duplicate", "language", "alignment"),
+    *("dual_cross_entropy", "targets_per_source"),
 )
 # A script with less than this share of the letters of a side is foreign to the side.
 _USUAL_SHARE, _MAX_FOREIGN_SHARE = 0.1, 0.5
@@ -54,12 +55,13 @@ class Thresholds:
     max_length_ratio: float = 3.0
     min_letter_share: float = 0.4
     min_language_probability: float = 0.05
+    min_dual_score: float = 0.01
     max_targets_per_source: int = 50
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            is_share = field.name in ("min_letter_share", "min_language_probability")
+            is_share = field.name.startswith("min_")
             if is_share and not 0 <= value <= 1:
                 raise ValueError(f"`{field.name}` must be between 0 and 1, got {value}.")
             if not is_share and not value >= 1:

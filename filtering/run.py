@@ -1,6 +1,5 @@
 """A run of all rules over the pairs of a corpus, chunk by chunk, which can be killed and resumed."""
 
-import json
 import logging
 import random
 from collections import Counter
@@ -10,21 +9,23 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from metaphrase.data.pair_files import PairProblem, Record
+from metaphrase.data.pair_files import PairProblem, Record, json_line, tsv_line
 from metaphrase.data.pairs import PROBLEMS, PairSource
 from metaphrase.filtering.alignment import MAX_PAIRS, MIN_PAIRS, AlignmentModel
 from metaphrase.filtering.rules import RULES, CorpusFacts, LanguageRule, Pair, PairRules, Thresholds, normal_forms
 from metaphrase.filtering.texts import SeenHashes, hash_text, normalize
 from metaphrase.filtering.work_folder import WorkFolder
 from metaphrase.storage.folders import write_json
+from metaphrase.tokenization.texts import shard_range
 
 logger = logging.getLogger(__name__)
 
 PAIRS_PER_CHUNK = 10_000
 NUM_EXAMPLES = 5
 _SEED = 0
+# Returns the dual cross-entropy score of each pair, from 0 to 1.
+PairScorer = Callable[[Sequence[Pair]], Sequence[float]]
 _LINE_BREAKS = str.maketrans("\r\n", "  ")
-_TSV_BREAKS = str.maketrans("\t\r\n", "   ")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,7 @@ class FilterSettings:
         target_lang: The same for the targets.
         near_duplicates: True to compare normal forms in the rule `duplicate`, False to compare the texts themselves.
         normalize: True to normalize texts before the rules see them.
+        models: Names of the models of the rule `dual_cross_entropy`, in both directions.
     """
 
     rules: Collection[str] = RULES
@@ -46,6 +48,7 @@ class FilterSettings:
     target_lang: str | None = None
     near_duplicates: bool = True
     normalize: bool = False
+    models: tuple[str, str] | None = None
 
 
 class _Candidate(NamedTuple):
@@ -62,12 +65,13 @@ class PairFilter:
         alignment: The model of the rule `alignment`; `None` if the rule is off.
     """
 
-    def __init__(self, source: PairSource, settings: FilterSettings):
+    def __init__(self, source: PairSource, settings: FilterSettings, score_pairs: PairScorer | None = None):
         """Read the corpus once and learn from a sample of it.
 
         Args:
             source: Files with the pairs.
             settings: The settings.
+            score_pairs: Scores of two models for the rule `dual_cross_entropy`; without them the rule is off.
 
         Raises:
             ImportError: If a package of the extra `filter` is missing.
@@ -75,6 +79,7 @@ class PairFilter:
         """
         self._source, self._settings = source, settings
         active = set(settings.rules)
+        self._score_pairs = score_pairs if "dual_cross_entropy" in active else None
         self._language_rule = None
         if "language" in active and (settings.source_lang, settings.target_lang) != (None, None):
             least = settings.thresholds.min_language_probability
@@ -137,6 +142,10 @@ class PairFilter:
             scores = self.alignment.scores([pair[:2] for pair in candidates.values()])
             low = scores < self.alignment.threshold
             drop("alignment", (i for i, is_low in zip(candidates, low, strict=True) if is_low))
+        if self._score_pairs is not None:
+            dual = self._score_pairs([pair[:2] for pair in candidates.values()])
+            least = self._settings.thresholds.min_dual_score
+            drop("dual_cross_entropy", (i for i, score in zip(candidates, dual, strict=True) if score < least))
         return verdicts, pair_hashes, self._drop_targets(candidates, seen_sources, drop)
 
     def _drop_duplicates(self, candidates: dict[int, _Candidate], earlier: SeenHashes, drop: Callable) -> bytes:
@@ -231,6 +240,8 @@ def filter_pairs(
     *,
     rejected: str | Path | None = None,
     report: str | Path | None = None,
+    score_pairs: PairScorer | None = None,
+    shard: tuple[int, int] | None = None,
     resume: bool = False,
     on_start: Callable[[int, int], None] = lambda total, done: None,
     on_chunk: Callable[[int], None] = lambda count: None,
@@ -243,6 +254,9 @@ def filter_pairs(
         settings: The settings.
         rejected: TSV file for the dropped pairs: rule, source, target.
         report: JSON file for the counts and examples.
+        score_pairs: As for `PairFilter`.
+        shard: Number of the part of the pairs to filter, from 1, and number of parts. Each run learns from all pairs, but knows
+            only the duplicates in its part.
         resume: True to continue a stopped run.
         on_start: Is called with the number of pairs, and with that of the pairs that a stopped run has done.
         on_chunk: Is called with a number of pairs that are done.
@@ -258,14 +272,16 @@ def filter_pairs(
     files |= {name: Path(path) for name, path in (("rejected", rejected), ("report", report)) if path is not None}
     stats = [(Path(path).name, Path(path).stat().st_size, Path(path).stat().st_mtime_ns) for path in source.paths]
     key = {"pairs": stats, "columns": source.columns, "max_line_characters": source.max_line_characters}
-    key |= asdict(settings) | {"output": [str(path) for path in files.values()]}
+    key |= asdict(settings) | {"shard": shard, "output": [str(path) for path in files.values()]}
     key["rules"] = [rule for rule in RULES if rule in settings.rules]
     with WorkFolder(files, key, resume=resume) as folder:
         result = FilterReport(folder.state.get("report"))
         if not folder.state.get("is_finished"):
-            pair_filter = PairFilter(source, settings)
-            on_start(pair_filter.num_records, result.num_read)
-            _filter_chunks(source, pair_filter, folder, result, on_chunk)
+            pair_filter = PairFilter(source, settings, score_pairs)
+            part = shard_range(pair_filter.num_records, shard)
+            on_start(len(part), result.num_read)
+            records = islice(source.read_files(), part.start + result.num_read, part.stop)
+            _filter_chunks(records, pair_filter, folder, result, on_chunk)
             if report is not None:
                 _write_report(folder.path / "report", result, pair_filter, key)
             folder.save({"report": result.to_dict(), "is_finished": True})
@@ -274,7 +290,7 @@ def filter_pairs(
 
 
 def _filter_chunks(
-    source: PairSource,
+    records: Iterator[Record],
     pair_filter: PairFilter,
     folder: WorkFolder,
     report: FilterReport,
@@ -284,15 +300,12 @@ def _filter_chunks(
     for name in folder.outputs:
         # An output without pairs is a file, too.
         folder.append(name, b"")
-    records = islice(source.read_files(), report.num_read, None)
     while chunk := list(islice(records, PAIRS_PER_CHUNK)):
         verdicts, pair_hashes, source_hashes = pair_filter.decide(chunk, seen_pairs, seen_sources)
         report.add(verdicts)
         _append_pairs(folder, [pair for rule, pair in verdicts if not rule])
         if "rejected" in folder.outputs:
-            lines = [
-                "\t".join(text.translate(_TSV_BREAKS) for text in (rule, *pair)) for rule, pair in verdicts if rule
-            ]
+            lines = [tsv_line(rule, *pair) for rule, pair in verdicts if rule]
             folder.append("rejected", _as_bytes(lines))
         folder.append("pairs", pair_hashes)
         folder.append("sources", source_hashes)
@@ -303,17 +316,14 @@ def _filter_chunks(
 def _append_pairs(folder: WorkFolder, pairs: Sequence[Pair]) -> None:
     if "output_1" in folder.outputs:
         for side in (0, 1):
-            folder.append(f"output_{side}", _as_bytes([pair[side].translate(_LINE_BREAKS) for pair in pairs]))
+            folder.append(f"output_{side}", _as_bytes([f"{pair[side].translate(_LINE_BREAKS)}\n" for pair in pairs]))
         return
-    if folder.outputs["output_0"].name.removesuffix(".gz").endswith(".jsonl"):
-        lines = [json.dumps({"source": source, "target": target}, ensure_ascii=False) for source, target in pairs]
-    else:
-        lines = ["\t".join(text.translate(_TSV_BREAKS) for text in pair) for pair in pairs]
-    folder.append("output_0", _as_bytes(lines))
+    is_json = folder.outputs["output_0"].name.removesuffix(".gz").endswith(".jsonl")
+    folder.append("output_0", _as_bytes([(json_line if is_json else tsv_line)(*pair) for pair in pairs]))
 
 
 def _as_bytes(lines: Sequence[str]) -> bytes:
-    return "".join(f"{line}\n" for line in lines).encode("utf-8")
+    return "".join(lines).encode("utf-8")
 
 
 def _write_report(path: Path, report: FilterReport, pair_filter: PairFilter, key: dict[str, Any]) -> None:

@@ -222,7 +222,9 @@ class ResumedFile(OutputStream):
         num_done: Number of complete sources in the file.
     """
 
-    def __init__(self, path: str | os.PathLike, *, num_targets: int, with_scores: bool, chunk_size: int):
+    def __init__(
+        self, path: str | os.PathLike, *, num_targets: int, with_scores: bool, chunk_size: int, first_index: int = 0
+    ):
         """Open the file and find out how far it goes.
 
         Args:
@@ -230,6 +232,7 @@ class ResumedFile(OutputStream):
             num_targets: Targets of each source.
             with_scores: As for `format_targets`.
             chunk_size: Sources that are decoded together.
+            first_index: Index of the first source of the file, in an input of which the file has a part.
 
         Raises:
             ValueError: If the file is not regular, holds other lines than such targets, or another run is writing it.
@@ -237,6 +240,7 @@ class ResumedFile(OutputStream):
         check_regular(path)
         remove_leftovers(Path(path).parent)
         self.path, self._num_targets, self._with_scores = Path(path), num_targets, with_scores
+        self._first_index = first_index
         self.num_done = 0
         with contextlib.ExitStack() as resources:
             # Never truncated here: another run may have just begun the file.
@@ -292,10 +296,10 @@ class ResumedFile(OutputStream):
             if not line.endswith(b"\n"):
                 break
             source, target = divmod(number, self._num_targets)
-            if self._with_scores and not line.startswith(f"{source}{_SEPARATOR}".encode()):
+            if self._with_scores and not line.startswith(f"{self._first_index + source}{_SEPARATOR}".encode()):
                 raise ValueError(
                     f"`output` must hold {self._num_targets} lines `index{_SEPARATOR}target{_SEPARATOR}score` for each source "
-                    f"to be resumed, but line {number + 1} of {self.path} is not of source {source}. "
+                    f"to be resumed, but line {number + 1} of {self.path} is not of source {self._first_index + source}. "
                     "Leave out --resume to start again."
                 )
             if target == 0:

@@ -1,5 +1,6 @@
 """Score given targets: log-probabilities of their tokens, by one forward pass for each batch."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from transformers import PreTrainedModel
 
 from metaphrase.inference.batches import pad_sources
 from metaphrase.inference.progress import progress_bar
+from metaphrase.inference.run import check_single
 from metaphrase.inference.source_limits import TooLongError
 from metaphrase.modeling.pipeline_support import batches_by_length, evaluating, longest_source, longest_target
 from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts
@@ -65,6 +67,44 @@ def score_targets(
                 columns = torch.tensor(targets[index], device=row.device)[:, None]
                 results[index] = log_probabilities.gather(1, columns)[:, 0].tolist()
     return results
+
+
+def dual_scores(forward: "Generator", backward: "Generator", pairs: Sequence[tuple[str, str]]) -> list[float]:
+    """Return for each pair a score from 0 to 1, which is high if both models expect the pair, and equally so.
+
+    With the mean negative log-probability of a token in both directions, F and B, it is exp(-|F - B| - (F + B) / 2). A pair that
+    is too long for a model has the score 0.
+
+    Source: Junczys-Dowmunt 2018, Dual Conditional Cross-Entropy Filtering of Noisy Parallel Corpora.
+
+    Args:
+        forward: A model from source to target.
+        backward: A model from target to source.
+        pairs: Pairs without blank sides.
+
+    Raises:
+        ValueError: If a model is an ensemble or has another engine than torch.
+    """
+    entropies = _cross_entropies(forward, pairs), _cross_entropies(backward, [pair[::-1] for pair in pairs])
+    # Infinite minus infinite would be no number.
+    return [
+        math.exp(-abs(first - second) - (first + second) / 2) if math.isfinite(first + second) else 0.0
+        for first, second in zip(*entropies, strict=True)
+    ]
+
+
+def _cross_entropies(generator: "Generator", pairs: Sequence[tuple[str, str]]) -> list[float]:
+    """Return the mean negative log-probability of each target in nats per token; infinite for a pair that is too long."""
+    check_single(generator, "generator")
+    sources, targets = generator.encode([pair[0] for pair in pairs]), [pair[1] for pair in pairs]
+    rows = list(zip(sources, encode_forced(generator.tokenizers, targets), strict=True))
+    limits = [limit or math.inf for limit in (longest_source(generator.model), longest_target(generator.model))]
+    fitting = [index for index, row in enumerate(rows) if all(len(s) <= m for s, m in zip(row, limits, strict=True))]
+    entropies = [math.inf] * len(rows)
+    scores = score_targets(generator, *([rows[index][side] for index in fitting] for side in (0, 1)), False)
+    for index, score in zip(fitting, scores, strict=True):
+        entropies[index] = -sum(score) / len(score)
+    return entropies
 
 
 def forced_batches(

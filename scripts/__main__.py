@@ -11,13 +11,15 @@ from collections.abc import Sequence
 
 import metaphrase
 from metaphrase.scripts.console import hide_weight_bars, nearest, paint, run
-from metaphrase.scripts.options import recipe_fields
 from metaphrase.scripts.parsers import RECIPE_VERBS, make_parser, parse
+from metaphrase.scripts.parsers.options import recipe_fields
 
 VERBS = {
     "demo": "train and show a small model on a generated corpus",
     "tokenize": "train a tokenizer",
     "filter": "drop pairs that are noise",
+    "backtranslate": "make pairs from text in the target language",
+    "distill": "make pairs from the targets of teachers",
     "train": "train a model by a recipe",
     "tune": "search for a better recipe",
     "evaluate": "score a model on a test set",

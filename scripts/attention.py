@@ -12,12 +12,12 @@ from metaphrase.inference import AttentionMap, Generator, cross_attentions, form
 from metaphrase.inference.line_files import check_files, open_output, read_lines
 from metaphrase.inference.source_limits import numbering
 from metaphrase.scripts.console import warn_of_lengths
-from metaphrase.scripts.options import (
+from metaphrase.scripts.parsers import parse
+from metaphrase.scripts.parsers.options import (
     chosen_generation_options,
     chosen_loading_options,
     given_options,
 )
-from metaphrase.scripts.parsers import parse
 
 logger = logging.getLogger(__name__)
 

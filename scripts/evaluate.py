@@ -28,13 +28,13 @@ from metaphrase.inference import Generator
 from metaphrase.inference.line_files import NewFile, OutputStream, as_lines, check_files
 from metaphrase.inference.source_limits import check_source_length
 from metaphrase.scripts.console import check_dependents, warn_of_lengths
-from metaphrase.scripts.options import (
+from metaphrase.scripts.parsers import parse
+from metaphrase.scripts.parsers.options import (
     chosen_generation_options,
     chosen_loading_options,
     chosen_models,
     given_options,
 )
-from metaphrase.scripts.parsers import parse
 from metaphrase.tokenization import join_pieces
 
 logger = logging.getLogger(__name__)

@@ -13,11 +13,11 @@ from metaphrase.hub_card.figures import spell_out
 from metaphrase.inference import Explanation, Generator, explain
 from metaphrase.inference.line_files import check_files
 from metaphrase.scripts.console import warn_of_lengths
-from metaphrase.scripts.options import (
+from metaphrase.scripts.parsers import parse
+from metaphrase.scripts.parsers.options import (
     chosen_generation_options,
     chosen_loading_options,
 )
-from metaphrase.scripts.parsers import parse
 
 logger = logging.getLogger(__name__)
 

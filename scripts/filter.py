@@ -10,11 +10,13 @@ from pathlib import Path
 
 from metaphrase.data.pairs import PairSource
 from metaphrase.filtering.rules import RULES, Thresholds
-from metaphrase.filtering.run import FilterSettings, filter_pairs
+from metaphrase.filtering.run import FilterSettings, PairScorer, filter_pairs
 from metaphrase.filtering.work_folder import partial_path
+from metaphrase.inference import Generator
 from metaphrase.inference.progress import ProgressBar, progress_bar
-from metaphrase.scripts.options import given_options
+from metaphrase.inference.scoring import dual_scores
 from metaphrase.scripts.parsers import parse
+from metaphrase.scripts.parsers.options import given_options
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,8 @@ def main(words: Sequence[str]) -> None:
                 settings,
                 rejected=arguments.rejected,
                 report=arguments.report,
+                score_pairs=chosen_scorer(arguments, settings),
+                shard=arguments.shard,
                 resume=arguments.resume,
                 on_start=start,
                 on_chunk=lambda count: bars[0].update(count),
@@ -67,13 +71,21 @@ def chosen_settings(arguments: argparse.Namespace) -> FilterSettings:
     """Return the settings of the command line.
 
     Raises:
-        ValueError: If a threshold is out of its range, or the rule `language` lacks a language.
+        ValueError: If a threshold is out of its range, or a rule lacks its language or models.
     """
     has_language = arguments.source_lang is not None or arguments.target_lang is not None
     if not has_language and "language" in (arguments.rules or ()):
         raise ValueError("`source_lang` or `target_lang` must be given with the rule `language`, got None.")
-    skipped = arguments.skip_rules or ()
-    rules = [rule for rule in arguments.rules or RULES if rule not in skipped and (has_language or rule != "language")]
+    models = arguments.forward_model, arguments.backward_model
+    if (None in models) and (models != (None, None) or "dual_cross_entropy" in (arguments.rules or ())):
+        raise ValueError(
+            "`forward_model` and `backward_model` must both be given for the rule `dual_cross_entropy`, "
+            f"got {models[0]!r} and {models[1]!r}."
+        )
+    skipped = {*(arguments.skip_rules or ())}
+    skipped |= {"language"} if not has_language else set()
+    skipped |= {"dual_cross_entropy"} if None in models else set()
+    rules = [rule for rule in arguments.rules or RULES if rule not in skipped]
     thresholds = Thresholds(**{field.name: getattr(arguments, field.name) for field in fields(Thresholds)})
     return FilterSettings(
         rules=rules,
@@ -82,7 +94,16 @@ def chosen_settings(arguments: argparse.Namespace) -> FilterSettings:
         target_lang=arguments.target_lang,
         near_duplicates=arguments.duplicates == "near",
         normalize=arguments.normalize,
+        models=models if "dual_cross_entropy" in rules else None,
     )
+
+
+def chosen_scorer(arguments: argparse.Namespace, settings: FilterSettings) -> PairScorer | None:
+    """Load the models of the rule `dual_cross_entropy`. Return their scores of pairs; `None` without the rule."""
+    if settings.models is None:
+        return None
+    models = [Generator.from_pretrained(name, engine="torch", device=arguments.device) for name in settings.models]
+    return lambda pairs: dual_scores(*models, pairs)
 
 
 def check_outputs(arguments: argparse.Namespace, inputs: Sequence[str]) -> bool:

@@ -6,7 +6,8 @@ import itertools
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from transformers import set_seed
 
@@ -21,16 +22,18 @@ from metaphrase.inference.line_files import (
     open_output,
     read_lines,
 )
+from metaphrase.inference.run import ScoredText
 from metaphrase.inference.texts.terms import Terms, read_glossary
 from metaphrase.inference.whole_texts import TextDecoder
 from metaphrase.scripts.console import check_dependents, warn_of_lengths
-from metaphrase.scripts.options import (
+from metaphrase.scripts.parsers import parse
+from metaphrase.scripts.parsers.options import (
     chosen_generation_options,
     chosen_loading_options,
     chosen_models,
     given_options,
 )
-from metaphrase.scripts.parsers import parse
+from metaphrase.tokenization.texts import shard_range
 
 logger = logging.getLogger(__name__)
 
@@ -53,25 +56,16 @@ def load(arguments: argparse.Namespace, options: dict) -> Iterator[Generator | G
 
 def main(words: Sequence[str]) -> None:
     arguments, _ = parse("generate", words)
-    for name in ("chunk_size", "num_processes"):
-        if getattr(arguments, name) < 1:
-            raise ValueError(f"`{name}` must be at least 1, got {getattr(arguments, name)}.")
-    needs = {"mbr_references": "mbr_candidates", "mbr_utility": "mbr_candidates", "resume": "output"}
-    check_dependents(arguments, num_assistant_tokens="assistant_model", ensemble_mean="ensemble", **needs)
-    models = [*chosen_models(arguments), *filter(None, [arguments.assistant_model])]
+    needs = {"mbr_references": "mbr_candidates", "mbr_utility": "mbr_candidates"}
+    check_dependents(arguments, num_assistant_tokens="assistant_model", **needs)
     glossary = {} if arguments.glossary is None else {"glossary": arguments.glossary}
-    check_files({"input": arguments.input} | glossary, arguments.output, models=models)
-    if arguments.resume:
-        check_regular(arguments.output)
-    options = chosen_generation_options(arguments)
+    options = prepare(arguments, {"input": arguments.input} | glossary)
     options |= given_options(arguments, ("must_contain", "never_contain", "num_assistant_tokens"))
     n_best = arguments.n_best or options.get("num_return_sequences", 1) > 1
     if not n_best and arguments.mbr_candidates is None:
         # Override the model's own setting: one line out for each line in.
         options.setdefault("num_return_sequences", 1)
-    set_seed(arguments.seed)
-    if arguments.input is None and sys.stdin is not None and sys.stdin.isatty():
-        logger.info("Reading sources from the terminal. Ctrl-D ends them. To read a file, set --input.")
+    part = chosen_part(arguments, num_lines(arguments.input))
     needs_texts = arguments.format != "text" or arguments.keep or arguments.glossary is not None
     if needs_texts:
         check_whole_texts(arguments, n_best)
@@ -79,13 +73,51 @@ def main(words: Sequence[str]) -> None:
         if needs_texts:
             write_texts(generator, arguments, options)
         else:
-            write(generator, arguments, options, n_best)
+            write(generator, arguments, options, part, n_best)
+
+
+def prepare(arguments: argparse.Namespace, inputs: dict[str, str | None]) -> dict:
+    """Check the options and files of a verb that decodes a stream, and set the seed. Return the generation options.
+
+    Args:
+        arguments: Options of the verb.
+        inputs: Files to read, by the names of their options.
+
+    Raises:
+        ValueError: If a size is below 1, an option lacks another one, or a file would be lost.
+    """
+    for name in ("chunk_size", "num_processes"):
+        if getattr(arguments, name) < 1:
+            raise ValueError(f"`{name}` must be at least 1, got {getattr(arguments, name)}.")
+    check_dependents(arguments, ensemble_mean="ensemble", resume="output")
+    models = [*chosen_models(arguments), *filter(None, [arguments.assistant_model])]
+    check_files(inputs, arguments.output, models=models)
+    if arguments.resume:
+        check_regular(arguments.output)
+    set_seed(arguments.seed)
+    if arguments.input is None and sys.stdin is not None and sys.stdin.isatty():
+        logger.info("Reading sources from the terminal. Ctrl-D ends them. To read a file, set --input.")
+    return chosen_generation_options(arguments)
+
+
+def chosen_part(arguments: argparse.Namespace, total: int | None) -> range | None:
+    """Return the sources to decode: those of `shard`, or all. `None` if their number is unknown.
+
+    Raises:
+        ValueError: If the number is unknown with `shard`, or there are too many shards.
+    """
+    if total is not None:
+        return shard_range(total, arguments.shard, arguments.chunk_size)
+    if arguments.shard is not None:
+        raise ValueError("`input` must be a file with `shard`, got a pipe or standard input.")
+    return None
 
 
 def check_whole_texts(arguments: argparse.Namespace, n_best: bool) -> None:
     """Raise `ValueError` for options that do not go together with markup and terms."""
     refused = {"ensemble": arguments.ensemble, "n_best": n_best, "mbr_candidates": arguments.mbr_candidates}
     refused |= {"resume": arguments.resume, "num_processes": arguments.num_processes > 1}
+    refused["shard"] = arguments.shard
     refused["engine"] = arguments.engine == "ctranslate2"
     if names := [name for name, value in refused.items() if value]:
         raise ValueError(
@@ -133,44 +165,99 @@ def report_texts(decoder: TextDecoder) -> None:
         logger.warning("  %s", sentence)
 
 
-def write(generator: Generator | GeneratorPool, arguments: argparse.Namespace, options: dict, n_best: bool) -> None:
+def write(
+    generator: Generator | GeneratorPool,
+    arguments: argparse.Namespace,
+    options: dict,
+    part: range | None,
+    n_best: bool,
+) -> None:
     """Decode the input into the output, and log counts and speed."""
-    risk, num_targets = None, 1
+    num_targets, risk = 1, None
     if arguments.mbr_candidates is None:
         num_targets = generator.num_targets(**options)
     else:
         risk = {"num_candidates": arguments.mbr_candidates, "num_references": arguments.mbr_references}
         risk["utility"] = arguments.mbr_utility or "chrf"
+    lines = read_lines(arguments.input, arguments.max_line_characters)
+    decode_records(
+        generator,
+        arguments,
+        options,
+        ((line,) for line in lines),
+        part,
+        lambda index, record, candidates: format_targets(index, candidates, n_best),
+        num_targets=num_targets,
+        risk=risk,
+        with_scores=n_best,
+    )
+
+
+def decode_records(
+    generator: Generator | GeneratorPool,
+    arguments: argparse.Namespace,
+    options: dict,
+    records: Iterable[tuple],
+    part: range | None,
+    format_lines: Callable[[int, tuple, list[ScoredText]], str],
+    *,
+    num_targets: int,
+    risk: dict | None = None,
+    with_scores: bool = False,
+) -> None:
+    """Decode sources into the output, and log counts and speed.
+
+    Args:
+        generator: The generator.
+        arguments: Options of the verb: output, resume, shard, chunks.
+        options: Generation options.
+        records: Each a source and what belongs to it, such as a reference.
+        part: Indices of the records to decode; `None` for all, if their number is unknown.
+        format_lines: Returns the lines for the index of a source, its record and its candidates.
+        num_targets: Lines for each source.
+        risk: As for `generate_stream`.
+        with_scores: True if the lines are those of an n-best list with scores.
+    """
+    start, stop = (0, None) if part is None else (part.start, part.stop)
     if arguments.resume:
-        layout = {"num_targets": num_targets, "with_scores": n_best, "chunk_size": arguments.chunk_size}
-        opened = ResumedFile(arguments.output, **layout)
+        layout = {"num_targets": num_targets, "with_scores": with_scores, "chunk_size": arguments.chunk_size}
+        opened = ResumedFile(arguments.output, first_index=start, **layout)
     else:
         opened = open_output(arguments.output)
     count, started = 0, time.perf_counter()
     with opened as output:
-        first = output.first_source
-        if first:
-            logger.info("Resuming %s at line %d.", arguments.output, first + 1)
+        first = start + output.first_source
+        if output.first_source:
+            logger.info("Resuming %s at line %d.", arguments.output, output.first_source + 1)
+        # The reading thread appends, and the loop below removes.
+        decoded: deque[tuple] = deque()
+
+        def read_sources() -> Iterator[str]:
+            for record in itertools.islice(records, first, stop):
+                decoded.append(record)
+                yield record[0]
+
         results = generator.generate_stream(
-            itertools.islice(read_lines(arguments.input, arguments.max_line_characters), first, None),
+            read_sources(),
             risk=risk,
             show_progress=not arguments.quiet,
             chunk_size=arguments.chunk_size,
             first_chunk=first // arguments.chunk_size,
-            total=num_lines(arguments.input),
-            return_scores=n_best,
+            total=stop,
+            return_scores=with_scores,
             split_sentences=arguments.split_sentences,
             seed=arguments.seed,
             **options,
         )
         try:
             for index, candidates in enumerate(results, start=first):
-                output.write(format_targets(index, candidates, n_best))
+                output.write(format_lines(index, decoded.popleft(), candidates))
                 count += 1
         except KeyboardInterrupt:
-            if arguments.output is None or not first + count:
+            num_done = output.first_source + count
+            if arguments.output is None or not num_done:
                 raise
-            hint = f"{arguments.output} ends with source {first + count}. Use --resume to go on."
+            hint = f"{arguments.output} ends with source {num_done}. Use --resume to go on."
             raise KeyboardInterrupt(hint) from None
         output.finish()
     seconds = time.perf_counter() - started

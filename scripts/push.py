@@ -12,8 +12,8 @@ from metaphrase.hub_card import Facts, write_model_card
 from metaphrase.hub_card.card import is_own_card, read_facts
 from metaphrase.hub_card.deployment import endpoint_files, space_files, upload_space
 from metaphrase.hub_card.upload import CARD, check_access, check_folder, select_files, upload
-from metaphrase.scripts.options import given_options
 from metaphrase.scripts.parsers import parse
+from metaphrase.scripts.parsers.options import given_options
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import torch
 
 from metaphrase.inference.engine import default_device, find_device
 from metaphrase.inference.texts.terms import Terms, read_glossary
-from metaphrase.scripts.options import chosen_generation_options, chosen_loading_options
 from metaphrase.scripts.parsers import LIMITS, parse
+from metaphrase.scripts.parsers.options import chosen_generation_options, chosen_loading_options
 
 try:
     import uvicorn

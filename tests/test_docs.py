@@ -56,7 +56,7 @@ LONG = (*TRAINING, "serve")
 def template(tmp_path_factory):
     """A folder with the files that the pages assume: trained models in runs/, a recipe, texts."""
     folder = tmp_path_factory.mktemp("project")
-    for name in ("demo", "demo_seed_2", "demo_small", "text_to_text", "g2p_1", "g2p_2", "g2p_3", "commands"):
+    for name in ("demo", "demo_seed_2", "demo_small", "reverse", "text_to_text", "g2p_1", "g2p_2", "g2p_3", "commands"):
         # More layers would make the ONNX export as slow as all other commands together.
         save_generator(tiny_generator(layers=1), folder / "runs" / name)
     paths = write_demo_corpus(folder / "runs" / "demo" / "data", num_train=2000, num_validation=20, num_test=20)
@@ -79,9 +79,11 @@ def template(tmp_path_factory):
         (folder / name).write_text(f"{text}\n{text} schläft\n", encoding="utf-8")
     for name in ("greedy", "beam"):
         (folder / f"comet_{name}.txt").write_text("0.5\n0.7\n", encoding="utf-8")
+    (folder / "mono.de").write_text("eine Katze schläft\n" * 256, encoding="utf-8")
     (folder / "input.txt").write_text("the cat sleeps\na dog\n", encoding="utf-8")
     (folder / "page.html").write_text("<p>the <b>cat</b></p>\n<p>a dog</p>\n", encoding="utf-8")
-    (folder / "pairs.tsv").write_text("the cat\teine Katze\n", encoding="utf-8")
+    for name in ("pairs.tsv", "both.tsv", "distilled.tsv"):
+        (folder / name).write_text("the cat\teine Katze\n", encoding="utf-8")
     (folder / "terms.tsv").write_text("cat\tHund\n", encoding="utf-8")
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 37}
     T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(folder / "models" / "t5-small")

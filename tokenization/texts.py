@@ -65,6 +65,28 @@ def count_lines(path: str | os.PathLike) -> int:
     return count + (not chunk.endswith(b"\n"))
 
 
+def shard_range(total: int, shard: tuple[int, int] | None, unit: int = 1) -> range:
+    """Return the items of one of several parts of nearly equal size.
+
+    Args:
+        total: Number of all items.
+        shard: Number of the part, from 1, and number of parts; `None` for all items.
+        unit: Items that stay together. A part starts at a multiple of this number.
+
+    Raises:
+        ValueError: If there are more parts than units.
+    """
+    number, num_shards = shard or (1, 1)
+    num_units = -(-total // unit)
+    if shard is not None and num_shards > num_units:
+        units, hint = ("lines or pairs", "") if unit == 1 else (f"chunks of {unit}", " Set a smaller `chunk_size`.")
+        raise ValueError(
+            f"`shard` must have no more parts than the input has {units}, {num_units}, got {num_shards}.{hint}"
+        )
+    start, end = (num_units * part // num_shards * unit for part in (number - 1, number))
+    return range(start, min(end, total))
+
+
 def read_lines(path: str | os.PathLike, max_line_characters: int = MAX_LINE_CHARACTERS) -> Iterator[Line]:
     """Yield the lines of a UTF-8 text file, without a byte-order mark. Errors are as for `open_bytes` and `decode_lines`."""
     with open_bytes(path) as file:

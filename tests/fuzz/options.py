@@ -74,7 +74,7 @@ def cases(seed: int, number: int, folder: Path) -> Iterator[Case]:
             known = {name for action in make_parser(verb)._actions for name in action.option_strings}
             searches = [search for search in SEARCHES if known.issuperset(search[::2])]
             chosen = [*rng.choice(searches), *chosen]
-            has_lines = verb == "generate" and not {"--format", "--input"} & set(chosen)
+            has_lines = verb == "generate" and not {"--format", "--input", "--shard"} & set(chosen)
             check = functools.partial(check_targets, root / "out") if has_lines else None
         name = f"{verb} {' '.join(word[:40] for word in chosen)}"
         yield Case(name, [*words, *chosen], check=check)

@@ -1,5 +1,7 @@
 """Forced decoding: each token's log-probability is the model's own, batched or alone, and that of generation."""
 
+import math
+
 import pytest
 import torch
 from other_families import calmer, generator_of
@@ -9,6 +11,7 @@ from transformers import MBartTokenizer, PreTrainedTokenizerFast
 
 from metaphrase.inference import ForcedScore, Generator, cross_attentions, decode
 from metaphrase.inference import scoring as forced_decoding_module
+from metaphrase.inference.scoring import dual_scores
 from metaphrase.tokenization import TokenizerPair
 
 FAMILIES = ["metaphrase", "two vocabularies", "t5", "bart", "marian"]
@@ -159,3 +162,18 @@ def test_an_end_that_a_text_names_is_its_own():
 def test_what_cannot_be_scored_is_refused(sources, targets, message):
     with pytest.raises(ValueError, match=message):
         tiny_generator().score(sources, targets)
+
+
+def test_dual_scores_join_both_directions_and_are_zero_for_pairs_that_are_too_long():
+    forward, backward = tiny_generator(), tiny_generator(seed=1)
+    pairs = [*zip(SOURCES, TARGETS, strict=True), (SOURCES[0], "a" * 300), ("a" * 300, TARGETS[0])]
+    scores = dual_scores(forward, backward, pairs)
+    entropies = [
+        [-score.mean for score in model.score(*sides)]
+        for model, sides in ((forward, (SOURCES, TARGETS)), (backward, (TARGETS, SOURCES)))
+    ]
+    expected = [math.exp(-abs(f - b) - (f + b) / 2) for f, b in zip(*entropies, strict=True)]
+    assert scores == pytest.approx([*expected, 0, 0], rel=1e-4) and len(set(scores)) == 6
+    assert dual_scores(forward, backward, []) == []
+    with pytest.raises(ValueError, match="must be one model, got an ensemble"):
+        dual_scores(tiny_generator(members=[backward]), backward, pairs)

@@ -4,6 +4,8 @@ import logging
 
 import pytest
 
+from metaphrase.inference import Generator
+from metaphrase.inference.scoring import dual_scores
 from metaphrase.scripts import filter as script
 from metaphrase.scripts.console import run
 
@@ -64,6 +66,8 @@ def test_a_finished_run_is_not_repeated_and_not_lost(pairs, capsys):
         (["pairs.tsv", "--output", "a.tsv", "--report", "a.tsv"], "must be another one, got 'a.tsv' twice"),
         (["pairs.tsv", "--output", "a.tsv", "--rules", "language"], "`source_lang` or `target_lang` must be given"),
         (["pairs.tsv", "--output", "a.tsv", "--max_length_ratio", "0.1"], "`max_length_ratio` must be at least 1"),
+        (["pairs.tsv", "--output", "a.tsv", "--rules", "dual_cross_entropy"], "got None and None"),
+        (["pairs.tsv", "--output", "a.tsv", "--forward_model", "."], "must both be given for the rule"),
         (["none.tsv", "--output", "a.tsv"], "`file` must be a file that exists"),
         (["--source", "pairs.en", "--output", "a.tsv"], "must be given together"),
     ],
@@ -73,3 +77,17 @@ def test_mistakes_are_refused_before_any_work(pairs, capsys, words, message):
     assert run(script.main, "filter", words) == 2
     assert message in capsys.readouterr().err
     assert {path.name for path in pairs.iterdir()} == before
+
+
+def test_pairs_that_two_models_do_not_expect_are_dropped(pairs, cli_model, other_cli_model, caplog):
+    rows = [line.split("\t") for line in (pairs / "pairs.tsv").read_text(encoding="utf-8").splitlines()][:3]
+    models = [Generator.from_pretrained(name, device="cpu") for name in (cli_model, other_cli_model)]
+    scores = dual_scores(*models, rows)
+    least = sorted(scores)[1]
+    words = ["pairs.tsv", "--output", "clean.tsv", "--rules", "duplicate", "dual_cross_entropy", "--device", "cpu"]
+    words += ["--forward_model", cli_model, "--backward_model", other_cli_model, "--min_dual_score", str(least - 1e-9)]
+    caplog.set_level(logging.INFO)
+    script.main([*words, "--rejected", "rejected.tsv"])
+    lines = {name: (pairs / name).read_text(encoding="utf-8").splitlines() for name in ("clean.tsv", "rejected.tsv")}
+    assert lines["clean.tsv"] == ["\t".join(row) for row, score in zip(rows, scores, strict=True) if score >= least]
+    assert sorted(line.split("\t")[0] for line in lines["rejected.tsv"]) == ["dual_cross_entropy", "duplicate"]

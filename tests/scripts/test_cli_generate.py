@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import os
 import re
 import subprocess
@@ -186,8 +187,8 @@ def test_an_output_is_replaced_with_overwrite(cli_model, tmp_path):
 
 @pytest.mark.parametrize("num_lines", [0, 1])
 def test_an_interruption_names_resume_if_there_is_an_output(num_lines, cli_model, tmp_path, monkeypatch, capsys):
-    def interrupted(*arguments, **options):
-        yield from [[ScoredText("ein", 0.0)]] * num_lines
+    def interrupted(generator, lines, **options):
+        yield from [[ScoredText("ein", 0.0)] for _ in itertools.islice(lines, num_lines)]
         raise KeyboardInterrupt
 
     (tmp_path / "in").write_text("a cat\na dog\n", encoding="utf-8")

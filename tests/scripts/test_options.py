@@ -16,13 +16,13 @@ from metaphrase.inference.minimum_bayes_risk import UTILITIES
 from metaphrase.inference.texts.terms import PATTERNS
 from metaphrase.inference.whole_texts import FORMATS as TEXT_FORMATS
 from metaphrase.modeling.pipeline_support import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
-from metaphrase.scripts import options, parsers
+from metaphrase.scripts import parsers
 from metaphrase.scripts.__main__ import VERBS
 from metaphrase.scripts.attention import DEFAULT_OUTPUTS
 from metaphrase.scripts.console import MAX_HELP_LINES
 from metaphrase.scripts.export import FORMATS
-from metaphrase.scripts.options import add_generation_options, chosen_generation_options, recipe_fields
-from metaphrase.scripts.parsers import make_parser
+from metaphrase.scripts.parsers import data_verbs, make_parser, options
+from metaphrase.scripts.parsers.options import add_generation_options, chosen_generation_options, recipe_fields
 from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS
 from metaphrase.tokenization.tokenizer_settings import DEFAULT_VOCAB_SIZE, KINDS_THAT_FILL_A_VOCABULARY, TOKENIZER_KINDS
 from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC
@@ -47,7 +47,7 @@ def test_names_and_defaults_are_those_of_the_rooms():
     assert sizes == (DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, MAX_LINE_CHARACTERS)
     assert (tuple(METRICS), tuple(UTILITIES)) == (options.METRICS, parsers.UTILITIES)
     assert (TEXT_FORMATS, tuple(PATTERNS)) == (parsers.TEXT_FORMATS, parsers.KEPT_PATTERNS)
-    assert (tuple(FAMILIES), TOKENIZER_KINDS) == (parsers.FAMILIES, parsers.TOKENIZER_KINDS)
+    assert (tuple(FAMILIES), TOKENIZER_KINDS) == (parsers.FAMILIES, data_verbs.TOKENIZER_KINDS)
     assert tuple(READERS) == parsers.PAIR_SUFFIXES
     assert set(recipe_fields()) == {*OWN_FIELDS, *TRAINING_FIELDS}
     assert make_parser("evaluate").get_default("metrics") == list(DEFAULT_METRICS)

@@ -1,5 +1,6 @@
-"""Runs of `metaphrase generate` that are killed, for the tests of what is resumed."""
+"""Runs of `metaphrase generate` and its like that are killed, for the tests of what is resumed."""
 
+import importlib
 import os
 import resource
 import signal
@@ -14,12 +15,13 @@ class Server(JobServer):
     def __init__(self):
         super().__init__(__file__)
 
-    def run(self, words, output, *, most_bytes=None, seen_bytes=None):
+    def run(self, words, output, *, verb="generate", most_bytes=None, seen_bytes=None):
         """Run a command and return its status: 0, or the negative number of the signal that ended it.
 
         It is ended in the middle of the write beyond `most_bytes`, or killed as soon as its output has `seen_bytes`.
         """
-        return self.ask({"words": words, "output": str(output), "most_bytes": most_bytes, "seen_bytes": seen_bytes})
+        job = {"words": words, "output": str(output), "most_bytes": most_bytes, "seen_bytes": seen_bytes}
+        return self.ask({"verb": verb, **job})
 
 
 def carry_out(job):
@@ -29,7 +31,7 @@ def carry_out(job):
     def work():
         if job["most_bytes"] is not None:
             generate.ResumedFile = limited(generate.ResumedFile, job["most_bytes"])
-        generate.main(job["words"])
+        importlib.import_module(f"metaphrase.scripts.{job['verb']}").main(job["words"])
 
     child = fork(work)
     if job["seen_bytes"] is not None:
@@ -66,6 +68,6 @@ def kill_when_seen(child, output, seen_bytes):
 
 
 if __name__ == "__main__":
-    from metaphrase.scripts import generate  # noqa: F401 (children find it imported)
+    from metaphrase.scripts import backtranslate, distill  # noqa: F401 (children find them imported)
 
     serve(carry_out)

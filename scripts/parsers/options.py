@@ -8,6 +8,8 @@ import argparse
 import ast
 import functools
 import importlib.util
+import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -78,14 +80,35 @@ def output_path(word: str) -> str:
     return word
 
 
-def file_or_standard_output(word: str) -> str | None:
-    """Parse the path of a file to write; `-` and `None` are standard output."""
-    return None if word == "-" else word
-
-
 def layer_or_mean(word: str) -> int | None:
     """Parse a value of `layer`; `None` is the mean."""
     return None if word == "mean" else int(word)
+
+
+def shard(word: str) -> tuple[int, int]:
+    """Parse a part of the input: its number, from 1, and the number of parts; or `auto`."""
+    if word == "auto":
+        return _shard_of_task()
+    numbers = re.fullmatch(r"(\d+)/(\d+)", word, re.ASCII)
+    number, num_shards = map(int, numbers.groups()) if numbers else (0, 0)
+    if not 1 <= number <= num_shards:
+        raise argparse.ArgumentTypeError(f"the value must be K/N with K from 1 to N, or auto, got {word!r}")
+    return number, num_shards
+
+
+def _shard_of_task() -> tuple[int, int]:
+    """Return the part of this task of a Slurm array, or of this process of a distributed run."""
+    names = [f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "MAX", "COUNT")]
+    if names[0] in os.environ:
+        number, first, last, count = (int(os.environ[name]) for name in names)
+        # Some tasks of an array that are submitted again would take the parts of other tasks.
+        if first > 1 or last - first + 1 != count:
+            text = f"auto needs an array that counts from 0 or 1 without gaps, got {count} tasks from {first} to {last}"
+            raise argparse.ArgumentTypeError(f"{text}; pass --shard K/N")
+        return number - first + 1, count
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return int(os.environ["RANK"]) + 1, int(os.environ["WORLD_SIZE"])
+    raise argparse.ArgumentTypeError("auto needs a Slurm array, or RANK and WORLD_SIZE, got neither; pass --shard K/N")
 
 
 def column(word: str) -> str | int:
@@ -133,9 +156,16 @@ GENERATION_OPTIONS: dict[str, tuple[Callable, str]] = {
 }
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add the model, its languages and prefix, and a group for loading."""
-    parser.add_argument("model", type=model_name("model"), help="folder or Hub id of any encoder-decoder model")
+def add_model_options(parser: argparse.ArgumentParser, name: str = "model", **options) -> None:
+    """Add the model, its languages and prefix, and a group for loading.
+
+    Args:
+        parser: Parser of a verb.
+        name: Name of the argument for the model.
+        **options: More arguments of `add_argument` for the model.
+    """
+    options = {"help": "folder or Hub id of any encoder-decoder model"} | options
+    parser.add_argument(name, type=model_name(name), **options)
     for side in ("source", "target"):
         text = f"{side} language of a multilingual model, such as eng_Latn"
         parser.add_argument(f"--{side}_lang", metavar="CODE", help=text)
@@ -159,11 +189,20 @@ def add_loading_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGr
     return group
 
 
-def add_batch_options(parser: argparse.ArgumentParser, engine: str) -> argparse._ArgumentGroup:
-    """Add a group with the other models of an ensemble, sizes of batches and the engine, with its default."""
+def add_batch_options(
+    parser: argparse.ArgumentParser, engine: str, takes_models: bool = True
+) -> argparse._ArgumentGroup:
+    """Add a group with the other models of an ensemble, sizes of batches and the engine, with its default.
+
+    Args:
+        parser: Parser of a verb.
+        engine: Default of the engine.
+        takes_models: False if the verb has another option for several models.
+    """
     group = parser.add_argument_group("ensemble, batches and engine")
-    text = "more models for an ensemble with the first"
-    group.add_argument("--ensemble", nargs="+", type=model_name("ensemble"), metavar="MODEL", help=text)
+    if takes_models:
+        text = "more models for an ensemble with the first"
+        group.add_argument("--ensemble", nargs="+", type=model_name("ensemble"), metavar="MODEL", help=text)
     text = "mean of probabilities or of log-probabilities [linear]"
     group.add_argument("--ensemble_mean", choices=ENSEMBLE_MEANS, help=text)
     add_engine_options(group, engine)
@@ -192,6 +231,50 @@ def add_score_options(parser: argparse._ActionsContainer, group: argparse._Actio
     group.add_argument("--lowercase", action="store_true", help="ignore case, as sacreBLEU's -lc")
 
 
+def add_stream_options(group: argparse._ArgumentGroup) -> None:
+    """Add the options of verbs that decode a file of any length."""
+    add_line_option(group)
+    text = "sources that are sorted and decoded together [%(default)s]"
+    group.add_argument("--chunk_size", "--window", type=int, default=4096, help=text)
+    text = "processes that decode chunks in parallel [%(default)s]; they share the cores of a CPU, or take the "
+    text += "accelerators in turn"
+    group.add_argument("--num_processes", type=int, default=1, help=text)
+    add_shard_option(group)
+
+
+def add_shard_option(parser: argparse._ActionsContainer) -> None:
+    """Add the part of the input that one of several commands works on."""
+    text = "work on part K of N of the input; cat joins the outputs; auto takes K and N from a Slurm array, or from RANK and "
+    text += "WORLD_SIZE"
+    parser.add_argument("--shard", type=shard, metavar="K/N|auto", help=text)
+
+
+def add_output_options(parser: argparse.ArgumentParser, text: str) -> None:
+    """Add the output of a stream, and what becomes of an existing one.
+
+    Args:
+        parser: Parser of a verb.
+        text: Help text of the output.
+    """
+    parser.add_argument("--output", type=file_or_standard_output, metavar="FILE", help=text)
+    existing = parser.add_mutually_exclusive_group()
+    existing.add_argument("--overwrite", action="store_true", help="replace an existing output")
+    text = "resume a stopped run of the same command; start from scratch if there is no output yet"
+    existing.add_argument("--resume", action="store_true", default=None, help=text)
+
+
+def file_or_standard_output(word: str) -> str | None:
+    """Parse the path of a file to write; `-` and `None` are standard output."""
+    return None if word == "-" else word
+
+
+def add_split_option(parser: argparse._ActionsContainer) -> None:
+    """Add the option that decodes each sentence of a line alone."""
+    text = "decode each sentence of a line alone, and keep the layout between them; LANG is the language of the lines, such "
+    text += "as de [that of a multilingual tokenizer, or English]"
+    parser.add_argument("--split_sentences", nargs="?", const=True, default=False, metavar="LANG", help=text)
+
+
 def add_line_option(parser: argparse._ActionsContainer) -> None:
     """Add the limit of verbs that read texts."""
     text = "maximum characters of a line to read; a longer line is an error [%(default)s]"
@@ -215,7 +298,7 @@ def recipe_fields() -> tuple[str, ...]:
 
     The names are read from the sources of the classes: importing the classes takes seconds.
     """
-    library, rooms = Path(importlib.util.find_spec("transformers").origin).parent, Path(__file__).parents[1]
+    library, rooms = Path(importlib.util.find_spec("transformers").origin).parent, Path(__file__).parents[2]
     files = {
         rooms / "training" / "recipe" / "fields.py": "OwnFields",
         library / "training_args.py": "TrainingArguments",

@@ -1,6 +1,6 @@
-"""Options of each verb. This file imports no heavy library, so that help and errors come at once.
+"""Options of each verb. This folder imports no heavy library, so that help and errors come at once.
 
-The function `_VERB` adds the options of a verb. Its docstring is the description in the help.
+A function for each verb adds its options. The docstring of the function is the description in the help.
 """
 
 import argparse
@@ -8,18 +8,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from metaphrase.scripts.console import VerbParser, nearest, verb_parser
-from metaphrase.scripts.options import (
-    MAX_LINE_CHARACTERS,
+from metaphrase.scripts.parsers.data_verbs import DATA_VERBS
+from metaphrase.scripts.parsers.options import (
     add_batch_options,
     add_engine_options,
     add_generation_options,
     add_line_option,
     add_loading_options,
     add_model_options,
+    add_output_options,
     add_score_options,
+    add_split_option,
+    add_stream_options,
     column,
     count_or_zero,
-    file_or_standard_output,
     input_file,
     layer_or_mean,
     model_name,
@@ -30,8 +32,9 @@ from metaphrase.scripts.options import (
 
 # Verbs that take fields of a recipe as options.
 RECIPE_VERBS = ("train", "tune", "demo")
+# Verbs that write a line or more for each line that they read.
+STREAM_VERBS = ("generate", "backtranslate", "distill")
 UTILITIES = ("chrf", "bleu")
-TOKENIZER_KINDS = ("byte_bpe", "bpe", "unigram", "wordpiece", "byte", "char", "word", "pretokenized")
 TEXT_FORMATS = ("text", "html", "xml")
 KEPT_PATTERNS = ("url", "email", "placeholder", "number")
 TASKS = ("translation", "summarization", "text2text-generation")
@@ -47,16 +50,12 @@ LIMITS = (
     ("max_wait_milliseconds", float, 0.0, "longest time that a free engine waits for more sentences of a batch"),
 )
 PAIR_SUFFIXES = (".tsv", ".csv", ".jsonl", ".json", ".parquet")
-FILTER_RULES = (
-    *("empty", "characters", "encoding", "letters", "script", "length_ratio", "copy", "end_punctuation", "numbers"),
-    *("links", "brackets", "repetition", "duplicate", "language", "alignment", "targets_per_source"),
-)
 FAMILIES = ("t5", "mt5", "umt5", "bart", "mbart", "plbart", "pegasus", "marian", "m2m_100", "fsmt")
 
 
 def make_parser(verb: str) -> VerbParser:
     """Return the parser of a verb."""
-    add_options = globals()[f"_{verb}"]
+    add_options = DATA_VERBS[verb] if verb in DATA_VERBS else globals()[f"_{verb}"]
     parser = verb_parser(verb, add_options.__doc__)
     add_options(parser)
     return parser
@@ -89,7 +88,7 @@ def parse(verb: str, words: Sequence[str]) -> tuple[argparse.Namespace, list[str
         if word.startswith("--") and not {name, name.removeprefix("no_")} & set(recipe_fields()):
             hint = nearest(name, recipe_fields()) or " Fields of the network go below `model`."
             raise ValueError(f"Every field must be one that a recipe has, got `{name}` in the command line.{hint}")
-    if verb == "generate" and not arguments.overwrite and not arguments.resume:
+    if verb in STREAM_VERBS and not arguments.overwrite and not arguments.resume:
         _refuse_existing(arguments)
     if verb in ("train", "tune") and not any(word.startswith(("--data_dir", "--data-dir")) for word in overrides):
         _refuse_missing_pairs(arguments.recipe)
@@ -121,27 +120,14 @@ def _generate(parser: VerbParser) -> None:
     """Write one target line for each source line, in the same order."""
     text = "file with one source in each line, UTF-8 [standard input]"
     parser.add_argument("--input", type=input_file("input"), metavar="FILE", help=text)
-    parser.add_argument(
-        "--output", type=file_or_standard_output, metavar="FILE", help="file to write, or - [standard output]"
-    )
-    existing = parser.add_mutually_exclusive_group()
-    existing.add_argument("--overwrite", action="store_true", help="replace an existing output")
-    text = "resume a stopped run of the same command; start from scratch if there is no output yet"
-    existing.add_argument("--resume", action="store_true", default=None, help=text)
+    add_output_options(parser, "file to write, or - [standard output]")
     text = "write `index ||| target ||| score` for every target; implied by num_return_sequences above 1"
     parser.add_argument("--n_best", action="store_true", help=text)
     add_model_options(parser)
     group = add_batch_options(parser, engine="auto")
-    add_line_option(group)
-    text = "sources that are sorted and decoded together [%(default)s]"
-    group.add_argument("--chunk_size", "--window", type=int, default=4096, help=text)
-    text = "processes that decode chunks in parallel [%(default)s]; they share the cores of a CPU, or take the "
-    text += "accelerators in turn"
-    group.add_argument("--num_processes", type=int, default=1, help=text)
+    add_stream_options(group)
     group = parser.add_argument_group("whole texts")
-    text = "decode each sentence of a line alone, and keep the layout between them; LANG is the language of the lines, such "
-    text += "as de [that of a multilingual tokenizer, or English]"
-    group.add_argument("--split_sentences", nargs="?", const=True, default=False, metavar="LANG", help=text)
+    add_split_option(group)
     text = "format of the input [%(default)s]; html and xml are read as a whole, and tags return to their words"
     group.add_argument("--format", choices=TEXT_FORMATS, default="text", help=text)
     text = f"parts that every target keeps: {', '.join(KEPT_PATTERNS)}, or a regular expression"
@@ -350,76 +336,6 @@ def _push(parser: VerbParser) -> None:
     parser.add_argument(
         "--space_examples", nargs="+", default=[], metavar="TEXT", help="sources on the page of the Space"
     )
-
-
-def _tokenize(parser: VerbParser) -> None:
-    """Train a tokenizer for AutoTokenizer on text files (.gz or not) with one text in each line."""
-    for name, text in (
-        ("files", "texts for a joint tokenizer of both sides"),
-        ("source_files", "texts for a separate source tokenizer"),
-        ("target_files", "texts for a separate target tokenizer"),
-    ):
-        parser.add_argument(f"--{name}", nargs="+", type=input_file(name), metavar="FILE", help=text)
-    parser.add_argument("--output", required=True, type=output_path, metavar="DIR", help="folder to write")
-    parser.add_argument("--kind", default="byte_bpe", help=f"one of {', '.join(TOKENIZER_KINDS)} [%(default)s]")
-    parser.add_argument("--target_kind", help="kind of a separate target tokenizer, if different")
-    text = "maximum entries, special tokens included [8000 for byte_bpe, bpe, unigram, wordpiece; else no limit]"
-    parser.add_argument("--vocab_size", type=int, help=text)
-    parser.add_argument("--min_frequency", type=int, help="minimum number of occurrences of a learned piece")
-    parser.add_argument("--normalization", help="Unicode normalization, nfc, nfd, nfkc or nfkd [none]")
-    parser.add_argument("--lowercase", action="store_true", help="lowercase all text")
-    parser.add_argument("--joiner", help="for pretokenized: mark at the end of a piece inside a word [@@]")
-    text = "such as language codes"
-    parser.add_argument("--additional_special_tokens", nargs="+", default=[], metavar="TOKEN", help=text)
-    add_line_option(parser)
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing tokenizer")
-
-
-def _filter(parser: VerbParser) -> None:
-    """Write the pairs that break no rule, in the same order, and report how many fell by which rule."""
-    parser.usage = "%(prog)s [file] --output FILE [option ...]"
-    text = "pairs in one .tsv, .csv, .jsonl, .json or .parquet file; all but Parquet may end in .gz"
-    parser.add_argument("file", nargs="?", type=input_file("file"), metavar="FILE", help=text)
-    for side in ("source", "target"):
-        text = f"file with one {side} in each line, in place of FILE"
-        parser.add_argument(f"--{side}", type=input_file(side), metavar="FILE", help=text)
-    text = "a .tsv or .jsonl file to write, or two text files; each may end in .gz"
-    parser.add_argument("--output", nargs="+", required=True, type=output_path, metavar="FILE", help=text)
-    text = "JSON file to write: counts by rule, and examples"
-    parser.add_argument("--report", type=output_path, metavar="FILE", help=text)
-    text = "TSV file to write: rule, source and target of each dropped pair"
-    parser.add_argument("--rejected", type=output_path, metavar="FILE", help=text)
-    for side in ("source", "target"):
-        text = f"language of the {side}s, such as en; switches the rule `language` on"
-        parser.add_argument(f"--{side}_lang", metavar="CODE", help=text)
-    text = "repair the encoding, straighten quotes, apply NFC, and reduce spaces, before the rules see a text"
-    parser.add_argument("--normalize", action="store_true", help=text)
-    existing = parser.add_mutually_exclusive_group()
-    existing.add_argument("--overwrite", action="store_true", help="replace existing outputs")
-    text = "resume a stopped run of the same command; start from scratch if there is none"
-    existing.add_argument("--resume", action="store_true", help=text)
-    group = parser.add_argument_group("rules and thresholds")
-    chosen = group.add_mutually_exclusive_group()
-    text = f"rules to apply [all]: {', '.join(FILTER_RULES)}"
-    chosen.add_argument("--rules", nargs="+", choices=FILTER_RULES, metavar="RULE", help=text)
-    chosen.add_argument("--skip_rules", nargs="+", choices=FILTER_RULES, metavar="RULE", help="rules to leave out")
-    for name, kind, default, text in (
-        ("max_characters", int, 3000, "maximum characters of a text"),
-        ("max_length_ratio", float, 3.0, "maximum ratio of lengths, in relation to the median of all pairs"),
-        ("min_letter_share", float, 0.4, "minimum share of letters in a text, without its spaces"),
-        ("min_language_probability", float, 0.05, "minimum probability of the language"),
-        ("max_targets_per_source", int, 50, "maximum pairs with the same source"),
-    ):
-        metavar = kind.__name__.upper()
-        group.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=f"{text} [%(default)s]")
-    text = "pairs that are duplicates [%(default)s]; near: equal but for case, punctuation, spaces and digits"
-    group.add_argument("--duplicates", choices=("near", "exact"), default="near", help=text)
-    group = parser.add_argument_group("columns and lines")
-    for side in ("source", "target"):
-        text = f"column of {side}s in FILE: a name, or a number from 0 in a .tsv file"
-        group.add_argument(f"--{side}_column", type=column, metavar="COLUMN", help=text)
-    text = "maximum characters of a line to read; longer lines are dropped [%(default)s]"
-    group.add_argument("--max_line_characters", type=int, default=MAX_LINE_CHARACTERS, metavar="INT", help=text)
 
 
 def _train(parser: VerbParser) -> None:

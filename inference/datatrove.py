@@ -1,0 +1,62 @@
+"""A step of datatrove's pipelines around `Generator`. Needs the extra `datatrove`."""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from datatrove.data import Document
+from datatrove.pipeline.base import PipelineStep
+
+from metaphrase.inference.generator import Generator
+
+
+class GenerateStep(PipelineStep):
+    """Step that writes the target of each document into the document's metadata.
+
+    datatrove's executors run a pipeline on one machine, on Slurm or on Ray. They divide the input files among tasks, and skip the
+    finished tasks when they are started again.
+    """
+
+    type = "Generation"
+    name = "Metaphrase"
+
+    def __init__(
+        self,
+        name_or_path: str | list[str],
+        *,
+        key: str = "target",
+        seed: int = 42,
+        loading: dict[str, Any] | None = None,
+        **options: Any,
+    ):
+        """Set the step up. Each task loads the model.
+
+        Args:
+            name_or_path: As for `Generator.from_pretrained`.
+            key: Entry of the metadata. It holds a text, or a list of texts with `num_return_sequences` above 1.
+            seed: Seed for sampling. Each task adds its rank.
+            loading: Other arguments of `Generator.from_pretrained`.
+            **options: Arguments of `generate_stream`, such as `num_beams=4` or `chunk_size=512`.
+        """
+        super().__init__()
+        self.name_or_path, self.key, self.seed = name_or_path, key, seed
+        self.loading, self.options = loading or {}, options
+
+    def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Yield the documents in order, with their targets. See `PipelineStep`."""
+        generator = Generator.from_pretrained(self.name_or_path, **self.loading)
+        # The reading thread appends, and the loop below removes.
+        decoded: deque[Document] = deque()
+
+        def read_texts() -> Iterator[str]:
+            for document in data:
+                decoded.append(document)
+                yield document.text
+
+        seed, options = self.seed + rank, {"num_return_sequences": 1} | self.options
+        for candidates in generator.generate_stream(read_texts(), seed=seed, return_scores=False, **options):
+            document, texts = decoded.popleft(), [candidate.text for candidate in candidates]
+            document.metadata[self.key] = texts[0] if len(texts) == 1 else texts
+            self.stat_update("documents")
+            yield document
+        self.stat_update("unfinished targets", value=generator.num_unfinished)

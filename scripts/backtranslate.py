@@ -1,0 +1,29 @@
+"""`metaphrase backtranslate MODEL`: write pairs of a synthetic source and a real target."""
+
+from collections.abc import Sequence
+
+from metaphrase.data.pair_files import pair_formatter
+from metaphrase.inference.line_files import num_lines, read_lines
+from metaphrase.inference.run import ScoredText
+from metaphrase.scripts.generate import chosen_part, decode_records, load, prepare
+from metaphrase.scripts.parsers import parse
+
+
+def main(words: Sequence[str]) -> None:
+    arguments, _ = parse("backtranslate", words)
+    # A model that writes the source language reads the targets of the pairs.
+    options = {"num_return_sequences": 1} | prepare(arguments, {"input": arguments.input})
+    format_pair = pair_formatter(arguments.output)
+    start = f"{arguments.tag} " if arguments.tag else ""
+
+    def format_pairs(index: int, record: tuple[str], candidates: Sequence[ScoredText]) -> str:
+        [target] = record
+        # A tag alone would be no blank source, and training would use the pair.
+        sources = [start + candidate.text if candidate.text.strip() else "" for candidate in candidates]
+        return "".join(format_pair(source, target) for source in sources)
+
+    part = chosen_part(arguments, num_lines(arguments.input))
+    with load(arguments, options) as generator:
+        lines = ((line,) for line in read_lines(arguments.input, arguments.max_line_characters))
+        num_targets = generator.num_targets(**options)
+        decode_records(generator, arguments, options, lines, part, format_pairs, num_targets=num_targets)

@@ -1,0 +1,81 @@
+"""`metaphrase distill TEACHER ...`: write pairs of a source and the target of the teachers."""
+
+import argparse
+from collections.abc import Iterator, Sequence
+
+from metaphrase.data.pair_files import READERS, PairProblem, pair_formatter
+from metaphrase.data.pairs import PairSource
+from metaphrase.inference import expected_utilities
+from metaphrase.inference.line_files import num_lines, read_lines
+from metaphrase.inference.run import ScoredText
+from metaphrase.scripts.console import check_dependents
+from metaphrase.scripts.generate import chosen_part, decode_records, load, prepare
+from metaphrase.scripts.parsers import parse
+from metaphrase.scripts.parsers.options import given_options
+
+
+def main(words: Sequence[str]) -> None:
+    arguments, _ = parse("distill", words)
+    arguments.model, *more = arguments.teachers
+    arguments.ensemble = more or None
+    check_dependents(arguments, target="input")
+    if arguments.ensemble_mean is not None and not more:
+        raise ValueError(f"`teachers` must be several with `ensemble_mean`, got {arguments.model!r} alone.")
+    inputs = {"input": arguments.input} | given_options(arguments, ("target",))
+    options = {"num_return_sequences": 1} | prepare(arguments, inputs)
+    format_pair, pairs = pair_formatter(arguments.output), chosen_pairs(arguments)
+    if arguments.select is not None and (pairs is None or options["num_return_sequences"] < 2):
+        raise ValueError(
+            "`select` must come with pairs as input and `num_return_sequences` above 1, "
+            f"got {'sources alone' if pairs is None else options['num_return_sequences']}."
+        )
+
+    def format_pairs(index: int, record: tuple[str, str | None], candidates: Sequence[ScoredText]) -> str:
+        source, reference = record
+        if arguments.select is not None:
+            candidates = [nearest(candidates, reference, arguments.select)]
+        return "".join(format_pair(source, candidate.text) for candidate in candidates)
+
+    total = num_lines(arguments.input)
+    if pairs is not None and arguments.shard is not None:
+        # A file of pairs may have a header, or records of several lines.
+        total = sum(1 for _ in pairs.read_files())
+    part = chosen_part(arguments, total)
+    with load(arguments, options) as generator:
+        num_targets = 1 if arguments.select is not None else generator.num_targets(**options)
+        records = read_records(arguments, pairs)
+        decode_records(generator, arguments, options, records, part, format_pairs, num_targets=num_targets)
+
+
+def nearest(candidates: Sequence[ScoredText], reference: str, metric: str) -> ScoredText:
+    """Return the candidate with the highest score against a reference, and of equal ones the first.
+
+    Source: Kim and Rush 2016, arXiv 1606.07947, section 3.3 (sequence-level interpolation).
+    """
+    scores = expected_utilities([candidate.text for candidate in candidates], {reference: 1.0}, metric)
+    return candidates[scores.index(max(scores))]
+
+
+def chosen_pairs(arguments: argparse.Namespace) -> PairSource | None:
+    """Return the files of pairs; `None` for sources alone."""
+    columns = given_options(arguments, ("source_column", "target_column", "max_line_characters"))
+    if arguments.target is not None:
+        return PairSource(source_file=arguments.input, target_file=arguments.target, **columns)
+    if arguments.input is not None and arguments.input.removesuffix(".gz").endswith(tuple(READERS)):
+        return PairSource(file=arguments.input, **columns)
+    return None
+
+
+def read_records(arguments: argparse.Namespace, pairs: PairSource | None) -> Iterator[tuple[str, str | None]]:
+    """Yield each source and its reference.
+
+    Raises:
+        ValueError: If a line holds no pair.
+    """
+    if pairs is None:
+        yield from ((line, None) for line in read_lines(arguments.input, arguments.max_line_characters))
+        return
+    for record in pairs.read_files():
+        if isinstance(record, PairProblem):
+            raise ValueError(f"{record.message} `metaphrase filter` drops such lines.")
+        yield record

@@ -1,0 +1,127 @@
+"""Parts of an input: the outputs of all shards, one after the other, are the output of a run without shards."""
+
+import argparse
+
+import pytest
+from tiny_generator import SOURCES, TARGETS
+
+from metaphrase.scripts import backtranslate, distill, filter, generate
+from metaphrase.scripts.parsers import options
+from metaphrase.tokenization.texts import shard_range
+
+NUM_LINES, CHUNK_SIZE = 23, 3
+SEARCHES = {
+    "greedy": (generate, []),
+    "n_best": (generate, ["--num_beams", "2", "--num_return_sequences", "2"]),
+    "sampling": (backtranslate, ["--temperature", "3", "--seed", "5"]),
+    "pairs": (distill, ["--num_beams", "2", "--num_return_sequences", "2", "--select", "chrf"]),
+}
+
+
+@pytest.fixture
+def words(cli_model, tmp_path):
+    """The words of a verb, but for its own: input, model, chunks."""
+    rows = [(f"{SOURCES[n % 5]} {SOURCES[n % 3]}", TARGETS[n % 5]) for n in range(NUM_LINES)]
+    (tmp_path / "in.txt").write_text("".join(f"{source}\n" for source, _ in rows), encoding="utf-8")
+    # A header, so that pairs and lines differ in number.
+    text = "".join(f"{source}\t{target}\n" for source, target in [("source", "target"), *rows])
+    (tmp_path / "in.tsv").write_text(text, encoding="utf-8")
+    return lambda verb: [
+        *(cli_model, "--device", "cpu", "--chunk_size", str(CHUNK_SIZE)),
+        *("--input", str(tmp_path / ("in.tsv" if verb is distill else "in.txt"))),
+    ]
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_shards_together_are_the_whole_output(words, tmp_path, search):
+    verb, search_words = SEARCHES[search]
+    command = [*words(verb), *search_words]
+
+    def run(name, *more):
+        verb.main([*command, "--output", str(tmp_path / name), *more])
+        return (tmp_path / name).read_bytes()
+
+    whole = run("whole.tsv")
+    parts = [run(f"{number}.tsv", "--shard", f"{number}/3") for number in (1, 2, 3)]
+    assert b"".join(parts) == whole and all(parts)
+    # A shard that was stopped goes on.
+    (tmp_path / "2.tsv").write_bytes(parts[1][: len(parts[1]) // 2])
+    assert run("2.tsv", "--shard", "2/3", "--resume") == parts[1]
+
+
+def test_parts_are_nearly_equal_and_begin_at_chunks():
+    parts = [shard_range(100, (number, 4), 7) for number in (1, 2, 3, 4)]
+    assert parts == [range(21), range(21, 49), range(49, 77), range(77, 100)]
+    assert shard_range(10, None, 7) == range(10) and shard_range(5, (1, 1)) == range(5) and not shard_range(0, None)
+    with pytest.raises(ValueError, match=r"no more parts than the input has chunks of 7, 15, got 16\. Set a smaller"):
+        shard_range(100, (1, 16), 7)
+    with pytest.raises(ValueError, match="`shard` must have no more parts than the input has lines or pairs, 3, got 4"):
+        shard_range(3, (4, 4))
+
+
+ARRAY = ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_MAX", "SLURM_ARRAY_TASK_COUNT")
+
+
+@pytest.mark.parametrize(
+    ("word", "environment", "expected"),
+    [
+        ("3/64", {}, (3, 64)),
+        ("auto", dict(zip(ARRAY, ("5", "1", "8", "8"), strict=True)), (5, 8)),
+        ("auto", dict(zip(ARRAY, ("5", "0", "7", "8"), strict=True)), (6, 8)),
+        ("auto", {"RANK": "0", "WORLD_SIZE": "2"}, (1, 2)),
+        ("auto", {**dict(zip(ARRAY, ("1", "1", "8", "8"), strict=True)), "RANK": "1", "WORLD_SIZE": "2"}, (1, 8)),
+        ("0/64", {}, "K from 1 to N"),
+        ("65/64", {}, "K from 1 to N"),
+        ("3", {}, "K from 1 to N"),
+        ("auto", {}, "got neither; pass --shard K/N"),
+        # Tasks 7 and 8 of an array that are submitted once more, and an array with gaps.
+        ("auto", dict(zip(ARRAY, ("7", "7", "8", "2"), strict=True)), "got 2 tasks from 7 to 8"),
+        ("auto", dict(zip(ARRAY, ("4", "0", "8", "3"), strict=True)), "got 3 tasks from 0 to 8"),
+    ],
+)
+def test_the_part_of_a_task(monkeypatch, word, environment, expected):
+    for name in (*ARRAY, "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if isinstance(expected, tuple):
+        assert options.shard(word) == expected
+    else:
+        with pytest.raises(argparse.ArgumentTypeError, match=expected):
+            options.shard(word)
+
+
+def test_without_the_option_a_task_of_an_array_decodes_the_whole_input(words, tmp_path, monkeypatch):
+    for name, value in zip(ARRAY, ("2", "1", "3", "3"), strict=True):
+        monkeypatch.setenv(name, value)
+    for name, more in (("whole", []), ("part", ["--shard", "auto"]), ("second", ["--shard", "2/3"])):
+        generate.main([*words(generate), "--output", str(tmp_path / name), *more])
+    sizes = {name: len((tmp_path / name).read_bytes().splitlines()) for name in ("whole", "part")}
+    assert sizes == {"whole": NUM_LINES, "part": 9}
+    assert (tmp_path / "part").read_bytes() == (tmp_path / "second").read_bytes()
+
+
+def test_filtered_shards_together_are_the_whole_output_but_for_duplicates(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [(f"The house of {name} is big.", f"La casa de {name} es grande.") for name in "abcdefghijkl"]
+    rows += [("A dog.", "A dog."), ("", "Nada."), *rows[:5]]
+    text = "".join(f"{source}\t{target}\n" for source, target in rows)
+    (tmp_path / "pairs.tsv").write_text(text, encoding="utf-8")
+
+    def run(output, skipped, *more):
+        filter.main(["pairs.tsv", "--output", output, *more, "--skip_rules", "encoding", *skipped])
+        return (tmp_path / output).read_bytes()
+
+    def join(name, skipped):
+        return b"".join(run(f"{name}_{part}.tsv", skipped, "--shard", f"{part}/4") for part in (1, 2, 3, 4))
+
+    repeated = ["duplicate", "targets_per_source"]
+    assert join("alone", repeated) == run("alone.tsv", repeated)
+    whole, joined = run("whole.tsv", []), join("each", [])
+    assert len(joined.splitlines()) == len(whole.splitlines()) + 5 and joined.startswith(whole)
+    (tmp_path / "joined.tsv").write_bytes(joined)
+    filter.main(["joined.tsv", "--output", "last.tsv", "--rules", *repeated])
+    assert (tmp_path / "last.tsv").read_bytes() == whole
+    with pytest.raises(ValueError, match="has lines or pairs, 19, got 20"):
+        run("many.tsv", [], "--shard", "20/20")
+    assert not (tmp_path / "many.tsv.partial").exists()

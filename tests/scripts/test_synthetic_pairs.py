@@ -1,0 +1,171 @@
+"""`metaphrase backtranslate` and `metaphrase distill`: what the pairs hold, candidates by their reference, kills, errors."""
+
+import json
+import signal
+
+import pytest
+from killed_outputs import Server
+from sacrebleu import sentence_bleu, sentence_chrf
+from tiny_generator import SOURCES, TARGETS, tiny_generator
+
+from metaphrase.data.pairs import PairSource
+from metaphrase.inference import Generator, ScoredText
+from metaphrase.scripts import backtranslate, distill
+from metaphrase.scripts.console import run
+from metaphrase.tokenization import TokenizerPair
+
+CPU = ["--device", "cpu"]
+SAMPLES = ["--temperature", "3", "--num_return_sequences", "2"]
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working folder with targets and pairs."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mono.de").write_text("".join(f"{line}\n" for line in [*TARGETS, "", "ein\tHund"]), encoding="utf-8")
+    rows = zip(SOURCES, TARGETS, strict=True)
+    (tmp_path / "train.tsv").write_text("".join(f"{s}\t{t}\n" for s, t in rows), encoding="utf-8")
+    (tmp_path / "train.en").write_text("".join(f"{line}\n" for line in SOURCES), encoding="utf-8")
+    (tmp_path / "train.de").write_text("".join(f"{line}\n" for line in TARGETS), encoding="utf-8")
+    return tmp_path
+
+
+def pairs_of(path):
+    return list(PairSource(file=path).read_files())
+
+
+def as_field(text):
+    return text.translate(str.maketrans("\t\r\n", "   "))
+
+
+def test_back_translation_writes_synthetic_sources_before_the_real_targets(cli_model, folder):
+    words = [cli_model, *CPU, "--input", "mono.de", "--num_beams", "2"]
+    backtranslate.main([*words, "--output", "plain.tsv"])
+    backtranslate.main([*words, "--output", "tagged.tsv", "--tag", "<BT>"])
+    backtranslate.main([*words, "--output", "tagged.jsonl", "--tag", "<BT>"])
+    lines = [*TARGETS, "", "ein\tHund"]
+    sources = tiny_generator(kind="byte").generate(lines, num_beams=2)
+    targets = [as_field(line) for line in lines]
+    assert pairs_of("plain.tsv") == [*zip(map(as_field, sources), targets, strict=True)]
+    # A blank line has no tag: training drops such a pair.
+    tagged = [f"<BT> {source}" if source.strip() else "" for source in sources]
+    assert pairs_of("tagged.tsv") == [*zip(map(as_field, tagged), targets, strict=True)] and tagged[5] == ""
+    assert pairs_of("tagged.jsonl") == [*zip(tagged, lines, strict=True)]
+
+
+def test_back_translation_may_sample_several_sources_of_a_target(cli_model, folder):
+    words = [cli_model, *CPU, "--input", "mono.de", *SAMPLES, "--output"]
+    backtranslate.main([*words, "first.tsv"])
+    backtranslate.main([*words, "other.tsv", "--seed", "1"])
+    pairs = pairs_of("first.tsv")
+    assert [target for _, target in pairs[:10]] == [target for target in TARGETS for _ in range(2)]
+    assert pairs[0] != pairs[1] and pairs != pairs_of("other.tsv")
+
+
+@pytest.mark.parametrize("kind", ["byte_bpe", "unigram", "wordpiece"])
+def test_a_tag_is_one_token_if_the_tokenizer_has_it(kind):
+    pair = TokenizerPair.train(
+        SOURCES * 3, TARGETS * 3, joint=True, kind=kind, additional_special_tokens=["<BT>"], show_progress=False
+    )
+    plain, tagged = pair.encode_sources(["the cat", "<BT> the cat"])
+    tag = pair.source.convert_tokens_to_ids("<BT>")
+    assert tagged.count(tag) == 1 and tag not in plain and len(tagged) <= len(plain) + 2
+
+
+def test_distilled_targets_are_those_of_the_ensemble(cli_model, other_cli_model, folder):
+    words = [cli_model, other_cli_model, *CPU, "--num_beams", "3"]
+    distill.main([*words, "--input", "train.tsv", "--output", "best.tsv"])
+    distill.main([*words, "--input", "train.en", "--output", "sources.tsv"])
+    distill.main([*words, "--input", "train.tsv", "--output", "all.tsv", "--num_return_sequences", "3"])
+    teachers = Generator.from_pretrained([cli_model, other_cli_model], device="cpu")
+    best = [*zip(SOURCES, map(as_field, teachers.generate(SOURCES, num_beams=3)), strict=True)]
+    assert pairs_of("best.tsv") == pairs_of("sources.tsv") == best
+    alone = tiny_generator(kind="byte").generate(SOURCES, num_beams=3)
+    assert [target for _, target in best] != [*map(as_field, alone)]
+    n_best = teachers.generate_n_best(SOURCES, num_beams=3, num_return_sequences=3)
+    rows = [(source, as_field(item.text)) for source, row in zip(SOURCES, n_best, strict=True) for item in row]
+    assert pairs_of("all.tsv") == rows
+
+
+@pytest.mark.parametrize("metric", ["bleu", "chrf"])
+def test_the_candidate_nearest_to_the_reference_is_selected(cli_model, folder, metric):
+    options = ["--num_beams", "4", "--num_return_sequences", "4", "--select", metric]
+    generator = tiny_generator(kind="byte")
+    n_best = generator.generate_n_best(SOURCES, num_beams=4, num_return_sequences=4)
+    # A reference that is the third candidate.
+    references = [as_field(row[2].text) for row in n_best]
+    (folder / "train.de").write_text("".join(f"{line}\n" for line in references), encoding="utf-8")
+    words = [cli_model, *CPU, *options, "--input", "train.en", "--target", "train.de", "--output", "selected.jsonl"]
+    distill.main(words)
+    selected = [target for _, target in pairs_of("selected.jsonl")]
+    score = sentence_chrf if metric == "chrf" else lambda text, references: sentence_bleu(text, references)
+    best = [
+        max(row, key=lambda item, reference=reference: score(item.text, [reference]).score).text
+        for row, reference in zip(n_best, references, strict=True)
+    ]
+    assert selected == best != [row[0].text for row in n_best]
+
+
+def test_of_equally_near_candidates_the_first_is_selected():
+    candidates = [ScoredText(text, None) for text in ("a dog", "the cat", "the  cat")]
+    assert distill.nearest(candidates, "the cat", "chrf") is candidates[1]
+    assert distill.nearest(candidates, "zzz", "chrf") is candidates[0]
+
+
+@pytest.mark.parametrize(
+    ("verb", "words"),
+    [
+        (backtranslate, ["--input", "mono.de", "--tag", "<BT>", *SAMPLES]),
+        (distill, ["--input", "train.tsv", "--select", "chrf", "--num_beams", "2", "--num_return_sequences", "2"]),
+    ],
+    ids=["backtranslate", "distill"],
+)
+def test_runs_that_were_killed_end_as_one_that_was_not(cli_model, folder, server, verb, words):
+    words = [cli_model, *CPU, "--chunk_size", "2", *[str(folder / word) if "." in word else word for word in words]]
+    verb.main([*words, "--output", "whole.tsv"])
+    whole, output = (folder / "whole.tsv").read_bytes(), folder / "out.tsv"
+    resumed = [*words, "--output", str(output), "--resume"]
+    for most_bytes in (len(whole) // 3, 2 * len(whole) // 3):
+        name = verb.__name__.rpartition(".")[2]
+        assert server.run(resumed, output, verb=name, most_bytes=most_bytes) == -signal.SIGXFSZ
+        assert output.read_bytes() == whole[:most_bytes]
+    verb.main(resumed)
+    assert output.read_bytes() == whole
+    if verb is backtranslate:
+        with pytest.raises(ValueError, match="`output` must hold the lines of this command to be resumed"):
+            verb.main([*resumed, "--tag", "<NEW>"])
+
+
+@pytest.mark.parametrize(
+    ("verb", "words", "message"),
+    [
+        (backtranslate, ["--input", "mono.de", "--output", "out.txt"], "`output` must end in .tsv or .jsonl, got"),
+        (backtranslate, ["--output", "out.tsv", "--shard", "1/2"], "`input` must be a file with `shard`, got a pipe"),
+        (backtranslate, ["--input", "mono.de", "--resume"], "`output` must be given with `resume`"),
+        (distill, ["--input", "train.en", "--select", "chrf"], "`select` must come with pairs .* got sources alone"),
+        (distill, ["--input", "train.tsv", "--select", "chrf"], "`num_return_sequences` above 1, got 1"),
+        (distill, ["--ensemble_mean", "linear"], "`teachers` must be several with `ensemble_mean`"),
+        (distill, ["--target", "train.de"], "`input` must be given with `target`"),
+        (distill, ["--input", "broken.tsv"], "got 1 in line 2. `metaphrase filter` drops such lines"),
+        (distill, ["--input", "train.tsv", "--output", "train.tsv", "--overwrite"], "another file than `input`"),
+    ],
+)
+def test_wrong_words_are_refused(cli_model, folder, capsys, verb, words, message):
+    (folder / "broken.tsv").write_text("a\tb\nc\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        verb.main([cli_model, *CPU, *words])
+
+
+def test_pairs_go_to_standard_output_with_tabs(cli_model, folder, capsys):
+    assert run(distill.main, "distill", [cli_model, *CPU, "--input", "train.tsv"]) == 0
+    lines = capsys.readouterr().out.split("\n")[:-1]
+    assert [line.split("\t")[0] for line in lines] == SOURCES
+    assert run(distill.main, "distill", [cli_model, *CPU, "--input", "train.tsv", "--output", "a.jsonl"]) == 0
+    assert [json.loads(line)["source"] for line in (folder / "a.jsonl").read_text().splitlines()] == SOURCES
