@@ -150,7 +150,8 @@ def _report_size(size: int, settings: TokenizerSettings) -> None:
         specials = len(settings.special_tokens.tokens)
         settings.require_room_for(size - specials, "characters of the texts")
     if size < settings.vocab_size and settings.kind in KINDS_THAT_FILL_A_VOCABULARY:
-        logger.warning(
+        # No warning: the size may have been chosen for the user.
+        logger.info(
             "The vocabulary has %d entries, not `vocab_size` %d: the texts hold no more frequent pieces.",
             size,
             settings.vocab_size,

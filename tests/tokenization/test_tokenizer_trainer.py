@@ -1,6 +1,7 @@
 """Tests of tokenizer training: exact round trips, stable vocabularies, clear errors."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -155,12 +156,15 @@ def test_same_texts_give_the_same_tokenizer(kind):
 
 
 @pytest.mark.parametrize("kind", ["byte_bpe", "bpe", "unigram", "wordpiece"])
-def test_vocab_size_is_met_exactly_or_with_a_warning_that_the_texts_are_too_small(kind, caplog):
+def test_vocab_size_is_met_exactly_or_a_line_says_that_the_texts_are_too_small(kind, caplog):
+    caplog.set_level(logging.INFO)
     size = {"byte_bpe": 300, "bpe": 140, "unigram": 66, "wordpiece": 140}[kind]
     assert len(train(kind, vocab_size=size)) == size and not caplog.records
     tokenizer = train(kind, vocab_size=5000)
     assert len(tokenizer) < 5000
     assert f"has {len(tokenizer)} entries, not `vocab_size` 5000" in caplog.text
+    # A size that was chosen for the user is no mistake.
+    assert all(record.levelno == logging.INFO for record in caplog.records)
 
 
 def test_byte_vocabulary_is_in_byte_order():
