@@ -18,6 +18,7 @@ SAMPLED_KINDS = ("byte_bpe", "bpe", "unigram")
 Ids = tuple[int, ...]
 # States of words in memory, of less than 1 KB each. The first ones stay: frequent words come early in a text.
 _MAX_STATES = 200_000
+_NEAR_ZERO = 1e-300
 
 
 class SubwordSampler:
@@ -67,7 +68,7 @@ class SubwordSampler:
         ids: list[int] = []
         plain_ids, start = encoding.ids, 0
         for word, tokens in groupby(encoding.word_ids):
-            end = start + sum(1 for _ in tokens)
+            end = start + len(list(tokens))
             plain, start = tuple(plain_ids[start:end]), end
             if word is None or not self._whole.isdisjoint(plain):
                 ids += plain
@@ -83,7 +84,9 @@ class _Merges:
     """
 
     def __init__(self, model: dict[str, Any], rate: float):
-        self.vocabulary, self._log_rate = model["vocab"], math.log(rate) if rate else -math.inf
+        self.vocabulary = model["vocab"]
+        # Divisors that turn a uniform number into a geometric one. They are finite, so that a rate of 0 needs no case of its own.
+        self._log_skipped, self._log_merged = math.log(rate or _NEAR_ZERO), math.log1p(-rate) or -_NEAR_ZERO
         self._merges: dict[Ids, tuple[int, int]] = {}
         for rank, merge in enumerate(model["merges"]):
             first, second = merge.split(" ") if isinstance(merge, str) else merge
@@ -98,13 +101,15 @@ class _Merges:
 
     def sample(self, plain: Ids, pieces: dict[int, str], random: Random) -> Ids:
         """Return a word's ids in a new segmentation."""
-        if (state := self._words.get(plain)) is None:
-            state = self._word(plain, pieces)
-        draw, log, log_rate = random.random, math.log, self._log_rate
+        # Two of three words skip no merge at a rate of 0.1, and take a single draw.
+        states = self._words.get(plain) or self._word(plain, pieces)
+        draw, log = random.random, math.log
+        merged = int(log(1 - draw()) / self._log_merged)
+        if merged >= len(states) - 1:
+            return states[-1][0]
+        state, skipped = states[merged], 1 + int(log(1 - draw()) / self._log_skipped)
         while True:
             ids, merges, following = state
-            # The number of merges that are skipped before one is made.
-            skipped = int(log(1 - draw()) / log_rate)
             if skipped >= len(merges):
                 return ids
             if (state := following[skipped]) is None:
@@ -113,15 +118,21 @@ class _Merges:
                 if self._num_states < _MAX_STATES:
                     self._num_states += 1
                     following[skipped] = state
+            # The number of merges that are skipped before one is made.
+            skipped = int(log(1 - draw()) / self._log_skipped)
 
-    def _word(self, plain: Ids, pieces: dict[int, str]) -> list:
-        """Return the state of a word that is not merged yet."""
+    def _word(self, plain: Ids, pieces: dict[int, str]) -> list[list]:
+        """Return the states of a word from its letters to the plain segmentation, which skips no merge."""
         letters = [self.vocabulary.get(letter) for index in plain for letter in pieces[index]]
-        state = [plain, [], []] if None in letters else self._state(tuple(letters))
+        states = [[plain, [], []] if None in letters else self._state(tuple(letters))]
+        while states[-1][1]:
+            ids, [(start, merged), *_], following = states[-1]
+            following[0] = self._state((*ids[:start], merged, *ids[start + 2 :]))
+            states.append(following[0])
         if self._num_states < _MAX_STATES:
-            self._num_states += 1
-            self._words[plain] = state
-        return state
+            self._num_states += len(states)
+            self._words[plain] = states
+        return states
 
     def _state(self, ids: Ids) -> list:
         merges = [
