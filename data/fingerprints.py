@@ -30,8 +30,8 @@ def data_fingerprint(dataset: Any) -> dict[str, Any] | None:
     """
     if hasattr(stream := getattr(dataset, "read", None), "fingerprint"):
         return stream.fingerprint()
-    # A denoising data set draws new noise in each epoch, but its blocks stay.
-    rows = getattr(dataset, "blocks", dataset)
+    # Noise and changes are drawn anew in each epoch, but blocks and plain pairs stay.
+    rows = getattr(dataset, "blocks", getattr(dataset, "pairs", dataset))
     if not isinstance(rows, datasets.Dataset) or not set(_ID_COLUMNS) & set(rows.column_names):
         return None
     columns = rows.column_names

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from metaphrase.data.augmentation import Augmenter
 from metaphrase.data.encoding import OUTCOMES, PairEncoder
 from metaphrase.data.fingerprints import file_fingerprint
 from metaphrase.data.pair_files import read_arrow
@@ -58,15 +59,19 @@ class TextStream(PairSource):
 
 
 class PairStream:
-    """Encoded pairs of a text stream, the same in each pass. Pairs are dropped and counted as by `encode_pairs`."""
+    """Encoded pairs of a text stream, the same in each pass. Pairs are dropped and counted as by `encode_pairs`.
 
-    def __init__(self, texts: TextStream, tokenizers: TokenizerPair, **rules: Any):
+    An augmenter changes the remaining pairs in each pass.
+    """
+
+    def __init__(self, texts: TextStream, tokenizers: TokenizerPair, augmenter: Augmenter | None = None, **rules: Any):
         """Args:
         texts: The pairs of text.
         tokenizers: Source and target tokenizer.
+        augmenter: Changes the pairs of a pass.
         **rules: The other fields of `PairEncoder`.
         """
-        self.texts, self.encode = texts, PairEncoder(tokenizers, **rules)
+        self.texts, self.encode, self.augmenter = texts, PairEncoder(tokenizers, **rules), augmenter
         # Shared memory: the workers of a loader read, each with a copy of this stream.
         self._counts = torch.zeros(len(_COUNTS), dtype=torch.int64).share_memory_()
 
@@ -80,24 +85,32 @@ class PairStream:
         if (worker := get_worker_info()) is None or worker.id == 0:
             self._counts.copy_(torch.tensor([getattr(report, name) for name in _COUNTS]))
 
-    def __call__(self, number: int) -> Iterator[dict[str, Any]]:
+    def __call__(self, pass_number: int) -> Iterator[dict[str, Any]]:
         """Yield `input_ids` and `labels` of each pair of a pass."""
         report = DataReport()
         pairs, row = self.texts.pairs(report), count()
         while batch := list(islice(pairs, _ROWS_PER_READ)):
             sources, targets = zip(*batch, strict=True)
-            columns = self.encode(list(sources), list(targets), list(islice(row, len(batch))))
+            rows = list(islice(row, len(batch)))
+            columns = self.encode(list(sources), list(targets), rows)
             report.source_truncated += sum(columns["source_truncated"])
             report.target_truncated += sum(columns["target_truncated"])
             outcomes = columns["outcome"]
             for outcome, reason in enumerate(OUTCOMES[1:], start=1):
                 setattr(report, reason, getattr(report, reason) + outcomes.count(outcome))
             self._publish(report)
-            for outcome, input_ids, labels in zip(outcomes, columns["input_ids"], columns["labels"], strict=True):
-                if outcome == 0:
-                    yield {"input_ids": input_ids, "labels": labels}
+            pairs_of_ids = zip(columns["input_ids"], columns["labels"], strict=True)
+            encoded = [{"input_ids": input_ids, "labels": labels} for input_ids, labels in pairs_of_ids]
+            remaining = [number for number, outcome in enumerate(outcomes) if outcome == 0]
+            if self.augmenter is None:
+                yield from (encoded[number] for number in remaining)
+            elif remaining:
+                texts = [
+                    {"source": sources[number], "target": targets[number], **encoded[number]} for number in remaining
+                ]
+                yield from self.augmenter(texts, pass_number, [rows[number] for number in remaining])
         self._publish(report)
-        logger.info("Pass %d: %s", number + 1, report)
+        logger.info("Pass %d: %s", pass_number + 1, report)
 
     def fingerprint(self) -> dict[str, Any] | None:
         """Return the fingerprint of the files, or None for a data set of the Hub.

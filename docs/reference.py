@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 GROUPS = {
     "data": "Data",
     "tasks": "Several tasks",
+    "stages": "Stages",
     "tokenizer": "Tokenizer",
     "model": "Model",
     "batches": "Batches and time",

@@ -1,16 +1,17 @@
 """Pair of source and target tokenizer of a sequence-to-sequence model, and the languages of multilingual tokenizers."""
 
 import copy
+import itertools
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Encoding
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
@@ -30,6 +31,9 @@ _LIBRARIES = ("sentencepiece", "sacremoses")
 
 # Encoding in parts bounds memory: the library keeps an object per text beside the ids.
 TEXTS_PER_CALL = 10_000
+
+# Returns the ids of a text from its number and its encoding.
+Segment = Callable[[int, Encoding], list[int]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,22 +209,26 @@ class TokenizerPair:
             if tokenizer.model_max_length >= VERY_LARGE_INTEGER:
                 tokenizer.model_max_length = max_length
 
-    def encode_sources(self, texts: list[str]) -> list[list[int]]:
+    def encode_sources(self, texts: list[str], segment: Segment | None = None) -> list[list[int]]:
         """Return the ids of each text with the end of sequence, never truncated.
+
+        Args:
+            texts: The texts.
+            segment: Returns the ids of another segmentation from the number of a text and its encoding (fast tokenizers).
 
         Raises:
             ValueError: If `texts` is not a list of strings.
         """
-        return _encode(self.source, texts, "text")
+        return _encode(self.source, texts, "text", segment)
 
-    def encode_targets(self, texts: list[str]) -> list[list[int]]:
+    def encode_targets(self, texts: list[str], segment: Segment | None = None) -> list[list[int]]:
         """Return the ids of each target text, like `encode_sources`, in the tokenizer's mode for targets if it has one.
 
         Raises:
             ValueError: If `texts` is not a list of strings, or the tokenizer needs a target language and has none.
         """
         check_target_language(self.target)
-        return _encode(self.target, texts, "text_target")
+        return _encode(self.target, texts, "text_target", segment)
 
     def decode_targets(self, ids: torch.Tensor | np.ndarray | list) -> list[str]:
         """Return the text of each row of ids, without special tokens. Ignored labels (-100) count as padding.
@@ -301,13 +309,16 @@ def _entry_count(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], argument: str) -> list[list[int]]:
+def _encode(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], argument: str, segment: Segment | None = None
+) -> list[list[int]]:
     texts = list(checked_texts(texts))
     # Options of all calls. Callers report long texts themselves.
     options = {"padding": False, "truncation": False, "return_attention_mask": False, "verbose": False}
     rows: list[list[int]] = []
     for start in range(0, len(texts), TEXTS_PER_CALL):
-        rows += tokenizer(**{argument: texts[start : start + TEXTS_PER_CALL]}, **options)["input_ids"]
+        batch = tokenizer(**{argument: texts[start : start + TEXTS_PER_CALL]}, **options)
+        rows += batch["input_ids"] if segment is None else itertools.starmap(segment, enumerate(batch.encodings, start))
     end = tokenizer.eos_token
     if all(row and row[-1] == tokenizer.eos_token_id for row in rows) and not any(end in text for text in texts):
         return rows

@@ -16,7 +16,8 @@ from metaphrase.data.pairs import SPLITS, column_texts
 from metaphrase.data.profile import SideProfile
 from metaphrase.evaluation.task_scores import ValidationSample, spread
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.training.corpora import PairCorpus, TaskCorpus
+from metaphrase.training.corpora import PairCorpus
+from metaphrase.training.mixtures import TaskCorpus
 from metaphrase.training.recipe.recipe import Recipe
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ def data_alerts(corpus: PairCorpus, tokenizers: TokenizerPair, train: Any) -> It
         if hasattr(part.splits["train"], "__len__"):
             yield from _side_alerts(part)
             yield from _shared_source_alerts(part)
+    train = getattr(train, "pairs", train)
     if corpus.recipe.model_name_or_path is None and isinstance(train, Dataset):
         yield from _vocabulary_alerts(corpus.recipe, tokenizers, train)
 

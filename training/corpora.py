@@ -1,10 +1,7 @@
 """Corpora: training, validation and test data of a recipe, from files to data sets of token ids."""
 
-import contextlib
 import logging
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterable
 from pathlib import PurePath
 from typing import Any
 
@@ -12,10 +9,11 @@ import datasets
 import numpy as np
 from transformers import Seq2SeqTrainingArguments
 
+from metaphrase.data.augmentation import AugmentedPairs, Augmenter
 from metaphrase.data.denoising.dataset import DenoisingDataset, longest_block, make_objective, objective_tokens
 from metaphrase.data.denoising.objectives import MIN_BLOCK_LENGTH
 from metaphrase.data.encoding import encode_pairs
-from metaphrase.data.pairs import SPLITS, TASK_COLUMN, DataReport, column_texts, data_seed, load_pairs, split_pairs
+from metaphrase.data.pairs import SPLITS, DataReport, column_texts, data_seed, load_pairs, split_pairs
 from metaphrase.data.streams import PairStream, TextStream, TokenBudgetStream
 from metaphrase.data.text_blocks import load_texts, text_blocks
 from metaphrase.tokenization import TokenizerPair
@@ -96,7 +94,24 @@ class PairCorpus:
         Raises:
             ValueError: If a pair is refused, or a scored pair is too long for the model and `too_long` is not truncate.
         """
+        encoded = self._encode_plain(tokenizers)
+        # A stream augments its pairs itself.
+        if isinstance(encoded["train"], datasets.Dataset) and (augmenter := self._augmenter(tokenizers)) is not None:
+            encoded["train"] = AugmentedPairs(encoded["train"], augmenter)
+        return encoded
+
+    def _encode_plain(self, tokenizers: TokenizerPair) -> dict[str, Any]:
         return {name: self._encode(name, tokenizers) for name in SPLITS if name in self.splits}
+
+    def _augmenter(self, tokenizers: TokenizerPair) -> Augmenter | None:
+        recipe = self.recipe
+        if not recipe.is_augmented:
+            return None
+        limits = self.max_source_length, self.max_target_length
+        return Augmenter(tokenizers, self.seed, limits, recipe.subword_sampling, recipe.augmentation, self._prefixes())
+
+    def _prefixes(self) -> list[str]:
+        return [self.recipe.source_prefix] if self.recipe.source_prefix else []
 
     def _encode(self, split: str, tokenizers: TokenizerPair) -> Any:
         recipe, is_train = self.recipe, split == "train"
@@ -108,7 +123,7 @@ class PairCorpus:
             max_target_length=limits[1],
             too_long=recipe.too_long if is_train else "truncate",
             empty=recipe.empty if is_train or recipe.empty == "error" else "keep",
-            keep_text=not is_train,
+            keep_text=not is_train or recipe.is_augmented,
             report=self.reports.get(split),
         )
         logger.info("%s%s: %s", self.label, split, self.reports[split])
@@ -136,6 +151,11 @@ class PairCorpus:
                 "`max_target_length` %d, which are limits of training.",
                 *(self.label, split, *longest, *limits),
             )
+
+    @property
+    def max_source_length(self) -> int:
+        """Maximum tokens of a training source."""
+        return self.recipe.max_source_length
 
     @property
     def max_target_length(self) -> int:
@@ -182,6 +202,7 @@ class StreamedPairCorpus(PairCorpus):
         pairs = PairStream(
             self.splits["train"],
             tokenizers,
+            self._augmenter(tokenizers),
             max_source_length=recipe.max_source_length,
             max_target_length=recipe.max_target_length,
             too_long=recipe.too_long,
@@ -242,85 +263,6 @@ class TextCorpus(PairCorpus):
         return {f"num_{name}_documents": len(split) for name, split in self.splits.items()}
 
 
-class TaskCorpus(PairCorpus):
-    """Pairs of several tasks, each with a prefix. Training mixes them; validation and test hold all pairs, with a task column.
-
-    Source: Raffel et al. 2020, section 2.4, arXiv 1910.10683.
-    """
-
-    def _check(self) -> None:
-        recipe = self.recipe
-        self.weights = {name: float(fields.get("weight", 1.0)) for name, fields in recipe.tasks.items()}
-        self.tasks: dict[str, PairCorpus] = {}
-        for name in recipe.tasks:
-            with _named(name):
-                self.tasks[name] = PairCorpus(task_recipe(recipe, name), self.arguments, self.longest)
-            self.tasks[name].label = f"{name}, "
-
-    def load(self) -> None:
-        for name, corpus in self.tasks.items():
-            with _named(name):
-                corpus.load()
-        for split in SPLITS:
-            parts = {name: corpus.splits[split] for name, corpus in self.tasks.items() if split in corpus.splits}
-            if parts:
-                self.splits[split] = _joined(parts)
-        scored = self.scored_split()
-        for name, corpus in self.tasks.items():
-            if scored is not None and scored not in corpus.splits:
-                logger.warning("Task %r has no %s pairs: it is not scored.", name, scored)
-
-    def sides(self) -> tuple[Iterable[str], Iterable[str]]:
-        sides = [corpus.sides() for corpus in self.tasks.values()]
-        return chain.from_iterable(side[0] for side in sides), chain.from_iterable(side[1] for side in sides)
-
-    def encode(self, tokenizers: TokenizerPair) -> dict[str, Any]:
-        self._check_prefixes(tokenizers)
-        encoded = {}
-        for name, corpus in self.tasks.items():
-            with _named(name):
-                encoded[name] = corpus.encode(tokenizers)
-            self.reports |= {f"{name}/{split}": report for split, report in corpus.reports.items()}
-        parts = {"train": self._mixed({name: splits["train"] for name, splits in encoded.items()})}
-        validation = {name: splits["validation"] for name, splits in encoded.items() if "validation" in splits}
-        return parts | ({"validation": _joined(validation)} if validation else {})
-
-    @property
-    def max_target_length(self) -> int:
-        return max(corpus.max_target_length for corpus in self.tasks.values())
-
-    def data_name(self, split: str) -> str:
-        names = [corpus.data_name(split) for corpus in self.tasks.values() if split in corpus.splits]
-        return ", ".join(dict.fromkeys(names))
-
-    def sizes(self) -> dict[str, int]:
-        return dict(sum((Counter(corpus.sizes()) for corpus in self.tasks.values()), Counter()))
-
-    def _check_prefixes(self, tokenizers: TokenizerPair) -> None:
-        """Refuse prefixes with equal tokens, such as two that are unknown to the vocabulary."""
-        prefixes = {name: corpus.recipe.source_prefix or "" for name, corpus in self.tasks.items()}
-        names: dict[tuple[int, ...], str] = {}
-        for (name, prefix), ids in zip(prefixes.items(), tokenizers.encode_sources([*prefixes.values()]), strict=True):
-            other = names.setdefault(tuple(ids), name)
-            if prefixes[other] != prefix:
-                raise ValueError(
-                    f"`source_prefix` must tell tasks apart, got {prefixes[other]!r} for {other!r} and {prefix!r} for {name!r}, "
-                    "which have the same tokens. Give them tokens with `additional_special_tokens`."
-                )
-
-    def _mixed(self, parts: dict[str, datasets.Dataset]) -> datasets.Dataset:
-        recipe, sizes = self.recipe, [len(part) for part in parts.values()]
-        options = (recipe.task_mixing, recipe.mixing_temperature, recipe.mixing_limit)
-        rates = mixing_rates(sizes, list(self.weights.values()), *options)
-        rows = mixed_rows(sizes, rates, self.seed)
-        for name, size, rate, chosen in zip(parts, sizes, rates, rows, strict=True):
-            times = len(chosen) / size
-            logger.info("%s: %.1f %% of training, %d pairs read %.2f times.", name, 100 * rate, size, times)
-        starts = np.cumsum([0, *sizes[:-1]])
-        pairs = datasets.concatenate_datasets(list(parts.values()))
-        return pairs.select(np.concatenate([start + chosen for start, chosen in zip(starts, rows, strict=True)]))
-
-
 def _fit_budget(recipe: Recipe, longest: int | None) -> Recipe:
     """Return the recipe of a stream with length limits that fit the token budget, for any pair that may come.
 
@@ -361,82 +303,3 @@ def _fit_limits(recipe: Recipe, longest: int | None) -> Recipe:
             )
         logger.info("`%s` is lowered from %d to %d, the most that the model can read.", name, value, limit)
     return recipe.replace(is_checked=False, **lowered)
-
-
-def task_recipe(recipe: Recipe, name: str) -> Recipe:
-    """Return the recipe of one task: its fields over those of all tasks.
-
-    Raises:
-        ValueError: If a field of it is unknown, of a wrong type or out of range, or contradicts another.
-    """
-    shared = ("data_dir", "max_source_length", "max_target_length", "too_long", "empty", "malformed", "invalid_utf8")
-    shared += ("max_line_characters",)
-    fields = {field: getattr(recipe, field) for field in shared if recipe.is_set(field)}
-    task_fields = {field: value for field, value in recipe.tasks[name].items() if field != "weight"}
-    return Recipe.from_mapping(fields | task_fields, f"the task {name!r}")
-
-
-@contextlib.contextmanager
-def _named(task: str) -> Iterator[None]:
-    """Put the name of the task before an error."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"Task {task!r}: {error}") from error
-
-
-def _joined(parts: dict[str, datasets.Dataset]) -> datasets.Dataset:
-    return datasets.concatenate_datasets(
-        [part.add_column(TASK_COLUMN, [name] * len(part)) for name, part in parts.items()]
-    )
-
-
-def mixing_rates(
-    sizes: Sequence[int],
-    weights: Sequence[float],
-    mixing: str = "proportional",
-    temperature: float = 2.0,
-    limit: int | None = None,
-) -> np.ndarray:
-    """Return the share of each task among the examples of a run.
-
-    Args:
-        sizes: Training examples of each task.
-        weights: Factors on top of the sizes.
-        mixing: `proportional` to the sizes, `temperature` (to their root of that degree), or `equal`.
-        temperature: 1 is proportional. Higher values are more equal.
-        limit: Most examples that a task counts (the paper's K).
-
-    Returns:
-        Shares `(tasks,)`, whose sum is 1.
-
-    Source: Raffel et al. 2020, section 3.5.2, arXiv 1910.10683: examples-proportional mixing with a limit, temperature-scaled
-    mixing, and equal mixing.
-    """
-    counted = np.minimum(sizes, np.inf if limit is None else limit).astype(np.float64)
-    exponent = {"proportional": 1.0, "temperature": 1 / temperature, "equal": 0.0}[mixing]
-    rates = counted**exponent * np.asarray(weights, dtype=np.float64)
-    return rates / rates.sum()
-
-
-def mixed_rows(sizes: Sequence[int], rates: np.ndarray, seed: int) -> list[np.ndarray]:
-    """Return the rows of each task in an epoch: every row at least once, rows of favoured tasks more often.
-
-    The epoch is as short as possible. Random rows fill up what is not a whole number of repetitions.
-
-    Args:
-        sizes: Rows of each task.
-        rates: Shares of the tasks (see `mixing_rates`).
-        seed: Seed of the random rows.
-
-    Returns:
-        Rows of each task in ascending order, repetitions side by side.
-    """
-    length = max(size / rate for size, rate in zip(sizes, rates, strict=True))
-    generator = np.random.default_rng(seed)
-    rows = []
-    for size, rate in zip(sizes, rates, strict=True):
-        repetitions, rest = divmod(round(length * rate), size)
-        extra = generator.permutation(size)[:rest]
-        rows.append(np.sort(np.concatenate((np.tile(np.arange(size), repetitions), extra))))
-    return rows

@@ -38,13 +38,14 @@ from metaphrase.training.alerts import (
     warn,
 )
 from metaphrase.training.checkpointing.averaging import DEFAULT_METRIC, RECIPE_NAME
-from metaphrase.training.corpora import PairCorpus, StreamedPairCorpus, TaskCorpus, TextCorpus
+from metaphrase.training.corpora import PairCorpus, StreamedPairCorpus, TextCorpus
 from metaphrase.training.cpu_setup import warn_of_slow_bfloat16
 from metaphrase.training.decoding_choice import fill_decoding, final_share, is_choice_open
 from metaphrase.training.distributed import check_devices, check_processes, meet_on_cpu
 from metaphrase.training.early_end import EarlyStopping, EndOnInterrupt, TimeBudget, parse_seconds
 from metaphrase.training.exponential_average import ExponentialAverage
 from metaphrase.training.final_weights import average_run, check_averaged, save_final
+from metaphrase.training.mixtures import StagedCorpus, TaskCorpus
 from metaphrase.training.model_setup import (
     check_parts_of_model,
     fit_special_ids,
@@ -132,8 +133,8 @@ class Experiment:
             import_peft()
         if recipe.streaming:
             recipe = with_fields_of_run(recipe, self.folder, ("max_source_length", "max_target_length"))
-        if recipe.tasks:
-            corpus_class = TaskCorpus
+        if recipe.tasks or recipe.stages:
+            corpus_class = TaskCorpus if recipe.tasks else StagedCorpus
         elif recipe.objective != "pairs":
             corpus_class = TextCorpus
         else:

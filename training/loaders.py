@@ -15,6 +15,7 @@ from transformers.trainer_utils import seed_worker
 
 from metaphrase.data.collators import PackedCollator, PairCollator
 from metaphrase.data.pairs import LENGTH_COLUMNS, data_seed
+from metaphrase.data.stages import StagedPairs
 from metaphrase.data.streams import TokenBudgetStream
 from metaphrase.data.token_budget import LengthGroupedSampler, TokenBudgetSampler, WithFillers, check_beside_budget
 from metaphrase.modeling import IGNORED_LABEL
@@ -88,6 +89,8 @@ class DataLoadersMixin:
             return self._loader_by_number()
         loader = self._loader_by_budget(self.train_dataset, is_training=True)
         sampler = loader.batch_sampler
+        if isinstance(self.train_dataset, StagedPairs):
+            return loader
         logger.info(
             "An epoch has %d batches of at most %d tokens. %s %.1f %% of them.",
             len(sampler) * sampler.num_processes,
@@ -236,9 +239,11 @@ class DataLoadersMixin:
             # Evaluation leaves no pair out: the budget grows to the longest.
             budget = max(budget, lengths.sum(axis=1).max().item())
         processes = (self.args.world_size, self.args.process_index)
-        sampler = TokenBudgetSampler(
-            lengths, budget, data_seed(self.args), *processes, length_multiple=self._length_multiple
-        )
+        is_staged = is_training and isinstance(dataset, StagedPairs)
+        make_sampler = dataset.sampler if is_staged else TokenBudgetSampler
+        sampler = make_sampler(lengths, budget, data_seed(self.args), *processes, length_multiple=self._length_multiple)
+        if is_staged:
+            return self._prepare_loader(dataset, is_training, batch_sampler=sampler)
         if sampler.num_fillers:
             logger.info(
                 "So that all processes have equally many batches, %d of %d hold a repeated pair alone, which does not count.",

@@ -7,9 +7,9 @@ from itertools import takewhile
 import datasets
 import numpy as np
 import pyarrow.compute as pc
-import torch
 from transformers import PreTrainedTokenizerBase
 
+from metaphrase.data.augmentation import EpochPairs
 from metaphrase.data.denoising.objectives import (
     MIN_BLOCK_LENGTH,
     MODE_TOKENS,
@@ -37,14 +37,10 @@ def noise_generator(seed: int, epoch: int, index: int) -> np.random.Generator:
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(epoch, index)))
 
 
-class DenoisingDataset(torch.utils.data.Dataset):
+class DenoisingDataset(EpochPairs):
     """Blocks of plain text as pairs. `dataset[index]` is a block with the noise of the present epoch.
 
-    The data set draws the noise, because a collator knows neither the index of a block nor its length before the draw. The
-    epoch lies in shared memory, so that persistent workers see it change.
-
-    `set_epoch` must be called before each epoch. `MetaphraseTrainer` calls it through `announce_epoch`, because the loaders of
-    accelerate stop at the first sampler that takes an epoch.
+    The data set draws the noise, because a collator knows neither the index of a block nor its length before the draw.
 
     `dataset["source_length"]`, `dataset["target_length"]` and their sum `dataset["length"]` are lengths in tokens with
     end-of-sequence tokens, equal in all epochs. They are upper bounds unless `objective.lengths_are_exact`.
@@ -65,21 +61,12 @@ class DenoisingDataset(torch.utils.data.Dataset):
         Raises:
             ValueError: If the objective refuses the length of a block.
         """
+        super().__init__()
         self.blocks = blocks.select_columns("input_ids").with_format("numpy")
         self.objective = objective
         self.seed = seed
         self.column_names = ["input_ids", "labels", *_LENGTHS]
         self._lengths = _pair_lengths(self.blocks, objective)
-        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
-
-    @property
-    def epoch(self) -> int:
-        """The present epoch."""
-        return int(self._epoch)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the noise, also in all workers of this process."""
-        self._epoch.fill_(epoch)
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -91,11 +78,6 @@ class DenoisingDataset(torch.utils.data.Dataset):
         generator = noise_generator(self.seed, self.epoch, index)
         source, target = self.objective(self.blocks[index]["input_ids"], generator)
         return {"input_ids": source.tolist(), "labels": target.tolist()}
-
-    def __setstate__(self, state: dict) -> None:
-        self.__dict__.update(state)
-        # Only the pickle of a loader keeps a tensor in shared memory.
-        self._epoch.share_memory_()
 
 
 def _pair_lengths(blocks: datasets.Dataset, objective: Objective) -> np.ndarray:

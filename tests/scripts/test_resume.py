@@ -14,6 +14,7 @@ from small_runs import is_whole
 from transformers.trainer_pt_utils import safe_globals
 
 from metaphrase.training.checkpointing.folders import checkpoints_in
+from metaphrase.training.checkpointing.resuming import read_progress
 
 # Of two equal runs these differ: times, and what transformers notes when it loads a tokenizer.
 DIFFERENT = ("runtime", "per_second", "seconds", "is_local", "local_files_only")
@@ -252,6 +253,33 @@ RECIPES = {
     | {"per_device_train_batch_size": None, "max_tokens_per_batch": 120, "exponential_average_decay": 0.5},
     "average of the best": PLAIN | {"average_best": 2},
 }
+
+
+BY_TOKENS = {
+    "per_device_train_batch_size": None,
+    "max_tokens_per_batch": 120,
+    "tokenizer_kind": "bpe",
+    "vocab_size": 60,
+}
+AUGMENTED = PLAIN | BY_TOKENS | {"save_steps": 3, "subword_sampling": 0.4, "augmentation.typos": 0.3}
+# 15 and 4 pairs, ten steps in two stages.
+STAGES = AUGMENTED | {"train_file": None, "max_steps": None, "datasets": "{noisy: train.tsv, clean: validation.tsv}"}
+STAGES |= {
+    "stages": "{start: {shares: {noisy: 3, clean: 1}, until: {noisy: 2}}, end: {shares: {clean: 1}, until: {clean: 3}}}"
+}
+
+
+@pytest.mark.parametrize("fields", [AUGMENTED, STAGES], ids=["augmented", "stages"])
+def test_an_experiment_on_changing_pairs_killed_in_an_epoch(fields, server, tmp_path):
+    recipe = write_recipe(tmp_path, **fields)
+    whole, run = tmp_path / "whole" / "run", tmp_path / "run"
+    whole.parent.mkdir()
+    assert not server.run(whole, recipe=recipe)[0]
+    assert server.run(run, recipe=recipe, write=("model.safetensors", 3))[0]
+    progress = read_progress(checkpoints_in(run)[-1])
+    assert 0 < progress["num_batches"] < progress["batches_per_epoch"]
+    assert not server.run(run, recipe=recipe, resume=True)[0]
+    assert_same_run(whole, run)
 
 
 @pytest.mark.slow

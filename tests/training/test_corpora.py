@@ -10,8 +10,8 @@ from metaphrase.data.pairs import SPLITS
 from metaphrase.demo.corpus import make_demo_corpus, make_demo_summaries
 from metaphrase.hub_card import write_model_card
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.training.corpora import TaskCorpus, task_recipe
 from metaphrase.training.experiment import Experiment
+from metaphrase.training.mixtures import TaskCorpus, part_recipe
 from metaphrase.training.recipe.recipe import Recipe, load_recipe
 
 SIZES = {"translate": 40, "summarize": 10}
@@ -140,7 +140,7 @@ def test_saved_recipe_is_the_same_run(data, tmp_path):
 
 def test_task_alone_takes_what_all_share(data, tmp_path):
     recipe = make_recipe(data, tmp_path, too_long="truncate", max_source_length=33)
-    alone = task_recipe(recipe, "summarize")
+    alone = part_recipe(recipe, recipe.tasks["summarize"])
     assert (alone.too_long, alone.max_source_length, alone.data_dir) == ("truncate", 33, str(data))
     assert alone.source_prefix == "summarize: " and alone.train_file == "summarize_train.tsv"
 

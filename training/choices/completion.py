@@ -42,7 +42,7 @@ _LONG_RUN = 24
 
 def is_completable(recipe: Recipe) -> bool:
     """Return True if open fields of a recipe can be chosen: those of a network that learns from pairs of text."""
-    is_special = recipe.tasks or recipe.streaming or recipe.objective != "pairs"
+    is_special = recipe.tasks or recipe.stages or recipe.streaming or recipe.objective != "pairs"
     return not (is_special or recipe.tokenizer_name_or_path or recipe.resume_from_checkpoint)
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import optuna
 
 # Data are encoded once, and all trials are scored in one way.
-_FIXED_GROUPS = ("data", "tasks", "tokenizer", "evaluation", "search")
+_FIXED_GROUPS = ("data", "tasks", "stages", "tokenizer", "evaluation", "search")
 _FIXED = {"model_name_or_path", "time_budget", "max_steps", "num_train_epochs", "average_last", "average_best"}
 _FIXED |= {"output_dir", "seed", "data_seed", "load_best_model_at_end", "metric_for_best_model", "greater_is_better"}
 _FIXED_PREFIXES = ("eval_", "save_", "logging_", "per_device_eval_", "generation_")

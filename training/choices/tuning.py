@@ -104,8 +104,8 @@ class Tuning:
             ValueError: If the recipe cannot be searched, or the folder holds something else.
         """
         _import_optuna()
-        if recipe.streaming or recipe.tasks or recipe.objective != "pairs":
-            raise ValueError("`streaming`, `tasks` and `objective` must be left out of a recipe to tune.")
+        if recipe.streaming or recipe.tasks or recipe.stages or recipe.objective != "pairs":
+            raise ValueError("`streaming`, `tasks`, `stages` and `objective` must be left out of a recipe to tune.")
         if max_trials is not None and max_trials < 1:
             raise ValueError(f"`trials` must be at least 1, got {max_trials}.")
         self.folder, self.max_trials, self.started = Path(recipe.output_dir), max_trials, started

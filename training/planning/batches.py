@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel, TrainingArguments
 
 from metaphrase.data.pairs import data_seed
+from metaphrase.data.stages import StagedPairs
 from metaphrase.data.token_budget import LengthGroupedSampler, TokenBudgetSampler
 from metaphrase.modeling.packing import grid_width
 
@@ -107,8 +108,9 @@ def plan_batches(
     max_tokens_per_batch: int | None,
     devices: int,
     length_multiple: int = 1,
+    staged: StagedPairs | None = None,
 ) -> list[list[int]]:
-    """Return the batches of the first epoch, of all devices, as the trainer will form them.
+    """Return the batches of the first epoch, of all devices, as the trainer will form them. All stages are one epoch.
 
     Args:
         lengths: Tokens of source and target of each pair, shape (pairs, 2).
@@ -116,8 +118,12 @@ def plan_batches(
         max_tokens_per_batch: The token budget.
         devices: Number of devices that share the epoch.
         length_multiple: Multiple that the collator rounds widths up to.
+        staged: The training pairs, if they have stages.
     """
     seed = data_seed(arguments)
+    if staged is not None:
+        sampler = staged.sampler(lengths, max_tokens_per_batch, seed, devices, length_multiple=length_multiple)
+        return [[index % len(lengths) for index in batch] for batch in sampler.batches()]
     if max_tokens_per_batch is not None:
         sampler = TokenBudgetSampler(lengths, max_tokens_per_batch, seed, devices, length_multiple=length_multiple)
         # Indices beyond the end repeat a pair to fill up a batch.

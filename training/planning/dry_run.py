@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, set_seed
 
 from metaphrase.data.collators import PackedCollator, PairCollator, with_decoder_inputs
 from metaphrase.data.pairs import LENGTH_COLUMNS
+from metaphrase.data.stages import StagedPairs
 from metaphrase.modeling.compat import CHECKPOINTING
 from metaphrase.training.adapters import is_adapted
 from metaphrase.training.experiment import Experiment
@@ -60,6 +61,7 @@ def dry_run(experiment: Experiment, devices: int | None = None) -> RunEstimate:
         is_averaged=recipe.exponential_average_decay is not None,
         devices=devices,
         flops_per_second=rate,
+        staged=train if isinstance(train, StagedPairs) else None,
     )
     objective = getattr(train, "objective", None)
     if objective is not None and not objective.lengths_are_exact:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, TrainingArguments
 
+from metaphrase.data.stages import StagedPairs
 from metaphrase.data.token_budget import round_up
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.modeling.compat import CHECKPOINTING
@@ -133,6 +134,7 @@ def estimate_run(
     devices: int | None = None,
     on_accelerator: bool | None = None,
     flops_per_second: float | None = None,
+    staged: StagedPairs | None = None,
 ) -> RunEstimate:
     """Estimate a run from its model, which may be on the meta device, its arguments and the lengths of its pairs.
 
@@ -147,6 +149,7 @@ def estimate_run(
         devices: Number of devices to plan for; those of this run by default.
         on_accelerator: True to plan for an accelerator; by default, the device of the run decides.
         flops_per_second: Rate of one device, stated or measured (`measure_flops_per_second`).
+        staged: The training pairs, if they have stages.
 
     Raises:
         ValueError: If there are no lengths, or the budget cannot hold the longest pair.
@@ -157,10 +160,11 @@ def estimate_run(
     sharding = Sharding.of(arguments, devices)
     is_packed = max_tokens_per_batch is not None and getattr(model, "supports_packing", False)
     multiple = 1 if is_packed else pad_to_multiple_of
-    batches = plan_batches(lengths, arguments, max_tokens_per_batch, sharding.devices, multiple)
+    batches = plan_batches(lengths, arguments, max_tokens_per_batch, sharding.devices, multiple, staged)
     padded = round_up(lengths, multiple)
     shapes = [BatchShape.of(*padded[batch].T, is_packed) for batch in batches]
-    data = DataEstimate.of(lengths, shapes, arguments, sharding.devices)
+    read = lengths if staged is None else lengths[np.concatenate(batches)]
+    data = DataEstimate.of(read, shapes, arguments, sharding.devices)
     if on_accelerator is None:
         on_accelerator = arguments.device.type != "cpu"
     stored = next(iter(model.parameters())).element_size()

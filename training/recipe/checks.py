@@ -11,11 +11,15 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from metaphrase.data.augmentation import AUGMENTATIONS
 from metaphrase.data.pairs import SPLITS
+from metaphrase.data.stages import parse_stages
 from metaphrase.data.token_budget import check_beside_budget
 from metaphrase.evaluation.metrics import DEFAULT_METRICS
 from metaphrase.modeling.configuration_metaphrase import MAX_SIZE
 from metaphrase.storage.model_files import check_options
+from metaphrase.tokenization.hints import did_you_mean
+from metaphrase.tokenization.subword_sampling import SAMPLED_KINDS
 from metaphrase.training.recipe.fields import TRAINING_FIELDS, group_of
 
 if TYPE_CHECKING:
@@ -54,7 +58,7 @@ _RANGES = {
         (_Range(0, 100), "learning_rate weight_decay"),
         (_Range(0, 1000), "r_drop_alpha"),
         (_Range(0, 1, "[)"), "label_smoothing_factor exponential_average_decay lora_dropout adam_beta1 adam_beta2"),
-        (_Range(0, 1, "()"), "noise_density"),
+        (_Range(0, 1, "()"), "noise_density subword_sampling"),
         (_Range(0, 1, "(]"), "layer_decay adam_epsilon"),
         (_Range(0, 2**32 - 1), "seed data_seed"),
         # More processes than a machine can serve.
@@ -75,6 +79,7 @@ _LEFT_OUT = {
 # Fields that must come together.
 _NEEDS = {f"{split}_source_file": f"{split}_target_file" for split in SPLITS}
 _NEEDS |= {target: source for source, target in _NEEDS.items()}
+_NEEDS |= {"datasets": "stages", "stages": "datasets"}
 _NEEDS |= {"target_tokenizer_name_or_path": "tokenizer_name_or_path", "lora_rank": "model_name_or_path"}
 # Fields that do nothing without another one.
 _OF_TEXT = ("train_text_file", "validation_text_file", "noise_density", "mean_span_length", "spans_anywhere")
@@ -93,6 +98,8 @@ _FILES = tuple(f"{split}{kind}" for split in SPLITS for kind in ("_file", "_sour
 _PAIR_SOURCES = (*_FILES, "dataset_name", "streaming", "num_validation", "num_test")
 _OF_EACH_TASK = (*_PAIR_SOURCES, "source_prefix", "source_column", "target_column", "objective")
 _OF_EACH_TASK += tuple(f"max_{split}_samples" for split in SPLITS)
+_OF_DATASETS = ("train_file", "train_source_file", "dataset_name", "streaming", "num_validation", "num_test")
+_OF_DATASETS += ("objective", "tasks", "max_train_samples")
 _OF_NEW_TOKENIZER = ("tokenizer_kind", "vocab_size", "target_vocab_size", "joint_vocabulary", "lowercase")
 _OF_NEW_TOKENIZER += ("target_tokenizer_kind", "normalization", "min_frequency", "joiner", "num_sentinels")
 # Pairs of one field, when it differs from its default and is not false, and fields that contradict it, with the reason.
@@ -116,7 +123,10 @@ _CONFLICTS = (
     ),
     ("streaming", ("num_validation", "num_test"), "pairs cannot be taken out of a stream"),
     ("objective", (*_PAIR_SOURCES, "target_tokenizer_kind", "target_vocab_size"), "it is learned from plain text"),
+    ("objective", ("subword_sampling", "augmentation"), "it draws the noise of its pairs"),
     ("tasks", _OF_EACH_TASK, "each task has its own pairs, read as a whole"),
+    ("stages", _OF_DATASETS, "each of `datasets` has its own pairs, read as a whole"),
+    ("stages", ("num_train_epochs",), "the stages say how often pairs are read"),
     (
         "joint_vocabulary",
         ("target_tokenizer_kind", "target_vocab_size", "target_tokenizer_name_or_path"),
@@ -135,6 +145,8 @@ _NO_EFFECT_ON_OBJECTIVE = {
 }
 # Columns of a training pair that hold no lengths.
 _NO_LENGTHS = ("input_ids", "labels")
+# Beginnings of fields of validation and test pairs.
+_SCORED = ("validation", "test", "num_", "dataset_validation", "dataset_test", "max_validation", "max_test")
 # Any of these gives a task validation pairs.
 _VALIDATION = ("validation_file", "validation_source_file", "dataset_validation_split", "num_validation")
 
@@ -168,7 +180,11 @@ def check_recipe(recipe: "Recipe") -> None:
         )
     if recipe.streaming:
         _check_streaming(recipe)
-    _check_tasks(recipe)
+    _check_parts(recipe, "tasks")
+    _check_parts(recipe, "datasets")
+    if recipe.stages:
+        _check_stages(recipe)
+    _check_augmentation(recipe)
     if recipe.max_tokens_per_batch is not None:
         check_beside_budget(recipe, recipe.max_tokens_per_batch)
     _check_evaluation(recipe)
@@ -243,22 +259,59 @@ def _check_streaming(recipe: "Recipe") -> None:
             raise ValueError(
                 f"`streaming` must come with `{name}`, since a stream has no length, got {getattr(recipe, name)}."
             )
+    _refuse_epochs(recipe, "streaming", "a stream ends no epoch")
+
+
+def _refuse_epochs(recipe: "Recipe", field: str, reason: str) -> None:
     for name in ("save_strategy", "eval_strategy", "logging_strategy"):
         if _strategy(getattr(recipe, name)) == "epoch":
-            raise ValueError(f"`{name}` must be steps or no with `streaming`, since a stream ends no epoch, got epoch.")
+            raise ValueError(f"`{name}` must be steps or no with `{field}`, since {reason}, got epoch.")
 
 
-def _check_tasks(recipe: "Recipe") -> None:
-    for task, fields in recipe.tasks.items():
+def _check_stages(recipe: "Recipe") -> None:
+    parse_stages(recipe.stages, list(recipe.datasets))
+    if recipe.max_tokens_per_batch is None:
+        raise ValueError("`stages` must come with `max_tokens_per_batch`, such as 4000, got none.")
+    _refuse_epochs(recipe, "stages", "all stages are one epoch")
+
+
+def _check_parts(recipe: "Recipe", group: str) -> None:
+    """Check the fields of each of the `tasks` or of the `datasets`."""
+    for part, fields in getattr(recipe, group).items():
+        path = f"{group}.{part}"
+        where = f"`{path}`"
         if not isinstance(fields, dict):
-            raise ValueError(f"`tasks.{task}` must hold fields with values, got {fields!r}.")
+            raise ValueError(f"{where} must hold fields with values, got {fields!r}.")
         for name in fields:
-            if name != "weight" and group_of(name, f"`tasks.{task}`") != "data":
-                raise ValueError(f"`tasks.{task}` must hold a `weight` and fields of data, got `{name}`.")
+            if name != "weight" and group_of(name, where) != "data":
+                weight = "a `weight` and " if group == "tasks" else ""
+                raise ValueError(f"{where} must hold {weight}fields of data, got `{name}`.")
             if name in ("data_dir", "streaming", "objective"):
-                raise ValueError(f"`tasks.{task}` must not hold `{name}`, which is that of the recipe.")
+                raise ValueError(f"{where} must not hold `{name}`, which is that of the recipe.")
+            if group == "datasets" and (name == "weight" or name.startswith(_SCORED)):
+                raise ValueError(f"{where} must hold fields of training pairs, got `{name}`.")
         if not _is_positive_number(weight := fields.get("weight", 1)):
-            raise ValueError(f"`tasks.{task}.weight` must be a number above 0, got {weight!r}.")
+            raise ValueError(f"`{path}.weight` must be a number above 0, got {weight!r}.")
+
+
+def _check_augmentation(recipe: "Recipe") -> None:
+    for name in ("tokenizer_kind", "target_tokenizer_kind"):
+        kind = getattr(recipe, name)
+        if recipe.subword_sampling is not None and kind not in (None, *SAMPLED_KINDS):
+            raise ValueError(f"`{name}` must be one of {', '.join(SAMPLED_KINDS)} with `subword_sampling`, got {kind}.")
+    for name, rate in recipe.augmentation.items():
+        if name not in AUGMENTATIONS:
+            raise ValueError(
+                f"`augmentation` must have keys among {', '.join(AUGMENTATIONS)}, got {name!r}."
+                + did_you_mean(name, AUGMENTATIONS)
+            )
+        if not _is_positive_number(rate) or rate > 1:
+            raise ValueError(f"`augmentation.{name}` must be a number above 0 and at most 1, got {rate!r}.")
+    cases = [recipe.augmentation.get(name, 0) for name in ("uppercase", "titlecase")]
+    if sum(cases) > 1:
+        raise ValueError(
+            f"`augmentation.uppercase` and `augmentation.titlecase` must be at most 1 together, got {cases[0]} and {cases[1]}."
+        )
 
 
 def _check_evaluation(recipe: "Recipe") -> None:

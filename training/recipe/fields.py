@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from transformers import Seq2SeqTrainingArguments
 
+from metaphrase.data.augmentation import AUGMENTATIONS
 from metaphrase.evaluation.metrics import DEFAULT_METRICS, METRICS
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.tokenization import TOKENIZER_KINDS
@@ -22,8 +23,8 @@ def _field(group: str, text: str, default: Any = None, minimum: float | None = N
     return field(**value, metadata={"group": group, "help": text, "minimum": minimum})
 
 
-_GROUPS = ("data", "tasks", "tokenizer", "model", "batches", "technique", "evaluation", "search")
-_data, _tasks, _tokenizer, _model, _batches, _technique, _evaluation, _search = (
+_GROUPS = ("data", "tasks", "stages", "tokenizer", "model", "batches", "technique", "evaluation", "search")
+_data, _tasks, _stages, _tokenizer, _model, _batches, _technique, _evaluation, _search = (
     partial(_field, group) for group in _GROUPS
 )
 
@@ -101,6 +102,14 @@ class OwnFields:
     mixing_temperature: float = _tasks("Degree of the root.", 2.0, minimum=1)
     mixing_limit: int | None = _tasks("Maximum number of pairs that a task counts with.", minimum=1)
 
+    datasets: dict[str, Any] = _stages(
+        "Named data sets for `stages`: for each name a file of pairs, or fields of `data` such as `train_file`.", dict
+    )
+    stages: dict[str, dict] = _stages(
+        "Stages of training in order: for each name, `shares` of the data sets, `until` one of them was read so often.",
+        dict,
+    )
+
     tokenizer_name_or_path: str | None = _tokenizer("Existing tokenizer. Without it, a new one is trained.")
     target_tokenizer_name_or_path: str | None = _tokenizer("Existing tokenizer for the targets.")
     source_lang: str | None = _tokenizer(
@@ -135,6 +144,13 @@ class OwnFields:
         "Weight of R-Drop's divergence, such as 5. A batch takes the memory of two.", 0.0, minimum=0
     )
     r_drop_start_step: int = _technique("Step at which R-Drop begins. Steps before it cost half.", 0, minimum=0)
+    subword_sampling: float | None = _technique(
+        "Draw new segmentations in each epoch: the rate of BPE-dropout, such as 0.1, or Unigram's exponent, such as 0.2."
+    )
+    augmentation: dict[str, float] = _technique(
+        f"Shares of training pairs to change in each epoch: {', '.join(AUGMENTATIONS)} (--augmentation.typos 0.05).",
+        dict,
+    )
     exponential_average_decay: float | None = _technique(
         "Decay of an exponential average of the weights, such as 0.999, which is evaluated and saved.", minimum=0
     )

@@ -88,6 +88,9 @@ class Recipe(OwnFields, TrainingFields):
     def _from_values(cls, values: dict[str, Any], is_checked: bool = True) -> "Recipe":
         # An own field of None is unset. A default value counts as set, so that a saved recipe outlives a change of defaults.
         values = {name: value for name, value in values.items() if value is not None or name in TRAINING_FIELDS}
+        if isinstance(parts := values.get("datasets"), dict):
+            files = {name: {"train_file": part} for name, part in parts.items() if isinstance(part, str)}
+            values["datasets"] = parts | files
         return cls(set_names=tuple(values), is_checked=is_checked, **values)
 
     def replace(self, *, is_checked: bool = True, **values: Any) -> "Recipe":
@@ -102,6 +105,11 @@ class Recipe(OwnFields, TrainingFields):
     def is_changed(self, name: str) -> bool:
         """Return True if a field differs from its default."""
         return getattr(self, name) != getattr(_DEFAULTS, name)
+
+    @property
+    def is_augmented(self) -> bool:
+        """True if training pairs are changed in each epoch."""
+        return self.subword_sampling is not None or bool(self.augmentation)
 
     def data_path(self, name: str) -> Path:
         """Return the data file that a field names, below `data_dir` if it is relative.
@@ -149,7 +157,9 @@ class Recipe(OwnFields, TrainingFields):
             ValueError: If there is no `output_dir`, or transformers refuses a value.
         """
         values = {name: copy.deepcopy(getattr(self, name)) for name in TRAINING_FIELDS if self.is_set(name)}
-        arguments = {**TRAINING_DEFAULTS, **values, **overrides}
+        # Stages are one epoch, with readings of their own.
+        once = {"num_train_epochs": 1} if self.stages else {}
+        arguments = {**TRAINING_DEFAULTS, **once, **values, **overrides}
         if not arguments.get("output_dir"):
             raise ValueError("`output_dir` must be given, got none. Pass --output_dir FOLDER.")
         if arguments.get("run_name") is None:
@@ -180,7 +190,8 @@ class Recipe(OwnFields, TrainingFields):
             del values["output_dir"]
         if self.data_dir is not None:
             folder = Path(self.data_dir).expanduser().absolute()
-            for group in (values, *values.get("tasks", {}).values()):
+            parts = [*values.get("tasks", {}).values(), *values.get("datasets", {}).values()]
+            for group in (values, *(part for part in parts if isinstance(part, dict))):
                 for name in (name for name in group if name.endswith("_file") and group[name] is not None):
                     path = Path(group[name]).expanduser()
                     if path.is_relative_to(folder):

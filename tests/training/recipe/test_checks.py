@@ -7,6 +7,8 @@ import pytest
 from metaphrase.training.recipe.recipe import Recipe
 
 STREAM = {"train_file": "a", "streaming": True, "max_tokens_per_batch": 600}
+STAGES = {"max_tokens_per_batch": 600, "datasets": {"a": {"train_file": "a.tsv"}}}
+STAGES |= {"stages": {"start": {"shares": {"a": 1}, "until": {"a": 2}}}}
 TEXT = {"objective": "ul2", "train_text_file": "a"}
 BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "metric_for_best_model": "bleu"}
 
@@ -22,6 +24,20 @@ BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "metric_for_be
         ({"num_validation": 5, "validation_file": "a"}, ("num_validation", "validation_file")),
         ({"num_test": 5, "dataset_name": "x", "dataset_test_split": "test"}, ("num_test", "dataset_test_split")),
         ({"num_test": -1}, ("num_test",)),
+        ({"objective": "ul2", "subword_sampling": 0.1}, ("objective", "subword_sampling")),
+        ({"tokenizer_kind": "wordpiece", "subword_sampling": 0.1}, ("tokenizer_kind", "subword_sampling")),
+        ({"augmentation": {"typo": 0.1}}, ("augmentation",)),
+        ({"augmentation": {"typos": 2}}, ("augmentation.typos",)),
+        ({"augmentation": {"uppercase": 0.6, "titlecase": 0.6}}, ("augmentation.uppercase", "augmentation.titlecase")),
+        ({"datasets": {"a": {}}}, ("datasets", "stages")),
+        (STAGES | {"max_tokens_per_batch": None}, ("stages", "max_tokens_per_batch")),
+        (STAGES | {"train_file": "a.tsv"}, ("stages", "train_file")),
+        (STAGES | {"num_train_epochs": 2.0}, ("stages", "num_train_epochs")),
+        (STAGES | {"eval_strategy": "epoch", "validation_file": "a"}, ("eval_strategy", "stages")),
+        (STAGES | {"datasets": {"a": {"test_file": "a.tsv"}}}, ("datasets.a", "test_file")),
+        (STAGES | {"datasets": {"a": {"weight": 2}}}, ("datasets.a", "weight")),
+        (STAGES | {"datasets": {"a": {"vocab_size": 2}}}, ("datasets.a", "vocab_size")),
+        (STAGES | {"datasets": {"a": {}, "b": {}}}, ("datasets",)),
         ({"repetition_penalty": 0.0}, ("repetition_penalty",)),
         ({"max_source_length": 1}, ("max_source_length",)),
         ({"vocab_size": 0}, ("vocab_size",)),
@@ -100,6 +116,7 @@ def test_fields_without_effect_are_named_in_one_warning(fields, warning, caplog)
         ("exponential_average_decay", (0.0, 0.999), (1.0, 2.0), {}),
         ("layer_decay", (0.5, 1.0), (0.0, 1.1, -1.0), {}),
         ("noise_density", (0.15,), (0.0, 1.0), {"objective": "span_corruption"}),
+        ("subword_sampling", (0.1,), (0.0, 1.0), {}),
         ("lora_dropout", (0.0, 0.1), (1.0,), {"lora_rank": 2, "model_name_or_path": "x"}),
         ("lora_alpha", (1.0,), (0.0,), {"lora_rank": 2, "model_name_or_path": "x"}),
     ],

@@ -1,0 +1,114 @@
+"""Augmentation: changes that depend on seed, epoch and row alone, and happen at their rates."""
+
+import random
+from itertools import chain
+
+import datasets
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader
+
+from metaphrase.data.augmentation import AugmentedPairs, Augmenter
+from metaphrase.data.encoding import encode_pairs
+from metaphrase.data.streams import PairStream, TextStream
+from metaphrase.tokenization import TokenizerPair
+
+NOUNS, VERBS = ("dog", "cat", "bird", "fish", "cow"), ("runs", "sees", "eats", "sleeps")
+PAIRS = [(f"the {noun} {verb} here.", f"{noun} der {verb} hier!") for noun in NOUNS for verb in VERBS]
+LIMITS = 40, 40
+
+
+@pytest.fixture(scope="module")
+def tokenizers():
+    sides = zip(*PAIRS * 3, strict=True)
+    return TokenizerPair.train(*sides, vocab_size=400, additional_special_tokens=["<2de>"], show_progress=False)
+
+
+@pytest.fixture(scope="module")
+def encoded(tokenizers):
+    texts = datasets.Dataset.from_list([{"source": source, "target": target} for source, target in PAIRS])
+    return encode_pairs(texts, tokenizers, max_source_length=40, max_target_length=40, keep_text=True)[0]
+
+
+def make_pairs(encoded, tokenizers, **options):
+    return AugmentedPairs(encoded, Augmenter(tokenizers, 7, LIMITS, **{"subword_sampling": 0.2, **options}))
+
+
+def test_a_pair_depends_on_its_row_and_the_epoch_alone(encoded, tokenizers):
+    pairs = make_pairs(encoded, tokenizers)
+    alone = [pairs[row] for row in range(len(pairs))]
+    assert pairs.__getitems__([3, 1, 2]) == [alone[3], alone[1], alone[2]]
+    loader = DataLoader(pairs, 3, num_workers=1, persistent_workers=True, collate_fn=list)
+    assert list(chain.from_iterable(loader)) == alone
+    pairs.set_epoch(1)
+    second = list(chain.from_iterable(loader))
+    assert second == [pairs[row] for row in range(len(pairs))] and second != alone
+    assert make_pairs(encoded, tokenizers)[5] == alone[5]
+    # Other segmentations of the same texts.
+    assert second[0]["labels"] != alone[0]["labels"]
+    assert tokenizers.decode_targets([pair["labels"] for pair in second]) == [target for _, target in PAIRS]
+
+
+def test_lengths_to_plan_by_are_those_of_the_mean(encoded, tokenizers):
+    pairs = make_pairs(encoded, tokenizers)
+    drawn = []
+    for epoch in range(10):
+        pairs.set_epoch(epoch)
+        drawn += [len(pairs[row]["input_ids"]) for row in range(len(pairs))]
+    planned, plain = np.mean(pairs["source_length"][:]), np.mean(encoded["source_length"][:])
+    assert plain + 1 < planned and planned == pytest.approx(np.mean(drawn), abs=1)
+
+
+def test_a_longer_side_stays_plain(encoded, tokenizers):
+    limits = max(encoded["source_length"][:]), max(encoded["target_length"][:])
+    pairs = AugmentedPairs(encoded, Augmenter(tokenizers, 7, limits, 0.5))
+    lengths = [
+        [len(pair[name]) for pair in map(pairs.__getitem__, range(len(pairs)))] for name in ("input_ids", "labels")
+    ]
+    assert max(lengths[0]) == limits[0] and max(lengths[1]) == limits[1]
+    assert max(pairs["source_length"]) == limits[0]
+    longest = int(np.argmax(encoded["source_length"][:]))
+    assert pairs[longest]["input_ids"] == encoded[longest]["input_ids"]
+
+
+def test_a_stream_draws_anew_in_each_pass(encoded, tokenizers, tmp_path):
+    (tmp_path / "train.tsv").write_text("".join(f"{s}\t{t}\n" for s, t in [*PAIRS, ("", "empty")]), encoding="utf-8")
+    augmenter = Augmenter(tokenizers, 7, LIMITS, 0.2)
+    rules = {"max_source_length": 40, "max_target_length": 40}
+    stream = PairStream(TextStream(file=tmp_path / "train.tsv"), tokenizers, augmenter, **rules)
+    first, again, second = list(stream(0)), list(stream(0)), list(stream(1))
+    assert first == again != second and stream.report.empty_source == 1
+    pairs = AugmentedPairs(encoded, augmenter)
+    assert first == [pairs[row] for row in range(len(pairs))]
+
+
+def changed_texts(tokenizers, source, target, count=2000, prefixes=(), **rates):
+    augmenter, generator = Augmenter(tokenizers, 0, LIMITS, rates=rates, prefixes=prefixes), random.Random(1)
+    return [augmenter.change_texts(source, target, generator) for _ in range(count)]
+
+
+def test_case_and_punctuation_change_at_their_rates(tokenizers):
+    source, target = "the dog runs.", "Der Hund läuft!"
+    texts = changed_texts(tokenizers, source, target, uppercase=0.1, titlecase=0.2, missing_punctuation=0.3)
+    has_upper = np.mean([pair[0].startswith("THE DOG RUNS") and pair[1].startswith("DER HUND LÄUFT") for pair in texts])
+    has_title = np.mean([pair[0].startswith("The Dog Runs") and pair[1].startswith("Der Hund Läuft") for pair in texts])
+    is_bare = np.mean([pair[0][-1] != "." and pair[1][-1] != "!" for pair in texts])
+    assert (has_upper, has_title, is_bare) == pytest.approx((0.1, 0.2, 0.3), abs=0.03)
+    # A pair with punctuation on one side alone keeps it.
+    assert set(changed_texts(tokenizers, "dog.", "Hund", missing_punctuation=1.0)) == {("dog.", "Hund")}
+
+
+def test_typos_change_a_source_by_letters_near(tokenizers):
+    texts = changed_texts(tokenizers, "dog 12", "Hund 12", typos=0.5)
+    assert {target for _, target in texts} == {"Hund 12"}
+    assert {source for source, _ in texts} == {"dog 12", "odg 12", "og 12", "ddog 12", "dgo 12", "dg 12", "doog 12"}
+    assert np.mean([source != "dog 12" for source, _ in texts]) == pytest.approx(0.5, abs=0.04)
+
+
+def test_prefixes_and_special_tokens_stay(tokenizers):
+    texts = changed_texts(
+        tokenizers, "say it: <2de> dog", "hund", prefixes=["say", "say it: "], uppercase=1.0, typos=1.0, count=50
+    )
+    assert all(source.startswith("say it: <2de> ") and source.isascii() for source, _ in texts)
+    assert {source[14:] for source, _ in texts} == {"ODG", "OG", "DDOG", "DGO", "DG", "DOOG"}
+    assert {target for _, target in texts} == {"HUND"}

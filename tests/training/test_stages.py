@@ -1,0 +1,96 @@
+"""Experiments whose training pairs come in stages, or change in each epoch."""
+
+import json
+
+import pytest
+from small_experiments import ONE_STEP, make_recipe, read_log
+
+from metaphrase.data.augmentation import AugmentedPairs
+from metaphrase.training.experiment import Experiment
+from metaphrase.training.planning.dry_run import dry_run
+
+STAGES = {"train_file": None, "max_steps": None, "per_device_train_batch_size": None, "max_tokens_per_batch": 300}
+STAGES |= {
+    "datasets": "{clean: train.tsv, noisy: {train_source_file: validation.en, train_target_file: validation.de, "
+    "source_prefix: 'noisy: '}}",
+    "stages": "{start: {shares: {clean: 1, noisy: 1}, until: {noisy: 3}}, end: {shares: {clean: 1}, until: {clean: 1}}}",
+}
+
+
+def prepared(data, folder, **fields):
+    """Return a recipe's corpus, its encoded splits and its tokenizers."""
+    experiment = Experiment(make_recipe(data, folder, **fields))
+    tokenizers, encoded = experiment.prepare()
+    return experiment.corpus, encoded, tokenizers
+
+
+def test_a_run_has_the_steps_of_its_dry_run(data, tmp_path):
+    recipe = make_recipe(data, tmp_path / "run", **STAGES, subword_sampling=0.1)
+    estimate = dry_run(Experiment(recipe))
+    result = Experiment(recipe).train()
+    report = json.loads((tmp_path / "run" / "data_report.json").read_text(encoding="utf-8"))
+    sizes = {name: report[f"{name}/train"]["kept"] for name in ("clean", "noisy")}
+    # Both are read equally often in the first stage.
+    assert estimate.data.pairs == 6 * sizes["noisy"] + sizes["clean"]
+    assert result["data"]["num_train"] == sum(sizes.values())
+    assert read_log(tmp_path / "run", "train_loss")[-1]["step"] == estimate.data.steps > 6
+    assert read_log(tmp_path / "run", "train_loss")[-1]["epoch"] == 1
+    # The saved recipe trains the same.
+    saved = (tmp_path / "run" / "recipe.yaml").read_text(encoding="utf-8")
+    assert "num_train_epochs" not in saved and "train_file: train.tsv" in saved and str(data) not in saved
+
+
+def test_each_data_set_has_fields_of_its_own(data, tmp_path):
+    corpus, encoded, tokenizers = prepared(data, tmp_path / "run", **STAGES)
+    train = encoded["train"]
+    texts = tokenizers.decode_targets([train[row]["input_ids"] for row in range(len(train))])
+    num_clean = corpus.reports["clean/train"].kept
+    assert [text.startswith("noisy: ") for text in texts] == [row >= num_clean for row in range(len(train))]
+    (data / "train.tsv").write_text("broken\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="Data set 'clean': "):
+        prepared(data, tmp_path / "run", **STAGES)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {},
+        {"streaming": "true", "max_tokens_per_batch": 600},
+        {"tasks": "{a: {train_file: train.tsv, source_prefix: 'a: '}}"},
+    ],
+)
+def test_only_training_pairs_change(data, tmp_path, kind):
+    fields = (
+        ONE_STEP | {"validation_file": "validation.tsv", "subword_sampling": 0.3, "augmentation.uppercase": 1.0} | kind
+    )
+    if "tasks" in kind:
+        fields |= {"train_file": None, "validation_file": None}
+    corpus, encoded, tokenizers = prepared(data, tmp_path / "run", **fields)
+    train = encoded["train"]
+    if "streaming" in kind:
+        pairs = [pair for pair, _ in zip(train.read(0), range(20), strict=False)]
+    else:
+        assert isinstance(train, AugmentedPairs)
+        pairs = [train[row] for row in range(20)]
+    prefix = "a: " if "tasks" in kind else ""
+    for side, ids in (("source", "input_ids"), ("target", "labels")):
+        texts = tokenizers.decode_targets([pair[ids] for pair in pairs])
+        start = len(prefix) if side == "source" else 0
+        lines = (data / "train.tsv").read_text(encoding="utf-8").splitlines()
+        expected = [line.split("\t")[side == "target"].upper() for line in lines[: len(pairs)]]
+        assert [text[start:] for text in texts] == expected and texts[0][:start] == prefix[:start]
+    if "tasks" not in kind:
+        plain = tokenizers.encode_targets(corpus.splits["validation"]["target"][:])
+        assert encoded["validation"]["labels"][:] == plain
+
+
+def test_a_run_resumes_with_its_own_stages(data, tmp_path):
+    fields = STAGES | ONE_STEP
+    Experiment(make_recipe(data, tmp_path / "run", **fields)).train()
+    changed = {"stages.start.shares.noisy": 2, "subword_sampling": 0.2, "datasets.clean": "validation.tsv"}
+    for name, value in changed.items():
+        recipe = make_recipe(data, tmp_path / "run", **fields | {name: value}, resume_from_checkpoint="true")
+        with pytest.raises(ValueError, match=f"`{name}.* must stay as it was when a run is resumed"):
+            Experiment(recipe)
+    # The folder of the data may move.
+    make_recipe(data.rename(tmp_path / "moved"), tmp_path / "run", **fields, resume_from_checkpoint="true")
