@@ -21,6 +21,7 @@ VERBS = {
     "evaluate": "score a model on a test set",
     "generate": "translate, summarize, ...: one target line for each source line",
     "convert": "convert weights of T5, BART, Marian and others, and back",
+    "shortlist": "learn the target tokens of each source token, for faster decoding",
     "export": "export a model to CTranslate2 or ONNX",
     "attention": "show cross-attention: picture or word alignment",
     "explain": "show what each stage of a model computes for a pair: page or text",

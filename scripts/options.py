@@ -18,7 +18,7 @@ ENSEMBLE_MEANS = ("linear", "log_linear")
 DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, MAX_LINE_CHARACTERS = 64, 8192, 100_000
 _LOADING_OPTIONS = {
     *("source_prefix", "max_source_length", "source_lang", "target_lang", "device", "dtype", "trust_remote_code"),
-    *("ensemble_mean", "batch_size", "max_tokens_per_batch", "engine"),
+    *("ensemble_mean", "batch_size", "max_tokens_per_batch", "engine", "use_vmap"),
 }
 
 
@@ -159,6 +159,25 @@ def add_engine_options(group: argparse._ArgumentGroup, engine: str) -> None:
         "ctranslate2 takes an exported folder, or converts a Metaphrase model first"
     )
     group.add_argument("--engine", default=engine, choices=ENGINES, help=text)
+    text = (
+        "select target tokens among those that vmap.txt in the folder of the model permits; see `metaphrase shortlist`"
+    )
+    group.add_argument("--use_vmap", action="store_true", help=text)
+
+
+def add_shortlist_options(parser: VerbParser) -> None:
+    """Write vmap.txt into the folder of a model: for each source token the target tokens that translations may hold, learned
+    from pairs. The option --use_vmap then decodes faster."""
+    parser.usage = "%(prog)s MODEL PAIRS [option ...]"
+    parser.add_argument("model", type=model_name("model"), metavar="MODEL", help="folder of a Metaphrase model")
+    text = "training pairs: one .tsv, .csv, .jsonl, .json or .parquet file, or two parallel files"
+    parser.add_argument("pairs", nargs="+", type=input_file("pairs"), metavar="PAIRS", help=text)
+    for name, default, text in (
+        ("num_per_token", 100, "target tokens that a source token permits"),
+        ("num_frequent", 100, "most frequent target tokens, which all sources permit"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="INT", help=f"{text} [%(default)s]")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing vmap.txt")
 
 
 def add_line_option(parser: argparse._ActionsContainer) -> None:

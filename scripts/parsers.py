@@ -16,6 +16,7 @@ from metaphrase.scripts.options import (
     add_line_option,
     add_loading_options,
     add_model_options,
+    add_shortlist_options,
     input_file,
     model_name,
     output_path,
@@ -48,6 +49,7 @@ FILTER_RULES = (
     *("links", "brackets", "repetition", "duplicate", "language", "alignment", "targets_per_source"),
 )
 FAMILIES = ("t5", "mt5", "umt5", "bart", "mbart", "plbart", "pegasus", "marian", "m2m_100", "fsmt")
+_shortlist = add_shortlist_options
 
 
 def make_parser(verb: str) -> VerbParser:
