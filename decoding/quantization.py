@@ -42,10 +42,16 @@ class PackedLinear(nn.Module):
 
     def select_outputs(self, outputs: torch.Tensor) -> "PackedLinear":
         """Return the layer with only these outputs, (count,)."""
-        layer = copy.copy(self)
+        weights, layer = self._unpacked, copy.copy(self)
+        del vars(layer)["_unpacked"]
         layer.out_features, layer.bias = len(outputs), None if self.bias is None else self.bias[outputs]
-        layer._packed = layer._pack(*(part.index_select(0, outputs) for part in self._weights_of(self)))
+        layer._packed = layer._pack(*(part.index_select(0, outputs) for part in weights))
         return layer
+
+    @functools.cached_property
+    def _unpacked(self) -> tuple[torch.Tensor, ...]:
+        # Unpacking takes many times as long as packing a few outputs.
+        return self._weights_of(self)
 
     def train(self, mode: bool = True) -> "PackedLinear":
         if mode:

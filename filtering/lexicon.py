@@ -7,20 +7,23 @@ import numpy as np
 
 from metaphrase.filtering.alignment import WordPairs
 from metaphrase.tokenization import TokenizerPair
+from metaphrase.tokenization.tokenizer_pipeline import CONTINUATION_PREFIX
 from metaphrase.tokenization.vocabulary_map import VocabularyMap
 
 _ITERATIONS = 2
+# All bytes, or the most frequent characters of a script with thousands.
+_MAX_LETTERS = 256
 # They bound the memory of training.
-MAX_PAIRS, _MAX_TOKENS, _MAX_TOKEN_PAIRS = 1_000_000, 100, 100_000_000
+MAX_PAIRS, _MAX_TOKENS, _MAX_TOKEN_PAIRS = 300_000, 100, 100_000_000
 
 
 def make_vocabulary_map(
-    pairs: Iterable[tuple[str, str]], tokenizers: TokenizerPair, num_per_token: int = 100, num_frequent: int = 100
+    pairs: Iterable[tuple[str, str]], tokenizers: TokenizerPair, num_per_token: int = 200, num_frequent: int = 100
 ) -> VocabularyMap:
     """Learn a vocabulary map from pairs.
 
     Each source token permits its most probable target tokens, and itself in a joint vocabulary. Every target may hold the most
-    frequent tokens, the special tokens and single characters, of which a tokenizer can spell any word.
+    frequent tokens, the special tokens and single characters or bytes, of which a tokenizer can spell any word.
 
     Args:
         pairs: Pairs in random order. The first ones are used, up to a number of token pairs.
@@ -42,8 +45,10 @@ def make_vocabulary_map(
         tokens[token] = np.union1d(partners[start : min(end, start + num_per_token)], same)
     counts = np.bincount(targets, minlength=num_targets)
     frequent = np.argsort(-counts, kind="stable")[:num_frequent]
-    single = [index for name, index in vocabulary.items() if len(name) == 1 or _is_byte(name)]
-    return VocabularyMap([*frequent, *single, *tokenizers.target.all_special_ids], tokens)
+    letters = sorted(
+        (index for name, index in vocabulary.items() if _is_letter(name)), key=lambda index: (-counts[index], index)
+    )
+    return VocabularyMap([*frequent, *letters[:_MAX_LETTERS], *tokenizers.target.all_special_ids], tokens)
 
 
 def learn_lexicon(
@@ -96,5 +101,7 @@ def _encode(pairs: Iterable[tuple[str, str]], tokenizers: TokenizerPair) -> tupl
     return *sides, lengths
 
 
-def _is_byte(name: str) -> bool:
-    return len(name) == 6 and name.startswith("<0x")
+def _is_letter(name: str) -> bool:
+    """Return True for a token that is a single character, also within a word, or a byte."""
+    is_byte = len(name) == 6 and name.startswith("<0x")
+    return is_byte or len(name.removeprefix(CONTINUATION_PREFIX)) == 1

@@ -173,7 +173,7 @@ def add_shortlist_options(parser: VerbParser) -> None:
     text = "training pairs: one .tsv, .csv, .jsonl, .json or .parquet file, or two parallel files"
     parser.add_argument("pairs", nargs="+", type=input_file("pairs"), metavar="PAIRS", help=text)
     for name, default, text in (
-        ("num_per_token", 100, "target tokens that a source token permits"),
+        ("num_per_token", 200, "target tokens that a source token permits"),
         ("num_frequent", 100, "most frequent target tokens, which all sources permit"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, metavar="INT", help=f"{text} [%(default)s]")

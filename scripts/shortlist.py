@@ -25,13 +25,16 @@ def main(words: Sequence[str]) -> None:
         raise ValueError(f"`model` must have no {path.name}, got {str(path)!r}. Pass --overwrite to replace the file.")
     if len(files) > 2:
         raise ValueError(f"`pairs` must be one file, or two parallel files, got {len(files)}.")
+    for name in ("num_per_token", "num_frequent"):
+        if getattr(arguments, name) < 1:
+            raise ValueError(f"`{name}` must be at least 1, got {getattr(arguments, name)}.")
     check_model_folder(path.parent)
     names = ("file",) if len(files) == 1 else ("source_file", "target_file")
     source = PairSource(**dict(zip(names, files, strict=True)))
-    _, pairs = sample_pairs(source.read_files(), MAX_PAIRS)
+    num_records, pairs = sample_pairs(source.read_files(), MAX_PAIRS)
     if not pairs:
         raise ValueError(f"{source.name} must hold at least one pair, got none.")
-    logger.info("Learning from %d pairs.", len(pairs))
+    logger.info("Learning from %d of %d pairs.", len(pairs), num_records)
     tokenizers = TokenizerPair.from_pretrained(path.parent)
     sizes = {"num_per_token": arguments.num_per_token, "num_frequent": arguments.num_frequent}
     vocabulary_map = make_vocabulary_map(pairs, tokenizers, **sizes)

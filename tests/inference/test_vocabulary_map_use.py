@@ -104,6 +104,7 @@ def test_command_line(folder, tmp_path, capsys):
     for mistake, message in (
         ([str(tmp_path / "none"), str(sides[0])], "`model` must be a folder that exists"),
         ([str(folder), *map(str, [*sides, *sides])], "`pairs` must be one file, or two parallel files, got 4."),
+        ([*words[:3], "--num_per_token", "0"], "`num_per_token` must be at least 1, got 0."),
     ):
         assert run(shortlist.main, "shortlist", [*mistake, "--overwrite"]) == 2
         assert message in capsys.readouterr().err
