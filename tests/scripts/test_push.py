@@ -24,7 +24,14 @@ def test_exactly_the_model_goes_up_byte_for_byte(hub, folder, capsys):
     [(branch, message, files)] = hub.commits
     assert (branch, message) == ("main", "first")
     assert files == {name: content for name, content in contents(folder).items() if name not in FORBIDDEN}
-    assert {"config.json", "model.safetensors", "tokenizer.json", "recipe.yaml", "metrics.json"} <= files.keys()
+    assert {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "recipe.yaml",
+        "metrics.json",
+        "vmap.txt",
+    } <= files.keys()
     assert {"modeling_metaphrase.py", "target_tokenizer/tokenizer.json", "test_predictions.txt"} <= files.keys()
     assert not any(b"forbidden" in content for content in files.values())
     assert hub.repositories["somebody/tiny"]["visibility"] == "private"
