@@ -129,13 +129,13 @@ def search(
         decoder, copies = model.get_decoder(), len(input_ids) // len(encoder_output)
         prompt, (project, shorten) = input_ids[::copies], prepared_projections(model)
         if permitted is not None:
-            permitted = _complete(permitted, prompt, config)
+            vocab_size = model.config.decoder_vocab_size
+            permitted = _complete(permitted, prompt, config, vocab_size)
             head = prepared_rows(model.get_output_embeddings(), permitted)
             permitted = None if head is None else permitted
         if permitted is not None:
             project, shorten = functools.partial(model.project, head=head), None
             if logits_processor:
-                vocab_size = model.config.decoder_vocab_size
                 logits_processor = [process_permitted(logits_processor, permitted, vocab_size)]
         if config.num_beams > 1:
             state, selection = BeamState(decoder, encoder_output, mask), Selection(config, permitted)
@@ -167,7 +167,7 @@ def search(
     return GenerateBeamEncoderDecoderOutput(sequences=output.sequences, sequences_scores=scores)
 
 
-def _complete(permitted: torch.Tensor, prompt: torch.Tensor, config: GenerationConfig) -> torch.Tensor:
+def _complete(permitted: torch.Tensor, prompt: torch.Tensor, config: GenerationConfig, vocab_size: int) -> torch.Tensor:
     """Return the permitted tokens, those of the prompt, the ends and the forced tokens, ascending."""
     forced = [config.forced_bos_token_id, config.forced_eos_token_id]
     values = [
@@ -175,7 +175,9 @@ def _complete(permitted: torch.Tensor, prompt: torch.Tensor, config: GenerationC
         for value in (*forced, config._eos_token_tensor)
         if value is not None
     ]
-    return torch.cat([permitted.to(prompt), prompt.flatten(), *values]).unique()
+    tokens = torch.cat([permitted.to(prompt), prompt.flatten(), *values]).unique()
+    # An end of -1 means that no token ends a target.
+    return tokens[(tokens >= 0) & (tokens < vocab_size)]
 
 
 @contextlib.contextmanager

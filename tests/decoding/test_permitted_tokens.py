@@ -95,6 +95,15 @@ def test_samples_are_permitted_and_scored_among_permitted_tokens():
 
 
 @torch.inference_mode()
+def test_no_token_may_end_a_target():
+    model = tiny_model()
+    output = find(model, random_sources(model.config, batch=3), {"eos_token_id": -1}, PERMITTED)
+    assert output.sequences.shape == (3, 10) and set(output.sequences[:, 1:].flatten().tolist()) <= set(
+        PERMITTED.tolist()
+    )
+
+
+@torch.inference_mode()
 def test_other_loops_and_heads_select_from_all_tokens():
     model = tiny_model()
     inputs = random_sources(model.config, batch=3)
